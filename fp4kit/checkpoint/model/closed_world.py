@@ -435,6 +435,10 @@ def _recognized(name: str, tensors: Tensors) -> str:
     - If the format is recognized, return its name, such as "GPTQ or AWQ integers".
     - Otherwise, return the container that the layer nearly fits, and why it does not fit (see _nearest_container).
     - Return "" if no container is near.
+
+    Args:
+        name: the name of the tensor.
+        tensors: tensor name -> (its file, its header entry), for the whole checkpoint.
     """
     module = next((name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix)), name)
     tool = next((tool for suffix, tool in _OTHER_TOOLS.items() if module + suffix in tensors), "")
@@ -668,6 +672,10 @@ def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator
     - Any other entry gives one item. It is refused if its key sounds like quantization and fp4kit does not know it.
 
     The metadata of GGUF files is not checked here.
+
+    Args:
+        tensors: tensor name -> (its file, its header entry), for the whole checkpoint.
+        weights: the weights that ``weights_of`` finds in the tensors.
     """
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
     files = {file.path: file for file, _ in tensors.values()}

@@ -113,6 +113,10 @@ def _sizes(weight: Weight, readers: Readers) -> _Floats:
     """Return the root mean square of each column over the first rows (at most 128) of a weight: float64 (K,).
 
     The weight's factors per column (AWQ) are not applied.
+
+    Args:
+        weight: the weight.
+        readers: where to read it from.
     """
     count = min(_ROWS, weight.shape[-2])
     slab = next(slabs(readers, weight, 0, (0, count), max_bytes=1 << 40))

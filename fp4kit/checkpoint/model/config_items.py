@@ -183,10 +183,11 @@ def _scheme(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse the scheme of weights in a config group, or "" to accept it.
 
     The scheme is refused if it is not an object, if it has a key that _SCHEME does not list, or if the check of a key
-    refuses the value.
+    refuses the value. These checks do not compare the scheme with the tensors; see _targets for that.
 
     Args:
-        value, layers: the scheme, and the quantized layers, with which some of its values are compared.
+        value: the scheme.
+        layers: the quantized layers of the checkpoint, which are passed to the checks.
     """
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
@@ -202,6 +203,10 @@ def _describes(scheme: Mapping[str, Any], form: Container) -> bool:
 
     ``num_bits`` is compared and, for NVFP4, MXFP4 and MXFP8, ``group_size``. A missing key fits, and so does a
     ``group_size`` of null, -1 or 0. Other keys are not compared.
+
+    Args:
+        scheme: the scheme of weights.
+        form: the container.
     """
     if scheme.get("num_bits", form.element.bits) != form.element.bits:
         return False
@@ -265,6 +270,10 @@ def _known_groups(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse ``config_groups`` because a group is unknown or malformed, or "" to accept it.
 
     The groups are not compared with the quantized layers of the checkpoint; see _targets for that.
+
+    Args:
+        value: the value of ``config_groups``.
+        layers: the quantized layers of the checkpoint, which are passed to the checks of schemes.
     """
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
@@ -337,6 +346,10 @@ def _fits(group: Mapping[str, Any], form: Container) -> bool:
 
     The format and the scheme of weights that the group declares must fit the container. A format or scheme that the
     group does not declare fits every container.
+
+    Args:
+        group: an entry of ``config_groups``.
+        form: the container.
     """
     declared, scheme = group.get("format"), group.get("weights")
     of_format = declared is None or form.kind in _FORMATS[declared]
@@ -508,6 +521,10 @@ def _quark_fits(scheme: Mapping[str, Any], form: Container) -> bool:
 
     If ``mx_element_dtype`` is present, it is compared instead of ``dtype``. ``group_size`` is compared only for NVFP4,
     MXFP4 and MXFP8, where the values null, -1 and 0 fit too.
+
+    Args:
+        scheme: the scheme of weights.
+        form: the container.
     """
     dtype = scheme.get("mx_element_dtype") or scheme.get("dtype")
     if dtype is not None and form.kind not in _QUARK_DTYPES.get(str(dtype), ()):

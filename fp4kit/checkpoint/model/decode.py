@@ -23,8 +23,8 @@ CHUNK_ELEMENTS = 1 << 16  # a chunk takes 512 KB as float64, so its temporaries 
 def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
     """Yield consecutive slices that cover the rows of a matrix, so that it can be processed in chunks.
 
-    A chunk has at most CHUNK_ELEMENTS elements, and a multiple of ``multiple`` rows. It has ``multiple`` rows even if
-    these have more elements. The last chunk may have fewer rows. A matrix without rows gives no slice.
+    A chunk has as many rows as fit into CHUNK_ELEMENTS elements, rounded down to a multiple of ``multiple``, but at
+    least ``multiple`` rows. Only the last chunk may have fewer. A matrix without rows gives no slice.
 
     Args:
         rows, columns: the shape of the matrix.

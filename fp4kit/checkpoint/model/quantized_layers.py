@@ -180,7 +180,14 @@ def _usual(weight: Weight, form: Container) -> Recipe:
 
 
 def _check_columns(weight: Weight, r: Recipe) -> None:
-    """Raise CheckpointError if the rows of a weight are not whole blocks of a recipe, as in some FP8 checkpoints."""
+    """Raise CheckpointError if the rows of a weight do not consist of whole blocks of a recipe.
+
+    Some FP8 checkpoints have such rows, because 128x128 blocks may be partial.
+
+    Args:
+        weight: the weight.
+        r: the recipe.
+    """
     if r.block is not None and weight.shape[-1] % r.block_size:
         raise CheckpointError(
             f"{shown(weight.name)}: K = {weight.shape[-1]} is not a multiple of {r.block_size}, which {r.id} needs;"
@@ -192,6 +199,11 @@ def _unknown(name: object, checkpoint: Checkpoint, names: list[str]) -> str:
     """Return the error message for a name that is not the name of a quantized layer.
 
     The message says whether an unquantized tensor has this name, and suggests similar names of layers.
+
+    Args:
+        name: the unknown name.
+        checkpoint: the checkpoint.
+        names: the names of its quantized layers.
     """
     text = str(name)
     if text.removesuffix(".weight") in names:

@@ -159,7 +159,13 @@ def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.flo
 
 
 def _divisor_of(readers: Readers, weight: Weight, expert: int) -> np.float32 | None:
-    """Return the stored tensor scale of one matrix if decoding divides by it; None otherwise."""
+    """Return the stored tensor scale of one matrix if decoding divides by it; None otherwise.
+
+    Args:
+        readers: where to read it from.
+        weight: the weight, quantized or not.
+        expert: the index of the matrix; 0 for a single layer.
+    """
     form = weight.container
     if form is None or not (form.divides and form.has_tensor_scale):
         return None
@@ -170,6 +176,10 @@ def column_scale_of(readers: Readers, weight: Weight) -> npt.NDArray[np.float32]
     """Return the factors that the decoded columns of a weight are multiplied by, float32 [K].
 
     Return None if the weight has no such factors. Only AWQ and SVDQuant layers have them.
+
+    Args:
+        readers: where to read the factors from.
+        weight: the weight, quantized or not.
     """
     place = weight.parts.get(COLUMN_SCALE)
     return None if place is None else readers.array(place).reshape(-1).astype(np.float32)
@@ -179,6 +189,10 @@ def _low_rank_of(readers: Readers, weight: Weight) -> tuple[npt.NDArray[np.float
     """Return the low-rank parts (B, A) that SVDQuant adds to a weight as the product B A; None if it has none.
 
     B is float64 [N, r] and A is float64 [r, K], where r is their rank.
+
+    Args:
+        readers: where to read the parts from.
+        weight: the weight, quantized or not.
     """
     if LOW_RANK_A not in weight.parts:
         return None
@@ -314,6 +328,10 @@ def _joined(readers: Readers, weight: Weight) -> Slab:
     """Return one slab with the rows of all members of a weight, in order (see Weight.members).
 
     All members must be quantized, without tensor scales and without rotations, because a slab has only one of each.
+
+    Args:
+        readers: where to read the members from.
+        weight: the weight, with ``members``.
     """
     found = [slab for member in weight.members for slab in slabs(readers, *member)]
     assert not any(slab.rotation for slab in found)
@@ -510,6 +528,10 @@ def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.
 
     The result is float32. The dtype to round to is that of the block scales or, without block scales, of the tensor
     scale. If the container does not round, or the scales are float32, return ``values`` itself.
+
+    Args:
+        values: the decoded values.
+        weight: the weight that they belong to.
     """
     assert weight.container is not None
     place = weight.parts.get(SCALES, weight.parts.get(TENSOR_SCALE))
@@ -551,6 +573,10 @@ def trouble_with_scales(weight: Weight, slab: Slab) -> str:
     - a factor per column (AWQ) that is not positive.
 
     NaN and infinity are not reported here (see count_nonfinite).
+
+    Args:
+        weight: the weight that the slab was read from.
+        slab: the slab.
     """
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     negative = int(np.count_nonzero(scales_of(weight.container, slab.scales) < 0))
@@ -586,6 +612,10 @@ def count_nonfinite(weight: Weight, slab: Slab) -> int:
       twice.
 
     Overflow of finite factors to infinity is not detected.
+
+    Args:
+        weight: the weight that the slab was read from.
+        slab: the slab.
     """
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     element = weight.container.element

@@ -435,7 +435,7 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
 
 
 def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape (E, N, K) of a stack of experts, whichever of (E, N, K) and (E, K, N) is the stored order.
+    """Return the shape (E, N, K) of a stack of experts, which may be stored as (E, N, K) or as (E, K, N).
 
     Args:
         shape: the stored shape.

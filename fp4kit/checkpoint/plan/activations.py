@@ -144,7 +144,7 @@ class Activations:
         """Return a dict from layer name to amax, for the measured experts of a layer; 0 if an expert saw only zeros.
 
         An expert also counts as measured if its inputs were measured under the name of a layer that is fused with this
-        one. The names in the result are those of the layers of ``stack``.
+        one. The names in the result consist of ``stack`` and a number, such as "mlp.experts.3.up_proj".
 
         Args:
             stack: the name of the layer without the number of the expert, such as "mlp.experts.up_proj".

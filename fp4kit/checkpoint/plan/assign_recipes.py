@@ -331,7 +331,12 @@ def _sums_of_group(
 
 
 def _amax(readers: Readers, piece: Piece) -> np.float32:
-    """Return the largest magnitude of a piece. Raise CheckpointError if a value is NaN or infinite."""
+    """Return the largest magnitude of a piece. Raise CheckpointError if a value is NaN or infinite.
+
+    Args:
+        readers: where to read the piece from.
+        piece: some rows of a weight.
+    """
     found = np.float32(0)
     for slab in slabs(readers, piece.weight, piece.expert, piece.span):
         found = np.maximum(found, np.abs(values_of(piece.weight, slab).astype(np.float32)).max(initial=0))
@@ -344,7 +349,13 @@ def _amax(readers: Readers, piece: Piece) -> np.float32:
 
 
 def _column_weights(readers: Readers, piece: Piece, columns: ScaleSearch | None) -> np.ndarray | None:
-    """Return the column weights of a piece, float64 (K,), or None if all columns have equal weights."""
+    """Return the column weights of a piece, float64 (K,), or None if all columns have equal weights.
+
+    Args:
+        readers: where to read the column weights from.
+        piece: some rows of a weight.
+        columns: column weights of the errors; None if there are none.
+    """
     found = None if columns is None else columns.columns_of((piece.module, piece.weight), piece.expert)
     if found is None:
         return None
@@ -432,6 +443,10 @@ def _bits(piece: Piece, form: Container) -> int:
     """Return the number of bits that the rows of a piece would take in a container as a layer of their own.
 
     Scales are included, input scales are not.
+
+    Args:
+        piece: some rows of a weight.
+        form: the container.
     """
     shape = piece.span[1] - piece.span[0], piece.weight.shape[-1]
     return 8 * sum(output.nbytes for output in form.outputs(piece.module, shape))

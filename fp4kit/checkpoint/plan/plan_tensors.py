@@ -97,6 +97,10 @@ def _kept_metadata(facts: PlanFacts, file: SafetensorsFile) -> dict[str, str]:
     """Return the metadata (key -> text) of a source file that the output keeps.
 
     Entries of ComfyUI and torchao that say how layers are stored are left out (see describes_stored_layers).
+
+    Args:
+        facts: the decisions about the model.
+        file: the source file.
     """
     quantized = {weight.name for weight in facts.weights.values() if weight.container is not None}
     tensors = facts.source.tensors
@@ -117,6 +121,11 @@ def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> Tens
     2. A selected weight is converted.
     3. Any other quantized weight is decoded; for DeepSeek-V4, it stays in its container.
     4. Any other tensor is copied. Scales of the KV cache get the name that the output format uses.
+
+    Args:
+        facts: the decisions about the model.
+        file: the source file.
+        entry: the tensor's header entry.
     """
     if entry.name in facts.restored:
         return _restored(facts, entry.name)
@@ -169,6 +178,7 @@ def _decoded(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
     A stack is written as [E, K, N] if the source stores it so, or if the model is gpt-oss; otherwise as [E, N, K].
 
     Args:
+        facts: the decisions about the model.
         weight: the weight, quantized.
         reason: why the weight is decoded, for the user.
     """
@@ -178,7 +188,12 @@ def _decoded(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
 
 
 def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
-    """Return the plan for a selected weight, to convert it, or to decode it if the output is unquantized."""
+    """Return the plan for a selected weight, to convert it, or to decode it if the output is unquantized.
+
+    Args:
+        facts: the decisions about the model.
+        weight: the selected weight.
+    """
     if facts.form is None:
         return _decoded(facts, weight, f"{weight.dtype}: decoded")
     action, form = facts.actions[weight.tensor], facts.form_of(weight.name)
@@ -226,6 +241,10 @@ def _with_scales_of(weight: Weight, piece: Piece) -> Piece:
     """Return a copy of a piece that writes scales in the dtype in which the source stores them.
 
     Decoding rounds values to this dtype, so another dtype would change them.
+
+    Args:
+        weight: the weight of the piece.
+        piece: the piece.
     """
     kept = {part: weight.parts[part].entry.dtype for part in (SCALES, TENSOR_SCALE) if part in weight.parts}
     return replace(piece, outputs=tuple(replace(one, dtype=kept.get(one.part, one.dtype)) for one in piece.outputs))

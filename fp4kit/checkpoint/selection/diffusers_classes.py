@@ -54,8 +54,10 @@ def class_of(config: Mapping[str, Any]) -> str:
 def unquantized_reason(name: str, parts: tuple[str, ...]) -> str | None:
     """Return the reason why a layer of a diffusion model must stay unquantized, or None if it may be quantized.
 
-    - If the class is in BLOCKS, layers outside the numbered blocks and modulation layers in them must stay unquantized.
-    - If the class is another one or "", layers with a component in _ORIGINAL, such as "final_layer", must.
+    These layers must stay unquantized:
+
+    - For a class in BLOCKS: layers outside the numbered blocks, and modulation layers in them.
+    - For any other class, and for "": layers with a component in _ORIGINAL, such as "final_layer".
 
     Args:
         name: the Diffusers class of the model; "" for all other models, such as a single file of the original release.

@@ -369,6 +369,10 @@ def _check_not_empty(candidates: Iterable[Candidate], decisions: Mapping[str, De
     """Raise CheckpointError if no decision is to quantize a tensor.
 
     The message gives the reasons for up to three tensors that an exclusion list would name (Decision.listed).
+
+    Args:
+        candidates: the candidates of the whole model.
+        decisions: the result of ``decide`` for the candidates.
     """
     if any(decision.converted for decision in decisions.values()):
         return
