@@ -22,8 +22,8 @@ FP4KIT_EXPORT const char* fp4kit_digest() {
   return FP4KIT_DIGEST;
 }
 
-// Return the highest level that this processor can run: "base", "avx2" or "avx512", as setup.py names them. The result
-// is about the processor, not about the level for which this library was compiled.
+// Return the highest level that this processor can run: "base", "avx2" or "avx512", as setup.py names them. Processors
+// other than x86-64 have the level "base". The result does not depend on the level for which this library was compiled.
 FP4KIT_EXPORT const char* fp4kit_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -216,7 +216,8 @@ FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* prototype, const u8* packe
 }
 
 // Scale search: for every block of the matrix, store in call->out the block amax whose scale gives the smallest loss
-// (the first one in case of ties). Add the number of blocks that had a full search to *call->unproven.
+// (the first one in case of ties). Add the number of blocks that had a full search to *call->unproven, which must not
+// be null.
 FP4KIT_EXPORT void fp4kit_search_scales(const SearchScalesCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   std::atomic<u64> unproven{0};
@@ -228,9 +229,9 @@ FP4KIT_EXPORT void fp4kit_search_scales(const SearchScalesCall* call) {
   *call->unproven += unproven;
 }
 
-// Factor search: for every block of the matrix, try the given multiples of its amax, and store the one with the
-// smallest error (the first one in case of ties). For each tile, set needs_fallback to 1 if the specification has to
-// compute the tile, otherwise to 0.
+// Factor search: for every block of the matrix, try the given multiples of its amax, and store the best one in
+// call->out. The best one has the smallest error (the first one in case of ties). For each tile, set needs_fallback to
+// 1 if the specification has to compute the tile, otherwise to 0.
 FP4KIT_EXPORT void fp4kit_search_factors(const SearchFactorsCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   const FillTablesFunction fill = kDecoders[call->decoder].fill_tables[kFloat32];

@@ -73,11 +73,12 @@ static void fill_used_tables(const u8* scales, i64 blocks, TensorScale t, Decode
   }
 }
 
-// Do the work of decode_row for 4-bit codes: decode `count` elements of row `row`, which begin at block `block` of the
-// row, and store the bits of their values in `out`. Return false if a value needs the fallback, otherwise true. A block
-// has `size` elements. If `tables` is nullptr, the function `fill` makes the tables: of all scale codes that occur, if
-// the row has its own tensor scale and kManyBlocks blocks, otherwise of a few blocks at a time. All decoders share this
-// function, because everything that depends on the decode rule is in the value tables.
+// Decode `count` elements with 4-bit codes from row `row`, starting at block `block` of the row, and store the bits of
+// their values in `out`. This is the part of decode_row for 4-bit codes. Return false if a value needs the fallback,
+// otherwise true. A block has `size` elements. If `tables` is nullptr, the function `fill` makes the tables. If the row
+// has its own tensor scale and at least kManyBlocks blocks, it makes them for all scale codes that occur; otherwise,
+// for a few blocks at a time. All decoders share this function, because everything that depends on the decode rule is
+// in the value tables.
 template <class Value>
 static bool decode_nibble_row(const u8* codes, const u8* scales, i64 count, i64 size, const DecodeTables* tables,
                               const TensorScales& tensors, i64 row, i64 block, Value* out, FillFunction fill) {

@@ -47,9 +47,9 @@ constexpr bool kNearestE2m1 =
 //               (exact_division.h)
 enum class Method { general, fast, multiplier };
 
-// Return true if exact multipliers may replace the divisors of the arithmetic E for elements of type In: if In is a
-// 16-bit type, and codes are the nearest E2M1 codes of quotients without further steps. Whether a divisor has an exact
-// multiplier is found elsewhere (find_multipliers).
+// Return true if exact multipliers may replace the divisors of the arithmetic E for elements of type In. In must be a
+// 16-bit type, and codes must be the nearest E2M1 codes of quotients, without further steps. The function does not test
+// whether a divisor has an exact multiplier (find_multipliers does).
 template <class E, class In>
 constexpr bool may_use_multipliers() {
   if constexpr (!kNearestE2m1<E>) return false;
@@ -126,9 +126,9 @@ static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode
   return y;
 }
 
-// Return true if -0 is replaced by +0 when elements are loaded. This is so with the methods `fast` and `multiplier`,
-// for arithmetics that divide and give a sign to the codes of negative elements only, so that the code of -0 is that of
-// +0.
+// Return true if -0 is replaced by +0 when elements are loaded. This is done if two conditions hold. The method is
+// `fast` or `multiplier`. The arithmetic E divides, and gives a sign only to the codes of elements below 0, so that -0
+// has the code of +0.
 template <class E, Method kMethod>
 constexpr bool loads_without_negative_zero() {
   if constexpr (kMethod != Method::general) return E::kSign == Sign::negative && E::kDivide;

@@ -37,8 +37,8 @@ static __forceinline__ Divisor divisor_of(float value) {
   return {value, reciprocal, kHasFma ? fma_rn(-value, reciprocal, 1.0f) * reciprocal : 0.0f};
 }
 
-// Return true if all 23 stored bits of the significand of `value` are 1. The numbers that Divisor gives for such a
-// divisor may have wrong codes.
+// Return true if all 23 stored bits of the significand of `value` are 1. For such a divisor, codes found with a Divisor
+// may be wrong.
 static __forceinline__ bool is_last_significand(float value) {
   return (~bits_of(value) & 0x7FFFFFu) == 0u;
 }
@@ -48,7 +48,7 @@ static __forceinline__ bool is_last_significand(float value) {
 template <class In>
 constexpr u32 kUnusedBits = sizeof(typename Input<In>::Bits) == 2 ? (1u << (23 - In::kMantissaBits)) - 1u : 0u;
 
-// Return true if E2M1, with ties to even, rounds a number at or near one of its midpoints up. `odd` is the midpoint
+// Return true if a number at or near a midpoint is rounded up to its E2M1 value, ties to even. `odd` is the midpoint
 // divided by a power of two (1, 3, 5 or 7), and `value` is the number divided by the same power. If the number is the
 // midpoint itself, 1/4, 5/4, 5/2 and 5 are rounded down, and 3/4, 7/4 and 7/2 up.
 static __forceinline__ bool rounds_up(float value, u32 odd) {

@@ -1,7 +1,7 @@
 // 4over6: each block gets the one of two scales (the candidates) that gives the smaller error.
-//   six, four   the first candidate, which maps the amax of the block to 6; the second one, which maps it to 4. For the
-//               recipe IF4, "six" stands for E2M1 and "four" for INT4 under one scale, with bit 7 of its code set for
-//               INT4
+//   six, four   the first candidate, which maps the amax of the block to 6; the second one, which maps it to 4. In
+//               recipes of IF4, "six" stands for E2M1 and "four" for INT4 under one scale, with bit 7 of its code set
+//               for INT4
 //   R, t        a struct of recipes.inc that describes the recipe; the tensor scale
 //   factor      the number by which elements are multiplied before they are rounded
 //   lane        one of kLanes = 16 blocks of 16 columns that are handled together. Arrays of magnitudes and of error
@@ -53,8 +53,9 @@ static void load_magnitudes(const void* elements, i64 first, i64 count, float* _
 constexpr float kUnboundedBelow = 0x1p22f;
 
 // Return the value to which a scaled magnitude a >= 0 is rounded when errors are measured, with ties to even. Usually,
-// magnitudes above the largest value of the format become that value. Only if codes wrap (R::kRounding is rnw), values
-// continue beyond the largest one, in steps of 2, and a must be below kUnboundedBelow.
+// magnitudes above the largest value of the format become that value. The exception is a recipe whose codes wrap
+// (R::kRounding is rnw). There, values continue beyond the largest one in steps of 2, and a must be below
+// kUnboundedBelow.
 template <class R>
 static __forceinline__ float rounded_magnitude(float a) {
   using Element = typename R::Element;
@@ -183,8 +184,8 @@ struct BlockRows {
 
 // Store the scale codes and factors of up to kLanes blocks, starting at block `first`, in `codes` and `factors` at the
 // indices of the blocks. A block gets the candidate "four" if its error is smaller, and otherwise "six" (also if the
-// errors are equal). `candidates` holds both candidates of every block. `find_terms` holds one function per candidate,
-// which finds its error terms, and Sums combines them into the error.
+// errors are equal). `candidates` holds both candidates of every block. find_terms[0] finds the error terms of "six",
+// and find_terms[1] those of "four". Sums combines the error terms of a block into its error.
 template <class Sums>
 static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candidates, TensorScale t, u8* codes,
                          float* factors, const ErrorTermsFunction (&find_terms)[2]) {
@@ -217,8 +218,8 @@ constexpr ErrorTermsFunction second_terms() {
 }
 
 // Store the scale codes and factors of all blocks of x: for each block, those of the candidate with the smaller error,
-// or of "six" if the errors are equal. `amax` holds the amaxes of the blocks. Return true on success. Return false, and
-// store nothing, if the fallback is needed, because SixAndFour::find returns false.
+// or of "six" if the errors are equal. `amax` holds the amaxes of the blocks. Return true on success. If
+// SixAndFour::find returns false, the fallback is needed: store nothing, and return false.
 template <class R>
 static bool choose_scales(const BlockRows& x, const float* amax, TensorScale t, u8* codes, float* factors) {
   SixAndFour candidates;

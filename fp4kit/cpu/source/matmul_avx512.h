@@ -51,8 +51,8 @@ __m512 truncated(__m512d low, __m512d high) {
 }
 
 // Store in `sums` the first sums of `padded` rows, starting at row `row`, in the panel that begins at column `first`:
-// the elements of C, or zeros if the call has no C. Only the first `rows` of these rows exist. The sums of other rows,
-// and of columns that do not exist, are zeros.
+// the elements of C, or zeros if the call has no C. Only the first `rows` of these rows exist in D. The sums of the
+// other rows, and of columns that do not exist in D, are zeros.
 void load_first_sums(const ProductCall& call, i64 row, i64 rows, i64 padded, i64 first, float (*sums)[kProductLanes]) {
   std::memset(sums, 0, static_cast<size_t>(padded) * sizeof *sums);
   if (!call.c) return;
@@ -63,8 +63,8 @@ void load_first_sums(const ProductCall& call, i64 row, i64 rows, i64 padded, i64
 }
 
 // Multiply the sums of one row of a panel by the tensor scales, and store them in D, rounded to the dtype of the
-// output. Columns that do not exist are left out. `first` is the first column of the panel. NaN is stored as by the
-// function `store` of matmul.h.
+// output. Lanes beyond the last column of D are left out. `first` is the first column of the panel. NaN is stored as by
+// the function `store` of matmul.h.
 void put_lanes(const ProductCall& call, i64 row, i64 first, const float* sums) {
   const float *fa = call.a.factors, *fb = call.b.factors;
   if (call.output != kFloat32 || (fb && call.b.factors_step)) {
@@ -101,8 +101,8 @@ int exponent_of(double power) {
 }
 
 // Return the entries of a table for 32 codes, which are 16-bit integers below 256. The table has 256 entries and is
-// aligned to 64 bytes. One instruction looks up the lower six bits of the codes in 64 entries; bits 6 and 7 choose
-// among four results.
+// aligned to 64 bytes. The table is looked up in four parts of 64 entries, by the lower six bits of each code; bits 6
+// and 7 choose among the four results.
 __m512i looked_up(const u16* table, __m512i codes) {
   __m512i quarters[4];
 #pragma GCC unroll 4

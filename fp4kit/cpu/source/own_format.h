@@ -49,7 +49,8 @@ __forceinline__ i32 key_of(float x) {
   return bits ^ (bits >> 31 & 0x7FFFFFFF);
 }
 
-// Return the index of the piece that contains a key: the number of the 255 ascending `bounds` that are at most `key`.
+// Return the index (0 to 255) of the piece that contains a key. It is the number of `bounds`, which are 255 ascending
+// integers, that are at most `key`.
 __forceinline__ u32 piece_of_256(i32 key, const i32* bounds) {
   u32 piece = 0;
   for (u32 step = 128; step; step /= 2) piece += key >= bounds[piece + step - 1] ? step : 0u;

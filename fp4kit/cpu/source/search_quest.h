@@ -34,8 +34,8 @@ struct QuestRecipe {
 
 // Return QuEST's amax of a block, the `block` elements whose bits are at x. `block` must be a multiple of 32. `top` is
 // 2^emax, where emax is the exponent of the largest element value. Return NaN if an element is NaN or infinite, or if
-// the computed standard deviation is. Elements are checked first, because Input<In>::value is valid for finite elements
-// only.
+// the computed standard deviation is NaN or infinite. Elements are checked first, because Input<In>::value is valid for
+// finite elements only.
 template <class In>
 float quest_amax_of(const typename Input<In>::Bits* x, i64 block, float top) {
   constexpr int kLanes = 32;

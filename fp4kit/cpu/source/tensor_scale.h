@@ -31,9 +31,9 @@ struct AmaxCall {
   i32 input, block, block_rows, threads;
 };
 
-// Return the amax of a matrix as its bit pattern in the type of the elements, or 0 if there are no elements. If
-// call->out is not nullptr, also store the block amaxes there, as float32. NaN counts as larger than infinity, so the
-// result is the bits of a NaN if any element is NaN. The stored block amaxes are valid only if all elements are finite.
+// Return the amax of a matrix as bits, in the type of its elements. Return 0 if there are no elements. If call->out is
+// not nullptr, also store the block amaxes there, as float32. NaN counts as larger than infinity, so the result is the
+// bits of a NaN if any element is NaN. The stored block amaxes are valid only if all elements are finite.
 FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   std::atomic<u32> largest{0};
@@ -97,9 +97,9 @@ struct FoundScales {
   }
 };
 
-// For every row, compute the amax and, by the tensor rule with the index tensor_rule, the tensor scale, and store the
-// scale in `found`. Return true if all elements are finite. Return false if any element is NaN or infinite; the scales
-// of such rows are then not meaningful.
+// For every row, compute the amax, and from it the tensor scale by the tensor rule with the index tensor_rule. Store
+// the tensor scales in `found`. Return true if all elements are finite. Return false if any element is NaN or infinite;
+// the scales of such rows are then not meaningful.
 template <class In>
 bool find_row_scales(const EncodeCall& call, i32 tensor_rule, FoundScales& found) {
   using Bits = typename Input<In>::Bits;

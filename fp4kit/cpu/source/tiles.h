@@ -49,7 +49,7 @@ void run_tiles(i64 count, int threads, Work& work) {
   for_each_index(count, threads, [](void* context, int64_t index) { (*static_cast<Work*>(context))(index); }, &work);
 }
 
-// Return true if any of the marks, one per tile, is 1, which means that this tile needs the fallback. Return false if
+// Return true if any tile needs the fallback: if any of the marks is 1. There is one mark per tile. Return false if
 // there are no marks.
 bool any_marked(const std::vector<u8>& marks) {
   return std::memchr(marks.data(), 1, marks.size()) != nullptr;
@@ -68,9 +68,9 @@ struct View {
   i64 step;
 };
 
-// Return the elements of a tile of x as contiguous rows. Usually they are read where they are. If is_gathered(x), they
-// are a copy, which is transformed if x.hadamard >= 0. A copy is in scratch memory of the thread, and valid until the
-// thread calls this function again.
+// Return the elements of a tile of x as contiguous rows. Usually the view refers to the memory of x itself. If
+// is_gathered(x), it refers to a copy, which is transformed if x.hadamard >= 0. A copy is in scratch memory of the
+// thread, and valid until the thread calls this function again.
 template <class In, class Bits = typename Input<In>::Bits>
 View<Bits> view(const Source& x, const Rectangle& tile) {
   if (!is_gathered(x)) return {static_cast<const Bits*>(x.data) + tile.row * x.row_step + tile.column, x.row_step};

@@ -60,7 +60,7 @@ struct BlockAmax {
   FP4KIT_DEVICE_MEMBER float result() const { return even > odd || kNan != AmaxNan::lanes ? even : odd; }
 };
 
-// Return the amax (the largest magnitude) of kCount elements. kNan says what NaN elements do to the amax.
+// Return the amax (the largest magnitude) of kCount elements. kNan says what NaN elements do to the amax (AmaxNan).
 template <AmaxNan kNan, int kCount>
 FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
   BlockAmax<kNan> amax;
@@ -68,13 +68,13 @@ FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
   return amax.result();
 }
 
-// Return approximately a / divisor, in few instructions. `reciprocal` is 1 / divisor, rounded to float32. No step may
-// leave the range of normal numbers. The result may differ from the correctly rounded quotient in its last bits, but
-// not where that matters:
+// Return a / divisor in few instructions. `reciprocal` is 1 / divisor, rounded to float32. No step may leave the range
+// of normal numbers. The result may differ from the correctly rounded quotient in its last bits, but two things are
+// certain:
 //
-// It lies on the same side of every midpoint of E2M1 and of small integers as the correctly rounded quotient. If that
-// quotient is a midpoint, the result is that midpoint. If the divisor is the largest value of a format, the result
-// equals the correctly rounded quotient.
+//   - For every midpoint between neighboring E2M1 values or small integers, the result and the correctly rounded
+//     quotient are on the same side of the midpoint, or both equal it.
+//   - If the divisor is the largest value of a format, the result equals the correctly rounded quotient.
 //
 // This was checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint; these stand for any a
 // with 8 bits at most. For divisors 2 - 2^-M times powers of two (M = 0 ... 7), to which the largest values of formats
@@ -92,8 +92,8 @@ struct Factor {
   float value, reciprocal;
 };
 
-// Return element x, scaled by the factor f of its block, by the steps of the recipe R. Rounding the result to the
-// element format gives the code of x. If R::kNanIsMax, return the largest element value instead of NaN.
+// Return element x after the recipe R has scaled it by the factor f of its block. Rounding the result to the element
+// format gives the code of x. If the result is NaN and R::kNanIsMax is true, return the largest element value instead.
 template <class R, class In>
 FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   const float factor = f.value;
@@ -111,16 +111,17 @@ FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   return y;
 }
 
-// Return the code whose value times `step` is nearest to the unscaled element x, by the recipe's rules for signs and
-// NaN. `step` is the factor of the block, and R::kRounding must be `first`: among equally near values, the lowest code
-// wins.
+// Return the code whose value times `step` is nearest to the unscaled element x, or the lowest one if several are
+// equally near. `step` is the factor of the block. R::kSign and R::kNanCode say what sign and NaN become. R::kRounding
+// must be `first`.
 template <class R>
 FP4KIT_DEVICE u32 encode_compared(float x, float step) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(x, step);
 }
 
-// Return the code of a scaled element y (scaled_element), by the rounding (R::kRounding) and the signs (R::kSign) of
-// the recipe R. NaN gets the code R::kNanCode. With Rounding::first, y is compared with the values themselves (step 1).
+// Return the code of a scaled element y, a result of scaled_element. R::kRounding says how y is rounded, and R::kSign
+// which codes get a sign bit. NaN gets the code R::kNanCode. For Rounding::first, y is compared with the element values
+// themselves (`step` is 1).
 template <class R>
 FP4KIT_DEVICE u32 encode_element(float y) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(y);

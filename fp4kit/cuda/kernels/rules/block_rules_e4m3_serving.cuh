@@ -71,14 +71,14 @@ struct block_quark_file : by_code {
   }
 };
 
-// Return the unrounded block scale of a fouroversix rule: `ratio`, which the caller computed as the scale, or 0 if the
-// tensor's amax t.amax is 0 (then the ratio may be NaN).
+// Return the unrounded block scale of a fouroversix rule. It is `ratio`, which the caller has computed, or 0 if the
+// tensor's amax t.amax is 0 (`ratio` may then be NaN).
 FP4KIT_DEVICE float zero_of_zeros(float ratio, TensorScale t) {
   return t.amax == 0.0f ? 0.0f : ratio;
 }
 
 // Return the number by which fouroversix multiplies elements under the block scale `scale`: 1 / (t.decode * scale), or
-// 0 if `scale` is 0. If the quotient is infinite, return it if R::kKeepInfinity, and otherwise NaN.
+// 0 if `scale` is 0. An infinite quotient is replaced by NaN, unless R::kKeepInfinity is true.
 template <class R>
 FP4KIT_DEVICE float fouroversix_factor(float scale, TensorScale t) {
   const float inverse = 1.0f / (t.decode * scale);

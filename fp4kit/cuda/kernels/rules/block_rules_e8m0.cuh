@@ -15,8 +15,8 @@ struct inverse_factor : by_code {
 };
 
 // Return the E8M0 code of a block scale from `bits`, the float32 bits of an amax. The code is the exponent field of
-// `bits`, plus `up`, minus the exponent of the largest element value of R, clamped to 0 ... 255. If the exponent field
-// is all ones, as for infinity and NaN, return 255.
+// `bits`, plus `up` (1 for an amax that is rounded up), minus the exponent of the largest element value of R, clamped
+// to 0 ... 255. If the exponent field is all ones, as for infinity and NaN, return 255.
 template <class R>
 FP4KIT_DEVICE u32 shifted_exponent(u32 bits, i32 up = 0) {
   const i32 field = static_cast<i32>((bits >> 23) & 0xFFu);

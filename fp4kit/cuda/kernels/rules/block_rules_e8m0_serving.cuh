@@ -130,9 +130,9 @@ FP4KIT_DEVICE u32 auto_round_up(float amax, float ratio) {
   return clipped_exponent(amax == 0.0f ? 1.0f : ceilf(float32_log2(ratio)));
 }
 
-// Return the number by which elements are multiplied for a code and a ratio of auto_round_up: the reciprocal of the
-// code's value. Return NaN if the amax is infinite or NaN, or if `ratio` underflows to 0 for a positive amax (its log2
-// is then -infinity).
+// Return the number by which elements are multiplied: the reciprocal of the value of `code`, which auto_round_up
+// returned for this amax and ratio. Return NaN if the amax is infinite or NaN, or if `ratio` underflows to 0 for a
+// positive amax (its log2 is then -infinity).
 FP4KIT_DEVICE float auto_round_up_factor(u32 code, float amax, float ratio) {
   return is_finite(amax) && (ratio != 0.0f || amax == 0.0f) ? inverse_e8m0(code) : nan_value();
 }

@@ -83,9 +83,9 @@ FP4KIT_DEVICE u32 encode_magnitude(float a) {
 template <class F>
 FP4KIT_DEVICE float decode(u32 code);
 
-// Return the code that minimizes |value * step - a|, where `value` is the value of the code. If several codes do,
-// return the lowest one. a must be at least 0 and not NaN. If a is infinite, return 0. The function gives the same
-// results as first_of_least in reference/codec.py.
+// Return the code that minimizes |value * step - a|, where `value` is the value of the code. In case of ties, return
+// the lowest code. a must be at least 0 and not NaN. If a is infinite, return 0. The function gives the same results as
+// first_of_least in reference/codec.py.
 template <class F>
 FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   u32 best = 0u;
@@ -111,8 +111,8 @@ FP4KIT_DEVICE bool has_sign(float x, u32 code) {
 }
 
 // Return y with the sign bit that the code of y gets under kSign. Only zeros change: `negative` turns -0 into 0, and
-// `not_positive` turns 0 into -0. For `unsigned_zero`, y is returned unchanged. So a negative y whose code is 0 keeps
-// its sign bit, and the caller must clear the sign bit of the code.
+// `not_positive` turns 0 into -0. For `unsigned_zero`, y is returned unchanged. If its code is 0, the caller must clear
+// the sign bit of the code.
 template <Sign kSign>
 FP4KIT_DEVICE float with_code_sign(float y) {
   if constexpr (kSign == Sign::negative) return y + 0.0f;         // -0 -> 0
@@ -300,8 +300,8 @@ FP4KIT_DEVICE u32 encode_stochastic_float16(float x, u32 random) {
   return encode_magnitude<F, Rounding::rn>(base + count * step) | (sign_of(x) ? F::kSignBit : 0u);
 }
 
-// Return x rounded to odd in float32: x rounded toward zero, with the last bit set to 1 if that was not exact. If the
-// result is rounded again, to 8 or 11 bits, this gives the same number as rounding x itself.
+// Return x rounded to odd in float32: x rounded toward zero, with the last bit set to 1 if that was not exact. Rounding
+// the result to 8 or 11 bits gives the same number as rounding x itself to that many bits.
 FP4KIT_DEVICE float round_to_odd(double x) {
   const float toward_zero = narrow_rz(x);
   return float_of(bits_of(toward_zero) | (static_cast<double>(toward_zero) != x));

@@ -113,7 +113,7 @@ struct decode_fp8_comfy_kitchen_bfloat16 : fp8_comfy_kitchen_narrow<Bfloat16> {}
 struct ScaleOfAmax {
   float scale, amax, range;
 };
-// Return true if both the scale and the amax are finite.
+// Return true if both the block scale and the tensor's amax are finite.
 FP4KIT_DEVICE bool is_finite(ScaleOfAmax s) {
   return is_finite(s.scale) && is_finite(s.amax);
 }
@@ -142,7 +142,7 @@ struct decode_fouroversix_float32 : decode_fouroversix {
 struct ScaleThenTensor {
   float scale, tensor;
 };
-// Return true if both scales are finite.
+// Return true if both the block scale and the tensor scale are finite.
 FP4KIT_DEVICE bool is_finite(ScaleThenTensor s) {
   return is_finite(s.scale) && is_finite(s.tensor);
 }
@@ -264,7 +264,7 @@ struct ScaleAndFormat {
   BaseScale scale;
   bool is_integer;
 };
-// Return true if the Scale of the base decode rule is finite, for both element formats.
+// Return true if the Scale of the base decode rule is finite. s.is_integer makes no difference.
 template <class BaseScale>
 FP4KIT_DEVICE bool is_finite(ScaleAndFormat<BaseScale> s) {
   return is_finite(s.scale);

@@ -46,8 +46,9 @@ FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Fa
   return code;
 }
 
-// Return the larger of the amaxes of two rows of a block. A NaN amax of a row makes the result NaN only if NaN
-// propagates in the recipe. (The amax of a row may be NaN although some of the row's elements are not.)
+// Return the larger of the amaxes of two rows of a block. If one amax is NaN, the result is NaN if NaN propagates in
+// the recipe, and otherwise the other amax. If both are NaN, the result is NaN. (The amax of a row may be NaN although
+// some of the row's elements are not.)
 template <class R>
 FP4KIT_DEVICE float larger_of_rows(float a, float b) {
   return larger<R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore>(a, b);
@@ -75,12 +76,15 @@ FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
   return largest;
 }
 
-// Return the code of an element in recipes with R::kRepacked, whose producer decodes the codes and encodes the values
-// again when it packs them. `code` is the first code, `scaled` the number that was rounded to it, and `factor` the
-// factor of the block. The decoded value is the value of `code` times 1 / factor (or times 0 if the factor is 0),
-// rounded to In; it is NaN if `scaled` is NaN. The result is the code nearest to value * factor, ties to even. For E8M0
-// scales, the value is instead divided by 1 / factor, where both the divisor and the quotient are rounded to In; if the
-// format has no NaN, an infinite quotient counts as 0. It gives the same results as _repacked in reference/quantize.py.
+// Return the final code of an element in recipes with R::kRepacked. Their producers decode a code when they pack it,
+// and encode the decoded value v again. `code` is the first code, `scaled` the number that was rounded to it, and
+// `factor` the factor of the block.
+//   - v is the value of `code` times 1 / factor, rounded to In. It is NaN if `scaled` is NaN. If the factor is 0, 1 /
+//     factor counts as 0.
+//   - Usually, the result is the code nearest to v * factor, ties to even.
+//   - For E8M0 scales, the result is the code nearest to v divided by 1 / factor, where both the divisor and the
+//     quotient are rounded to In. If the element format has no NaN, an infinite quotient counts as 0.
+// The function gives the same results as _repacked in reference/quantize.py.
 template <class R, class In>
 FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
   using E = typename R::Element;
@@ -95,8 +99,8 @@ FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
 
 // Return the code of element x in a block with the Factor f, by all steps of the recipe R: x is scaled, rounded and, if
 // R::kRepacked, encoded again (repacked). If R::kCompare, x is not scaled but compared with the values times f.value.
-// If R::kStochastic, the scaled x is rounded by `byte`, the element's random byte, and R::kCompare and R::kRepacked are
-// ignored. Otherwise `byte` is not read.
+// If R::kStochastic, the scaled x is rounded by `byte`, the random byte of the element; R::kCompare and R::kRepacked
+// are then ignored. Otherwise, `byte` is not read.
 template <class R, class In>
 FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
   if constexpr (R::kCompare && !R::kStochastic) return encode_compared<R>(x, f.value);
@@ -109,7 +113,7 @@ FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
 }
 
 // Return the code of element x, as exact_code does, for an element format with or without kHasPairs. partner() returns
-// the other element of the pair of x. It is called only if the format has kHasPairs.
+// the other element of the pair of x. It is called only if the format has kHasPairs. In that case, `byte` is not read.
 template <class R, class In, class Partner>
 FP4KIT_DEVICE u32 exact_code_beside(float x, const Partner& partner, Factor f, u32 byte) {
   if constexpr (kHasPairs<typename R::Element>) {

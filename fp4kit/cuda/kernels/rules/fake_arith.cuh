@@ -24,7 +24,7 @@ FP4KIT_DEVICE float safe_reciprocal(float divisor) {
   return is_moderate(divisor) ? 1.0f / divisor : nan_value();
 }
 
-// Return the correctly rounded quotient of amax and the largest value of the format F. Any amax is allowed, also
+// Return the correctly rounded quotient of amax and the largest value of the format F. Any amax is allowed, including
 // infinity and NaN.
 template <class F>
 FP4KIT_DEVICE float over_max(float amax) {
@@ -54,7 +54,7 @@ FP4KIT_DEVICE float nearest(float a) {
 }
 
 // Return the value of the format F nearest to x, ties to even. x must not be NaN. If kClamp is true, values above the
-// largest value of F saturate; if it is false, |x| must be at most saturation<F>(). A result of zero is +0, also for
+// largest value of F saturate; if it is false, |x| must be at most saturation<F>(). A result of zero is +0, even for
 // negative x.
 //
 // Let e be the exponent of max(|x|, the smallest normal value of F), and M the number of mantissa bits. Adding and

@@ -25,8 +25,9 @@ struct BelowPower<Bfloat16> {
   static constexpr int kShift = 16;
 };
 
-// Return floor(log2(x)), as microxcaling computes it in the type In: just below a power of two, the result may be one
-// too large (BelowPower). x is float_of(bits) * 2^-down, and float_of(bits) must be a positive normal number.
+// Return floor(log2(x)) for x = float_of(bits) * 2^-down, as microxcaling computes it in the type In. Just below a
+// power of two, its result is one too large, because log2 is rounded (see BelowPower). float_of(bits) must be a
+// positive normal number.
 template <class In>
 FP4KIT_DEVICE i32 log2_floor(u32 bits, i32 down = 0) {
   const i32 exponent = static_cast<i32>(bits >> 23) - 127 - down;

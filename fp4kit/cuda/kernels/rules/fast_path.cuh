@@ -1,7 +1,7 @@
 // The fast path encodes a block of finite elements in few instructions. Because no element becomes NaN, the rules of
 // recipes for NaN make no difference. R is the recipe, and In is the type of the elements. f is the factor of the block
 // (Factor), by which elements are multiplied or divided before rounding. A run is a number of neighboring elements of
-// one row that one thread handles together.
+// one row that one thread handles together. A pair is a word of two 16-bit elements.
 //
 // A block takes the fast path if its largest magnitude and its factor are finite, and if no step can underflow or
 // overflow unnoticed (takes_fast_path). All other blocks take the exact path (exact_path.cuh), which is slower and
@@ -72,7 +72,7 @@ FP4KIT_DEVICE bool keeps_codes(float factor) {
 
 // Return true if a block with the factor f takes the fast path, which then gives the codes of the exact path. `largest`
 // is the float32 bits of the largest magnitude of its elements. Return false if an element or the factor is infinite or
-// NaN, and if a step may overflow or underflow in a way that changes a code.
+// NaN. Also return false if a step may overflow or underflow in a way that changes a code.
 template <class R, class In>
 FP4KIT_DEVICE bool takes_fast_path(u32 largest, Factor f) {
   using Path = FastPath<R, In>;
@@ -117,8 +117,9 @@ FP4KIT_DEVICE float with_code_sign_of(float y, float x) {
   return with_code_sign<R::kSign>(y);
 }
 
-// Return a pair of 16-bit elements with the sign bits of their codes. Factors are positive here, so a code has the sign
-// of its element, and only zeros change: -0 to 0 if R::kSign is `negative`, and 0 to -0 if it is `not_positive`.
+// Return a pair in which each element has the sign bit that its code gets. Factors are positive here, so a code has the
+// sign of its element. Only zeros change: -0 becomes 0 if R::kSign is `negative`, and 0 becomes -0 if it is
+// `not_positive`.
 template <class R, class In>
 FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
   if constexpr (R::kSign == Sign::negative) return In::add_zero(pair);

@@ -1,7 +1,8 @@
 // 4over6: the two scales that a block may have, and the error of an element for each of them. The functions give the
 // same results as reference/four_over_six.py. The scale "six" maps the amax (largest magnitude) of the block to the
-// value 6, and the scale "four" maps it to 4. R is the recipe, and t is the tensor scale (TensorScale): its field
-// `encode` multiplies elements before they are encoded, `decode` afterwards, and `amax` is the amax of the tensor.
+// value 6, and the scale "four" maps it to 4. R is the recipe, and t is the tensor scale (TensorScale): elements are
+// multiplied by t.encode before they are encoded, and by t.decode after they are decoded. t.amax is the amax of the
+// tensor.
 #pragma once
 
 #include "block_rules_e4m3_serving.cuh"
@@ -20,8 +21,8 @@ FP4KIT_DEVICE float divide(float a, float b) {
 
 // Store the codes of a block's two candidate scales: in `six` the code of the scale that maps the amax to 6, and in
 // `four` the code of the scale that maps it to 4. `sixth` is a sixth of the block's amax, and t is the tensor scale. If
-// R::kLaneSums and the tensor's amax is 0, both scales are 0. For the recipe IF4, both codes stand for one scale: `six`
-// for E2M1 elements, and `four`, which has bit If4::kIntegerBit set, for INT4 elements.
+// R::kLaneSums and the tensor's amax is 0, both scales are 0. In a recipe of IF4, both codes stand for the same scale:
+// `six` for E2M1 elements, and `four`, which has bit If4::kIntegerBit set, for INT4 elements.
 template <class R>
 FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
   float base = multiply<R>(sixth, t.encode);
@@ -43,8 +44,8 @@ FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
   return is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
 }
 
-// Return the decoded element. `scaled` is the value of its code times the block scale, and t is the tensor scale. The
-// result is scaled * t.decode if R::kFlush or R::kFastError, and otherwise scaled * t.amax / full_range<R>().
+// Return an element after decoding. `scaled` is the value of its code times the block scale, and t is the tensor scale.
+// The result is scaled * t.decode if R::kFlush or R::kFastError, and otherwise scaled * t.amax / full_range<R>().
 template <class R>
 FP4KIT_DEVICE float decoded(float scaled, TensorScale t) {
   if constexpr (R::kFlush || R::kFastError) return multiply<R>(scaled, t.decode);

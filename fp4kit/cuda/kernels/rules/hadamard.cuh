@@ -60,8 +60,8 @@ FP4KIT_DEVICE Run<In, 16> hadamard_exact(Run<In, 16> x) {
   return narrow_run<In>(y);
 }
 
-// Return hadamard_exact(x) by a function call that is not inlined, so that a rare case takes no registers of the
-// kernel.
+// Return hadamard_exact(x) by a function call that is not inlined, so that this rare case costs the kernel no
+// registers.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE_CALL Run<In, 16> hadamard_exact_call(Run<In, 16> x) {
   return hadamard_exact<kSignMask>(x);
@@ -78,8 +78,8 @@ FP4KIT_DEVICE u32 largest_pair(const u32 (&pairs)[kCount]) {
 }
 
 // Return true if no float32 sum of the transform rounds (reason 1 at the head of this file). `largest` is the float32
-// bits of the largest result |y|, and `smallest` those of the smallest nonzero element |x|, or smaller bits. Return
-// false if `largest` is infinite or NaN.
+// bits of the largest result |y|. `smallest` is the float32 bits of the smallest nonzero element |x|, or any smaller
+// integer. Return false if `largest` is infinite or NaN.
 template <class In>
 FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 smallest) {
   constexpr u32 kMaxExponentGap =
@@ -87,8 +87,8 @@ FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 smallest) {
   return largest <= minimum((smallest | 0x007FFFFFu) + (kMaxExponentGap << 23), kInfinityBits - 1u);
 }
 
-// Return a pair that describes the smallest nonzero magnitude among the low halves of all pairs, and among the high
-// halves: its 16 bits minus 1. A half of the result is 0xFFFF if all its magnitudes are zero.
+// Return a pair. Its low half describes the low halves of all pairs: the 16 bits of the smallest nonzero magnitude,
+// minus 1, or 0xFFFF if all magnitudes are zero. Its high half describes the high halves in the same way.
 template <int kCount>
 FP4KIT_DEVICE u32 smallest_nonzero(const u32 (&pairs)[kCount]) {
   u32 smallest = 0xFFFFFFFFu;

@@ -30,8 +30,9 @@ FP4KIT_DEVICE float covered_range() {
 }
 
 // Compare the tensor scale that R computes from an amax with `scale` > 0. `bits` is the float32 bits of the amax.
-// Return 0 if the two are equal, -1 if the computed scale is smaller, and 1 if it is larger or NaN. But if the computed
-// scale is at least kJumpRatio times `scale`, return -1, because the amax is then too small.
+// Return 0 if the two are equal, -1 if the computed scale is smaller, and 1 if it is larger or NaN. One exception: if
+// the computed scale is at least kJumpRatio times `scale`, return -1, because the amax is then too small (see
+// kJumpRatio).
 template <class R, class In>
 FP4KIT_DEVICE int order_of(u32 bits, float scale) {
   const float found = R::TensorRule::template scale<R, In>(float_of(bits)).decode;
@@ -140,9 +141,10 @@ FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t
   return R::DecodeRule::template scale<R>(code, t);
 }
 
-// Return the decoded element. `value` is the value of the element's code, `code` the scale code of its block, and t the
-// tensor scale. If R has no block scales, `code` is ignored, and the element is value * t.decode if the amax is unknown
-// (t.amax < 0).
+// Return an element after decoding. `value` is the value of the element's code, `code` the scale code of its block, and
+// t the tensor scale. Usually, R's decode rule computes the element with the Scale from stored_scale. If R has no block
+// scales and the amax is unknown (t.amax < 0), the element is value * t.decode. `code` is ignored if R has no block
+// scales.
 template <class R>
 FP4KIT_DEVICE float stored_value(float value, u32 code, TensorScale t) {
   if (!R::kHasScales && t.amax < 0.0f) return value * t.decode;

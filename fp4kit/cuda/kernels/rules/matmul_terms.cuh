@@ -20,8 +20,8 @@
 enum class Adder : i32 { truncate, truncate_groups, floor, exact, float64, float32_blocks, float32 };
 
 // Return x truncated toward zero to an integer, with the sign of x. |x| must be below 2^52, infinite or NaN; an
-// infinity or NaN is returned unchanged. For processors without an instruction for this, there are operations that
-// compilers vectorize.
+// infinity or NaN is returned unchanged. Processors without an instruction for this use a few other operations, which
+// compilers can vectorize.
 FP4KIT_DEVICE double toward_zero(double x) {
 #if defined(__CUDA_ARCH__) || defined(__SSE4_1__)
   return trunc(x);
@@ -70,8 +70,9 @@ FP4KIT_DEVICE double truncated_sum(double sum, i64 bits) {
   return static_cast<float>(fabs(sum) < 0x1p-126 ? tiny : normal) + 0.0;
 }
 
-// Return the sum of c and `count` terms as an NVIDIA matrix unit computes it. `largest` is the largest power of two
-// among those of c and the terms. fraction_bits and output_bits are fields of DotAdd in fp4kit/units.py.
+// Return the sum of c and `count` terms as an NVIDIA matrix unit computes it. `largest` is the largest power among c
+// and the terms, where the power of a number is 2^exponent (see sum_power and term_power). fraction_bits and
+// output_bits are fields of DotAdd in fp4kit/units.py.
 FP4KIT_DEVICE double sum_of_terms(double c, const double* terms, int count, double largest, i64 fraction_bits,
                                   i64 output_bits) {
   const double inverse = over(fraction_bits, largest);
@@ -80,10 +81,10 @@ FP4KIT_DEVICE double sum_of_terms(double c, const double* terms, int count, doub
   return truncated_sum(sum * (largest * double_power(-fraction_bits)), output_bits);
 }
 
-// Return the sum of c and one or two sums of products as a CDNA3 matrix unit computes it, rounded to float32. Sum i is
-// an integer in units of 2^-fraction_bits * largest[i]. The other arguments are fields of FloorDotAdd in
-// fp4kit/units.py. If c_vanishes, a finite c counts as 0 when its power is below 2^(-fraction_bits - 1) times the
-// largest power.
+// Return the sum of c and `count` (1 or 2) sums of products as a CDNA3 matrix unit computes it, rounded to float32.
+// sums[i] is an integer in units of 2^-fraction_bits * largest[i]. The other arguments are fields of FloorDotAdd in
+// fp4kit/units.py. If c_vanishes, a finite c counts as 0 when its power of two is below 2^(-fraction_bits - 1) times
+// the largest power of two among c and `largest`.
 FP4KIT_DEVICE float floored_sum(double c, const double* sums, const double* largest, int count, i64 fraction_bits,
                                 i64 sum_bits, bool c_vanishes) {
   const double unit = double_power(-fraction_bits), fine = double_power(sum_bits + 1);

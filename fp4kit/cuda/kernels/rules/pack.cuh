@@ -14,7 +14,8 @@ struct NibbleSigns {
   u32 even, odd;
 };
 
-// Return a word of eight 4-bit codes with the sign of value i at bit 4 i + 3. This takes two three-operand
+// Return `codes`, a word of eight 4-bit codes, with sign bits added: bit 4 i + 3, the sign bit of code i, is set if the
+// sign bit of value i is set. If a sign bit is set in `codes` already, it stays set. This takes two three-operand
 // instructions.
 FP4KIT_DEVICE u32 operator|(u32 codes, NibbleSigns signs) {
   return or_masked(or_masked(codes, signs.odd, 0x80808080u), signs.even, 0x08080808u);
@@ -27,7 +28,7 @@ FP4KIT_DEVICE NibbleSigns nibble_signs(const float* x) {
           prmt(prmt(bits_of(x[1]), bits_of(x[3]), 0x00FBu), prmt(bits_of(x[5]), bits_of(x[7]), 0x00FBu), 0x5410u)};
 }
 
-// Return the signs of eight 16-bit elements. Each word at `pairs` holds two of them.
+// Return the signs of the eight 16-bit elements in the four pairs at `pairs`.
 FP4KIT_DEVICE NibbleSigns nibble_signs_of_pairs(const u32* pairs) {
   const u32 low = prmt(pairs[0], pairs[1], 0xFBD9u),
             high = prmt(pairs[2], pairs[3], 0xFBD9u);  // bytes of elements 0 2 1 3 and 4 6 5 7
@@ -156,8 +157,9 @@ FP4KIT_DEVICE u32 with_signs_of_codes(u32 word) {
 }
 
 // Store the values of kCount E2M1 codes as bfloat16 in kCount / 2 pairs. The first code is in the lowest bits of
-// `word`. prmt looks up the high and the low bytes of four values at a time in tables of eight bytes. Another prmt on a
-// table of bytes 0x80, with selectors that keep the sign bits of the codes, gives the signs.
+// `word`. The instruction prmt (ptx.cuh) looks up the high and the low bytes of four values at a time in tables of
+// eight bytes. Another prmt on a table of bytes 0x80, with selectors that keep the sign bits of the codes, gives the
+// signs.
 template <int kCount>
 FP4KIT_DEVICE void decode_pairs_e2m1(u32 word, u32 (&pairs)[kCount / 2]) {
 #pragma unroll

@@ -46,7 +46,8 @@ FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
 }
 
 // Fill the tables in `bounds`. All threads of a thread block must call this function, and then synchronize before they
-// read the tables. Each thread computes half of the bytes of some rows for one mantissa. Scale is the scale format.
+// read the tables. Each thread computes half of the bytes of some rows of one table (one mantissa). Scale is the scale
+// format.
 template <class Scale>
 FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
   const u32 half = threadIdx.x % 2u, mantissa = threadIdx.x / 2u % 8u, code = 64u + mantissa;
@@ -74,7 +75,7 @@ FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
 // Return lower bounds of a block's losses for the scale codes first ... first + count - 1, with count at most 8. The
 // other codes up to first + 7 get bounds that are so large (kClosed) that they are never chosen. Bounds are in units of
 // 1 / kUnits times the squared scale of `first`. `first` must be a normal code, and no element may exceed 7 times its
-// scale. `reciprocal` is 1 / (that scale). `bounds` holds the tables that make_bounds filled.
+// scale. `reciprocal` is 1 / the scale of `first`. `bounds` holds the tables that make_bounds filled.
 FP4KIT_DEVICE EightBounds bounds_of(const SearchBlock<false>& block, u32 first, u32 count, float reciprocal,
                                     const LossBounds& bounds) {
   constexpr float kWhole = 0x1.8p23f / kSteps;  // adding this rounds to whole steps

@@ -137,8 +137,8 @@ FP4KIT_DEVICE float loss_of(const SearchBlock<kWeighted>& block, Candidate c, fl
 constexpr float kLossMargin =
     1.0f - 0x1p-16f;  // the loss with exactly nearest values is at least this fraction of the computed loss
 
-// Return the smallest E4M3 code whose value is at least x, if that code is normal. Otherwise return a smaller number,
-// which may be negative.
+// Return the smallest E4M3 code whose value is at least x, if that code is normal (8 or more). Otherwise return a
+// number below 8, which may be negative. The result is above 126 if x is above 448.
 FP4KIT_DEVICE i32 normal_code_at_least(float x) {
   return (static_cast<i32>(bits_of(x) + 0xFFFFFu) >> 20) - (120 << 3);
 }
@@ -176,8 +176,8 @@ FP4KIT_DEVICE float clipped_loss_of(const SearchBlock<kWeighted>& block, float a
   }
 }
 
-// Return true if some element divided by the scale of candidate c is so near to a rounding tie that the error of the
-// quotient may change the nearest value. Elements must be below 7 times the scale.
+// Return true if any element may be rounded to the wrong value under candidate c: if the element divided by the scale
+// is so near to a tie that the error of this quotient decides. Elements must be below 7 times the scale.
 template <bool kWeighted>
 FP4KIT_DEVICE bool is_near_tie(const SearchBlock<kWeighted>& block, Candidate c) {
   bool is_near = false;
@@ -190,7 +190,7 @@ FP4KIT_DEVICE bool is_near_tie(const SearchBlock<kWeighted>& block, Candidate c)
   return is_near;
 }
 
-// Return true if some element is clearly nearest to 0.5 or 1.5 times the scale of candidate c. These values cannot be
+// Return true if any element is clearly nearest to 0.5 or 1.5 times the scale of candidate c, values that cannot be
 // represented with twice the scale. With v = element / scale, the condition is |v - 0.5| < 0.249 or |v - 1.5| < 0.249.
 FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
   const auto distance = [&](int i) { return fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f); };
@@ -200,10 +200,10 @@ FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
   return closest < 0.249f;
 }
 
-// Return true if the pruned search may trust its sums: if no squared residual that decides the winner underflows or
-// overflows, even with weights far from 1. `amax` is the largest magnitude of the block, and `scale` the smallest scale
-// above amax / 7 (the first upward code of shared/search.cuh). Weights of 0 are accepted. Without weights, the result
-// is always true.
+// Return true if weights do not spoil the sums of the pruned search: no squared residual that decides the winner
+// underflows or overflows, even if weights are far from 1. `amax` is the largest magnitude of the block, and `scale`
+// the smallest scale above amax / 7 (the first upward code of shared/search.cuh). Weights of 0 are accepted. Without
+// weights, the result is always true.
 template <bool kWeighted>
 FP4KIT_DEVICE bool keeps_squares(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (kWeighted) {
