@@ -164,8 +164,8 @@ class Made(NamedTuple):
 
     action: the action that was taken.
     replaced: the number of NaN and infinite values that were replaced.
-    losses: the errors without and with the scale search; zeros without a search.
-    changes: what a cast could not keep; zeros without a cast.
+    losses: the squared errors without and with the scale search; zeros without a search.
+    changes: how many blocks and values a cast changed, and the largest change; zeros without a cast.
     """
 
     action: str
@@ -281,8 +281,8 @@ def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tu
 class _Output:
     """Write the parts of a job (codes, scales, ...) to their byte ranges of the output files.
 
-    The bytes of a part may be put in several calls, in order. Use the object as a context manager, which opens and
-    closes the files. The files must exist.
+    The bytes of a part may come in several calls of ``put``, in order. Use the object in a with statement, which opens
+    and closes the files. The files must exist.
 
     targets: the byte range of each part, and its file.
     """

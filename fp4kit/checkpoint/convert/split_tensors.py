@@ -154,9 +154,11 @@ def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[A
 def layers_of(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
     """Yield (layer name, matrix) for every layer that a tensor holds.
 
-    A 2-D tensor is one layer. A 3-D stack of experts is split into one layer per expert, or two if it holds gate and
-    up. If the container stores stacks whole, the stack is yielded as one array. Stacks that the model stores transposed
-    are transposed back.
+    - A 2-D tensor is one layer.
+    - A 3-D stack of experts is split into one layer per expert, or into two per expert if it holds gate and up.
+    - If the container stores stacks whole, a stack is yielded as one array.
+
+    Stacks that the model stores transposed are transposed back.
 
     name: the name of the tensor, a layer's name with or without ".weight".
     rules: the container to write, and the config of the model.

@@ -104,7 +104,7 @@ class LayerVerdict:
 
 
 def _kind(layer: LayerVerdict) -> str | None:
-    """Return the layer's mishap (fault) without the numbers of this layer; None if the layer has no mishap."""
+    """Return the layer's mishap (fault) without "(... is needed)", so that layers can be compared; None if it has none."""
     return layer.explanation.mishap and without_numbers(layer.explanation.mishap)
 
 

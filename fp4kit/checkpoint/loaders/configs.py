@@ -225,7 +225,7 @@ def _compressed_tensors(container: str, config: Mapping[str, Any]) -> Iterator[F
 
 
 def _fp8(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each entry of an fp8 config that does not fit the tensors: the block size and the scheme.
+    """Yield a finding for each entry of an fp8 config that does not fit: the block size and the activation scheme.
 
     container: the container of the tensors, "fp8 128x128".
     config: the content of config.json.

@@ -78,7 +78,7 @@ def summary_of(report: VerifyReport) -> Iterator[str]:
 def unchecked(report: VerifyReport) -> list[str]:
     """Return one text per thing that the verification did not check; [] if it checked everything that it can.
 
-    The things are:
+    These things may be unchecked:
 
     - the values of quantized layers, if no source was given
     - the checksums of files, if there is no manifest
