@@ -104,7 +104,7 @@ class LayerVerdict:
 
 
 def _kind(layer: LayerVerdict) -> str | None:
-    """Return the layer's mishap (fault) without "(... is needed)", so that layers can be compared; None if it has none."""
+    """Return the layer's mishap (fault) without "(... is needed)", so that layers can be compared; None if none."""
     return layer.explanation.mishap and without_numbers(layer.explanation.mishap)
 
 
