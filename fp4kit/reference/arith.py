@@ -139,7 +139,7 @@ def log2(x: np.ndarray) -> np.ndarray:
 def moved_by(b: np.ndarray) -> np.ndarray:
     """Return the power of two that div.full.f32 scales dividend and divisor by, to keep the reciprocal in range.
 
-    It is float32: 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, and 1 otherwise, also for NaN.
+    The result is float32: 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, and 1 otherwise, also for NaN.
 
     b: the divisor.
     """

@@ -64,7 +64,7 @@ def qwix_reciprocal(x: np.ndarray | np.float32, dtype: np.dtype) -> np.ndarray:
 
 
 def qwix_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the scale of blocks in qwix: T(amax * qwix_reciprocal(M)), or 1 if that is below a threshold.
+    """Return the scale of blocks in qwix: T(amax * qwix_reciprocal(M)), or 1 if this is below a threshold.
 
     T rounds to dtype, the dtype of the elements, and M is the largest element value. The threshold is the square root
     of the smallest normal of dtype: 2^-7 for float16, otherwise 2^-63. So a float16 block of E2M1 elements with an amax

@@ -171,7 +171,7 @@ def factor_flashinfer_precise(
 def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as Model-Optimizer computes it.
 
-        code = E4M3(clamp(r, 2^-9, 448)),   r = amax / (6 * tensor.decode), or 1 if that is 0
+        code = E4M3(clamp(r, 2^-9, 448)),   r = amax / (6 * tensor.decode), or 1 if r is 0
 
     6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. The factor is the
     default, scale * tensor.decode, which divides the elements. NaN gives a NaN code. dtype is not used.
@@ -183,7 +183,7 @@ def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
 def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as Model-Optimizer computes it from calibrated block amaxes.
 
-        code = E4M3(clamp(r * recipe.scale_max / (tensor.amax / 6), 2^-9, 448)),   r = amax / 6, or 1 if that is 0
+        code = E4M3(clamp(r * recipe.scale_max / (tensor.amax / 6), 2^-9, 448)),   r = amax / 6, or 1 if r is 0
 
     6 stands for the largest element value. A tensor amax of 0 gives the code of 448, and a NaN gives a NaN code. The
     elements are then divided by the default factor, scale * tensor.decode. dtype is not used.

@@ -112,7 +112,7 @@ def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.
 def factor_quark(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return scale * tensor.decode, or 2^-23 if that is 0. Quark divides the elements of each block by this factor.
+    """Return the divisor of each block's elements in Quark: scale * tensor.decode, or 2^-23 if this product is 0.
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A NaN scale gives NaN. amax,
     recipe and dtype are not used. Source: Quark real_quantize_fp4_fp6_per_group.
@@ -126,7 +126,7 @@ def code_quark_file(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 
     The scale is rounded twice:
 
-        s = amax / 6, or 2^-23 if that is 0
+        s = amax / 6, or 2^-23 if s is 0
         t = value of E4M3(s / tensor.decode) * tensor.decode
         code = E4M3(t / tensor.decode)
 

@@ -57,7 +57,7 @@ def nvfp4_modelopt_triton(
 ) -> np.ndarray:
     """Fake-quantize x as Model-Optimizer's Triton kernel does: y = round(|x| / s) * s with the sign of x.
 
-        s = E4M3(min(amax / (6 gs), 448)) * gs,   gs = tensor_amax * fp32(1/2688), or 1e-12 if that is not positive
+        s = E4M3(min(amax / (6 gs), 448)) * gs,   gs = tensor_amax * fp32(1/2688), or 1e-12 if gs <= 0
 
     s is the scale of a block. amax holds the block amaxes; None computes them from x. round() rounds to the nearest
     element value, ties to even.

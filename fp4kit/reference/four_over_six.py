@@ -70,8 +70,8 @@ def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe
 def rounded_values(scaled: np.ndarray, codes: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return the rounded elements that the errors of a candidate are computed from, before scales are applied to them.
 
-    They are the values of the E2M1 codes. For rounding "rnw", whose codes wrap on overflow, they are the rounded
-    numbers before codes wrap.
+    The result holds the values of the E2M1 codes. For rounding "rnw", whose codes wrap on overflow, it holds the
+    rounded numbers before codes wrap.
 
     scaled: the elements after scaling, in the shape of codes.
     """

@@ -77,9 +77,13 @@ def quantize_if4(
 
         scale = E4M3(amax / 6 * tensor.encode), or 0 if the whole tensor is zero
 
-    E2M1 codes decode to q * scale * tensor.amax / range, and INT4 codes to q * scale * tensor.amax * float32(6/7) /
-    range, in this order, where range is full_range(recipe). INT4 is taken, and bit 7 of the scale is set, only if its
-    error is strictly smaller. If an error is NaN, E2M1 is taken.
+    The error of a format is computed from the decoded values, with operations from left to right:
+
+        E2M1: q * scale * tensor.amax / range
+        INT4: q * scale * tensor.amax * float32(6/7) / range
+
+    Here q is the value of an element code, and range is full_range(recipe). INT4 is taken, and bit 7 of the scale is
+    set, only if its error is strictly smaller. If an error is NaN, E2M1 is taken.
 
     amax: the block amaxes (rows of blocks, blocks).
     """

@@ -33,7 +33,7 @@ def ms_eden(
     """Fake-quantize x as MS-EDEN does for NVFP4: q * s * D, computed from left to right.
 
         D = tensor_amax / 255.99 / t, or 1 if tensor_amax is 0,   t = float32(6 / (17/16 * 0.93))
-        c = E4M3(amax / t / D), or 1 if that is 0
+        c = E4M3(amax / t / D), or 1 if c is 0
         y = x / (c * D),   q = y rounded to E2M1, ties away from zero
         k = (sum of y * y) / (sum of y * q) over a row of 32 elements, or 1 if the divisor is 0
         s = c * k, rounded to one of the two E4M3 values around it
@@ -59,9 +59,9 @@ def ms_eden_if4(
 ) -> np.ndarray:
     """Fake-quantize x as MS-EDEN does for IF4: as ms_eden, but a block may be rounded to integers instead of E2M1.
 
-    Its q is then i * float32(6/7), where i is y * float32(7/6), limited to -7 to 7 and rounded to an integer, ties to
-    even. This is done if the block's sum of (y - q) * (y - q) is strictly smaller than with E2M1. A zero i has the sign
-    of y. dtype is not used.
+    With integers, q is i * float32(6/7), where i is y * float32(7/6), limited to -7 to 7 and rounded to an integer,
+    ties to even. A zero i has the sign of y. A block gets integers if its sum of (y - q) * (y - q) is then strictly
+    smaller than with E2M1. dtype is not used.
 
     random: float32 (m, blocks), at least 0 and below 1; None rounds s to nearest.
     """

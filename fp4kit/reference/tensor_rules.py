@@ -82,7 +82,7 @@ def full_range(recipe: Recipe) -> np.float32:
 def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """Return the tensor scales (encode, decode) of TE's Python reference quantizer.
 
-        encode = min(2688 / amax, FLT_MAX), or 1 if that is 0
+        encode = min(2688 / amax, FLT_MAX), or 1 if the quotient is 0
         decode = 1 / encode
 
     2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. An amax of 0 gives encode = FLT_MAX.
@@ -96,7 +96,7 @@ def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
 def tensor_te(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """Return the tensor scales (encode, decode) of Transformer Engine's kernels.
 
-        encode = min(2688 / amax, FLT_MAX), or 1 if that is 0 or if amax is 0
+        encode = min(2688 / amax, FLT_MAX), or 1 if the quotient or amax is 0
         decode = 1 / encode
 
     2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. NaN stays NaN. dtype is not used.
@@ -134,7 +134,7 @@ def tensor_flashinfer(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair
 def tensor_flashinfer_token(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """Return the scales (encode, decode) of a row, as FlashInfer computes them per token without fast math.
 
-        encode = min(2688 / amax, FLT_MAX), or 1 if that is 0
+        encode = min(2688 / amax, FLT_MAX), or 1 if the quotient is 0
         decode = 1 / encode, or 0 if amax is 0
 
     amax is that of the row, and 2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. For an
@@ -174,7 +174,7 @@ def tensor_divided(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
 def tensor_compressed_tensors(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """Return the tensor scales (encode, decode) of compressed-tensors.
 
-        encode = T(T(1 / max(amax, tiny)) * 2688), or 1 if that is infinite or NaN
+        encode = T(T(1 / max(amax, tiny)) * 2688), or 1 if this product is infinite or NaN
         decode = 1 / encode
 
     T rounds to dtype, the dtype of the elements, and tiny is the smallest normal value of that dtype. 2688 stands for
@@ -311,7 +311,7 @@ def tensor_auto_round(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair
 def tensor_quark(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """Return the tensor scales (encode, decode) of Quark.
 
-        decode = amax / 2688, or 2^-23 if that is 0
+        decode = amax / 2688, or 2^-23 if the quotient is 0
         encode = 1 / decode
 
     2688 stands for full_range(recipe). An infinite amax gives decode = inf and encode = 0, and NaN gives NaN. dtype is
@@ -411,7 +411,7 @@ def reciprocal_of_scale(scale: np.ndarray) -> np.ndarray:
 def amax_range(recipe: Recipe) -> np.float32:
     """Return the tensor amax that gets the tensor scale 1 from an amax rule (see _amax_rule).
 
-    It is the largest magnitude of an element, times the largest block scale if the recipe has block scales.
+    This amax is the largest magnitude of an element, times the largest block scale if the recipe has block scales.
     """
     return recipe.element.max if recipe.scale is None else recipe.element.max * recipe.scale.max
 

@@ -136,7 +136,8 @@ class EngineRun:
     def _function(self, name: str) -> Any:
         """Return the function that a ProgramCall names.
 
-        It is a function of fp4kit ("fp4kit.NAME"), a method of a result ("RESULT.METHOD"), or a function in FUNCTIONS.
+        The name stands for a function of fp4kit ("fp4kit.NAME"), a method of a result ("RESULT.METHOD"), or a function
+        in FUNCTIONS.
         An unknown name raises AttributeError or KeyError.
         """
         owner, _, attribute = name.rpartition(".")

@@ -115,7 +115,7 @@ def changes_of(u: Unit) -> dict[str, Any]:
 def units_for(a: Variant | str, b: Variant | str) -> tuple[str, ...]:
     """Return the ids of the matrix units that can multiply two operands, each given by its recipe or by its dtype.
 
-    They are in the order of UNITS. The unit "dequantized" is always among them.
+    The ids are in the order of UNITS. The unit "dequantized" is always among them.
     """
     return _units_for(_operand_kind(a), _operand_kind(b))
 

@@ -415,8 +415,8 @@ def _partial(p: Program, case: DrawnCase) -> None:
 def _scales_by_finite(case: DrawnCase) -> bool:
     """Return True if the tensor scale comes from an amax without infinities while the block amaxes contain infinities.
 
-    This happens if x has infinities, and the recipe has one tensor scale per tensor and amax_nan "lanes". Then its
-    tensor amax leaves out infinities.
+    The result is True if x has infinities, and if the recipe has one tensor scale per tensor and amax_nan "lanes",
+    which leaves out infinities from the tensor amax.
     """
     finite = case.r.amax_nan == "lanes" and case.r.tensor_scaling == "tensor"
     return finite and bool(np.isinf(case.x.values().astype(np.float32)).any())

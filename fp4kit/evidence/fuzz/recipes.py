@@ -239,7 +239,7 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
 def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
     """Return a random block rule for the recipe's scale format, and the fields that depend on it, as {field: value}.
 
-    These are apply and, for rules that compare elements with scaled values, rounding and nan_code.
+    The dependent fields are apply and, for rules that compare elements with scaled values, rounding and nan_code.
 
     Return {} for recipes without block scales. Also return {} for recipes with FlashInfer's rules or 4over6, because
     other fields of these recipes depend on the rule.

@@ -120,7 +120,7 @@ def _simpler_options(case: DrawnCase) -> Iterator[DrawnCase]:
 def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArray]:
     """Yield simpler forms of `a`, which is array ``i`` of the case.
 
-    They come in this order:
+    The forms come in this order:
 
     - with a simpler memory layout, if the array is not contiguous
     - with fewer elements along one axis; the quantized axis keeps whole blocks

@@ -162,7 +162,7 @@ def _torchao_rows() -> Iterator[GoldenRow]:
 def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[GoldenRow]:
     """Yield the GoldenRow objects for recorded outputs of torchao's function to_mx in one scale mode.
 
-    They cover MXFP4 with blocks of 16, 32 and 64 elements, MXFP8 and, for the modes "floor" and "rceil", MXFP6.
+    The rows cover MXFP4 with blocks of 16, 32 and 64 elements, MXFP8 and, for the modes "floor" and "rceil", MXFP6.
 
     Args:
         mode: the mode, such as "floor". Its MXFP4 recipe is mxfp4-ocp for "floor" without release, and otherwise

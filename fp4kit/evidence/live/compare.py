@@ -75,7 +75,7 @@ class ProducerComparison:
 def compare(id: str, x: np.ndarray, call: ProducerCall, theirs: Parts | None = None) -> ProducerComparison:
     """Compare every array that a producer returns for x with fp4kit's array, and return a ProducerComparison.
 
-    It holds the differences, and how often exceptions excused one. Errors of the producer and of fp4kit are not caught.
+    The result holds the differences, and how often exceptions excused one. Errors of the producer or fp4kit are raised.
 
     Args:
         id: id of the recipe.

@@ -58,7 +58,9 @@ def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, column
 
 
 def _shape(rng: np.random.Generator, r: fp4kit.Recipe, multiple: int) -> Shape:
-    """Return a random shape (rows, columns) of at most MAX_ELEMENTS elements, or four blocks if that is more.
+    """Return a random shape (rows, columns) of at most MAX_ELEMENTS elements.
+
+    If four blocks have more elements than that, a shape may have up to four blocks.
 
     The number of columns is a multiple of the block and of ``multiple``. The number of blocks is often odd.
     """

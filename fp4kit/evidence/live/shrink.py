@@ -69,8 +69,7 @@ def _block_subsets(blocks: int) -> Iterator[np.ndarray]:
 def _simpler_elements(x: np.ndarray, nonzero: np.ndarray) -> Iterator[np.ndarray]:
     """Yield copies of x in which one element is made positive, or the lower half of its bits is cleared.
 
-    Both are tried for one element after the other. A change that has no effect, or that makes the element +0, is left
-    out.
+    For each element, both changes are tried. A change that has no effect, or that makes the element +0, is left out.
 
     nonzero: the flat indices of the elements to change.
     """
