@@ -97,9 +97,9 @@ def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dty
 
         code = E4M3(min(amax * (tensor.encode * fp32(1/6)), FLT_MAX))
 
-    tensor.encode is the encode scale of the tensor, and E4M3() gives a code, which saturates at 448. The product in the
-    inner parentheses is rounded first. If the product with amax is NaN, the code is that of 448, or NaN if
-    recipe.amax_nan is "propagate". dtype is not used. Source: TE core_nvfp4.cuh.
+    tensor.encode is the encode scale of the tensor. Codes saturate at 448. The product in the inner parentheses is
+    rounded first. If the product with amax is NaN, the code is a NaN code if recipe.amax_nan is "propagate", otherwise
+    that of 448. dtype is not used. Source: TE core_nvfp4.cuh.
     """
     return encode_e4m3_scale(_minimum(recipe)(amax * (tensor.encode * INV6), FLT_MAX))
 
@@ -121,9 +121,9 @@ def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 
         code = E4M3(tensor.encode * (amax * rcp(6)))
 
-    tensor.encode is the encode scale of the tensor, E4M3() gives a code, which saturates at 448, and rcp is PTX
-    rcp.approx.ftz.f32. Subnormal operands and results of every operation are flushed to zero. NaN gives a NaN code.
-    recipe and dtype are not used.
+    tensor.encode is the encode scale of the tensor, and rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results
+    of every operation are flushed to zero. Codes saturate at 448, and NaN gives a NaN code. recipe and dtype are not
+    used.
     """
     return encode_e4m3_scale(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))))
 
@@ -148,8 +148,8 @@ def code_flashinfer_precise(amax: np.ndarray, tensor: TensorScale, recipe: Recip
 
         code = E4M3(amax * (tensor.encode * fp32(1/6))), or 0 if amax is 0 or subnormal
 
-    tensor.encode is the encode scale of the tensor, and E4M3() gives a code, which saturates at 448. Subnormal operands
-    and results of every operation are flushed to zero. NaN gives a NaN code. recipe and dtype are not used.
+    tensor.encode is the encode scale of the tensor. Subnormal operands and results of every operation are flushed to
+    zero. Codes saturate at 448, and NaN gives a NaN code. recipe and dtype are not used.
     """
     return encode_e4m3_scale(np.where(_is_zero(amax), ZERO, multiply_ftz(amax, multiply_ftz(tensor.encode, INV6))))
 

@@ -46,8 +46,8 @@ def code_vllm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
 
         code = E4M3(clamp(tensor.encode * (amax * fp32(1/6)), -448, 448))
 
-    tensor.encode is the encode scale of the tensor, and E4M3() gives a code. The product in the inner parentheses is
-    rounded first. NaN gives a NaN code. recipe and dtype are not used. Source: vLLM nvfp4_emulation_utils.py.
+    tensor.encode is the encode scale of the tensor. The product in the inner parentheses is rounded first. NaN gives a
+    NaN code. recipe and dtype are not used. Source: vLLM nvfp4_emulation_utils.py.
     """
     return encode_e4m3_scale(tensor.encode * (amax * INV6))
 

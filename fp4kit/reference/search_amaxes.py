@@ -29,7 +29,8 @@ def multiples(grid: tuple[float, float, float]) -> np.ndarray:
     There are ceil((stop - start) / step) + 1 multiples, equally spaced. If start equals stop, the only multiple is
     start.
 
-    The multiples equal those of torch.linspace. With d = (stop - start) / (count - 1) in float32 and one rounding each:
+    The multiples equal those of torch.linspace. d is (stop - start) / (count - 1) in float32, and each multiple is
+    rounded once:
 
     - In the first half, multiple i is start + i * d.
     - In the second half, multiple i is stop - (count - 1 - i) * d.

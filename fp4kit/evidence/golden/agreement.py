@@ -20,7 +20,7 @@ DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat1
 
 
 def ordinary_data(dtype: Any) -> list[np.ndarray]:
-    """Return the five arrays on which recipes are compared: weights, normal values, heavy tails, wide ranges and ties.
+    """Return the five arrays that recipes are compared on: weights, normal values, heavy tails, wide ranges and ties.
 
     Each array has shape (256, 512) and the given dtype. Every call returns equal values. They are finite, and none is
     0, -0 or a subnormal: numbers with a magnitude below 2^-13 are replaced by +2^-13.
@@ -81,7 +81,7 @@ def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
 def agreement_rows() -> list[tuple[str, ...]]:
     """Return the rows of a table with the header COLUMNS, one per group of recipes that give equal bytes.
 
-    A row has the input dtypes for which the bytes are equal, and the ids of these recipes.
+    A row has the input dtypes that give equal bytes, and the ids of the recipes.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for name, dtype in DTYPES.items():

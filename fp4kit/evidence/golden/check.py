@@ -75,7 +75,7 @@ def _block_amax(case: RecordedCase) -> np.ndarray:
 
 
 def _skip_nan_scale(case: RecordedCase) -> Mask:
-    """Return a mask of the elements in blocks whose scale is NaN, according to case.q. Their codes have no meaning."""
+    """Return a mask of the elements in blocks whose scale is NaN in case.q, because their codes have no meaning."""
     scale = decode(case.q.block_scale, case.recipe.scale or E8M0)
     return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
 
@@ -102,7 +102,7 @@ def _skip_nonfinite_block(case: RecordedCase) -> Mask:
 def _skip_nonfinite_group(case: RecordedCase) -> Mask:
     """Return a mask that excuses all elements in groups of 32 elements of a row that contain inf or NaN.
 
-    FP-Quant multiplies each group by an identity matrix. There, inf * 0 makes other elements of the group NaN.
+    FP-Quant multiplies each group by an identity matrix. In the product, inf * 0 makes other elements of the group NaN.
     """
     groups = np.abs(case.x.astype(np.float32)).reshape(len(case.x), -1, 32)
     return np.repeat(~np.isfinite(groups.max(axis=-1)), 32, axis=1)
@@ -119,7 +119,7 @@ def _skip_overflowing_block(case: RecordedCase) -> Mask:
 
 
 def _skip_uncertain(case: RecordedCase) -> Mask:
-    """Return a mask that excuses codes that depend on how the GPU instruction rcp.approx rounds.
+    """Return a mask that excuses blocks whose codes depend on how the GPU instruction rcp.approx rounds.
 
     The recorded array "codes_certain" has a 1 for each block whose codes do not depend on it. All other blocks are
     excused. If that array was not recorded, nothing is excused.
@@ -173,7 +173,7 @@ def _skip_signed_nan(case: RecordedCase) -> Mask:
 
 
 def _skip_nan_element(case: RecordedCase) -> Mask:
-    """Return a mask that excuses the elements of x that are not finite. It is for recordings of triton_kernels.
+    """Return a mask that excuses the elements of x that are not finite, for recordings of triton_kernels.
 
     If such an element is NaN, or becomes NaN as inf * 0, the sign of its code is undefined.
     """
@@ -338,7 +338,7 @@ SKIPPED_SCALES = (
 
 
 def cases(row: GoldenRow, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> Iterator[RecordedCase]:
-    """Yield a RecordedCase for each input for which the golden set has recorded outputs of a row.
+    """Yield a RecordedCase for each input that the golden set has recorded outputs for, in the variant of a row.
 
     Inputs whose names do not end with ``row.inputs`` are left out. Yield nothing if the set lacks the row's file or
     variant.

@@ -42,8 +42,8 @@ class GoldenSet:
     def open(cls, path: str | os.PathLike[str]) -> GoldenSet:
         """Open a directory of files, or one file together with the `inputs.npz` beside it.
 
-        A file is read when its contents are first requested. A packed file is read together with the files that it
-        stores differences to.
+        A file is read when its contents are first requested. For a packed file that stores differences to arrays of
+        other files, these files are read too.
 
         Raises:
             FileNotFoundError: if `path` is neither a .npz file nor a directory with such files.
@@ -95,8 +95,8 @@ class GoldenSet:
     def input(self, name: str, file: str = INPUTS) -> NumpyArray:
         """Return the input array `name`: float32, float16 or, if the name ends in "__bf16", bfloat16.
 
-        If `file` stores an input of its own with this name (under `<name>/input/values`), that one is returned.
-        Otherwise, the array comes from `inputs.npz`.
+        If `file` stores an input of its own with this name (under `<name>/input/values`), that input is
+        returned. Otherwise, the array comes from `inputs.npz`.
 
         Raises:
             KeyError: if the set has no such input.

@@ -73,7 +73,7 @@ def _array(
     Args:
         members: {dtype: array} of the file. Each array holds all stored elements of one dtype.
         entry: [dtype, start, shape]. An array that is stored as its XOR with another array has [dtype, start, shape,
-            file, key], which name the other array.
+            file, key], where file and key name the other array.
         base: base(file) returns {key: array} of another file of the directory.
     """
     dtype, start, shape = entry[:3]

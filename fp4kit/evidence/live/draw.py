@@ -60,9 +60,8 @@ def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, column
 def _shape(rng: np.random.Generator, r: fp4kit.Recipe, multiple: int) -> Shape:
     """Return a random shape (rows, columns) of at most MAX_ELEMENTS elements.
 
-    If four blocks have more elements than that, a shape may have up to four blocks.
-
-    The number of columns is a multiple of the block and of ``multiple``. The number of blocks is often odd.
+    If four blocks have more elements than that, a shape may have up to four blocks. The number of columns is a multiple
+    of the block and of ``multiple``. The number of blocks is often odd.
     """
     while True:
         rows, columns = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * lcm(r.length_multiple, multiple)
