@@ -84,8 +84,9 @@ def quant_algo(form: Container, has_input_scale: bool) -> str:
 def container_id(form: Container, has_input_scale: bool) -> str:
     """Return the name that the modules in fp4kit/checkpoint/loaders use for a container.
 
-    For Model-Optimizer's containers, the name has the ``quant_algo``, such as "modelopt NVFP4", so that NVFP4 with
-    input scales and NVFP4 without them have different names. For all other containers, the name is ``form.name``.
+    - For Model-Optimizer's containers, it is made of "modelopt" and the ``quant_algo``, such as "modelopt NVFP4". NVFP4
+      with input scales and NVFP4 without them thus have different names.
+    - For all other containers, it is ``form.name``.
 
     Args:
         form: the container.

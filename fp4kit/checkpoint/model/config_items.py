@@ -226,8 +226,8 @@ _FORMATS = {
 def _format(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse the ``format`` of compressed-tensors, or "" to accept it.
 
-    The format is refused if it is unknown, or if a layer is of a different kind from the format. None, "dense" and
-    "mixed-precision" are accepted for all layers.
+    The format is refused if it is unknown, or if a quantized layer is of another kind than the format's. The values
+    None, "dense" and "mixed-precision" are accepted for all layers.
 
     Args:
         value, layers: the value of the entry, and the quantized layers of the checkpoint.
@@ -443,7 +443,8 @@ def _quark_algorithms(value: Any, layers: _Layers) -> str:
 def _listed(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse a list of unquantized layers, or "" to accept it.
 
-    The value is refused if it names a quantized layer, or if it is not a list of names and patterns. None is accepted.
+    The list is refused if it names a quantized layer, or if it is not a list of names and patterns. The value None is
+    accepted.
 
     Args:
         value, layers: the value of the entry, and the quantized layers of the checkpoint.

@@ -59,7 +59,8 @@ class _Sample(NamedTuple):
 def doubt_of(readers: Readers, weight: Weight, expert: int = 0) -> str:
     """Return a warning if the codes of a quantized matrix do not seem to belong to its scales; "" if nothing is odd.
 
-    The text contains nothing specific to the layer, so that a report can list all layers with one warning together.
+    The text contains nothing specific to the layer, so that a report can list all layers with the same warning
+    together.
 
     Args:
         readers: where to read the layer from.

@@ -182,5 +182,8 @@ def _length(value: object) -> int:
 
 
 def _compact(value: object) -> str:
-    """Return a config value as text for a summary. An object becomes "KEY VALUE, KEY VALUE", without braces."""
+    """Return a config value as text for a summary.
+
+    An object becomes "KEY VALUE, KEY VALUE", without braces. Other values are converted with str.
+    """
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)

@@ -260,7 +260,7 @@ def _rotations(
     """Read the stored matrices and return (transform -> the rotation that undoes it, names of wrong matrices).
 
     A matrix is wrong if it is not the matrix of its transform, or if it differs from another matrix of this transform.
-    If a transform has signs and none of its matrices is right, it has no rotation.
+    A transform with signs is missing in the dict if none of its matrices is right.
 
     Args:
         found: tensor name -> transform, for the weights with transforms.

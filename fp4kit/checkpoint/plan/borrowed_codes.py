@@ -43,9 +43,9 @@ _KINDS = ("mxfp4", "nvfp4")
 def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) -> dict[str, Weight]:
     """Return the weights of ``model``, in which weights with a counterpart in ``donor`` have the donor's codes.
 
-    Only counterparts in MXFP4 or NVFP4 are used. A stack of experts gets codes only if all of its layers have
-    counterparts of one shape and in one container. All other weights are returned unchanged. The keys are those of
-    ``weights``.
+    The result is a new dict with the keys of ``weights``. Only counterparts in MXFP4 or NVFP4 are used. A stack of
+    experts gets codes only if all of its layers have counterparts of one shape and in one container. All other weights
+    are returned unchanged.
 
     Args:
         weights: tensor name -> weight of ``model``, the source of the conversion.
@@ -213,8 +213,8 @@ class GgufNames:
         """Return a reordering that may turn the other model's rows into the rows of ``weight``; None for most layers.
 
         Only attn_q and attn_k of GGUF files, and the layers that correspond to them in a model directory, such as
-        q_proj and k_proj, have one. If ``source`` is the GGUF file, it interleaves the two halves of every head;
-        otherwise, it undoes that. Comparing values tells whether it is needed (see in_closest_order).
+        q_proj and k_proj, have such a reordering. If ``source`` is the GGUF file, it interleaves the two halves of
+        every head; otherwise, it undoes that. Comparing values tells whether it is needed (see in_closest_order).
 
         Return None for all other layers, stacks included. Return None too if the header of the GGUF file has no number
         of heads, or if this number does not divide the rows into heads of an even size above 2.

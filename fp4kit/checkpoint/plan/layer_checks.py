@@ -131,8 +131,8 @@ def all_doubts(
 ) -> Iterator[str]:
     """Yield all warnings about layers that seem wrong: damaged layers, transposed layers, and a tied output head.
 
-    The output head is warned about if it is quantized although the config ties it to the embedding. For the other
-    warnings, see ``doubtful_layers``.
+    There is a warning about the output head if it is quantized although the config ties it to the embedding. For the
+    other warnings, see ``doubtful_layers``.
 
     Args:
         weights: the weights of a model.

@@ -37,16 +37,16 @@ class Request:
     """The options that the user gives for a conversion.
 
     Attributes:
-        recipe: how new codes are computed.
+        recipe: the default recipe, by which new codes are computed.
         format: the output format; None for the format that most engines can load.
         wishes: which layers to quantize.
         input_scale: an activation scale to write for every layer, or None.
         requantize: True to allow changing the values of layers that are already quantized.
         nonfinite: what to do with NaN and infinity: "error", "keep" or "saturate".
-        codes: the identity (see convert/journal.py) of the model from which codes are copied (--codes); "" for no
-            model.
-        made_by: the id of the recipe that made the copied codes; "" if the model that they come from does not record
-            it.
+        codes: the identity (see convert/journal.py) of the model from which codes are copied (--codes); "" if codes are
+            not copied.
+        made_by: the id of the recipe that made the copied codes; "" if codes are not copied, or if the model that they
+            come from does not record it.
         activations: measured activations, from which every layer gets its own input scale; None if there are none.
         search: how to search block scales; None to compute them from each block's amax.
         ignore: globs of tensors, config keys and metadata that are unknown and to be left out (see

@@ -258,7 +258,7 @@ def candidate(name: str, dtype: str, shape: tuple[int, ...], model: ModelFacts) 
 def _layer_count(section: Mapping[str, Any]) -> int | None:
     """Return the decoder's number of layers from one section (a nested object) of config.json.
 
-    If the section states only the encoder's number, return that; None if it states neither.
+    If the section states only the encoder's number, return that. If it states neither, return None.
 
     Raises:
         CheckpointError: if a number is not a whole number from 1 to _MAX_LAYERS.

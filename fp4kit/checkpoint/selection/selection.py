@@ -207,7 +207,7 @@ class Selector:
         return None
 
     def _by_preset(self, tensor: Candidate) -> Decision:
-        """Return the decision of the preset, which is to quantize the tensor if its kind is in the preset."""
+        """Return the preset's decision: to quantize the tensor if its kind is in the preset, otherwise to keep it."""
         kind = tensor.kind
         return self._converted.get(kind) or Decision(False, f"{kind}: not in preset {self._wishes.preset}", True)
 
