@@ -59,7 +59,7 @@ def factor_gguf(
 def code_e8m0_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 scale code of each block, as llama.cpp computes it.
 
-        code = low byte of floor(log2f(amax)) - emax + 127, or 0 if amax is 0, infinite or NaN
+        code = low byte of (floor(log2f(amax)) - emax + 127), or 0 if amax is 0, infinite or NaN
 
     emax is the exponent of the largest element value. If amax is at most 44 ulp below a power of two, log2f rounds up
     to an integer. If amax is below 2^-125, the byte wraps to 255, 254, ..., as x86-64 casts negative numbers. tensor
@@ -152,7 +152,7 @@ def _wrapped(exponent: np.ndarray, s: np.ndarray, dtype: np.dtype) -> np.ndarray
 
 
 def _defined(s: np.ndarray) -> np.ndarray:
-    """Return s with 1 in place of each number that is 0, negative, infinite or NaN, so that every logarithm is finite.
+    """Return s with 1 in place of each number that is 0, negative, infinite or NaN, so that all logarithms are finite.
 
     _wrapped later chooses the codes of the numbers that were replaced.
     """
@@ -162,7 +162,7 @@ def _defined(s: np.ndarray) -> np.ndarray:
 def code_e8m0_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 scale code of each block, as MLX 0.32.2 and later compute it on a CPU.
 
-        code = low byte of ceil(log2(s)) + 127,   s = T(amax / M)
+        code = low byte of (ceil(log2(s)) + 127),   s = T(amax / M)
 
     T rounds to the dtype of the elements, and M is the largest element value. s = 0 gives 127. If s <= 2^-128, the byte
     wraps to 255, 254, ..., which decode as huge scales. If s is infinite or NaN, the code is 128 for float32 elements,
@@ -190,7 +190,7 @@ def factor_e8m0_mlx(
 def code_e8m0_mlx_0321(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 scale code of each block, as MLX up to 0.32.1 computes it on a CPU.
 
-        code = low byte of rint(T(log2(s))) + 127,   s = T(amax / M)
+        code = low byte of (rint(T(log2(s))) + 127),   s = T(amax / M)
 
     T rounds to the dtype of the elements, and M is the largest element value. s = 0 gives 127. If s is infinite or NaN,
     the code is 128 for float32 elements, otherwise 0. Exponents below -127 wrap to 255, 254, ... tensor is not used.

@@ -148,7 +148,7 @@ def int_modelopt(
     dtype are not used.
 
     - If tensor_amax is at most 2^-24, y is +0, as in the producer's CUDA code. But if the recipe has one scale per
-      block, y is 0 * x, as in its PyTorch code: a zero with the sign of x, or NaN if x is infinite or NaN.
+      block, y is 0 * x, as in the producer's PyTorch code: a zero with the sign of x, or NaN if x is infinite or NaN.
     - If tensor_amax is infinite or NaN, all elements that it covers (of a tensor, row or block) become NaN.
     """
     zero = (tensor_amax <= TINY_AMAX)[..., None]
@@ -186,8 +186,8 @@ def _tensor_blocks(x: np.ndarray, recipe: Recipe) -> np.ndarray:
 def _log2_floor(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return floor(log2(x)) of x >= 0 as float32; log2 is first rounded to float32 and then to dtype.
 
-    microxcaling computes it so in PyTorch. Because of the rounding, the result is one too large for x just below a
-    power of two. x = 0 gives -inf, inf gives inf, and NaN gives NaN.
+    microxcaling does this in PyTorch. Because of the rounding, the result is one too large for x just below a power of
+    two. x = 0 gives -inf, inf gives inf, and NaN gives NaN.
     """
     with np.errstate(divide="ignore"):
         return np.floor(round_to(np.log2(x.astype(np.float64)).astype(np.float32), dtype))
@@ -275,8 +275,8 @@ def fp_quant(
     s is the scale of a block. amax holds the block amaxes; None computes them from x. round() saturates, and ties go
     toward zero. log2 is rounded to float32.
 
-    If amax is below 2^-124, s is 0, so that y is a zero with the sign of x. Every zero of x gives -0. If amax is
-    infinite or NaN, the whole block is NaN. tensor_amax and dtype are not used.
+    Every zero of x gives -0. If amax is below 2^-124, s is 0, and nonzero elements give a zero with the sign of x. If
+    amax is infinite or NaN, the whole block is NaN. tensor_amax and dtype are not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = _amax_of(x, recipe, amax)

@@ -253,7 +253,8 @@ def quantize_four_over_six(
     - E4M3(min(base * 1.5, 448)) puts the amax at the value 4. This scale is kept only if its error is strictly smaller
       than the error of the first, so not if an error is NaN.
 
-    If a block has several rows, they share one scale, which is repeated for each row.
+    If a block has several rows, they share one scale, which is repeated for each row. With FlashInfer's recipes, all
+    elements of a zero block get the code 0 (see leaves_zero_blocks).
 
     amax: the block amaxes (rows of blocks, blocks).
     """

@@ -199,10 +199,10 @@ def stored_tensor_scale(
 ) -> TensorScale:
     """Return the TensorScale to decode a Quantized with. Its field `decode` is the stored tensor_scale.
 
-    The fields `amax` and `encode` are filled in only if the recipe's decode rule reads them. `amax` is the given amax
-    if the tensor rule makes `scale` from it, otherwise the implied amax. If no amax gives the scale, `amax` is UNKNOWN
-    (-1), and the Quantized is decoded as decode(code) * (block_scale * tensor_scale). All fields are 1 if the recipe
-    has no tensor scale, or if `scale` is None.
+    The fields `amax` and `encode` are 1 unless the recipe's decode rule reads them. In that case, `amax` is the given
+    amax if the tensor rule makes `scale` from it, otherwise the implied amax, and `encode` follows from it. If no amax
+    gives the scale, `amax` is UNKNOWN (-1), and the Quantized is decoded as decode(code) * (block_scale *
+    tensor_scale). All fields are 1 if the recipe has no tensor scale, or if `scale` is None.
     """
     if recipe.tensor_rule is None or scale is None:
         return TensorScale(ONE, ONE, ONE)

@@ -70,7 +70,7 @@ def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: 
     """Return the amax of each block over the elements of the shard: float32 (ceil(M / block rows), K / block).
 
     The maximum over all shards is the amax of the whole block. Blocks without an element in the shard get 0. If the
-    recipe has no blocks, each element is a block. recipe.amax_nan decides about NaN elements.
+    recipe has no blocks, each element is a block. recipe.amax_nan decides how NaN elements count.
 
     Args:
         shard: the elements, 1-d.
@@ -110,7 +110,7 @@ def partial_cast(
     Args:
         shard: the elements, 1-d.
         out: the packed codes of the whole matrix: (M, K / 2), or (M, K) for elements with one byte per code.
-        amax: the amaxes of whole blocks, combined from all shards.
+        amax: the amaxes of whole blocks, combined from all shards, in the shape that partial_amax returns.
         shape: the (M, K) of the matrix.
         start: the index of the shard's first element in the flattened matrix.
         recipe: the recipe.
