@@ -29,10 +29,10 @@ def hadamard_factor(size: int) -> np.float32:
 def rotate(x: np.ndarray, r: Rotation) -> np.ndarray:
     """Return x (outer, length, inner) with every block along the middle axis rotated, in the shape and dtype of x.
 
-    The elements are widened to float32 and multiplied by r.signs, if the Rotation r has signs. They are then rotated: by
-    a Hadamard transform with its factor, or by products with r.matrices. The results are rounded once to the dtype of
-    x. If r.inverse is True, the signs are multiplied after the rotation instead of before. NaN results are the positive
-    quiet NaN.
+    The elements are widened to float32, and those with a 1 in r.signs are negated. Then they are rotated: by a Hadamard
+    transform with its factor, or by products with r.matrices if these are given. The results are rounded once to the
+    dtype of x. If r.inverse is True, elements are negated after the rotation instead of before. NaN results are the
+    positive quiet NaN.
     """
     outer, length, inner = x.shape
     y = x.astype(np.float32).reshape(outer, length // r.size, r.size, inner)
