@@ -202,8 +202,8 @@ def _targets(names: Sequence[str]) -> list[str]:
 def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
     """Return the config group of Model-Optimizer for the layers of one container, without the entry ``targets``.
 
-    The group has the entry ``weights``. If the layers have input scales, it also has ``input_activations``. MXFP8 and
-    FP8 per row always have it.
+    The group has the entry ``weights``. It also has ``input_activations`` if the layers have input scales, and always
+    for MXFP8 and for FP8 per row.
 
     Args:
         form: the container.

@@ -183,8 +183,7 @@ def _unreached(sample: _Sample) -> str:
 def _equal_scales(sample: _Sample) -> str:
     """Return a warning if all block scales are equal although the codes need different scales; otherwise "".
 
-    If all scales are equal by right, the codes of all blocks have one distribution. Either of two signs contradicts
-    this:
+    If equal scales are correct, the codes of all blocks have one distribution. Either of two signs contradicts this:
 
     - F is far above 1. F is the variance of the blocks' mean squares, divided by the variance that codes of one
       distribution would give them. This happens if scales that are different powers of two were overwritten with one

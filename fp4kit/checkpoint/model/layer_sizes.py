@@ -100,7 +100,7 @@ def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iter
     layer if some layer has this length.
 
     In addition, q_proj must have as many rows as o_proj has columns, or twice as many. If the config has v_head_dim,
-    neither this nor the sizes of keys and values are compared.
+    this is not checked, and the sizes of keys and values are not compared.
 
     Args:
         layers: name of a layer in the module, such as "q_proj" -> layer.

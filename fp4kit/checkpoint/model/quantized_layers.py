@@ -46,7 +46,7 @@ def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> Qua
 
     Exact:
         Codes and scales are the bytes of the file, in linear order with the even element in the low nibble. The recipe
-            decodes them. Loaders may multiply in another order, so that float32 values differ in the last bit.
+        decodes them. Loaders may multiply in another order, so that float32 values differ in the last bit.
 
     Examples:
         >>> import numpy as np, tempfile, fp4kit, fp4kit.checkpoint

@@ -192,9 +192,8 @@ def reach_and_lost_blocks(
 ) -> tuple[float, int]:
     """Return two numbers by which doubt_about judges the scales of stored rows.
 
-    1. The largest magnitude that the scales allow, in blocks that are not all zero. If all scales together allow a
-       magnitude from SMALLEST_REACH to LARGEST_REACH, that is returned, because it is not doubtful and faster to
-       compute.
+    1. The largest magnitude that the scales allow in blocks that are not all zero. As a shortcut, blocks of zeros are
+       included if the number is then from SMALLEST_REACH to LARGEST_REACH, because it is not doubtful.
     2. The number of blocks whose scale is 0 although their codes are not.
 
     Args:

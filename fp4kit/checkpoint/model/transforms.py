@@ -157,8 +157,8 @@ def _understood(item: Item, layers: int, matrices: Mapping[str, _Transform], wro
 def declaration(rotation: WeightRotation, rotated: Collection[str], others: Collection[str]) -> dict[str, Any]:
     """Return the ``transform_config`` of a model whose layers were rotated, as compressed-tensors writes it.
 
-    It declares that the weights of these layers are rotated by a Hadamard transform, and that their inputs must be. It
-    says whether the transform has signs, but not which: the signs are in the stored matrix.
+    It declares that the weights of these layers are rotated by a Hadamard transform, and that engines must rotate the
+    inputs. It says whether the transform has signs, but not which: the signs are in the stored matrix.
 
     Args:
         rotation: the transform of the weights.

@@ -292,8 +292,9 @@ def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> 
 def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
     """Return the containers to try for the layers of a checkpoint, those of the declared ``quant_method`` first.
 
-    Only the order tells MXFP8 layers of Model-Optimizer from those of compressed-tensors, because their tensors are
-    identical. A container that needs a certain ``quant_algo`` is left out if the config does not declare it.
+    The order matters for MXFP8 layers of Model-Optimizer and of compressed-tensors, whose tensors are identical: the
+    first container that fits is taken. A container that needs a certain ``quant_algo`` is left out if the config does
+    not declare it.
     """
     found = declared(config)
     method, algorithm = str(found.get("quant_method", "")), str(found.get("quant_algo", "")).upper()

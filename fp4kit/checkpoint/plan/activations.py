@@ -191,7 +191,7 @@ def _check_files(paths: Iterable[Path]) -> None:
 def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bool:
     """Return whether a layer belongs to an expert of a stack in which at least one expert was measured.
 
-    If so, a layer that was not measured itself belongs to an expert that saw no token.
+    Such a layer needs no measurement of its own: without one, its expert counts as an expert that saw no token.
 
     Args:
         layer: the name of the layer.

@@ -151,7 +151,7 @@ def assign_recipes(
 
     Returns:
         An Assignment. Pass its ``default`` to make_plan as ``recipe_id``, and its ``recipes`` as ``recipes``. Add its
-            ``kept`` to the ``keep`` of the Wishes.
+        ``kept`` to the ``keep`` of the Wishes.
 
     Raises:
         CheckpointError: in one of these cases:

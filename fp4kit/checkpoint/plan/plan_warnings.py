@@ -90,8 +90,8 @@ def _rows_of_other_length(facts: PlanFacts) -> list[str]:
 def _restored_layers(facts: PlanFacts) -> list[str]:
     """Return a list with one warning, which names the kv_b_proj layers that stay unquantized; [] if there are none.
 
-    They stay so because they are put together from mlx-lm's stacks embed_q and unembed_out, whose blocks run along
-    different axes.
+    They stay unquantized because they are put together from mlx-lm's stacks embed_q and unembed_out, whose blocks run
+    along different axes.
     """
     names = [layer.name for layer in facts.split.values()]
     why = "put together from mlx-lm's embed_q and unembed_out, whose blocks run along another axis"

@@ -402,8 +402,8 @@ def is_embedding_table(tensor: Candidate) -> bool:
 def _embedding_layer(tensor: Candidate) -> str | None:
     """Return the reason why a linear layer of an embedding module stays unquantized; None for all other tensors.
 
-    A component of the layer's module name has the role "embedding". If it is the last component, the name of this
-    component must contain "proj"; otherwise the tensor is an embedding table, about which ``_embedding`` decides.
+    A component of the layer's module name has the role "embedding". If this is the last component, it must also contain
+    "proj"; otherwise the tensor is an embedding table, about which ``_embedding`` decides.
     """
     part, leaf = tensor.part("embedding"), tensor.parts[-1]
     within = part is not None and (tensor.roles[-1] != "embedding" or "proj" in leaf)

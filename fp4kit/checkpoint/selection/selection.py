@@ -214,8 +214,9 @@ class Selector:
     def _by_patterns(self, module: str) -> Decision | None:
         """Return the decision to leave a module unquantized because of --keep or --only; otherwise None.
 
-        If a pattern of --keep matches the module, the reason names this pattern. Otherwise, if there are --only
-        patterns and none matches, the reason is that. In all other cases, return None.
+        - If a pattern of --keep matches the module, the reason names this pattern.
+        - Otherwise, if there are --only patterns and none matches the module, this is the reason.
+        - Otherwise, return None.
         """
         kept = self._keep.first(module)
         if kept is not None:
