@@ -48,7 +48,7 @@ def encode_magnitude(a: np.ndarray, fmt: ElementFormat, rounding: str = "rn") ->
 
 
 def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.float32) -> np.ndarray:
-    """Return, for each float32 a >= 0, the code for which value(code) * step is nearest to a: uint8. No a may be NaN.
+    """Return, for each float32 a >= 0, the code whose value times step is nearest to a: uint8. No a may be NaN.
 
     This is the rounding "first" of llama.cpp and MLX. Distances |value * step - a| are computed in float32. Among equal
     distances the lowest code wins, so ties go toward zero. If a is infinite, or so large that float32 distances are

@@ -47,8 +47,8 @@ def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: Tensor
 def decode_te(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * ((e4m3(scales) * tensor.amax) * fp32(1 / (6 * scale_max))), as Transformer Engine does.
 
-    e4m3() decodes scale codes. 6 * scale_max, with scale_max from the recipe, is the tensor amax for which the tensor
-    scale is 1. Source: TE cast/nvfp4/dequantize_nvfp4.cuh.
+    e4m3() decodes scale codes. 6 * scale_max, with scale_max from the recipe, is the tensor amax that gives the tensor
+    scale 1. Source: TE cast/nvfp4/dequantize_nvfp4.cuh.
     """
     return values * (decode(scales, E4M3)[..., None] * tensor.amax * (np.float32(1) / full_range(recipe)))
 

@@ -250,8 +250,8 @@ def quantize_four_over_six(
     Each block is quantized with two candidate scales, where base = amax / 6 * tensor.encode:
 
     - E4M3(min(base, 448)) puts the amax at the value 6.
-    - E4M3(min(base * 1.5, 448)) puts the amax at the value 4. This scale is kept only if its error is strictly smaller
-      than the error of the first, so not if an error is NaN.
+    - E4M3(min(base * 1.5, 448)) puts the amax at the value 4. This scale is taken only if its error is strictly
+      smaller than the error of the first. If an error is NaN, the first scale is taken.
 
     If a block has several rows, they share one scale, which is repeated for each row. With FlashInfer's recipes, all
     elements of a zero block get the code 0 (see leaves_zero_blocks).

@@ -28,7 +28,7 @@ FEW = 64  # the largest number of scales whose interval is kept
 
 
 def covered_range(recipe: Recipe) -> np.float32:
-    """Return the tensor amax for which the tensor scale is 1, such as 2688 for most NVFP4 recipes.
+    """Return the tensor amax that gives the tensor scale 1, such as 2688 for most NVFP4 recipes.
 
     For amax rules, the result is tensor_rules.amax_range. For other rules, it is tensor_rules.full_range if the recipe
     has block scales, otherwise the largest element value.
@@ -80,7 +80,7 @@ def _first_bits(
 def amax_interval(
     scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int = FAR
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the smallest and the largest positive amax for which the tensor rule gives `scale`, as float32 bits.
+    """Return the smallest and the largest positive amax that the tensor rule turns into `scale`, as float32 bits.
 
     The result is two int64 arrays in the shape of scale. If no such amax exists, the first is larger than the second.
 

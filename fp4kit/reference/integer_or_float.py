@@ -105,7 +105,7 @@ def quantize_if4(
 
 
 def _traced_format(integers: np.ndarray) -> ElementFormat:
-    """Return the format in which a trace shows element codes: INT4 if all of `integers` are True, otherwise E2M1.
+    """Return the format that a trace shows element codes in: INT4 if all of `integers` are True, otherwise E2M1.
 
     A trace computes a single block, so `integers` has one entry then. Without a trace, the result has no effect.
     """

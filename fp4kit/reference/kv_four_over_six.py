@@ -25,7 +25,7 @@ def codes_vllm_kv(blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, rec
 
         code_t = E4M3(tensor.encode * (amax * rcp(t)))     for t = 6 and t = 4
 
-    The code of t = 4 is taken if its error is strictly smaller, so not if an error is NaN.
+    The code of t = 4 is taken only if its error is strictly smaller. If an error is NaN, the code of t = 6 is taken.
 
     Args:
         blocks: the elements, float32 (..., 16).

@@ -218,7 +218,7 @@ def sum_exact(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
 
     math.fsum rounds the exact sum to float64. A second rounding of this float64 could err at a tie. So an inexact
     float64 is first made odd: its last bit is set to 1 on the side of the exact sum. The rounding to float32 then sees
-    on which side of a tie the sum lies.
+    whether the sum lies above or below a tie.
     """
     x, y, out = a.values(), b.values(), np.empty(c.shape, np.float32)
     for m in range(len(x)):

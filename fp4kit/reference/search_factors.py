@@ -89,7 +89,7 @@ class TriedCodes:
         self.seen: np.ndarray | None = None
 
     def take_untried(self, amax: np.ndarray) -> np.ndarray:
-        """Return a mask of the blocks for which the scale code of their amax was not tried yet, and record the codes.
+        """Return a mask of the blocks whose amax gives a scale code that was not tried yet, and record the codes.
 
         A later call with amaxes that give these codes returns False for them.
         """

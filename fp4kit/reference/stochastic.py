@@ -140,8 +140,8 @@ class _Place(NamedTuple):
 class MslkStream(_Place):
     """The random words that MSLK draws from a seed for the elements and the blocks of a matrix.
 
-    Element i of the array, counted in row-major order, has the first word that Philox4x32-7 makes from counter i and
-    the key seed ^ 0x5A5A5A5A. Block i has the first word from counter i and the key seed. Counters have 32 bits, as in
+    Element i of the array, counted in row-major order, gets the first word that Philox4x32-7 makes from counter i and
+    the key seed ^ 0x5A5A5A5A. Block i gets the first word from counter i and the key seed. Counters have 32 bits, as in
     Triton's tl.randint.
     """
 
@@ -154,7 +154,7 @@ class MslkStream(_Place):
 class ScaleStream(_Place):
     """The random numbers that fouroversix's MS-EDEN draws from a seed for the block scales of a matrix.
 
-    Block i of the array, counted in row-major order, has the number that Triton's tl.rand(seed, i) gives.
+    Block i of the array, counted in row-major order, gets the number that Triton's tl.rand(seed, i) gives.
     """
 
     def tile(self, rows: slice, columns: slice) -> np.ndarray:
@@ -252,7 +252,7 @@ def encode_stochastic_comfyui(x: np.ndarray, random: np.ndarray, dtype: np.dtype
       2 if |y| is 7 or more, so that the code is 6 (the value 4) instead of 7 (the value 6).
     - NaN counts as 0, whose code is 0. Infinities count as the largest number of dtype.
     - ComfyUI converts n to uint8, which keeps its 8 lowest bits, and joins the codes of two elements to a byte. If n is
-      8 or more, it overwrites the sign. If n is 16 or more, it overwrites bits of the code of the element before.
+      8 or more, it overwrites the sign. If n of the second element is 16 or more, it overwrites bits of the first code.
     - From 2^63 on, n becomes 0 on a CPU and 255 on a GPU.
 
     x: the scaled elements, rounded to dtype: (..., even), where even is an even number.

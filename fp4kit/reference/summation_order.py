@@ -1,4 +1,4 @@
-"""Compute float32 sums in the order in which producers add. The last bits of a sum depend on this order."""
+"""Compute float32 sums in the order that producers use. The last bits of a sum depend on this order."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def full_range(recipe: Recipe) -> np.float32:
-    """Return the tensor amax for which the tensor scale is 1: the largest element value times the largest block scale.
+    """Return the tensor amax that gives the tensor scale 1: the largest element value times the largest block scale.
 
     For most recipes, this is 2688 = 6 * 448. The largest block scale is recipe.scale_max. The tensor rule fouroversix_4
     uses 4 instead of the largest element value.

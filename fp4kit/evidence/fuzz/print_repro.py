@@ -89,7 +89,7 @@ def _imports(text: str, module: str | None) -> list[str]:
 
 
 def needed(statements: list[Statement]) -> list[Statement]:
-    """Return the last statement and the statements on which it depends, in order. ``statements`` must not be empty.
+    """Return the last statement and the statements that it depends on, in order. ``statements`` must not be empty.
 
     Other statements, and all earlier Same statements, are not needed to reproduce a failure of the last one.
     """

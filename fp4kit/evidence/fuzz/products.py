@@ -104,7 +104,7 @@ class DrawnProduct:
 
 
 def changes_of(u: Unit) -> dict[str, Any]:
-    """Return {field: value} for the fields in which the matrix unit ``u`` differs from UNITS[u.id]."""
+    """Return {field: value} for the fields of the matrix unit ``u`` that differ from UNITS[u.id]."""
     base = UNITS[u.id]
     return {f.name: getattr(u, f.name) for f in fields(Unit) if getattr(u, f.name) != getattr(base, f.name)}
 

@@ -131,7 +131,7 @@ def _skip_uncertain(case: RecordedCase) -> Mask:
 
 
 def _skip_undefined(case: RecordedCase) -> Mask:
-    """Return a mask that excuses NaN elements, for which the producer reads an uninitialized variable.
+    """Return a mask that excuses NaN elements, because the producer reads an uninitialized variable for them.
 
     The recorded array "valid" is False for these elements. If that array was not recorded, nothing is excused.
     """
@@ -163,7 +163,7 @@ def _skip_nonfinite_tensor(case: RecordedCase) -> Mask:
 
 
 def _skip_signed_nan(case: RecordedCase) -> Mask:
-    """Return a mask that excuses the elements of blocks for which fouroversix's IF4 recorded the scale 0xFF.
+    """Return a mask that excuses the elements of blocks whose scale was recorded as 0xFF from fouroversix's IF4.
 
     That scale is a NaN with its sign bit set. The sign of a NaN depends on the processor, but fouroversix takes it for
     the bit that selects INT4.

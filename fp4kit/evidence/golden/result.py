@@ -66,7 +66,7 @@ def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResu
 
 
 def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
-    """Return a mask, in the shape of ``recorded``, of the elements in which two arrays differ in a bit.
+    """Return a mask, in the shape of ``recorded``, of the elements whose bits differ in two arrays.
 
     -0 differs from +0. A NaN value equals any other NaN. Codes (uint8) must be equal, even codes of NaN. If shape or
     dtype differs, all elements differ.

@@ -28,7 +28,7 @@ class ProducerCall:
             compare.PARTS: array}.
         dtypes: the dtypes of the array that the producer accepts.
         columns: the row length must be a multiple of this number.
-        exempt: the exceptions, which say for which elements a difference is excused. Every use is counted.
+        exempt: the exceptions, which name elements whose differences are excused. Every use is counted.
         first: the first version of the producer that the recipe claims to match, or "" for no limit.
         last: the last version that the recipe claims to match, or "" for no limit.
         dependency_versions: {distribution: (first, last)} for other packages that affect the bits, such as torch, which

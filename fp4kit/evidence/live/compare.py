@@ -108,7 +108,7 @@ def _mask(
     ours: np.ndarray,
     excused: Counter[str],
 ) -> np.ndarray:
-    """Return a mask of the elements of a part in which a difference is excused by an exception of the call.
+    """Return a mask of the elements of a part whose difference is excused by an exception of the call.
 
     The mask is all False if the call has no exceptions, or if the two arrays are equal or differ in shape.
 

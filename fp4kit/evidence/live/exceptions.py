@@ -56,7 +56,7 @@ def _nan_scale(x: np.ndarray, q: Any) -> np.ndarray:
 
 
 def _nan_value(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of elements for which block scale times tensor scale is NaN, so that any code decodes to NaN.
+    """Return a mask of elements whose block scale times tensor scale is NaN, so that any code decodes to NaN.
 
     q must have a tensor scale.
     """

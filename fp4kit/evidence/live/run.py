@@ -363,7 +363,7 @@ def _shrunk(case: LiveCase, compared: ProducerComparison, failure: str, result: 
     raises this error instead.
 
     Args:
-        case: the input on which the producer differs, or raises an error.
+        case: the input that the producer differs on, or raises an error for.
         compared: the comparison in which the case differed.
         failure: the producer's error, or "" if it raised none.
         result: the result of the producer. Its field ``shrinking``, the time spent so far, limits the time for this
