@@ -304,9 +304,9 @@ def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
 def _positions(fmt: ElementFormat) -> np.ndarray:
     """Return an int16 array that maps each code of fmt to the position of its value, counted in steps from zero.
 
-    A step is the distance between neighboring values. Negative values have negative positions, and -0 has position 0.
-    NaN codes have _NAN_POSITION (4096), which no number has. In a Codebook, positions count from its smallest value
-    instead of from zero.
+    One step leads from a value to its neighbor in the format. Negative values have negative positions, and -0 has
+    position 0. NaN codes have _NAN_POSITION (4096), which no number has. In a Codebook, positions count from its
+    smallest value instead of from zero.
     """
     if isinstance(fmt, Codebook):
         return np.unique(fmt.values, return_inverse=True)[1].astype(np.int16)
@@ -319,8 +319,8 @@ def _positions(fmt: ElementFormat) -> np.ndarray:
 def _max_steps(a: Quantized, b: Quantized) -> int:
     """Return the largest distance between two codes of a and b at equal indices, in steps of the element format.
 
-    A step is the distance between neighboring values. Pairs with a NaN code are left out; return 0 if no pair is left.
-    a and b must have equal element formats and shapes.
+    One step leads from a value to its neighbor in the format. Pairs with a NaN code are left out; return 0 if no pair
+    is left. a and b must have equal element formats and shapes.
     """
     fmt, largest = a.recipe.element, 0
     for box in boxes(a.packed.shape):

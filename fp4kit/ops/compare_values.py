@@ -28,7 +28,7 @@ def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Itera
 
     shape: the shape of the array.
     multiples: one number per axis; None means 1 for all axes. Along each axis, boxes begin at multiples of this number,
-    and are at least this long unless the array ends. A box may then exceed BOX_ELEMENTS.
+        and are at least this long unless the array ends. A box may then exceed BOX_ELEMENTS.
     """
     smallest = [1] * len(shape) if multiples is None else multiples
     steps = list(smallest)

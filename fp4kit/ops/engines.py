@@ -116,8 +116,8 @@ class Engine(str):
 def is_compiled() -> bool:
     """Return whether calls on NumPy arrays use the compiled engine in this thread or task.
 
-    Return False within `with fp4kit.specification()`, or if the engine could not be compiled. fp4kit convert asks this
-    to choose its workers: without the compiled engine and GPUs, they are processes instead of threads.
+    Return False within `with fp4kit.specification()`, or if the engine could not be compiled. fp4kit convert uses this
+    to choose its workers: without a compiled engine and without GPUs, they are processes instead of threads.
     """
     return not specification_only.get() and library().functions is not None
 
@@ -151,10 +151,10 @@ def engine() -> Engine:
 
 @contextmanager
 def specification() -> Iterator[None]:
-    """Within a with block, compute on NumPy arrays by the specification alone, not by the compiled engine.
+    """Make a with block compute on NumPy arrays by the specification alone, not by the compiled engine.
 
     Use it to check the compiled engine, whose results are bit-identical. The block affects only the current thread or
-    task, and no arrays on a GPU.
+    task. Arrays on a GPU are not affected.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -219,7 +219,7 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
     op: the public function that error messages name.
     operation: the name of the engine's function.
     calls: one pair per array: (True if it is a CuPy array, the arguments of the engine's function). The first pair
-    decides whether the group is tried on a GPU.
+        decides whether the group is tried on a GPU.
     """
     if calls and calls[0][0]:
         try:

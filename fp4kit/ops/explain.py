@@ -386,7 +386,7 @@ def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice
 
 
 def _first_scales(steps: list[Step]) -> Iterable[Step]:
-    """Yield the steps in order, but only the first of several steps with one name that begins with "tensor".
+    """Yield the steps in order, leaving out a step that repeats an earlier name which begins with "tensor".
 
     Decoding computes the tensor amax and the tensor scale again, which records these steps a second time.
     """

@@ -27,7 +27,7 @@ def fake_quantize(
     seed: Any = None,
     threads: int | None = None,
 ) -> ArrayT:
-    """Return x with the rounding error of quantization: dequantize(quantize(x)), in the shape and dtype of x.
+    """Return x rounded as by quantization: dequantize(quantize(x)), in the shape and dtype of x.
 
     For most recipes, the values are exactly those of dequantize(quantize(x)). A recipe with a fake_rule instead follows
     its producer's own fake quantizer, which makes no codes and often uses other arithmetic than the producer's real

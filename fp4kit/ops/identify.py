@@ -205,7 +205,7 @@ def identify(q: Quantized, x: Any) -> Identification:
         An Identification.
 
     Raises:
-        TypeError: as for quantize.
+        TypeError: q is not a Quantized, or x is not an array of one of these dtypes.
         ValueError: the shapes of q and x differ.
 
     Numerics:

@@ -115,14 +115,14 @@ def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
 
 
 def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield MAX_NEIGHBORS (16) arrays of float32 amaxes that give `scale`, in ascending order.
+    """Yield float32 amaxes that give `scale`: MAX_NEIGHBORS (16) arrays in ascending order, in stacks.
 
-    The arrays come in stacks with an additional first axis. For few scales, one stack holds all arrays. Otherwise each
-    stack holds one array, to save memory.
+    A stack is an array with an additional first axis. For few scales, one stack holds all 16 arrays. Otherwise there
+    are 16 stacks of one array, to save memory.
 
     For each scale, the first array has the smallest amax that gives it, and each next array has the next float32
-    number. If fewer than MAX_NEIGHBORS amaxes give the scale, the last one is repeated. Only amaxes near the implied
-    one are tried (see amax_interval). If none of them gives the scale, every array has the value of `amax` there.
+    number. If fewer than 16 amaxes give the scale, the last one is repeated. Only amaxes near the implied one are tried
+    (see amax_interval). If none of them gives the scale, every array has the value of `amax` there.
 
     amax: the implied or likely amaxes, in the shape of `scale`. dtype: the dtype of the array that was quantized.
     """

@@ -134,14 +134,14 @@ def identify_kv(
     scales of V are read as linear and values have outliers. If you pass the layout that you assume, the verdict says
     how the right layout differs.
 
-    If no layout fits, each is tried again with one of three faults: K and V are swapped, the two codes of each byte are
-    swapped, or the tensor scales are wrong.
+    If no layout fits, every layout is tried again with each of three faults: K and V are swapped, the two codes of each
+    byte are swapped, or the tensor scales are wrong.
 
     Args:
         arrays: the array of vLLM's pages, or the four arrays of FlashInfer's cache in the order of
             KVLayout.array_shapes, uint8 (the two arrays of scales may be float8_e4m3fn). The first axis counts the
             pages. The lengths of the other axes are not used, so the arrays may be shaped for a wrong layout.
-        keys: the reference keys (tokens, heads, head_dim), finite, of any float dtype that fp4kit takes.
+        keys: the reference keys (tokens, heads, head_dim), finite numbers of any dtype that converts to float32.
         values: the reference values, as keys.
         slots: the slots of these tokens, integers (tokens,). Tokens with a negative slot are left out.
         layout: the layout that you assume, or None.

@@ -83,8 +83,8 @@ def partial_cast(
     Args:
         shard: float32, float16 or bfloat16 (n,): elements [start, start + n) of the flattened (M, K) matrix. n may be
             0.
-        out: uint8 (M, K/2), or (M, K) for 8-bit elements; writable, any strides. It must not share memory with the
-            other arrays.
+        out: uint8 (M, K/2), or (M, K) for elements of more than 4 bits; writable, any strides. It must not share memory
+            with the other arrays.
         block_amax: float32 (ceil(M / block rows), K / block), the block amaxes of the whole matrix: the elementwise
             maximum of partial_amax over all shards.
         shape: (M, K), K a multiple of the block.

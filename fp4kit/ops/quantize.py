@@ -38,9 +38,9 @@ def quantize(
 
         scale = block_rule(amax of the block, tensor scale);   code = encode(x * factor(scale, tensor scale))
 
-    An amax is the largest |x| of a block or of the tensor. block_rule is the recipe's formula for the block scale, and
-    factor that for the number by which elements are multiplied. fp4kit.reference.block_rules and tensor_rules list
-    both, with the producer's order of operations.
+    An amax is the largest |x| of a block or of the tensor. block_rule is the recipe's formula for the block scale.
+    factor is its formula for the number that elements are multiplied by. fp4kit.reference.block_rules and tensor_rules
+    list both, with the producer's order of operations.
 
     To quantize with scales you already have (from GPTQ, AWQ or calibration), pass block_scale and tensor_scale. Then
     only codes are computed. Pass every scale that the recipe has, and no amax.
@@ -81,8 +81,9 @@ def quantize(
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
-        `out` if given, otherwise a new Quantized. packed is uint8 (..., K/2), or (..., K) for elements of more than 4
-        bits; block_scale is uint8 (..., K/block); tensor_scale and tensor_amax are float32.
+        `out` if given, otherwise a new Quantized. Its arrays have the quantized axis last, with K elements: packed is
+        uint8 (..., K/2), or (..., K) for elements of more than 4 bits; block_scale is uint8 (..., K/block).
+        tensor_scale and tensor_amax are float32. Arrays that the recipe does not have are None.
 
     Raises:
         TypeError: x has a dtype other than these three, or another argument is of the wrong kind.
@@ -198,7 +199,7 @@ def _quantize_with_scales(
 
 
 def _refuse_amaxes(tensor_amax: Any, block_amax: Any) -> None:
-    """Raise ValueError if tensor_amax or block_amax is not None. Called if quantize also got scales."""
+    """Raise ValueError if an amax is not None, because quantize also got scales, which alone determine the codes."""
     for name, given in (("tensor_amax", tensor_amax), ("block_amax", block_amax)):
         if given is not None:
             raise ValueError(

@@ -16,15 +16,16 @@ from fp4kit.types import RecipeId
 class Requantized(NamedTuple):
     """The result of requantize.
 
-    On a GPU, exact, changed and largest_error are arrays on the device: bool (), int64 () and float32 (). Reading them,
-    as bool(exact) and int(changed) do, waits for the device.
+    exact is a bool, changed an int, and largest_error a float32 array of shape (). On a GPU, all three are arrays of
+    shape () on the device: bool, int64 and float32. Reading them, as bool(exact) and int(changed) do, waits for the
+    device.
 
     Attributes:
         quantized: the new Quantized, with the new recipe.
         exact: True if no decoded value changed.
         changed: the number of decoded values that changed in any bit; NaN equals NaN.
-        largest_error: the largest |new - old| of a value, float32 (); 0 if none changed, and NaN if a NaN became a
-            number or a number became NaN.
+        largest_error: the largest |new - old| of a value; 0 if none changed, and NaN if a NaN became a number or a
+            number became NaN.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -67,16 +68,17 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     - The blocks of q and of the target have different numbers of rows, or the number of columns per block of q is not a
       multiple of that of the target.
     - A scale of q is NaN.
-    - 2688 * 2^m is no float32 number, or the recipe's tensor rule does not make the tensor scale 2^m from it.
+    - 2688 * 2^m is not a float32 number, or the recipe's tensor rule does not make the tensor scale 2^m from it.
 
     Args:
         q: a Quantized with arrays of any library. Its axis, dtype and scale layout are kept.
         recipe: the id or Recipe to convert to.
 
     Returns:
-        A Requantized (quantized, exact, changed, largest_error). exact is verified by decoding both arrays to float32;
-        NaN equals NaN. On a GPU, the call does not wait for the device. It computes new codes for all blocks, because
-        only the device knows which blocks need them, and exact, changed and largest_error stay on the device.
+        A Requantized (quantized, exact, changed, largest_error). To find the last three, both arrays are decoded to
+        float32 and compared in every bit; NaN equals NaN. On a GPU, the call does not wait for the device. It computes
+        new codes for all blocks, because only the device knows which blocks need them, and exact, changed and
+        largest_error stay on the device.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for quantize, for example if a length is not a whole number of

@@ -40,7 +40,7 @@ def hadamard(
 
     Args:
         x: float32, float16 or bfloat16 array, at least 1-d.
-        size: the number of elements of a block: 16, 32, 64, 128, 256 or 512. The length of the axis must be a multiple.
+        size: the number of elements of a block: 16, 32, 64, 128, 256 or 512. It must divide the length of the axis.
         axis: the axis along which blocks lie.
         signs: the s_i, each 1 or -1: (size,), used for every block, or one per position along the axis. None changes no
             signs.

@@ -41,7 +41,7 @@ def search_scales(
     For E4M3 scales, the result is
 
         scale(c) = amax * c / scale_max / 6;   loss(c) = sum over the block of weight * (x - q * scale(c))^2
-        block_amax = amax * c / scale_max,  c = the candidate of smallest loss, the first of equals
+        block_amax = amax * c / scale_max,  c = the first candidate with the smallest loss
 
     Here amax is the tensor amax, scale_max is a field of the recipe (448 or 256), and q is the E2M1 value nearest to x
     / scale(c). The candidates c are the 126 positive E4M3 values in ascending order. The loss of a 16x16 block is the
@@ -62,7 +62,8 @@ def search_scales(
       the 126 are replaced by the nearest of them.
     - E8M0 scales: two ints (low, high), the range of j with both ends included. "all" tries three scale exponents:
       floor(log2(amax)) - floor(log2(largest element value)), one below and one above.
-    - Without block scales: (start, stop, step) of the multiples. "all" is Model-Optimizer's (0.25, 4.0, 0.1).
+    - Without block scales, and for recipes of custom_recipe: (start, stop, step) of the multiples. "all" is
+      Model-Optimizer's (0.25, 4.0, 0.1).
 
     Args:
         x: float32, float16 or bfloat16 array of any shape and strides, of any library. It is never written to.
@@ -95,8 +96,8 @@ def search_scales(
     Numerics:
         float32, with one rounding per operation, in the order of the source's kernels. x / scale(c) is the GPU's
         approximate division (div.full.f32). x - q * scale(c) and sums of squares are computed by fma, and sums are
-        added in a tree. Ties of x / scale(c) go to even codes; above 6 it is 6. A scale(c) that underflows to 0 counts
-        as 1.
+        added in a tree. Ties of x / scale(c) go to even codes; a magnitude above 6 becomes 6. A scale(c) that
+        underflows to 0 counts as 1.
 
         Losses that are equal after rounding count as equal, so the smallest c wins. A block that holds NaN or infinity,
         or whose losses all overflow, gets the first candidate; with E8M0 scales, its own amax. A NaN tensor amax gives

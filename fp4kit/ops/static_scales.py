@@ -61,6 +61,7 @@ def quantize_static(
         TypeError: a scale is not a number.
         ValueError: not exactly one scale is given, it is not positive and finite, the recipe takes the other scale or
             none, or no amax gives the input_global_scale.
+        TypeError, ValueError, NotImplementedError: as for fp4kit.quantize.
 
     Numerics:
         As for fp4kit.quantize. Elements beyond the scale saturate.
