@@ -59,7 +59,7 @@ def check_length(op: str, axis: int, length: int, recipe: Recipe) -> None:
     """Raise ValueError unless the quantized axis has a length that the recipe allows.
 
     The length must be a multiple of recipe.length_multiple: whole blocks or, if the recipe has no blocks, whole bytes
-    of codes.
+    of codes. axis: the number of the axis, for the message. length: its length.
     """
     multiple = recipe.length_multiple
     if length % multiple:

@@ -114,9 +114,9 @@ class Addition(NamedTuple):
     Parameters that the adder does not use keep their defaults.
 
     Attributes:
-        adder: one of ADDERS.
+        adder: a name from ADDERS, the ways of adding that engines implement.
         step: elements of K per step.
-        promote: elements of K per chain, as Unit.promote; 0 for one chain.
+        promote: elements of K per chain, as Unit.promote; 0 if one chain covers all of K.
         fraction_bits, zero_exponent: as in DotAdd and FloorDotAdd.
         output_bits: DotAdd.output_bits, or FloorDotAdd.sum_bits.
         sums, c_vanishes: as in FloorDotAdd.
@@ -246,7 +246,7 @@ def _library(a: Any) -> Any:
 
 
 def _number(op: str, alpha: Any) -> float:
-    """Return alpha, the factor of a product, as a float. Raise TypeError if it cannot be converted."""
+    """Return the argument alpha of matmul as a float. Raise TypeError if it cannot be converted."""
     try:
         return float(alpha)
     except (TypeError, ValueError):
@@ -369,7 +369,7 @@ def step_of(
     multiplies. The order "float32-blocks" accepts only E2M1 operands that both have block scales, for blocks of equal
     size: a multiple of 16 up to MAX_BLOCK (512).
 
-    names: the operands in the message.
+    op: the public function that the message begins with. names: the names of the operands in the message.
     """
     given = f"{op}: {names[0]} is {_described(a)} and {names[1]} {_described(b)}"
     if u.order == "float32-blocks" and not (

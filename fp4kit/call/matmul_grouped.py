@@ -27,7 +27,7 @@ OP = "matmul_grouped"
 
 
 class NamedOperand(NamedTuple):
-    """A matrix of a group.
+    """A matrix of a group, with the name that error messages give it.
 
     name: its name in messages, such as "a[2]". operand: the matrix as an Operand with the axes (1, rows, K).
     """

@@ -23,8 +23,8 @@ _MAX_WORK = 1000  # limit of NumPy's search for a shared byte; if it is reached,
 def check_disjoint(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
     """Raise ValueError if an output shares memory with an input or with another output.
 
-    An output named "out.NAME" may share memory with the input "NAME", such as tensor_scale, because the call writes to
-    it only values that it has read from it. Entries that are not arrays, such as None, share no memory.
+    An output named "out.NAME" may share memory with the input "NAME", such as tensor_scale, because the call writes
+    there only the values that it has read from there. Entries that are not arrays, such as None, share no memory.
 
     op: the public function that the message names. inputs, outputs: {name in messages: array}.
     """

@@ -143,8 +143,8 @@ def is_searchable(r: Recipe) -> bool:
 def has_grid(r: Recipe) -> bool:
     """Return whether search_scales tries a grid of multiples of a recipe's amaxes.
 
-    For a recipe with amax rules (custom_recipe), it does if blocks have one row. For other recipes, it does if they
-    have codes, no block scales, and one tensor scale per tensor or per row.
+    For a recipe with amax rules (custom_recipe), it does if blocks have one row. For any other recipe, it does if the
+    recipe has codes, no block scales, and one tensor scale per tensor or per row.
     """
     if r.is_custom:
         return r.block_rows == 1
@@ -181,7 +181,7 @@ def _number(op: str, value: Any) -> float:
 
 
 def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
-    """Raise ValueError if a hessian was given. Called for recipes r whose search does not support one."""
+    """Raise ValueError if a hessian was given, because the search for recipe r does not support one."""
     if hessian is not None:
         raise ValueError(
             f"{op}: a hessian was given, but the search for {r.id} takes none; leave it out, or pass weights"

@@ -279,7 +279,8 @@ class Quantized:
     def scale_shape(self) -> tuple[int, ...]:
         """The shape that the block scales have in linear layout, without padding.
 
-        For a recipe without block scales, it is the shape that one scale per block would have.
+        For a recipe without block scales, it is the shape that they would have: one per block, repeated for each row of
+        the block.
         """
         return scale_shape(self.moved_shape, self.recipe)
 

@@ -116,7 +116,7 @@ def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: boo
 
     stored: the imported codes. high_nibble_first: True if the even element of a pair is stored in the high nibble.
 
-    Raises TypeError if `stored` is None, or for a dtype that does not belong to the recipe's element format. Raises
+    Raise TypeError if `stored` is None, or for a dtype that does not belong to the recipe's element format. Raise
     ValueError in four cases:
 
     - the array is 0-d
@@ -165,8 +165,8 @@ def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[in
     Raise TypeError for a dtype that does not belong to the recipe's scale format. If the recipe has no block scales,
     the array is returned unchanged, and Quantized rejects it.
 
-    shape: the shape of the scales in their layout, padding included. Scales with a different shape but as many elements
-    are reshaped. None leaves the check of the shape to Quantized.
+    shape: the shape of the scales in their layout, padding included. Scales with another shape but equally many
+    elements are reshaped. If `shape` is None, the scales keep their shape, which Quantized checks.
     """
     if stored is None or recipe.scale is None:
         return stored and stored.array

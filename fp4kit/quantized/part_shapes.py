@@ -170,10 +170,10 @@ def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
 
 
 def check_scale_codes(op: str, block_scale: Any, scale: ElementFormat | None) -> None:
-    """Raise ValueError if block scales in a format of fewer than 8 bits have higher bits set.
+    """Raise ValueError if a block scale is too large a code for its format, such as 64 for a 6-bit format.
 
-    block_scale: the scale codes, one per byte, or None. scale: the format of the codes. Codes on a device are not read,
-    so they always pass.
+    Codes on a GPU always pass, because they are not read. None passes too. block_scale: the scale codes, one per byte,
+    or None. scale: their format.
     """
     if scale is None or scale.bits == 8 or not isinstance(block_scale, np.ndarray):
         return

@@ -39,10 +39,10 @@ def custom_recipe(
             block_scale, one byte per block. Or the name of a float type, whose scales are stored in tensor_scale, one
             float32 number per block that is rounded to this type. For a block of several rows, this number is repeated
             for every row.
-        block: the number of elements along the quantized axis that share a scale, or (rows, columns).
+        block: the number of elements along the quantized axis that share a scale, or (rows, columns) of a block.
         scale_rounding: how a scale is rounded to its format. With "up", elements are clipped only if the scale
-            saturates; otherwise the largest elements of a block may be clipped. For float32 scales, only "nearest" is
-            accepted.
+            saturates; with "nearest" and "down", the largest elements of a block may be clipped. For float32 scales,
+            only "nearest" is accepted.
         tensor_scale: True to add one float32 scale per tensor. It needs block scales of at most 8 bits, but not E8M0.
 
     Returns:

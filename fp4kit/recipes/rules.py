@@ -282,7 +282,7 @@ class FakeRule(NamedTuple):
     """The requirements of a fake rule, by which fake_quantize computes values without codes: what it needs of a recipe.
 
     Attributes:
-        scale: name of the block scale format that the recipe must have. None: no block scales.
+        scale: name of the block scale format that the recipe must have. None if it must have no block scales.
         six: True if the formula assumes elements whose largest value is 6, that of E2M1.
         reads_scale_max: True if the formula uses Recipe.scale_max; otherwise it uses 448.
         one_level: True if the rule does not support a tensor scale. Other rules for E4M3 scales need one.

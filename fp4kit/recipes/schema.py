@@ -66,7 +66,7 @@ class Recipe:
         source: the producer, its version, and the file or function.
         exact: what the recipe equals bit for bit, and the exceptions.
         versions: the oldest version of the producer known to give these bits, and the newest that was checked. None if
-            not recorded. It has no effect on results.
+            they are not recorded. This field has no effect on results.
         tensor_scaling: what one tensor_scale covers: "none", "tensor", "row" (channel) or "block".
         tensor_rule: name of the rule that computes the tensor scale, or None.
         decode_rule: name of the rule that decodes codes to values.
@@ -90,8 +90,9 @@ class Recipe:
             does for MXFP4, where block scales are random too. "ms_eden": only block scales are rounded stochastically,
             by the fake rules of fouroversix's MS-EDEN.
         repacked: True if codes are recomputed as in auto-round's packing: the decoded values are rounded to the dtype
-            of the elements and encoded again. Values that become infinite in this dtype lose their codes, and so do
-            blocks whose scale becomes 0 in it. It cannot be combined with stochastic rounding.
+            of the elements and encoded again. A code can change, for example to that of zero, if its value becomes
+            infinite in this dtype or if the scale of its block becomes 0 in it. It cannot be combined with stochastic
+            rounding.
         four_over_six: None, or the error measure ("mae", "mse" or "max": mean absolute, mean squared, largest) by which
             each block chooses between two scales, with the block maximum at 6 or at 4. With elements IF4, each block
             chooses between E2M1 and INT4 instead, under one scale.
@@ -99,13 +100,13 @@ class Recipe:
             minus the element times the tensor's encode scale.
         lane_sums: True if 4over6 adds errors in eight lanes, as PyTorch does on a CPU. Elements whose block scale is 0
             then become zeros, as in fouroversix.
-        keep_infinity: True if an infinite factor is kept, so that its elements saturate (fouroversix's Triton kernels,
-            and its INT4). False: the factor becomes NaN (its E2M1 on a CPU, where masks multiply infinities by 0).
-            Only fouroversix's rules can give infinite factors.
+        keep_infinity: True if an infinite factor is kept, so that the elements of its block saturate (fouroversix's
+            Triton kernels, and its INT4). False if it becomes NaN (fouroversix's E2M1 on a CPU, where masks multiply
+            infinities by 0). Only fouroversix's rules can give infinite factors.
         scale_max: the block scale that the block with the tensor's amax gets: 448, the largest value of E4M3, or 256
             in some 4over6 recipes.
-        search: name of the search that chooses each block amax: among candidates by the resulting error, or by a
-            statistic of the block ("quest"). "": the block amax is the largest magnitude.
+        search: name of the search that chooses each block amax, among candidates by the resulting error, or by a
+            statistic of the block ("quest"). "" if the block amax is the largest magnitude.
         static: True if block amaxes come from calibration and are passed to quantize as block_amax. If block_amax is
             not passed, the largest magnitude of each block is used.
         narrow: True if integer elements are limited to [-max, max] instead of [-max - 1, max].
