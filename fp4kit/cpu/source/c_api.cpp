@@ -4,7 +4,8 @@
 //   fallback    the specification, by which Python computes tiles with NaN, infinities or extreme scales
 //   prototype   the arguments of a call except addresses, such as the shape, steps and recipe of a matrix. Python
 //               stores it and repeats the call with new addresses (cpu/cached_calls.py)
-//   entry, key  the compiled code of one rule; the text by which Python looks up the index of an entry
+//   entry       the compiled code of one rule
+//   key         the text by which Python looks up the index of an entry
 #include "decode_matrix.h"
 #include "matmul_vnni.h"
 #include "own_format.h"
@@ -54,7 +55,8 @@ FP4KIT_EXPORT int fp4kit_element(const char* key) {
 }
 
 // Set the table of 2^23 corrections by which rcp_approx_ftz computes reciprocals (cuda_compat.h). Python calls this
-// function once, before any call that computes. The library keeps the pointer and does not copy the table.
+// function once, before any call that computes. The library keeps the pointer and does not copy the table, so the
+// caller must not free the table.
 FP4KIT_EXPORT void fp4kit_set_reciprocals(const signed char* table) {
   reciprocal_table = table;
 }

@@ -1,6 +1,7 @@
 // Functions that decode the codes of a block by the decode rule of a recipe.
 //   R               a struct of recipes.inc with the formats and the decode rule of the recipe
-//   Out, Value      the type of the values; the unsigned integer type of their bits
+//   Out             the type of the values
+//   Value           the unsigned integer type of a value's bits
 //   nibble          a 4-bit code; two are stored per byte, the first one in the low half. Nibbles are looked up in a
 //                   value table; 8-bit codes are decoded by arithmetic
 //   value table     the values of all sixteen 4-bit codes under one block scale and one tensor scale

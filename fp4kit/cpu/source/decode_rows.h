@@ -1,7 +1,8 @@
 // Functions that decode a row of codes in one of three ways: by look-up in the value tables of all scale codes, by
 // integer arithmetic on bits, or block by block.
 //   R            a struct of recipes.inc with the formats and the decode rule of a recipe
-//   Out, Value   the type of the values; the unsigned integer type of their bits
+//   Out          the type of the values
+//   Value        the unsigned integer type of a value's bits
 //   nibble       a 4-bit code; two are stored per byte
 //   value table  the values of all sixteen 4-bit codes under one scale code and one tensor scale
 //   fallback     the specification, which computes what these functions cannot

@@ -4,7 +4,8 @@
 //   factor    the number by which the elements of a block are multiplied or divided before they are rounded
 //   fallback  the specification, which computes the tiles that these loops cannot
 //   View      contiguous rows of elements (data), which begin `step` elements apart
-//   In, Bits  the type of the elements; the unsigned integer type of their bits
+//   In        the type of the elements
+//   Bits      the unsigned integer type of an element's bits
 #pragma once
 
 #include "dispatch.h"

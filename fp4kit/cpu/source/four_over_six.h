@@ -1,8 +1,9 @@
 // 4over6: each block gets the one of two scales (the candidates) that gives the smaller error.
-//   six, four   the first candidate, which maps the amax of the block to 6; the second one, which maps it to 4. In
-//               recipes of IF4, "six" stands for E2M1 and "four" for INT4 under one scale, with bit 7 of its code set
-//               for INT4
-//   R, t        a struct of recipes.inc that describes the recipe; the tensor scale
+//   six         the first candidate, which maps the amax of the block to 6. In recipes of IF4: E2M1 elements
+//   four        the second candidate, which maps the amax of the block to 4. In recipes of IF4: INT4 elements under the
+//               same scale; bit 7 of the scale code is set
+//   R           a struct of recipes.inc that describes the recipe
+//   t           the tensor scale
 //   factor      the number by which elements are multiplied before they are rounded
 //   lane        one of kLanes = 16 blocks of 16 columns that are handled together. Arrays of magnitudes and of error
 //               terms are therefore stored by column, as [column][lane]

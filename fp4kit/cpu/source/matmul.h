@@ -7,8 +7,11 @@
 //   chain    the steps whose products are added to one sum before that sum is added to the total in float32
 //            ("promotion")
 //   task     a tile of D that one thread computes
-//   a, b, c  decoded elements of a row of A; those of a panel of columns; the sums of this row of D, one per lane
-//   i, k     the index of a decoded element; an index along K
+//   a        the decoded elements of a row of A
+//   b        the decoded elements of a panel of columns
+//   c        the sums of the row of `a` in the panel of b, one per lane
+//   i        the index of a decoded element
+//   k        an index along K
 //
 // The specification is fp4kit/reference/matmul.py. The arithmetic of terms is that of the CUDA kernels
 // (cuda/kernels/rules/matmul_terms.cuh).

@@ -1,14 +1,16 @@
 // Matrix products D = C + A B^T with Adder::truncate, for which every term is a single product, with AVX-512.
-//   K           the axis along which products are added
-//   step, term  the elements along K whose products a matrix unit adds at once; one summand of a step
-//   line        a row or a column
-//   panel       kProductLanes = 16 neighboring columns of D, one per vector lane
-//   chain       the steps whose products are added to one sum before that sum is added to the total ("promotion")
-//   task        a tile of D that one thread computes
-//   a, b        the decoded elements of kLanesBlock rows of A; those of a panel of columns
-//   c, sums     the sums of these rows so far, in this panel
-//   row, first  the index of the first of these rows; the index of the first column of the panel
-//   k, i        an index along K; the index of the decoded element at which a step starts
+//   K        the axis along which products are added
+//   step     the elements along K whose products a matrix unit adds at once
+//   term     one summand of a step
+//   line     a row or a column
+//   panel    kProductLanes = 16 neighboring columns of D, one per vector lane
+//   chain    the steps whose products are added to one sum before that sum is added to the total ("promotion")
+//   task     a tile of D that one thread computes
+//   a        the decoded elements of kLanesBlock rows of A; `row` is the index of the first of these rows
+//   b        the decoded elements of a panel of columns; `first` is the index of the first column of the panel
+//   c, sums  the sums so far of the rows of `a` in the panel of b
+//   k        an index along K
+//   i        the index of the decoded element at which a step starts
 //
 // These are products of FP8, FP6 and 16-bit floats on NVIDIA's units, and of MX formats. matmul.h computes them on
 // processors without AVX-512. A term is an integer in units of the last bit that a step keeps, so a step is an integer
@@ -95,7 +97,7 @@ void replace_lanes(const Task& task, __mmask16 replaced, i64 row, i64 first, i64
   sums = _mm512_load_ps(found);
 }
 
-// Return the exponent e of 2^e, a power of two in the normal range of doubles. Return -1023 for 0.
+// Return the exponent e if `power` is 2^e, in the normal range of doubles. Return -1023 if `power` is 0.
 int exponent_of(double power) {
   return static_cast<int>(__double_as_longlong(power) >> 52) - 1023;
 }

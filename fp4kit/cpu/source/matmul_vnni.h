@@ -1,16 +1,16 @@
 // Matrix products D = C + A B^T of block-scaled E2M1 operands with the additions of Blackwell's FP4 instructions, with
 // AVX-512 VNNI.
-//   K           the axis along which products are added
-//   group       16 elements along K
-//   step        the 64 elements along K (four groups) whose products the unit adds at once; also its number
-//   term        one summand of a step: the sum of the products of a group, times both block scales
-//   line        a row or a column
-//   panel       16 neighboring columns of D, one per vector lane
-//   task        a tile of D that one thread computes
-//   a, b        the decoded elements of kVnniBlock rows of A; those of kWidth (1 or 2) panels of columns
-//   c           the sums so far: c[w][r][lane] for row r and panel w
-//   row, first  the index of the first of these rows; the index of the first column
-//   k           an index along K
+//   K      the axis along which products are added
+//   group  16 elements along K
+//   step   the 64 elements along K (four groups) whose products the unit adds at once; also its number
+//   term   one summand of a step: the sum of the products of a group, times both block scales
+//   line   a row or a column
+//   panel  16 neighboring columns of D, one per vector lane
+//   task   a tile of D that one thread computes
+//   a      the decoded elements of kVnniBlock rows of A; `row` is the index of the first of these rows
+//   b      the decoded elements of kWidth (1 or 2) panels of columns; `first` is the index of the first column
+//   c      the sums so far: c[w][r][lane] for row r of `a` and panel w of b
+//   k      an index along K
 //
 // matmul.h computes these products on other processors. Elements are integers in units of 1/2, so the sum of a group of
 // 16 products is an integer dot product. The scales of a line in a step are integers, too, in units of a power of two.
@@ -208,8 +208,9 @@ struct VnniRows {
   unsigned shifted;
 };
 
-// Decide which of `steps` steps are shifted, for the `count` lines of a panel or of a block of rows. A step is shifted
-// if may_shift allows it for all lines. For each step, store in `to` the range of all scale exponents, the largest
+// Decide for each of `steps` steps whether it is shifted: whether its elements are shifted left to make up for
+// different scale exponents. `lines` holds `count` lines: those of a panel or of a block of rows. A step is shifted if
+// may_shift allows it for all of them. For each step, store in `to` the range of all scale exponents, the largest
 // spread of a line (0 if the step is shifted), and whether the step is shifted. In `lines`, set the scales of shifted
 // steps to 8, and the shifts of other steps to 0. To: VnniColumns or VnniRows.
 template <class To>

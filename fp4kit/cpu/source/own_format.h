@@ -2,11 +2,12 @@
 // run time, under the amax rules (reference/block_rules_amax.py). Scales, and elements that have no compiled
 // arithmetic, are rounded by tables (`own`).
 //   key       the key of a float is an integer whose order is that of floats, with -0 before 0
-//   piece     an interval of keys that get one code; a rounding to codes is monotone, so pieces divide the keys of all
-//             floats
+//   piece     an interval of keys whose floats all get the same code. Every float is in one piece, because rounding is
+//             monotone
 //   bound     the smallest key of a piece
 //   factor    the number by which the elements of a block are multiplied before they are rounded
-//   In, Out   the types of elements and of values
+//   In        the type of the elements
+//   Out       the type of the values
 //   fallback  the specification, which computes the tiles that these loops cannot
 //
 // Python finds the pieces by the specification (cpu/own_format.py), which makes results equal in every bit.

@@ -1,7 +1,7 @@
 // The pruned search for the scale code with the smallest loss, for kLanes blocks together.
 //   candidate       one of the E4M3 codes 1 ... 126, with the block amax and the scale that belong to it
 //   loss            the sum of the squared errors of a block under a candidate, weighted if kWeighted
-//   lane            one block; loops over lanes vectorize. A lane is open if its block is searched
+//   lane            one block; loops over lanes vectorize. A lane is open as long as its block is searched
 //   upward codes    the candidates from the first code whose scale is above amax / 7, eight codes at most. If the first
 //                   one is below 8 (a subnormal number), they are all candidates from it up to code 15
 //   downward codes  the candidates below the upward codes

@@ -3,7 +3,7 @@
 //   tensor scale  a struct of an encode scale, a decode scale and the tensor amax. A call has one, or one per row if
 //                 its tensor_step is 1
 //   tensor rule   an entry of kTensorRules, which computes the tensor scale from the tensor amax
-//   given         amaxes are given if they come with the call
+//   given amax    an amax that comes with the call, so that it is not computed from the elements
 //   In            the type of the elements
 #pragma once
 

@@ -43,7 +43,8 @@ struct Tiles {
   }
 };
 
-// Call work(index) once for every tile index in [0, count), on at most `threads` threads.
+// Call work(index) once for every tile index in [0, count), on at most `threads` threads. Return when all calls have
+// returned.
 template <class Work>
 void run_tiles(i64 count, int threads, Work& work) {
   for_each_index(count, threads, [](void* context, int64_t index) { (*static_cast<Work*>(context))(index); }, &work);

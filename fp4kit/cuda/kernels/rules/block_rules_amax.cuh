@@ -20,8 +20,8 @@ FP4KIT_DEVICE u32 encode_e8m0(float x) {
   return minimum(field + (kRounding == Rounding::rn && mantissa >= threshold ? 1u : 0u), 254u);
 }
 
-// Return the code of a >= 0 in the scale format F, rounded up to the next value. F must have a code for zero, and a
-// must not be NaN. Numbers above the largest value saturate.
+// Return the code of a >= 0 in the scale format F. If F does not have the value `a`, it is rounded up to the next
+// larger value. Numbers above the largest value saturate. F must have a code for zero, and `a` must not be NaN.
 template <class F>
 FP4KIT_DEVICE u32 encode_magnitude_up(float a) {
   const u32 code = encode_magnitude<F, Rounding::rz>(a);

@@ -1,7 +1,7 @@
-// Decode rules: a struct decode_<rule> turns the value of an element's code into the element, by the scales of its
-// block. It gives the same results as the function with this name in reference/dequantize.py. R is the recipe. `code`
-// is the scale code of the block, and t (TensorScale, tensor_rules.cuh) holds the tensor's scale in both directions and
-// its amax (largest magnitude). A rule has these members:
+// Decode rules: a struct decode_<rule> computes an element from the value of its code and the scales of its block. It
+// gives the same results as the function with this name in reference/dequantize.py. R is the recipe. `code` is the
+// scale code of the block, and t (TensorScale, tensor_rules.cuh) holds the tensor's scale in both directions and its
+// amax (largest magnitude). A rule has these members:
 //   scale<R>(code, t)          return the Scale of a block: all that `apply` needs to know of its scales
 //   product_scale(scale)       return the Scale with which `apply` returns value * scale; only in rules with block
 //                              scales that need an amax, for tensors whose amax is unknown

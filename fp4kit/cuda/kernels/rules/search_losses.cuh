@@ -31,7 +31,7 @@ FP4KIT_DEVICE Candidate candidate_of(u32 code, float amax) {
   return {safe, rcp_approx_ftz(safe * division_scaling(safe))};
 }
 
-// Return the E2M1 value nearest to v < 7, ties to even codes.
+// Return the E2M1 value nearest to v, ties to even codes. v must be in [0, 7).
 //
 // Let w = v, or just above 1 if v is smaller. Then 2^22 w is a multiple of the step of E2M1 at v, and an even multiple
 // if v is a tie. The floats around 2^22 w - v are one step apart. Next to v = 2 and v = 4, they are half a step apart,
@@ -200,10 +200,10 @@ FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
   return closest < 0.249f;
 }
 
-// Return true if weights do not spoil the sums of the pruned search: no squared residual that decides the winner
-// underflows or overflows, even if weights are far from 1. `amax` is the largest magnitude of the block, and `scale`
-// the smallest scale above amax / 7 (the first upward code of shared/search.cuh). Weights of 0 are accepted. Without
-// weights, the result is always true.
+// Return true if the pruned search can rely on its sums in spite of the weights: no squared residual that decides the
+// winner underflows or overflows. `amax` is the largest magnitude of the block, and `scale` the smallest scale above
+// amax / 7 (the first upward code of shared/search.cuh). Weights of 0 are accepted. Without weights, the result is
+// always true.
 template <bool kWeighted>
 FP4KIT_DEVICE bool keeps_squares(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (kWeighted) {

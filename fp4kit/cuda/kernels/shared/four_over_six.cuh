@@ -165,7 +165,8 @@ FP4KIT_DEVICE bool is_ordinary(TensorScale t) {
 }
 
 // Return the ApproximateScale of a scale code of the recipe R with the tensor scale t. If the fast path must not be
-// used with this scale, its factor is infinity and its other fields are 0.
+// used with this scale, for example because is_ordinary(t) is false, the field `factor` is infinity, and the other
+// fields are 0.
 template <class R, class In>
 FP4KIT_DEVICE ApproximateScale approximate_scale(u32 code, TensorScale t) {
   const float scale = decode_scale<R>(code), factor = candidate_factor<R>(scale, t), unit = decoded<R>(scale, t);

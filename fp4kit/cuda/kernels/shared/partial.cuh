@@ -1,7 +1,7 @@
-// Code that the partial kernels share, which quantize a shard: elements [start, end) of a flattened matrix, which one
-// process holds (Shard s). It loads runs (kRun neighboring elements) of a shard at any alignment, and stores only the
-// codes of elements in the shard. In is the type of the elements. Elements are numbered from the beginning of the
-// matrix, not of the shard.
+// Code that the partial kernels share. A partial kernel quantizes a shard: elements [start, end) of a flattened matrix,
+// which one process holds (Shard s). Runs (kRun neighboring elements) of a shard are loaded at any alignment, and only
+// the codes of elements in the shard are stored. In is the type of the elements. Elements are numbered from the
+// beginning of the matrix, not of the shard.
 //
 // The rows of the matrix consist of whole runs. Each thread processes whole runs, so that the codes of a run are 8 or
 // 16 whole bytes. If a shard begins or ends inside a run, it owns only some elements of that run.
@@ -33,9 +33,9 @@ FP4KIT_DEVICE Shard<In> shard_of(const void* values, i64 start, i64 end) {
   return {static_cast<const Bits*>(values), start, end, shift, start + margin, end - margin};
 }
 
-// Store in `run` the run that lies inside w, the words that were loaded from an address up to 15 bytes before the run.
-// The run begins at word kWords of w or, if elements have 16 bits and bit 1 of `shift` is set, at the upper half of
-// this word.
+// Store in `run` the run that lies inside w. The words in w were loaded from an address at most 15 bytes before the
+// run. The run begins at word kWords of w or, if elements have 16 bits and bit 1 of `shift` is set, at the upper half
+// of this word.
 template <int kWords, class In, int kCount>
 FP4KIT_DEVICE void move_down(const u32 (&w)[kCount], u32 shift, Run<In, kRun>& run) {
 #pragma unroll

@@ -130,9 +130,9 @@ FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& stagin
 }
 
 // Copy the scales of a tile along columns from the staging buffer to a.column_scales. Scales outside of the matrix are
-// left out. A thread copies the scales of four columns: of all their blocks for the linear layout, otherwise of four
-// blocks that are contiguous in the layout. The threads of the thread block share the work. They must synchronize after
-// the buffer is filled and before this call.
+// left out. A thread copies scales of four columns: for the linear layout those of all blocks, and for other layouts
+// those of four blocks that are contiguous in the layout. The threads of the thread block share the work. They must
+// synchronize after the buffer is filled and before this call.
 template <class R, class P>
 FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
   constexpr int kCount = R::kLayout == ScaleLayout::linear ? P::kTileBlocks : 4, kFours = P::kTileColumns / 4;

@@ -1,8 +1,8 @@
-// Quantization of blocks of kBlockRows rows (16x16, 32x32), whose threads must exchange amaxes (largest magnitudes),
-// and of blocks of one or more rows by 4over6 (the better of two scales). IF4, on blocks of one row, has only the exact
-// path. R is the recipe, and In is the type of the elements of x. `a` holds the arguments of the kernel, and t is the
-// tensor scale. kAligned is true if all rows of x begin at multiples of 16 bytes, and also all rows of `values` if
-// values are stored.
+// Functions that quantize two kinds of blocks. Blocks of kBlockRows rows (16x16, 32x32) are quantized by threads that
+// exchange amaxes (largest magnitudes). Blocks of one or more rows are quantized by 4over6 (the better of two scales).
+// For IF4, whose blocks have one row, there is only the exact path. R is the recipe, and In is the type of the elements
+// of x. `a` holds the arguments of the kernel, and t is the tensor scale. kAligned is true if all rows of x begin at
+// multiples of 16 bytes, and also all rows of `values` if values are stored.
 //
 // A tile is kBlockRows rows of kColumns blocks. A thread handles one row of one block (R::kBlock elements). The threads
 // exchange amaxes and errors in shared memory. For 4over6 on blocks of one row, each thread handles whole blocks and

@@ -114,8 +114,8 @@ FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearchBlockSize], const Hess
 
 // Return the scale code in `range` with the smallest loss d^T H d, and that loss, for a block with the 16 elements x
 // and the amax `amax` > 0 (the first code in case of ties). H is the Hessian h. If `margin` is above 0, the loss of
-// every code must be at least `margin` times its diagonal_loss, and codes that therefore lose are skipped. Otherwise
-// every candidate in `range` is tried. If no loss is below infinity, return range.low with an infinite loss.
+// every code must be at least `margin` times its diagonal_loss, and codes that lose because of this bound are skipped.
+// Otherwise every candidate in `range` is tried. If no loss is below infinity, return range.low with an infinite loss.
 FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], float amax, CandidateRange range,
                                          const Candidates& shared, const Hessian& h, float margin) {
   BestCode best = {float_of(kInfinityBits), range.low};
