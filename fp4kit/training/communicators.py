@@ -116,6 +116,22 @@ def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) 
     return found
 
 
+def _check_out(array: Any, count: int, out: Any) -> None:
+    """Raise ValueError if ``out`` cannot take the result of all_gather: ``count`` elements like those of ``array``.
+
+    It must be a 1-d, contiguous array of their dtype and library. None is accepted: a new array is then made.
+    """
+    if out is None:
+        return
+    is_alike = type(out) is type(array) and out.dtype == array.dtype
+    fits = is_alike and out.shape == (count,) and out.flags.c_contiguous
+    if not fits:
+        found = f"{type(out).__name__} {getattr(out, 'dtype', '')} {getattr(out, 'shape', '')}"
+        raise ValueError(
+            f"all_gather: out is {found}; needs a contiguous {type(array).__name__} {array.dtype} ({count},)"
+        )
+
+
 class Mpi:
     """A communicator through MPI, made from a communicator of mpi4py.
 
@@ -152,9 +168,10 @@ class Mpi:
 
         The result is ``out`` if that is given, otherwise a new array in the library of ``array``.
 
-        Raises ValueError if ``array`` is not 1-d or does not fit ``counts``.
+        Raises ValueError if ``array`` is not 1-d or does not fit ``counts``, or if ``out`` does not fit the result.
         """
         counts = _check_gather(array, counts, self)
+        _check_out(array, sum(counts), out)
         sizes = [n * array.dtype.itemsize for n in counts]
         out = _empty(array, sum(counts)) if out is None else out
         byte = self._mpi.BYTE
@@ -313,15 +330,17 @@ class Nccl:
         equal lengths, this is one collective call. Otherwise it takes one send and one receive per pair of ranks.
 
         Raises:
-            ValueError: if ``array`` is not 1-d or does not fit ``counts``.
+            ValueError: if ``array`` is not 1-d or does not fit ``counts``, or if ``out`` does not fit the result.
             ValueError: if a CuPy array is strided or not on the device of this process.
         """
         counts = _check_gather(array, counts, self)
+        _check_out(array, sum(counts), out)
         if _is_host(array):
             found = self.all_gather(imports.to_device(array.view(np.uint8)), [n * array.dtype.itemsize for n in counts])
             return SingleProcess().all_gather(found.get().view(array.dtype), out=out)
         self._check(array)
         out = _empty(array, sum(counts)) if out is None else out
+        self._check(out)
         self._gather(array.data.ptr, out.data.ptr, [n * array.dtype.itemsize for n in counts])
         return out
 

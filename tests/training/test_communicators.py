@@ -71,7 +71,7 @@ def test_nccl_calls_are_on_the_current_stream_and_in_place(nccl) -> None:
     assert comm.all_reduce_max(x) is x
     out = device_array(np.uint32, size=16, at=5000)
     assert comm.all_gather(x, None, out) is out
-    comm.all_gather(x, [1, 2, 4, 0], out)
+    comm.all_gather(x, [1, 2, 4, 0], device_array(np.uint32, size=7, at=5000))
     sent = [
         call
         for peer, (at, n) in enumerate(((5000, 4), (5004, 8), (5012, 16), (5028, 0)))
@@ -130,6 +130,22 @@ def test_a_file_of_another_group_is_an_error(nccl, tmp_path) -> None:
             ValueError,
             "counts are [3, 4]; rank 0 of 2 needs a 1-d array",
         ),
+        (
+            lambda: Nccl(0, 2, ID).all_gather(device_array(), None, device_array(size=9)),
+            ValueError,
+            "all_gather: out is SimpleNamespace float32 (9,); needs a contiguous SimpleNamespace float32 (8,)",
+        ),
+        (
+            lambda: Nccl(0, 2, ID).all_gather(device_array(), None, device_array(np.float16, size=8)),
+            ValueError,
+            "all_gather: out is SimpleNamespace float16 (8,); needs a contiguous SimpleNamespace float32 (8,)",
+        ),
+        (
+            lambda: Nccl(0, 2, ID).all_gather(device_array(), None, device_array(size=8, device=0)),
+            ValueError,
+            "array is on cuda:0; needs a contiguous array on cuda:1",
+        ),
+        (lambda: Nccl(0, 2, ID).all_gather(np.zeros(4), None, [0] * 8), ValueError, "all_gather: out is list"),
     ],
 )
 def test_nccl_errors(nccl, call, error, message) -> None:
