@@ -86,7 +86,7 @@ class KVParts(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The order in which a KV cache stores codes and scales. The docstring of the module states the offsets.
+    """The order in which a KV cache stores codes and scales. The docstring of this module states the offsets.
 
     V are the values, as opposed to the keys.
 
@@ -270,7 +270,7 @@ class KVCache:
         return PageShape(lead[0], B, H, n * _BLOCK // 9 if self.layout.container == "vllm" else n * 2)
 
     def views(self) -> KVParts:
-        """Return views of the cache's arrays with the axes (page, token, head, byte), for layouts of both orders.
+        """Return views of the cache's arrays with the axes (page, token, head, byte), whether the order is nhd or hnd.
 
         In a swizzled layout, v_scales holds the scales as they are stored, not in linear order.
 
@@ -436,8 +436,8 @@ def _checked_arrays(layout: KVLayout, arrays: Any) -> tuple[Any, ...]:
     """Return the arrays of a cache as a tuple of uint8 arrays. Scales of float8_e4m3fn are viewed as uint8.
 
     Raise TypeError unless all are byte arrays of NumPy, or all of CuPy. Raise ValueError unless the number of arrays
-    and their numbers of axes fit the layout, and also as _check_pages does for the vllm container. Lengths of axes are
-    otherwise left to the caller.
+    and their numbers of axes fit the layout. For the vllm container, also raise as _check_pages does. The caller must
+    check all other lengths.
     """
     names = _ARRAYS[layout.container]
     if len(arrays) != len(names):

@@ -551,7 +551,7 @@ def _check_options(r: Any) -> None:
 def _check_stochastic(r: Any) -> None:
     """Raise ValueError unless the elements, scales and blocks fit the field stochastic.
 
-    - "te": fits all recipes.
+    - "te": fits all recipes except those with a fake rule for "ms_eden".
     - "comfy_kitchen_fp8": needs float elements and no amax rules.
     - "comfyui_nvfp4", "comfyui_nvfp4_cuda": need elements E2M1 and no amax rules.
     - "mslk": needs elements E2M1, no amax rules, and E8M0 scales for blocks of one row.
