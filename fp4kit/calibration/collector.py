@@ -270,10 +270,19 @@ class Collector:
 
         Raises:
             TypeError: if comm is not a communicator.
-            ValueError: as for merge, on every rank. In the cases in which the method ``columns`` raises it on one rank,
-                only that rank raises it, before it sends anything, and the other ranks keep waiting.
+            ValueError: as for merge, on every rank. If the method ``columns`` would raise it on one rank, that rank
+                raises that error, and every other rank an error that names the rank.
         """
-        parts = all_gather_bytes(comm, encode(self._entries("gather"), self.histogram))
+        failure = None
+        try:
+            data = encode(self._entries("gather"), self.histogram)
+        except ValueError as error:
+            failure, data = error, b""  # the other ranks wait for a message
+        parts = all_gather_bytes(comm, data)
+        if failure is not None:
+            raise failure
+        if failed := [rank for rank, data in enumerate(parts) if not data]:
+            raise ValueError(f"gather: rank {failed[0]} has no inputs to send; see the error of that rank")
         return type(self).merge([self._decoded(data, f"gather: rank {rank}") for rank, data in enumerate(parts)])
 
     # ---- public methods that save and load

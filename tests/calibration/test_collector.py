@@ -141,6 +141,26 @@ def test_ranks(ranks, tmp_path):
     assert contents(collected(*calls, *stack).gather(SingleProcess()), tmp_path) == expected
 
 
+def test_gather_raises_on_every_rank_if_one_rank_cannot_send(monkeypatch):
+    """No rank waits for a message that never comes; the error of the rank at fault names the reason."""
+
+    def gather(comm):
+        one = collected(("mlp.fc1", np.ones((2, 16), np.float32)))
+        if comm.rank == 1:
+            monkeypatch.setattr(one, "_entries", lambda op: raise_value_error("an input was NaN"))
+        with pytest.raises(ValueError) as raised:
+            one.gather(comm)
+        return str(raised.value)
+
+    first, second, third = on_threads(3, gather)
+    assert second == "an input was NaN"
+    assert first == third == "gather: rank 1 has no inputs to send; see the error of that rank"
+
+
+def raise_value_error(text):
+    raise ValueError(text)
+
+
 def test_experts_by_number_by_name_and_by_token(tmp_path):
     x, owner = random(2, 6), np.array([0, 2, 2, 0, 0, 2])
     by_token = collected((STACK, x.reshape(2, 3, 40), {"expert": owner.reshape(2, 3), "experts": 4}))
