@@ -113,8 +113,8 @@ static bool decode_nibble_row(const u8* codes, const u8* scales, i64 count, i64 
 
 // Store the bfloat16 values of `blocks` whole blocks of 32 one-byte codes, with one scale code per block, under the
 // tensor scale t. Return false if a block needs the fallback because of its scale, otherwise true. Codes of NaN and
-// infinity are not detected; the caller does that. Up to 64 blocks are decoded at a time: by Decoder::product_bits if
-// it is valid for all of them, otherwise by Decoder::decode_codes.
+// infinity are not detected here; the caller must do that. Up to 64 blocks are decoded at a time: by
+// Decoder::product_bits if it is valid for all of them, otherwise by Decoder::decode_codes.
 template <class R, class Out>
 static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorScale t, u16* __restrict out) {
   using BlockDecoder = Decoder<R, Out>;

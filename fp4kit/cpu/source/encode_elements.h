@@ -56,9 +56,10 @@ constexpr bool may_use_multipliers() {
   return E::kDivide && !E::kRoundScaled && !E::kThenEncode && kUnusedBits<In> != 0u;
 }
 
-// Return the bound below which factors may take a fast method (Method::fast or multiplier), for the element arithmetic
-// E and elements of type In. Return 0 if there is no fast method. Below the bound, no scaled element underflows to a
-// zero that would lose its sign. Elements that the recipe would flush get the code of zero with every method.
+// Return the bound below which a block's factor allows a fast method (Method::fast or multiplier), for the element
+// arithmetic E and elements of type In. Return 0 if there is no fast method. Below the bound, no scaled element
+// underflows to a zero that would lose its sign. Elements that the recipe would flush get the code of zero with every
+// method.
 template <class E, class In>
 constexpr float fast_below() {
   if (!kNearestE2m1<E> || E::kThenEncode) return 0.0f;

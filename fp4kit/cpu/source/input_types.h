@@ -58,8 +58,8 @@ struct Source {
 // begin `width` elements apart. Elements are copied as they are; x.hadamard is ignored.
 //
 // If the columns of x are contiguous instead of its rows, one cache line (64 bytes) of each column is copied at a time.
-// Its elements are transposed in squares whose rows have 16 bytes. If neither are contiguous, elements are copied one
-// at a time.
+// Its elements are transposed in squares whose rows have 16 bytes. If neither rows nor columns are contiguous, elements
+// are copied one at a time.
 template <class Bits>
 static void gather(const Source& x, i64 row, i64 rows, i64 column, i64 columns, i64 width, Bits* out) {
   constexpr i64 kLine = 64 / sizeof(Bits), kStep = kSide<Bits>;

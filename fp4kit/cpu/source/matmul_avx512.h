@@ -82,9 +82,9 @@ void put_lanes(const ProductCall& call, i64 row, i64 first, const float* sums) {
   _mm512_mask_storeu_ps(static_cast<float*>(call.out) + row * call.columns + first, lanes_from(call, first), found);
 }
 
-// In the lanes of the mask `replaced`, compute the sums of one row after a step again, term by term (task.add_slowly),
-// and store them in `sums`. Other lanes are left as they are. `row` is the row, `first` the first column of the panel,
-// and k the index along K at which the step starts. `before` holds the sums of the row before the step.
+// Compute the sums of one row after a step again, this time term by term (task.add_slowly), in the lanes of the mask
+// `replaced`. Store them in `sums`, whose other lanes do not change. `row` is the row, `first` the first column of the
+// panel, and k the index along K at which the step starts. `before` holds the sums of the row before the step.
 template <class Task>
 void replace_lanes(const Task& task, __mmask16 replaced, i64 row, i64 first, i64 k, __m512 before, __m512& sums) {
   alignas(64) float old[kProductLanes], found[kProductLanes];

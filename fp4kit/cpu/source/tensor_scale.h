@@ -31,9 +31,9 @@ struct AmaxCall {
   i32 input, block, block_rows, threads;
 };
 
-// Return the amax of a matrix as bits, in the type of its elements. Return 0 if there are no elements. If call->out is
-// not nullptr, also store the block amaxes there, as float32. NaN counts as larger than infinity, so the result is the
-// bits of a NaN if any element is NaN. The stored block amaxes are valid only if all elements are finite.
+// Return the bits of the amax of a matrix, in the type of the elements. Return 0 if there are no elements. If call->out
+// is not nullptr, also store the block amaxes there, as float32. NaN counts as larger than infinity, so the result is
+// the bits of a NaN if any element is NaN. The stored block amaxes are valid only if all elements are finite.
 FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   std::atomic<u32> largest{0};

@@ -127,7 +127,8 @@ FP4KIT_DEVICE float with_code_sign(float y) {
 //     largest value of F. The result is the lowest F::kBits bits of the integer in two's complement.
 //   - Other formats: the code of |x| by encode_magnitude or, if kRounding is `first`, by first_of_least. kSign says
 //     when the code gets a sign bit (has_sign).
-// Tables and integers ignore kRounding, except for rnw, and kSign. Only first_of_least reads `step`.
+// For tables and integers, kSign is ignored. So is kRounding, except that infinity gives kNan with rnw. Only
+// first_of_least reads `step`.
 template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
 FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   if (is_nan(x) || (kRounding == Rounding::rnw && !is_finite(x))) return kNan;
@@ -150,9 +151,9 @@ FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
 // Return the code of x in a format with kHasPairs (MX4). `partner` is the other element of the pair. Return kNan if x
 // is NaN.
 //   bits of a code, from the highest: [microexponent] [sign] [mantissa 1] [mantissa 0]
-// The microexponent is 1 if the magnitudes of x and `partner` are both below 1, and 0 otherwise or if `partner` is NaN.
-// If it is 1, the step between values is 1/4, otherwise 1/2. The magnitude of x is rounded to a whole number of steps,
-// ties to even, 3 at most. The results equal those of PairedMicroexponents in formats.py.
+// The microexponent is 1 if the magnitudes of x and `partner` are both below 1. Otherwise, and if `partner` is NaN, it
+// is 0. If the microexponent is 1, the step between values is 1/4, otherwise 1/2. The magnitude of x is rounded to a
+// whole number of steps, ties to even, 3 at most. The results equal those of PairedMicroexponents in formats.py.
 template <u32 kNan>
 FP4KIT_DEVICE u32 encode_beside(float x, float partner) {
   if (is_nan(x)) return kNan;

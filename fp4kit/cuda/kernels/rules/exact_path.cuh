@@ -31,9 +31,9 @@ FP4KIT_DEVICE Factor factor_of_code(u32 code, TensorScale t) {
 }
 
 // Return the scale code of a block with the given amax in a tensor with the scale t, and store the Factor of the block
-// in f. If R::kHasTable, f is the entry of the code without its sign bit in `table`, which has kTableSize Factors
-// (factor_of_code); the rule's block_factor then adapts f.value to the amax. Otherwise f is computed by factor_of, and
-// `table` is not read.
+// in f. If R::kHasTable, f is read from `table`, which holds kTableSize results of factor_of_code; the index is the
+// scale code without its sign bit. The rule's block_factor then adapts f.value to the amax. If R::kHasTable is false,
+// factor_of computes f, and `table` is not read.
 template <class R, class In>
 FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Factor& f) {
   const u32 code = R::BlockRule::template code<R, In>(amax, t);
@@ -97,10 +97,10 @@ FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
   return encode<E, Rounding::rn, Sign::signbit, kNan>(quotient);
 }
 
-// Return the code of element x in a block with the Factor f, by all steps of the recipe R: x is scaled, rounded and, if
-// R::kRepacked, encoded again (repacked). If R::kCompare, x is not scaled but compared with the values times f.value.
-// If R::kStochastic, the scaled x is rounded by `byte`, the random byte of the element; R::kCompare and R::kRepacked
-// are then ignored. Otherwise, `byte` is not read.
+// Return the code of element x in a block with the Factor f. The recipe R scales x, rounds it and, if R::kRepacked,
+// encodes it again (repacked). If R::kCompare, x is not scaled but compared with the values times f.value. If
+// R::kStochastic, the scaled x is rounded by `byte`, the random byte of the element; R::kCompare and R::kRepacked are
+// then ignored. Otherwise, `byte` is not read.
 template <class R, class In>
 FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
   if constexpr (R::kCompare && !R::kStochastic) return encode_compared<R>(x, f.value);

@@ -74,10 +74,11 @@ FP4KIT_DEVICE float saturation() {
   return (max_of<F>() + 0.5f * float_of(static_cast<u32>(F::kEmax - F::kMantissaBits + 127) << 23)) * (1.0f - 0x1p-10f);
 }
 
-// Return true if the products of a block's elements with s.encode may be rounded without a clamp, so that fast_value is
-// valid. `largest` is the float32 bits of the largest magnitude of the elements. The largest product must be below
-// saturation<R::Element>(). If R::kStatic, the caller gave the amax, which may be smaller than the largest element.
-// nearest_finite then clamps, and the product must only be below 2^80. Return false if the product is NaN.
+// Return true if fast_value is valid for a block: if the products of its elements with s.encode are small enough.
+// `largest` is the float32 bits of the largest magnitude of the elements. Usually, the largest product must be below
+// saturation<R::Element>(), because no clamp follows. If R::kStatic, it must only be below 2^80, because nearest_finite
+// then clamps: the caller gave the amax, which may be smaller than the largest element. Return false if the product is
+// NaN.
 template <class R>
 FP4KIT_DEVICE bool has_small_products(u32 largest, FakeScale s) {
   return float_of(largest) * s.encode < (R::kStatic ? 0x1p80f : saturation<typename R::Element>());

@@ -36,9 +36,10 @@ struct EightBounds {
 };
 
 // Return a table entry: a lower bound of the squared error that an element adds to the loss under a candidate scale. u
-// is the element's magnitude, `scale` the candidate and `reciprocal` its reciprocal 1 / scale; all are relative to the
-// scale of the first code. The bound holds for all elements within half a step (1 / kSteps) of u. It is an integer from
-// 0 to 85, in units of 1 / kUnits, in the lowest byte of the result. The other bytes have no meaning.
+// is the magnitude of the element, and `scale` the candidate, both divided by the scale of the first code. `reciprocal`
+// is 1 / `scale`, and may be off in its last bits. The bound holds for all elements within half a step (1 / kSteps) of
+// u. It is an integer from 0 to 85, in units of 1 / kUnits, in the lowest byte of the result. The other bytes have no
+// meaning.
 FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
   const float middle = fabsf(fma_rn(-scale, nearest_e2m1(u * reciprocal), u));
   const float distance = mul_sat(middle - (0.5f + 0x1p-10f) / kSteps, 1.0f);  // 1 at most, so that its square is too

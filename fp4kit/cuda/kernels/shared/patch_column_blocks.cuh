@@ -109,7 +109,7 @@ FP4KIT_DEVICE void encode_patch_columns(const Run<In, P::kPatchColumns> (&x)[P::
 }
 
 // Encode one column of a patch by the exact path: store its codes in `words`, and return the scale code of its block.
-//   x      the first element of the column in the input, `above` rows below the first row of its block
+//   x      the address of the column's first element in the input, `above` rows below the first row of its block
 //   step   the distance of neighboring rows in elements
 //   t      the tensor scale
 //   table  the Factors by scale code, for scale_block
