@@ -220,7 +220,10 @@ def output_dtype(op: str, out_dtype: Any) -> np.dtype:
 
 
 def check_lengths(op: str, a: Operand, b: Operand, names: tuple[str, str] = ("a", "b")) -> None:
-    """Raise ValueError unless two operands have equal lengths along K. names: their names in the message."""
+    """Raise ValueError unless two operands have equal lengths along K.
+
+    op, names: the public function and the names of the operands, for the message.
+    """
     if a.k != b.k:
         raise ValueError(
             f"{op}: {names[0]} has length {a.k} along K and {names[1]} {b.k}; needs equal lengths. K is the last axis"

@@ -60,10 +60,11 @@ class GuardedCommand:
         """Return a clause for the last line that says what became of the destination of a command that ended early.
 
         - If the destination is complete, the clause says so.
-        - Otherwise, after a signal, it says that nothing was written there.
-        - If a partial directory is left, after a signal or an error, it also says where, and how to go on.
+        - Otherwise, after a signal, it says that nothing was written as the destination. If a partial directory is
+          left, it adds where that is, and how to go on.
+        - Otherwise, after an error, it says only the latter, or is "" if no partial directory is left.
 
-        Return "" in all other cases, such as a command without a destination.
+        Return "" for a command without a destination.
 
         stopped: True if a signal ended the command, False if an error ended it.
         """

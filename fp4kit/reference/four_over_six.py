@@ -122,7 +122,7 @@ def encode_under(
     It does not matter which of the two candidates a scale code came from.
 
     Args:
-        scales: the scale codes (m, blocks).
+        scales: the scale codes, one per row and block, (m, blocks).
         blocks: the elements, float32 (m, blocks, 16).
         amax: the block amaxes (m, blocks), read only to find zero blocks.
         tensor: the tensor scale.

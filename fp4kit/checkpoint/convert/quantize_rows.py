@@ -33,8 +33,9 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
 
     If the recipe has a tensor scale, write the tensor scale and, if the output has one, the input scale too.
 
-    Return (number of NaN and infinite values that were replaced, squared errors without and with the job's scale
-    search). The errors are 0 if the job has no search. Raise CheckpointError if a scale is unusable (see check_scales).
+    Return (number of NaN and infinite values that were replaced, Losses of the job's scale search). The Losses are 0 if
+    nothing was searched. Raise CheckpointError if a scale is unusable, or if an input scale is needed but missing (see
+    check_scales and put_scalars).
 
     job: the job, which gives the weight and the recipe.
     readers, output: where to read the weight from, and where to write the result.

@@ -87,6 +87,8 @@ def _mx(weight: str, kind: str, scale: str) -> tuple[Required, ...]:
 def _nvfp4(weight: str, *scalars: str) -> tuple[Required, ...]:
     """Return the requirements for the tensors of an NVFP4 layer: the codes, the block scales, then the scalars.
 
+    The block scales always have the suffix ".weight_scale".
+
     weight: the suffix of the codes.
     scalars: the suffixes of the float32 scalars, such as the tensor scale.
     """

@@ -201,9 +201,9 @@ def _tiny(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return normally distributed values (see _ordinary), with zeros in about three of four groups of 16 elements.
+    """Return normally distributed values (see _ordinary), but about three of four groups of 16 elements are all zero.
 
-    The groups lie along the last axis. The zeros of a group are all +0, all -0, or mixed.
+    The groups lie along the last axis. A group of zeros has only +0, only -0, or both.
     """
     runs = (*shape[:-1], -(-shape[-1] // 16))
     kinds = np.repeat(rng.integers(0, 4, runs), 16, axis=-1)[..., : shape[-1]]

@@ -49,8 +49,8 @@ FP4KIT_DEVICE float eden_integer(float y) {
 }
 
 // Store in q the element values to which the scaled elements y of a block are rounded: E2M1 values (ties away from
-// zero), or, if R::kHasIntegers and their sum of squared errors is smaller, the integers of IF4 (eden_integer). If an
-// error is NaN, the E2M1 values are stored.
+// zero), or, if R::kHasIntegers, the integers of IF4 (eden_integer) if these have the smaller sum of squared errors. If
+// an error is NaN, the E2M1 values are stored.
 template <class R>
 FP4KIT_DEVICE void eden_elements(const float (&y)[R::kBlock], float (&q)[R::kBlock]) {
   using E = typename R::Element;
