@@ -82,12 +82,12 @@ class CandidateAmaxes:
 
 
 def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
-    """Yield candidates for the amaxes from which recipe r made a stored tensor scale, as arrays in the shape of `scale`.
+    """Yield candidates for the amaxes from which recipe r made a stored tensor scale: arrays in the shape of `scale`.
 
-    The first array is `likely` or, if that is None, the amax that the scale implies. It may not give the scale: `likely`
-    is not checked, and for some scales there is no such amax. Then come at most MAX_NEIGHBORS (16) other arrays, which
-    give the stored scale wherever an amax nearby does. Each has an encode scale (the number that elements are
-    multiplied by) that no earlier array had.
+    The first array is `likely` or, if that is None, the amax that the scale implies. It may not give the scale, because
+    `likely` is not checked, and for some scales there is no such amax. Then come at most MAX_NEIGHBORS (16) other
+    arrays, which give the stored scale wherever an amax nearby does. Each has an encode scale (the number that elements
+    are multiplied by) that no earlier array had.
 
     dtype: the dtype of the array that was quantized.
     """

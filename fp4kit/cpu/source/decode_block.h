@@ -203,8 +203,8 @@ struct Decoder {
         for (i64 i = 0; i < count; ++i) out[i] = product_bits<false>(codes[i], min_bits);
         return;
       }
-    if constexpr (Element::kIsInteger)  // the rules of integers divide, so a table of all values is faster for long
-                                        // runs
+    // The rules of integers divide, so a table of all values is faster for long runs.
+    if constexpr (Element::kIsInteger)
       if (count >= 1024) {
         Value values[256];
         for (u32 code = 0; code < 256; ++code) values[code] = (*this)(unscaled_value(code));
