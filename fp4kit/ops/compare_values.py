@@ -176,7 +176,7 @@ def compare_values(
     """Compare two arrays box by box, and return their Differences.
 
     The sums of squares, signal and noise, are needed only if a value differs. If all values are equal, they stay 0.
-    Otherwise they cover all boxes: those without a difference are then read a second time.
+    Otherwise they cover all boxes: after the comparison, x is read again for every box in which all values are equal.
 
     read_x, read_y: functions that return the values of an array within a box. shape: the shape of both arrays.
     multiples: as in boxes. dtype: float32 or float64, to which values are converted before they are compared.

@@ -337,8 +337,8 @@ class GroupedPlan:
 
         Args:
             xs: the current sequence or stacked array; None if it is the object that the plan was made with.
-            keep_amax: True uses the amaxes in amax_vector. False computes them first. It has no effect if amax_vector
-                is None.
+            keep_amax: True uses the amaxes in amax_vector. False computes them first, and stores them there (see
+                amax_vector for an exception). It has no effect if amax_vector is None.
 
         Returns:
             A list with one array per tensor, in its shape and dtype. The arrays belong to the plan, and the next call

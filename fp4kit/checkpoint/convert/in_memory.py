@@ -130,7 +130,8 @@ class TensorConverter:
     def _is_converted(self, name: str, array: Any) -> bool:
         """Return whether the rules select a tensor for quantization.
 
-        If they do not select it, record the reason for the messages of flush. If they do, but the dtype is neither
+        If they do not select it, record the reason for the messages of flush, provided that the tensor is a weight or
+        its rows are not whole blocks. If they do, but the dtype is neither
         float32, float16 nor bfloat16, raise CheckpointError.
 
         name: the Hugging Face name of the tensor.

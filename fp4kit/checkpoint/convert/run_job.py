@@ -108,7 +108,7 @@ def _measured(job: Job, slab: Slab) -> Measured:
     """Return the measurements of one slab (some rows) of a job's weight: amax, NaN, infinities and scales.
 
     For the action rename, the amax is not measured. For quantized weights, the action carry also measures whether all
-    scales are powers of two, and the action cast measures the range of the scale exponents.
+    scales are powers of two that E8M0 can represent, and the action cast measures the range of the scale exponents.
 
     For a quantized weight, raise CheckpointError if its scales are invalid (see trouble_with_scales), unless the job
     has nonfinite="keep".

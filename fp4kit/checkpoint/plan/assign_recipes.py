@@ -92,10 +92,11 @@ class Assignment:
         """The id of the recipe that most units get. Units that stay unquantized do not count.
 
         Of two equally frequent recipes, it is the one that occurs first in ``units``. If all units stay unquantized, it
-        is the first option of the first unit.
+        is the first recipe among the options of the units, or "" if no unit fits any candidate.
         """
         used = [option.name for option in self.options if option.name != KEEP]
-        return max(dict.fromkeys(used), key=used.count, default=self.units[0].options[0].name)
+        offered = (option.name for unit in self.units for option in unit.options if option.name != KEEP)
+        return max(dict.fromkeys(used), key=used.count, default=next(offered, ""))
 
     @property
     def recipes(self) -> tuple[tuple[str, str], ...]:

@@ -212,7 +212,10 @@ class Plan:
 
     @property
     def is_file(self) -> bool:
-        """True if source and output are GGUF models, in one or several files; False if the output is safetensors."""
+        """True if source and output are GGUF models, of one or several files; False if the output is safetensors.
+
+        It is also False if the output is a single safetensors file.
+        """
         return is_gguf_config(self.source.config)
 
     @property

@@ -118,5 +118,8 @@ def _spans(check: Check, count: int) -> tuple[tuple[int, int], ...]:
 
 
 def _name(check: Check) -> str:
-    """Return the name of a layer, such as "mlp.up_proj", or "mlp.experts.up_proj[3]" for expert 3 of a stack."""
+    """Return the name of a layer, such as "mlp.up_proj", or "mlp.experts.up_proj[3]" for expert 3 of a stack.
+
+    A stack of one expert gets no number.
+    """
     return check.stored.name if check.stored.experts == 1 else f"{check.stored.name}[{check.expert}]"

@@ -47,9 +47,9 @@ constexpr bool kNearestE2m1 =
 //               (exact_division.h)
 enum class Method { general, fast, multiplier };
 
-// Return true if exact multipliers may replace the divisors of the arithmetic E for elements of type In. In must be a
-// 16-bit type, and codes must be the nearest E2M1 codes of quotients, without further steps. The function does not test
-// whether a divisor has an exact multiplier (find_multipliers does).
+// Return true if exact multipliers may replace the divisors of the arithmetic E for elements of type In. This is so if
+// In is a 16-bit type, E divides, and codes are the nearest E2M1 codes of the quotients, without further steps. Whether
+// a divisor has an exact multiplier is found by find_multipliers.
 template <class E, class In>
 constexpr bool may_use_multipliers() {
   if constexpr (!kNearestE2m1<E>) return false;

@@ -93,8 +93,11 @@ def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int
         kernel: the name of the kernel, a key of ARGUMENTS.
         dtype: the dtype of the shard.
         table: the arguments of the kernel, from `arguments`.
-        work: the number of blocks (partial_amax, partial_scales) or runs (partial_cast, partial_place). A thread
-            processes one of them at a time.
+        work: the number of blocks that the shard touches (partial_amax, partial_scales) or of runs (partial_cast,
+            partial_place). A thread processes one of them at a time.
+        device: the index of the GPU.
+
+    partial_scales stores scales in linear layout.
     """
     plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy passes raw bytes faster, see geometry.Launch
     _function(kernel, r, dtype, False, device)((grid(_ceil_div(work, THREADS), device, PER_SM),), (THREADS,), (plain,))

@@ -179,5 +179,8 @@ def ended(raised: list[Exception | None]) -> Ended:
 
 
 def _text(error: Exception | None) -> str:
-    """Return the type and the message of an exception as one text, such as "ValueError: no such recipe"."""
+    """Return the type and the message of an exception as one text, such as "ValueError: no such recipe".
+
+    None gives "NoneType: None".
+    """
     return f"{type(error).__name__}: {error}"

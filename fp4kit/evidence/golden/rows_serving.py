@@ -87,8 +87,8 @@ def _fouroversix(row: Callable[..., Any]) -> GoldenRows:
     options = {"rounding": "stochastic", "seed": 7}
     for fmt in ("nvfp4", "if4"):
         for inputs in ("__f16", "__bf16"):
-            fields = {"inputs": inputs, "fake": True, "options": options}
-            yield row(f"{fmt}-fouroversix-ms-eden", "triton_h100", f"fouroversix_ms_eden_{fmt}_seed7", **fields)
+            variant = f"fouroversix_ms_eden_{fmt}_seed7"
+            yield row(f"{fmt}-fouroversix-ms-eden", "triton_h100", variant, inputs=inputs, fake=True, options=options)
     for top in ("6", "4"):
         yield row(f"mxfp4-fouroversix-{top}", "fouroversix", f"mxfp4_static_{top}", decoded=True)
     for name, variant, block in (

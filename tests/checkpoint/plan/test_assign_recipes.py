@@ -17,6 +17,7 @@ import fp4kit
 from fp4kit.__main__ import main
 from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.plan.assign_recipes import KEEP, Assignment, assign_recipes
+from fp4kit.checkpoint.plan.bit_budget import LayerGroup, Option, Point
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
@@ -197,3 +198,13 @@ def test_the_command(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     ):
         assert main(["convert", model, str(tmp_path / "x"), *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_default_is_a_recipe_if_all_units_stay_unquantized():
+    """A unit that fits no candidate has "keep" as its only option."""
+    kept = LayerGroup("a", ("a",), 32, (Option(KEEP, 512, 0.0),))
+    both = LayerGroup("b", ("b",), 32, (Option("nvfp4-te", 144, 0.1), Option(KEEP, 512, 0.0)))
+    for units, choices, default in (((kept, both), (0, 1), "nvfp4-te"), ((kept,), (0,), "")):
+        point = Point(512 * len(units), 0.0, choices)
+        found = Assignment(16.0, units, point, (point,))
+        assert (found.default, found.recipes, found.kept) == (default, (), tuple(unit.name for unit in units))

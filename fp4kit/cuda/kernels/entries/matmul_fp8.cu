@@ -92,7 +92,8 @@ FP4KIT_DEVICE float magnitude_of_code(u32 code) {
 }
 
 // Return sixteen codes of a line, which is row `row` of matrix `matrix` of the operand x, starting at index `first`
-// along K. If `row` is not below x.rows, or `first` is not below `length` (K), all codes are 0.
+// along K. If `row` is not below x.rows, or `first` is not below `length` (K), all codes are 0. `first` and x.row_bytes
+// must be multiples of 16, so that the codes never cross the end of a row.
 FP4KIT_DEVICE Codes load_line(const ProductOperand& x, i64 matrix, i64 row, i64 first, i64 length) {
   if (row >= x.rows || first >= length) return {};
   return *reinterpret_cast<const Codes*>(x.codes + row_index(x, matrix, row) * x.row_bytes + first);

@@ -42,7 +42,8 @@ FP4KIT_DEVICE float quest_amax_at(const typename In::Bits* x) {
   return quest_amax<R>(sum.result(), squares.result(), static_cast<float>(R::kBlock));
 }
 
-// Store in a.block_amax the amax that QuEST chooses for each block of a.x. It is computed from the standard deviation
+// Store in a.block_amax the amax that QuEST chooses for each block of a.x, which is transformed first if R::kHadamard.
+// It is computed from the standard deviation
 // of the block, and is NaN if that is not finite. The kernel is launched before a matrix is quantized, for recipes
 // whose Recipe.search is "quest". One thread computes one block at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) search_quest_kernel(SearchQuestArguments a) {

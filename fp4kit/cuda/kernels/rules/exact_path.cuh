@@ -23,8 +23,9 @@ FP4KIT_DEVICE Factor factor_of(u32 code, float amax, TensorScale t) {
   return {factor, factor};
 }
 
-// Return the Factor of a scale code for a block that is not all zeros. It is the entry of the code in a table of
-// factors. The block rule must not read the amax, except to find blocks of zeros.
+// Compute the Factor of a scale code without the amax, for a block that is not all zeros. Kernels fill a table of
+// factors with the results, or use code 0 for elements without a block scale. The block rule must not read the amax,
+// except to find blocks of zeros.
 template <class R, class In>
 FP4KIT_DEVICE Factor factor_of_code(u32 code, TensorScale t) {
   return factor_of<R, In>(code, 1.0f, t);

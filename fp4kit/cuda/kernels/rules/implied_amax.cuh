@@ -79,7 +79,8 @@ FP4KIT_DEVICE float amax_near(float scale) {
 
 // Return the amax that a stored tensor scale implies, or kUnknownAmax if none is found. If `scale` is positive and
 // finite, amax_near is tried first. After that, or for other scales, the amaxes 0, infinity and NaN are tried in this
-// order. It gives the same results as implied_amax in reference/implied_amax.py.
+// order. It gives the same results as implied_amax in reference/implied_amax.py. It is needed to decode by rules that
+// read the amax, if no stored amax fits the scale.
 template <class R, class In>
 FP4KIT_DEVICE_CALL float implied_amax(float scale) {
   float amax = kUnknownAmax;

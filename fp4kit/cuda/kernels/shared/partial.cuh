@@ -44,9 +44,9 @@ FP4KIT_DEVICE void move_down(const u32 (&w)[kCount], u32 shift, Run<In, kRun>& r
         run.kPerWord == 1 ? w[i + kWords] : prmt(w[i + kWords], w[i + kWords + 1], shift & 2u ? 0x5432u : 0x3210u);
 }
 
-// Return the run that begins at element p of the matrix. The run must be within [s.first, s.last). If kAligned, s.shift
-// must be 0, so that the run is loaded in place. Otherwise 16 bytes more are loaded, and the words are moved into
-// place.
+// Return the run that begins at element p of the matrix. The run must be within [s.first, s.last). kAligned must be
+// true exactly if s.shift is 0; the run is then loaded in place. Otherwise the load begins s.shift bytes before the run
+// and takes 16 bytes more than the run, and the words are moved into place.
 template <bool kAligned, class In>
 FP4KIT_DEVICE Run<In, kRun> read_whole(const Shard<In>& s, i64 p) {
   const typename In::Bits* x = s.values + (p - s.start);

@@ -28,8 +28,8 @@ struct Staging {
   alignas(16) u8 scales[P::kTileBlocks][P::kTileColumns];
 };
 
-// Return the index at which column `column` of the tile is stored in a quad of staging.words. A quad is four rows of
-// words: staging.words[4 quad] ... staging.words[4 quad + 3]. Each quad has its own order of columns, to avoid bank
+// Return the index at which column `column` of the tile is stored in the rows of quad number `quad`. Quad q is the four
+// rows staging.words[4 q] ... staging.words[4 q + 3]. Each quad has its own order of columns, to avoid bank
 // conflicts between lanes that store neighboring patches, and between lanes that load the quads of a few columns. Four
 // columns that begin at a multiple of four stay contiguous.
 template <class P>
