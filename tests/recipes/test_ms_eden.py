@@ -151,18 +151,26 @@ def test_float32_is_truncated_to_tf32(name, golden):
         recorded = golden.get("triton_h100", f"{prefix}/output")
         ours, theirs = (np.where(np.isnan(a), np.float32(np.nan), a) for a in (found, recorded))
         assert_same_bits(ours, theirs, prefix)
-        if np.isfinite(x).all():
-            assert_same_bits(fp4kit.amax(truncated), golden.get("triton_h100", f"{prefix}/next_amax")[0], prefix)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_recorded_amax_of_the_next_step(name, golden):
-    """fouroversix also returns the amax of the transformed elements, which is fp4kit.amax of them."""
+    """fouroversix also returns the amax of the transformed elements, which leaves out NaN.
+
+    In the product with an identity matrix, an infinity makes the other elements of its 32 NaN, because inf * 0 is NaN.
+    """
     end = f"fouroversix_ms_eden_{name.split('-')[0]}_seed7"
-    for prefix in groups(golden, "triton_h100", "/next_amax"):
+    prefixes = [prefix for prefix in groups(golden, "triton_h100", "/next_amax") if prefix.endswith(end)]
+    assert len(prefixes) == 33
+    for prefix in prefixes:
         x = golden.input(prefix.split("/")[0])
-        if prefix.endswith(end) and x.dtype != np.float32 and np.isfinite(x.astype(np.float32)).all():
-            assert_same_bits(fp4kit.amax(x), golden.get("triton_h100", f"{prefix}/next_amax")[0], prefix)
+        wide = x.astype(np.float32)
+        if x.dtype == np.float32:
+            wide = (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+        with np.errstate(invalid="ignore"):
+            transformed = wide.reshape(-1, 32) @ np.eye(32, dtype=np.float32)
+        known = np.where(np.isnan(transformed), np.float32(0), transformed)
+        assert_same_bits(fp4kit.amax(known), golden.get("triton_h100", f"{prefix}/next_amax")[0], prefix)
 
 
 def test_the_mean_is_unbiased():
