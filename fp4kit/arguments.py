@@ -42,7 +42,7 @@ def as_index(op: str, name: str, value: Any) -> int:
 def as_shape(op: str, shape: Any) -> tuple[int, ...]:
     """Return a shape as a tuple of ints.
 
-    Raise TypeError unless it is a sequence of ints, and ValueError if a length is negative.
+    Raise TypeError unless it is an iterable of ints (bools are not ints here), and ValueError if a length is negative.
     """
     try:
         found = tuple(map(index_of, shape))

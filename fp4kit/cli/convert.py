@@ -328,10 +328,10 @@ def _device(text: str) -> int | None:
 
     Raise argparse.ArgumentTypeError for any text that is not "cpu", "cuda" or "cuda:N".
     """
-    name, _, number = text.partition(":")
+    name, colon, number = text.partition(":")
     if text == "cpu":
         return None
-    if name != "cuda" or (number and not number.isdecimal()):
+    if name != "cuda" or (colon and not number.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a device; cpu, cuda or cuda:N is needed")
     return int(number or 0)
 

@@ -165,7 +165,10 @@ class _Signals:
 
 
 def run(command: Callable[[GuardedCommand], int], process: bool) -> int:
-    """Run ``command`` and return its exit code. If it fails or is stopped, write one line to stderr that says why.
+    """Run ``command`` and return its exit code: 2 after an error, 128 + N after signal N, otherwise the command's own.
+
+    If the command fails or is stopped, write one line to stderr that says why. No line is written if stdout was closed
+    and the command has no destination.
 
     command: called with a GuardedCommand, whose fields it sets; it returns an exit code.
     process: True if the process ends with the command. Signals are then handled until the process ends, because a

@@ -78,12 +78,13 @@ class Differences:
 
     Attributes:
         scaled: True if the values are float64, so that squares may overflow or underflow.
-        differing: the number of values that differ.
+        differing: the number of values whose bits differ. Any two NaNs are equal.
         max_ulp: largest distance, in steps between neighboring floats. Pairs with a NaN are left out.
         max_error: largest |x - y|; NaN if a difference is NaN.
         first: the tuple (index, x, y) for the first value that differs, in row-major order; None if no value differs.
-        signal: sum of x^2, over the boxes added so far.
-        noise: sum of (x - y)^2, over the boxes added so far.
+        signal: the sum of x^2, as an Energy, over the boxes passed to add_errors. `add` passes only boxes in which a
+            value differs.
+        noise: the sum of (x - y)^2, as an Energy, over the same boxes.
     """
 
     scaled: bool
@@ -98,7 +99,8 @@ class Differences:
         """Compare x and y, the values of two arrays within a box, and add the differences found to this object.
 
         Values differ if their bits differ, so -0 differs from +0, but any two NaNs are equal. Return True if any value
-        differs. Otherwise add nothing and return False.
+        differs. `signal` and `noise` then include the whole box. Otherwise add nothing and return False; the caller can
+        add the box to the sums by add_errors.
         """
         differ = bit_patterns(x) != bit_patterns(y)
         if differ.any():

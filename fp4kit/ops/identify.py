@@ -188,8 +188,10 @@ def identify(q: Quantized, x: Any) -> Identification:
     given q's block shape.
 
     If no candidate reproduces all bytes, those with q's kind of tensor scale (none, per tensor, row or block) are tried
-    in variations: with hadamard=True and "no_signs", with stochastic rounding, and with both. The random bytes of
-    stochastic rounding cannot be known, so a stochastic variation is accepted under three conditions:
+    in variations: with hadamard=True and "no_signs", with stochastic rounding, and with both. Variations that cannot
+    fit are left out, such as a Hadamard transform of an axis whose length is not a multiple of 16. A variation without
+    stochastic rounding is accepted if it reproduces all bytes. The random bytes of stochastic rounding cannot be known,
+    so a stochastic variation is accepted under three conditions:
 
     - The recipe makes all bytes of q's scales.
     - Each code is one of the two between which random bytes can choose.

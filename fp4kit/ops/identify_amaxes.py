@@ -84,10 +84,10 @@ class CandidateAmaxes:
 def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
     """Yield candidates for the amaxes from which recipe r made a stored tensor scale: arrays in the shape of `scale`.
 
-    The first array is `likely` or, if that is None, the amax that the scale implies. It may not give the scale, because
-    `likely` is not checked, and for some scales there is no such amax. Then come at most MAX_NEIGHBORS (16) other
-    arrays, which give the stored scale wherever an amax nearby does. Each has an encode scale (the number that elements
-    are multiplied by) that no earlier array had.
+    The first array is `likely`, unchecked. If `likely` is None, it is the amax that each scale implies, which is an
+    estimate where no amax gives the scale. Then come at most MAX_NEIGHBORS (16) arrays of nearby amaxes, each of which
+    gives the stored scale if any nearby amax does. Arrays whose encode scales (the numbers that elements are multiplied
+    by) equal those of an earlier array are left out.
 
     dtype: the dtype of the array that was quantized.
     """

@@ -80,10 +80,10 @@ def _(xs: list[Tensor], recipe: str, axis: int, *rest: Any) -> list[Tensor]:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save the inputs of fake_quantize_grouped for _backward, as attributes of ctx.
+    """Save in ctx what _backward needs: recipe, axis, pass_through, and the number of tensors in each list.
 
-    If pass_through is False, also save tensors: xs, and the clip limits, which are amax, or tensor_amax if amax is
-    empty.
+    If pass_through is False, also save xs and the clip limits as tensors. The limits are amax, or tensor_amax if amax
+    is empty.
 
     inputs: the arguments of fake_quantize_grouped.
     output: not used; PyTorch passes it.

@@ -57,6 +57,13 @@ def test_destinations_without_a_name(destination: str, tmp_path: Path, run: Run,
     assert run("convert", "--remove-stale", destination) == (0, "", "")
 
 
+@pytest.mark.parametrize("device", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "cuda:0:1"])
+def test_texts_that_name_no_device(device: str, tmp_path: Path, run: Run) -> None:
+    result = run("convert", tmp_path / "m", tmp_path / "q", "--device", device)
+    text = f"{device!r} is not a device; cpu, cuda or cuda:N is needed; see fp4kit convert --help"
+    assert result == (2, "", f"fp4kit convert: argument --device: {text}\n")
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_devices_are_looked_for_before_any_work(count: int, tmp_path: Path, run: Run, monkeypatch) -> None:
     synthetic.moe(tmp_path / "m")

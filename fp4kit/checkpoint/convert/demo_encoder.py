@@ -111,7 +111,7 @@ def encode(tensors: EncoderTensors, tokens: Sequence[int], seen: Seen = lambda n
 
     tensors: name -> array, the tensors of the model.
     tokens: the ids of the sequence, with [CLS] and [SEP].
-    seen: called with the name and the input of each linear layer.
+    seen: called for each linear layer, with the name of its weight tensor and its input.
     """
     e = "embeddings"
     x = tensors[f"{e}.word_embeddings.weight"][tokens]
@@ -127,7 +127,7 @@ def _layer(tensors: EncoderTensors, p: str, x: np.ndarray, seen: Seen) -> np.nda
 
     tensors: name -> array, the tensors of the model.
     p: the name of the layer, with which the names of its tensors begin, such as "encoder.layer.0".
-    seen: called with the name and the input of each linear layer.
+    seen: called for each linear layer, with the name of its weight tensor and its input.
     """
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:

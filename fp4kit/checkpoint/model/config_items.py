@@ -81,11 +81,12 @@ _MIXED = "MIXED_PRECISION"
 def _algorithm(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse Model-Optimizer's ``quant_algo``, or "" to accept it.
 
-    The algorithm is refused if it is unknown, or if a layer has a kind or block size other than the algorithm's.
-    MIXED_PRECISION is accepted for all layers.
+    The algorithm is refused if it is unknown, if a layer has a kind other than the algorithm's, or if the algorithm is
+    W4A8_NVFP4_FP8 and an NVFP4 layer does not have blocks of 32. MIXED_PRECISION is accepted for all layers.
 
     Args:
-        value, layers: the value of the entry, and the quantized layers of the checkpoint.
+        value: the value of the entry.
+        layers: the quantized layers of the checkpoint.
     """
     name = str(value).upper()
     if name == _MIXED:

@@ -121,8 +121,8 @@ def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterato
     If all rows can be joined to one matrix, yield only one Matrix (see matrix_count). The arrays are views, except that
     strided block amaxes and random bytes are copied.
 
-    Raise Declined if matrix_count does: for stochastic rounding from a seed, if matrices are split and their number of
-    elements is not a multiple of SEED_GROUP (16).
+    Raise Declined if matrix_count does: for stochastic rounding from a seed, if the rows cannot be joined and the
+    number of elements of a matrix is not a multiple of SEED_GROUP (16). This includes a stack of one matrix.
 
     Args:
         request: the LaunchRequest of the whole call.

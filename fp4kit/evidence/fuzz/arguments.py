@@ -84,7 +84,7 @@ def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> 
 def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax") -> Any:
     """Return the argument block_amax for array ``i`` of a fuzz case: a reference to an array, or None.
 
-    The argument is an array if the case has block amaxes and the recipe takes them, or if the case has the fault
+    The argument is an array if the case has block amaxes and its recipe is static, or if the case has the fault
     "block_amax". Then the statement that makes the array is appended to the program ``p``, under ``name``.
     """
     o = case.options

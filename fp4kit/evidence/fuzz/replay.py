@@ -135,6 +135,8 @@ def _next(steps: Iterator[tuple[str, Any]], place: EngineArrays) -> Any:
 def _compare(steps: list[Any], places: list[EngineArrays]) -> None:
     """Raise AssertionError unless the results of one step of a program are equal, bit for bit, on all engines.
 
+    Any two NaNs are equal, see `compare`.
+
     steps: what the program yielded, (name, result), per engine.
     places: the engines in the same order. The first one gives the expected result.
     """

@@ -144,7 +144,11 @@ def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str
 
 
 def _defines(statement: ast.stmt) -> set[str]:
-    """Return the names that a module-level statement of an adapter defines; an empty set if it defines none."""
+    """Return the names that a module-level statement of an adapter defines.
+
+    These are names from def, class, import, and assignments to plain names. For any other statement, such as an
+    assignment to a tuple of names, return an empty set.
+    """
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return {statement.name}
     if isinstance(statement, (ast.Import, ast.ImportFrom)):

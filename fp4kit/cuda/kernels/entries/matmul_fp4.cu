@@ -141,8 +141,8 @@ FP4KIT_DEVICE GroupSums group_sums(const Fp4Step& s, const Fragments& rows, cons
 // four scales. `codes` holds one code per byte, the first in the lowest byte: E8M0 codes if kE8M0, otherwise E4M3
 // codes, whose sign is ignored. A scale of zero has the factor 0.
 //
-// The scales cannot be integers if one is NaN, if exponents differ by more than kMostBits, or if an exponent is not in
-// [-40, 40]. Then the factors become 0, and the bottom of the exponents becomes kUnusable.
+// The scales cannot be integers if one is NaN, or if the exponents of scales other than zero differ by more than
+// kMostBits or are not all in [-40, 40]. Then the factors become 0, and the bottom of the exponents becomes kUnusable.
 template <bool kE8M0>
 FP4KIT_DEVICE void store_scales(Fp4Lines& lines, int line, u32 codes) {
   i32 factors[kGroups], exponents[kGroups];

@@ -103,8 +103,8 @@ FP4KIT_DEVICE void quantize_block(const QuantizeArguments& a, i64 i, i64 blocks)
 // or store only its values in a.values if R::kFake. The kernel is launched for the recipes of NOISE_STOCHASTICS
 // (recipes/rules.py). A thread processes one block at a time.
 //
-// If R::kFinders is 0, launch with any number of thread blocks. Otherwise launch with a multiple of R::kFinders thread
-// blocks, which first find the tensor's amax and store it at a.tensor_amax (amax.cuh).
+// If R::kFinders is 0, a.tensor_amax is an input, and any number of thread blocks may be launched. Otherwise launch a
+// multiple of R::kFinders thread blocks, which first find the tensor's amax and store it at a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_stochastic_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   const Grid grid = whole_grid();
