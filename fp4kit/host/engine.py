@@ -25,7 +25,6 @@ from fp4kit.host.search import search_call
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.quantized.container import Quantized, assembled
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
-from fp4kit.recipes.rules import SCALE_STOCHASTICS
 from fp4kit.recipes.schema import Recipe, faking
 from fp4kit.reference import partial
 from fp4kit.reference import rotate as rotation
@@ -40,7 +39,7 @@ from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import changed_values, keep_codes, with_encoded_blocks
 from fp4kit.reference.search_factors import searched
 from fp4kit.reference.search_scales import search_matrix
-from fp4kit.reference.stochastic import GivenNumbers, MslkStream, RandomNumbers, RandomStream, ScaleStream
+from fp4kit.reference.stochastic import GivenNumbers, MslkStream, RandomNumbers, ScaleStream, stream_of
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 from fp4kit.reference.trace import show, untraced
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
@@ -314,10 +313,7 @@ def _random_numbers(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> R
         return GivenNumbers(stack(random, r, True)[i])
     if isinstance(random, MslkStream | ScaleStream):
         return random
-    if r.stochastic in SCALE_STOCHASTICS:
-        stream = MslkStream if r.stochastic == "mslk" else ScaleStream
-        return stream(random, i * prod(shape), shape[1], r.block_size)
-    return RandomStream(random, i * prod(shape), shape[1])
+    return stream_of(r, random, i * prod(shape), shape[1])
 
 
 # ---- values ----

@@ -21,10 +21,9 @@ from fp4kit.display.panel import Panel
 from fp4kit.formats import ElementFormat
 from fp4kit.ops.engines import run, specification
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.rules import SCALE_STOCHASTICS
 from fp4kit.reference.matrices import is_per_expert
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
-from fp4kit.reference.stochastic import MslkStream, RandomStream, ScaleStream
+from fp4kit.reference.stochastic import RandomStream, stream_of
 from fp4kit.reference.trace import Step, show, traced
 from fp4kit.types import Array, Hadamard, RecipeId, RoundingMode
 
@@ -346,12 +345,9 @@ def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
     if isinstance(call.random, int):
         first = int(np.ravel_multi_index((*lead, 0), moved.shape[:-1])) * moved.shape[-1]
         whole_rows = slice(top, min(top + r.block_rows, moved.shape[-2]))
-        if r.stochastic in SCALE_STOCHASTICS:
-            kind = MslkStream if r.stochastic == "mslk" else ScaleStream
-            stream = kind(call.random, first, moved.shape[-1], r.block_size)
-            crop = crop._replace(random=stream.cut(whole_rows, columns))
-        else:
-            crop = crop._replace(random=RandomStream(call.random, first, moved.shape[-1]).tile(whole_rows, columns))
+        stream = stream_of(r, call.random, first, moved.shape[-1])
+        part = stream.tile if isinstance(stream, RandomStream) else stream.cut
+        crop = crop._replace(random=part(whole_rows, columns))
     elif call.random is not None:
         crop = crop._replace(random=call.random.reshape(moved.shape)[tuple(lead)][rows, columns])
     return crop, row - top, column - left

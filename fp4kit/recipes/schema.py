@@ -207,8 +207,7 @@ class Recipe:
         With blocks, it is the number of columns per block, or the unit of a fake_only recipe's fake_rule if that is
         larger. Without blocks, it is the smallest number of codes that fill whole bytes.
         """
-        unit = rules.FAKE_RULES[self.fake_rule].unit if self.fake_only and self.fake_rule else 1
-        return max(self.block_size, unit) if self.block else self.element.packing.codes
+        return max(self.block_size, fake_unit(self)) if self.block else self.element.packing.codes
 
     @property
     def format_name(self) -> str:
@@ -282,6 +281,11 @@ def as_stored(r: Recipe, divides: bool) -> Recipe:
     else:
         rule = "compressed_tensors" if r.tensor_rule == "compressed_tensors" else "stored_divisor"
     return replace(r, decode_rule=rule, fake_rule=None)
+
+
+def fake_unit(r: Recipe) -> int:
+    """Return how many elements share a correction of scales in r's fake_rule; 1 without such corrections."""
+    return rules.FAKE_RULES[r.fake_rule].unit if r.fake_rule else 1
 
 
 def then_encodes(r: Recipe) -> bool:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from fp4kit.formats import E4M3, IF4_INTEGER_STEP, INT4
-from fp4kit.recipes import Recipe, rules
+from fp4kit.recipes import Recipe
+from fp4kit.recipes.schema import fake_unit
 from fp4kit.reference.arith import ONE, ZERO, divide_full
 from fp4kit.reference.block_arith import encode_e4m3_scale
 from fp4kit.reference.blocks import block_amax
@@ -91,7 +92,7 @@ def _ms_eden(
         better = _sum((y - i) * (y - i)) < _sum((y - q) * (y - q))
         q = np.where(better[..., None], i, q)
     q = show("element value", q)
-    row = (len(x), -1, rules.FAKE_RULES[recipe.fake_rule or ""].unit)
+    row = (len(x), -1, fake_unit(recipe))
     squares, products = _sum((y * y).reshape(row)), _sum((y * q).reshape(row))
     k = show("correction", np.where(products == 0, ONE, divide_full(squares, products)))
     corrected = scale * np.repeat(k, row[2] // recipe.block_size, axis=1)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.formats import FLT_MIN, ElementFormat
+from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import log2
 from fp4kit.reference.codec import encode_magnitude
 from fp4kit.reference.tensor_rules import round_to
@@ -175,6 +176,20 @@ def _triton_words(seed: int, index: np.ndarray, rounds: int = 7) -> np.ndarray:
 
 
 RandomNumbers = RandomStream | GivenNumbers | MslkStream | ScaleStream
+
+
+def stream_of(r: Recipe, seed: int, first: int, K: int) -> RandomStream | MslkStream | ScaleStream:
+    """Return the stream of random numbers by which recipe r rounds a matrix stochastically.
+
+    seed: the seed of the random numbers.
+    first: the position of the matrix's element (0, 0) in the whole array.
+    K: the number of columns.
+    """
+    if r.stochastic == "mslk":
+        return MslkStream(seed, first, K, r.block_size)
+    if r.stochastic == "ms_eden":
+        return ScaleStream(seed, first, K, r.block_size)
+    return RandomStream(seed, first, K)
 
 
 def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:

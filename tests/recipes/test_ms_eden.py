@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from engine_cases import agree
 from inputs import BF16
+from philox import triton_word
 from recorded import groups
 
 import fp4kit
@@ -21,12 +22,8 @@ E4M3 = [0.0] + [m * 2.0**-9 for m in range(1, 8)] + [(1 + m / 8) * 2.0**e for e 
 
 def rand(seed, index):
     """Return the number of Triton's tl.rand(seed, index), from Philox4x32-10 in Python integers."""
-    c, k = [index & 0xFFFFFFFF, 0, 0, 0], [seed & 0xFFFFFFFF, seed >> 32]
-    for _ in range(10):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
-        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return F32(c[0] if c[0] < 2**31 else 2**32 - 1 - c[0]) * F32(4.6566127342e-10)
+    word = triton_word(seed, index, 10)
+    return F32(word if word < 2**31 else 2**32 - 1 - word) * F32(4.6566127342e-10)
 
 
 def divide(a, b):

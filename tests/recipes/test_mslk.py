@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from engine_cases import agree
 from inputs import BF16
+from philox import triton_word
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -18,12 +19,7 @@ E2M1 = (0, Fraction(1, 2), 1, Fraction(3, 2), 2, 3, 4, 6)
 
 def randint(seed, offset):
     """Return the word of Triton's tl.randint(seed, offset, n_rounds=7)."""
-    c, k = [offset & 0xFFFFFFFF, 0, 0, 0], [seed & 0xFFFFFFFF, seed >> 32]
-    for _ in range(7):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
-        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return c[0]
+    return triton_word(seed, offset, 7)
 
 
 def scale_of(amax, word):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import ORDINARY, STOCHASTIC, as_strided, codes_of, ordinary
+from philox import philox
 from together import together
 
 import fp4kit
@@ -19,19 +20,6 @@ from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.stochastic import encode_stochastic, encode_stochastic_float16, stream_bytes
 
 PHILOX = [name for name in STOCHASTIC if RECIPES[name].stochastic == "te"]  # recipes whose seeds are keys of Philox
-
-
-def philox(counter, key):
-    """Return the four words of Philox4x32-10 for a counter of four words.
-
-    They are computed in Python integers as in the paper.
-    """
-    c, k = list(counter), list(key)
-    for _ in range(10):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
-        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return c
 
 
 def random_byte(seed, i):

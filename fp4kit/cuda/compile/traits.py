@@ -20,8 +20,8 @@ from fp4kit.formats import (
     is_same,
 )
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.rules import BLOCK_RULES, FAKE_RULES, NOISE_STOCHASTICS
-from fp4kit.recipes.schema import then_encodes
+from fp4kit.recipes.rules import BLOCK_RULES, NOISE_STOCHASTICS
+from fp4kit.recipes.schema import fake_unit, then_encodes
 
 # The number of thread blocks in a cluster that computes the amax of a small array: the largest cluster that every GPU
 # with clusters supports.
@@ -178,9 +178,9 @@ def recipe_struct(
     if stochastic and r.stochastic in NOISE_STOCHASTICS:  # read by quantize_stochastic.cu alone
         facts["bool kMslkNoise"] = r.stochastic == "mslk"
         facts["bool kComfyuiOnGpu"] = r.stochastic == "comfyui_nvfp4_cuda"
-    is_plain = r.fake_rule is not None and FAKE_RULES[r.fake_rule].unit == 1
-    if r.fake_rule and not is_plain:  # read by fake_ms_eden.cu alone
-        facts["int kUnit"] = FAKE_RULES[r.fake_rule].unit
+    unit = fake_unit(r)
+    if unit > 1:  # read by fake_ms_eden.cu alone
+        facts["int kUnit"] = unit
         facts["bool kHasIntegers"] = r.fake_rule == "ms_eden_if4"
     formats = [format_struct(r.element, "ElementFormat"), format_struct(r.scale or E4M3, "ScaleFormat")]
     if isinstance(r.element, IntegerOrFloat):
@@ -192,7 +192,7 @@ def recipe_struct(
         f"using TensorRule = tensor_{r.tensor_rule or 'none'};",
         f"using BlockRule = block_{'none' if chooses else r.block_rule};",
         f"using DecodeRule = {decode_rule(r)};",
-        *([f"using FakeRule = fake_{r.fake_rule};"] if is_plain else []),
+        *([f"using FakeRule = fake_{r.fake_rule};"] if r.fake_rule and unit == 1 else []),
         *(["using FloatElement = FloatFormat;"] if isinstance(r.element, IntegerOrFloat) else []),
     ]
     constants = [_constant(name, value) for name, value in facts.items()]

@@ -22,7 +22,8 @@ from fp4kit.cuda.launch.supported import check_formats, unsupported
 from fp4kit.formats import Codebook
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.rules import FAKE_RULES, NOISE_STOCHASTICS
+from fp4kit.recipes.rules import NOISE_STOCHASTICS
+from fp4kit.recipes.schema import fake_unit
 
 CACHE_SIZE = 1024  # the most entries in each cache of choices or launches; each new shape takes an entry
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -187,11 +188,6 @@ def adds_noise(request: LaunchRequest) -> bool:
     return request.stochastic and request.recipe.stochastic in NOISE_STOCHASTICS
 
 
-def _unit(request: LaunchRequest) -> int:
-    """Return how many elements share a correction of scales in the recipe's fake_rule; 1 without such corrections."""
-    return FAKE_RULES[request.recipe.fake_rule].unit if request.recipe.fake_rule else 1
-
-
 def _takes_ms_eden(request: LaunchRequest) -> bool:
     """Return True if the kernel fake_ms_eden supports a request: fake-quantized values by a fake_rule of MS-EDEN.
 
@@ -199,7 +195,7 @@ def _takes_ms_eden(request: LaunchRequest) -> bool:
     (8) columns, and amax_nan must not be "lanes".
     """
     fits = request.recipe.block_size % EDEN_RUN == 0 and request.recipe.amax_nan != "lanes"
-    return uses_fake_rule(request) and _unit(request) > 1 and fits
+    return uses_fake_rule(request) and fake_unit(request.recipe) > 1 and fits
 
 
 def _takes_fake(request: LaunchRequest) -> bool:
@@ -212,7 +208,7 @@ def _takes_fake(request: LaunchRequest) -> bool:
     rows, columns = request.recipe.block or (1, FAKE_BLOCKS[0])
     return (
         uses_fake_rule(request)
-        and _unit(request) == 1
+        and fake_unit(request.recipe) == 1
         and rows == 1
         and columns in FAKE_BLOCKS
         and request.recipe.amax_nan != "lanes"
@@ -507,9 +503,9 @@ def _noise_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _ms_eden_grid(request: LaunchRequest, device: int) -> int:
-    """Return the number of thread blocks of fake_ms_eden: one thread per unit of elements (_unit)."""
+    """Return the number of thread blocks of fake_ms_eden: one thread per unit of elements (fake_unit)."""
     rows, columns = request.shape
-    return grid(-(-rows * (columns // _unit(request)) // THREADS), device, UNLIMITED)
+    return grid(-(-rows * (columns // fake_unit(request.recipe)) // THREADS), device, UNLIMITED)
 
 
 # ---- the table of kernels ----
@@ -586,7 +582,7 @@ def why_declined(request: LaunchRequest) -> str:
             f"stochastic rounding of {r.id} {what} has no CUDA kernel; needs scales computed from x, and blocks of one"
             f" row and a multiple of {NOISE_RUN} columns; compute on the CPU with cupy.asnumpy(x)"
         )
-    if _unit(request) > 1:
+    if fake_unit(request.recipe) > 1:
         return (
             f"blocks of {rows}x{columns} by {r.id} have no CUDA kernel; needs a multiple of {EDEN_RUN} columns, and"
             " amax_nan 'ignore' or 'propagate'; compute on the CPU with cupy.asnumpy(x)"

@@ -206,23 +206,6 @@ FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const A
   }
 }
 
-// Quantize one block of one row by 4over6 or IF4, and store its codes and its scale code or, if R::kFake, only its
-// values. `position` is its place in the matrix, x holds its elements (from load_row), and t is the tensor scale.
-// `table` holds the ApproximateScale of each scale code, or is nullptr to compute it here. The block takes the fast
-// path if choose_scale chooses a scale, and otherwise, and always for IF4, the exact path.
-template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_run(const QuantizeArguments& a, BlockRow position, Run<In, R::kBlock>& x, TensorScale t,
-                                const ApproximateScale* table, TileMemory<R>& tile) {
-  if constexpr (!kHasTwoFormats<R>) {
-    const Choice c = choose_scale<R, In>(x, t, table, tile, 0);
-    if (c.chosen) {
-      store_row<R, In, kAligned>(a, position, x, c, t);
-      return;
-    }
-  }
-  quantize_any_four_over_six<R, In, kAligned>(a, position, true, x, t, tile, 0, 0);
-}
-
 // Quantize the blocks of a.x that this thread of `grid` takes, one after the other, by 4over6 or IF4, for blocks of one
 // row. Store codes and scales or, if R::kFake, only values. `table` holds the ApproximateScale of each scale code; if
 // it is nullptr, each is computed when it is used. `tile` is not used.
@@ -244,7 +227,14 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const Ap
     const BlockRow position = block_row_of(run);
     const TensorScale t = scale_of(position);
     Run<In, R::kBlock> x = load_row<R, In, kAligned>(a, static_cast<i64>(run) * R::kBlock);
-    quantize_run<R, In, kAligned>(a, position, x, t, table, tile);
+    if constexpr (!kHasTwoFormats<R>) {
+      const Choice c = choose_scale<R, In>(x, t, table, tile, 0);
+      if (c.chosen) {
+        store_row<R, In, kAligned>(a, position, x, c, t);
+        continue;
+      }
+    }
+    quantize_any_four_over_six<R, In, kAligned>(a, position, true, x, t, tile, 0, 0);
   }
 }
 
