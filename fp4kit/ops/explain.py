@@ -340,7 +340,8 @@ def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
     block_amax = call.block_amax
     if block_amax is not None:
         shape = (*moved.shape[:-1], -1)
-        block_amax = block_amax.reshape(shape)[tuple(lead)][rows, left // width : left // width + 1]
+        blocks = slice(left // r.block_size, (left + width) // r.block_size)
+        block_amax = block_amax.reshape(shape)[tuple(lead)][rows, blocks]
     crop = call._replace(x=x, moved=x, axis=1, tensor_amax=amax, block_amax=block_amax)
     if isinstance(call.random, int):
         first = int(np.ravel_multi_index((*lead, 0), moved.shape[:-1])) * moved.shape[-1]

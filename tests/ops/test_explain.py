@@ -88,6 +88,19 @@ def test_another_axis_and_several_matrices(recipe):
     assert_last_steps_are_the_public_ones(x, recipe, 3, 3, axis=0)
 
 
+@pytest.mark.parametrize("name", ["nvfp4-fouroversix-ms-eden", "if4-fouroversix-ms-eden"])
+def test_block_amaxes_of_several_blocks_under_one_correction(name):
+    """MS-EDEN corrects the scales of 32 elements together, so the amaxes of all their blocks are used."""
+    x = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
+    for columns in (8, 16, 32):
+        r = dataclasses.replace(RECIPES[name], id="own", static=True, block=(1, columns))
+        amaxes = np.linspace(0.5, 4, 2 * 64 // columns, dtype=np.float32).reshape(2, -1)
+        options = {"tensor_amax": 4.0, "block_amax": amaxes, "rounding": "stochastic", "seed": 7}
+        values = fp4kit.fake_quantize(x, r, **options)
+        for at in np.ndindex(x.shape):
+            assert fp4kit.explain(x, r, at, **options)["result"].value == values[at], (columns, at)
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4-modelopt-static", "mxfp4-ocp"])
 def test_block_amaxes_from_a_search_are_used(recipe):
     x = drawn(np.float32, True)
