@@ -26,7 +26,7 @@ OP = "quantize_static"
 # {tensor rule: the argument of quantize_static that recipes with this rule take}
 _DIRECTIONS = {"divided": "input_scale", "vllm": "input_global_scale"}
 _RECIPES = {
-    "input_scale": "nvfp4-vllm-static or nvfp4-flashinfer-static",
+    "input_scale": "nvfp4-vllm-static, nvfp4-flashinfer-static or nvfp4-comfy-kitchen-static",
     "input_global_scale": "nvfp4-vllm-static-divisor",
 }
 
@@ -46,11 +46,12 @@ def quantize_static(
 
     Args:
         x: float32, float16 or bfloat16 array (..., K).
-        recipe: the recipe of the engine's kernel: nvfp4-vllm-static or nvfp4-flashinfer-static for input_scale,
-            nvfp4-vllm-static-divisor for input_global_scale, or another recipe with the tensor rule of one of them. It
-            needs block scales and one scale per tensor, and must not choose scales by their errors (4over6, searches).
-        input_scale: a scale that multiplies on decode (Model-Optimizer), about amax / 2688. A number, or an array or a
-            tensor of one element; it must be a positive float32 number.
+        recipe: the recipe of the engine's kernel: nvfp4-vllm-static, nvfp4-flashinfer-static or
+            nvfp4-comfy-kitchen-static for input_scale, nvfp4-vllm-static-divisor for input_global_scale, or another
+            recipe with the tensor rule of one of them. It needs block scales and one scale per tensor, and must not
+            choose scales by their errors (4over6, searches).
+        input_scale: a scale that multiplies on decode (Model-Optimizer, ComfyUI), about amax / 2688. A number, or an
+            array or a tensor of one element; it must be a positive float32 number.
         input_global_scale: a scale that divides on decode (compressed-tensors), about 2688 / amax.
         scale_layout: as in fp4kit.quantize.
 

@@ -17,12 +17,12 @@ _SOURCE = "comfy-kitchen 0.2.40 backends/eager/quantization.py"
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield six recipes: three of NVFP4, then MXFP8, then FP8 with E4M3 and with E5M2 elements.
+    """Yield seven recipes: four of NVFP4, then MXFP8, then FP8 with E4M3 and with E5M2 elements.
 
-    The second and third NVFP4 recipes follow ComfyUI's stochastic rounding, on a CPU and on a GPU. FP8 has one scale
-    per tensor.
+    The second NVFP4 recipe is for activations under a stored input scale. The third and fourth follow ComfyUI's
+    stochastic rounding, on a CPU and on a GPU. FP8 has one scale per tensor.
     """
-    yield of_format(
+    nvfp4 = of_format(
         NVFP4,
         "nvfp4-comfy-kitchen",
         tensor_rule="comfy_kitchen",
@@ -35,6 +35,14 @@ def recipes() -> Iterator[Recipe]:
         exact="codes, scales and decoded values of the eager back end, whose tensor scale has the precision of x. "
         "ComfyUI's files have the even element in the high nibble, and swizzled scales. For ComfyUI's "
         "stochastic rounding, use nvfp4-comfy-kitchen-stochastic",
+    )
+    yield nvfp4
+    yield replace(
+        nvfp4,
+        id="nvfp4-comfy-kitchen-static",
+        tensor_rule="divided",
+        exact="codes, scales and decoded values of the eager back end for a given scale, such as the input_scale of a "
+        "layer in ComfyUI, which it does not round to the precision of x. The scale is tensor_amax / 2688 in float32",
     )
     stochastic = of_format(
         NVFP4,

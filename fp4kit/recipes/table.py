@@ -99,7 +99,7 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
     Examples:
         >>> import fp4kit
         >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-        (202, 'nvfp4-te')
+        (203, 'nvfp4-te')
         >>> fp4kit.recipes("mxfp4-quark")
         ('mxfp4-quark-even', 'mxfp4-quark-floor', 'mxfp4-quark-ceil')
     """

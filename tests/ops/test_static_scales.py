@@ -15,7 +15,7 @@ from fp4kit.reference.arith import reciprocal_approx_ftz
 
 F32 = np.float32
 X = np.random.default_rng(0).standard_normal((128, 64)).astype(ml_dtypes.bfloat16)
-MULTIPLIES = ("nvfp4-vllm-static", "nvfp4-flashinfer-static")
+MULTIPLIES = ("nvfp4-vllm-static", "nvfp4-flashinfer-static", "nvfp4-comfy-kitchen-static")
 
 
 def test_the_scale_of_an_amax_equals_the_amax():
@@ -52,7 +52,7 @@ def test_scales_that_no_amax_gives():
     amax = scale * F32(2688)
     near = {np.nextafter(amax, F32(end)) / F32(2688) for end in (0, 9)} | {amax / F32(2688)}
     scale = next(s for s in (scale, np.nextafter(scale, F32(0)), np.nextafter(scale, F32(9))) if s not in near)
-    for recipe in MULTIPLIES:
+    for recipe in MULTIPLIES[:2]:
         q = fp4kit.quantize_static(X, recipe, input_scale=scale)
         packed, scales = stated(X, scale)
         assert_same_bits(q.packed, packed)
@@ -62,6 +62,26 @@ def test_scales_that_no_amax_gives():
     whole = fp4kit.quantize_static(X, MULTIPLIES[0], input_scale=scale)
     again = fp4kit.quantize_static(X, MULTIPLIES[0], input_scale=scale, scale_layout="swizzled_128x4")
     assert_same_bits(again.block_scale.reshape(-1), fp4kit.swizzle(whole, "swizzled_128x4").block_scale.reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda t: np.dtype(t).name)
+def test_comfy_kitchen_uses_the_scale_as_it_is(dtype):
+    """The scale is not rounded to the dtype of x for codes and block scales. Decoding rounds every step."""
+    x = X.astype(dtype)
+    for scale in F32([0.01, 0.0123, 1.9 / 1024, 3e-5, 7]):
+        q = fp4kit.quantize_static(x, "nvfp4-comfy-kitchen-static", input_scale=scale)
+        blocks = x.astype(np.float32).reshape(-1, 16)
+        scales = np.minimum(np.abs(blocks).max(1) / F32(6) / scale, F32(448)).astype(ml_dtypes.float8_e4m3fn)
+        assert_same_bits(q.block_scale, scales.view(np.uint8).reshape(len(x), -1))
+        factors = scales.astype(np.float32) * scale
+        with np.errstate(all="ignore"):
+            y = np.where(factors[:, None] == 0, F32(0), blocks / factors[:, None])
+        codes = np.clip(y, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+        assert_same_bits(q.packed, (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(len(x), -1))
+        assert q.tensor_scale == scale
+        products = (scale.astype(dtype) * scales.astype(dtype)).astype(dtype)
+        values = (codes.view(ml_dtypes.float4_e2m1fn).astype(dtype) * products[:, None]).astype(dtype)
+        assert_same_bits(fp4kit.dequantize(q), values.reshape(x.shape))
 
 
 def test_the_library_of_the_result_is_that_of_x():

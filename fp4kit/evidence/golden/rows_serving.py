@@ -104,6 +104,8 @@ def _fouroversix(row: Callable[..., Any]) -> GoldenRows:
 def _comfy_kitchen(row: Callable[..., Any]) -> GoldenRows:
     """Yield the GoldenRow objects for recorded outputs of comfy-kitchen. ``row`` is the class GoldenRow."""
     yield row("nvfp4-comfy-kitchen", "comfy_kitchen", "nvfp4", skip="nan_value", decoded=True)
+    given = {"tensor_amax": 26.88}  # 26.88 / 2688 is the float32 number 0.01
+    yield row("nvfp4-comfy-kitchen-static", "comfy_kitchen", "nvfp4_given_0.01", options=given, skip="nan_value")
     yield row("mxfp8-comfy-kitchen", "comfy_kitchen", "mxfp8", decoded=True)
     for name, variant, seed in (
         ("nvfp4-comfy-kitchen-stochastic", "nvfp4", 1),

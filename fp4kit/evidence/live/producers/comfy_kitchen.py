@@ -32,16 +32,20 @@ def _linear(scales: Any, rows: int, blocks: int) -> np.ndarray:
     return np.asarray(unswizzle_scales(to_numpy(scales.view(torch.uint8)), LAYOUT, (rows, blocks)))
 
 
-def _nvfp4(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x to NVFP4 as TensorCoreNVFP4Layout does without a given scale.
+def _nvfp4(x: np.ndarray, is_given: bool) -> Parts:
+    """Quantize and dequantize x to NVFP4 as TensorCoreNVFP4Layout does.
 
     Return {"codes": codes, one per byte, "block_scale": block scales, "tensor_scale": amax / 2688, "values" and
     "values_bfloat16": values decoded to float32 and bfloat16}.
+
+    is_given: True to compute the tensor scale amax / 2688 in float32 and pass it. False to compute it in the dtype of
+    x, as the producer does without a given scale.
     """
     import torch
 
     t = to_torch(x)
-    scale = (torch.amax(t.abs()) / 2688.0).to(torch.float32)
+    amax = torch.amax(t.abs())
+    scale = ((amax.float() if is_given else amax) / 2688.0).to(torch.float32)
     codes, scales = _eager().quantize_nvfp4(t, scale)
     values = {d: _eager().dequantize_nvfp4(codes, scale, scales, d) for d in (torch.float32, torch.bfloat16)}
     packed = to_numpy(codes)
@@ -125,9 +129,15 @@ ADAPTER = Adapter(
     module="comfy_kitchen",
     dependencies=("torch",),
     calls={
-        "nvfp4-comfy-kitchen": ProducerCall(
-            _nvfp4, exempt=(NAN_VALUE,), dependency_versions=SATURATING_CASTS, decode=_decode_nvfp4
-        ),
+        **{
+            id: ProducerCall(
+                partial(_nvfp4, is_given=is_given),
+                exempt=(NAN_VALUE,),
+                dependency_versions=SATURATING_CASTS,
+                decode=_decode_nvfp4,
+            )
+            for id, is_given in (("nvfp4-comfy-kitchen", False), ("nvfp4-comfy-kitchen-static", True))
+        },
         "mxfp8-comfy-kitchen": ProducerCall(
             _mxfp8, columns=32, exempt=(ZERO_OF_ZEROS,), dependency_versions=SATURATING_CASTS, decode=_decode_mxfp8
         ),
