@@ -143,12 +143,15 @@ def largest(w: Tensor, stack: bool) -> Tensor:
         return _local_amax(w, stack)
     sharded: Any = w
     found = _local_amax(sharded.to_local(), stack)
+    # Reduce the bits without sign: they are ordered as the amaxes, and those of NaN are the largest. For floats, it
+    # depends on the backend whether NaN propagates.
+    bits = found.view(torch.int32) & 0x7FFFFFFF
     for dim, placement in enumerate(sharded.placements):
         if not placement.is_replicate() and not (stack and placement.is_shard(0)):
             torch.distributed.all_reduce(
-                found, op=torch.distributed.ReduceOp.MAX, group=sharded.device_mesh.get_group(dim)
+                bits, op=torch.distributed.ReduceOp.MAX, group=sharded.device_mesh.get_group(dim)
             )
-    return found
+    return bits.view(torch.float32)
 
 
 def _local_amax(w: Tensor, stack: bool) -> Tensor:

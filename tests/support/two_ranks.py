@@ -64,6 +64,20 @@ def check(model: Any, plain: Any, x: torch.Tensor, exact: bool) -> None:
             torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
 
 
+def check_nan(mesh: Any) -> None:
+    """Check that a NaN in the shard of one rank has the same effect on all shards as on a plain weight."""
+    for row in (3, 90):  # in the shard of the first rank, and of the second one
+        whole, shards = a_model(), a_model()
+        for model in (whole, shards):
+            with torch.no_grad():
+                model[0].up_proj.weight[row, 5] = torch.nan
+        quantized(whole)
+        quantized(parallelize_module(shards, mesh, TENSOR_PARALLEL))
+        for name in ("gate_proj", "up_proj"):
+            found = getattr(shards[0], name).weight.full_tensor()
+            torch.testing.assert_close(found, getattr(whole[0], name).weight, rtol=0, atol=0, equal_nan=True)
+
+
 def main(rank: int, store: str) -> None:
     """Check all ways of sharding on this rank. store: the path of the file through which the ranks find each other."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -75,6 +89,7 @@ def main(rank: int, store: str) -> None:
         for name in LAYERS:
             assert torch.equal(getattr(parallel[i], name).weight.full_tensor(), getattr(plain[i], name).weight)
     check(parallel, plain, x, exact=False)
+    check_nan(mesh)
     for each_layer in (False, True):
         sharded = quantized(a_model())
         for block in sharded:
