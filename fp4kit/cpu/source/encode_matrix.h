@@ -72,13 +72,13 @@ struct KnownAmaxes {
 };
 
 // Store in `memory` the multipliers that replace the divisors of a call (exact_division.h), and return its address.
-// Return nullptr in these cases, in which multipliers are not used:
+// Return nullptr in these cases, in which multipliers are not used. `memory` is changed only in the last one.
 //   - Multipliers must not replace the divisors of the element arithmetic (unused_bits is 0), or rounding is
 //     stochastic.
 //   - There is no block rule, or a divisor depends on more than its scale code: the factors come with the call, there
 //     is one tensor scale per row, or the block rule needs the amax.
 //   - Blocks do not have 16 columns, or the matrix has fewer than 2^14 elements.
-//   - A divisor has no exact multiplier. Only in this case, `memory` has been changed.
+//   - A divisor has no exact multiplier.
 const Multipliers* multipliers_of_call(const EncodeCall& call, Multipliers& memory) {
   constexpr i64 kMinElements = 1 << 14;
   const u32 unused_bits = kElements[call.element].unused_bits[call.input];

@@ -79,8 +79,9 @@ def cache_folder() -> Path:
     The folder must be writable and owned by this user. It is created if it does not exist. Raise RuntimeError if
     neither folder can be used.
     """
-    for root in (Path.home() / ".cache", Path(tempfile.gettempdir()) / f"fp4kit-{os.getuid()}"):
-        folder = root / "fp4kit" / "cuda"
+    roots = (Path.home() / ".cache", Path(tempfile.gettempdir()) / f"fp4kit-{os.getuid()}")
+    folders = [root / "fp4kit" / "cuda" for root in roots]
+    for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
@@ -88,8 +89,8 @@ def cache_folder() -> Path:
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
     raise RuntimeError(
-        "fp4kit.cuda: neither ~/.cache nor the temporary directory is writable; compiled kernels are stored in one of"
-        " them; make one writable"
+        f"fp4kit.cuda: this user can neither use {folders[0]} nor {folders[1]} for compiled kernels; needs one of these"
+        " folders, owned by this user and writable"
     )
 
 

@@ -35,6 +35,7 @@ SHRINK_SECONDS = 5.0  # the most seconds for shrinking one difference
 QUICK_SHRINK_SECONDS = 0.5  # the most seconds per difference once a producer has used TOTAL_SHRINK_SECONDS
 TOTAL_SHRINK_SECONDS = 30.0
 MAX_SHRUNK = 3  # largest number of differences per recipe that are shrunk and printed
+UNKNOWN = "unknown"  # the version of a library without metadata
 
 
 class NotRun(Exception):
@@ -198,7 +199,7 @@ def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
     for name in (adapter.name, *adapter.dependencies):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    return versions.get(adapter.name, "unknown"), versions
+    return versions.get(adapter.name, UNKNOWN), versions
 
 
 def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult) -> Iterator[tuple[str, ProducerCall]]:
@@ -211,7 +212,7 @@ def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult
         if id not in ids:
             continue
         ranges = {adapter.name: (call.first, call.last), **call.dependency_versions}
-        installed = {**result.versions, adapter.name: result.version}
+        installed = dict.fromkeys(ranges, UNKNOWN) | result.versions | {adapter.name: result.version}
         outside = next(
             (name for name, range in ranges.items() if not _between(range[0], installed[name], range[1])), None
         )
@@ -230,7 +231,7 @@ def _between(first: str, version: str, last: str) -> bool:
     The version "unknown" is accepted. Versions are compared by their leading numbers (see _key), so "0.19.0" is above
     "0.19".
     """
-    if version == "unknown":
+    if version == UNKNOWN:
         return True
     return (not first or _key(first) <= _key(version)) and (not last or _key(version) <= _key(last))
 

@@ -268,6 +268,9 @@ def test_recipes_run_for_the_versions_that_they_are_stated_for():
         )
         result = run.run(adapter, fp4kit.recipes(), 0.01, 0)
         assert len(result.recipes) == runs and ("is stated for pytest" in str(result.left_out)) == (not runs), ranges
+    call = ProducerCall(live_fault.correct_parts, dependency_versions={"not-installed": ("1", "")})
+    result = run.run(live_fault.adapter(call, dependencies=("not-installed",)), fp4kit.recipes(), 0.01, 0)
+    assert len(result.recipes) == 1  # a dependency without metadata is accepted
     assert run._between("0.31.2", "0.32.4.dev1+cpu", "") and not run._between("", "0.19.0", "0.18.99")
 
 
