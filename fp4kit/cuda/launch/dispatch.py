@@ -425,10 +425,11 @@ def row_threads(request: LaunchRequest, device: int) -> int:
         16384 x 1024 (latency of 21 us)                           0.72   0.71
         4096 x 32768 (a row does not fit into L1)                 0.60   0.74
 
-    With 4over6, 16384 x 4096 and 16384 x 7168 (H100, 2026-11-27; in parentheses with a launch for the amaxes):
+    With 4over6, 16384 x 4096, 16384 x 7168 and 8192 x 16384 (H100, 2026-11-27; in parentheses with a launch for the
+    amaxes):
 
-        nvfp4-flashinfer-token-4over6-mse-256   0.58 (0.40)   0.58 (0.39)
-        nvfp4-flashinfer-token-4over6-mae-448   0.56 (0.29)   0.52 (0.30)
+        nvfp4-flashinfer-token-4over6-mse-256   0.58 (0.40)   0.58 (0.39)   0.49
+        nvfp4-flashinfer-token-4over6-mae-448   0.56 (0.29)   0.52 (0.30)   0.47
     """
     rows, columns = request.shape
     if request.recipe.four_over_six:
