@@ -6,6 +6,7 @@ message begins with, and `name` is its parameter.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -37,6 +38,24 @@ def as_index(op: str, name: str, value: Any) -> int:
         return index_of(value)
     except TypeError:
         raise TypeError(f"{op}: {name} is {value!r:.60}; needs an int") from None
+
+
+def as_float32(op: str, name: str, value: Any, need: str) -> np.float32:
+    """Return a real number of any library, or an array of one element, as float32. Too large numbers become infinite.
+
+    Raise TypeError for anything else, such as a string or a complex number, also in an array.
+
+    need: the end of the message, such as "needs a number".
+    """
+    dtype = getattr(value, "dtype", None)
+    is_real = "complex" not in str(dtype) and getattr(dtype, "kind", "f") not in "OSUmM"
+    if not is_real or not hasattr(value, "__float__") or math.prod(getattr(value, "shape", ())) != 1:
+        raise TypeError(f"{op}: {name} is {value!r:.60}; {need}")
+    with np.errstate(over="ignore"):
+        try:
+            return np.float32(float(value.reshape(()) if getattr(value, "shape", ()) else value))
+        except OverflowError:  # an int that no float64 holds
+            return np.float32(np.inf if value > 0 else -np.inf)
 
 
 def as_shape(op: str, shape: Any) -> tuple[int, ...]:

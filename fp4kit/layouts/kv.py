@@ -24,13 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arguments import as_index, is_one_of
-from fp4kit.arrays.imports import on_device, to_device, to_host
+from fp4kit.arguments import as_flag, as_index, is_one_of
+from fp4kit.arrays.imports import check_unmasked, on_device, to_device, to_host
 from fp4kit.formats import NVFP4
 from fp4kit.layouts.nibbles import check_array, check_bytes
 
@@ -47,6 +48,7 @@ KVLayoutName: TypeAlias = Literal[
 """The name of a KVLayout: container, order, and whether the scales of V are swizzled."""
 
 _ARRAYS = {"vllm": ("pages",), "flashinfer": ("k_codes", "v_codes", "k_scales", "v_scales")}
+_ORDERS = ("nhd", "hnd")
 _GROUP = 4  # tokens whose V scales a swizzled layout interleaves
 _BLOCK = NVFP4.block_size
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -94,11 +96,21 @@ class KVLayout:
         container: "vllm" (one array of pages) or "flashinfer" (four arrays).
         order: "nhd" (the heads of a token are adjacent) or "hnd" (the tokens of a head are adjacent).
         swizzled: True if the block scales of the values V are swizzled; those of the keys never are.
+
+    Raises:
+        TypeError: swizzled is not a bool.
+        ValueError: container or order is unknown.
     """
 
     container: Literal["vllm", "flashinfer"]
     order: Literal["nhd", "hnd"]
     swizzled: bool
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("container", self.container, _ARRAYS), ("order", self.order, _ORDERS)):
+            if not is_one_of(value, known):
+                raise ValueError(f"KVLayout: {name} is {value!r:.60}; needs one of {', '.join(map(repr, known))}")
+        object.__setattr__(self, "swizzled", as_flag("KVLayout", "swizzled", self.swizzled))
 
     @property
     def name(self) -> str:
@@ -294,7 +306,8 @@ class KVCache:
 
         Raises:
             TypeError: slots are not integers, or parts are not uint8 arrays in the library of the cache.
-            ValueError: a slot is out of range or occurs twice, the shapes do not fit, or the cache is read-only.
+            ValueError: a slot is out of range or occurs twice, the shapes do not fit, the cache is read-only, or two of
+                its bytes share memory.
 
         Examples:
             >>> import numpy as np
@@ -308,6 +321,10 @@ class KVCache:
         op = "KVCache.write"
         if not all(array.flags.writeable for array in self.arrays if isinstance(array, np.ndarray)):
             raise ValueError(f"{op}: an array of the cache is read-only; needs arrays that can be written to")
+        if any(map(_overlaps_itself, self.arrays)) or any(
+            np.shares_memory(*pair) for pair in combinations(map(_on_host, self.arrays), 2)
+        ):
+            raise ValueError(f"{op}: two bytes of the cache share memory; needs arrays with memory of their own")
         given = check_slots(op, slots, self.shape, writes=True)
         self._check_parts(op, parts, len(given))
         kept = given >= 0
@@ -424,6 +441,20 @@ class KVCache:
                 )
 
 
+def _overlaps_itself(array: Any) -> bool:
+    """Return False if all elements of an array have memory of their own.
+
+    The strides are compared in ascending order: each must be at least the span of all axes before it. True is also
+    returned for a few arrays whose elements are interleaved without sharing memory.
+    """
+    span = int(array.dtype.itemsize)
+    for stride, length in sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
+        if stride < span:
+            return bool(array.size)
+        span += stride * (length - 1)
+    return False
+
+
 def _on_host(array: Any) -> Any:
     """Return a NumPy array unchanged. For a CuPy array, return an empty NumPy array.
 
@@ -508,13 +539,14 @@ def _regions(pages: Any, shape: PageShape) -> tuple[Any, ...]:
 def check_slots(op: str, slots: Any, shape: PageShape, writes: bool) -> np.ndarray:
     """Return slots as an int64 NumPy array (tokens,). Slots on a GPU are copied to the host.
 
-    Raise TypeError unless the slots are integers. Raise ValueError unless they are 1-d, and each is below the number of
-    slots of a cache of this shape.
+    Raise TypeError unless the slots are integers, and for a masked array. Raise ValueError unless they are 1-d, and
+    each is below the number of slots of a cache of this shape.
 
     - If `writes` is True, negative slots are allowed and returned unchanged. Raise ValueError if a slot that is not
       negative occurs twice.
     - If `writes` is False, raise ValueError for negative slots. Slots may occur more than once.
     """
+    check_unmasked(slots, f"{op}: slots")
     array = np.asarray(to_host(slots) if hasattr(slots, "get") and hasattr(slots, "dtype") else slots)
     if array.size == 0 and array.ndim == 1:
         array = array.astype(np.int64)

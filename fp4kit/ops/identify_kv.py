@@ -10,6 +10,7 @@ import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.display.panel import Panel
+from fp4kit.formats import FLOATS
 from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVLayout, KVLayoutName, PageShape, as_layout, check_slots
 from fp4kit.layouts.nibbles import check_bytes
 from fp4kit.ops.kv_cache import dequantize_kv, kv_recipe, tensor_scale
@@ -61,10 +62,12 @@ class KVIdentification:
             are sorted by the larger of the two errors, smallest first. If no layout fits alone, the list begins with
             the layouts that fit together with a known fault, if there are any.
         assumed: the name of the layout that the caller assumed, or None.
+        same: the names of the layouts by which the same keys and values are read as by the first match.
     """
 
     matches: tuple[KVMatch, ...]
     assumed: str | None = None
+    same: tuple[str, ...] = ()
 
     @property
     def layouts(self) -> tuple[str, ...]:
@@ -77,9 +80,10 @@ class KVIdentification:
 
         - If nothing fits, it names the nearest layout.
         - If a layout fits only with a fault, it names the layout and the fault.
-        - If layouts fit and none was assumed, it names all that fit.
-        - If the assumed layout fits, it names only this layout.
-        - If the assumed layout does not fit, it names the best layout, and says how the assumed one differs from it.
+        - If the assumed layout reads the same keys and values as the best one, it names only the assumed layout.
+        - If the assumed layout fits, but reads others, it names the best layout, and says how the assumed one differs.
+        - If the assumed layout does not fit, it says so, and names the best layout in the same way.
+        - If no layout was assumed, it names the best one, those that read the same, and those that fit less well.
         """
         best = self.matches[0]
         if not best.fits:
@@ -89,15 +93,22 @@ class KVIdentification:
             )
         if best.fault:
             return f"the pages fit {best.layout} if {best.fault} ({_errors(best)})"
-        if self.assumed is None or self.assumed in self.layouts:
-            fitting = " or ".join([self.assumed] if self.assumed else self.layouts)
-            same = ", which are the same for these sizes or this data" * (
-                self.assumed is None and len(self.layouts) > 1
+        same = [name for name in self.layouts if name == best.layout or name in self.same]
+        if self.assumed is None:
+            others = [name for name in self.layouts if name not in same]
+            return (
+                f"the pages fit {' or '.join(same)}"
+                + ", which are the same for these sizes or this data" * (len(same) > 1)
+                + f" ({_errors(best)})"
+                + (f"; {' and '.join(others)} cannot be excluded" if others else "")
             )
-            return f"the pages fit {fitting}{same} ({_errors(best)})"
+        if self.assumed in same:
+            return f"the pages fit {self.assumed} ({_errors(best)})"
         assumed = next(m for m in self.matches if m.layout == self.assumed and not m.fault)
         differences = _differences(KV_LAYOUTS[self.assumed], KV_LAYOUTS[best.layout])
         found = f"{best.layout} ({_errors(best)}): {differences}"
+        if assumed.fits:
+            return f"the pages fit {assumed.layout} ({_errors(assumed)}) less well than {found}"
         return f"the pages are not {assumed.layout} ({_errors(assumed)}) but {found}"
 
     def __str__(self) -> str:
@@ -140,7 +151,8 @@ def identify_kv(
     Args:
         arrays: the array of vLLM's pages, or the four arrays of FlashInfer's cache in the order of
             KVLayout.array_shapes, uint8 (the two arrays of scales may be float8_e4m3fn). The first axis counts the
-            pages. The lengths of the other axes are not used, so the arrays may be shaped for a wrong layout.
+            pages. The lengths of the other axes are not used, so the arrays may be shaped for a wrong layout. vLLM's
+            pages are read in the order of their bytes, also through a view with permuted axes.
         keys: the reference keys (tokens, heads, head_dim), finite numbers of any dtype that converts to float32.
         values: the reference values, as keys.
         slots: the slots of these tokens, integers (tokens,). Tokens with a negative slot are left out.
@@ -188,16 +200,23 @@ def identify_kv(
     r = kv_recipe(op, next(iter(caches.values())), recipe)
     scales = tensor_scale(op, r, "k_scale", k_scale), tensor_scale(op, r, "v_scale", v_scale)
     where, sampled = _sample(op, check_slots(op, slots, shape, writes=True), references)
-    matches, faults = [], []
+    matches, faults, reads = [], [], {}
     for name, cache in caches.items():
-        read = _values(cache, where, r, scales)
+        reads[name] = read = _values(cache, where, r, scales)
         matches.append(_match(name, "", read, sampled))
         faults += [_match(name, fault, other, sampled) for fault, other in _faults(read, sampled, scales)]
     matches = _judged(matches)
     if not any(match.fits for match in matches):
         matches += [match for match in _judged(faults) if match.fits]
-    ranked = sorted(matches, key=lambda match: (not match.fits, bool(match.fault), match.error))
-    return KVIdentification(tuple(ranked), assumed.name if assumed else None)
+    # Layouts that differ only in the scales of V read the same keys, whose error may be the larger one.
+    ranked = sorted(matches, key=lambda m: (not m.fits, bool(m.fault), m.error, m.key_error + m.value_error))
+    best = reads[ranked[0].layout]
+    same = tuple(
+        name
+        for name, read in reads.items()
+        if all(np.array_equal(x, y, equal_nan=True) for x, y in zip(read, best, strict=True))
+    )
+    return KVIdentification(tuple(ranked), assumed.name if assumed else None, same)
 
 
 def _arrays(op: str, arrays: Any) -> tuple[Any, ...]:
@@ -223,9 +242,11 @@ def _arrays(op: str, arrays: Any) -> tuple[Any, ...]:
 def _reference(op: str, name: str, x: Any) -> np.ndarray:
     """Return reference keys or values as a NumPy array of float32.
 
-    Raise ValueError unless they are 3-d, finite and not all zero.
+    Raise TypeError unless they are real, and ValueError unless they are 3-d, finite and not all zero.
     """
     (array,) = import_arrays(op, **{name: x})
+    if array.dtype.kind not in "biuf" and array.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} are {array.dtype}; needs real numbers")
     host = to_host(array).astype(np.float32)
     if host.ndim != 3:
         raise ValueError(f"{op}: {name} have shape {host.shape}; needs (tokens, heads, head_dim)")
@@ -271,6 +292,10 @@ def _readings(arrays: tuple[Any, ...], shape: PageShape) -> Iterator[tuple[KVLay
         except ValueError:
             continue
         if len(shapes) == len(arrays):
+            if len(arrays) == 1:  # views of vLLM's pages may have permuted axes
+                strides = arrays[0].strides
+                order = sorted(range(1, arrays[0].ndim), key=lambda axis: -abs(strides[axis]))
+                arrays = (arrays[0].transpose(0, *order),)
             read = (np.ascontiguousarray(array).reshape(each) for array, each in zip(arrays, shapes, strict=True))
             yield layout, KVCache(layout, tuple(read))
 
@@ -348,22 +373,24 @@ def _faults(
 
     - K and V are swapped.
     - The two codes of each byte are swapped.
-    - Tensor scales are wrong. It is yielded only if the factor that fits `read` best to `references` differs from 1 by
-      more than OFF (5%), for keys or values.
+    - Tensor scales are wrong. It is yielded only if the factor that fits `read` best to `references` is positive and
+      differs from 1 by more than OFF (5%), for keys or values.
 
     read: the pair (keys, values) as a layout reads them. references: the pair that the cache should hold.
     scales: the tensor scales of keys and of values with which `read` was decoded.
     """
     with np.errstate(all="ignore"):
         ratio = scales[0] / scales[1]
-        yield "K and V are swapped", (read[1] * ratio, read[0] / ratio)
+        yield "K and V are swapped", (read[1] * ratio, read[0] / ratio)  # each stored with its own tensor scale
+        if ratio != 1:
+            yield "K and V are swapped", (read[1], read[0])  # each stored with the tensor scale of the other
         pairs = tuple(x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape) for x in read)
         yield "the codes of each byte are swapped (the even element is in the high nibble)", pairs
         factors = [_best_factor(x, reference) for x, reference in zip(read, references, strict=True)]
         wrong = [
             _scale_fault(name, float(scale), float(scale) * factor)
             for name, scale, factor in zip(("k_scale", "v_scale"), scales, factors, strict=True)
-            if abs(factor - 1) > OFF
+            if factor > 0 and abs(factor - 1) > OFF
         ]
         if wrong:
             yield " and ".join(wrong), tuple(np.float32(f) * x for f, x in zip(factors, read, strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arguments import as_flag
+from fp4kit.arguments import as_flag, as_float32
 from fp4kit.arrays.imports import import_arrays, on_device, to_device, to_host
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call import checks
@@ -92,7 +92,7 @@ def quantize_kv(
     """
     op = "quantize_kv"
     r = kv_recipe(op, cache, recipe)
-    if as_flag(op, "four_over_six", four_over_six) and r.block_rule != "vllm_kv":
+    if as_flag(op, "four_over_six", four_over_six) and (r.block_rule != "vllm_kv" or r.tensor_rule is None):
         raise ValueError(f"{op}: four_over_six is True for {r.id}; only vLLM's store has 4over6: pass nvfp4-vllm-kv")
     given: dict[str, Any] = dict(zip(("keys", "values"), import_arrays(op, keys=keys, values=values), strict=True))
     shape = (len(check_slots(op, slots, cache.shape, writes=True)), cache.shape.heads, cache.shape.head_dim)
@@ -179,8 +179,14 @@ def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
         raise TypeError(f"{op}: cache is a {type(cache).__name__}; needs a fp4kit.layouts.kv.KVCache")
     r = recipe_of(op, _USUAL[cache.layout.container, cache.layout.swizzled] if recipe is None else recipe)
     is_plain = r.element == E2M1 and r.scale is not None and r.block == (1, NVFP4.block_size) and not r.fake_only
-    by_scale = r.tensor_rule in (None, "divided") and not r.four_over_six and not r.search
-    if not is_plain or not by_scale or rules.BLOCK_RULES[r.block_rule or "te"].needs_tensor:
+    by_scale = r.tensor_rule in (None, "divided") and r.tensor_scaling in ("none", "tensor")
+    if (
+        not is_plain
+        or not by_scale
+        or r.four_over_six
+        or r.search
+        or rules.BLOCK_RULES[r.block_rule or "te"].needs_tensor
+    ):
         raise ValueError(
             f"{op}: {r.id} does not fit a KV cache; needs E2M1 codes in blocks of 16, whose scales follow from the"
             " block and a given tensor scale alone, such as nvfp4-vllm-kv"
@@ -196,14 +202,13 @@ def tensor_scale(op: str, r: Recipe, name: str, scale: Any) -> np.float32:
 
     op: the public function, for messages. name: "k_scale" or "v_scale", for messages.
     """
-    if isinstance(scale, str) or np.ndim(scale) or not hasattr(scale, "__float__"):
+    if np.ndim(scale):
         raise TypeError(f"{op}: {name} is {scale!r:.60}; needs a number")
-    with np.errstate(over="ignore"):
-        found = np.float32(float(scale))
+    found = as_float32(op, name, scale, "needs a number")
     if not (found > 0 and math.isfinite(found)):
-        raise ValueError(f"{op}: {name} is {float(scale)}; needs a positive float32 number, which multiplies on decode")
+        raise ValueError(f"{op}: {name} is {scale!s:.60}; needs a positive float32 number, which multiplies on decode")
     if r.tensor_rule is None and found != 1:
-        raise ValueError(f"{op}: {name} is {float(scale)}; {r.id} has no tensor scale, so it needs 1")
+        raise ValueError(f"{op}: {name} is {scale!s:.60}; {r.id} has no tensor scale, so it needs 1")
     return found
 
 

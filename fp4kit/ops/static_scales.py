@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import as_float32
 from fp4kit.arrays.imports import import_arrays, on_device, to_device, to_host
 from fp4kit.call.parse import QuantizeOptions, quantize_call
 from fp4kit.ops.amax import amax
@@ -131,12 +132,7 @@ def _number(name: str, value: Any) -> np.float32:
 
     name: the argument that messages name.
     """
-    is_number = hasattr(value, "__float__") and not isinstance(value, str)
-    if not is_number or math.prod(getattr(value, "shape", ())) != 1:
-        raise TypeError(f"{OP}: {name} is {value!r:.60}; needs a number, or an array of one element")
-    number = float(value.reshape(()) if getattr(value, "shape", ()) else value)
-    with np.errstate(over="ignore"):
-        found = np.float32(number)
+    found = as_float32(OP, name, value, "needs a number, or an array of one element")
     if not (found > 0 and math.isfinite(found)):
-        raise ValueError(f"{OP}: {name} is {number}; needs a positive float32 number")
+        raise ValueError(f"{OP}: {name} is {value!s:.60}; needs a positive float32 number")
     return found

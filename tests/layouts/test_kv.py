@@ -154,8 +154,26 @@ def read_only():
     cache.write([0, 1], random_parts(np.random.default_rng(0), 2, 2, 64))
 
 
+def shared():
+    """Return a cache whose keys and values are the same arrays, and one whose pages are one page."""
+    codes, scales = (np.zeros((2, 4, 2, n), np.uint8) for n in (32, 4))
+    page = np.zeros((1, 2, 4, 2, 36), np.uint8)
+    pages = np.lib.stride_tricks.as_strided(page, (2, *page.shape[1:]), (0, *page.strides[1:]))
+    return kv.KVCache("flashinfer-nhd", (codes, codes, scales, scales)), kv.KVCache("vllm-nhd", pages)
+
+
 BYTES = np.zeros((2, 2, 3), np.uint8)
 MISTAKES = {
+    "container": (lambda: kv.KVLayout("VLLM", "nhd", False), "KVLayout: container is 'VLLM'; needs one of 'vllm', 'fl"),
+    "order": (lambda: kv.KVLayout("vllm", "NHD", False), "KVLayout: order is 'NHD'; needs one of 'nhd', 'hnd'"),
+    "keys that are values": (
+        lambda: shared()[0].write([0, 1], random_parts(np.random.default_rng(0), 2, 2, 64)),
+        "KVCache.write: two bytes of the cache share memory",
+    ),
+    "pages that are one page": (
+        lambda: shared()[1].write([0, 1], random_parts(np.random.default_rng(0), 2, 2, 64)),
+        "KVCache.write: two bytes of the cache share memory",
+    ),
     "layout": (
         lambda: kv.KVCache("vllm", BYTES),
         "KVCache: layout is 'vllm'; needs one of vllm-nhd, vllm-hnd, vllm-nh",
@@ -241,6 +259,11 @@ def test_out_shares_no_memory():
         (lambda: kv.KVCache("vllm-nhd", np.zeros((1, 2, 4, 1, 36), np.int8)), "pages are int8; needs uint8"),
         (lambda: kv.KVCache("vllm-nhd", "x"), "pages are a builtins.str; needs an array of NumPy or CuPy"),
         (lambda: write([0.0, 1.0]), "slots are float64; needs integers"),
+        (
+            lambda: write(np.ma.array([0, 1], mask=[True, False])),
+            "slots is a masked array, whose mask would be ignored",
+        ),
+        (lambda: kv.KVLayout("vllm", "nhd", "no"), "KVLayout: swizzled is 'no'; needs True or False"),
         (lambda: write([0, 1], v_codes=np.zeros((2, 2, 32), np.float32)), "v_codes are float32; needs uint8"),
         (lambda: zeros("vllm-nhd", 1.5, 4, 1, 64), "pages is 1.5"),
     ],

@@ -141,6 +141,43 @@ def test_other_faults_are_named(fault):
     assert clause in str(found) and clause in found._repr_html_()
 
 
+def test_sides_swapped_with_their_scales_or_without():
+    keys, values = drawn(7)
+    for k_scale, v_scale in ((0.01, 0.02), (0.02, 0.01)):  # the scales of the stored keys and values
+        cache = stored("vllm-hnd", values, keys, k_scale=k_scale, v_scale=v_scale)
+        found = fp4kit.identify_kv(cache.arrays, keys, values, SLOTS, k_scale=0.01, v_scale=0.02)
+        assert found.verdict.startswith("the pages fit vllm-hnd if K and V are swapped (")
+
+
+def test_a_negative_scale_is_no_explanation():
+    keys, values = drawn(7)
+    found = fp4kit.identify_kv(stored("vllm-hnd", keys, values).arrays, -keys, values, SLOTS)
+    assert found.verdict.startswith("no known layout fits")
+
+
+def test_views_with_permuted_axes():
+    keys, values = drawn(3)
+    pages = stored("vllm-hnd", keys, values).arrays[0]
+    for view in (pages, pages.transpose(0, 1, 3, 2, 4)):
+        assert fp4kit.identify_kv(view, keys, values, SLOTS).layouts == ("vllm-hnd",)
+
+
+def test_layouts_that_fit_about_equally_well():
+    """Values of nearly equal magnitudes have nearly equal scales; the better layout is named first."""
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((32, 2, 128)).astype(np.float32)
+    values = (rng.choice([-1, 1], keys.shape) * (1 + 0.03 * rng.standard_normal(keys.shape))).astype(np.float32)
+    scale, slots = float(np.abs(values).max() / 2688), np.arange(32)
+    cache = kv.KV_LAYOUTS["vllm-hnd-swizzled"].zeros(kv.PageShape(2, 16, 2, 128))
+    fp4kit.quantize_kv(cache, keys, values, slots, v_scale=scale)
+    found = fp4kit.identify_kv(cache.arrays, keys, values, slots, v_scale=scale)
+    assert found.verdict.startswith("the pages fit vllm-hnd-swizzled (")
+    assert found.verdict.endswith("; vllm-hnd cannot be excluded") and "the same" not in found.verdict
+    found = fp4kit.identify_kv(cache.arrays, keys, values, slots, v_scale=scale, layout="vllm-hnd")
+    assert " less well than vllm-hnd-swizzled (" in found.verdict
+    assert found.verdict.endswith("the scales of V are swizzled, not linear")
+
+
 def test_inverted_scale():
     keys, values = drawn(8)
     cache = stored("vllm-nhd", keys, values, k_scale=0.02, v_scale=0.02)
@@ -195,7 +232,7 @@ MISTAKES = {
     "slot": (dict(slots=SLOTS + 1000), "out of range"),
     "padding": (dict(slots=np.full(100, -1)), "all slots are negative"),
     "layout": (dict(layout="hnd"), "identify_kv: layout is 'hnd'; needs one of vllm-nhd"),
-    "scale": (dict(k_scale=-1), "k_scale is -1.0; needs a positive"),
+    "scale": (dict(k_scale=-1), "k_scale is -1; needs a positive"),
 }
 
 
@@ -208,5 +245,8 @@ def test_mistakes_are_named(mistake):
 
 
 def test_wrong_type():
+    for keys in (KEYS.astype(np.complex64), KEYS.astype("M8[s]")):
+        with pytest.raises(TypeError, match=r"identify_kv: keys (are|is) "):
+            fp4kit.identify_kv(PAGES, keys, VALUES, SLOTS)
     with pytest.raises(TypeError, match="identify_kv: arrays are float32; needs uint8"):
         fp4kit.identify_kv(PAGES.astype(np.float32), KEYS, VALUES, SLOTS)

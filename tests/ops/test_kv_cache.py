@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 
 import ml_dtypes
@@ -272,9 +273,21 @@ VALUE_ERRORS = {
     "slots": (dict(slots=[0]), "keys have shape (2, 2, 64); needs (1, 2, 64)"),
     "slot": (dict(slots=[0, 32]), "quantize_kv: slot 32 is out of range"),
     "twice": (dict(slots=[4, 4]), "quantize_kv: slot 4 occurs twice"),
-    "k_scale": (dict(k_scale=0), "quantize_kv: k_scale is 0.0; needs a positive float32 number"),
+    "k_scale": (dict(k_scale=0), "quantize_kv: k_scale is 0; needs a positive float32 number"),
     "v_scale": (dict(v_scale=float("nan")), "v_scale is nan"),
     "large": (dict(v_scale=1e60), "v_scale is 1e+60"),
+    "int": (dict(v_scale=10**400), "v_scale is 1000"),
+    "rows": (
+        dict(recipe=replace(fp4kit.recipe("nvfp4-vllm-kv"), tensor_scaling="row")),
+        "does not fit a KV cache",
+    ),
+    "4over6 without a tensor scale": (
+        dict(
+            recipe=replace(fp4kit.recipe("nvfp4-vllm-kv"), tensor_scaling="none", tensor_rule=None),
+            four_over_six=True,
+        ),
+        "only vLLM's store has 4over6",
+    ),
     "recipe": (dict(recipe="nvfp4-te"), "nvfp4-te does not fit a KV cache"),
     "format": (dict(recipe="mxfp4"), "mxfp4-ocp does not fit a KV cache"),
     "4over6": (
@@ -282,7 +295,7 @@ VALUE_ERRORS = {
         "four_over_six is True for nvfp4-flashinfer-kv; only vLLM's store has 4over6",
     ),
     "name": (dict(recipe="nvfp4-kv"), "quantize_kv: no recipe is called 'nvfp4-kv'"),
-    "no scale": (dict(recipe="mxfp4-sglang-kv", k_scale=2), "k_scale is 2.0; mxfp4-sglang-kv has no tensor scale"),
+    "no scale": (dict(recipe="mxfp4-sglang-kv", k_scale=2), "k_scale is 2; mxfp4-sglang-kv has no tensor scale"),
 }
 
 
