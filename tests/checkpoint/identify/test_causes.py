@@ -76,6 +76,17 @@ def test_random_damage_is_no_gptq(share: float) -> None:
     assert explain(replace(layer, codes=random.astype(np.uint8)), x).method is None
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_columns_rounded_otherwise_are_no_gptq(share: float) -> None:
+    """GPTQ leaves only a few columns as they were. Here the last columns have other codes, in every row."""
+    x = weight(columns=128)
+    layer = layer_of(quantize(x, "nvfp4-te"))
+    codes = layer.codes.copy()
+    last = codes[:, -int(share * codes.shape[1]) :]
+    last -= (last & 7 > 0).astype(np.uint8)
+    assert explain(replace(layer, codes=codes), x).method is None
+
+
 def test_stochastic_rounding_is_no_gptq() -> None:
     x = weight()
     q = quantize(x, "nvfp4-te", rounding="stochastic", seed=7)

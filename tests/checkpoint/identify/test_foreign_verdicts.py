@@ -20,7 +20,7 @@ F32 = "codes nearest to the quotient in float32)"
 BLOCKS, TENSOR = "FP8 per 128x128 block (amax / 448", "FP8 per tensor (amax / 448"
 ROWS = f"FP8 per row (amax / 448 rounded to bfloat16, {BF16}"
 AGREE = "(they agree on these layers)"
-MODELOPT = "nvfp4-modelopt, nvfp4-modelopt-static or nvfp4-modelopt-static-4over6 made"
+MODELOPT = "nvfp4-modelopt, nvfp4-modelopt-static, nvfp4-modelopt-static-4over6 or nvfp4-comfy-kitchen-static made"
 VERDICTS = {
     "modelopt--FP8_DEFAULT_CFG": f"{TENSOR}, {BF16} in 7 layers",
     "modelopt--FP8_PER_CHANNEL_PER_TOKEN_CFG": f"FP8 per row (amax / 448, {F32} in 7 layers",
