@@ -303,7 +303,10 @@ def _encode_rows(
     options: random numbers and a Hadamard transform, if any.
     """
     given = _given_scales(x, r, tensor, scales, options.hadamard)
-    for rows, columns in _encode(x, r, kernels, given, packed, None, options):
+    height = r.block_rows
+    for tile_rows, columns in _encode(x, r, kernels, given, packed, None, options):
+        # Whole blocks, because a tile may end within a block, whose amax some rules read.
+        rows = slice(tile_rows.start // height * height, -(-tile_rows.stop // height) * height)
         blocks = blocks_of(columns, r)
         part = tensor.columns(r).cut(rows, blocks)
         specification.encode_matrix(

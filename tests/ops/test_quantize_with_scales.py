@@ -164,6 +164,17 @@ def test_only_named_rules_read_the_encode_scale(name):
             assert (encode_tile(x, r, tensor._replace(encode=poison), x.dtype, scales, None) != expected).any()
 
 
+@pytest.mark.parametrize("name", ["mxfp8-mlx-cpu", "mxfp4-quark-floor", "mxfp4-auto-round", "mxfp4-sglang-kv"])
+def test_tall_blocks_whose_amax_is_read(name):
+    """Tiles of the CPU engine may end within a block of several rows, but the amax is that of the whole block."""
+    base = RECIPES[name]
+    r = replace(base, id="mine", block=(16, base.block_size))
+    x = np.ones((2048, 96), np.float32)
+    x[::16], x[5::16, 1] = np.inf, np.nan
+    q = fp4kit.quantize(x, r)
+    assert_same_bits(fp4kit.quantize(x, r, block_scale=q.block_scale).packed, q.packed)
+
+
 def test_the_encode_scale_of_a_stored_scale_that_no_amax_gives():
     """If no amax gives a stored tensor scale, the encode scale is its reciprocal.
 
