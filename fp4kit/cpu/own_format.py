@@ -94,8 +94,14 @@ def _scale_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 @lru_cache(64)
 def _with_unit_element(r: Recipe) -> Recipe:
-    """Return a copy of a recipe whose element format has only the values 0 and 1, so that the largest element is 1."""
-    return replace(r, element=Codebook((0.0, 1.0)), rounding="rn", sign="signbit", nan_code=None, narrow=False)
+    """Return a copy of a recipe whose element format has only the values 0 and 1, so that the largest element is 1.
+
+    Fields that do not change scale codes, but might not fit this format, get values that fit.
+    """
+    unit = Codebook((0.0, 1.0), name="Fp4kitUnit")
+    return replace(
+        r, element=unit, block=(1, 2), rounding="rn", sign="signbit", nan_code=None, nan_is_max=False, narrow=False
+    )
 
 
 def _values(f: ElementFormat, size: int) -> np.ndarray:

@@ -197,6 +197,7 @@ def error_budget(
     )
 
 
+@np.errstate(all="ignore")
 def _values(q: Quantized, s: LinearSettings) -> np.ndarray:
     """Return the values of a quantized matrix as a float64 NumPy array, with the quantized axis last.
 

@@ -18,6 +18,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.call import checks
 from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.display.panel import Panel
+from fp4kit.formats import Codebook
 from fp4kit.layouts import unpacked
 from fp4kit.ops.compare import on_host
 from fp4kit.ops.compare_values import Box
@@ -382,7 +383,8 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
     - candidates with another kind of tensor scale than q, or that cannot make its NaN (_can_make_scale)
     - Hadamard transforms, unless the length of the quantized axis is a multiple of 16
     - transforms after which x has other signs than q's codes; untransformed x with other signs likewise (_has_signs_of)
-    - stochastic rounding for integer elements, for 4over6, and for recipes whose random numbers are not bytes
+    - stochastic rounding for integer and Codebook elements, for 4over6, and for recipes whose random numbers are not
+      bytes
     """
     box = _box_at_start(q, PROBE)
     probe, part = box_of(q, box), x[box]
@@ -396,8 +398,8 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
             if not stochastic and not hadamard:
                 continue
             for r in fitting:
-                by_bytes = not (r.element.is_integer or r.four_over_six or r.stochastic in NOISE_STOCHASTICS)
-                if stochastic and not by_bytes:
+                is_float = not (r.element.is_integer or isinstance(r.element, Codebook))
+                if stochastic and (not is_float or r.four_over_six or r.stochastic in NOISE_STOCHASTICS):
                     continue
                 if _fits_probe(probe, part, r, hadamard, stochastic) and _fits_all(q, x, r, hadamard, stochastic):
                     yield Variation(name_of(r), hadamard, stochastic)
@@ -408,16 +410,18 @@ def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
 
     Every recipe keeps signs, so a cheap comparison rules out a wrong transform before anything is quantized. Elements
     that are zero in x or q are not compared. The signs of at most 1/1024 (NEXT_TO_TIES) of all elements may differ.
-    Return True if x holds NaN or infinity, because the signs of its transform then mean nothing.
+    Return True if x holds NaN or infinity, because the signs of its transform then mean nothing, and for element
+    formats without a sign bit.
 
     hadamard: the argument of quantize; False compares with x itself.
     """
-    if not np.isfinite(x).all():
+    sign = q.recipe.element.sign_bit
+    if not sign or not np.isfinite(x).all():
         return True
     values = np.ascontiguousarray(np.moveaxis(x, q.axis, -1))
     mask = SIGN_MASKS[hadamard]
     values = values if mask is None else hadamard_blocks(values, mask)
-    codes, sign = unpacked(q.packed, q.recipe.element.packing), q.recipe.element.sign_bit
+    codes = unpacked(q.packed, q.recipe.element.packing)
     counted = (codes & (sign - 1) != 0) & (values != 0)
     wrong = ((codes & sign != 0) != np.signbit(values)) & counted
     return bool(np.count_nonzero(wrong) <= NEXT_TO_TIES * wrong.size)

@@ -104,8 +104,9 @@ def quantize(
 
         With given scales, the code of an element depends only on the element and its scales: code = encode(x *
         factor(block_scale, tensor_scale)). If a scale is too small, the element saturates. If a scale is zero or NaN,
-        the recipe's rule decides. A negative E4M3 scale gives codes of the opposite sign. FlashInfer's rules are an
-        exception: they also check whether the block of x is all zeros.
+        the recipe's rule decides. A negative E4M3 scale gives codes of the opposite sign. There are exceptions:
+        FlashInfer's rules also check whether the block of x is all zeros, and the rules of MLX, Quark, auto-round,
+        SGLang, qwix, comfy-kitchen (MXFP8), Nunchaku and aiter also read the amax of the block.
 
     Exact:
         Equals the producer's bytes; recipe.exact names the exceptions.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from fp4kit.arguments import as_flag, as_index, as_shape
-from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.imports import check_unmasked, import_arrays
 from fp4kit.arrays.returns import TORCH, ArrayLibrary, library_of, numpy_dtype
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import check_layout
@@ -224,11 +224,13 @@ class Quantized:
     def _check_kind(self, name: str, array: Any, host: bool) -> None:
         """Raise TypeError unless `array`, the field `name`, is of packed's library: a NumPy array, or a CuPy array.
 
-        Raise ValueError if it is a CuPy array on another device than packed.
+        Raise TypeError for a masked array, and ValueError for a CuPy array on another device than packed.
 
         host: True if packed is a NumPy array.
         """
         kind, packed = type(array), self.packed
+        if isinstance(array, np.ma.MaskedArray):
+            check_unmasked(array, f"Quantized: {name}")
         if isinstance(array, np.ndarray) if host else kind is type(packed) and kind.__module__ == "cupy":
             if host or array is packed or array.data.device_id == packed.data.device_id:
                 return
@@ -553,5 +555,10 @@ def assembled(fields: dict[str, Any]) -> Quantized:
 
 
 def _spelled(array: Any) -> str:
-    """Return the dtype and shape of an array as text for an error message, such as "uint8 (2, 16)"; "None" for None."""
-    return "None" if array is None else f"{array.dtype} {tuple(array.shape)}"
+    """Return the dtype and shape of an array as text for an error message, such as "uint8 (2, 16)".
+
+    For None, return "None"; for another object that is no array, return its type.
+    """
+    if array is None or not hasattr(array, "dtype"):
+        return "None" if array is None else f"of type {type(array).__name__}"
+    return f"{array.dtype} {tuple(array.shape)}"

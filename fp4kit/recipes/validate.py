@@ -444,6 +444,9 @@ def _check_fake_rule(r: Any) -> None:
     if rule.unit > 1 and (not r.fake_only or rule.unit % r.block_size):
         needed = f"needs fake_only and a number of columns that divides {rule.unit}"
         _refuse(r, "block", f"fake_rule {r.fake_rule!r} {needed}; block is {r.block}, fake_only {r.fake_only}")
+    if r.fake_rule.startswith("microxcaling") and (r.amax_nan == "ignore" or r.element.emax > 15):
+        needed = "needs amax_nan 'propagate' or 'lanes', and an element format whose values are below 2^16"
+        _refuse(r, "fake_rule", f"{needed}; amax_nan is {r.amax_nan!r}, element {r.element}")
     _need_plain(r, f"fake_rule {r.fake_rule!r}", ("flush",))
 
 

@@ -20,6 +20,7 @@ from fp4kit.formats import (
     INT8,
     MX4,
     NF4,
+    ElementFormat,
 )
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import encode
@@ -93,3 +94,18 @@ def test_pieces_hold_every_float(scale):
         bits = keys.astype(np.int32)
         x = (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(np.float32)
         assert np.array_equal(table[np.searchsorted(used, keys, side="right")], specified(x))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        replace(fp4kit.custom_recipe("mine", E4M3, E4M3, 32), nan_is_max=True),
+        fp4kit.custom_recipe("mine", INT8, E4M3, 3),
+        fp4kit.custom_recipe("mine", E2M1, ElementFormat("Codebook", 4, 3, 7, specials="nan"), 32),
+    ],
+    ids=["nan_is_max", "odd blocks", "a scale format named Codebook"],
+)
+def test_fields_that_other_formats_do_not_fit(recipe):
+    """The engine makes tables from a copy of the recipe with another element format, which all recipes must allow."""
+    x = np.random.default_rng(0).standard_normal((2000, recipe.block_size)).astype(np.float32)
+    agree(fp4kit.dequantize, agree(fp4kit.quantize, x, recipe))

@@ -13,6 +13,7 @@ from exhaustive import by_default, exhaustive
 from inputs import NAMES, STOCHASTIC, ordinary
 
 import fp4kit
+from fp4kit.formats import E8M0, MX4, NF4
 from fp4kit.layouts import packed, unpacked
 from fp4kit.ops.identify import Variation, either
 from fp4kit.ops.identify_matches import Match
@@ -212,3 +213,11 @@ def test_tensor_scales_that_are_nan(recipe, options):
     q = fp4kit.quantize(x, recipe, **options)
     q = replace(q, tensor_scale=np.full_like(q.tensor_scale, np.nan), tensor_amax=None)
     assert fp4kit.identify(q, x).verdict
+
+
+def test_formats_without_a_sign_bit():
+    x = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+    for element, scale in ((NF4, "float32"), (MX4, E8M0)):
+        q = fp4kit.quantize(x, fp4kit.custom_recipe("mine", element, scale, 32))
+        assert fp4kit.identify(q, x).exact
+        assert "no recipe reproduces all bytes; nearest is" in fp4kit.identify(q, x * 3).verdict

@@ -238,3 +238,17 @@ def test_empty_arrays():
         q = fp4kit.quantize(np.zeros(shape, F32), "nvfp4-te")
         assert fp4kit.dequantize(replace(q, tensor_amax=None)).shape == shape
         assert q.bits_per_value == 0 and q.nbytes > 0  # the tensor scale remains
+
+
+def test_surplus_and_masked_parts():
+    codes, scales = np.zeros((2, 16), np.uint8), np.full((2, 1), 127, np.uint8)
+
+    def made(packed=codes, block_scale=scales, tensor_scale=None, tensor_amax=None):
+        return fp4kit.Quantized(packed, block_scale, tensor_scale, tensor_amax, (2, 32), "float32", -1, "mxfp4-ocp")
+
+    for fields, kind in (({"tensor_scale": 1.0}, "float"), ({"tensor_amax": [1.0]}, "list")):
+        with pytest.raises(ValueError, match=f"is of type {kind}; mxfp4-ocp of .* needs None"):
+            made(**fields)
+    for name, part in (("packed", codes), ("block_scale", scales)):
+        with pytest.raises(TypeError, match=f"Quantized: {name} is a masked array, whose mask would be ignored"):
+            made(**{name: np.ma.masked_array(part, True)})

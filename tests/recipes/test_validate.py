@@ -313,6 +313,18 @@ WRONG = {  # maps a case to the recipe, the replaced fields, the error, and its 
         "needs blocks of one row, with one scale each",
     ),
     "fake scale_max": ("nvfp4-modelopt-fake", {"scale_max": 256}, V, "uses 448 in its formula"),
+    "microxcaling NaN": (
+        "mxfp4-microxcaling-nearest",
+        {"amax_nan": "ignore"},
+        V,
+        "needs amax_nan 'propagate' or 'lanes'",
+    ),
+    "microxcaling float16": (
+        "mxfp4-microxcaling-nearest",
+        {"element": ElementFormat("E5M2X", 5, 2, 15)},
+        V,
+        "an element format whose values are below 2^16; amax_nan is 'propagate', element E5M2X",
+    ),
     "fake rounding": ("mxfp4-modelopt-fake", {"rounding": "rz"}, V, "rounding is 'rz'; fake_rule 'mx_modelopt' rounds"),
     "fake repacked": ("mxfp4-modelopt-fake", {"repacked": True}, V, "repacked is True; has no effect with fake_rule"),
     "repacked divisors": (
