@@ -52,6 +52,11 @@ def _only(*allowed: Any) -> EntryCheck:
     return check_value
 
 
+def _kv_scheme(value: Any, layers: _Layers) -> str:
+    """Return the reason to refuse ``kv_cache_scheme``, or "" to accept it: null, or an object, which is carried."""
+    return "" if value is None or isinstance(value, Mapping) else f"is {brief(value)}; needs null or an object"
+
+
 def brief(value: Any) -> str:
     """Return a value as JSON text for a message. If the text is longer than 60 characters, cut it and end with "...".
 
@@ -619,7 +624,7 @@ _COMMON: dict[str, _Entry] = {
     "producer": (CARRIED, _HISTORY, _any),
     "provider": (CARRIED, _HISTORY, _any),
     "version": (CARRIED, _HISTORY, _any),
-    "kv_cache_scheme": (CARRIED, _KV, _any),
+    "kv_cache_scheme": (CARRIED, _KV, _kv_scheme),
     "kv_cache_quant_algo": (CARRIED, _KV, _any),
     "ignore": (CARRIED, _LISTED, _listed),
     "exclude": (CARRIED, _LISTED, _listed),

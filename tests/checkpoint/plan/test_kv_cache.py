@@ -10,7 +10,7 @@ import oracle
 import pytest
 import synthetic
 
-from fp4kit.checkpoint import convert, make_plan
+from fp4kit.checkpoint import CheckpointError, convert, make_plan
 from fp4kit.checkpoint.verify.verify import verify
 
 ATTENTION = "model.layers.{}.self_attn."
@@ -102,3 +102,12 @@ def test_scales_that_no_engine_can_use(tmp_path: Path) -> None:
     found = {issue.subject: issue for issue in verify(tmp_path / "bad").issues if "KV cache" in issue.text}
     assert found[keys].severity == "error" and found[keys].text == negative
     assert found["model.layers.1.self_attn"].severity == "warning" and alone in found["model.layers.1.self_attn"].text
+
+
+def test_a_scheme_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    model = with_cache(tmp_path, "modelopt")
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = "fp8_e5m2"
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match='kv_cache_scheme is "fp8_e5m2"; needs null or an object'):
+        convert(model, tmp_path / "out", "nvfp4-modelopt", format="modelopt")
