@@ -109,5 +109,5 @@ def test_a_scheme_that_is_no_object_is_refused(tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     config["quantization_config"]["kv_cache_scheme"] = "fp8_e5m2"
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match='kv_cache_scheme is "fp8_e5m2"; needs null or an object'):
+    with pytest.raises(CheckpointError, match='kv_cache_scheme: is "fp8_e5m2"; needs null or an object'):
         convert(model, tmp_path / "out", "nvfp4-modelopt", format="modelopt")
