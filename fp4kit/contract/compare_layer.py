@@ -13,7 +13,7 @@ import numpy as np
 from fp4kit.contract import words
 from fp4kit.contract.making import Making, differing_bits, values_of
 from fp4kit.contract.result import Count, LayerParity
-from fp4kit.contract.sides import Weights
+from fp4kit.contract.sides import Weights, has_nan
 from fp4kit.contract.steps import Arithmetic, StepName, first_step
 from fp4kit.layouts import unpacked
 from fp4kit.ops.explain import Explanation, explain
@@ -134,7 +134,8 @@ def _explained(
     steps: tuple[tuple[StepName, int], ...] = ()
     if p is not None and q is not None and a.x is not None and b.x is not None:
         setting += _settings(a.label, p, b.label, q)
-        first = None if wrong else first_step((a.x, b.x), p, q, affected)
+        untraced = wrong or has_nan(p.amax) or has_nan(q.amax)  # quantize, which is traced, rejects NaN
+        first = None if untraced else first_step((a.x, b.x), p, q, affected)
         if first is not None:
             step, result, count, examined, at = first.step, first.name, first.elements, first.examined, first.place
             steps = first.steps
@@ -257,7 +258,7 @@ def _whose(one: Arithmetic) -> str:
 def _worked(sides: tuple[ComparedRows, ComparedRows], at: tuple[int, int], row: int) -> Explanation | None:
     """Compute one element step by step on both sides, and return the steps for display.
 
-    Return None if the recipe or the unquantized elements of a side are unknown.
+    Return None if the recipe or the unquantized elements of a side are unknown, or if a tensor amax is NaN.
 
     at: the row and column of the element in the compared rows.
     row: the row of the element in the layer, for the label of the steps.
@@ -265,7 +266,7 @@ def _worked(sides: tuple[ComparedRows, ComparedRows], at: tuple[int, int], row: 
     steps, names = [], []
     for one in sides:
         arithmetic = one.making.arithmetic
-        if arithmetic is None or one.x is None:
+        if arithmetic is None or one.x is None or has_nan(arithmetic.amax):
             return None
         steps.append(explain(one.x, arithmetic.recipe, at, tensor_amax=arithmetic.amax).steps[0])
         names.append(f"{one.label} {arithmetic.recipe.id}")

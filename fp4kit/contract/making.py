@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.contract.sides import Amax, Weights, made
+from fp4kit.contract.sides import Amax, Weights, faked, made
 from fp4kit.contract.steps import Arithmetic, StepName
 from fp4kit.contract.stored_order import orders
 from fp4kit.formats import bit_patterns
 from fp4kit.ops.dequantize import dequantize
-from fp4kit.ops.fake_quantize import fake_quantize
 from fp4kit.ops.identify import identify
 from fp4kit.ops.identify_amaxes import CandidateAmaxes
 from fp4kit.quantized.container import Quantized
@@ -133,12 +132,12 @@ def _gives(one: Arithmetic, x: np.ndarray, part: Weights) -> bool:
     """
     found = made(x, one.recipe, one.amax)
     if part.q is None or found.q is None:
-        return _same(values_of(found, part), values_of(part, found))
+        return same(values_of(found, part), values_of(part, found))
     pairs = [(getattr(found.q, name), getattr(part.q, name)) for name in ("packed", "block_scale", "tensor_scale")]
-    return all(a is b or (a is not None and b is not None and _same(a, b)) for a, b in pairs)
+    return all(a is b or (a is not None and b is not None and same(a, b)) for a, b in pairs)
 
 
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
+def same(a: np.ndarray, b: np.ndarray) -> bool:
     """Return whether two arrays are equal in shape and in every bit, except for the bits of NaN."""
     return np.shape(a) == np.shape(b) and not differing_bits(np.asarray(a), np.asarray(b)).any()
 
@@ -155,8 +154,8 @@ def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> M
     """
     for one in tried:
         if not one.recipe.fake_only and part.values is not None:
-            values = np.asarray(fake_quantize(x, one.recipe, tensor_amax=one.amax))
-            if _same(values.astype(np.float32), part.values.astype(np.float32)):
+            values = faked(x, one.recipe, one.amax)
+            if same(values.astype(np.float32), part.values.astype(np.float32)):
                 wrong = f"values are those of fake_quantize of {one.recipe.id}, which differ from its decoded codes"
                 return Making(one, "decode", wrong)
     return Making(None)

@@ -16,7 +16,7 @@ from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
 from fp4kit.contract.compare_layer import ComparedRows, compare_layer
 from fp4kit.contract.kv_layouts import compare_layouts
-from fp4kit.contract.making import Making, making_of, rows_of
+from fp4kit.contract.making import Making, making_of, rows_of, same
 from fp4kit.contract.products import products, why_no_products, with_products
 from fp4kit.contract.result import LayerParity, Parity
 from fp4kit.contract.schema import Contract
@@ -660,11 +660,8 @@ def _values(w: Weights) -> np.ndarray:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return True if a and b are arrays of equal shape and values, or both None; otherwise False.
-
-    NaN is unequal to NaN, unless a and b are the same object.
-    """
-    return a is b or (a is not None and b is not None and np.array_equal(a, b))
+    """Return True if a and b are arrays of equal shape and bits, or both None; otherwise False. NaN equals NaN."""
+    return a is b or (a is not None and b is not None and same(a, b))
 
 
 def _drawn(contracts: Sequence[Contract]) -> dict[str, np.ndarray]:

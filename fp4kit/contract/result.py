@@ -41,8 +41,8 @@ class LayerParity:
         element: one element that differs, with its values on both sides, as text.
         setting: the setting that differs, with advice on how to make the sides equal; "" if none is known to differ.
         worked: the steps by which each side computes this element. None if a side's recipe is unknown, if the order of
-            stored bytes is wrong, or if only products differ. Elements are shown after the Hadamard transform of their
-            side.
+            stored bytes is wrong, if a tensor amax is NaN, or if only products differ. Elements are shown after the
+            Hadamard transform of their side.
     """
 
     name: str

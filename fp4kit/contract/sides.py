@@ -22,7 +22,7 @@ from fp4kit.ops.quantize import quantize
 from fp4kit.ops.rotate import hadamard
 from fp4kit.ops.swizzle import unswizzle
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.slicing import on_host
+from fp4kit.quantized.slicing import box_of, on_host
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import as_stored
 from fp4kit.reference.hadamard import hadamard_blocks
@@ -301,12 +301,39 @@ def made(x: np.ndarray, recipe: Recipe, amax: Amax) -> Weights:
     If the recipe only fake-quantizes, return the fake-quantized values in Weights instead.
 
     x: the rows.
-    amax: the tensor amaxes: () for one, or one per row of x; None if the recipe needs none.
+    amax: the tensor amaxes: () for one, or one per row of x; None if the recipe needs none. They may be NaN.
     """
     if recipe.fake_only:
-        return Weights(None, np.asarray(fake_quantize(x, recipe, tensor_amax=amax)))
+        return Weights(None, faked(x, recipe, amax))
+    x, amax, added = _with_measured_nan(x, recipe, amax)
     q: Quantized = quantize(x, recipe, tensor_amax=amax)
-    return Weights(q, None)
+    return Weights(box_of(q, (slice(added, len(x)), slice(0, x.shape[1]))) if added else q, None)
+
+
+def faked(x: np.ndarray, recipe: Recipe, amax: Amax) -> np.ndarray:
+    """Return the values of fake_quantize for some rows of a matrix. The arguments are those of made()."""
+    x, amax, added = _with_measured_nan(x, recipe, amax)
+    return np.asarray(fake_quantize(x, recipe, tensor_amax=amax))[added:]
+
+
+def has_nan(amax: Amax) -> bool:
+    """Return whether a tensor amax, or one of several, is NaN. Return False for None."""
+    return amax is not None and bool(np.isnan(amax).any())
+
+
+def _with_measured_nan(x: np.ndarray, recipe: Recipe, amax: Amax) -> tuple[np.ndarray, Amax, int]:
+    """Return (x, amax, added) with which quantize computes what the given amax means, also if it is NaN.
+
+    quantize rejects a NaN amax, but measures one if x has NaN. So a NaN amax is replaced by None. If there is one amax
+    for the whole matrix, a block of NaN rows is put before x, because the given rows may have no NaN. ``added`` is the
+    number of these rows, which the caller removes from the result; otherwise 0.
+    """
+    if amax is None or not has_nan(amax):
+        return x, amax, 0
+    if amax.ndim:
+        return x, None, 0
+    rows = np.full((recipe.block_rows, x.shape[1]), np.nan, x.dtype)
+    return np.concatenate([rows, x]), None, len(rows)
 
 
 def largest(amaxes: Iterable[Amax]) -> Amax:

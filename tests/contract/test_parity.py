@@ -464,3 +464,22 @@ def test_every_part_of_a_recipe_is_named():
         found = parity(Contract(a), Contract(b), weights=None if text == fast else DOWN)
         layer = one(found)
         assert layer.step == step and text in layer.setting and text in found.contracts.differences[0], (a, b)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4-te", "nvfp4-compressed-tensors", "nvfp4-te-rowscaled", "nvfp4-fouroversix", "fp8-modelopt"]
+)
+def test_weights_with_nan(recipe):
+    w = RNG.standard_normal((64, 64), np.float32)
+    w[0, 0] = np.nan
+    q = {"w": fp4kit.quantize(w, recipe)}
+    for elements in (1 << 18, 64 * 7):
+        assert parity(q, Contract(recipe), weights={"w": w}, elements=elements).equal
+        assert parity({"w": w}, Contract(), weights={"w": w.copy()}, elements=elements).equal
+        layer = one(parity({"w": w}, Contract(recipe), weights={"w": w.copy()}, elements=elements))
+        assert layer.step == "quantization" and layer.setting.startswith("train does not quantize this layer")
+    layer = one(parity(Contract(recipe), Contract("mxfp4-ocp"), weights={"w": w}))
+    assert layer.step is not None and f"recipe {recipe} in train and mxfp4-ocp in rollout" in layer.setting
+    group = BASE.stating(weights=recipe, activations=None, unit=None)
+    both = {"m.gate_proj": w, "m.up_proj": np.ones((64, 64), np.float32)}
+    assert parity(group, group, weights=both, inputs={"m.up_proj": w}, kv={"k": w}).equal
