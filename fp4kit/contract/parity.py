@@ -74,8 +74,8 @@ def parity(
             them. They are also needed to name the steps behind differing bytes. If both sides are contracts, None
             stands for random weights.
         inputs: layer -> array (tokens, K), the inputs of layers, or a path to a file of them. None stands for random
-            inputs. They are quantized if both contracts state the recipe of activations. They are multiplied by the
-            weights if both contracts also state a matrix unit.
+            inputs. They are quantized if both contracts state the recipe of activations, except on a side that does
+            not quantize the layer. They are multiplied by the weights if both contracts also state a matrix unit.
         kv: name -> array (..., head_dim), keys or values, or a path to a file of them. None stands for random arrays.
             They are quantized if both contracts state the recipe of the KV cache. If the layouts of the pages differ
             too, arrays (tokens, heads, head_dim) are quantized by the trainer's recipe, written in the trainer's layout
@@ -532,7 +532,11 @@ class _Check:
             for side in self.sides
             if side.contract is not None and side.contract.input_scales == "static" and side.contract.activations
         ]
-        lacking = [side.label for side in static if any(name not in side.input_scales for name in tensors)]
+        lacking = [
+            side.label
+            for side in static
+            if any(name not in side.input_scales and self._input_recipe(side, "activations", name) for name in tensors)
+        ]
         found = [*self._by_setting("activations", "input", tensors)]
         if found and lacking:
             self.notes[f"stored input scales of {' and '.join(lacking)}; inputs are compared with their own amax"] = (
@@ -564,7 +568,8 @@ class _Check:
         """Quantize tensors on both sides, by the recipes in one setting of the contracts, and yield the comparisons.
 
         Yield nothing unless both sides have a contract that knows the setting, and at least one of the two states a
-        recipe. A side without a recipe leaves the tensors unquantized.
+        recipe. A side without a recipe leaves the tensors unquantized, and so does a side whose contract does not
+        quantize the layer of an input.
 
         setting: "activations" or "kv_cache", the setting of a Contract that states the recipe.
         kind: the kind of the results, as in LayerParity.
@@ -573,10 +578,10 @@ class _Check:
         contracts = [side.contract for side in self.sides]
         if any(one is None or setting in one.unknown for one in contracts):
             return
-        recipes = [getattr(one, setting) for one in contracts]
-        if recipes == [None, None]:
+        if not any(getattr(one, setting) for one in contracts):
             return
         for name, given in tensors.items():
+            recipes = [self._input_recipe(side, setting, name) for side in self.sides]
             x = array_of(f"{kind}: {name}", given)
             x = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
             rows = self._rows(x.shape, [r for r in recipes if r is not None])
@@ -585,6 +590,22 @@ class _Check:
             found = compare_layer(name, kind, (compared[0], compared[1]), rows, x.size)
             plain = [r is None for r in recipes]
             yield self._half_quantized(found, plain, recipes) if plain[0] != plain[1] and not found.equal else found
+
+    def _input_recipe(self, side: Side, setting: str, name: str) -> Recipe | None:
+        """Return the recipe by which a side quantizes an input, keys or values; None if it leaves them unquantized.
+
+        The caller's inputs are unquantized if the side's contract does not quantize their layer. Random inputs belong
+        to no layer.
+
+        side: the side, which must have a contract.
+        setting: "activations" or "kv_cache", the setting that states the recipe.
+        name: the name of the array. For inputs, it is the layer.
+        """
+        one = side.contract
+        assert one is not None
+        of_layer = setting == "activations" and bool(self.inputs) and "weights" not in one.unknown
+        found: Recipe | None = None if of_layer and one.recipe_of(name) is None else getattr(one, setting)
+        return found
 
     def _sampled(self, found: Sequence[LayerParity], count: int) -> str:
         """Return what was compared, such as "compared 18,432 of 18,432 elements in 3 layers".

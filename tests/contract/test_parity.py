@@ -483,3 +483,13 @@ def test_weights_with_nan(recipe):
     group = BASE.stating(weights=recipe, activations=None, unit=None)
     both = {"m.gate_proj": w, "m.up_proj": np.ones((64, 64), np.float32)}
     assert parity(group, group, weights=both, inputs={"m.up_proj": w}, kv={"k": w}).equal
+
+
+def test_inputs_of_excluded_layers():
+    x = {"m.down_proj": RNG.standard_normal((8, 384), np.float32)}
+    excluding = BASE.stating(excluded=("*.down_proj",), input_scales="static")
+    found = parity(excluding, excluding.stating(activations="nvfp4-compressed-tensors"), weights=DOWN, inputs=x)
+    assert found.equal and [layer.kind for layer in found.layers] == ["weight", "input", "kv cache"] and not found.notes
+    found = parity(BASE, excluding, weights=DOWN, inputs=x)
+    assert [(layer.kind, layer.step) for layer in found.differing] == [(k, "quantization") for k in ("weight", "input")]
+    assert found.differing[1].setting.startswith("rollout does not quantize this layer, and train does")
