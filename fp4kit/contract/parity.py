@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from math import lcm
 from pathlib import Path
+from string import ascii_letters, digits
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -171,7 +174,12 @@ class _Check:
             if not side.input_scales and side.stored is None:
                 side.input_scales = other.input_scales
         if source is None and all(side.stored is None and side.function is None for side in sides):
-            self.source = _drawn([one for one in contracts if one is not None])
+            known = [one for one in contracts if one is not None]
+            patterns = _patterns(known)
+            self.source = _drawn(known, patterns)
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in self.source):
+                    self.notes[f"layers of the pattern {pattern!r}, which no random layer matches"] = None
         elif source is None and any(side.makes for side in sides):
             label = next(side.label for side in sides if side.makes)
             raise ValueError(
@@ -685,19 +693,47 @@ def _equal(a: Any, b: Any) -> bool:
     return a is b or (a is not None and b is not None and same(a, b))
 
 
-def _drawn(contracts: Sequence[Contract]) -> dict[str, np.ndarray]:
+def _patterns(contracts: Sequence[Contract]) -> list[str]:
+    """Return the patterns of two contracts for which random layers are drawn, without duplicates.
+
+    These are the patterns of `patterns`, the exclusions that only one contract has, and the first exclusion of each.
+    """
+    found = [pattern for one in contracts for pattern, _ in one.patterns]
+    found += [pattern for one in contracts for pattern in one.excluded[:1]]
+    excluded = [{*one.excluded} for one in contracts]
+    return [*dict.fromkeys([*found, *sorted(excluded[0] ^ excluded[-1])])]
+
+
+def _name_of(pattern: str) -> str:
+    """Return the name of a random layer for a wildcard of fnmatch.
+
+    The name matches the pattern, unless the pattern has a set of characters, such as [z-a], that is empty or has
+    neither a letter nor a digit.
+    """
+
+    def character(found: re.Match[str]) -> str:
+        if found[0] == "*":
+            return "drawn"
+        return next((one for one in ascii_letters + digits if fnmatchcase(one, found[0])), "")
+
+    return re.sub(r"\*|\?|\[!?\]?[^]]*\]", character, pattern)
+
+
+def _drawn(contracts: Sequence[Contract], patterns: Sequence[str]) -> dict[str, np.ndarray]:
     """Return random weights (128, 512) with which to compare two contracts: {layer: array}, equal in every run.
 
-    The bfloat16 layers are "drawn.linear" and, for each contract, one layer per pattern of `patterns`, one for its
-    first exclusion, and one per leaf name of shared_amax. The magnitudes of layers differ, so that sharing an amax
-    matters. In each layer, one row is zero, and one holds multiples of 0.25.
+    The bfloat16 layers are "drawn.linear", one layer per leaf name of shared_amax in each contract, and one per given
+    pattern that _name_of can match. The magnitudes of layers differ, so that sharing an amax matters. In each layer,
+    one row is zero, and one holds multiples of 0.25.
 
     The float32 layer "drawn.edges" has block amaxes next to the midpoints at which scales round.
+
+    contracts: the contracts.
+    patterns: wildcards that a layer is drawn for, as returned by _patterns.
     """
     leaves = [leaf for one in contracts for group in one.shared_amax for leaf in group]
-    patterns = [pattern.replace("*", "drawn") for one in contracts for pattern, _ in one.patterns]
-    patterns += [pattern.replace("*", "drawn") for one in contracts for pattern in one.excluded[:1]]
-    names = dict.fromkeys(["drawn.linear", *(f"drawn.{leaf}" for leaf in leaves), *patterns])
+    matching = [name for pattern in patterns if fnmatchcase(name := _name_of(pattern), pattern)]
+    names = dict.fromkeys(["drawn.linear", *(f"drawn.{leaf}" for leaf in leaves), *matching])
     rng = np.random.default_rng(0)
     found = {}
     for i, name in enumerate(names):

@@ -493,3 +493,14 @@ def test_inputs_of_excluded_layers():
     found = parity(BASE, excluding, weights=DOWN, inputs=x)
     assert [(layer.kind, layer.step) for layer in found.differing] == [(k, "quantization") for k in ("weight", "input")]
     assert found.differing[1].setting.startswith("rollout does not quantize this layer, and train does")
+
+
+def test_random_layers_match_every_pattern():
+    later = Contract("nvfp4-te", excluded=("a_proj", "lm_head", "x?y")), Contract("nvfp4-te", excluded=("a_proj", "z*"))
+    found = parity(*later)
+    assert [layer.name for layer in found.differing] == ["lm_head", "xay", "zdrawn"] and not found.missing
+    for pattern, name in (("*.layers.[0-3].*", "drawn.layers.0.drawn"), ("l.[!a-z]?[]x]", "l.Aax"), ("a[0", "a[0")):
+        sides = [Contract(patterns=[(pattern, r)]) for r in ("nvfp4-te", "mxfp4-ocp")]
+        assert [layer.name for layer in parity(*sides).differing] == [name]
+    found = parity(Contract(excluded=("[z-a]",)), Contract())
+    assert "layers of the pattern '[z-a]', which no random layer matches" in found.notes and len(found.layers) == 2
