@@ -101,7 +101,10 @@ def parity(
             - Weights are missing or not floats.
             - The sides have no layer in common, or the shapes of a layer differ.
             - `elements` or `layers` is below 1, or `seconds` is negative or NaN.
-            - A contract that must determine codes alone searches block scales.
+            - A tensor holds complex numbers or numbers of more than 64 bits.
+            - A matrix, an input or an array of `kv` has no elements, or a contract must quantize an array of more than
+              two axes.
+            - A contract that must determine codes alone searches block scales, or its recipe of weights is unknown.
         CheckpointError: a path cannot be read.
 
     Numerics:
@@ -253,7 +256,10 @@ class _Check:
         return x
 
     def _layer(self, name: str) -> LayerParity:
-        """Compare one layer of both sides, and return a LayerParity. Raise ValueError if the sides' shapes differ.
+        """Compare one layer of both sides, and return a LayerParity.
+
+        Raise ValueError if the sides' shapes differ, if the layer is a matrix without elements, or if it is no matrix,
+        but a contract must quantize it.
 
         Matrix products are compared too if both contracts say how they are computed. Tensors that are not matrices are
         compared as values, without products.
@@ -265,7 +271,14 @@ class _Check:
             raise ValueError(f"{OP}: {name} has the shapes {' and '.join(map(str, sorted(shapes)))}; needs one shape")
         (shape,) = shapes
         if len(shape) != 2 or any(w is not None and w.q is None and w.values is None for w in wholes):
+            alone = next((side.label for side, w in zip(self.sides, wholes, strict=True) if w is None), None)
+            if alone is not None:
+                raise ValueError(
+                    f"{OP}: {name} has the shape {shape}; needs a matrix, because {alone} has only a contract"
+                )
             return self._tensor(name, [w for w in wholes if w is not None])
+        if 0 in shape:
+            raise ValueError(f"{OP}: {name} has the shape {shape}; needs at least one element")
         recipes = [side.recipe_of(name, None if w is None else w.q) for side, w in zip(self.sides, wholes, strict=True)]
         rows = self._rows(shape, [r for r in recipes if r is not None])
         part = None if x is None else np.ascontiguousarray(x[rows])
@@ -515,11 +528,10 @@ class _Check:
         If the caller gave inputs for this layer, these are returned, with all axes but the last merged. Otherwise, 64
         rows of normally distributed numbers in bfloat16 are returned, which are equal in every call.
 
-        Raise ValueError if the caller's inputs are not floats of `columns` columns.
+        Raise ValueError if the caller's inputs are not floats of `columns` columns, or if there are none.
         """
         if self.inputs is not None and name in self.inputs:
-            x = array_of(f"inputs: {name}", self.inputs[name])
-            x = x.reshape(-1, x.shape[-1])
+            x = _matrix(f"inputs: {name}", self.inputs[name])
             if x.shape[1] != columns or x.dtype not in FLOATS:
                 raise ValueError(f"{OP}: inputs: {name} is {x.dtype} {x.shape}; needs floats of {columns} columns")
             return x
@@ -590,8 +602,7 @@ class _Check:
             return
         for name, given in tensors.items():
             recipes = [self._input_recipe(side, setting, name) for side in self.sides]
-            x = array_of(f"{kind}: {name}", given)
-            x = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
+            x = np.ascontiguousarray(_matrix(f"{kind}: {name}", given))
             rows = self._rows(x.shape, [r for r in recipes if r is not None])
             sides = self.sides if kind == "input" else [Side(side.label) for side in self.sides]
             compared = [_quantized(side, name, x, rows, r) for side, r in zip(sides, recipes, strict=True)]
@@ -626,6 +637,19 @@ class _Check:
         layers = f"{len(found):,} of {count:,} layers" if len(found) < count else f"{count:,} layer{'s' * (count != 1)}"
         elements, total = sum(one.elements for one in found), sum(one.total for one in found)
         return f"compared {elements:,} of {total:,} elements in {layers}"
+
+
+def _matrix(what: str, given: Any) -> np.ndarray:
+    """Return an array of any library as a NumPy matrix, with all axes but the last merged.
+
+    Raise TypeError if it is not an array. Raise ValueError if it has no axis or no element.
+
+    what: the name of the array, for the message.
+    """
+    x = array_of(what, given)
+    if not x.ndim or not x.size:
+        raise ValueError(f"{OP}: {what} has the shape {x.shape}; needs at least one axis and one element")
+    return x.reshape(-1, x.shape[-1])
 
 
 def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe | None) -> ComparedRows:

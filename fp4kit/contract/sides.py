@@ -173,15 +173,19 @@ class Side:
         return np.asarray(np.minimum(likely, FLT_MAX))
 
     def check(self) -> None:
-        """Raise ValueError if the side has only a contract, and this contract searches block scales.
+        """Raise ValueError if the side has only a contract, and this contract does not determine codes alone.
 
-        A search is not described well enough by a contract to compute the codes.
+        This is so if the contract searches block scales, because a contract does not describe the search well enough,
+        and if its recipe of weights is unknown.
         """
         contract = self.contract
-        if contract is not None and contract.scale_search is not None and self.makes and self.function is None:
+        if contract is None or not self.makes or self.function is not None:
+            return
+        why = f"searches block scales ({contract.scale_search})" if contract.scale_search is not None else ""
+        why = "does not know the recipe of weights" if "weights" in contract.unknown else why
+        if why:
             raise ValueError(
-                f"{OP}: {self.label}: the contract searches block scales ({contract.scale_search}), so it does not"
-                " determine codes alone; give the checkpoint"
+                f"{OP}: {self.label}: the contract {why}, so it does not determine codes alone; give the checkpoint"
             )
 
 
@@ -242,8 +246,11 @@ def source_of(name: str, given: Any) -> Mapping[str, Any] | None:
 def by_layer(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return tensors under the names of their layers: the ending ".weight" is removed from every name that has it.
 
-    Return `tensors` itself if no name has this ending.
+    Return `tensors` itself if no name has this ending. Raise TypeError if a name is not a string.
     """
+    wrong = next((name for name in tensors if not isinstance(name, str)), None)
+    if wrong is not None:
+        raise TypeError(f"{OP}: a tensor has the name {wrong!r:.60}; needs a string, the name of a layer")
     if not any(name.endswith(_WEIGHT) for name in tensors):
         return tensors
     return {name.removesuffix(_WEIGHT): tensors[name] for name in tensors}
@@ -268,7 +275,8 @@ def as_weights(what: str, given: Any) -> Weights:
 def array_of(what: str, given: Any) -> np.ndarray:
     """Return an array of NumPy, CuPy, PyTorch or JAX as a NumPy array in host memory, with its dtype and shape.
 
-    Raise TypeError for anything else, also for None, a list and a number.
+    Raise TypeError for anything else, also for None, a list and a number. Raise ValueError if the elements are not real
+    numbers of at most 64 bits.
 
     what: the name of the argument, for the message.
     """
@@ -276,6 +284,8 @@ def array_of(what: str, given: Any) -> np.ndarray:
         raise TypeError(f"{OP}: {what} is a {type(given).__name__}; needs an array or a Quantized")
     (array,) = import_arrays(OP, tensor=given)
     found: np.ndarray = to_host(array)
+    if found.dtype.kind not in "biufV" or found.dtype.itemsize > 8:
+        raise ValueError(f"{OP}: {what} is {found.dtype}; needs real numbers of at most 64 bits")
     return found
 
 

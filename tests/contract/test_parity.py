@@ -504,3 +504,31 @@ def test_random_layers_match_every_pattern():
         assert [layer.name for layer in parity(*sides).differing] == [name]
     found = parity(Contract(excluded=("[z-a]",)), Contract())
     assert "layers of the pattern '[z-a]', which no random layer matches" in found.notes and len(found.layers) == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda one: parity(BASE, BASE, weights={"c": one((2, 2, 4, 64))}), ValueError, r"c has the shape \(2, 2, 4, "),
+        (lambda one: parity(BASE, BASE, weights={"c": one((0, 64))}), ValueError, r"c has the shape \(0, 64\); needs"),
+        (lambda one: parity({"x": one((0, 4))}, {"x": one((0, 4))}), ValueError, r"x has the shape \(0, 4\); needs"),
+        (lambda one: parity(BASE, BASE, inputs={"c": one((0, 64))}), ValueError, r"input: c has the shape \(0, 64\)"),
+        (lambda one: parity(BASE, BASE, weights={"c": one((2, 64))}, inputs={"c": one(())}), ValueError, "inputs: c h"),
+        (lambda one: parity(BASE, BASE, kv={"k": one((0, 2, 64))}), ValueError, r"kv cache: k has the shape \(0, 2, "),
+        (lambda one: parity(BASE, BASE, kv={"k": one(())}), ValueError, r"kv cache: k has the shape \(\); needs"),
+        (
+            lambda one: parity({"x": one(3) * 1j}, {"x": one(3)}),
+            ValueError,
+            "train: x is complex64; needs real numbers",
+        ),
+        (lambda one: parity({1: one(3)}, {1: one(3)}), TypeError, "a tensor has the name 1; needs a string"),
+        (
+            lambda one: parity(BASE, Contract(unknown=("weights",))),
+            ValueError,
+            "rollout: the contract does not know the",
+        ),
+    ],
+)
+def test_errors_name_the_layer_or_the_side(call, error, message):
+    with pytest.raises(error, match=f"parity: {message}"):
+        call(lambda shape: np.ones(shape, np.float32))
