@@ -30,12 +30,14 @@ class ComparedRows(NamedTuple):
     making: how the side made these rows: recipe, tensor amax and order of the bytes, as far as known.
     x: the same rows of the unquantized weight, after the side's Hadamard transform if the side quantizes the layer;
         None if the weight is unknown.
+    container: the container whose loaders decode the codes; None if the side's contract names none.
     """
 
     label: str
     part: Weights
     making: Making
     x: np.ndarray | None = None
+    container: str | None = None
 
 
 def compare_layer(
@@ -133,7 +135,7 @@ def _explained(
     at, step, result, count, examined = _first(affected), None, "", 0, 0
     steps: tuple[tuple[StepName, int], ...] = ()
     if p is not None and q is not None and a.x is not None and b.x is not None:
-        setting += _settings(a.label, p, b.label, q)
+        setting += _settings((a.label, b.label), (p, q), (a.container, b.container))
         untraced = wrong or has_nan(p.amax) or has_nan(q.amax)  # quantize, which is traced, rejects NaN
         first = None if untraced else first_step((a.x, b.x), p, q, affected)
         if first is not None:
@@ -192,32 +194,52 @@ def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
     return "code" if found.codes[0] else "decode"
 
 
-def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[str]:
-    """Return one text per setting in which two sides differ: recipe, Hadamard transform and tensor amax.
+def _settings(
+    labels: tuple[str, str], sides: tuple[Arithmetic, Arithmetic], containers: tuple[str | None, str | None]
+) -> list[str]:
+    """Return one text per setting in which two sides differ: recipe or container, Hadamard transform and tensor amax.
 
-    Each text ends with advice on how to make the sides equal. Tensor amaxes are compared only if both are known and the
-    transforms are equal. Return [] if nothing differs.
+    Each text ends with advice on how to make the sides equal, if it is known. Return [] if nothing differs.
 
     Args:
-        label_a, label_b: the names of the sides, for the texts.
-        a, b: the arithmetic of each side.
+        labels: the names of the sides, for the texts.
+        sides: the arithmetic of each side.
+        containers: the container of each side; None if it is unknown.
     """
-    texts = []
+    (a, b), texts = sides, []
     if a.recipe != b.recipe:
         what = ", ".join(words.recipe_difference(a.recipe, b.recipe))
-        texts.append(
-            f"recipe {a.recipe.id} in {label_a} and {b.recipe.id} in {label_b} ({what}); use one recipe on both sides"
-        )
+        setting, values = "recipe", (a.recipe.id, b.recipe.id)
+        if a.recipe.id == b.recipe.id and containers[0] != containers[1] and words.only_decoding(a.recipe, b.recipe):
+            setting, values = "container", (containers[0] or "none", containers[1] or "none")
+        both = f"{values[0]} in {labels[0]} and {values[1]} in {labels[1]}"
+        texts.append(f"{setting} {both} ({what}); use one {setting} on both sides")
     if a.transform != b.transform:
         one, other = _shown_transforms(a.transform or "none", b.transform or "none")
-        texts.append(f"hadamard is {one} in {label_a} and {other} in {label_b}; use one on both sides")
-    same = (a.transform != b.transform or a.amax is None or b.amax is None) or (
-        np.shape(a.amax) == np.shape(b.amax) and not differing_bits(a.amax, b.amax).any()
-    )
-    if not same:
-        uses = [f"{label} uses {_amax_text(one)}{_whose(one)}" for label, one in ((label_a, a), (label_b, b))]
-        texts.append(f"tensor amax: {' and '.join(uses)}; let the same layers share an amax (shared_amax)")
-    return texts
+        texts.append(f"hadamard is {one} in {labels[0]} and {other} in {labels[1]}; use one on both sides")
+    return texts + _amax_settings(labels, a, b)
+
+
+def _amax_settings(labels: tuple[str, str], a: Arithmetic, b: Arithmetic) -> list[str]:
+    """Return a list with one text that says which tensor amax each side uses; [] if the amaxes do not differ.
+
+    The amaxes are compared only if both are known and both recipes have one tensor scale per tensor, or both have one
+    per row. If the transforms differ, the amaxes may differ for this reason alone. The text is then returned only if
+    the sides also differ in the layers that share the amax.
+
+    labels: the names of the sides, for the text.
+    a, b: the arithmetic of each side.
+    """
+    if a.amax is None or b.amax is None or a.recipe.tensor_scaling != b.recipe.tensor_scaling:
+        return []
+    other_group = bool(a.layers and b.layers and a.layers != b.layers)
+    equal = np.shape(a.amax) == np.shape(b.amax) and not differing_bits(a.amax, b.amax).any()
+    if equal or (a.transform != b.transform and not other_group):
+        return []
+    uses = [f"{label} uses {_amax_text(one)}{_whose(one)}" for label, one in zip(labels, (a, b), strict=True)]
+    advice = "; let the same layers share an amax (shared_amax)" if other_group else ""
+    advice = "; use the same input scales on both sides (input_scales)" if a.static or b.static else advice
+    return [f"tensor amax: {' and '.join(uses)}{advice}"]
 
 
 def _shown_transforms(a: str, b: str) -> tuple[str, str]:
@@ -248,8 +270,11 @@ def _whose(one: Arithmetic) -> str:
 
     - ", the largest of a, b" if layers a and b share the amax.
     - ", its own" if the amax is that of the layer alone.
+    - ", which its stored input scale gives" if the amax follows from a static input scale.
     - ", which its tensor scale implies" if the amax was derived from the stored tensor scale.
     """
+    if one.static:
+        return ", which its stored input scale gives"
     if len(one.layers) > 1:
         return f", the largest of {', '.join(one.layers)}"
     return ", its own" if one.layers else ", which its tensor scale implies"

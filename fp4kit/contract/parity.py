@@ -20,7 +20,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.contract.compare_layer import ComparedRows, compare_layer
 from fp4kit.contract.kv_layouts import compare_layouts
 from fp4kit.contract.making import Making, making_of, rows_of, same
-from fp4kit.contract.products import products, why_no_products, with_products
+from fp4kit.contract.products import INPUTS_DIFFER, products, why_no_products, with_products
 from fp4kit.contract.result import LayerParity, Parity
 from fp4kit.contract.schema import Contract
 from fp4kit.contract.sides import OP, Side, Weights, amax_of, array_of, largest, made, side_of, source_of
@@ -376,12 +376,13 @@ class _Check:
             recipes: the recipe of the layer on each side; None if it is unknown.
         """
         side, recipe = self.sides[i], recipes[i]
+        container = None if side.contract is None else side.contract.container
         if whole is None:
             assert x is not None
             if recipe is None:
                 return ComparedRows(side.label, Weights(None, x), Making(None), x)
             one = self._arithmetic(side, name, recipe, self._group(side, name), rows)
-            return ComparedRows(side.label, made(x, one.recipe, one.amax), Making(one), x)
+            return ComparedRows(side.label, made(x, one.recipe, one.amax), Making(one), x, container)
         if whole.q is not None:
             whole = Weights(replace(whole.q, recipe=side.decoding(whole.q.recipe)), None)
         part = rows_of(whole, rows)
@@ -394,7 +395,7 @@ class _Check:
             for group in dict.fromkeys((groups[0], (name,), groups[1])):
                 yield self._arithmetic(side, name, r, group, rows)
 
-        return ComparedRows(side.label, part, making_of(whole, x, rows, likely, candidates), x)
+        return ComparedRows(side.label, part, making_of(whole, x, rows, likely, candidates), x, container)
 
     def _order_without_source(self, i: int, name: str, whole: Weights) -> Making:
         """Find out in which wrong order the rollout stores the trainer's bytes, and return a Making that names it.
@@ -507,7 +508,29 @@ class _Check:
                 self.notes[f"products: {one.label}: {error}"] = None
                 return found
         labels = self.sides[0].label, self.sides[1].label
-        return with_products(found, results[0], results[1], self._units(contracts) or _operands(compared), labels)
+        settings = [self._units(contracts), _operands(compared)]
+        if self._quantizes_inputs(0, name, inputs, recipes[0]) != self._quantizes_inputs(1, name, inputs, recipes[1]):
+            settings.append(INPUTS_DIFFER)
+        return with_products(found, results[0], results[1], "; ".join(filter(None, settings)), labels)
+
+    def _quantizes_inputs(self, i: int, name: str, x: np.ndarray, recipe: Recipe | None) -> tuple[Any, ...]:
+        """Return what side i quantizes the inputs of a layer with: (recipe, static amax, transform).
+
+        Return () if the side does not quantize the layer. Without a recipe of activations, the recipe is None. The
+        static amax is None if the amax is measured. The side must have a contract.
+
+        i: the number of the side, 0 for the trainer and 1 for the rollout.
+        name: the layer.
+        x: the inputs.
+        recipe: the side's recipe of the weight; None if it is unquantized.
+        """
+        side = self.sides[i]
+        assert side.contract is not None
+        activations = side.contract.activations
+        if recipe is None:
+            return ()
+        amax = None if activations is None else side.input_amax(name, activations, x.dtype)
+        return activations, None if amax is None else float(amax), side.transform
 
     def _units(self, contracts: Sequence[Contract | None]) -> str:
         """Return text that names the matrix units of both sides and advises to use one, if the units differ.
@@ -671,7 +694,8 @@ def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe
     x = side.transformed(x)
     static = side.input_amax(name, r, x.dtype)
     amax = amax_of(x, r) if static is None else static
-    one = Arithmetic(r, amax if amax is None or not amax.ndim else amax[rows], (name,), side.transform)
+    rows_of_amax = amax if amax is None or not amax.ndim else amax[rows]
+    one = Arithmetic(r, rows_of_amax, (name,) if static is None else (), side.transform, static is not None)
     part = np.ascontiguousarray(x[rows])
     return ComparedRows(side.label, made(part, r, one.amax), Making(one), part)
 

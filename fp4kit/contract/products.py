@@ -17,6 +17,7 @@ from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.matmul import matmul
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+INPUTS_DIFFER = "the inputs are quantized differently; see the inputs"
 
 
 def why_no_products(contract: Contract | None) -> str:
@@ -74,8 +75,7 @@ def with_products(
 
     found: the result so far; it is not changed.
     a, b: the products of both sides.
-    setting: text that says how matrix units or operands differ; "" if they do not differ. The copy then has a text that
-        refers to the quantization of inputs.
+    setting: text that says how matrix units, operands or inputs differ. If it is "", the copy has INPUTS_DIFFER.
     labels: the names of the two sides, for the text.
     """
     differs = differing_bits(a, b)
@@ -92,5 +92,5 @@ def with_products(
         count=int(differs.sum()),
         examined=int(differs.sum()),
         element=f"product of token {at[0]} and row {at[1]}: {values}",
-        setting=setting or "the inputs are quantized differently; see the inputs",
+        setting=setting or INPUTS_DIFFER,
     )

@@ -75,12 +75,14 @@ class Arithmetic(NamedTuple):
     layers: the layers that share ``amax``, which is the largest of their amaxes; () if it was derived from stored
         scales.
     transform: the Hadamard transform that the elements went through before, in words; "" for none.
+    static: True if the amax follows from a stored input scale.
     """
 
     recipe: Recipe
     amax: Amax
     layers: tuple[str, ...] = ()
     transform: str = ""
+    static: bool = False
 
 
 class FirstStep(NamedTuple):

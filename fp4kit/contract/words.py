@@ -87,6 +87,12 @@ def _are_variants(a: Any, b: Any) -> bool:
     return isinstance(a[1], Recipe) and isinstance(b[1], Recipe) and a[1].id == b[1].id
 
 
+def only_decoding(a: Recipe, b: Recipe) -> bool:
+    """Return whether all fields that determine bits are equal in two recipes, except those about decoding."""
+    names = {one.name for one in fields(a) if getattr(a, one.name) != getattr(b, one.name)}
+    return names <= {*_PROSE, *_ONLY_DECODING}
+
+
 def recipe_difference(a: Recipe, b: Recipe) -> list[str]:
     """Return texts that say how two recipes differ, for a message.
 
@@ -101,10 +107,9 @@ def recipe_difference(a: Recipe, b: Recipe) -> list[str]:
         for one in fields(a)
         if one.name not in _PROSE and getattr(a, one.name) != getattr(b, one.name)
     ]
-    names = {one.name for one in fields(a) if one.name not in _PROSE and getattr(a, one.name) != getattr(b, one.name)}
     if not found:
         found = ["equal arithmetic under two names"]
-    elif names <= _ONLY_DECODING and not a.fake_only:
+    elif only_decoding(a, b) and not a.fake_only:
         found.append("so codes and scales are equal, and values may differ")
     if a.producer == b.producer and a.versions != b.versions and a.versions and b.versions:
         found.append(f"versions {a.versions} and {b.versions}")

@@ -179,7 +179,11 @@ def test_another_recipe_of_activations():
     assert any("products: rollout: " in text for text in found.notes)
     found = parity(BASE, BASE.stating(activations=None), weights=W)
     assert [layer.step for layer in found.differing] == ["product"] * 3 + ["quantization"]
-    assert found.differing[0].setting == "the inputs are quantized differently; see the inputs"
+    text = "the inputs are quantized differently; see the inputs"
+    assert found.differing[0].setting == text
+    found = parity(BASE, BASE.stating(activations="nvfp4-te-4over6-mse-256", unit="float64"), weights=W)
+    units = "unit sm100 in train and float64 in rollout; use one unit on both sides"
+    assert found.differing[0].setting == f"{units}; {text}"
 
 
 def test_another_kv_recipe_and_layout():
@@ -532,3 +536,20 @@ def test_random_layers_match_every_pattern():
 def test_errors_name_the_layer_or_the_side(call, error, message):
     with pytest.raises(error, match=f"parity: {message}"):
         call(lambda shape: np.ones(shape, np.float32))
+
+
+def test_settings_are_named_only_if_they_are_the_reason():
+    own = fp4kit.amax(W["m.down_proj.weight"])
+    layer = one(parity(Contract("nvfp4-te"), Contract("nvfp4-te-rowscaled"), weights=DOWN))
+    assert "tensor scale per tensor and row" in layer.setting and "tensor amax:" not in layer.setting
+    q = {name: fp4kit.quantize(w, "nvfp4-te", tensor_amax=9) for name, w in DOWN.items()}
+    layer = one(parity(Contract("nvfp4-te"), q, weights=DOWN))
+    uses = f"tensor amax: train uses {own}, its own and rollout uses 9.0, which its tensor scale implies"
+    assert layer.setting == uses
+
+    found = parity(BASE.stating(hadamard=16, unit=None), BASE.stating(shared_amax=(), unit=None), weights=W)
+    texts = found.differing[0].setting.split("; ")
+    assert texts[0].startswith("hadamard is 16") and texts[-1] == "let the same layers share an amax (shared_amax)"
+    layer = one(parity(Contract("nvfp4-te"), Contract("nvfp4-te", container="modelopt NVFP4"), weights=W))
+    assert layer.step == "decode" and layer.setting.startswith("container none in train and modelopt NVFP4 in rollout")
+    assert layer.setting.endswith("; use one container on both sides")

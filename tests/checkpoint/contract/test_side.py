@@ -61,6 +61,7 @@ def test_stored_input_scales_are_applied(models, tmp_path, container, recipe):
     found = fp4kit.parity(dynamic, served, weights=models / "source", inputs=x)
     (inputs,) = (one for one in found.layers if one.kind == "input")
     assert inputs.step == "amax" and inputs.count
+    assert ", its own and rollout uses 8.0, which its stored input scale gives; use the same in" in inputs.setting
     assert [one.step for one in found.layers if one.name == layer and one.kind == "weight"] == ["product"]
     name = "input_scale" if container == "modelopt" else "input_global_scale"
     q = fp4kit.quantize_static(x[layer], activations, **{name: np.float32(scale)})
