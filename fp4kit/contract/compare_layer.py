@@ -60,7 +60,7 @@ def compare_layer(
         total: the number of elements of the layer.
     """
     a, b = sides
-    codes, scales, tensor_scales, affected = _differences(a.part, b.part)
+    codes, scales, tensor_scales, affected, other_scales = _differences(a.part, b.part)
     value_a, value_b = values_of(a.part, b.part), values_of(b.part, a.part)
     values = differing_bits(value_a, value_b)
     counts: dict[str, Any] = {
@@ -74,24 +74,25 @@ def compare_layer(
         return found
     affected |= values
     affected = affected if affected.any() else np.ones_like(affected)
-    return _explained(found, sides, rows, affected, (value_a, value_b))
+    return _explained(found, sides, rows, (affected, other_scales), (value_a, value_b))
 
 
-def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarray]:
-    """Return (count of codes, count of block scales, count of tensor scales, mask of affected elements).
+def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarray, np.ndarray]:
+    """Return the counts of codes, block scales and tensor scales, then two masks: affected elements, other scales.
 
     A count is (number that differ, number compared). It is (0, 0) if a side lacks these codes or scales, or if the
-    sides have them in different formats or shapes. The mask is bool in the shape of the rows. It is True for elements
-    whose code or block scale is counted as different; a tensor scale that differs does not change the mask.
+    sides have them in different formats or shapes. The masks are bool in the shape of the rows. The first is True for
+    elements whose code or block scale is counted as different, the second only for those whose block scale is. A tensor
+    scale that differs does not change the masks.
 
     Args:
         a, b: the compared rows of the two sides.
     """
     none = (0, 0)
     shape = a.values.shape if a.q is None else a.q.shape  # type: ignore[union-attr]
-    affected = np.zeros(shape, bool)
+    affected, other_scales = np.zeros(shape, bool), np.zeros(shape, bool)
     if a.q is None or b.q is None:
-        return none, none, none, affected
+        return none, none, none, affected, other_scales
     r, s = a.q.recipe, b.q.recipe
     codes = scales = tensor_scales = none
     if r.element == s.element:
@@ -101,19 +102,20 @@ def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarra
     if p is not None and q is not None and r.scale == s.scale and p.shape == q.shape:
         differs = p != q
         scales = int(differs.sum()), differs.size
-        affected = affected | np.repeat(differs, r.block_size, axis=1)
+        other_scales = np.repeat(differs, r.block_size, axis=1)
+        affected = affected | other_scales
     p, q = a.q.tensor_scale, b.q.tensor_scale
     if p is not None and q is not None and np.shape(p) == np.shape(q):
         differs = differing_bits(np.asarray(p), np.asarray(q))
         tensor_scales = int(differs.sum()), differs.size
-    return codes, scales, tensor_scales, affected
+    return codes, scales, tensor_scales, affected, other_scales
 
 
 def _explained(
     found: LayerParity,
     sides: tuple[ComparedRows, ComparedRows],
     rows: np.ndarray,
-    affected: np.ndarray,
+    masks: tuple[np.ndarray, np.ndarray],
     values: tuple[np.ndarray, np.ndarray],
 ) -> LayerParity:
     """Explain a difference: return a copy of ``found`` that also has the first step that differs and its cause.
@@ -125,10 +127,11 @@ def _explained(
         found: the counts of the differences.
         sides: the two sides.
         rows: the indices of the compared rows in the layer.
-        affected: a mask of the elements whose codes, scales or values differ. At least one must be True.
+        masks: two masks: the elements whose codes, scales or values differ, of which at least one must be True, and
+            those whose block scales differ.
         values: the values of both sides.
     """
-    a, b = sides
+    (a, b), (affected, other_scales) = sides, masks
     wrong = [(one.making.step, f"{one.label}: {one.making.wrong}") for one in sides if one.making.wrong]
     setting = [text for _, text in wrong]
     p, q = a.making.arithmetic, b.making.arithmetic
@@ -137,7 +140,7 @@ def _explained(
     if p is not None and q is not None and a.x is not None and b.x is not None:
         setting += _settings((a.label, b.label), (p, q), (a.container, b.container))
         untraced = wrong or has_nan(p.amax) or has_nan(q.amax)  # quantize, which is traced, rejects NaN
-        first = None if untraced else first_step((a.x, b.x), p, q, affected)
+        first = None if untraced else first_step((a.x, b.x), p, q, affected, other_scales)
         if first is not None:
             step, result, count, examined, at = first.step, first.name, first.elements, first.examined, first.place
             steps = first.steps

@@ -81,7 +81,7 @@ class LayerParity:
         if self.equal:
             return (f"{self.kind} {self.name}: equal in every bit",)
         where = f" ({self.result})" if self.result and self.result != self.step else ""
-        count = f", {self.count:,} of {self.examined:,} differing elements" if self.examined else ""
+        count = f", {self.count:,} of {self.examined:,} examined differing elements" if self.examined else ""
         lines = [f"{self.kind} {self.name}: first step that differs: {self.step}{where}{count}"]
         if len(self.steps) > 1:
             lines.append(f"  elements that differ first at a later step: {_later(self.steps)}")

@@ -119,19 +119,20 @@ class _RecordedStep:
 
 
 def first_step(
-    x: tuple[np.ndarray, np.ndarray], a: Arithmetic, b: Arithmetic, affected: np.ndarray
+    x: tuple[np.ndarray, np.ndarray], a: Arithmetic, b: Arithmetic, affected: np.ndarray, scales: np.ndarray
 ) -> FirstStep | None:
     """Return the earliest step that differs for the affected elements; None if no recorded step differs.
 
-    The matrix is divided into parts (see _windows). Only the first eight parts with affected elements are examined.
+    The matrix is divided into parts, of which at most eight are examined (see _windows).
 
     x: the elements (m, k) of both sides.
-    affected: bool (m, k), the elements whose codes or values differ.
+    affected: bool (m, k), the elements whose codes, scales or values differ.
+    scales: bool (m, k), the elements whose block scales differ.
     a, b: the arithmetic of each side.
     """
     found: dict[tuple[int, StepName, str], list[tuple[int, tuple[int, int]]]] = {}
     traced_count = 0
-    for rows, columns in _windows(affected, a.recipe, b.recipe):
+    for rows, columns in _windows(affected, scales, a.recipe, b.recipe):
         part = affected[rows, columns]
         traced_count += int(part.sum())
         recorded = [_recorded(each, one, rows, columns) for each, one in zip(x, (a, b), strict=True)]
@@ -148,13 +149,17 @@ def first_step(
     return FirstStep(step, name, totals[step], traced_count, place, tuple(totals.items()))
 
 
-def _windows(affected: np.ndarray, a: Recipe, b: Recipe) -> Iterator[tuple[slice, slice]]:
-    """Yield the first parts of a matrix that hold affected elements, at most eight, as slices (rows, columns).
+def _windows(affected: np.ndarray, scales: np.ndarray, a: Recipe, b: Recipe) -> list[tuple[slice, slice]]:
+    """Return at most eight parts of a matrix that hold affected elements, as slices (rows, columns).
+
+    The parts are evenly spaced among all that hold such elements. If block scales differ anywhere, they do in one of
+    the returned parts.
 
     Each part consists of whole blocks of both recipes. It is one tile: the specification computes it in one go, so that
     every result is recorded once.
 
     affected: bool (m, k), the affected elements.
+    scales: bool (m, k), those whose block scales differ.
     a, b: the recipes of both sides.
     """
     M, K = affected.shape
@@ -162,15 +167,18 @@ def _windows(affected: np.ndarray, a: Recipe, b: Recipe) -> Iterator[tuple[slice
     multiple = lcm(a.length_multiple, b.length_multiple)
     width = max(min(K, 1024, TILE_ELEMENTS // height) // multiple, 1) * multiple
     rows = max(TILE_ELEMENTS // width // height, 1) * height
-    count = 0
-    for row in range(0, M, rows):
-        for column in range(0, K, width):
-            window = slice(row, min(row + rows, M)), slice(column, min(column + width, K))
-            if affected[window].any():
-                yield window
-                count += 1
-                if count == _MOST_WINDOWS:
-                    return
+    every = [
+        (slice(row, min(row + rows, M)), slice(column, min(column + width, K)))
+        for row in range(0, M, rows)
+        for column in range(0, K, width)
+    ]
+    found = [window for window in every if affected[window].any()]
+    if len(found) <= _MOST_WINDOWS:
+        return found
+    chosen = [found[i * len(found) // _MOST_WINDOWS] for i in range(_MOST_WINDOWS)]
+    if not any(scales[window].any() for window in chosen):
+        chosen[-1] = next((window for window in found if scales[window].any()), chosen[-1])
+    return chosen
 
 
 def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> dict[str, _RecordedStep]:

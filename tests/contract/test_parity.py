@@ -553,3 +553,16 @@ def test_settings_are_named_only_if_they_are_the_reason():
     layer = one(parity(Contract("nvfp4-te"), Contract("nvfp4-te", container="modelopt NVFP4"), weights=W))
     assert layer.step == "decode" and layer.setting.startswith("container none in train and modelopt NVFP4 in rollout")
     assert layer.setting.endswith("; use one container on both sides")
+
+
+def test_the_first_step_is_found_behind_eight_affected_parts():
+    """Codes differ in every part, and block scales only in one of the last parts."""
+    ocp, tied = fp4kit.recipe("mxfp4-ocp"), np.float32([4, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 0.25, 0.75] + [0] * 23)
+    other = replace(fp4kit.recipe("mxfp4-vllm"), id="mine", rounding="rna")
+    for row in (130, 200):
+        x = np.tile(tied, (240, 34))
+        x[row] *= 1.9
+        layer = one(parity(Contract(ocp), Contract(other), weights={"w": x}))
+        assert layer.scales == (34, 8160) and layer.step == "block scale" and layer.worked.index[0] == row
+        assert layer.examined < layer.values[0] and dict(layer.steps)["tie"] > layer.count > 0
+        assert f"{layer.count:,} of {layer.examined:,} examined differing elements" in layer.lines[0]
