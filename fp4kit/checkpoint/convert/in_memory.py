@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arrays import torch_arrays
+from fp4kit.arrays import imports, torch_arrays
 from fp4kit.arrays.returns import library_of
 from fp4kit.checkpoint.containers import mlx
 from fp4kit.checkpoint.convert.memory_rules import Rules
@@ -44,7 +44,8 @@ class TensorConverter:
             "error" raises CheckpointError. "quantize" quantizes the selected layers that arrived, for models that do
             not have the others.
         since: name -> array, the tensors that an earlier conversion yielded. A tensor is not yielded again if it equals
-            the earlier tensor of its name in dtype, shape and every byte. None yields all tensors.
+            the earlier tensor of its name in dtype, shape and every byte. A tensor that shares memory with the earlier
+            one is always yielded, because it may have been updated in place. None yields all tensors.
 
     Raises:
         CheckpointError: ``incomplete`` is neither "error" nor "quantize".
@@ -315,18 +316,22 @@ def _is_same(a: Any, b: Any) -> bool:
     """Return whether two arrays are equal in library, dtype, shape and every byte.
 
     Bytes are compared, so that a NaN equals a NaN of the same bits, but 0 does not equal -0. Arrays of PyTorch and CuPy
-    on a GPU are compared there. PyTorch tensors on different devices count as different, whatever their bytes.
+    on a GPU are compared there. PyTorch tensors on different devices count as different, whatever their bytes. Arrays
+    that share memory count as different too, because a comparison cannot tell whether they were updated in place. JAX
+    arrays are immutable, so they are compared.
     """
     if type(a) is not type(b) or a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
         return False
     library = library_of(a)
     if library is not None and library.name == "torch":
-        if a.device != b.device:
+        if a.device != b.device or (a.numel() and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()):
             return False
         x, y = (one.contiguous().reshape(-1).view(torch_arrays.dtype_named("uint8")) for one in (a, b))
         return bool((x == y).all())
     if library is not None:
         return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    if (np if isinstance(a, np.ndarray) else imports.cupy()).may_share_memory(a, b):
+        return False
     x, y = (one.reshape(-1).view(np.uint8) for one in (a, b))
     return bool((x == y).all())
 
@@ -351,7 +356,9 @@ def convert_tensors(
             raises CheckpointError. "quantize" quantizes the selected layers that arrived, for models that do not have
             the others.
         since: name -> array, the tensors that an earlier call yielded. Tensors that are unchanged are not yielded
-            again, so that a rollout engine gets only the changed ones. None yields all tensors.
+            again, so that a rollout engine gets only the changed ones. An unconverted tensor that shares memory with
+            the earlier one is always yielded, because it may have been updated in place; pass a copy of the earlier one
+            to compare them. None yields all tensors.
 
     Yields:
         (name, array) pairs in the library of the input. 8-bit floats have the dtypes of PyTorch or ml_dtypes; in CuPy

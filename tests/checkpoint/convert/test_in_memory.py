@@ -190,7 +190,7 @@ def test_since_yields_only_what_changed(library):
     Together with the earlier tensors, they are the whole new version.
     """
     module = None if library == "numpy" else pytest.importorskip(library)
-    give = {"numpy": lambda x: x, "torch": lambda x: module.from_numpy(x), "jax": lambda x: module.device_put(x)}
+    give = {"numpy": np.copy, "torch": lambda x: module.tensor(x), "jax": lambda x: module.device_put(x)}
     rng = np.random.default_rng(7)
     first = {
         f"model.layers.{i}.{name}.weight": rng.standard_normal((32, 32), dtype=np.float32)
@@ -211,6 +211,23 @@ def test_since_yields_only_what_changed(library):
     assert set(some) == changed and 2 < len(changed) < len(new) / 2
     assert list(convert_tensors([(n, go(x)) for n, x in first.items()], rules, since=old)) == []
     assert raw["new"] == {**raw["old"], **{name: raw_of(x) for name, x in some.items()}}
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_since_yields_what_may_have_changed_in_place(library):
+    """An unconverted tensor is yielded without a copy. An update in place changes the earlier tensor too."""
+    norm, w = np.ones(32, np.float32), np.ones((32, 32), np.float32)
+    if library == "torch":
+        norm, w = map(pytest.importorskip("torch").from_numpy, (norm, w))
+    pairs, rules = [("model.norm.weight", norm), ("model.layers.0.mlp.down_proj.weight", w)], Rules.of("mxfp4")
+    old = dict(convert_tensors(pairs, rules))
+    norm[3] = 2
+    for again in (norm, norm[:]):
+        assert [name for name, _ in convert_tensors([(pairs[0][0], again), pairs[1]], rules, since=old)] == [
+            pairs[0][0]
+        ]
+    copies = [(name, x.clone() if library == "torch" else x.copy()) for name, x in pairs]
+    assert not list(convert_tensors(copies, rules, since=old))
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
