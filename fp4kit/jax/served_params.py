@@ -89,8 +89,8 @@ class ServedParams:
             return w
         amax = None
         if self.plan.shares:
-            amax = jax.numpy.stack([amaxes[name].astype(w.dtype).astype("float32") for name in members]).max(0)
-            amax = jax.numpy.where(amax > 0, amax, 1)  # zeros have no usable scale; they stay zeros
+            amax = jax.numpy.stack([amaxes[name] for name in members]).max(0)
+            amax = jax.numpy.where(amax == 0, 1, amax)  # zeros have no usable scale; they stay zeros
         with naming(leaf.weight.name):
             return fake_quantize(w, self.plan.recipe, axis=leaf.axis, tensor_amax=amax, pass_through=self._pass_through)
 

@@ -81,7 +81,7 @@ def _form(place: ParameterPlace, plan: QatPlan, pass_through: bool) -> Form:
     pass_through: True if the gradient passes unchanged.
     """
     axis = -2 if place.transposed else -1
-    return Form(to_spec(plan.recipe), place.weight.kind, axis, plan.shares, pass_through)
+    return Form(to_spec(plan.recipe), place.weight.kind, axis, plan.shares, pass_through, _parameter(place).dtype)
 
 
 def _check(place: ParameterPlace, form: Form, plan: QatPlan) -> None:

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.recipes.to_string import from_spec
 from fp4kit.torch.functions import fake_quantize
+from fp4kit.training.settings import naming
 
 
 class Form(NamedTuple):
@@ -28,6 +29,7 @@ class Form(NamedTuple):
             filters of a convolution are flattened first.
         shares: True if the recipe has one tensor scale per matrix, so that an amax is needed.
         pass_through: True if the gradient passes unchanged; False if it is set to 0 where |w| > amax.
+        dtype: the dtype of the parameter in the model; None if it is that of every call.
     """
 
     recipe: str
@@ -35,6 +37,7 @@ class Form(NamedTuple):
     axis: int = -1
     shares: bool = True
     pass_through: bool = True
+    dtype: torch.dtype | None = None
 
 
 class ServedWeight(torch.nn.Module):
@@ -61,8 +64,10 @@ class ServedWeight(torch.nn.Module):
         """Return the weight that the layer computes with: the values that a loader of the checkpoint decodes.
 
         The gradient passes straight through to w, or is clipped if form.pass_through is False. If w is a DTensor, each
-        rank fake-quantizes its own shard. The shards use one tensor amax if form.shares is True. Raises what
-        fake_quantize raises.
+        rank fake-quantizes its own shard. The shards use one tensor amax if form.shares is True.
+
+        Raises what fake_quantize raises, such as ValueError on the host if w or another weight of its group contains
+        NaN. Messages begin with the name of the parameter.
         """
         amax = self._amax(w) if self.form.shares else None
         if not is_distributed(w):
@@ -76,28 +81,32 @@ class ServedWeight(torch.nn.Module):
     def _values(self, w: Tensor, amax: Tensor | None) -> Tensor:
         """Return the served values of the plain tensor w. If w is empty, return w itself.
 
-        amax: the tensor amax of the whole weight, or one per expert for a stack. An amax that is not positive is
-            replaced by 1, because it gives no usable scale. If amax is None, fake_quantize computes it from w.
+        amax: the tensor amax of the whole weight, or one per expert for a stack. An amax of 0 is replaced by 1, because
+            it gives no usable scale. If amax is None, fake_quantize computes it from w.
         """
         if not w.numel():
             return w
         matrix = w.flatten(1) if self.form.kind == "convolution" else w
-        given = None if amax is None else torch.where(amax > 0, amax, 1)  # zeros have no usable scale; they stay zeros
-        values = fake_quantize(
-            matrix, self.form.recipe, axis=self.form.axis, tensor_amax=given, pass_through=self.form.pass_through
-        )
+        given = None if amax is None else torch.where(amax == 0, 1, amax)  # zeros have no usable scale; they stay zeros
+        with naming(self.name):
+            values = fake_quantize(
+                matrix, self.form.recipe, axis=self.form.axis, tensor_amax=given, pass_through=self.form.pass_through
+            )
         return values.view(w.shape)
 
     def _amax(self, w: Tensor) -> Tensor:
         """Return the largest |w| over w and the other weights of its group: float32 (), or (E,) for a stack of experts.
 
-        For a stack that is a DTensor, the experts are those of the local shard.
+        For a stack that is a DTensor, the experts are those of the local shard. If w does not have the parameter's dtype,
+        the other amaxes are rounded to the dtype of w: with mixed precision, FSDP gathers w in another dtype, while
+        other weights of the group still have their own.
         """
-        stack = self.form.kind == "stack"
+        stack, is_cast = self.form.kind == "stack", self.form.dtype not in (None, w.dtype)
         found = largest(w, stack)
         for module, leaf in self._group:
             if not self._is_own(module, leaf):
-                found = torch.maximum(found, largest(unquantized(module, leaf), stack).to(w.dtype).float())
+                other = largest(unquantized(module, leaf), stack)
+                found = torch.maximum(found, other.to(w.dtype).float() if is_cast else other)
         return found
 
     def _is_own(self, module: torch.nn.Module, leaf: str) -> bool:

@@ -1,5 +1,6 @@
 """Test that a JAX model trains with the values that loaders decode from the converted checkpoint, bit for bit."""
 
+import dataclasses
 import importlib
 import json
 
@@ -125,6 +126,31 @@ def test_zeros_stay_zeros():
     params = {"fc": {"kernel": np.zeros((32, 16), np.float32)}}
     values = fj.fake_quantize_model(params, "nvfp4-modelopt")(params)
     assert not np.asarray(values["fc"]["kernel"]).any()
+
+
+def fused(gate, up):
+    """Return a pytree of a gate and an up projection."""
+    return {"gate_proj": {"weight": jax.numpy.asarray(gate)}, "up_proj": {"weight": jax.numpy.asarray(up)}}
+
+
+def test_fused_weights_of_two_dtypes():
+    """As in the converter, the shared amax is not rounded to the dtype of a weight."""
+    w = (np.random.default_rng(0).standard_normal((16, 32)) / 9).astype(BF16)
+    params = fused(w, np.full((16, 32), 1.001, np.float32))
+    served = fj.fake_quantize_model(params, "nvfp4-te", format="modelopt")(params)
+    product = dataclasses.replace(fp4kit.recipe("nvfp4-te"), decode_rule="product")
+    expected = fp4kit.fake_quantize(w, product, tensor_amax=np.float32(1.001))
+    assert (expected != fp4kit.fake_quantize(w, product, tensor_amax=np.float32(1))).any()
+    assert_same_bits(np.asarray(served["gate_proj"]["weight"]), expected)
+
+
+def test_nan_in_a_fused_weight_is_an_error():
+    """No weight of the group gets finite values of another scale."""
+    w = np.ones((16, 32), np.float32)
+    params = fused(np.where(w.cumsum().reshape(w.shape) == 9, np.nan, w), w)
+    served = fj.fake_quantize_model(params, "nvfp4-modelopt")
+    with pytest.raises(ValueError, match=r"gate_proj.weight: fake_quantize: tensor_amax holds 1 NaN value"):
+        served(params)
 
 
 def test_the_config_is_a_mapping():

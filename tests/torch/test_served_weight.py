@@ -467,6 +467,31 @@ def test_amaxes_of_other_dtypes_are_rounded_as_the_weight_is():
     assert_same_bits(to_numpy(part(w)), expected)
 
 
+def test_fused_weights_of_two_dtypes():
+    """As in the converter, the shared amax is not rounded to the dtype of a weight."""
+    model = torch.nn.ModuleDict({f"{name}_proj": torch.nn.Linear(32, 16, bias=False) for name in ("gate", "up")})
+    torch.nn.init.constant_(model["up_proj"].weight, 1.001)
+    model["gate_proj"].bfloat16()
+    w = to_numpy(model["gate_proj"].weight)
+    ft.fake_quantize_model(model, "nvfp4-te", format="modelopt")
+    product = dataclasses.replace(fp4kit.recipe("nvfp4-te"), decode_rule="product")
+    expected = fp4kit.fake_quantize(w, product, tensor_amax=np.float32(1.001))
+    assert (expected != fp4kit.fake_quantize(w, product, tensor_amax=np.float32(1))).any()
+    assert_same_bits(to_numpy(model["gate_proj"].weight), expected)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-modelopt"])
+def test_nan_in_a_fused_weight_is_an_error(recipe):
+    """No weight of the group gets finite values of another scale."""
+    model = torch.nn.ModuleDict({f"{name}_proj": torch.nn.Linear(32, 16, bias=False) for name in ("gate", "up")})
+    with torch.no_grad():
+        model["gate_proj"].weight[3, 4] = torch.nan
+    ft.fake_quantize_model(model, recipe, format="modelopt")
+    for name in ("gate_proj", "up_proj"):
+        with pytest.raises(ValueError, match=rf"{name}.weight: fake_quantize: tensor_amax holds 1 NaN value"):
+            _ = model[name].weight
+
+
 def module_of(tensors):
     """Return a module whose parameters have the names and values of tensors."""
     root = torch.nn.Module()
