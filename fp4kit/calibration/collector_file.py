@@ -21,6 +21,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from fp4kit.arithmetic import ieee
 from fp4kit.calibration.headroom import BINS
 from fp4kit.calibration.totals import Totals
 from fp4kit.storage.json_object import parse_object
@@ -54,6 +55,7 @@ class CollectedInputs(NamedTuple):
         histogram = None if self.histogram is None else self.histogram[None]
         return Totals(np.array([self.amax]).view(np.uint32), np.array([self.tokens], np.int64), histogram)
 
+    @ieee("Collector")
     def plus(self, other: CollectedInputs, op: str) -> CollectedInputs:
         """Return a new entry for the inputs of both entries: the larger amax, and sums of the tokens and histograms.
 
@@ -93,6 +95,7 @@ def encode(entries: Mapping[str, CollectedInputs], histogram: bool) -> bytes:
     return save(arrays, {ENTRY: json.dumps(facts, sort_keys=True)})
 
 
+@ieee("Collector")
 def decode(data: bytes, label: str) -> tuple[dict[str, CollectedInputs], bool]:
     """Return ({layer: CollectedInputs}, whether they have histograms) from the bytes of a file.
 

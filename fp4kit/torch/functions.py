@@ -52,7 +52,8 @@ def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
     """Return the caller's amax ``given`` as a tensor, for an operator on x.
 
     - None gives None, and a tensor is returned unchanged, on whatever device it is.
-    - A Python number becomes float32 () on the device of x, without waiting for the device.
+    - A Python number becomes float64 () on the host, where the operator rounds it whatever the mode of this thread. On
+      another device it becomes float32 (), without waiting for the device.
     - A list or tuple becomes float64 on the device of x, because PyTorch's default dtype would round it.
     - Other arrays become tensors of their dtype on the device of x.
 
@@ -65,7 +66,8 @@ def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
     if isinstance(given, (bool, complex, str, bytes)):
         raise TypeError(f"{op}: {name} is {given!r:.60}; needs a real number or a float array")
     if isinstance(given, (int, float)):
-        return torch.full((), float(given), dtype=torch.float64, device=x.device).to(torch.float32)
+        number = torch.full((), float(given), dtype=torch.float64, device=x.device)
+        return number if x.is_cpu else number.to(torch.float32)
     return torch.as_tensor(given, dtype=torch.float64 if isinstance(given, (list, tuple)) else None, device=x.device)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
+from fp4kit.arithmetic import ieee
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES, unusable
 
@@ -26,6 +27,7 @@ def encode(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> bytes:
     return save({key: np.asarray(array, order="C") for key, array in arrays.items()}, metadata)
 
 
+@ieee("AmaxState")
 def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return (amaxes, facts) from the bytes of a safetensors file.
 

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import sampled
+from float_modes import BITS, NEEDS_ENVIRONMENT, mode
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
@@ -253,6 +254,18 @@ def test_scales_are_those_of_the_producers(bits):
 @pytest.mark.parametrize(("amax", "expected"), [(0, 1), (1e-45, 1), (1e-38, 1), (np.nan, 1), (2688, 1), (1344, 2)])
 def test_divisors_that_overflow_are_one(amax, expected):
     assert input_global_scale(amax) == expected
+
+
+@NEEDS_ENVIRONMENT
+@pytest.mark.parametrize("changed", BITS)
+def test_subnormal_amaxes_in_every_mode(tmp_path, changed):
+    for layer, code in {"a": 7, "b": 8}.items():
+        collector = Collector()
+        collector.collect("l", np.full((1, 32), code, np.uint32).view(np.float32))
+        collector.save(tmp_path / layer)
+    with mode(changed):
+        found = Collector.load(tmp_path / "a", tmp_path / "b").found()
+    assert found["l"].view(np.uint32) == 8
 
 
 def test_input_scales_of_a_collector():

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from float_modes import BITS, NEEDS_ENVIRONMENT, mode
 from inputs import ordinary
 from tensors import to_numpy, to_torch
 from together import together
@@ -39,6 +40,15 @@ def test_amaxes_are_not_rounded_to_the_default_dtype(default_dtype, amax):
     )
     q, expected = ft.quantize(x, "nvfp4", tensor_amax=amax), fp4kit.quantize(STACK, "nvfp4", tensor_amax=amax)
     assert q.to("numpy").equals(expected)
+
+
+@NEEDS_ENVIRONMENT
+@pytest.mark.parametrize("changed", [name for name in ("ftz", "daz", "both") if name in BITS])
+def test_subnormal_amaxes_in_every_mode(changed):
+    x, expected = to_torch(STACK), fp4kit.fake_quantize(STACK, "nvfp4-modelopt", tensor_amax=3e-40)
+    with mode(changed):
+        found = to_numpy(ft.fake_quantize(x, "nvfp4-modelopt", tensor_amax=3e-40))
+    assert_same_bits(found, expected)
 
 
 def test_amaxes_of_groups_are_not_rounded_either(default_dtype):

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from amax_inputs import BASE, FC1, FC2, QKV, SHAPES, assert_same_state, experts_of, state_of
+from float_modes import BITS, NEEDS_ENVIRONMENT, mode
 from safetensors.numpy import load_file, save_file
 
 from fp4kit.evidence.testing import assert_same_bits
@@ -67,6 +68,15 @@ def test_experts_that_model_optimizer_saved(kind, golden, tmp_path):
         save_file({"m.weight_quantizer._amax": gathered}, tmp_path / "b")
         assert_same_state(AmaxState.load(tmp_path / "b", experts={"m.*": 4}), dict(state))
         assert AmaxState.load(tmp_path / "b")["m.weight_quantizer._amax"].shape == (4,)
+
+
+@NEEDS_ENVIRONMENT
+@pytest.mark.parametrize("changed", BITS)
+def test_subnormals_in_every_mode(tmp_path, changed):
+    save_file({"m.weight_quantizer._amax": np.full((1, 2), 3, np.uint32).view(np.float32)}, tmp_path / "a")
+    with mode(changed):
+        found = AmaxState.load(tmp_path / "a")["m.weight_quantizer._amax"]
+    assert (found.view(np.uint32) == 3).all()
 
 
 def test_other_tensors_and_dtypes(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.arrays import torch_arrays
 from fp4kit.arrays.imports import to_device
 from fp4kit.arrays.returns import library_of
@@ -34,12 +35,18 @@ def quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
     members: (layer name, matrix) per layer; a single pair for a layer with a tensor scale of its own.
     rules: the recipe, the container and the input scales.
     """
-    amaxes = [_finite_amax(module, matrix) for module, matrix in members]
-    shared = max(amaxes) if rules.form.has_tensor_scale else None
+    largest = _largest_amax(members)
+    shared = largest if rules.form.has_tensor_scale else None
     columns = {module: int(matrix.shape[-1]) for module, matrix in members}
     inputs = {} if rules.activations is None else rules.activations.of_layers(columns)
     for module, matrix in members:
         yield from _parts(module, matrix, shared, rules, inputs.get(module))
+
+
+@ieee("convert_tensors")
+def _largest_amax(members: list[Named]) -> np.float32:
+    """Return the largest amax of (layer name, matrix) pairs. Raise CheckpointError if one is NaN or infinite."""
+    return max(_finite_amax(module, matrix) for module, matrix in members)
 
 
 def _finite_amax(module: str, matrix: Any) -> np.float32:
@@ -72,7 +79,7 @@ def _parts(
     form = rules.form
     q = quantize(matrix, rules.recipe, tensor_amax=shared)
     packed, scales_of_blocks = q.packed, q.block_scale
-    if shared is not None and shared == 0:
+    if shared is not None and not shared.view(np.uint32):  # a subnormal may compare equal to 0
         q = of_zeros(q.to("numpy"))
         zeros = None if q.block_scale is None else _in_library(q.block_scale, packed)
         packed, scales_of_blocks = _in_library(q.packed, packed), zeros
@@ -93,6 +100,7 @@ def _parts(
         yield module + form.suffixes[part], _in_library(array, packed)
 
 
+@ieee("convert_tensors")
 def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.float32:
     """Return the number that the container stores as tensor scale.
 
@@ -107,7 +115,8 @@ def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.flo
     """
     scale = np.float32(float(q.tensor_scale))
     divisor = divisor_of(rules.recipe, rules.form, amax, q.dtype)
-    stored = scale if not rules.form.divides else np.float32(1) / scale if divisor is None else divisor
+    with np.errstate(divide="ignore", over="ignore"):
+        stored = scale if not rules.form.divides else np.float32(1) / scale if divisor is None else divisor
     if not usable_tensor_scale(scale) or not usable_tensor_scale(stored):
         raise CheckpointError(
             f"{shown(module)}: tensor scale is {scale}; a positive normal float32 is needed; use another recipe"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import synthetic
 from exhaustive import half
+from float_modes import BITS, NEEDS_ENVIRONMENT, mode
 from seconds import TEN, cpu_seconds
 from together import together
 
@@ -450,6 +451,25 @@ def test_nonfinite(bad):
     w[3, 4] = bad
     with synthetic.refused("o_proj: holds NaN or infinity"):
         list(convert_tensors([("model.layers.0.self_attn.o_proj.weight", w)], Rules.of("mxfp4-ocp")))
+
+
+@NEEDS_ENVIRONMENT
+@pytest.mark.parametrize("changed", [name for name in ("daz", "both") if name in BITS])
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-compressed-tensors"])
+def test_subnormals_in_every_mode(changed, recipe):
+    """A thread that flushes subnormals converts layers of subnormals as other threads do, and not as zeros."""
+    layers = {name: np.full((16, 32), code, np.uint32).view(np.float32) for name, code in (("gate", 7), ("up", 200000))}
+
+    def result():
+        pairs = [(f"mlp.{name}_proj.weight", w) for name, w in layers.items()]
+        try:
+            return [(name, as_bytes(part).tobytes()) for name, part in convert_tensors(pairs, Rules.of(recipe))]
+        except CheckpointError as error:
+            return str(error)
+
+    expected = result()
+    with mode(changed):
+        assert result() == expected
 
 
 def test_invalid_rules_are_rejected():
