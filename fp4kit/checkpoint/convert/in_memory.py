@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import as_mapping
 from fp4kit.arrays import imports, torch_arrays
 from fp4kit.arrays.returns import library_of
 from fp4kit.checkpoint.containers import mlx
@@ -49,6 +50,7 @@ class TensorConverter:
 
     Raises:
         CheckpointError: ``incomplete`` is neither "error" nor "quantize".
+        TypeError: ``rules`` is not a Rules, or ``since`` is neither a mapping nor None.
 
     Examples:
         >>> import numpy as np
@@ -66,6 +68,8 @@ class TensorConverter:
     def __init__(self, rules: Rules, incomplete: str = "error", since: Mapping[str, Any] | None = None) -> None:
         if incomplete not in INCOMPLETE:
             raise CheckpointError(f"incomplete {incomplete!r}: unknown; use one of {', '.join(INCOMPLETE)}")
+        if not isinstance(rules, Rules):
+            raise TypeError(f"convert_tensors: rules is {rules!r:.60}; needs a Rules, such as Rules.of('nvfp4-te')")
         self.rules = rules
         self._incomplete = incomplete
         self._waiting: dict[str, list[_Member]] = {}  # group with one tensor scale -> its layers that have arrived
@@ -76,7 +80,7 @@ class TensorConverter:
         self._modules: dict[str, tuple[int, ...]] = {}  # converted layer or stack -> its shape
         self._beside: dict[str, str] = {}  # possible layer -> a tensor named after it that may change its weight
         self._short_rows: dict[str, list[str]] = {}  # why rows are not whole blocks -> the names of the tensors
-        self._since = since or {}
+        self._since = {} if since is None else as_mapping("convert_tensors", "since", since)
 
     def convert(self, tensors: Iterable[Named]) -> Iterator[Named]:
         """Convert one bucket of a model's tensors, and yield every tensor of the quantized checkpoint that is ready.
@@ -93,6 +97,7 @@ class TensorConverter:
         Raises:
             CheckpointError: a name came before, in this bucket or an earlier one; and as for convert_tensors, except
                 for the cases that only ``flush`` can detect, such as layers that still wait.
+            TypeError: ``tensors`` is a mapping, or an entry is not a pair.
             TypeError: a name is not a str, or a value is not an array.
         """
         yield from self._new(self._converted_of(tensors))
@@ -106,10 +111,19 @@ class TensorConverter:
     def _converted_of(self, tensors: Iterable[Named]) -> Iterator[Named]:
         """Convert a bucket, and yield the (name, array) pairs that are ready, even those that ``since`` holds already.
 
-        Raise TypeError if a name is not a str, and CheckpointError if a tensor cannot be converted.
+        Raise TypeError if ``tensors`` does not consist of pairs, or if a name is not a str. Raise CheckpointError if a
+        tensor cannot be converted.
         """
         rules = self.rules
-        for original, array in tensors:
+        if isinstance(tensors, Mapping):
+            raise TypeError(
+                f"convert_tensors: tensors is a {type(tensors).__name__}; needs (name, array) pairs; pass"
+                " tensors.items()"
+            )
+        for pair in tensors:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise TypeError(f"convert_tensors: tensors has the entry {pair!r:.60}; needs (name, array) pairs")
+            original, array = pair
             if not isinstance(original, str):
                 raise TypeError(f"convert_tensors: the name {original!r} is {type(original).__name__}; a str is needed")
             for name, part in split_parameter(original, array, rules):
@@ -380,6 +394,8 @@ def convert_tensors(
             - A gate has no up projection, or a layer comes under two names.
             - ``incomplete`` is neither "error" nor "quantize".
             - A pattern of ``rules.recipes`` sets the recipe of no layer, or fused layers get different recipes.
+        TypeError: ``rules`` is not a Rules, ``since`` is neither a mapping nor None, or ``tensors`` is a mapping or has
+            an entry that is not a pair.
         TypeError: a name is not a str, or a value is not an array.
 
     Warns:

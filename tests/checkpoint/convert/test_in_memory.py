@@ -453,6 +453,27 @@ def test_nonfinite(bad):
         list(convert_tensors([("model.layers.0.self_attn.o_proj.weight", w)], Rules.of("mxfp4-ocp")))
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"tensors": {"mlp.down_proj.weight": np.ones((32, 32))}},
+            "tensors is a dict; needs (name, array) pairs; pass",
+        ),
+        (
+            {"tensors": ["mlp.down_proj.weight"]},
+            "tensors has the entry 'mlp.down_proj.weight'; needs (name, array) pai",
+        ),
+        ({"tensors": [("mlp.down_proj.weight",)]}, "tensors has the entry ('mlp.down_proj.weight',); needs (name, arr"),
+        ({"rules": "mxfp4"}, "rules is 'mxfp4'; needs a Rules, such as Rules.of('nvfp4-te')"),
+        ({"since": []}, "since is a list; needs a mapping, such as a dict"),
+    ],
+)
+def test_wrong_types(change, text):
+    with pytest.raises(TypeError, match=re.escape("convert_tensors: " + text)):
+        list(convert_tensors(**{"tensors": [], "rules": Rules.of("mxfp4"), **change}))
+
+
 @NEEDS_ENVIRONMENT
 @pytest.mark.parametrize("changed", [name for name in ("daz", "both") if name in BITS])
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-compressed-tensors"])
