@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import as_float32
 from fp4kit.arithmetic import ieee
 from fp4kit.formats import NVFP4
 
@@ -19,6 +20,10 @@ def input_scale(amax: Any) -> np.float32:
 
     Returns:
         float32.
+
+    Raises:
+        TypeError: amax is not a real number.
+        ValueError: amax is negative.
 
     Numerics:
         One division in float32, rounded to nearest even. An amax of 0 gives 0, which no engine can use. NaN gives NaN,
@@ -36,7 +41,7 @@ def input_scale(amax: Any) -> np.float32:
         >>> input_scale(1344.0)
         np.float32(0.5)
     """
-    return np.float32(np.float32(amax) / np.float32(NVFP4.max))
+    return np.float32(_checked("input_scale", amax) / np.float32(NVFP4.max))
 
 
 @ieee("input_global_scale")
@@ -48,6 +53,10 @@ def input_global_scale(amax: Any) -> np.float32:
 
     Returns:
         float32.
+
+    Raises:
+        TypeError: amax is not a real number.
+        ValueError: amax is negative.
 
     Numerics:
         The reciprocal and then the product are rounded to float32, to nearest even. An amax below the smallest normal
@@ -66,7 +75,18 @@ def input_global_scale(amax: Any) -> np.float32:
         >>> input_global_scale(1344.0)
         np.float32(2.0)
     """
-    largest = np.maximum(np.float32(amax), np.finfo(np.float32).tiny)
+    largest = np.maximum(_checked("input_global_scale", amax), np.finfo(np.float32).tiny)
     with np.errstate(over="ignore"):
         scale = np.float32(np.float32(NVFP4.max) * (np.float32(1) / largest))
     return scale if np.isfinite(scale) else np.float32(1)
+
+
+def _checked(op: str, amax: Any) -> np.float32:
+    """Return an amax as float32. Raise TypeError unless it is a real number, and ValueError if it is negative.
+
+    NaN is returned unchanged. op: the function that the message begins with.
+    """
+    found = as_float32(op, "amax", amax, "needs a number")
+    if found < 0:
+        raise ValueError(f"{op}: amax is {found}; needs a number >= 0")
+    return found

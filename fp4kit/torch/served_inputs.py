@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
+from fp4kit.arguments import as_float32
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.calibration.collector import Collector
 from fp4kit.checkpoint.plan.activations import Activations
@@ -83,9 +83,10 @@ class Inputs:
             amaxes: a Collector, or a mapping of layer to amax; None to compute amaxes from the inputs of each call.
 
         Raises:
-            TypeError: amaxes are given without a recipe, or have the wrong type.
+            TypeError: amaxes are given without a recipe, or they or one of them have the wrong type.
             ValueError: the recipe is unknown, or no torch.nn.Linear is in `places`.
-            ValueError: amaxes are given, but the recipe has no tensor scale, or the amax of a layer is missing.
+            ValueError: amaxes are given, but the recipe has no tensor scale. Or the amax of a layer is missing,
+                negative or NaN.
         """
         if recipe is None:
             if amaxes is not None:
@@ -106,7 +107,8 @@ class Inputs:
 def _amaxes(op: str, recipe: Recipe, given: Any) -> Activations:
     """Return the amaxes of layer inputs that a caller passes as a Collector, or as a mapping from layer name to amax.
 
-    Raise ValueError if the recipe has no tensor scale, and TypeError for any other `given`. Messages begin with op.
+    Raise ValueError if the recipe has no tensor scale, or if an amax is negative or NaN. Raise TypeError for any other
+    `given`, and for an amax that is not a number. Messages begin with op.
     """
     if recipe.tensor_scaling != "tensor":
         raise ValueError(f"{op}: input_amaxes are given, but {recipe.id} has no tensor scale; leave them out")
@@ -114,7 +116,12 @@ def _amaxes(op: str, recipe: Recipe, given: Any) -> Activations:
         return Activations.of(given)
     if not isinstance(given, Mapping):
         raise TypeError(f"{op}: input_amaxes is {type(given).__name__}; needs a Collector, or a dict of layer -> amax")
-    return Activations({str(name): np.float32(amax) for name, amax in given.items()}, {})
+    need = "needs a number >= 0"
+    amaxes = {name: as_float32(op, f"input_amaxes[{name!r}]", amax, need) for name, amax in given.items()}
+    for name, amax in amaxes.items():
+        if not amax >= 0:
+            raise ValueError(f"{op}: input_amaxes[{name!r}] is {amax}; {need}")
+    return Activations({str(name): amax for name, amax in amaxes.items()}, {})
 
 
 def add_hook(module: torch.nn.Module, hook: InputHook) -> None:

@@ -256,6 +256,15 @@ def test_divisors_that_overflow_are_one(amax, expected):
     assert input_global_scale(amax) == expected
 
 
+@pytest.mark.parametrize("function", [input_scale, input_global_scale])
+def test_input_scales_need_a_number(function):
+    for amax in (None, "3", [1.0], np.ones(2, np.float32), 1j):
+        with pytest.raises(TypeError, match=rf"^{function.__name__}: amax is .*; needs a number"):
+            function(amax)
+    with pytest.raises(ValueError, match=rf"^{function.__name__}: amax is -3.0; needs a number >= 0"):
+        function(-3)
+
+
 @NEEDS_ENVIRONMENT
 @pytest.mark.parametrize("changed", BITS)
 def test_subnormal_amaxes_in_every_mode(tmp_path, changed):

@@ -1,6 +1,7 @@
 """Test fake-quantized inputs of linear layers: dynamic amaxes and calibrated ones."""
 
 import importlib
+import re
 
 import numpy as np
 import pytest
@@ -92,6 +93,15 @@ def test_errors_leave_the_model_as_it_was():
         ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te", input_amaxes={"up_proj": 1})
     with pytest.raises(TypeError, match=r"input_amaxes is list; needs a Collector, or a dict of layer -> amax"):
         ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te", input_amaxes=[1])
+    for amax, error, text in (
+        (-1.0, ValueError, "is -1.0; needs a number >= 0"),
+        (np.nan, ValueError, "is nan; needs a number >= 0"),
+        ("3", TypeError, "is '3'; needs a number >= 0"),
+        (None, TypeError, "is None; needs a number >= 0"),
+    ):
+        amaxes = {"gate_proj": 1, "up_proj": amax, "down_proj": 1}
+        with pytest.raises(error, match=re.escape(f"fake_quantize_model: input_amaxes['up_proj'] {text}")):
+            ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te", input_amaxes=amaxes)
     with pytest.raises(ValueError, match=r"activations='nvfp4-te', but no torch.nn.Linear is fake-quantized"):
         ft.fake_quantize_model(torch.nn.Sequential(torch.nn.Conv1d(16, 8, 1)), "nvfp4-te", activations="nvfp4-te")
     assert not any(torch.nn.utils.parametrize.is_parametrized(module) for module in model.modules())
