@@ -13,7 +13,7 @@ from torch import Tensor
 import fp4kit
 from fp4kit.call.grouped_errors import each
 from fp4kit.recipes.to_string import from_spec
-from fp4kit.torch.operators import check_backward, check_fake, empty, loop_over, seed_of
+from fp4kit.torch.operators import check_backward, check_fake, check_limit, empty, loop_over, seed_of
 from fp4kit.torch.tensors import copy_if_shared, detached
 from fp4kit.types import RoundingMode
 
@@ -59,7 +59,7 @@ def fake_quantize_grouped(
     """
     op, arrays = "fake_quantize_grouped", [x.detach() for x in xs]
     if not pass_through:
-        each(op, lambda x, a: check_backward(op, x, x, recipe, axis, a), arrays, or_none(amax, len(xs)))
+        each(op, lambda x, a: check_limit(op, x, recipe, axis, a), arrays, or_none(amax, len(xs)))
     amaxes: dict[str, Any] = {"tensor_amax": all_detached(tensor_amax), "block_amax": all_detached(block_amax)}
     mode = cast(RoundingMode, rounding)  # PyTorch's schemas have no Literal types
     values = fp4kit.fake_quantize_grouped(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import fp4kit
+from fp4kit.call.amaxes import check_clip_amax
 from fp4kit.call.parse import Call, QuantizeOptions, backward_call, fake_call
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax
 from fp4kit.recipes.to_string import from_spec
@@ -119,7 +120,7 @@ def fake_quantize(
     """
     x = x.detach()
     if not pass_through and amax is not None:
-        check_backward("fake_quantize", x, x, recipe, axis, amax)
+        check_limit("fake_quantize", x, recipe, axis, amax)
     amaxes: dict[str, Any] = {"tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
     mode = cast(RoundingMode, rounding)  # PyTorch's schemas have no Literal types
     return copy_if_shared(
@@ -137,6 +138,16 @@ def check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, ama
     call, given = backward_call(op, outline(grad), outline(x), from_spec(recipe), axis, outline(amax))
     clip_amax(call, given)
     return call
+
+
+def check_limit(op: str, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> None:
+    """Check the clip limit `amax` of the gradient of x as check_backward does, and its values if they are on the host.
+
+    Raise ValueError for a negative value. None is accepted.
+    """
+    check_backward(op, x, x, recipe, axis, amax)
+    if amax is not None and amax.is_cpu:
+        check_clip_amax(op, amax.detach().to(torch.float64).numpy())
 
 
 def check_fake(
