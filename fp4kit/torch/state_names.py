@@ -1,7 +1,7 @@
 """Keep a module's state dict unchanged (names, order and values) when one of its parameters is fake-quantized.
 
 A parametrization moves the parameter "weight" to "parametrizations.weight.original". Hooks of the module rename it back
-when a state dict is made, and accept the plain name when one is loaded.
+when a state dict is made. When one is loaded, they accept the plain name, and report it if the parameter is missing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ def keep_names(module: torch.nn.Module, leaf: str, order: tuple[str, ...]) -> No
     """Add hooks to a module, so that its state dict does not change when its parameter `leaf` is parametrized.
 
     When a state dict is made, the hooks give the parameter its plain name and its usual position. When a state dict is
-    loaded, the hooks accept the plain name. release_names removes the hooks.
+    loaded, the hooks accept the plain name, and missing_keys has the plain name. release_names removes the hooks.
 
     order: the names of the module's own parameters, in the order of its state dict.
     """
     save = module._register_state_dict_hook(_Save(leaf, order))
-    load = module.register_load_state_dict_pre_hook(_Load(leaf))
-    module.__dict__.setdefault(_MARK, {})[leaf] = order, save, load
+    load = _Load(leaf)
+    before = module.register_load_state_dict_pre_hook(load)
+    after = module.register_load_state_dict_post_hook(load.rename_missing)
+    module.__dict__.setdefault(_MARK, {})[leaf] = order, save, before, after
 
 
 def release_names(module: torch.nn.Module, leaf: str) -> None:
@@ -77,12 +79,19 @@ class _Load:
     """
 
     def __init__(self, leaf: str) -> None:
-        self._leaf = leaf
+        self._leaf, self._prefix = leaf, ""
 
     def __call__(self, module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Rename the parameter in ``state`` in place, as a hook of Module.load_state_dict.
 
-        If ``state`` lacks the parameter under its plain name, do nothing.
+        If ``state`` lacks the parameter under its plain name, do nothing. The prefix is kept for rename_missing.
         """
+        self._prefix = prefix
         if prefix + self._leaf in state:
             state[prefix + _held(self._leaf)] = state.pop(prefix + self._leaf)
+
+    def rename_missing(self, module: Any, incompatible: Any) -> None:
+        """Give the parameter its plain name in incompatible.missing_keys, as a hook that runs after the loading."""
+        held = self._prefix + _held(self._leaf)
+        missing = incompatible.missing_keys
+        missing[:] = [self._prefix + self._leaf if name == held else name for name in missing]
