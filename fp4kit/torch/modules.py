@@ -93,13 +93,15 @@ def fake_quantize_model(
         ValueError: the recipe or the format is unknown, the format cannot store the recipe, or a parameter is already
             fake-quantized or does not fit the recipe. After any error the model is unchanged.
         ValueError: activations are given, but no torch.nn.Linear is quantized, or input_amaxes has no amax for one of
-            them.
+            them. Or an entry of input_amaxes is negative or NaN.
         ValueError: a shard of a DTensor would hold parts of blocks.
 
     Exact:
         In float32 the values equal, bit for bit, what a loader of the format decodes from the converted checkpoint. For
         "compressed-tensors" this is value * (scale / divisor), and otherwise value * (scale * tensor_scale). In
-        bfloat16 and float16 these values are rounded once. A layer of zeros is read as zeros with their signs.
+        bfloat16 and float16 these values are rounded once. A layer of zeros is read as zeros with their signs. A weight
+        that contains NaN cannot be converted. If the recipe has a tensor scale, reading this weight, or one that shares
+        its tensor amax, raises ValueError on the CPU.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))

@@ -97,9 +97,10 @@ class ServedWeight(torch.nn.Module):
     def _amax(self, w: Tensor) -> Tensor:
         """Return the largest |w| over w and the other weights of its group: float32 (), or (E,) for a stack of experts.
 
-        For a stack that is a DTensor, the experts are those of the local shard. If w does not have the parameter's dtype,
-        the other amaxes are rounded to the dtype of w: with mixed precision, FSDP gathers w in another dtype, while
-        other weights of the group still have their own.
+        For a stack that is a DTensor, the experts are those of the local shard.
+
+        If the dtype of w is not that of the parameter, the amaxes of the other weights are rounded to the dtype of w.
+        This happens with mixed precision: FSDP gathers w in another dtype, while other weights still have their own.
         """
         stack, is_cast = self.form.kind == "stack", self.form.dtype not in (None, w.dtype)
         found = largest(w, stack)
