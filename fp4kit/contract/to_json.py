@@ -11,17 +11,18 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fp4kit.recipes import Recipe, to_dict
 from fp4kit.recipes.table import is_listed, recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.json_object import dump_object, load_object
 from fp4kit.storage.whole_file import whole_file, write_file
-from fp4kit.units import UNITS, Unit
+from fp4kit.units import KINDS, UNITS, Unit
 from fp4kit.units import from_spec as unit_from_spec
 from fp4kit.units import to_spec as unit_spec
 
+_T = TypeVar("_T", dict[str, Any], list[Any], str)
 FILE = "fp4kit_contract.json"
 VERSION = 1
 _KEY = "fp4kit_contract"
@@ -64,7 +65,7 @@ def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any
     label: the name of the file, for messages.
     settings: the names of a contract's settings.
     """
-    if not isinstance(data, Mapping) or data.get(_KEY) != VERSION:
+    if not isinstance(data, Mapping) or type(data.get(_KEY)) is not int or data[_KEY] != VERSION:
         got = data.get(_KEY) if isinstance(data, Mapping) else data
         raise CheckpointError(f"{label}: {_KEY} is {got!r:.60}; this version of fp4kit reads version {VERSION}")
     known = (*settings, "unknown", "inferred")
@@ -79,12 +80,12 @@ def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any
             if found.get(name) is not None:
                 found[name] = _recipe_from(name, found[name])
         if "patterns" in found:
-            found["patterns"] = [_pair_from(pair) for pair in found["patterns"]]
+            found["patterns"] = [_pair_from(pair) for pair in _checked("patterns", found["patterns"], list)]
         if found.get("unit") is not None:
             found["unit"] = _unit_from(found["unit"])
         if "inferred" in found:
-            found["inferred"] = list(found["inferred"].items())
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+            found["inferred"] = list(_checked("inferred", found["inferred"], dict).items())
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{label}: {shown(str(error))}") from None
     return found
 
@@ -142,17 +143,22 @@ def _recipe_from(name: str, data: Any) -> Recipe:
     The data is an id, an object with an id and facts (fields that determine bits), or an object with all fields. Facts
     are compared with those of this version of fp4kit, unless the object states none.
 
-    Raise ValueError if the facts differ, if the id is unknown, or if there is an unknown key.
+    Raise TypeError if a value has the wrong type. Raise ValueError if the facts differ, if the id is unknown, or if
+    there is an unknown key.
 
     name: the field that holds the recipe, for messages.
     """
     if not isinstance(data, Mapping) or "element" in data:
-        return to_dict.from_data(data)
+        try:
+            return to_dict.from_data(data)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{name}: {error}") from None
     strange = [key for key in data if key not in ("id", "versions", "facts")]
     if strange:
         raise ValueError(f"{name}: unknown key {strange[0]!r}; a later version of fp4kit may support it")
-    r = recipe(data.get("id"))  # type: ignore[arg-type]
-    stated, own = data.get("facts", {}), _facts(r)
+    r = recipe(_checked(f"{name}: id", data.get("id"), str))
+    _checked(f"{name}: versions", data.get("versions", []), list)
+    stated, own = _checked(f"{name}: facts", data.get("facts", {}), dict), _facts(r)
     for key in dict.fromkeys((*stated, *own) if stated else ()):
         if stated.get(key) != own.get(key):
             raise ValueError(
@@ -165,9 +171,11 @@ def _recipe_from(name: str, data: Any) -> Recipe:
 def _pair_from(pair: Any) -> tuple[Any, Recipe | None]:
     """Return (pattern, recipe) from a pair of JSON data. The recipe is None if the second entry is None.
 
-    The pattern is returned unchecked. Raise ValueError if the recipe is invalid, and ValueError or TypeError if the
-    data is not a pair.
+    The pattern is returned unchecked. Raise ValueError or TypeError if the data is not a pair, or if the recipe is
+    invalid.
     """
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise TypeError(f"patterns has {pair!r:.60}; needs pairs of a layer pattern and a recipe")
     pattern, data = pair
     return pattern, None if data is None else _recipe_from(f"pattern {pattern}", data)
 
@@ -175,10 +183,30 @@ def _pair_from(pair: Any) -> tuple[Any, Recipe | None]:
 def _unit_from(data: Any) -> Unit | str:
     """Return the id of a known unit unchanged, or the Unit that an object of fields describes.
 
-    Raise ValueError for an unknown id, and the errors of units.from_spec for invalid fields.
+    Raise ValueError for an unknown id, and TypeError or ValueError for invalid fields.
     """
     if isinstance(data, str):
         if data not in UNITS:
             raise ValueError(f"unit is {data!r:.60}; needs one of {', '.join(UNITS)}, or an object of fields")
         return data
-    return unit_from_spec(json.dumps(data))
+    steps = [name for name in KINDS if _checked("unit", data, dict).get(name) is not None]
+    for name in steps:
+        _checked(f"unit: {name}", data[name], dict)
+    missing = next((name for name in KINDS if name not in data), None)
+    if missing is not None:
+        raise ValueError(f"unit: the field {missing!r} is missing; add it, or give the id of a unit")
+    try:
+        return unit_from_spec(json.dumps(data))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"unit: {error}") from None
+
+
+def _checked(name: str, value: Any, kind: type[_T]) -> _T:
+    """Return a value of JSON data unchanged. Raise TypeError if it is not of type `kind`: dict, list or str.
+
+    name: what the value is, for the message.
+    """
+    if not isinstance(value, kind):
+        need = {dict: "an object", list: "a list", str: "a string"}[kind]
+        raise TypeError(f"{name} is {value!r:.60}; needs {need}")
+    return value
