@@ -24,9 +24,10 @@ COLUMN_SCALE, TAG = "column_scale", "tag"
 ROTATION = "rotation"  # the matrix of a transform, stored beside one of the layers that are rotated by it
 LOW_RANK_A, LOW_RANK_B = "low_rank_a", "low_rank_b"  # SVDQuant adds B A to the decoded matrix: A [r, K], B [N, r]
 # Usual safetensors dtype of codes or block scales -> the dtypes that are accepted in its place, because some tools
-# declare equal bytes under them. U8 may hold any 8-bit codes, and float32 scales may be stored as BF16 or F16.
+# declare equal bytes under them. U8 may hold any 8-bit codes, and float32 scales may be stored as BF16 or F16. E8M0
+# scales that are usually U8 may also be F8_E8M0.
 SAME_BYTES = {
-    "U8": ("U8", "I8", "F8_E8M0"),
+    "U8": ("U8", "I8"),
     "I8": ("U8", "I8"),
     "F8_E4M3": ("F8_E4M3", "U8"),
     "F8_E8M0": ("F8_E8M0", "U8"),

@@ -34,6 +34,7 @@ from fp4kit.checkpoint.containers.table import CONTAINERS
 from fp4kit.checkpoint.model.declarations import declared
 from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.selection.name_rules import STACKS
+from fp4kit.formats import E8M0
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
@@ -338,7 +339,10 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
         if part == CODES and entry.dtype == "F4":
             continue
         plain = part == CODES and container.scale is None  # bytes under float scales could also be integers
-        if not fits or (entry.dtype != dtype and (damaged or plain or not _holds(entry.dtype, dtype, part))):
+        exponents = part == SCALES and container.scale == E8M0 and (entry.dtype, dtype) == ("F8_E8M0", "U8")
+        if not fits or (
+            entry.dtype != dtype and (damaged or plain or not (exponents or _holds(entry.dtype, dtype, part)))
+        ):
             return None
     return Weight(module, parts[CODES].entry.name, shape, container.for_columns(shape[-1]), parts, transposed)
 

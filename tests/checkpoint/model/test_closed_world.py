@@ -626,6 +626,26 @@ def test_dtypes_of_the_same_bytes_are_read(dtype: str, sound: Callable[[str, str
 
 
 @pytest.mark.parametrize(
+    ("recipe", "form", "part"),
+    [
+        ("nvfp4-mlx-cpu", "mlx", "scales"),
+        ("nvfp4-modelopt", "modelopt", "weight"),
+        ("mxfp4-compressed-tensors", "compressed-tensors", "weight_packed"),
+    ],
+)
+def test_exponents_are_no_codes_and_no_e4m3_scales(
+    recipe: str, form: str, part: str, sound: Callable[[str, str], Sound], tmp_path: Path
+) -> None:
+    """The dtype F8_E8M0 is accepted for E8M0 scales only, because no tool stores codes or other scales under it."""
+    start = sound(recipe, form)
+    tensors = dict(start.tensors)
+    name = f"{LAYER}.{part}"
+    tensors[name] = ("F8_E8M0", *tensors[name][1:])
+    with pytest.raises(CheckpointError):
+        make_plan(write(tmp_path / "m", tensors, start.config, start.metadata), format="bf16")
+
+
+@pytest.mark.parametrize(
     ("tensors", "name"),
     [
         ({"weight": ("U8", (32, 48)), "weight_scale": ("U8", (32, 2))}, "MXFP6"),
