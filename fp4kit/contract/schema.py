@@ -191,7 +191,8 @@ class Contract:
         Without a contract file, settings are inferred from fp4kit's record in the config, from the names of tensors
         and from tensor scales. If fp4kit recorded no recipe and `source` is given, the recipe is identified from the
         bytes. Settings that cannot be inferred are listed in `unknown`, for example those of the server that will load
-        the checkpoint.
+        the checkpoint. `weights` is unknown too if a conversion kept the codes of some layers and computed new codes
+        for others, unless one recipe made both.
 
         Args:
             path: a contract file (.json), a model directory, a .safetensors file or a GGUF file.
@@ -201,7 +202,8 @@ class Contract:
             The Contract.
 
         Raises:
-            CheckpointError: there is no checkpoint at this path, or the checkpoint or its contract file is malformed.
+            CheckpointError: there is no checkpoint at this path, the checkpoint or its contract file is malformed, or
+                fp4kit cannot read the format in which the layers are quantized.
 
         Examples:
             >>> import numpy as np, tempfile, fp4kit, fp4kit.checkpoint

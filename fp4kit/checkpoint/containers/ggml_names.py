@@ -19,7 +19,11 @@ ENGINE = "llama.cpp 0c1e57098"
 # Keys of the metadata that fp4kit writes into the headers of converted files.
 RECIPE, VERSION, SCALE_SEARCH = "fp4kit.recipe", "fp4kit.version", "fp4kit.scale_search"
 PATTERNS = "fp4kit.recipes"  # JSON: the recipes of layers that match patterns
+KEPT_CODES = "fp4kit.codes"  # PARTLY_CARRIED, if the recorded recipe did not make the codes of all layers
+PARTLY_CARRIED = "partly carried"
 
+# Metadata that accompanies RECIPE -> its key in fp4kit's record in a config.
+_ALSO_RECORDED = {SCALE_SEARCH: "scale_search", KEPT_CODES: "codes"}
 _PARTS = ("gate", "up", "down", "gate_up")
 STACKS = tuple(f"ffn_{part}_exps" for part in _PARTS)  # leaf names of stacks of experts, [E, N, K]
 HEADS = {  # leaf name -> config key with the number of heads
@@ -74,8 +78,7 @@ def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
     config |= {name: int(count) for name, count in zip(HEADS.values(), counts, strict=True) if count.isdecimal()}
     if RECIPE in metadata:
         own = {"recipe": metadata[RECIPE], "version": metadata.get(VERSION, "")}
-        if SCALE_SEARCH in metadata:
-            own["scale_search"] = metadata[SCALE_SEARCH]
+        own |= {key: metadata[name] for name, key in _ALSO_RECORDED.items() if name in metadata}
         config["quantization_config"] = {"fp4kit": own}
     return config
 

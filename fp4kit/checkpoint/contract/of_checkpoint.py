@@ -9,14 +9,19 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from fp4kit.checkpoint.containers.configs import container_id
+from fp4kit.checkpoint.containers.configs import MIXED, container_id
 from fp4kit.checkpoint.containers.container import INPUT_SCALE
+from fp4kit.checkpoint.containers.ggml_names import KEPT_CODES, PARTLY_CARRIED, PATTERNS
+from fp4kit.checkpoint.containers.table import MODELOPT_AWQ, MODELOPT_NVFP4, MODELOPT_STACKS
 from fp4kit.checkpoint.contract.of_plan import SERVER, signs_of
 from fp4kit.checkpoint.identify.identify import CheckpointVerdict
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.checkpoint.model import transforms
+from fp4kit.checkpoint.model.declared_quantization import unfulfilled
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
+from fp4kit.checkpoint.model.items import REFUSED
 from fp4kit.checkpoint.model.model_files import existing_file, resolved
 from fp4kit.checkpoint.model.quantized_layers import recorded
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
@@ -26,7 +31,8 @@ from fp4kit.checkpoint.selection.fused_layers import fused_groups, split_module
 from fp4kit.contract.schema import SETTINGS, Contract
 from fp4kit.contract.to_json import FILE
 from fp4kit.recipes import RECIPES, Recipe, recipe
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.quantized_file import recipes_of
 
 
@@ -81,36 +87,84 @@ def _of_saved(recipes: Mapping[str, Recipe]) -> Contract:
 def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
     """Infer the contract of a checkpoint from what it stores and declares.
 
-    ``weights`` and the settings of the server are listed as unknown if they cannot be inferred. If no layer is
-    quantized, only the settings of the server are unknown.
+    ``weights``, ``container`` and the settings of the server are listed as unknown if they cannot be inferred. If no
+    layer is quantized, only the settings of the server are unknown.
 
     source: the model that the checkpoint was made from; None if there is none. It serves to identify the recipe if the
-        checkpoint does not record one.
+        checkpoint does not record one, or records one that some layers do not have.
+
+    Raises:
+        CheckpointError: if the recorded patterns are malformed. Also if fp4kit cannot read any quantized layer of a
+            checkpoint that has some, because it has tensors in unknown formats or declares quantization.
     """
     layers = checkpoint.layers
     found = _Inferred()
     if not layers:
+        _check_unquantized(checkpoint)
         return Contract(unknown=SERVER, inferred=(("weights", "no layer is quantized"),))
-    own = recorded(checkpoint)
-    if own is not None:
+    own, pairs = recorded(checkpoint), _recorded_pairs(checkpoint)
+    patterns = tuple((pattern, RECIPES[id]) for pattern, id in pairs if id in RECIPES)
+    if own is not None and len(patterns) == len(pairs) and _agrees(checkpoint, own, patterns):
         found.add("weights", own, "recorded by fp4kit convert")
-        found.add("patterns", _recorded_patterns(checkpoint), "recorded by fp4kit convert")
+        found.add("patterns", patterns, "recorded by fp4kit convert")
     elif source is not None:
         found.identified(identify_checkpoint(checkpoint.path, source))
-    plain = [weight.name for weight in checkpoint.weights.values() if weight.container is None]
+    if pairs and "weights" not in found.values:
+        found.unknown.append("patterns")
+    undone = transforms.resolved(checkpoint, checkpoint.weights)
+    plain = [
+        weight.name
+        for tensor, weight in checkpoint.weights.items()
+        if weight.container is None and tensor not in undone.matrices
+    ]
     found.add("excluded", tuple(plain), "these weights are not quantized")
     shared = _shared(layers)
     found.add("shared_amax", shared, "these layers have equal tensor scales")
-    rotations = transforms.resolved(checkpoint, checkpoint.weights).rotations
+    rotations = undone.rotations
     if rotations.keys() == layers.keys() and len({*rotations.values()}) == 1:
         rotation = next(iter(rotations.values()))
         found.add("hadamard", rotation.size, "declared in transform_config")
         found.add("hadamard_signs", signs_of(rotation), "declared in transform_config")
-    has_inputs = any(INPUT_SCALE in weight.parts for weight in layers.values())
-    found.add("input_scales", "static" if has_inputs else None, "the checkpoint stores input scales")
-    (form, _), *_ = Counter(weight.container for weight in layers.values() if weight.container).most_common()
-    found.add("container", container_id(form, has_inputs), "the names and dtypes of tensors")
+    with_input = [name for name, weight in layers.items() if INPUT_SCALE in weight.parts]
+    found.add("input_scales", "static" if len(with_input) == len(layers) else None, "every layer has an input scale")
+    form = _container(layers, bool(with_input))
+    found.add("container", form, "the names and dtypes of tensors")
+    found.unknown += ["container"] if form is None else []
     return found.contract()
+
+
+def _check_unquantized(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if a checkpoint without quantized layers has signs of quantization that fp4kit cannot read.
+
+    The signs are tensors that fp4kit refuses, such as packed weights in an unknown format, and declarations in configs.
+    """
+    refused = next((item for item in checkpoint.items if item.place == "tensor" and item.group == REFUSED), None)
+    if refused is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: fp4kit cannot tell how it is quantized; {shown(refused.name)}: {refused.why}"
+        )
+    why = unfulfilled(checkpoint.config or {}, checkpoint.hf_quant_config)
+    if why:
+        raise CheckpointError(why)
+
+
+def _container(layers: Mapping[str, Weight], has_input_scale: bool) -> str | None:
+    """Return the name of the container of a checkpoint's layers, as a conversion writes it in a contract.
+
+    Model-Optimizer's NVFP4 counts as one container with its layers of AWQ and its stacks of experts. If there are
+    several containers, return the name for mixed checkpoints of their format, such as "modelopt MIXED_PRECISION".
+    Return None if that format has no such name, or if the containers have several formats.
+
+    layers: the quantized layers; not empty.
+    has_input_scale: True if layers have input scales.
+    """
+    forms = {weight.container.name: weight.container for weight in layers.values() if weight.container is not None}
+    if MODELOPT_NVFP4.name in forms:
+        forms = {name: form for name, form in forms.items() if form not in (MODELOPT_AWQ, MODELOPT_STACKS)}
+    first, *others = forms.values()
+    if not others:
+        return container_id(first, has_input_scale)
+    return MIXED.get(first.format) if all(form.format == first.format for form in others) else None
 
 
 class _Inferred:
@@ -119,6 +173,7 @@ class _Inferred:
     def __init__(self) -> None:
         self.values: dict[str, object] = {}
         self.how: dict[str, str] = {}
+        self.unknown: list[str] = []
 
     def add(self, name: str, value: object, how: str) -> None:
         """Store the value of the setting `name`, and how it was found. A value that was stored before is replaced.
@@ -148,23 +203,48 @@ class _Inferred:
         self.add("patterns", pairs, "identified")
 
     def contract(self) -> Contract:
-        """Return the contract with the stored settings.
+        """Return the contract with the stored settings. It lists the settings in the attribute unknown as unknown.
 
-        It lists `weights` and the settings in SERVER as unknown if they are missing.
+        It also lists `weights` and the settings in SERVER as unknown if they are missing.
         """
-        unknown = tuple(name for name in SETTINGS if name in ("weights", *SERVER) and name not in self.values)
+        missing = (name for name in SETTINGS if name in ("weights", *SERVER) and name not in self.values)
+        unknown = (*self.unknown, *missing)
         return Contract(**self.values, unknown=unknown, inferred=tuple(self.how.items()))  # type: ignore[arg-type]
 
 
-def _recorded_patterns(checkpoint: Checkpoint) -> tuple[tuple[str, Recipe], ...]:
-    """Return the (pattern, recipe) pairs that fp4kit recorded in the config of a checkpoint; () if there are none.
-
-    Pairs with a recipe that this version of fp4kit lacks are left out. The metadata of files is not searched.
-    """
+def _record(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return fp4kit's record in the config of a checkpoint, without the metadata of files; {} if there is none."""
     declared = (checkpoint.config or {}).get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None
-    pairs = patterns_in(own.get("recipes")) if isinstance(own, dict) else []
-    return tuple((pattern, RECIPES[id]) for pattern, id in pairs if id in RECIPES)
+    return own if isinstance(own, dict) else {}
+
+
+def _recorded_pairs(checkpoint: Checkpoint) -> list[list[str]]:
+    """Return the [pattern, recipe id] pairs that fp4kit recorded in a checkpoint; [] if there are none.
+
+    They are in the config. If fp4kit has no record there, the metadata of the first file is read. Raise CheckpointError
+    if they are malformed.
+    """
+    own = _record(checkpoint)
+    text = checkpoint.files[0].metadata.get(PATTERNS) if checkpoint.files and not own else None
+    return patterns_in((own if text is None else parse_object(text.encode(), PATTERNS)).get("recipes"))
+
+
+def _agrees(checkpoint: Checkpoint, usual: Recipe, patterns: tuple[tuple[str, Recipe], ...]) -> bool:
+    """Return whether the recorded recipes can be those of all quantized layers.
+
+    Return False if the record says that layers have codes of another recipe, or if the container of a layer cannot
+    store the layer's recipe.
+
+    usual: the recorded recipe of the layers that match no pattern.
+    patterns: the recorded (pattern, recipe) pairs.
+    """
+    kept = _record(checkpoint).get("codes") or checkpoint.files[0].metadata.get(KEPT_CODES)
+    if kept == PARTLY_CARRIED:
+        return False
+    contract = Contract(usual, patterns)
+    recipes = ((weight.container, contract.recipe_of(name)) for name, weight in checkpoint.layers.items())
+    return all(form is not None and one is not None and form.stores(one) for form, one in recipes)
 
 
 def _shared(layers: dict[str, Weight]) -> tuple[tuple[str, ...], ...]:

@@ -5,11 +5,12 @@ recipe of activations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.checkpoint.model.rotation import WeightRotation
-from fp4kit.checkpoint.plan.job import COPY
+from fp4kit.checkpoint.model.weights import weights_of
+from fp4kit.checkpoint.plan.job import COPY, DEQUANTIZE
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.fused_layers import fused_groups, split_module
 from fp4kit.contract.schema import Contract
@@ -23,27 +24,30 @@ def contract_of_plan(plan: Plan) -> Contract:
 
     These settings are listed as unknown:
 
-    - the settings of the server, except the input scales if the plan writes them
-    - ``weights``, if the output is quantized but the recipe of its codes is not known
-    - ``hadamard``, if only some layers are rotated, because a contract states one transform for all layers
+    - the settings of the server, except the input scales if the plan writes them for all containers
+    - ``weights``, if the output is quantized but the recipe of its codes is not known, or not known for some layers
+    - ``patterns`` too in that case, and if a recorded recipe is unknown, as far as patterns are recorded
+    - ``hadamard`` and ``hadamard_signs``, if only some layers are rotated, because a contract states one transform for
+      all layers
     """
-    recipe = _recorded(plan)
-    unknown = [name for name in SERVER if name != "input_scales" or not plan.has_input_scale]
-    if recipe is None and plan.form is not None:
-        unknown.insert(0, "weights")
+    recipe, patterns = _recorded(plan), plan.recorded_patterns
+    has_static = plan.has_input_scale and all(form.name in plan.input_scaled for form in plan.layers_of_forms)
+    unknown = [name for name in SERVER if name != "input_scales" or not has_static]
+    if plan.form is not None and (recipe is None or any(id not in RECIPES for _, id in patterns)):
+        unknown += ["weights", "patterns"] if patterns else ["weights"]
+        recipe, patterns = None, []
     rotation = plan.request.rotation
     if rotation is not None and plan.request.hadamard_only:  # a contract states one transform for all layers
         rotation = None
-        unknown.append("hadamard")
-    copied = [tensor.name for tensor in plan.tensors if tensor.action == COPY and len(tensor.shape) > 1]
+        unknown += ["hadamard", "hadamard_signs"]
     converted = {piece.module for tensor in plan.converted for piece in tensor.pieces if piece.form is not None}
     search = plan.request.search
     return Contract(
         weights=recipe,
-        patterns=tuple((pattern, RECIPES[id]) for pattern, id in plan.recorded_patterns if id in RECIPES),
-        excluded=tuple(name.removesuffix(".weight") for name in copied if name.endswith(".weight")),
+        patterns=tuple((pattern, RECIPES[id]) for pattern, id in patterns),
+        excluded=tuple(_unquantized(plan)),
         shared_amax=shared_leaves(converted) if _shares(plan) else (),
-        input_scales="static" if plan.has_input_scale else None,
+        input_scales="static" if has_static else None,
         hadamard=None if rotation is None else rotation.size,
         hadamard_signs=signs_of(rotation),
         scale_search=None if search is None else search.words.removeprefix("searched by "),
@@ -67,12 +71,29 @@ def signs_of(rotation: WeightRotation | None) -> str | None:
 
 
 def _recorded(plan: Plan) -> Recipe | None:
-    """Return the recipe that made the written codes; None for unquantized outputs, or if it is unknown."""
-    if plan.form is None:
+    """Return the recipe that made the written codes.
+
+    Return None for unquantized outputs, or if the recipe is unknown for one or more layers.
+    """
+    if plan.form is None or plan.carries_some_codes:
         return None
     if plan.recorded == plan.recipe.id:
         return plan.recipe
     return RECIPES.get(plan.recorded)
+
+
+def _unquantized(plan: Plan) -> Iterator[str]:
+    """Yield the names of the unquantized layers that a plan copies, and of those that it decodes beside quantized ones.
+
+    Stacks of experts may have names without ".weight".
+    """
+    weights = weights_of(plan.source.tensors, plan.source.config)
+    for tensor in plan.tensors:
+        is_matrix = tensor.name.endswith(".weight") and len(tensor.shape) > 1
+        if tensor.action == COPY and (is_matrix or tensor.name in weights):
+            yield tensor.name.removesuffix(".weight")
+        elif tensor.action == DEQUANTIZE and plan.form is not None:
+            yield from (piece.module for piece in tensor.pieces)
 
 
 def _shares(plan: Plan) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 from fp4kit import __version__
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import awq_declarations, declarations, mixed_declarations
+from fp4kit.checkpoint.containers.ggml_names import PARTLY_CARRIED
 from fp4kit.checkpoint.containers.table import MODELOPT_AWQ
 from fp4kit.checkpoint.contract.of_plan import contract_of_plan
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
@@ -692,6 +693,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
         **({"recipe": plan.recorded} if plan.recorded else {}),
         **({"recipes": plan.recorded_patterns} if plan.recorded_patterns else {}),
         **({"codes": "carried"} if plan.carries_codes else {}),
+        **({"codes": PARTLY_CARRIED} if plan.carries_some_codes else {}),
     }
     if plan.request.search is not None:
         own["scale_search"] = plan.request.search.words.removeprefix("searched by ")

@@ -10,17 +10,19 @@ the source's own values.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from fp4kit.checkpoint.containers.ggml_names import ARCHITECTURE, PATTERNS, RECIPE
+from fp4kit.checkpoint.containers.ggml_names import ARCHITECTURE, KEPT_CODES, PARTLY_CARRIED, PATTERNS, RECIPE
 from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
 from fp4kit.checkpoint.identify.match_layers import Origin
 from fp4kit.checkpoint.model.layers import members, parts_of, pieces
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, weights_of
+from fp4kit.checkpoint.plan.job import CARRY, CAST, RENAME
+from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.row_orders import (
     alternate_rows,
     gate_first,
@@ -232,25 +234,50 @@ def recorded_recipe(source: Source) -> str:
     """Return the id of the fp4kit recipe that made a model's codes, as the model records it; "" if it records none.
 
     The id is in ``quantization_config`` of the config. If the config has no ``quantization_config``, as in ComfyUI
-    files, the metadata of the model's safetensors files is searched.
+    files, the metadata of the model's safetensors files is searched. The id is "" too if the record says that some
+    layers have codes of another recipe.
     """
     declared = source.config.get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
+    if isinstance(own, Mapping) and own.get("codes") == PARTLY_CARRIED:
+        return ""
     found = own.get("recipe") if isinstance(own, Mapping) else None
     if isinstance(found, str) or isinstance(declared, Mapping) or is_gguf_config(source.config):
         return found if isinstance(found, str) else ""
+    if any(KEPT_CODES in file.metadata for file in source.files):
+        return ""
     return next((file.metadata[RECIPE] for file in source.files if RECIPE in file.metadata), "")
+
+
+def mixes_codes(actions: Set[str], request: Request, source: Source) -> bool:
+    """Return whether an output has codes of a recipe that may differ from the recorded recipe and patterns.
+
+    - If all layers keep the codes of the source, or if all codes are copied from another model (--codes), return False.
+    - MXFP4 that is cast to NVFP4, and FP8 that is carried to MXFP8, have codes of an unknown recipe: return True.
+    - Layers that keep the codes of the source, beside layers with new codes, have the recipe that the source records.
+      Return False only if the source records the recipe and the patterns of the request.
+
+    Args:
+        actions: the actions that give the quantized layers of the output.
+        request: what the user asked for.
+        source: the model to read.
+    """
+    if actions <= {RENAME}:
+        return False
+    if request.codes or actions & {CAST, CARRY}:
+        return True
+    wanted = request.recorded, [[pattern, one.id] for pattern, one in request.recipes]
+    return RENAME in actions and (recorded_recipe(source), recorded_patterns(source)) != wanted
 
 
 def recorded_patterns(source: Source) -> list[list[str]]:
     """Return the [pattern, recipe id] pairs that a model records for layers with a recipe of their own; [] if none.
 
     The first pattern that matches a layer's name decides. The pairs are in fp4kit's record in ``quantization_config``.
-    If the config has no such record, the metadata of the model's files is searched. If the record is malformed, return
-    [].
+    If the config has no such record, the metadata of the model's files is searched.
 
     Raises:
-        CheckpointError: if the metadata entry is not a JSON object.
+        CheckpointError: if the record is malformed.
     """
     declared = source.config.get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
@@ -261,12 +288,20 @@ def recorded_patterns(source: Source) -> list[list[str]]:
 
 
 def patterns_in(value: Any) -> list[list[str]]:
-    """Return ``value`` itself if it is a list of [pattern, recipe id] pairs of strings; [] if it is anything else."""
-    pairs = value if isinstance(value, list) else []
-    good = all(
+    """Return a list of recorded [pattern, recipe id] pairs unchanged, and [] for None.
+
+    Raises:
+        CheckpointError: if ``value`` is anything else.
+    """
+    pairs = [] if value is None else value
+    if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair) for pair in pairs
-    )
-    return pairs if good else []
+    ):
+        raise CheckpointError(
+            f"the recipes that fp4kit recorded are {shown(repr(value))}; needs pairs of a pattern and a recipe id, as"
+            " fp4kit convert writes them; restore the record, or remove it from the checkpoint"
+        )
+    return pairs
 
 
 def check_values_agree(

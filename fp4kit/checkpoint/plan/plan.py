@@ -24,6 +24,7 @@ from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.weights import Located
 from fp4kit.checkpoint.plan import kv_cache
 from fp4kit.checkpoint.plan.borrowed_codes import (
+    mixes_codes,
     recorded_patterns,
     recorded_recipe,
 )
@@ -183,11 +184,24 @@ class Plan:
 
     @property
     def carries_codes(self) -> bool:
-        """True if every converted layer keeps the codes of the source, so that no new codes are computed.
+        """True if every quantized layer of the output keeps the codes of the source, so that no new codes are computed.
 
-        False if no layer is converted, or if codes are copied from another model (--codes).
+        False if the output has no quantized layer, or if codes are copied from another model (--codes).
         """
-        return {tensor.action for tensor in self.converted} == {RENAME} and not self.request.codes
+        return self._actions == {RENAME} and not self.request.codes
+
+    @property
+    def carries_some_codes(self) -> bool:
+        """True if the output has codes whose recipe may differ from ``recorded`` and ``recorded_patterns``.
+
+        See ``mixes_codes`` for the cases.
+        """
+        return mixes_codes(self._actions, self.request, self.source)
+
+    @lazy_property
+    def _actions(self) -> set[str]:
+        """The actions that give the quantized layers of the output."""
+        return {one.action for one in self.converted if any(piece.form is not None for piece in one.pieces)}
 
     @property
     def recorded(self) -> str:

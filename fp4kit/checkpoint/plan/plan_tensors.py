@@ -16,12 +16,20 @@ from fp4kit.checkpoint.containers.container import (
     TENSOR_SCALE,
     OutputTensor,
 )
-from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE, SCALE_SEARCH, VERSION
+from fp4kit.checkpoint.containers.ggml_names import (
+    KEPT_CODES,
+    PARTLY_CARRIED,
+    PATTERNS,
+    RECIPE,
+    SCALE_SEARCH,
+    VERSION,
+)
 from fp4kit.checkpoint.model import closed_world, transforms
 from fp4kit.checkpoint.model.layers import Piece, pieces, unquantized_pieces
 from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.weights import Weight, is_interleaved, located, part_names
 from fp4kit.checkpoint.plan.borrowed_codes import (
+    mixes_codes,
     recorded_patterns,
     recorded_recipe,
 )
@@ -67,10 +75,13 @@ def shard_plan(facts: PlanFacts, file: SafetensorsFile, recorded: str, patterns:
     own = {**({RECIPE: recorded} if recorded else {}), VERSION: __version__}
     if patterns:
         own[PATTERNS] = json.dumps({"recipes": patterns})
+    if facts.form is not None and mixes_codes({*facts.actions.values()}, facts.request, facts.source):
+        own[KEPT_CODES] = PARTLY_CARRIED
     if is_gguf_config(facts.config) and facts.request.search is not None:
         own[SCALE_SEARCH] = facts.request.search.words.removeprefix("searched by ")
     taken_over = {} if is_gguf_config(facts.config) else {"format": "pt", **_kept_metadata(facts, file)}
-    taken_over.pop(PATTERNS, None)
+    for name in (RECIPE, PATTERNS, KEPT_CODES):
+        taken_over.pop(name, None)
     if facts.form is not None and facts.form.format == mlx.FORMAT:
         taken_over["format"] = mlx.FORMAT
     return ShardPlan(file.name, tensors, {**taken_over, **own})

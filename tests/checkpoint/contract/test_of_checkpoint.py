@@ -1,6 +1,7 @@
 """Test the contract that a conversion writes, and the contract that is inferred from a checkpoint."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from fp4kit.checkpoint import CheckpointError, ScaleSearch, Wishes, convert
 from fp4kit.checkpoint.model.manifest import differences, load_manifest
 from fp4kit.contract.to_json import FILE
 
+FOREIGN = Path(__file__).parents[2] / "data" / "foreign"
 LEAVES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
@@ -82,6 +84,147 @@ def test_a_conversion_with_patterns_and_a_search(source, tmp_path):
     convert(tmp_path / "mx", tmp_path / "plain", format="bf16")  # the contract of the source is not copied
     plain = fp4kit.Contract.of(tmp_path / "plain")
     assert plain.container == "bf16" and plain.weights is None and "weights" not in plain.unknown
+
+
+def test_codes_of_another_recipe_make_the_recipe_unknown(source, tmp_path):
+    """If only some layers get new codes, the contract names a recipe only if the kept codes have it too."""
+    attention = Wishes(keep=("*mlp*",))
+    for first, options, weights in (
+        ("nvfp4-modelopt", {}, None),
+        ("nvfp4-te", {}, "nvfp4-te"),
+        ("nvfp4-te", {"recipes": [("*.down_proj", "nvfp4-te-2d")]}, None),
+        ("mxfp4-ocp", {}, None),  # cast to NVFP4
+    ):
+        start, out, renamed = (tmp_path / f"{first}{len(options)}{part}" for part in ("start", "out", "renamed"))
+        convert(source, start, first, format="compressed-tensors", wishes=attention)
+        convert(start, out, "nvfp4-te", format="compressed-tensors", **options)
+        convert(out, renamed, format="modelopt")
+        contracts = [fp4kit.Contract.of(path) for path in (out, renamed)]
+        for path in (out, renamed):
+            (path / FILE).unlink()
+            contracts.append(fp4kit.Contract.of(path))
+        for contract in contracts:
+            assert contract.patterns == () and (contract.weights and contract.weights.id) == weights
+            assert ("weights" in contract.unknown) == (weights is None)
+        assert ("patterns" in contracts[0].unknown) == bool(options)
+        own = json.loads((out / "config.json").read_text())["quantization_config"]["fp4kit"]
+        assert own["recipe"] == "nvfp4-te" and own.get("codes") == (None if weights else "partly carried")
+
+
+def test_a_single_file_says_that_its_codes_are_of_several_recipes(source, tmp_path):
+    """The metadata of the file has the record."""
+    plain, start, out, renamed = (tmp_path / f"{name}.safetensors" for name in ("plain", "start", "out", "renamed"))
+    plain.write_bytes((source / "model.safetensors").read_bytes())
+    convert(plain, start, "nvfp4-modelopt", wishes=Wishes(keep=("*mlp*",)), format="comfy")
+    convert(start, out, "nvfp4-comfy-kitchen", format="comfy")
+    convert(out, renamed, format="comfy")
+    assert "weights" not in fp4kit.Contract.of(start).unknown
+    for path in (out, renamed):
+        contract = fp4kit.Contract.of(path)
+        assert contract.weights is None and "weights" in contract.unknown
+
+
+def test_layers_that_a_conversion_decodes_are_excluded(source, tmp_path):
+    convert(source, tmp_path / "start", "nvfp4-modelopt", format="compressed-tensors")
+    convert(tmp_path / "start", tmp_path / "out", "nvfp4-te", format="modelopt", wishes=Wishes(keep=("*down_proj",)))
+    contract = fp4kit.Contract.of(tmp_path / "out")
+    assert contract.weights.id == "nvfp4-modelopt"  # all other layers keep their codes
+    assert contract.excluded == ("model.embed_tokens", "model.layers.0.mlp.down_proj")
+
+
+def test_stacks_of_experts_that_are_kept_are_excluded(source, tmp_path):
+    """Some stacks have names without ".weight"."""
+    model = tmp_path / "model"
+    model.mkdir()
+    prefix = "model.layers.0.mlp.experts"
+    tensors = {
+        f"{prefix}.gate_up_proj": np.ones((4, 64, 64), np.float32),
+        f"{prefix}.down_proj": np.ones((4, 64, 32), np.float32),
+        "model.layers.0.self_attn.q_proj.weight": np.ones((64, 64), np.float32),
+    }
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    convert(model, tmp_path / "out", "nvfp4-te", wishes=Wishes(keep=("*.experts*",)), format="compressed-tensors")
+    contract = fp4kit.Contract.of(tmp_path / "out")
+    assert contract.excluded == (f"{prefix}.down_proj", f"{prefix}.gate_up_proj")
+
+
+def record(folder, **changes):
+    """Remove the contract of a directory, and change fp4kit's record in its config."""
+    (folder / FILE).unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["fp4kit"].update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_record_that_cannot_be_right_is_not_stated(source, tmp_path):
+    """If the recorded recipes are unknown, or not those of the stored layers, the contract names no recipe."""
+    out = tmp_path / "out"
+    convert(source, out, "nvfp4-te", format="compressed-tensors", recipes=[("*.down_proj", "fp8-modelopt-channel")])
+    pattern = ["*.down_proj", "fp8-modelopt-channel"]
+    for recipe, pairs in (("nvfp4-te", [["*.down_proj", "fp8-9"]]), ("mxfp4-ocp", [pattern]), ("nvfp9", [pattern])):
+        record(out, recipe=recipe, recipes=pairs)
+        contract = fp4kit.Contract.of(out)
+        assert contract.weights is None and contract.patterns == ()
+        assert contract.unknown[:2] == ("weights", "patterns")
+    convert(source, tmp_path / "later", "nvfp4-te", format="compressed-tensors")
+    record(tmp_path / "later", recipes=[["*.down_proj", "nvfp4-9"]])
+    convert(tmp_path / "later", tmp_path / "renamed", format="modelopt")
+    for name in ("later", "renamed"):
+        assert fp4kit.Contract.of(tmp_path / name).unknown[:2] == ("weights", "patterns")
+    for pairs in (5, [["*.down_proj", 5]], ["*"]):
+        record(out, recipes=pairs)
+        with pytest.raises(CheckpointError, match=r"the recipes that fp4kit recorded are .*; needs pairs"):
+            fp4kit.Contract.of(out)
+
+
+def test_unknown_formats_are_not_called_unquantized(tmp_path):
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "declared").mkdir()
+    save_file({"a.weight": np.ones((64, 64), np.float32)}, tmp_path / "declared" / "model.safetensors")
+    (tmp_path / "declared" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="declares quant_method 'awq'"):
+        fp4kit.Contract.of(tmp_path / "declared")
+    packed = {"a.qweight": np.ones((8, 32), np.int32), "a.qzeros": np.ones((1, 4), np.int32)}
+    save_file(packed | {"a.scales": np.ones((1, 32), np.float16)}, tmp_path / "packed.safetensors")
+    with pytest.raises(CheckpointError, match=r"cannot tell how it is quantized; a\.q.*GPTQ or AWQ"):
+        fp4kit.Contract.of(tmp_path / "packed.safetensors")
+
+
+def test_rotations_of_some_layers(source, tmp_path):
+    """The contract states one transform for all layers. The stored matrix of a transform is not a layer."""
+    out = tmp_path / "out"
+    convert(
+        source,
+        out,
+        "nvfp4-te",
+        format="compressed-tensors",
+        hadamard=32,
+        hadamard_seed=3,
+        hadamard_only=["*.down_proj"],
+    )
+    contract = fp4kit.Contract.of(out)
+    assert {"hadamard", "hadamard_signs"} <= {*contract.unknown}
+    (out / FILE).unlink()
+    assert fp4kit.Contract.of(out).excluded == contract.excluded == ("model.embed_tokens",)
+
+
+def test_containers_and_input_scales_of_mixtures(source, tmp_path):
+    """A mixed checkpoint has the name that a conversion gives it. Input scales are stated if all layers have one."""
+    out = tmp_path / "out"
+    recipes = [("*.down_proj", "mxfp8-modelopt")]
+    convert(source, out, "nvfp4-te", format="modelopt", input_scale=1.0, recipes=recipes)
+    written = fp4kit.Contract.of(out)
+    (out / FILE).unlink()
+    for contract in (written, fp4kit.Contract.of(out)):
+        assert contract.container == "modelopt MIXED_PRECISION"
+        assert contract.input_scales is None and "input_scales" in contract.unknown
+
+
+@pytest.mark.parametrize("name", ["modelopt--gpt_oss-NVFP4_DEFAULT_CFG", "modelopt--NVFP4_AWQ_LITE_CFG"])
+def test_stacks_and_awq_layers_make_no_mixture(name):
+    contract = fp4kit.Contract.of(FOREIGN / name)
+    assert (contract.container, contract.input_scales) == ("modelopt NVFP4", "static")
 
 
 def test_the_contract_is_inferred_without_a_file(source, tmp_path):
