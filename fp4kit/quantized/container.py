@@ -229,7 +229,7 @@ class Quantized:
         host: True if packed is a NumPy array.
         """
         kind, packed = type(array), self.packed
-        if isinstance(array, np.ma.MaskedArray):
+        if isinstance(array, np.ndarray):
             check_unmasked(array, f"Quantized: {name}")
         if isinstance(array, np.ndarray) if host else kind is type(packed) and kind.__module__ == "cupy":
             if host or array is packed or array.data.device_id == packed.data.device_id:

@@ -134,7 +134,7 @@ def fused(gate, up):
 
 
 def test_fused_weights_of_two_dtypes():
-    """As in the converter, the shared amax is not rounded to the dtype of a weight."""
+    """The shared amax is not rounded to the dtype of a weight, as in the converter."""
     w = (np.random.default_rng(0).standard_normal((16, 32)) / 9).astype(BF16)
     params = fused(w, np.full((16, 32), 1.001, np.float32))
     served = fj.fake_quantize_model(params, "nvfp4-te", format="modelopt")(params)

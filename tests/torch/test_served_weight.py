@@ -471,7 +471,7 @@ def test_amaxes_of_other_dtypes_are_rounded_as_the_weight_is():
 
 
 def test_fused_weights_of_two_dtypes():
-    """As in the converter, the shared amax is not rounded to the dtype of a weight."""
+    """The shared amax is not rounded to the dtype of a weight, as in the converter."""
     model = torch.nn.ModuleDict({f"{name}_proj": torch.nn.Linear(32, 16, bias=False) for name in ("gate", "up")})
     torch.nn.init.constant_(model["up_proj"].weight, 1.001)
     model["gate_proj"].bfloat16()

@@ -50,7 +50,8 @@ class Sound:
 
     def __init__(self, root: Path, recipe: str, form: str) -> None:
         synthetic.dense(root / "source")
-        convert(root / "source", root / "sound", recipe, format=form, input_scale=0.5 if "nvfp4" in recipe else None)
+        input_scale = 0.5 if "nvfp4" in recipe and form != "mlx" else None
+        convert(root / "source", root / "sound", recipe, format=form, input_scale=input_scale)
         self.tensors = oracle.load(root / "sound")
         self.config: dict[str, Any] = json.loads((root / "sound" / "config.json").read_text())
         self.metadata = {"format": "pt"}
