@@ -134,11 +134,13 @@ def _gives(one: Arithmetic, x: np.ndarray, part: Weights) -> bool:
     if part.q is None or found.q is None:
         return same(values_of(found, part), values_of(part, found))
     pairs = [(getattr(found.q, name), getattr(part.q, name)) for name in ("packed", "block_scale", "tensor_scale")]
-    return all(a is b or (a is not None and b is not None and same(a, b)) for a, b in pairs)
+    return all(same(a, b) for a, b in pairs)
 
 
-def same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return whether two arrays are equal in shape and in every bit, except for the bits of NaN."""
+def same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+    """Return whether two arrays are equal in shape and in every bit, except for the bits of NaN, or are both None."""
+    if a is None or b is None:
+        return a is b
     return np.shape(a) == np.shape(b) and not differing_bits(np.asarray(a), np.asarray(b)).any()
 
 

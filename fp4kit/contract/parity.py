@@ -421,10 +421,10 @@ class _Check:
             or right.recipe.element != whole.q.recipe.element
             or np.array_equal(right.packed, whole.q.packed)
         ):
-            if right is None or _equal(right.block_scale, whole.q.block_scale):
+            if right is None or same(right.block_scale, whole.q.block_scale):
                 return Making(None)
         for step, wrong, q in orders(whole.q):
-            if np.array_equal(q.packed, right.packed) and _equal(q.block_scale, right.block_scale):
+            if np.array_equal(q.packed, right.packed) and same(q.block_scale, right.block_scale):
                 return Making(None, "code" if step == "code" else "block scale", wrong)
         return Making(None)
 
@@ -706,7 +706,7 @@ def _is_plain(part: Weights, x: np.ndarray | None) -> bool:
     part: the rows of the side.
     x: these rows of the unquantized weight. If it is None (unknown), any values count as unquantized.
     """
-    return part.values is not None and (x is None or _equal(part.values, x))
+    return part.values is not None and (x is None or same(part.values, x))
 
 
 def _operands(compared: Sequence[ComparedRows]) -> str:
@@ -734,11 +734,6 @@ def _shape(w: Weights) -> tuple[int, ...]:
 def _values(w: Weights) -> np.ndarray:
     """Return the values in w as an array: the array itself, or those of its Quantized, decoded to float32."""
     return np.asarray(w.values if w.q is None else w.q.dequantize(np.float32))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Return True if a and b are arrays of equal shape and bits, or both None; otherwise False. NaN equals NaN."""
-    return a is b or (a is not None and b is not None and same(a, b))
 
 
 def _patterns(contracts: Sequence[Contract]) -> list[str]:

@@ -286,16 +286,16 @@ def _readings(arrays: tuple[Any, ...], shape: PageShape) -> Iterator[tuple[KVLay
     Layouts that do not support the shape, or that have another number of arrays, are left out. Each cache holds the
     bytes of the arrays, reshaped as its layout needs them.
     """
+    if len(arrays) == 1:  # views of vLLM's pages may have permuted axes
+        strides = arrays[0].strides
+        order = sorted(range(1, arrays[0].ndim), key=lambda axis: -abs(strides[axis]))
+        arrays = (arrays[0].transpose(0, *order),)
     for layout in KV_LAYOUTS.values():
         try:
             shapes = layout.array_shapes(shape).values()
         except ValueError:
             continue
         if len(shapes) == len(arrays):
-            if len(arrays) == 1:  # views of vLLM's pages may have permuted axes
-                strides = arrays[0].strides
-                order = sorted(range(1, arrays[0].ndim), key=lambda axis: -abs(strides[axis]))
-                arrays = (arrays[0].transpose(0, *order),)
             read = (np.ascontiguousarray(array).reshape(each) for array, each in zip(arrays, shapes, strict=True))
             yield layout, KVCache(layout, tuple(read))
 

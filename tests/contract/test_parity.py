@@ -9,7 +9,7 @@ import pytest
 import fp4kit
 from fp4kit import Contract, parity
 from fp4kit.call.parse import TE_SIGN_MASK
-from fp4kit.contract.making import differing_bits
+from fp4kit.contract.making import differing_bits, same
 from fp4kit.formats import bit_patterns
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVParts, PageShape
@@ -566,3 +566,14 @@ def test_the_first_step_is_found_behind_eight_affected_parts():
         assert layer.scales == (34, 8160) and layer.step == "block scale" and layer.worked.index[0] == row
         assert layer.examined < layer.values[0] and dict(layer.steps)["tie"] > layer.count > 0
         assert f"{layer.count:,} of {layer.examined:,} examined differing elements" in layer.lines[0]
+
+
+def test_only_two_missing_arrays_are_the_same():
+    """A missing part equals a missing part, but no array; -0 differs from 0, and NaN equals NaN of other bits."""
+    x = np.array([np.nan, 0.0], np.float32)
+    assert same(None, None)
+    assert not same(None, x)
+    assert not same(x, None)
+    assert same(x, np.array([-np.nan, 0.0], np.float32))
+    assert not same(x, np.array([np.nan, -0.0], np.float32))
+    assert not same(x, x[:1])
