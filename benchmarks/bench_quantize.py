@@ -38,7 +38,12 @@ FROM_BF16 = {
     "fp8-modelopt": None,
 }
 WITH_AMAX_PASS = ("nvfp4-te", "nvfp4-flashinfer", "nvfp4-torchao", "nvfp4-modelopt")
-ROW_SCALED = ("nvfp4-te-rowscaled", "nvfp4-flashinfer-token")
+ROW_SCALED = (
+    "nvfp4-te-rowscaled",
+    "nvfp4-flashinfer-token",
+    "nvfp4-flashinfer-token-4over6-mse-256",
+    "nvfp4-flashinfer-token-4over6-mae-448",
+)
 SWIZZLED = ("nvfp4-te", "mxfp4-ocp", "mxfp8-te")
 STOCHASTIC = ("nvfp4-te", "mxfp4-te")
 

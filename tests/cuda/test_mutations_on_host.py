@@ -38,6 +38,7 @@ from kernel_calls import (
 )
 from on_gpu import differing
 from own_formats import pairs_at_bounds
+from row_ties import rows_at_ties, unusual_rows
 from searched import STATIC
 from variants import blocks_at_ties
 
@@ -84,6 +85,18 @@ def unknown_amaxes() -> None:
         parts = (cupy.asarray(a) for a in (q.packed, q.block_scale, scale))
         gpu = fp4kit.Quantized(*parts, None, q.shape, q.dtype, q.axis, q.recipe)
         assert differing(fp4kit.dequantize(gpu), fp4kit.dequantize(cpu)) == 0, DIFFERS
+
+
+def rows_of_ties(dtype: np.dtype, recipe: str = "nvfp4-flashinfer-token-4over6-mse-256") -> Callable[[], None]:
+    """Return a function that asserts that GPU and CPU choose equal scales and codes by 4over6 for one scale per row."""
+
+    def check() -> None:
+        ordinary = np.random.default_rng(3).standard_normal((400, 512)).astype(dtype)
+        for x in (rows_at_ties(dtype, fp4kit.recipe(recipe).scale_max, 19), unusual_rows(dtype, 512), ordinary):
+            gpu, cpu = fp4kit.quantize(cupy.asarray(x), recipe), fp4kit.quantize(x, recipe)
+            assert differing(gpu.block_scale, cpu.block_scale) == differing(gpu.packed, cpu.packed) == 0, DIFFERS
+
+    return check
 
 
 def negative_scales() -> None:
@@ -146,6 +159,8 @@ PAIRS = fp4kit.custom_recipe("pairs", MX4, E8M0, 16, scale_rounding="down")
 MULTIPLES = call_of(quantize_searched, "nvfp4-auto-round-opt", F32, tensor_amax=4.0)
 NEAR = call_of(search_scales, STATIC, F32, tensor_amax=4.0, candidates="near")
 # {name of a fault: (file, text in it, replacement, call that finds the fault, part of the expected error)}
+TIES = (rows_of_ties(BF16), DIFFERS)
+DIRECTIONS = (rows_of_ties(BF16, "nvfp4-flashinfer-token-4over6-mae-448"), DIFFERS)
 ROWS = call_of(quantize, "nvfp4-te-rowscaled", F32, shape=(300, 48))
 MANY_ROWS = call_of(quantize, "nvfp4-te-rowscaled", F32, shape=(1 << 15, 32))  # several groups per thread block
 LONG_ROWS = call_of(quantize, "nvfp4-te-rowscaled", F32, shape=(3, 16384))
@@ -161,6 +176,21 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
         *(scales_at_ties, DIFFERS),
     ),
     "no margin around equal errors": ("four_over_six_table.cuh", "28u << 8", "1u", TABLE, DIFFERS),
+    "no margin around equal sums": (
+        *("four_over_six_sums.cuh", "(k32Bit ? 16.0f : 0.5f)", "-1.0f"),
+        *(rows_of_ties(BF16), DIFFERS),
+    ),
+    "elements above 16 bits": ("four_over_six_sums.cuh", "k32Bit ? 14u : 15u", "15u", rows_of_ties(F32), DIFFERS),
+    "a tie above zero": ("four_over_six_sums.cuh", "ties == 1u && has_quarter", "false && has_quarter", *TIES),
+    "ties that are rounded up": ("four_over_six_sums.cuh", "if (ties > 1u ||", "if (false ||", *TIES),
+    "an element above a tie": ("four_over_six_sums.cuh", "if (ties & 0x100u)", "if (false)", *TIES),
+    "subnormal scales by sums": ("four_over_six_sums.cuh", "((both & 0x78u) != 0u ||", "(true ||", *TIES),
+    "the wrong direction": (
+        "four_over_six_sums.cuh",
+        "bytes & 0x01010101u, 0u",
+        "bytes & 0x01010100u, 0u",
+        *DIRECTIONS,
+    ),
     "the other format of equal errors": (
         *("quantize_tile.cuh", "errors[1] < errors[0] ? four : six;", "errors[1] <= errors[0] ? four : six;"),
         *(FORMATS, DIFFERS),

@@ -45,7 +45,7 @@ PATCH_ROW_UNIT = 32  # for blocks of one row, quantize_columns needs rows of a m
 TILE_ROWS = 128  # rows of a tile of quantize_columns
 TILE_COLUMNS, TILE_BYTES = 128, 256  # width of such a tile: columns for square blocks, bytes for blocks of one row
 SCALED_RUN = 16  # elements that a thread of quantize_with_scales encodes at a time
-MAX_ROW_WARPS = 2  # warps per thread block of quantize_tile when it finds the amaxes of its rows
+ROW_STEPS = 4  # blocks of a row per thread of quantize_tile, when it finds the amaxes of its rows
 EDEN_RUN = 8  # elements that a thread of fake_ms_eden loads at a time
 NOISE_RUN = 16  # elements that a thread of quantize_stochastic loads at a time
 # quantize_columns processes tiles in bands of at most 2^BAND_SHIFT rows of tiles. With bands, writing codes along rows
@@ -408,8 +408,9 @@ def row_threads(request: LaunchRequest, device: int) -> int:
       multiprocessor is idle.
     - For a longer row, the number of threads is chosen so that they are busy in all steps.
 
-    For 4over6, a thread block takes one row at a time, and has at most MAX_ROW_WARPS warps. Each thread first computes
-    the tensor scale of the row, so several blocks per thread are best.
+    For 4over6, a thread block takes one row at a time. Each thread first computes the tensor scale of the row, so that
+    several blocks per thread are best. But if a thread takes more than ROW_STEPS blocks, the rows of all thread blocks
+    on a multiprocessor do not fit into L1, from which they are loaded again.
 
     The table gives the speed relative to a copy of the bytes of x, codes and scales (H100, bfloat16, 2026-11-26). For
     comparison, it is 0.52 to 0.57 if one launch finds the amaxes and another one quantizes.
@@ -425,16 +426,21 @@ def row_threads(request: LaunchRequest, device: int) -> int:
         16384 x 1024 (latency of 21 us)                           0.72   0.71
         4096 x 32768 (a row does not fit into L1)                 0.60   0.74
 
-    With 4over6, 16384 x 4096, 16384 x 7168 and 8192 x 16384 (H100, 2026-11-27; in parentheses with a launch for the
-    amaxes):
+    With 4over6, for 16384 rows (H100, bfloat16, 2026-11-27):
 
-        nvfp4-flashinfer-token-4over6-mse-256   0.58 (0.40)   0.58 (0.39)   0.49
-        nvfp4-flashinfer-token-4over6-mae-448   0.56 (0.29)   0.52 (0.30)   0.47
+        columns   nvfp4-flashinfer-token-4over6-mse-256   nvfp4-flashinfer-token-4over6-mae-448
+        16384                                      0.91                                    0.93
+        12288                                      0.90                                    0.91
+        8192                                       0.92                                    0.93
+        7168                                       0.89                                    0.90
+        5120                                       0.87                                    0.87
+        4096                                       0.89                                    0.89
+        2880                                       0.77                                    0.79
     """
     rows, columns = request.shape
     if request.recipe.four_over_six:
         warps = -(-columns // (WARP * request.recipe.block_size))
-        return WARP * -(-warps // -(-warps // MAX_ROW_WARPS))
+        return min(WARP * -(-warps // ROW_STEPS), THREADS)
     warp = WARP * _bytes_per_thread(request) // request.dtype.itemsize  # elements that a warp loads in one step
     most = THREADS // WARP
     count = max(min(most * warp // columns, rows // grid(rows, device, 4)), 1)

@@ -140,6 +140,45 @@ FP4KIT_DEVICE u32 dot_bytes(u32 a, u32 b) {
 #endif
 }
 
+// Return c, plus the low 16 bits of a times byte 2 kHigh of b, plus the high 16 bits of a times byte 2 kHigh + 1 of b,
+// modulo 2^32. Bytes are counted from the low end. The halves of a are unsigned. The bytes of b are signed if kSigned,
+// and otherwise unsigned.
+template <int kHigh, bool kSigned = false>
+FP4KIT_DEVICE u32 dot_halves(u32 a, u32 b, u32 c) {
+#ifdef __CUDA_ARCH__
+  u32 y;
+  if constexpr (kHigh && kSigned) asm("dp2a.hi.u32.s32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  if constexpr (kHigh && !kSigned) asm("dp2a.hi.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  if constexpr (!kHigh && kSigned) asm("dp2a.lo.u32.s32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  if constexpr (!kHigh && !kSigned) asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+#else
+  const u32 bytes = b >> (16 * kHigh), low = bytes & 0xFFu, high = bytes >> 8 & 0xFFu;
+  const u32 borrow = kSigned ? 256u : 0u;
+  return c + (a & 0xFFFFu) * (low - (low & 0x80u ? borrow : 0u)) + (a >> 16) * (high - (high & 0x80u ? borrow : 0u));
+#endif
+}
+
+// Return c plus the sum of the products of the four bytes of a and the corresponding bytes of b, modulo 2^32. The bytes
+// of a are unsigned. Those of b are signed if kSigned, and otherwise unsigned.
+template <bool kSigned = false>
+FP4KIT_DEVICE u32 dot_bytes4(u32 a, u32 b, u32 c) {
+#ifdef __CUDA_ARCH__
+  u32 y;
+  if constexpr (kSigned)
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  else
+    asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+#else
+  for (int i = 0; i < 32; i += 8) {
+    const u32 byte = b >> i & 0xFFu;
+    c += (a >> i & 0xFFu) * (kSigned && byte & 0x80u ? byte - 256u : byte);
+  }
+  return c;
+#endif
+}
+
 // Return a * b + c in float32, rounded once to nearest even.
 FP4KIT_DEVICE float fma_rn(float a, float b, float c) {
 #ifdef __CUDA_ARCH__

@@ -89,6 +89,22 @@ FP4KIT_DEVICE u32 narrow_f16x2(float low, float high) {
 #endif
 }
 
+// Return a pair with the float16 bits of two floats in [0, 2^15), each rounded toward zero: `low` in the low half,
+// `high` in the high half.
+FP4KIT_DEVICE u32 narrow_f16x2_rz(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  u32 y;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+#else
+  const auto narrow = [](float x) {
+    if (x >= 0x1p-14f) return (bits_of(x) - (112u << 23)) >> 13;
+    return static_cast<u32>(x * 0x1p24f);
+  };
+  return narrow(low) | narrow(high) << 16;
+#endif
+}
+
 // cvt_rn_satfinite_e4m3x2 and cvt_rn_satfinite_e5m2x2 return the E4M3 or E5M2 codes of two floats: the code of `low` in
 // the low byte, and the code of `high` in the next byte. Floats are rounded to nearest even. Magnitudes above the
 // largest value, and infinity, become the largest value. NaN gives 0x7F. The functions exist only if FP4KIT_HAS_CVT_FP8

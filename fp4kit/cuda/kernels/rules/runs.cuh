@@ -119,6 +119,21 @@ FP4KIT_DEVICE u32 largest_bits_of(const Run<In, kCount>& run) {
   }
 }
 
+// Return a run with the larger magnitude of each two elements of a and b. The sign bits of the result have no meaning.
+// If an element is NaN, the result has NaN in its place.
+template <class In, int kCount>
+FP4KIT_DEVICE Run<In, kCount> larger_magnitudes(const Run<In, kCount>& a, const Run<In, kCount>& b) {
+  Run<In, kCount> larger;
+#pragma unroll
+  for (int i = 0; i < larger.kWords; ++i) {
+    if constexpr (sizeof(typename In::Bits) == 4)
+      larger.w[i] = maximum(a.w[i] & 0x7FFFFFFFu, b.w[i] & 0x7FFFFFFFu);
+    else
+      larger.w[i] = In::max_magnitude(a.w[i], b.w[i]);
+  }
+  return larger;
+}
+
 // Return the float32 bits of the smallest magnitude, zeros included, among the elements of a run of 16-bit elements. No
 // element may be NaN.
 template <class In, int kCount>

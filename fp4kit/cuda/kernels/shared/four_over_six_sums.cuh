@@ -1,0 +1,264 @@
+// 4over6 for rows with their own tensor scales, when the tables of four_over_six_table.cuh would be different for each
+// row. Each block gets the better of two scales. A sum of exact integers decides which one. The results are
+// bit-identical to those of the exact path (four_over_six.cuh). R is the recipe, and In is the type of the elements of
+// x. t is the tensor scale of the row (TensorScale). The two scales are called six and four, because they map the amax
+// (largest magnitude) of the block to the element values 6 and 4. All threads of a warp call these functions together,
+// and each thread handles one block of 16 elements.
+//
+// Notation: the step U is 2^(e - 11) * t.decode, where e is the exponent field of the scale code of six. Then an
+// element with the value q decodes to the integer V = 2 q * steps, in units of U. For six, steps is 8 plus the
+// significand bits of its scale code. For four, it is twice that if the exponent field of four's scale code is e + 1.
+//
+// Squared errors: the difference of the two sums, four's minus six's, in units of U^2, is
+//     sum (V4^2 - V6^2) - c * sum n (V4 - V6)
+// Here n = |x| * 2^(15 - floor(log2(amax))) and c = 2 / (2^(15 - floor(log2(amax))) U). n is an exact integer below
+// 2^16 for bfloat16 and float16, unless |x| is so small that both codes are 0. So both sums are exact integers. The
+// instructions dp4a and dp2a add several products at once.
+//
+// Magnitudes of errors: let s be 1 if V is at least |x|, and otherwise -1. The difference, in units of U, is
+//     sum (s4 V4 - s6 V6) - c / 2 * sum n (s4 - s6)
+//
+// The reference adds rounded errors. If the difference is within `slack` of 0, the warp computes the reference's sums.
+// Let e = 2^-24, and let u be the decoded value of the element value 1, which is at most 30 U for six. An error is at
+// most u6 under six and 1.27 u6 under four. The reference's differences are off by 58 e u: 36 from products and
+// quotients, 2 from rounding, and 20 at ties, which are always rounded up here. So a sum of squares is off by at most
+// 16 * 2 * 58 e u^2, and by 42 e times the sum for the order of additions. Both sums together are off by 0.36 U^2. The
+// float32 result of the formula above is off by 0.1 U^2. For sums of magnitudes, the same terms are 0.0065 U and 0.0015
+// U. For float32, n is below 2^15 and off by half a unit, which adds up to 12.8 U^2 or 0.19 U.
+#pragma once
+
+#include "four_over_six.cuh"
+
+// True if the functions of this file support the recipe R.
+template <class R>
+constexpr bool kHasSums =
+    R::Element::kIsE2m1 && R::kRounding == Rounding::rn && R::kBlock == 16 && R::kBlockRows == 1 &&
+    !kHasTwoFormats<R> && !R::kFlush && !R::kLaneSums && !R::kLargestError && !R::kFake;
+
+// Numbers that all blocks of a row share. They differ between the threads of a warp only in `factor`.
+struct RowFacts {
+  float limit;    // the amax of the row, or -1 if no block may be encoded by the functions of this file
+  float inverse;  // 1 / (8 t.decode)
+  float factor;   // for thread i of the warp: 2^-14 / ((8 + i % 8) * 2^-10 * t.decode). See factor_of
+  u32 ties;       // see ties_of_row
+};
+
+// The result for one block. If `valid` is false, the block must take the exact path, and the other fields have no
+// meaning. `code` is the scale code, and `words` hold the codes of the elements, the first code in the lowest bits.
+struct EncodedBlock {
+  bool valid;
+  u32 code, words[2];
+};
+
+// Return 1 / x, rounded to nearest even. x and 1 / x must be normal numbers.
+FP4KIT_DEVICE float reciprocal_rn(float x) {
+#ifdef __CUDA_ARCH__
+  const float y = rcp_approx_ftz(x);
+  return fma_rn(y, -fma_rn(x, y, -1.0f), y);
+#else
+  return 1.0f / x;
+#endif
+}
+
+// Return three sets of significands of scale codes, 8 bits each, from the low end. Bit m stands for the significand m.
+// Codes that are rounded up at ties are wrong if a tie lies below an odd code value: |x| / scale = 0.25, 1.25, 2.5
+// or 5.
+//   bits 0 to 7    an element of type In can be such a tie
+//   bits 8 to 15   in addition, an element can be so little above a tie that a smaller factor would move it below
+//   bits 16 to 23  an element can be a tie at 1.25, 2.5 or 5
+// Thread i passes scale = (8 + i % 8) * t.decode, and its reciprocal.
+template <class In>
+FP4KIT_DEVICE u32 ties_of_row(float scale, float reciprocal) {
+  const float tie = threadIdx.x % 32u < 8u ? 1.0f : 1.25f;
+  constexpr u32 kHalf = 1u << (22 - In::kMantissaBits);
+  const float x = float_of((bits_of(scale * tie) + kHalf) & ~(2u * kHalf - 1u)), scaled = x * reciprocal;
+  const u32 equal = __ballot_sync(0xFFFFFFFFu, scaled == tie);
+  const u32 above = __ballot_sync(0xFFFFFFFFu, scaled > tie && scaled < tie + 0x1p-20f);
+  const u32 any = (equal | equal >> 8) & 0xFFu;
+  return any | (any & (above | above >> 8)) << 8 | (equal & 0xFF00u) << 8;
+}
+
+// Return the RowFacts of a row with the tensor scale t. In a row of zeros, 1 takes the place of t.decode.
+template <class R, class In>
+FP4KIT_DEVICE RowFacts row_facts(TensorScale t) {
+  const bool zero = t.amax == 0.0f && is_finite(t.encode);
+  const float scale = static_cast<float>(8u + threadIdx.x % 8u) * (zero ? 1.0f : t.decode);
+  const float reciprocal = reciprocal_rn(scale);
+  bool valid = is_ordinary(t);
+  if constexpr (!R::kFastError) {  // the reference decodes with t.amax / full_range<R>() instead of t.decode
+    const float unit = t.amax * (1.0f / full_range<R>());
+    valid = valid & (fabsf(unit - t.decode) <= t.decode * 0x1p-22f);
+  }
+  u32 ties = 0u;
+  if constexpr (sizeof(typename In::Bits) == 2) ties = ties_of_row<In>(scale, reciprocal);
+  return {valid || zero ? t.amax : -1.0f, float_of(__shfl_sync(0xFFFFFFFFu, bits_of(reciprocal), 0u)),
+          reciprocal * 0x1p-4f, ties};
+}
+
+// Return 2^-14 times the factor by which elements are multiplied under a scale code. The code is byte kByte of `codes`,
+// and its exponent field must not be 0. The threads of a warp hold the factors of the eight significands.
+template <int kByte>
+FP4KIT_DEVICE float factor_of(const RowFacts& row, u32 codes) {
+  const u32 significand = __shfl_sync(0xFFFFFFFFu, bits_of(row.factor), codes >> (8 * kByte));  // lane modulo 32
+  return float_of(mad(codes & 0x78u << (8 * kByte), 0u - (1u << (20 - 8 * kByte)), significand));
+}
+
+// Return a word with the scale code of six in the lowest byte, and that of four in the next byte. `six` and `four` are
+// the scales before they are rounded. They must not be negative.
+template <class R>
+FP4KIT_DEVICE u32 scale_codes(float six, float four) {
+#if FP4KIT_HAS_CVT_FP8
+  return cvt_rn_satfinite_e4m3x2(four, six);
+#else
+  return encode_scale<R>(six) | encode_scale<R>(four) << 8;
+#endif
+}
+
+// Store the codes of 16 magnitudes, without signs, in `words`. `factor` is 2^-14 times the factor of the block. The
+// products must be below 7. Ties are rounded up. If kDirections, byte j of directions[i] becomes 1 if magnitude 4 i + j
+// is rounded up, and otherwise -1.
+//
+// float16 has the steps of E2M1, divided by 2^23, near 2^-14: a magnitude in [1, 2) gets the smallest normal exponent,
+// and a magnitude below 1 is subnormal with the same step. So this function converts to float16, rounding toward zero.
+// The upper byte of the result is twice the code, plus 1 if the magnitude must be rounded up.
+template <bool kDirections>
+FP4KIT_DEVICE void encode_ties_up(const float (&magnitudes)[16], float factor, u32 (&words)[2], u32 (&directions)[4]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    u32 nibbles[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float* m = magnitudes + 8 * i + 4 * j;
+      const u32 bytes =
+          prmt(narrow_f16x2_rz(m[0] * factor, m[1] * factor), narrow_f16x2_rz(m[2] * factor, m[3] * factor), 0x7531u);
+      nibbles[j] = mad(bytes, 0x88u, 0x88888888u);  // bytes 1 and 3: the codes (byte + 1) / 2 of two neighbors
+      if constexpr (kDirections) directions[2 * i + j] = mad(bytes & 0x01010101u, 0u - 0xFEu, 0xFFFFFFFFu);
+    }
+    words[i] = prmt(nibbles[0], nibbles[1], 0x7531u) & 0x77777777u;
+  }
+}
+
+// Return true if the reference chooses four for the block of the thread `source` of the warp. The exact sums of errors
+// are computed: thread i computes the error of element i under six, and thread 16 + i under four. `codes` is the result
+// of scale_codes for the calling thread's block x.
+template <class R, class In>
+FP4KIT_DEVICE bool is_four_better(const Run<In, R::kBlock>& x, u32 codes, u32 source, TensorScale t) {
+  constexpr u32 kPerWord = Run<In, R::kBlock>::kPerWord;
+  const u32 lane = threadIdx.x % 32u, i = lane % R::kBlock;
+  u32 word = 0u;
+#pragma unroll
+  for (u32 j = 0; j < x.kWords; ++j) {
+    const u32 other = __shfl_sync(0xFFFFFFFFu, x.w[j], source);
+    if (i / kPerWord == j) word = other;
+  }
+  const Run<In, kPerWord> own = {{word}};
+  const float value = i % kPerWord == 0u ? element(own, 0) : element(own, kPerWord - 1);
+  const u32 code = __shfl_sync(0xFFFFFFFFu, codes, source) >> (lane < 16u ? 0 : 8) & 0xFFu;
+  const float scale = decode_scale<R>(code), factor = candidate_factor<R>(scale, t);
+  const float error = error_of<R>(value, compared<R>(rounded<R>(multiply<R>(value, factor)), scale, t), t);
+  float sum = 0.0f;
+#pragma unroll 4
+  for (u32 j = 0; j < R::kBlock; ++j) sum = sum + float_of(__shfl_sync(0xFFFFFFFFu, bits_of(error), (lane & 16u) + j));
+  return float_of(__shfl_sync(0xFFFFFFFFu, bits_of(sum), 16u)) < float_of(__shfl_sync(0xFFFFFFFFu, bits_of(sum), 0u));
+}
+
+// Return true if a magnitude of the 16-bit elements x is a quarter of the decoded block scale: a tie between the
+// element values 0 and 0.5. `code` is the scale code of the block.
+template <class In>
+FP4KIT_DEVICE bool has_quarter(const Run<In, 16>& x, u32 code, TensorScale t) {
+  const float quarter = float_of(mad(code, 1u << 20, 120u << 23)) * t.decode * 0.25f;  // E4M3 in float32: bias 120 + 7
+  const u32 pair = In::narrow_pair(quarter, quarter);
+  u32 least = 0xFFFFFFFFu;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) least = min_u16x2(least, (x.w[i] & 0x7FFF7FFFu) ^ pair);
+  return (least & 0xFFFFu) == 0u || least >> 16 == 0u;
+}
+
+// Store the codes of a block of 16-bit elements, with signs, in `words`. On entry, `words` holds the codes of the
+// magnitudes from encode_ties_up. `factor` and `code` are those of the chosen scale. A code is corrected if its element
+// is a tie that must be rounded down, to the even code below.
+template <class R, class In>
+FP4KIT_DEVICE void finish_codes(const Run<In, 16>& x, const float (&magnitudes)[16], float factor, u32 code,
+                                const RowFacts& row, TensorScale t, u32 (&words)[2]) {
+  const u32 ties = row.ties >> (code & 7u) & 0x10101u;
+  if (ties & 0x100u) return encode_finite<R, In>(x, {factor * 0x1p14f, factor * 0x1p14f}, words);
+  if (ties > 1u || (ties == 1u && has_quarter<In>(x, code, t))) {
+    u32 below[2], unused[4];
+    encode_ties_up<false>(magnitudes, float_of(bits_of(factor) - 4u), below, unused);  // all ties are rounded down
+#pragma unroll
+    for (int i = 0; i < 2; ++i) words[i] &= below[i] | 0xEEEEEEEEu;  // the even one of the two codes
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    u32 pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) pairs[j] = pair_with_code_signs<R, In>(x.w[4 * i + j]);
+    words[i] = with_signs_of_codes<R>(words[i] | nibble_signs_of_pairs(pairs));
+  }
+}
+
+// Encode the block x of a row with the tensor scale t and the RowFacts `row`, and return the result.
+template <class R, class In>
+FP4KIT_DEVICE EncodedBlock encode_by_sums(const Run<In, R::kBlock>& x, TensorScale t, const RowFacts& row) {
+  constexpr bool k32Bit = sizeof(typename In::Bits) == 4;
+  const float amax = float_of(largest_bits_of(x)), base = quotient_by(amax, 6.0f, kInv6) * t.encode;
+  const u32 both = scale_codes<R>(base, base * 1.5f), codes[2] = {both & 0xFFu, both >> 8};
+  const bool valid = amax <= row.limit && ((both & 0x78u) != 0u || amax == 0.0f);
+  float magnitudes[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) magnitudes[i] = fabsf(element(x, i));
+  const float factors[2] = {factor_of<0>(row, both), factor_of<1>(row, both)};
+  u32 words[2][2], directions[2][4], low[2], high[2];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    encode_ties_up<!R::kSquaredError>(magnitudes, factors[k], words[k], directions[k]);
+    const u32 steps = ((codes[k] & 7u) + 8u) << ((codes[k] >> 3) - (codes[0] >> 3));
+    low[k] = mad(steps, 0x03020100u, 0u);   // V of the codes 0 to 3, one byte each
+    high[k] = mad(steps, 0x0C080604u, 0u);  // V of the codes 4 to 7; four does not use code 7 if steps is above 21
+  }
+  const u32 exponent = bits_of(amax) & kInfinityBits;
+  constexpr u32 kTop = k32Bit ? 14u : 15u;  // n is 2^kTop or more for the amax
+  const float to_n = float_of(((kTop + 254u) << 23) - exponent);
+  u32 sums[2] = {}, products[2] = {};  // sums of V^2 and n V, or of s V and s n
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    u32 pairs[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {  // two n per word; 46336 makes the exponents of both floats cancel in the upper half
+      const float* m = magnitudes + 4 * i + 2 * j;
+      pairs[j] =
+          mad(bits_of(fma_rn(m[1], to_n, 8388608.0f + 46336.0f)), 65536u, bits_of(fma_rn(m[0], to_n, 8388608.0f)));
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const u32 word = words[k][i / 2], selector = i % 2 ? dot_halves<0>(word, 0x0100u, 0u) : word;  // or word >> 16
+      const u32 values = prmt(low[k], high[k], selector), factors_of_n = R::kSquaredError ? values : directions[k][i];
+      sums[k] = dot_bytes4<!R::kSquaredError>(values, factors_of_n, sums[k]);
+      products[k] = dot_halves<0, !R::kSquaredError>(pairs[0], factors_of_n, products[k]);
+      products[k] = dot_halves<1, !R::kSquaredError>(pairs[1], factors_of_n, products[k]);
+    }
+  }
+  const u32 c_bits = bits_of(row.inverse) + exponent + ((15u - kTop - 127u) << 23);
+  const float c = float_of(mad(both & 0x78u, 0u - (1u << 20), c_bits));  // minus the exponent field of six
+  const float first = static_cast<float>(static_cast<i32>(sums[1] - sums[0]));
+  const float second = static_cast<float>(static_cast<i32>(products[1] - products[0]));
+  const float difference = fma_rn(second, R::kSquaredError ? -c : -0.5f * c, first);
+  constexpr float slack = R::kSquaredError ? (k32Bit ? 16.0f : 0.5f) : k32Bit ? 0.25f : 0x1p-6f;
+  bool four = difference < 0.0f;  // false if both scales are equal: then both sums are 0
+  u32 undecided = __ballot_sync(0xFFFFFFFFu, valid && codes[0] != codes[1] && !(fabsf(difference) > slack));
+#pragma unroll 1
+  while (undecided != 0u) {
+    const u32 source = 31u - __clz(undecided);
+    undecided ^= 1u << source;
+    const bool better = is_four_better<R, In>(x, both, source, t);
+    if (threadIdx.x % 32u == source) four = better;
+  }
+  const u32 code = four ? codes[1] : codes[0];
+  const float factor = four ? factors[1] : factors[0];
+  EncodedBlock block = {valid, code, {four ? words[1][0] : words[0][0], four ? words[1][1] : words[0][1]}};
+  if constexpr (k32Bit)
+    encode_finite<R, In>(x, {factor * 0x1p14f, factor * 0x1p14f}, block.words);
+  else
+    finish_codes<R, In>(x, magnitudes, factor, code, row, t, block.words);
+  return block;
+}
