@@ -155,6 +155,9 @@ def __dir__() -> list[str]:
 FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see registered.py
     {
         "Quantized.dequantize": dequantize,
+        "Quantized.from_parts": lambda *arguments: import_module("fp4kit.reference.static_amax").divisor_amaxes(
+            *arguments
+        ),
         "Quantized.to": moved_to,
         "Quantized.__getitem__": rows_of,
         "Quantized.equals": same_bits,

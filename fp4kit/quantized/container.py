@@ -328,7 +328,9 @@ class Quantized:
             high_nibble_first: True if the even element of a pair of codes is in the high nibble.
 
         Returns:
-            A Quantized with arrays in the library of packed. tensor_amax is None, because no checkpoint stores it.
+            A Quantized with arrays in the library of packed. No checkpoint stores the amax, so tensor_amax is None.
+            There is one exception: if a divisor does not follow from its float32 reciprocal, tensor_amax is an amax
+            from which the producer computes this divisor.
 
         Raises:
             TypeError: a dtype is not one of the recipe's, packed is None or not an array, or a flag is not a bool.
@@ -343,8 +345,9 @@ class Quantized:
             device.
 
         Exact:
-            A divisor is stored as its float32 reciprocal, from which decoding recovers the divisor. So values equal the
-            producer's, unless two divisors that the producer can write have the same float32 reciprocal.
+            compressed-tensors divides by the stored divisor. Decoding gives the same values if dtype is the dtype of x.
+            A divisor has no more bits than the elements of x, so one that bfloat16 cannot represent was made from
+            float16 or float32.
 
         Examples:
             >>> import ml_dtypes, numpy as np
@@ -375,8 +378,13 @@ class Quantized:
         scale = from_checkpoint.tensor_scale(
             op, tensors["tensor_scale"], codes, shapes.tensor_scale, tensor_scale_divides
         )
+        amax = None
+        if tensor_scale_divides and (stored := tensors["tensor_scale"]) is not None:
+            divisors = from_checkpoint.divisors(op, stored)
+            found = FUNCTIONS["Quantized.from_parts"](divisors, r, numpy_dtype(op, dtype))
+            amax = None if found is None else from_checkpoint.like(codes, found.reshape(scale.shape))
         with _suspecting_a_swap(codes, scales, scale_layout):
-            q = cls(codes, scales, scale, None, shape, dtype, axis, r, scale_layout)
+            q = cls(codes, scales, scale, amax, shape, dtype, axis, r, scale_layout)
         library = library_of(packed)
         if library is None:
             return q

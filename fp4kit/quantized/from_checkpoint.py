@@ -213,12 +213,20 @@ def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple
     scale = given.array
     if scale.dtype != np.float32 or divides:
         host = _exact(op, to_host(scale))
-        scale = _like(packed, _reciprocal(op, host) if divides else host)
+        scale = like(packed, _reciprocal(op, host) if divides else host)
     shape = fitting_shape(scale.shape, shapes)
     return scale if shape in (None, scale.shape) else scale.reshape(shape)
 
 
-def _like(array: Any, host: np.ndarray) -> Any:
+def divisors(op: str, given: Stored) -> np.ndarray:
+    """Return the numbers of a checkpoint's tensor scale as a float32 array on the host.
+
+    Raise TypeError and ValueError as tensor_scale does.
+    """
+    return _exact(op, to_host(given.array))
+
+
+def like(array: Any, host: np.ndarray) -> Any:
     """Return the NumPy array `host` in the memory of `array`: unchanged if `array` is a NumPy array.
 
     If `array` is a CuPy array, the result is a copy of `host` on its device.

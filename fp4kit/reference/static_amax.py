@@ -1,12 +1,14 @@
-"""Find the tensor amax that gives a static input scale, which a checkpoint stores for the inputs of a layer.
+"""Find the tensor amax that gives a tensor scale, or a static input scale, which a checkpoint stores.
 
 Decoding multiplies by a stored scale (Model-Optimizer's input_scale), or divides by it (compressed-tensors'
 input_global_scale). A recipe computes both its encode scale and its decode scale from an amax. So the stored scale is
-the decode scale or the encode scale of an amax. This module searches for the amax.
+the decode scale or the encode scale of an amax. This module searches for the amax. compressed-tensors also stores the
+encode scale of a weight (weight_global_scale).
 """
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
 from fp4kit.recipes import Recipe
@@ -25,10 +27,69 @@ def static_amax(scale: np.float32, recipe: Recipe, dtype: np.dtype, divides: boo
     """
     if not divides:
         return np.float32(implied_amax(np.asarray(scale), recipe, dtype))
+    return np.float32(_encoding(np.asarray(scale), recipe, dtype))
+
+
+def divisor_amaxes(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray | None:
+    """Return amaxes that the recipe's tensor rule turns into the divisors of a checkpoint, or None if none are needed.
+
+    A Quantized holds the reciprocal of a divisor, rounded to float32. Amaxes are needed if the divisor does not follow
+    from the reciprocal (implied_amax). That happens only for elements of float32, because divisors of 16-bit elements
+    have few bits. Also return None if one of the divisors is the encode scale of no amax, or if the recipe is not one
+    of compressed-tensors. Recipes of other producers decode without their encode scale.
+
+    Args:
+        divisors: the stored divisors, float32, any shape.
+        recipe: the recipe of the codes.
+        dtype: the dtype of the elements.
+    """
+    if not _has_divisors(divisors, recipe) or _follow(divisors, recipe, dtype):
+        return None
+    found = _encoding(divisors, recipe, dtype)
+    return None if (found == UNKNOWN).any() else found
+
+
+def divisor_dtype(divisors: np.ndarray, recipe: Recipe) -> np.dtype:
+    """Return the dtype of the elements that were quantized, as far as the divisors of a checkpoint show it.
+
+    The tensor rule of compressed-tensors rounds to the dtype of the elements. The result is the first of bfloat16,
+    float16 and float32 for which all divisors are the encode scales of amaxes. If there is none, or if the recipe is
+    not one of compressed-tensors, the result is bfloat16.
+
+    Args:
+        divisors: the stored divisors, float32, any shape.
+        recipe: the recipe of the codes.
+    """
+    bfloat16, *others = map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32))
+    if _has_divisors(divisors, recipe):
+        for dtype in (bfloat16, *others):
+            if _follow(divisors, recipe, dtype) or (_encoding(divisors, recipe, dtype) != UNKNOWN).all():
+                return dtype
+    return bfloat16
+
+
+def _has_divisors(divisors: np.ndarray, recipe: Recipe) -> bool:
+    """Return True if the recipe is one of compressed-tensors, and the divisors are positive and finite."""
+    return recipe.tensor_rule == "compressed_tensors" and bool((np.isfinite(divisors) & (divisors > 0)).all())
+
+
+def _follow(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> bool:
+    """Return True if all divisors follow from their float32 reciprocals (implied_amax)."""
     with np.errstate(all="ignore"):
-        center = int((covered_range(recipe) / scale).view(np.int32))
-        bits = np.arange(max(center - NEAR, 1), center + NEAR + 1, dtype=np.int32)
-        bits = bits[np.argsort(np.abs(bits - center), kind="stable")]
-        amaxes = bits.view(np.float32)
-        fits = tensor_scale(amaxes, recipe, dtype).encode == scale
-    return np.float32(amaxes[fits][0]) if fits.any() else UNKNOWN
+        implied = implied_amax(np.float32(1) / divisors, recipe, dtype)
+        same = (implied != UNKNOWN) & (tensor_scale(implied, recipe, dtype).encode == divisors)
+    return bool(same.all())
+
+
+def _encoding(scales: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return amaxes whose encode scales are the given ones: float32, in the shape of scales. UNKNOWN if there is none.
+
+    The amaxes within NEAR float32 steps of covered_range / scales are tried, the nearest first.
+    """
+    with np.errstate(all="ignore"):
+        centers = np.asarray(covered_range(recipe) / scales, np.float32).view(np.int32)[..., None]
+        steps = np.array(sorted(range(-NEAR, NEAR + 1), key=abs), np.int32)
+        amaxes = np.maximum(centers + steps, 1).view(np.float32)
+        fits = tensor_scale(amaxes, recipe, dtype).encode == scales[..., None]
+    first = np.take_along_axis(amaxes, fits.argmax(-1)[..., None], -1)[..., 0]
+    return np.where(fits.any(-1), first, UNKNOWN)

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 from inputs import ORDINARY
-from on_gpu import ON_GPU, assert_same, cupy
+from on_gpu import ON_GPU, assert_same, cupy, differing
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.quantized.container import Quantized
+from fp4kit.reference.tensor_rules import tensor_scale
 
 pytestmark = ON_GPU
 F32 = np.float32
@@ -34,6 +35,19 @@ def test_tensor_scales_that_go_through_the_host(number, divides):
     given = {"recipe": "nvfp4-te", "dtype": F32, "tensor_scale_divides": divides}
     found = Quantized.from_parts(gpu.packed, gpu.block_scale, number, **given)
     assert_same(found, Quantized.from_parts(host.packed, host.block_scale, F32(0.25), recipe="nvfp4-te", dtype=F32))
+
+
+def test_divisors_that_do_not_follow_from_their_reciprocals():
+    recipe, rng = "nvfp4-compressed-tensors", np.random.default_rng(3)
+    x = (rng.standard_normal((200, 2, 32)) * rng.uniform(1, 9, (200, 1, 1))).astype(F32)
+    q = fp4kit.quantize(x, recipe, tensor_amax=np.abs(x).max((1, 2)))
+    divisors = tensor_scale(q.tensor_amax, q.recipe, q.dtype).encode
+    options = {"recipe": recipe, "dtype": F32, "tensor_scale_divides": True}
+    host = Quantized.from_parts(q.packed, q.block_scale, divisors, **options)
+    gpu = Quantized.from_parts(*map(cupy.asarray, (q.packed, q.block_scale, divisors)), **options)
+    assert host.tensor_amax is not None
+    assert_same(gpu, host)
+    assert differing(gpu.dequantize(F32), q.dequantize(F32)) == 0
 
 
 def test_order_of_nibbles():

@@ -137,19 +137,34 @@ def test_tensor_scales_of_rows_experts_and_blocks():
 
 @pytest.mark.parametrize("dtype", [BF16, np.float16, F32])
 def test_a_divisor_gives_the_scale_and_the_values_of_its_producer(dtype):
-    """A divisor gives the producer's tensor scale, bit for bit.
+    """A divisor gives the producer's tensor scale and values, bit for bit.
 
     compressed-tensors stores the encode scale, whose reciprocal is the decode scale.
     """
     rng = np.random.default_rng(5)
-    for _ in range(50):
-        x = (rng.standard_normal((4, 32)) * 2.0 ** rng.integers(-10, 10)).astype(dtype)
-        q = fp4kit.quantize(x, "nvfp4-compressed-tensors")
-        stored = tensor_scale(q.tensor_amax, q.recipe, q.dtype).encode.reshape(1)
-        found = built(q, tensor_scale=stored, tensor_scale_divides=True)
-        assert_same(found, q)
-        if dtype == BF16:  # a divisor with 8 significant bits is recognized by its reciprocal
+    with_amax = 0
+    for _ in range(200):
+        x = (rng.standard_normal((3, 4, 32)) * np.exp2(rng.uniform(-12, 12, (3, 1, 1)))).astype(dtype)
+        for one in (x, x[0]):
+            q = fp4kit.quantize(one, "nvfp4-compressed-tensors")
+            stored = tensor_scale(q.tensor_amax, q.recipe, q.dtype).encode
+            found = built(q, tensor_scale=stored.reshape(*stored.shape, 1), tensor_scale_divides=True)
+            with_amax += found.tensor_amax is not None
+            assert_same(replace(found, tensor_amax=None), q)
             assert_same_bits(found.dequantize(F32), q.dequantize(F32))
+    assert (with_amax > 0) == (dtype == F32)  # divisors of 16 bits follow from their reciprocals
+
+
+def test_a_divisor_of_another_rule_has_no_amax():
+    """Only compressed-tensors computes its decode scale from its divisor."""
+    for recipe, divisor in (("nvfp4-te", 3.1), ("nvfp4-compressed-tensors", np.nan)):
+        q = fp4kit.quantize(X, recipe)
+        try:
+            found = built(q, tensor_scale=F32([divisor]), tensor_scale_divides=True)
+        except ValueError as error:
+            assert "tensor_scale is NaN" in str(error)
+        else:
+            assert found.tensor_amax is None
 
 
 def test_a_divisor_is_inverted_as_float32():

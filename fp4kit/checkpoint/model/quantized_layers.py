@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from fp4kit.checkpoint.containers.container import COLUMN_SCALE, SCALES, TENSOR_SCALE, Container
@@ -20,8 +21,10 @@ from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.recipes.to_dict import from_data
+from fp4kit.reference.static_amax import divisor_dtype
 from fp4kit.storage.errors import CheckpointError, listed, shown
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _MOST_NAMES = 5  # how many names the error message for an unknown layer lists
 # kind of container -> the recipe for containers whose producer has no recipe of this kind
 _USUAL = {"nvfp4": "nvfp4-modelopt", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te"}
@@ -46,7 +49,9 @@ def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> Qua
 
     Exact:
         Codes and scales are the bytes of the file, in linear order with the even element in the low nibble. The recipe
-        decodes them. Loaders may multiply in another order, so that float32 values differ in the last bit.
+        decodes them. Loaders may multiply in another order, so that float32 values differ in the last bit. The dtype of
+        a Quantized is bfloat16. If a divisor of compressed-tensors shows that the weight was float16 or float32, it is
+        that dtype.
 
     Examples:
         >>> import numpy as np, tempfile, fp4kit, fp4kit.checkpoint
@@ -248,7 +253,11 @@ def _read(weight: Weight, r: Recipe) -> Quantized:
         scales, tensor_scale = None, scales
     try:
         return Quantized.from_parts(
-            codes, scales, tensor_scale, recipe=r, shape=weight.shape, tensor_scale_divides=form.divides
+            *(codes, scales, tensor_scale),
+            recipe=r,
+            shape=weight.shape,
+            dtype=divisor_dtype(np.asarray(tensor_scale), r) if form.divides else BFLOAT16,
+            tensor_scale_divides=form.divides,
         )
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{shown(weight.name)}: {error}") from None

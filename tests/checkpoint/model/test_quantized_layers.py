@@ -8,9 +8,11 @@ import json
 import re
 
 import gguf_files
+import ml_dtypes
 import numpy as np
 import pytest
 import synthetic
+from safetensors.numpy import save_file
 
 import fp4kit
 from fp4kit.checkpoint import QuantizedLayers, Wishes, convert
@@ -45,6 +47,23 @@ def test_a_layer_equals_its_source_quantized(tmp_path, recipe, format) -> None:
     if wanted.tensor_scale is not None:
         assert np.array_equal(read.tensor_scale.reshape(-1), wanted.tensor_scale.reshape(-1))
     assert np.array_equal(read.dequantize(np.float32), wanted.dequantize(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_divisors_of_weights_of_every_dtype(tmp_path, dtype) -> None:
+    """The values are those of the source, quantized: decoding divides by the stored divisor, not by its reciprocal."""
+    rng = np.random.default_rng(0)
+    source = {
+        f"layers.{i}.weight": (rng.standard_normal((32, 64)) * rng.uniform(0.01, 1)).astype(dtype) for i in range(24)
+    }
+    save_file(source, tmp_path / "w.safetensors")
+    convert(tmp_path / "w.safetensors", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")
+    layers = fp4kit.open_checkpoint(tmp_path / "q")
+    for name, x in source.items():
+        read, wanted = layers[name.removesuffix(".weight")], fp4kit.quantize(x, "nvfp4-compressed-tensors")
+        assert read.dtype in (dtype, ml_dtypes.bfloat16)  # bfloat16 may happen to represent the divisor
+        assert np.array_equal(read.dequantize(np.float32), wanted.dequantize(np.float32))
+    assert any(q.tensor_amax is not None for q in layers.values()) == (dtype == np.float32)
 
 
 @pytest.mark.parametrize("name", [*synthetic.MODELS, *synthetic.QUANTIZED])
