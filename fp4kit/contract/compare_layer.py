@@ -42,7 +42,7 @@ class ComparedRows(NamedTuple):
 
 def compare_layer(
     name: str,
-    kind: Literal["weight", "input", "kv cache", "tensor"],
+    kind: Literal["weight", "input", "kv cache", "other tensor", "tensor"],
     sides: tuple[ComparedRows, ComparedRows],
     rows: np.ndarray,
     total: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import lcm
@@ -23,7 +23,7 @@ from fp4kit.contract.making import Making, making_of, rows_of, same
 from fp4kit.contract.products import INPUTS_DIFFER, products, why_no_products, with_products
 from fp4kit.contract.result import LayerParity, Parity
 from fp4kit.contract.schema import Contract
-from fp4kit.contract.sides import OP, Side, Weights, amax_of, array_of, largest, made, side_of, source_of
+from fp4kit.contract.sides import OP, Side, Weights, amax_of, array_of, as_weights, largest, made, side_of, source_of
 from fp4kit.contract.stacks import stacks_in, unstacked
 from fp4kit.contract.steps import Arithmetic
 from fp4kit.contract.stored_order import orders
@@ -68,7 +68,8 @@ def parity(
 
     For each layer, codes, block scales, tensor scales, values and matrix products are compared. Where they differ, the
     steps of the arithmetic are compared one after another. The first step that differs is reported with counts, one
-    element worked step by step, and the setting that would make the sides equal.
+    element worked step by step, and the setting that would make the sides equal. The other tensors of checkpoints, such
+    as norms, biases and input scales, are compared by their values, as far as both sides have them.
 
     Args:
         train: the side of the trainer.
@@ -99,7 +100,7 @@ def parity(
         ValueError: in one of these cases:
 
             - Weights are missing or not floats.
-            - The sides have no layer in common, or the shapes of a layer differ.
+            - The sides have no layer in common, or the shapes of a layer or another tensor differ.
             - `elements` or `layers` is below 1, or `seconds` is negative or NaN.
             - A tensor holds complex numbers or numbers of more than 64 bits.
             - A matrix, an input or an array of `kv` has no elements, or a contract must quantize an array of more than
@@ -138,11 +139,12 @@ def parity(
         raise ValueError(f"{OP}: seconds is {seconds:g}; needs 0 or more")
     sides = side_of("train", train), side_of("rollout", rollout)
     source = source_of("weights", weights)
+    others: Mapping[str, Any] = getattr(source, "others", {})
     stacks = {*stacks_in(source, True), *(name for side in sides for name in stacks_in(side.stored, False))}
     for side in sides:
         side.stored = None if side.stored is None else unstacked(side.stored, stacks)
     source = None if source is None else unstacked(source, stacks)
-    check = _Check(sides, source, source_of("inputs", inputs), elements)
+    check = _Check(sides, source, source_of("inputs", inputs), elements, others)
     return check.run(layers, seconds, source_of("kv", kv))
 
 
@@ -159,6 +161,7 @@ class _Check:
     source: the unquantized weights by layer, or None.
     inputs: the inputs of layers, or None for random inputs.
     elements: how many elements per layer are compared.
+    others: the tensors of the unquantized model that are no layers, such as norms and biases; empty if unknown.
     """
 
     def __init__(
@@ -167,8 +170,9 @@ class _Check:
         source: Mapping[str, Any] | None,
         inputs: Mapping[str, Any] | None,
         elements: int,
+        others: Mapping[str, Any],
     ) -> None:
-        self.sides, self.source, self.inputs, self.elements = sides, source, inputs, elements
+        self.sides, self.source, self.inputs, self.elements, self.others = sides, source, inputs, elements, others
         self.notes: dict[str, None] = {}
         self.amaxes: dict[Any, Any] = {}
         contracts = [side.contract for side in sides]
@@ -208,7 +212,7 @@ class _Check:
                 break
             found.append(self._layer(name))
         sampled = self._sampled(found, len(names))
-        found += [*self._of_inputs(), *self._of_kv(kv)]
+        found += [*self._of_others(), *self._of_inputs(), *self._of_kv(kv)]
         a, b = (side.contract for side in self.sides)
         diff = None if a is None or b is None else a.diff(b)
         return Parity(tuple(found), diff, tuple(missing), tuple(self.notes), sampled)
@@ -226,8 +230,9 @@ class _Check:
         given = [list(side.stored) for side in stored] or [list(self.source or ())]  # type: ignore[arg-type]
         first, last = given[0], given[-1]
         names = [name for name in first if name in {*last}]
-        missing = [f"{name}: not in {self.sides[1].label}" for name in first if name not in {*last}]
-        missing += [f"{name}: not in {self.sides[0].label}" for name in last if name not in {*first}]
+        others = {name for side in self.sides for name in side.others}  # compared by _of_others
+        missing = [f"{name}: not in {self.sides[1].label}" for name in first if name not in {*last, *others}]
+        missing += [f"{name}: not in {self.sides[0].label}" for name in last if name not in {*first, *others}]
         lacking = "the sides have no layer in common"
         if any(side.makes for side in self.sides) and stored:
             assert self.source is not None
@@ -266,10 +271,7 @@ class _Check:
         """
         x = self._x(name)
         wholes = [self._whole(side, name) for side in self.sides]
-        shapes = {_shape(w) for w in wholes if w is not None} | ({x.shape} if x is not None else set())
-        if len(shapes) > 1:
-            raise ValueError(f"{OP}: {name} has the shapes {' and '.join(map(str, sorted(shapes)))}; needs one shape")
-        (shape,) = shapes
+        shape = _one_shape(name, [*(_shape(w) for w in wholes if w is not None), *([] if x is None else [x.shape])])
         if len(shape) != 2 or any(w is not None and w.q is None and w.values is None for w in wholes):
             alone = next((side.label for side, w in zip(self.sides, wholes, strict=True) if w is None), None)
             if alone is not None:
@@ -560,6 +562,33 @@ class _Check:
             return x
         return np.random.default_rng(0).standard_normal((_TOKENS, columns), np.float32).astype(ml_dtypes.bfloat16)
 
+    def _of_others(self) -> Iterator[LayerParity]:
+        """Compare the tensors of checkpoints that are no layers, such as norms and biases. Yield a result per tensor.
+
+        A side that quantizes the weights leaves these tensors unchanged, so it has those of the unquantized model.
+        Tensors that only one side has are noted. Raise ValueError if the shapes of a tensor differ.
+        """
+        lacking: dict[str, list[str]] = {}
+        for name in dict.fromkeys(name for side in self.sides for name in side.others):
+            both = [self._other(side, name) for side in self.sides]
+            if both[0] is not None and both[1] is not None:
+                _one_shape(name, [_shape(both[0]), _shape(both[1])])
+                yield replace(self._tensor(name, both), kind="other tensor")  # type: ignore[arg-type]
+            else:
+                lacking.setdefault(self.sides[1 if both[1] is None else 0].label, []).append(name)
+        for label, names in lacking.items():
+            count = f"{len(names):,} tensor{'s' * (len(names) != 1)}"
+            self.notes[f"{count} besides the layers, which {label} does not have: {listed(names)}"] = None
+
+    def _other(self, side: Side, name: str) -> Weights | None:
+        """Return a tensor of a side that is no layer, or None if the side does not have it.
+
+        A side without stored tensors has the tensors of the unquantized model.
+        """
+        places = (self.others, self.source or {}) if side.makes else (side.others, side.stored or {})
+        place = next((one for one in places if name in one), None)
+        return None if place is None else as_weights(f"{side.label}: {name}", place[name])
+
     def _of_inputs(self) -> Iterator[LayerParity]:
         """Quantize inputs on both sides, and yield one comparison per input.
 
@@ -724,6 +753,14 @@ def _operands(compared: Sequence[ComparedRows]) -> str:
         f"{values.label} has values, which are multiplied as bfloat16, and {codes.label} multiplies codes; multiply"
         " codes on both sides"
     )
+
+
+def _one_shape(name: str, shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape that a tensor has on both sides. Raise ValueError if the shapes differ."""
+    found = sorted({*shapes})
+    if len(found) > 1:
+        raise ValueError(f"{OP}: {name} has the shapes {' and '.join(map(str, found))}; needs one shape")
+    return found[0]
 
 
 def _shape(w: Weights) -> tuple[int, ...]:

@@ -11,7 +11,11 @@ from fp4kit.display.panel import Panel
 from fp4kit.ops.compare import Count
 from fp4kit.ops.explain import Explanation
 
-_NOUNS = {"input": "input", "kv cache": "KV cache"}  # kind of a LayerParity -> noun in texts; others are layers
+_NOUNS = {
+    "input": "input",
+    "kv cache": "KV cache",
+    "other tensor": "other tensor",
+}  # kind of a LayerParity -> noun in texts; others are layers
 _COLUMNS = ("layer", "codes", "block scales", "values", "products", "first step that differs")
 
 
@@ -24,7 +28,8 @@ class LayerParity:
 
     Attributes:
         name: the layer.
-        kind: "weight", "input" (activations), "kv cache" or "tensor" (values that no contract describes).
+        kind: "weight", "input" (activations), "kv cache", "other tensor" (a norm, a bias or another tensor of a
+            checkpoint that is no layer) or "tensor" (values that no contract describes).
         elements: the number of elements that were compared.
         total: the number of elements of the layer.
         codes: element codes.
@@ -46,7 +51,7 @@ class LayerParity:
     """
 
     name: str
-    kind: Literal["weight", "input", "kv cache", "tensor"]
+    kind: Literal["weight", "input", "kv cache", "other tensor", "tensor"]
     elements: int
     total: int
     codes: Count = (0, 0)
@@ -94,8 +99,8 @@ class Parity:
     """The result of fp4kit.parity. It prints as a table of layers and an explanation per kind of difference.
 
     Attributes:
-        layers: one LayerParity per compared layer, followed by one per compared input, one per compared array of a KV
-            cache, and those of compared layouts of KV pages.
+        layers: one LayerParity per compared layer, followed by one per compared other tensor, such as a norm, one per
+            compared input, one per compared array of a KV cache, and those of compared layouts of KV pages.
         contracts: how the contracts differ; None if a side has none.
         missing: the layers that only one side has, with the name of the side that lacks them.
         notes: what was not compared, and why.

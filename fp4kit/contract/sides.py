@@ -69,6 +69,7 @@ class Side:
     stored: layer -> Quantized or array; None if the side has no tensors.
     function: called with a layer's name and its weight, returns a Quantized or an array; None if the side has none.
     input_scales: layer -> InputScale, taken from `stored`; empty if `stored` has no input scales.
+    others: the tensors of a checkpoint that are no layers, such as norms and biases, taken from `stored`.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Side:
     ) -> None:
         self.label, self.contract, self.stored, self.function = label, contract, stored, function
         self.input_scales: Mapping[str, InputScale] = getattr(stored, "input_scales", {})
+        self.others: Mapping[str, Any] = getattr(stored, "others", {})
 
     @property
     def makes(self) -> bool:

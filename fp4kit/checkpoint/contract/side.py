@@ -13,7 +13,7 @@ import numpy as np
 
 from fp4kit.checkpoint.containers.container import INPUT_SCALE
 from fp4kit.checkpoint.contract.of_checkpoint import contract_of
-from fp4kit.checkpoint.identify.pair_names import keys_of
+from fp4kit.checkpoint.identify.pair_names import canonical, keys_of
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
 from fp4kit.checkpoint.model.quantized_layers import QuantizedLayers
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs, values_of
@@ -23,6 +23,18 @@ from fp4kit.contract.sides import InputScale, by_layer
 from fp4kit.contract.stacks import matrix_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.storage.quantized_file import load, recipes_of
+from fp4kit.storage.safetensors_file import NUMPY_DTYPES
+
+# {dtype in safetensors: dtype in NumPy}, for tensors that are neither weights nor scales
+_PLAIN = {
+    "F64": np.float64,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "U64": np.uint64,
+    "U16": np.uint16,
+    "BOOL": np.bool_,
+}
 
 
 class LazyTensors(Mapping[str, Any]):
@@ -30,12 +42,17 @@ class LazyTensors(Mapping[str, Any]):
 
     readers: layer -> function that reads it, and returns a Quantized or an array.
     input_scales: layer -> its static input scale; empty if the checkpoint stores none.
+    others: the other tensors of the checkpoint, such as norms, biases and input scales. Their names have no ending
+        ".weight". Empty if there are none.
     """
 
     def __init__(
-        self, readers: Mapping[str, Callable[[], Any]], input_scales: Mapping[str, InputScale] | None = None
+        self,
+        readers: Mapping[str, Callable[[], Any]],
+        input_scales: Mapping[str, InputScale] | None = None,
+        others: Mapping[str, Any] | None = None,
     ) -> None:
-        self._readers, self.input_scales = readers, input_scales or {}
+        self._readers, self.input_scales, self.others = readers, input_scales or {}, others or {}
 
     def __getitem__(self, name: str) -> Any:
         return self._readers[name]()
@@ -89,15 +106,22 @@ def _saved(path: Path) -> Mapping[str, Any] | None:
 def _tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
     """Read one tensor of a checkpoint, and return it as a new array. 8-bit floats and I8 become uint8 bit patterns.
 
+    A tensor of a dtype that NumPy does not have, such as F4, becomes its bytes.
+
     name: the full name of the tensor in the file, such as "logits" or "model.norm.weight".
     """
     with Readers() as readers:
         file, entry = checkpoint.tensors[name]
-        return np.array(readers.of(file).read(entry))
+        if entry.dtype in NUMPY_DTYPES:
+            return np.array(readers.of(file).read(entry))
+        stored = np.array(readers.of(file).read_bytes(entry))
+    return stored.view(_PLAIN[entry.dtype]).reshape(entry.shape) if entry.dtype in _PLAIN else stored
 
 
-def _readers(checkpoint: Checkpoint) -> tuple[dict[str, Callable[[], Any]], dict[str, InputScale]]:
-    """Return two dicts: layer name -> function that reads its weight, and layer name -> its stored static input scale.
+def _readers(
+    checkpoint: Checkpoint,
+) -> tuple[dict[str, Callable[[], Any]], dict[str, InputScale], LazyTensors]:
+    """Return the arguments of LazyTensors: the functions that read layers, the input scales, and the other tensors.
 
     Layers that are only some of the rows of a quantized matrix are not in the first dict.
     """
@@ -116,7 +140,14 @@ def _readers(checkpoint: Checkpoint) -> tuple[dict[str, Callable[[], Any]], dict
                         found[key] = partial(_matrix, read, weight, e)
                     if form is not None and INPUT_SCALE in weight.parts:
                         scales[key] = InputScale(scalar_of(readers, weight, INPUT_SCALE, e), form.divides)
-    return found, scales
+    parts = {
+        located.entry.name
+        for weight in checkpoint.weights.values()
+        for kind, located in weight.parts.items()
+        if kind != INPUT_SCALE
+    }
+    others = {canonical(n.removesuffix(".weight")): n for n in checkpoint.tensors if n not in parts}
+    return found, scales, LazyTensors({key: partial(_tensor, checkpoint, n) for key, n in others.items()})
 
 
 def _values(weight: Weight, expert: int, span: tuple[int, int]) -> np.ndarray:

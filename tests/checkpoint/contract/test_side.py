@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, convert
@@ -112,3 +112,69 @@ def test_files_of_tensors(models, tmp_path):
         fp4kit.parity(tmp_path / "damaged.safetensors", tmp_path / "damaged.safetensors")
     with pytest.raises(ValueError, match=r"weights is the contract .*; needs a model or a file of tensors"):
         fp4kit.parity(models / "served" / FILE, models / "served", weights=models / "served" / FILE)
+
+
+def with_others(folder, **changes):
+    """Write a model with a norm, a bias and a buffer into a new directory, and return the directory.
+
+    changes: tensor name, with "_" in place of ".", -> its value; None to leave the tensor out.
+    """
+    folder.mkdir()
+    tensors = {f"model.layers.0.{leaf}.weight": np.ones((32, 64), np.float32) for leaf in LEAVES}
+    others = {"model.norm.weight": 1.0, "model.layers.0.mlp.down_proj.bias": 0.0, "model.inv_freq": 2.0}
+    for name, value in others.items():
+        value = changes.get(name.replace(".", "_"), value)
+        if value is not None:
+            tensors[name] = np.full(48, value, np.int64 if name == "model.inv_freq" else np.float32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+def test_norms_and_biases_of_checkpoints(tmp_path):
+    """A refit that sends only the matrices leaves norms and biases stale; parity of checkpoints finds them."""
+    source = with_others(tmp_path / "source")
+    stale = with_others(tmp_path / "stale", model_norm_weight=1.5, model_layers_0_mlp_down_proj_bias=0.25)
+    for folder in (source, stale):
+        convert(folder, folder.with_suffix(".q"), "nvfp4-te", format="modelopt")
+    served, other = source.with_suffix(".q"), stale.with_suffix(".q")
+    found = fp4kit.parity(served, served)
+    assert found.equal and found.verdict.startswith("3 layers and 3 other tensors are equal in every bit")
+    names = ["model.layers.0.mlp.down_proj.bias", "model.norm"]
+    contract = fp4kit.Contract.of(served)
+    for train, weights in ((served, None), (source, None), (contract, source), (lambda name, x: x, source)):
+        found = fp4kit.parity(train, stale if train is source or callable(train) else other, weights=weights)
+        assert [(layer.name, layer.kind) for layer in found.differing] == [(name, "other tensor") for name in names]
+        assert found.verdict.startswith("2 of 3 other tensors differ; compared 6,144 of 6,144 elements in 3 layers")
+    assert "other tensor model.norm: first step that differs: value, 48 of 48" in str(found.differing[1])
+
+
+def test_tensors_that_one_checkpoint_lacks(tmp_path):
+    """They are noted, because not every file has buffers. A mapping of tensors has norms under their own names."""
+    source, without = with_others(tmp_path / "a"), with_others(tmp_path / "b", model_inv_freq=None)
+    found = fp4kit.parity(source, without)
+    assert found.equal and "1 tensor besides the layers, which rollout does not have: model.inv_freq" in found.notes
+    tensors = load_file(source / "model.safetensors")
+    assert fp4kit.parity(tensors, source).equal and fp4kit.parity(source, tensors).equal
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+    found = fp4kit.parity(source, tensors)
+    assert [layer.name for layer in found.differing] == ["model.norm"] and not found.missing
+    tensors["model.norm.weight"] = np.ones(47, np.float32)
+    with pytest.raises(ValueError, match=r"^parity: model.norm has the shapes \(47,\) and \(48,\); needs one shape"):
+        fp4kit.parity(source, tensors)
+    contract = fp4kit.Contract("nvfp4-te")
+    convert(source, tmp_path / "q", "nvfp4-te", format="modelopt")
+    weights = {name: x for name, x in tensors.items() if x.ndim == 2}
+    found = fp4kit.parity(contract, tmp_path / "q", weights=weights)
+    assert [
+        text for text in found.notes if text.startswith("3 tensors besides the layers, which train does not have: ")
+    ]
+
+
+def test_input_scales_of_checkpoints(tmp_path):
+    """Input scales are part of a server's arithmetic, so parity of checkpoints compares them."""
+    source = with_others(tmp_path / "source")
+    for name, scale in (("a", 0.5), ("b", 0.25)):
+        convert(source, tmp_path / name, "nvfp4-te", format="modelopt", input_scale=scale)
+    found = fp4kit.parity(tmp_path / "a", tmp_path / "b")
+    assert {layer.name for layer in found.differing} == {f"model.layers.0.{leaf}.input_scale" for leaf in LEAVES}
