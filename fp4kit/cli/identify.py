@@ -10,7 +10,9 @@ from typing import Any
 from fp4kit.checkpoint.identify.identify import MOST_RECIPES, CheckpointVerdict, short_text
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.checkpoint.identify.stored_facts import facts_of, problems_of
+from fp4kit.checkpoint.model.closed_world import reasons, refused_in
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
+from fp4kit.checkpoint.model.transforms import resolved
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
@@ -84,27 +86,33 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
 def _stored(args: argparse.Namespace, out: Output) -> int:
     """Print what can be said about a checkpoint without its source: what is odd, and hints at the tool that made it.
 
-    Return 0 if nothing is odd, otherwise 1.
+    What fp4kit does not know in the checkpoint, such as packed weights in an unknown format, is odd too, unless
+    --ignore names it. Return 0 if nothing is odd, otherwise 1.
 
-    Raise CheckpointError for --all, which needs a source.
+    Raise CheckpointError for --all, which needs a source, and for a pattern of --ignore that matches nothing unknown.
     """
     if args.all:
         raise CheckpointError("--all: prints the verdicts on layers, which need the source; add --source SRC")
     checkpoint = inspect_checkpoint(args.path)
+    items = resolved(checkpoint, checkpoint.weights, args.ignore, reads=False).items
+    refused = reasons(refused_in(items, args.ignore))
     problems, facts = problems_of(checkpoint), list(facts_of(checkpoint))
     body = {
+        "refused": refused,
         "problems": [{"text": text, "layers": count} for text, count in problems.items()],
         "facts": [{"what": what, "text": text} for what, text in facts],
     }
     out.document("identify.stored/1", body)
+    for text in refused:
+        out.line(f"PROBLEM: {text}")
     for text, count in problems.most_common():
         out.line(f"PROBLEM: {count} sampled layers: {shown(text)}")
     for what, text in facts:
         out.line(f"{shown(what)}: {shown(text)}")
-    if not checkpoint.layers:
+    if not checkpoint.layers and not refused:
         out.line("there are no quantized layers")
     out.line("not checked: which recipe gives the bytes; add --source SRC with the unquantized model")
-    return DIFFERENT if problems else DONE
+    return DIFFERENT if problems or refused else DONE
 
 
 def _body(verdict: CheckpointVerdict) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import oracle
 import processes
 import pytest
 import synthetic
+from safetensors.numpy import save_file
 
 from fp4kit.arrays import imports
 from fp4kit.calibration import Collector, input_scale
@@ -483,6 +484,23 @@ def test_identify_without_a_source_says_what_the_checkpoint_tells(tmp_path: Path
     assert "recipe.yaml: GPTQModifier, AWQModifier\n" in run("identify", tmp_path / "q").out
     assert "add --source SRC" in run("identify", tmp_path / "q", "--all").err
     assert "there are no quantized layers" in run("identify", tmp_path / "m").out
+
+
+def test_identify_without_a_source_names_what_it_does_not_know(tmp_path: Path, run: Run) -> None:
+    """A layer in an unknown format is a problem, also if no other layer is quantized."""
+    (tmp_path / "m").mkdir()
+    weight = np.ones((32, 64), np.float32)
+    unknown = {f"a.{name}": np.ones((4, 32), np.int32) for name in ("qweight", "qzeros")}
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"b.weight": weight} | unknown, tmp_path / "m" / "model.safetensors")
+    result = run("identify", tmp_path / "m")
+    words = " ".join(result.out.split())
+    assert result.code == 1 and "PROBLEM: a.qweight (I32 [4, 32]) and 1 more: packed weights or scales in a" in words
+    assert "there are no quantized layers" not in words
+    document = json.loads(run("identify", tmp_path / "m", "--json").out)
+    assert len(document["refused"]) == 1 and document["problems"] == []
+    assert run("identify", tmp_path / "m", "--ignore", "a.*").code == 0
+    assert "matches nothing that is refused" in run("identify", tmp_path / "m", "--ignore", "c.*").err
 
 
 def test_verify_says_what_it_did_not_check(tmp_path: Path, run: Run) -> None:

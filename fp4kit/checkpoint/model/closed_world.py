@@ -136,13 +136,18 @@ def check(items: Iterable[Item], ignore: Iterable[str] = ()) -> None:
         items: the items, as ``account`` returns them for the same ``ignore``.
         ignore: globs of item names, as given with ``--ignore``.
     """
+    refused = refused_in(items, ignore)
+    if refused:
+        raise CheckpointError(refusal(refused))
+
+
+def refused_in(items: Iterable[Item], ignore: Iterable[str] = ()) -> list[Item]:
+    """Return the refused items. Raise CheckpointError if a glob in ``ignore`` is useless (see check)."""
     found = tuple(items)
     for pattern in ignore:
         if not any(item.group == IGNORED and fnmatchcase(item.name, pattern) for item in found):
             raise CheckpointError(f"--ignore {shown(pattern)}: matches nothing that is refused; leave it out")
-    refused = [item for item in found if item.group == REFUSED]
-    if refused:
-        raise CheckpointError(refusal(refused))
+    return [item for item in found if item.group == REFUSED]
 
 
 def refusal(refused: list[Item]) -> str:
@@ -154,16 +159,20 @@ def refusal(refused: list[Item]) -> str:
     Args:
         refused: the refused items, at least one.
     """
+    lines = reasons(refused)
+    rest = [f"{len(lines) - 4} more kinds, listed by fp4kit inspect"] if len(lines) > 4 else []
+    return "; ".join([*lines[:4], *rest]) + "; --ignore NAME leaves one out at your own risk"
+
+
+def reasons(refused: Iterable[Item]) -> list[str]:
+    """Return one text per reason of refused items: the first item, the number of other items, and the reason."""
     by_reason: dict[str, list[str]] = {}
     for item in refused:
         by_reason.setdefault(item.why, []).append(item.subject)
-    lines = []
-    for why, names in list(by_reason.items())[:4]:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        lines.append(f"{shown(names[0])}{more}: {shown(why)}")
-    rest = len(by_reason) - len(lines)
-    lines += [f"{rest} more kinds, listed by fp4kit inspect"] if rest > 0 else []
-    return "; ".join(lines) + "; --ignore NAME leaves one out at your own risk"
+    return [
+        shown(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {shown(why)}"
+        for why, names in by_reason.items()
+    ]
 
 
 # Tensors -------------------------------------------------------------------------------------------------------------
