@@ -563,10 +563,11 @@ class _Check:
         return np.random.default_rng(0).standard_normal((_TOKENS, columns), np.float32).astype(ml_dtypes.bfloat16)
 
     def _of_others(self) -> Iterator[LayerParity]:
-        """Compare the tensors of checkpoints that are no layers, such as norms and biases. Yield a result per tensor.
+        """Compare the tensors of checkpoints that are no layers, such as norms and biases.
 
-        A side that quantizes the weights leaves these tensors unchanged, so it has those of the unquantized model.
-        Tensors that only one side has are noted. Raise ValueError if the shapes of a tensor differ.
+        Yield a result per tensor that both sides have; the others are noted. A side that quantizes the weights leaves
+        these tensors unchanged, so it has those of the unquantized model. Raise ValueError if the shapes of a tensor
+        differ.
         """
         lacking: dict[str, list[str]] = {}
         for name in dict.fromkeys(name for side in self.sides for name in side.others):
@@ -581,7 +582,7 @@ class _Check:
             self.notes[f"{count} besides the layers, which {label} does not have: {listed(names)}"] = None
 
     def _other(self, side: Side, name: str) -> Weights | None:
-        """Return a tensor of a side that is no layer, or None if the side does not have it.
+        """Return the tensor ``name`` of a side, also if the side stores it as a layer; None if the side has none.
 
         A side without stored tensors has the tensors of the unquantized model.
         """

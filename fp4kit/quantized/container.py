@@ -329,8 +329,8 @@ class Quantized:
 
         Returns:
             A Quantized with arrays in the library of packed. No checkpoint stores the amax, so tensor_amax is None.
-            There is one exception: if a divisor does not follow from its float32 reciprocal, tensor_amax is an amax
-            from which the producer computes this divisor.
+            There is one exception: a divisor of compressed-tensors cannot always be computed from its float32
+            reciprocal. Then tensor_amax is an amax that gives the divisor, or None if there is none.
 
         Raises:
             TypeError: a dtype is not one of the recipe's, packed is None or not an array, or a flag is not a bool.
@@ -340,9 +340,9 @@ class Quantized:
                 Quantized fails.
 
         Numerics:
-            If the tensor scale divides, tensor_scale is 1 / tensor_scale, rounded to nearest even. Nothing else is
-            computed. On a device, only tensor scales that divide or are not float32 are read, which waits for the
-            device.
+            If the tensor scale divides, tensor_scale is 1 / tensor_scale, rounded to nearest even. If the divisor needs
+            it, tensor_amax is computed too. Nothing else is computed. On a device, only tensor scales that divide or
+            are not float32 are read, which waits for the device.
 
         Exact:
             compressed-tensors divides by the stored divisor. Decoding gives the same values if dtype is the dtype of x.

@@ -33,10 +33,10 @@ def static_amax(scale: np.float32, recipe: Recipe, dtype: np.dtype, divides: boo
 def divisor_amaxes(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray | None:
     """Return amaxes that the recipe's tensor rule turns into the divisors of a checkpoint, or None if none are needed.
 
-    A Quantized holds the reciprocal of a divisor, rounded to float32. Amaxes are needed if the divisor does not follow
-    from the reciprocal (implied_amax). That happens only for elements of float32, because divisors of 16-bit elements
-    have few bits. Also return None if one of the divisors is the encode scale of no amax, or if the recipe is not one
-    of compressed-tensors. Recipes of other producers decode without their encode scale.
+    A Quantized holds the reciprocal of a divisor, rounded to float32. Amaxes are needed if the amax that the reciprocal
+    implies (implied_amax) does not give the divisor. That happens only for elements of float32, because divisors of
+    16-bit elements have few bits. Also return None if one of the divisors is the encode scale of no amax, or if the
+    recipe is not one of compressed-tensors. Recipes of other producers decode without their encode scale.
 
     Args:
         divisors: the stored divisors, float32, any shape.
@@ -74,7 +74,7 @@ def _has_divisors(divisors: np.ndarray, recipe: Recipe) -> bool:
 
 
 def _follow(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> bool:
-    """Return True if all divisors follow from their float32 reciprocals (implied_amax)."""
+    """Return True if the amaxes that the float32 reciprocals imply (implied_amax) give exactly these divisors."""
     with np.errstate(all="ignore"):
         implied = implied_amax(np.float32(1) / divisors, recipe, dtype)
         same = (implied != UNKNOWN) & (tensor_scale(implied, recipe, dtype).encode == divisors)
@@ -82,9 +82,10 @@ def _follow(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> bool:
 
 
 def _encoding(scales: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return amaxes whose encode scales are the given ones: float32, in the shape of scales. UNKNOWN if there is none.
+    """Return amaxes whose encode scales are the given ones: float32, in the shape of scales.
 
-    The amaxes within NEAR float32 steps of covered_range / scales are tried, the nearest first.
+    The amaxes within NEAR float32 steps of covered_range / scales are tried, the nearest first. UNKNOWN stands for the
+    amax if none of them gives the scale.
     """
     with np.errstate(all="ignore"):
         centers = np.asarray(covered_range(recipe) / scales, np.float32).view(np.int32)[..., None]

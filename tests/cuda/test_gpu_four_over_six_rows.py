@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exhaustive import exhaustive
 from on_gpu import ON_GPU, assert_same, cupy, differing
-from row_ties import rows_at_ties, unusual_rows
+from row_ties import extreme_rows, rows_at_ties, unusual_rows
 
 import fp4kit
 
@@ -36,6 +36,7 @@ def check_unusual(name, dtype) -> None:
     """Compare rows that need one, several and too many blocks per thread, in all scale layouts."""
     for columns, layout in ((16, "linear"), (176, "swizzled_128x4"), (16 * 300, "swizzled_8x4")):
         check(unusual_rows(np.dtype(dtype), columns), name, scale_layout=layout)
+    check(extreme_rows(np.dtype(dtype), 512), name)
 
 
 def test_elements_at_ties() -> None:

@@ -38,7 +38,7 @@ from kernel_calls import (
 )
 from on_gpu import differing
 from own_formats import pairs_at_bounds
-from row_ties import rows_at_ties, unusual_rows
+from row_ties import extreme_rows, rows_at_ties, unusual_rows
 from searched import STATIC
 from variants import blocks_at_ties
 
@@ -92,7 +92,8 @@ def rows_of_ties(dtype: np.dtype, recipe: str = "nvfp4-flashinfer-token-4over6-m
 
     def check() -> None:
         ordinary = np.random.default_rng(3).standard_normal((400, 512)).astype(dtype)
-        for x in (rows_at_ties(dtype, fp4kit.recipe(recipe).scale_max, 19), unusual_rows(dtype, 512), ordinary):
+        ties = rows_at_ties(dtype, fp4kit.recipe(recipe).scale_max, 19)
+        for x in (ties, unusual_rows(dtype, 512), extreme_rows(dtype, 512), ordinary):
             gpu, cpu = fp4kit.quantize(cupy.asarray(x), recipe), fp4kit.quantize(x, recipe)
             assert differing(gpu.block_scale, cpu.block_scale) == differing(gpu.packed, cpu.packed) == 0, DIFFERS
 
@@ -185,6 +186,8 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     "ties that are rounded up": ("four_over_six_sums.cuh", "if (ties > 1u ||", "if (false ||", *TIES),
     "an element above a tie": ("four_over_six_sums.cuh", "if (ties & 0x100u)", "if (false)", *TIES),
     "subnormal scales by sums": ("four_over_six_sums.cuh", "((both & 0x78u) != 0u ||", "(true ||", *TIES),
+    "squares that lose bits": ("four_over_six_sums.cuh", "(t.decode > 0x1p-54f)", "true", *TIES),
+    "products that underflow": ("four_over_six_sums.cuh", "takes_fast_path<R, In>(0u, {least, least})", "true", *TIES),
     "the wrong direction": (
         "four_over_six_sums.cuh",
         "bytes & 0x01010101u, 0u",

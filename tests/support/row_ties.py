@@ -11,7 +11,7 @@ VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 def decoded_scales(amaxes: np.ndarray, units: np.ndarray, multiple: float) -> np.ndarray:
-    """Return the decoded block scales that map `multiple` times a sixth of each block amax to 1.
+    """Return multiple * amax / 6 per block, rounded to an E4M3 block scale of at most 448, and decoded.
 
     units: the decoded value of a block scale of 1, per row.
     """
@@ -21,10 +21,11 @@ def decoded_scales(amaxes: np.ndarray, units: np.ndarray, multiple: float) -> np
 
 
 def rows_at_ties(dtype: np.dtype, scale_max: int, blocks: int, seed: int = 0) -> np.ndarray:
-    """Return a matrix (256, 16 * blocks) whose elements, divided by a block scale, are mostly ties or next to ties.
+    """Return a matrix (256, 16 * blocks) of which nearly half of the elements are at or next to a tie of their block.
 
     The amaxes of the rows have all 128 significands of bfloat16, twice. In the first half of the rows, block amaxes
-    have up to 8 significant bits, so that many ties are exact.
+    have up to 8 significant bits, so that many ties are exact. For float32, every second block amax is instead the
+    float below a power of two.
 
     scale_max: the largest block scale of the recipe, 448 or 256.
     blocks: the number of blocks per row, at least 2.
@@ -70,3 +71,19 @@ def unusual_rows(dtype: np.dtype, columns: int) -> np.ndarray:
     x[14] *= np.float32(2.0**10)
     with np.errstate(over="ignore"):
         return x.astype(dtype)
+
+
+def extreme_rows(dtype: np.dtype, columns: int) -> np.ndarray:
+    """Return a matrix (128, columns) whose row amaxes are powers of two from 2^-64 to 2^63, or of the dtype's range.
+
+    The amaxes of blocks are up to 2^13 times smaller. Some elements are the smallest numbers of the dtype.
+    """
+    rng = np.random.default_rng(2)
+    powers = np.clip(np.arange(-64.0, 64), *((-20, 15) if np.dtype(dtype) == np.float16 else (-64, 63)))
+    x = rng.uniform(-1, 1, (128, columns // 16, 16)) * np.exp2(-rng.integers(0, 14, (128, columns // 16, 1)))
+    x[:, 0, 0] = 1
+    x = (x * np.exp2(powers)[:, None, None]).astype(np.float32).astype(dtype)
+    tiny = ml_dtypes.finfo(dtype).smallest_subnormal
+    places = rng.random(x.shape) < 0.1
+    x[places] = (rng.choice(np.array([-1, 1, -3, 0, -0.0]), int(places.sum())) * np.float64(tiny)).astype(dtype)
+    return x.reshape(128, columns)

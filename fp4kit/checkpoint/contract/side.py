@@ -104,9 +104,9 @@ def _saved(path: Path) -> Mapping[str, Any] | None:
 
 
 def _tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """Read one tensor of a checkpoint, and return it as a new array. 8-bit floats and I8 become uint8 bit patterns.
+    """Read one tensor of a checkpoint, and return it as a new array. F8_E4M3, F8_E8M0 and I8 become uint8 bit patterns.
 
-    A tensor of a dtype that NumPy does not have, such as F4, becomes its bytes.
+    A tensor of another dtype that NumPy does not have, such as F4, becomes a one-dimensional uint8 array of its bytes.
 
     name: the full name of the tensor in the file, such as "logits" or "model.norm.weight".
     """
@@ -123,7 +123,7 @@ def _readers(
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, InputScale], LazyTensors]:
     """Return the arguments of LazyTensors: the functions that read layers, the input scales, and the other tensors.
 
-    Layers that are only some of the rows of a quantized matrix are not in the first dict.
+    A layer that is only part of the rows of a quantized matrix has no reader, but may have an input scale.
     """
     quantized, config = QuantizedLayers(checkpoint), checkpoint.config or {}
     read = lru_cache(1)(quantized.__getitem__)  # the matrices of a stack are read one after another

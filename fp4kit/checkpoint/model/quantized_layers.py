@@ -50,8 +50,8 @@ def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> Qua
     Exact:
         Codes and scales are the bytes of the file, in linear order with the even element in the low nibble. The recipe
         decodes them. Loaders may multiply in another order, so that float32 values differ in the last bit. The dtype of
-        a Quantized is bfloat16. If a divisor of compressed-tensors shows that the weight was float16 or float32, it is
-        that dtype.
+        a Quantized is bfloat16, or float16 or float32 if the divisors of compressed-tensors can only come from that
+        dtype.
 
     Examples:
         >>> import numpy as np, tempfile, fp4kit, fp4kit.checkpoint

@@ -73,6 +73,12 @@ POOLS: dict[str, Pool] = {
         dtypes=("bfloat16",),
         changes=0,
     ),
+    "4over6 per token": Pool(
+        recipes=("nvfp4-flashinfer-token-4over6-mse-256", "nvfp4-flashinfer-token-4over6-mae-448"),
+        operations=("quantize",),
+        layouts=("linear",),
+        changes=0,
+    ),
     "searches": Pool(
         recipes=("nvfp4-modelopt-static", "mxfp4-ocp", "fp8-modelopt", "int8-modelopt-channel"),
         variants=(Variant("nvfp4-modelopt-static", (("block", (16, 16)),)),),
@@ -110,6 +116,7 @@ def all_is_equal() -> Iterator[None]:
 
 
 CASES = [(name, FEW) for name in ("te", "shapes", "products")] + exhaustive((name, MANY) for name in POOLS)
+CASES += exhaustive([("4over6 per token", 60)])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")

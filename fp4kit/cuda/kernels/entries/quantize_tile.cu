@@ -20,7 +20,7 @@ FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
 #endif
 }
 
-// One row of a.x, as the thread block sees it that takes this row.
+// One row of a.x, which one thread block quantizes.
 template <class R, class In, bool kAligned>
 struct OwnRow {
   const QuantizeArguments& a;
@@ -42,8 +42,8 @@ struct OwnRow {
     return largest_of_warp(parts[minimum(lane, blockDim.x / 32u - 1u)]);
   }
 
-  // Return the amax of the row. All threads of the thread block must call this function. Each thread loads kAtOnce
-  // blocks at once, so that enough loads are in flight.
+  // Return the amax of the row. R::kAmaxNan says whether NaN elements count. All threads of the thread block must call
+  // this function. Each thread loads kAtOnce blocks at once, so that enough loads are in flight.
   FP4KIT_DEVICE_MEMBER float amax() const {
     constexpr u32 kAtOnce = 4;
     u32 own = 0u;

@@ -141,8 +141,8 @@ FP4KIT_DEVICE u32 dot_bytes(u32 a, u32 b) {
 }
 
 // Return c, plus the low 16 bits of a times byte 2 kHigh of b, plus the high 16 bits of a times byte 2 kHigh + 1 of b,
-// modulo 2^32. Bytes are counted from the low end. The halves of a are unsigned. The bytes of b are signed if kSigned,
-// and otherwise unsigned.
+// modulo 2^32: dp2a.lo if kHigh is 0, and dp2a.hi if it is 1. Bytes are counted from the low end. The halves of a are
+// unsigned. The bytes of b are signed if kSigned, and otherwise unsigned.
 template <int kHigh, bool kSigned = false>
 FP4KIT_DEVICE u32 dot_halves(u32 a, u32 b, u32 c) {
 #ifdef __CUDA_ARCH__
@@ -159,8 +159,8 @@ FP4KIT_DEVICE u32 dot_halves(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// Return c plus the sum of the products of the four bytes of a and the corresponding bytes of b, modulo 2^32. The bytes
-// of a are unsigned. Those of b are signed if kSigned, and otherwise unsigned.
+// Return c plus the sum of the products of the four bytes of a and the corresponding bytes of b, modulo 2^32: dp4a. The
+// bytes of a are unsigned. Those of b are signed if kSigned, and otherwise unsigned.
 template <bool kSigned = false>
 FP4KIT_DEVICE u32 dot_bytes4(u32 a, u32 b, u32 c) {
 #ifdef __CUDA_ARCH__

@@ -90,7 +90,7 @@ FP4KIT_DEVICE u32 narrow_f16x2(float low, float high) {
 }
 
 // Return a pair with the float16 bits of two floats in [0, 2^15), each rounded toward zero: `low` in the low half,
-// `high` in the high half.
+// `high` in the high half. The bits of any other float have no meaning.
 FP4KIT_DEVICE u32 narrow_f16x2_rz(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;
@@ -98,8 +98,8 @@ FP4KIT_DEVICE u32 narrow_f16x2_rz(float low, float high) {
   return y;
 #else
   const auto narrow = [](float x) {
-    if (x >= 0x1p-14f) return (bits_of(x) - (112u << 23)) >> 13;
-    return static_cast<u32>(x * 0x1p24f);
+    if (!(x < 0x1p15f)) return 0u;
+    return x < 0x1p-14f ? static_cast<u32>(x * 0x1p24f) : (bits_of(x) - (112u << 23)) >> 13;
   };
   return narrow(low) | narrow(high) << 16;
 #endif

@@ -119,8 +119,8 @@ FP4KIT_DEVICE u32 largest_bits_of(const Run<In, kCount>& run) {
   }
 }
 
-// Return a run with the larger magnitude of each two elements of a and b. The sign bits of the result have no meaning.
-// If an element is NaN, the result has NaN in its place.
+// Return a run whose element i is the larger magnitude of the elements i of a and b, or NaN if one of them is NaN. The
+// sign bits of the result have no meaning.
 template <class In, int kCount>
 FP4KIT_DEVICE Run<In, kCount> larger_magnitudes(const Run<In, kCount>& a, const Run<In, kCount>& b) {
   Run<In, kCount> larger;

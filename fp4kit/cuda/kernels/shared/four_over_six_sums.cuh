@@ -1,30 +1,32 @@
-// 4over6 for rows with their own tensor scales, when the tables of four_over_six_table.cuh would be different for each
-// row. Each block gets the better of two scales. A sum of exact integers decides which one. The results are
-// bit-identical to those of the exact path (four_over_six.cuh). R is the recipe, and In is the type of the elements of
-// x. t is the tensor scale of the row (TensorScale). The two scales are called six and four, because they map the amax
-// (largest magnitude) of the block to the element values 6 and 4. All threads of a warp call these functions together,
+// Quantize by 4over6 if each row has its own tensor scale. Then each row would need its own tables
+// (four_over_six_table.cuh), so this file computes sums instead. Each block gets the better of two scales, which map
+// its amax (largest magnitude) to the element values 6 ("six") and 4 ("four"). Exact integers decide which one. The
+// results are bit-identical to those of the exact path (four_over_six.cuh). R is the recipe, and In is the type of the
+// elements of x. t is the tensor scale of the row (TensorScale). All threads of a warp call these functions together,
 // and each thread handles one block of 16 elements.
 //
-// Notation: the step U is 2^(e - 11) * t.decode, where e is the exponent field of the scale code of six. Then an
-// element with the value q decodes to the integer V = 2 q * steps, in units of U. For six, steps is 8 plus the
-// significand bits of its scale code. For four, it is twice that if the exponent field of four's scale code is e + 1.
+// Let U = 2^(e - 11) * t.decode, where e is the exponent field of six's scale code. An element with the value q decodes
+// to V U with the integer V = 2 q * steps. For six, steps is 8 plus the significand bits of its scale code. For four,
+// steps is 8 plus four's own significand bits, doubled if four's exponent field is e + 1 (it is e or e + 1).
 //
-// Squared errors: the difference of the two sums, four's minus six's, in units of U^2, is
-//     sum (V4^2 - V6^2) - c * sum n (V4 - V6)
-// Here n = |x| * 2^(15 - floor(log2(amax))) and c = 2 / (2^(15 - floor(log2(amax))) U). n is an exact integer below
-// 2^16 for bfloat16 and float16, unless |x| is so small that both codes are 0. So both sums are exact integers. The
-// instructions dp4a and dp2a add several products at once.
+// Let D be four's sum of errors minus six's. For squared errors, in units of U^2,
+//     D = sum (V4^2 - V6^2) - c * sum n (V4 - V6)
+// with n = |x| * 2^(15 - floor(log2(amax))) and c = 2 / (2^(15 - floor(log2(amax))) U). For bfloat16 and float16, n is
+// an exact integer below 2^16, unless |x| is so small that both codes are 0. So both sums are exact integers. The
+// instructions dp4a and dp2a (dot_bytes4, dot_halves) add several products at once. For float32, 14 takes the place of
+// 15 in both formulas, and n is rounded, to at most 2^15.
 //
-// Magnitudes of errors: let s be 1 if V is at least |x|, and otherwise -1. The difference, in units of U, is
-//     sum (s4 V4 - s6 V6) - c / 2 * sum n (s4 - s6)
+// For magnitudes of errors, in units of U,
+//     D = sum (s4 V4 - s6 V6) - c / 2 * sum n (s4 - s6)
+// Here s is 1 if |x| was rounded up, and otherwise -1.
 //
-// The reference adds rounded errors. If the difference is within `slack` of 0, the warp computes the reference's sums.
-// Let e = 2^-24, and let u be the decoded value of the element value 1, which is at most 30 U for six. An error is at
-// most u6 under six and 1.27 u6 under four. The reference's differences are off by 58 e u: 36 from products and
-// quotients, 2 from rounding, and 20 at ties, which are always rounded up here. So a sum of squares is off by at most
-// 16 * 2 * 58 e u^2, and by 42 e times the sum for the order of additions. Both sums together are off by 0.36 U^2. The
-// float32 result of the formula above is off by 0.1 U^2. For sums of magnitudes, the same terms are 0.0065 U and 0.0015
-// U. For float32, n is below 2^15 and off by half a unit, which adds up to 12.8 U^2 or 0.19 U.
+// If D is within `slack` of 0, the warp computes the reference's rounded sums. Let r = 2^-24, and let u be the decoded
+// value of the element value 1, which is at most 30 U for six. An error is at most u6 under six and 1.27 u6 under four.
+// An error of the reference differs by at most 62 r u from the error that D contains: by 36 from products and
+// quotients, 2 from rounding, and 24 because the rounded factor decides which neighbor of |x| is taken; at ties, which
+// are always rounded up here, the three numbers add up to less. The reference's additions change a sum by at most 42 r
+// times the sum. So D differs by at most 0.4 U^2 for squares, or 0.007 U for magnitudes. The float32 operations that
+// compute D add 0.1 U^2, or 0.0015 U. For float32 elements, rounding n adds 12.8 U^2, or 0.19 U.
 #pragma once
 
 #include "four_over_six.cuh"
@@ -89,14 +91,19 @@ FP4KIT_DEVICE RowFacts row_facts(TensorScale t) {
     const float unit = t.amax * (1.0f / full_range<R>());
     valid = valid & (fabsf(unit - t.decode) <= t.decode * 0x1p-22f);
   }
+  // Otherwise the reference's squares would lose bits. The scales of encode_by_sums are at least 2^-6.
+  if constexpr (R::kSquaredError && !R::kFastError) valid = valid & (t.decode > 0x1p-54f);
+  const float least = reciprocal_rn(448.0f * t.decode);  // the smallest factor of a block
+  valid = valid & takes_fast_path<R, In>(0u, {least, least});
   u32 ties = 0u;
   if constexpr (sizeof(typename In::Bits) == 2) ties = ties_of_row<In>(scale, reciprocal);
   return {valid || zero ? t.amax : -1.0f, float_of(__shfl_sync(0xFFFFFFFFu, bits_of(reciprocal), 0u)),
           reciprocal * 0x1p-4f, ties};
 }
 
-// Return 2^-14 times the factor by which elements are multiplied under a scale code. The code is byte kByte of `codes`,
-// and its exponent field must not be 0. The threads of a warp hold the factors of the eight significands.
+// Return 2^-14 times the factor by which elements are multiplied under a scale code. The code is byte kByte of `codes`.
+// If its exponent field is 0, the result has no meaning. The threads of a warp hold the factors of the eight
+// significands.
 template <int kByte>
 FP4KIT_DEVICE float factor_of(const RowFacts& row, u32 codes) {
   const u32 significand = __shfl_sync(0xFFFFFFFFu, bits_of(row.factor), codes >> (8 * kByte));  // lane modulo 32
@@ -114,13 +121,14 @@ FP4KIT_DEVICE u32 scale_codes(float six, float four) {
 #endif
 }
 
-// Store the codes of 16 magnitudes, without signs, in `words`. `factor` is 2^-14 times the factor of the block. The
-// products must be below 7. Ties are rounded up. If kDirections, byte j of directions[i] becomes 1 if magnitude 4 i + j
-// is rounded up, and otherwise -1.
+// Store the codes of 16 magnitudes, without signs, in `words`. `factor` is 2^-14 times the factor of the block. If the
+// product of a magnitude and the block's factor is 7 or more, or NaN, the codes have no meaning. Ties are rounded up.
+// If kDirections, byte j of directions[i] becomes 1 if magnitude 4 i + j is rounded up, and otherwise -1.
 //
-// float16 has the steps of E2M1, divided by 2^23, near 2^-14: a magnitude in [1, 2) gets the smallest normal exponent,
-// and a magnitude below 1 is subnormal with the same step. So this function converts to float16, rounding toward zero.
-// The upper byte of the result is twice the code, plus 1 if the magnitude must be rounded up.
+// Multiplied by 2^-14, the values of E2M1 have the exponents of float16: those in [1, 2) get the smallest normal
+// exponent, and those below 1 are subnormal. A step of E2M1 is 2^9 steps of float16. So this function converts to
+// float16, rounding toward zero. The upper byte of the result is twice the code of the next lower value, plus 1 if the
+// magnitude must be rounded up.
 template <bool kDirections>
 FP4KIT_DEVICE void encode_ties_up(const float (&magnitudes)[16], float factor, u32 (&words)[2], u32 (&directions)[4]) {
 #pragma unroll
@@ -138,9 +146,9 @@ FP4KIT_DEVICE void encode_ties_up(const float (&magnitudes)[16], float factor, u
   }
 }
 
-// Return true if the reference chooses four for the block of the thread `source` of the warp. The exact sums of errors
-// are computed: thread i computes the error of element i under six, and thread 16 + i under four. `codes` is the result
-// of scale_codes for the calling thread's block x.
+// Return true if the reference chooses four for the block of the thread `source` of the warp. The warp computes the
+// reference's float32 sums: thread i computes the error of element i under six, and thread 16 + i under four. `codes`
+// is the result of scale_codes for the calling thread's block x.
 template <class R, class In>
 FP4KIT_DEVICE bool is_four_better(const Run<In, R::kBlock>& x, u32 codes, u32 source, TensorScale t) {
   constexpr u32 kPerWord = Run<In, R::kBlock>::kPerWord;
@@ -224,7 +232,7 @@ FP4KIT_DEVICE EncodedBlock encode_by_sums(const Run<In, R::kBlock>& x, TensorSca
   for (int i = 0; i < 4; ++i) {
     u32 pairs[2];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {  // two n per word; 46336 makes the exponents of both floats cancel in the upper half
+    for (int j = 0; j < 2; ++j) {  // two n per word; 46336 cancels the upper half of the first float, 0x4B00
       const float* m = magnitudes + 4 * i + 2 * j;
       pairs[j] =
           mad(bits_of(fma_rn(m[1], to_n, 8388608.0f + 46336.0f)), 65536u, bits_of(fma_rn(m[0], to_n, 8388608.0f)));
@@ -244,7 +252,7 @@ FP4KIT_DEVICE EncodedBlock encode_by_sums(const Run<In, R::kBlock>& x, TensorSca
   const float second = static_cast<float>(static_cast<i32>(products[1] - products[0]));
   const float difference = fma_rn(second, R::kSquaredError ? -c : -0.5f * c, first);
   constexpr float slack = R::kSquaredError ? (k32Bit ? 16.0f : 0.5f) : k32Bit ? 0.25f : 0x1p-6f;
-  bool four = difference < 0.0f;  // false if both scales are equal: then both sums are 0
+  bool four = difference < 0.0f;  // false if both scales are equal, because then all differences are 0
   u32 undecided = __ballot_sync(0xFFFFFFFFu, valid && codes[0] != codes[1] && !(fabsf(difference) > slack));
 #pragma unroll 1
   while (undecided != 0u) {
