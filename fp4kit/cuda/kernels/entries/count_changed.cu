@@ -1,6 +1,6 @@
 // count_changed: count the float32 values that differ between two arrays, and find the largest difference. Two values
 // differ if their bits differ, unless both are NaN.
-#include "types.cuh"
+#include "warp.cuh"
 
 constexpr u32 kNan = 0x7FC00000u;  // the bits of NaN, which are above those of every other magnitude
 
@@ -37,10 +37,8 @@ FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid, u32& 
 extern "C" __global__ void __launch_bounds__(kThreads) count_changed_kernel(CountChangedArguments a) {
   u32 largest = 0u, changed = count_changed(a, whole_grid(), largest);
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    changed += __shfl_xor_sync(0xFFFFFFFFu, changed, distance);
-    largest = maximum(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, distance));
-  }
+  for (int distance = 1; distance < 32; distance *= 2) changed += __shfl_xor_sync(0xFFFFFFFFu, changed, distance);
+  largest = largest_of_warp(largest);
   if (threadIdx.x % 32 != 0 || changed == 0u) return;
   atomicAdd(a.changed, static_cast<u64>(changed));
   if (largest != 0u) atomicMax(a.largest, largest);

@@ -6,6 +6,7 @@
 #include "exact_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
+#include "warp.cuh"
 
 // The arguments of partial_amax_kernel, and of each member of grouped_partial_amax_kernel. Arrays are shared by several
 // matrices; block_at and tensor_at are the indices at which this matrix begins.
@@ -66,13 +67,6 @@ FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 col
   } else {
     for (i64 r = 0; r < rows; ++r) read_row<R, In, false, kAligned>(found, s, p + r * columns);
   }
-}
-
-// Return the largest value of `own` among the threads of a warp. All threads of the warp must call this function, and
-// all get the result.
-FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
-  for (u32 distance = 16; distance > 0; distance /= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
-  return own;
 }
 
 // Compute the amaxes of this thread's blocks over the elements of the shard s, and store them in a.block_amax as

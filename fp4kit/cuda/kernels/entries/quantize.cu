@@ -12,6 +12,7 @@
 // two per block of elements.
 #include "amax.cuh"
 #include "quantize.cuh"
+#include "warp.cuh"
 
 // Compile-time constants for a recipe R and an element type In: the sizes of runs and steps, and the order of runs.
 template <class R, class In>
@@ -314,8 +315,7 @@ FP4KIT_DEVICE void raise_by_warp(u32* largest, u32 index, u32 own) {
     atomicMax(largest + index, own);
     return;
   }
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
+  own = largest_of_warp(own);
   if (threadIdx.x % 32 == 0) atomicMax(largest + index, own);
 }
 

@@ -6,19 +6,10 @@
 #include "amax.cuh"
 #include "four_over_six_sums.cuh"
 #include "quantize_tile.cuh"
+#include "warp.cuh"
 
 constexpr int kBlocksPerMultiprocessor =
     R::kBlock > 16 || R::kFinders ? 2 : 4;  // the largest numbers for which no registers are spilled
-
-// Return the largest value of `own` among the threads of a warp. All threads of the warp must call this function.
-FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(0xFFFFFFFFu, own);
-#else
-  for (int distance = 1; distance < 32; distance *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
-  return own;
-#endif
-}
 
 // One row of a.x, which one thread block quantizes.
 template <class R, class In, bool kAligned>

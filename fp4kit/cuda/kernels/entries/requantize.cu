@@ -13,6 +13,7 @@
 //
 // If 2^m cannot be the tensor scale, the last two kernels do nothing.
 #include "block.cuh"
+#include "warp.cuh"
 
 // The arguments of the three kernels.
 struct RequantizeArguments {
@@ -44,8 +45,7 @@ FP4KIT_DEVICE bool has_values(const RequantizeArguments& a, i64 block) {
 // Raise *maximum_address to the largest `own` among the threads of the warp: store the larger of the two, atomically.
 // Nothing is stored if every `own` is 0. All threads of the warp must call this function.
 FP4KIT_DEVICE void raise_to_largest(u32* maximum_address, u32 own) {
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
+  own = largest_of_warp(own);
   if (threadIdx.x % 32 == 0 && own != 0u) atomicMax(maximum_address, own);
 }
 

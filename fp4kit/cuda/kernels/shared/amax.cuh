@@ -7,6 +7,7 @@
 
 #include "block.cuh"
 #include "hadamard.cuh"
+#include "warp.cuh"
 
 // Return the float32 bits of |x| if x counts in the amax, and otherwise 0. NaN does not count for AmaxInput::no_nan,
 // and neither NaN nor infinity for AmaxInput::finite. For AmaxInput::all, every x counts.
@@ -166,10 +167,7 @@ FP4KIT_DEVICE void find_row_amaxes(const Arguments& a) {
   const int lane = threadIdx.x % kWarp;
   for (i64 row = blockIdx.x % kFinders * kWarps + threadIdx.x / kWarp; row < a.rows; row += kFinders * kWarps) {
     const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
-    u32 largest = largest_of_lane<In, kInput, kAligned, kWarp>(x, a.columns, lane);
-#pragma unroll
-    for (int distance = 1; distance < kWarp; distance *= 2)
-      largest = maximum(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, distance));
+    const u32 largest = largest_of_warp(largest_of_lane<In, kInput, kAligned, kWarp>(x, a.columns, lane));
     if (lane == 0) const_cast<float*>(a.tensor_amax)[row] = float_of(largest);
   }
   arrive_in_cluster();
