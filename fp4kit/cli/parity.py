@@ -30,11 +30,12 @@ def register(subparsers: Any) -> None:
             ("fp4kit parity train.json rollout.json", "compare two contracts on random numbers"),
             ("fp4kit parity train-logits.safetensors rollout-logits.safetensors", "compare logits bit by bit"),
         ),
-        description="Compare codes, scales, values and products of two sides, layer by layer. If they differ, print"
+        description="Compare codes, scales, values and products of two sides, layer by layer, and the values of other"
+        " tensors, such as norms and biases, if both sides have them. If they differ, print"
         " the first step of the arithmetic that differs, the number of differences, one element step by step, and the"
         " setting that would make the sides equal. fp4kit convert writes a contract into every model directory. Exit"
-        " codes: 0 everything that was compared is equal in every bit; 1 a layer differs or is on one side only; 2"
-        " an error.",
+        " codes: 0 everything that was compared is equal in every bit; 1 something differs, or a layer is on one"
+        " side only; 2 an error.",
     )
     add_path(parser, "train", metavar="TRAIN", help=f"the side of the trainer: {_KINDS}")
     add_path(parser, "rollout", metavar="ROLLOUT", help=f"the side of the rollout engine: {_KINDS}")
@@ -50,7 +51,7 @@ def register(subparsers: Any) -> None:
     text = "elements per layer to compare, in evenly spaced rows (default: %(default)s)"
     parser.add_argument("--elements", type=int, default=1 << 18, metavar="N", help=text)
     parser.add_argument("--layers", type=int, metavar="N", help="compare only N evenly spaced layers (default: all)")
-    text = "start no new layer after S seconds, and name the layers that were left out (default: no limit)"
+    text = "start no new layer or other tensor after S seconds, and say what was left out (default: no limit)"
     parser.add_argument("--seconds", type=float, metavar="S", help=text)
 
 

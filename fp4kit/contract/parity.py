@@ -87,8 +87,8 @@ def parity(
         elements: the number of elements per layer that are compared, rounded up to whole rows, and to whole blocks of
             several rows. The rows are evenly spaced. A tensor amax is always computed over the whole layer.
         layers: the largest number of layers to compare; they are evenly spaced. None compares all.
-        seconds: begin no new layer after this time, but compare at least one. `notes` of the result names the layers
-            that were left out. None for no limit.
+        seconds: begin no new layer or other tensor after this time, but compare at least one layer. `notes` of the
+            result says what was left out. None for no limit.
 
     Returns:
         A Parity. `equal` is True if both sides have all layers and all compared bits are equal. Settings in which only
@@ -212,7 +212,7 @@ class _Check:
                 break
             found.append(self._layer(name))
         sampled = self._sampled(found, len(names))
-        found += [*self._of_others(), *self._of_inputs(), *self._of_kv(kv)]
+        found += [*self._of_others(end), *self._of_inputs(), *self._of_kv(kv)]
         a, b = (side.contract for side in self.sides)
         diff = None if a is None or b is None else a.diff(b)
         return Parity(tuple(found), diff, tuple(missing), tuple(self.notes), sampled)
@@ -229,10 +229,12 @@ class _Check:
         stored = [side for side in self.sides if side.stored is not None]
         given = [list(side.stored) for side in stored] or [list(self.source or ())]  # type: ignore[arg-type]
         first, last = given[0], given[-1]
-        names = [name for name in first if name in {*last}]
         others = {name for side in self.sides for name in side.others}  # compared by _of_others
-        missing = [f"{name}: not in {self.sides[1].label}" for name in first if name not in {*last, *others}]
-        missing += [f"{name}: not in {self.sides[0].label}" for name in last if name not in {*first, *others}]
+        in_last = {*last}
+        known_first, known_last = others | {*first}, others | in_last
+        names = [name for name in first if name in in_last]
+        missing = [f"{name}: not in {self.sides[1].label}" for name in first if name not in known_last]
+        missing += [f"{name}: not in {self.sides[0].label}" for name in last if name not in known_first]
         lacking = "the sides have no layer in common"
         if any(side.makes for side in self.sides) and stored:
             assert self.source is not None
@@ -562,24 +564,31 @@ class _Check:
             return x
         return np.random.default_rng(0).standard_normal((_TOKENS, columns), np.float32).astype(ml_dtypes.bfloat16)
 
-    def _of_others(self) -> Iterator[LayerParity]:
+    def _of_others(self, end: float | None) -> Iterator[LayerParity]:
         """Compare the tensors of checkpoints that are no layers, such as norms and biases.
 
         Yield a result per tensor that both sides have; the others are noted. A side that quantizes the weights leaves
         these tensors unchanged, so it has those of the unquantized model. Raise ValueError if the shapes of a tensor
         differ.
+
+        end: the time after which no further tensor is compared; None for no limit. The number of tensors that are left
+            out is noted.
         """
         lacking: dict[str, list[str]] = {}
-        for name in dict.fromkeys(name for side in self.sides for name in side.others):
+        names = list(dict.fromkeys(name for side in self.sides for name in side.others))
+        for i, name in enumerate(names):
+            if end is not None and time.monotonic() > end:
+                self.notes[f"{len(names) - i:,} tensors besides the layers, because the time had passed"] = None
+                break
             both = [self._other(side, name) for side in self.sides]
             if both[0] is not None and both[1] is not None:
                 _one_shape(name, [_shape(both[0]), _shape(both[1])])
                 yield replace(self._tensor(name, both), kind="other tensor")  # type: ignore[arg-type]
             else:
                 lacking.setdefault(self.sides[1 if both[1] is None else 0].label, []).append(name)
-        for label, names in lacking.items():
-            count = f"{len(names):,} tensor{'s' * (len(names) != 1)}"
-            self.notes[f"{count} besides the layers, which {label} does not have: {listed(names)}"] = None
+        for label, absent in lacking.items():
+            count = f"{len(absent):,} tensor{'s' * (len(absent) != 1)}"
+            self.notes[f"{count} besides the layers, which {label} does not have: {listed(absent)}"] = None
 
     def _other(self, side: Side, name: str) -> Weights | None:
         """Return the tensor ``name`` of a side, also if the side stores it as a layer; None if the side has none.

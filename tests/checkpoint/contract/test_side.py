@@ -146,6 +146,8 @@ def test_norms_and_biases_of_checkpoints(tmp_path):
         found = fp4kit.parity(train, stale if train is source or callable(train) else other, weights=weights)
         assert [(layer.name, layer.kind) for layer in found.differing] == [(name, "other tensor") for name in names]
         assert found.verdict.startswith("2 of 3 other tensors differ; compared 6,144 of 6,144 elements in 3 layers")
+    late = fp4kit.parity(served, other, seconds=0)
+    assert late.equal and "3 tensors besides the layers, because the time had passed" in late.notes
     assert "other tensor model.norm: first step that differs: value, 48 of 48" in str(found.differing[1])
 
 
