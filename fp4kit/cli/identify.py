@@ -11,6 +11,7 @@ from fp4kit.checkpoint.identify.identify import MOST_RECIPES, CheckpointVerdict,
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.checkpoint.identify.stored_facts import facts_of, problems_of
 from fp4kit.checkpoint.model.closed_world import reasons, refused_in
+from fp4kit.checkpoint.model.declared_quantization import unfulfilled
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.transforms import resolved
 from fp4kit.cli.guard import DIFFERENT, DONE
@@ -87,7 +88,8 @@ def _stored(args: argparse.Namespace, out: Output) -> int:
     """Print what can be said about a checkpoint without its source: what is odd, and hints at the tool that made it.
 
     What fp4kit does not know in the checkpoint, such as packed weights in an unknown format, is odd too, unless
-    --ignore names it. Return 0 if nothing is odd, otherwise 1.
+    --ignore names it. So is a config that declares quantization if no tensor is quantized. Return 0 if nothing is odd,
+    otherwise 1.
 
     Raise CheckpointError for --all, which needs a source, and for a pattern of --ignore that matches nothing unknown.
     """
@@ -96,6 +98,8 @@ def _stored(args: argparse.Namespace, out: Output) -> int:
     checkpoint = inspect_checkpoint(args.path)
     items = resolved(checkpoint, checkpoint.weights, args.ignore, reads=False).items
     refused = reasons(refused_in(items, args.ignore))
+    if not checkpoint.layers:
+        refused += filter(None, [unfulfilled(checkpoint.config or {}, checkpoint.hf_quant_config)])
     problems, facts = problems_of(checkpoint), list(facts_of(checkpoint))
     body = {
         "refused": refused,

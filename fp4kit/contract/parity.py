@@ -87,8 +87,8 @@ def parity(
         elements: the number of elements per layer that are compared, rounded up to whole rows, and to whole blocks of
             several rows. The rows are evenly spaced. A tensor amax is always computed over the whole layer.
         layers: the largest number of layers to compare; they are evenly spaced. None compares all.
-        seconds: begin no new layer or other tensor after this time, but compare at least one layer. `notes` of the
-            result says what was left out. None for no limit.
+        seconds: begin no new layer after this time, but compare at least one. Other tensors are compared first, in at
+            most half of the time. `notes` of the result says what was left out. None for no limit.
 
     Returns:
         A Parity. `equal` is True if both sides have all layers and all compared bits are equal. Settings in which only
@@ -100,7 +100,7 @@ def parity(
         ValueError: in one of these cases:
 
             - Weights are missing or not floats.
-            - The sides have no layer in common, or the shapes of a layer or another tensor differ.
+            - The sides have no layer in common, or the shapes of a layer differ.
             - `elements` or `layers` is below 1, or `seconds` is negative or NaN.
             - A tensor holds complex numbers or numbers of more than 64 bits.
             - A matrix, an input or an array of `kv` has no elements, or a contract must quantize an array of more than
@@ -205,6 +205,8 @@ class _Check:
         end = None if seconds is None else time.monotonic() + seconds
         names, missing = self._names()
         chosen = names if most is None or most >= len(names) else [names[i * len(names) // most] for i in range(most)]
+        half = None if end is None or seconds is None else end - seconds / 2
+        others = list(self._of_others(half))  # first, because they are few bytes, and a limit must not leave them out
         found: list[LayerParity] = []
         for i, name in enumerate(chosen):
             if end is not None and i and time.monotonic() > end:
@@ -212,7 +214,7 @@ class _Check:
                 break
             found.append(self._layer(name))
         sampled = self._sampled(found, len(names))
-        found += [*self._of_others(end), *self._of_inputs(), *self._of_kv(kv)]
+        found += [*others, *self._of_inputs(), *self._of_kv(kv)]
         a, b = (side.contract for side in self.sides)
         diff = None if a is None or b is None else a.diff(b)
         return Parity(tuple(found), diff, tuple(missing), tuple(self.notes), sampled)
@@ -224,17 +226,20 @@ class _Check:
         weights are compared. If one side has stored tensors and the other quantizes the weights (`makes`), layers
         without an unquantized weight are left out, and self.notes names them.
 
-        Raise ValueError if no layer is left.
+        Raise ValueError if no layer is left, unless both sides have only other tensors.
         """
         stored = [side for side in self.sides if side.stored is not None]
         given = [list(side.stored) for side in stored] or [list(self.source or ())]  # type: ignore[arg-type]
         first, last = given[0], given[-1]
-        others = {name for side in self.sides for name in side.others}  # compared by _of_others
-        in_last = {*last}
-        known_first, known_last = others | {*first}, others | in_last
+        in_first, in_last = {*first}, {*last}
         names = [name for name in first if name in in_last]
-        missing = [f"{name}: not in {self.sides[1].label}" for name in first if name not in known_last]
-        missing += [f"{name}: not in {self.sides[0].label}" for name in last if name not in known_first]
+        compared = [side.others for side in self.sides]  # by _of_others
+        missing = [
+            f"{name}: not in {self.sides[1].label}" for name in first if name not in in_last and name not in compared[1]
+        ]
+        missing += [
+            f"{name}: not in {self.sides[0].label}" for name in last if name not in in_first and name not in compared[0]
+        ]
         lacking = "the sides have no layer in common"
         if any(side.makes for side in self.sides) and stored:
             assert self.source is not None
@@ -244,7 +249,8 @@ class _Check:
                 count = f"{len(absent):,} layer{'s' * (len(absent) != 1)}"
                 self.notes[f"{count} without an unquantized weight: {listed(absent)}"] = None
             names = [name for name in names if name in self.source]
-        if not names:
+        only_others = not first and not last and all(side.others for side in self.sides)
+        if not names and not only_others:
             raise ValueError(f"{OP}: {lacking}; needs equal names of layers, such as {listed(first)}")
         return names, missing
 
@@ -568,8 +574,7 @@ class _Check:
         """Compare the tensors of checkpoints that are no layers, such as norms and biases.
 
         Yield a result per tensor that both sides have; the others are noted. A side that quantizes the weights leaves
-        these tensors unchanged, so it has those of the unquantized model. Raise ValueError if the shapes of a tensor
-        differ.
+        these tensors unchanged, so it has those of the unquantized model.
 
         end: the time after which no further tensor is compared; None for no limit. The number of tensors that are left
             out is noted.
@@ -578,17 +583,40 @@ class _Check:
         names = list(dict.fromkeys(name for side in self.sides for name in side.others))
         for i, name in enumerate(names):
             if end is not None and time.monotonic() > end:
-                self.notes[f"{len(names) - i:,} tensors besides the layers, because the time had passed"] = None
+                self.notes[f"{_tensors(names[i:])} besides the layers, because the time had passed"] = None
                 break
-            both = [self._other(side, name) for side in self.sides]
-            if both[0] is not None and both[1] is not None:
-                _one_shape(name, [_shape(both[0]), _shape(both[1])])
-                yield replace(self._tensor(name, both), kind="other tensor")  # type: ignore[arg-type]
+            a, b = (self._other(side, name) for side in self.sides)
+            if a is not None and b is not None:
+                yield self._compared_other(name, a, b)
             else:
-                lacking.setdefault(self.sides[1 if both[1] is None else 0].label, []).append(name)
+                lacking.setdefault(self.sides[1 if b is None else 0].label, []).append(name)
         for label, absent in lacking.items():
-            count = f"{len(absent):,} tensor{'s' * (len(absent) != 1)}"
-            self.notes[f"{count} besides the layers, which {label} does not have: {listed(absent)}"] = None
+            self.notes[f"{_tensors(absent)} besides the layers, which {label} does not have: {listed(absent)}"] = None
+
+    def _compared_other(self, name: str, a: Weights, b: Weights) -> LayerParity:
+        """Compare a tensor of both sides that is no layer, by its values. Tensors of one element may differ in shape.
+
+        Values of different dtypes are compared exactly. A difference of shapes is a difference.
+        """
+        x, y = _values(a), _values(b)
+        same_shape = x.shape == y.shape or x.size == y.size == 1
+        if same_shape and x.dtype == y.dtype and np.array_equal(_bytes(x), _bytes(y)):
+            return LayerParity(name, "other tensor", x.size, x.size, values=(0, x.size))
+        if same_shape and x.dtype in FLOATS and y.dtype in FLOATS:
+            return replace(self._tensor(name, (a, b)), kind="other tensor")
+        labels = [side.label for side in self.sides]
+        found = LayerParity(name, "other tensor", x.size, x.size)
+        if not same_shape:
+            text = f"{labels[0]} has the shape {x.shape}, and {labels[1]} {y.shape}"
+            return replace(found, step="value", setting=text)
+        numbers = list(zip(x.reshape(-1).tolist(), y.reshape(-1).tolist(), strict=True))
+        differing = [i for i, (p, q) in enumerate(numbers) if p != q and (p == p or q == q)]  # NaN equals NaN
+        found = replace(found, values=(len(differing), x.size))
+        if not differing:
+            return found
+        p, q = numbers[differing[0]]
+        text = f"element {differing[0]:,} of {x.size:,}: {labels[0]} {p} and {labels[1]} {q}"
+        return replace(found, step="value", count=len(differing), examined=len(differing), element=text)
 
     def _other(self, side: Side, name: str) -> Weights | None:
         """Return the tensor ``name`` of a side, also if the side stores it as a layer; None if the side has none.
@@ -763,6 +791,16 @@ def _operands(compared: Sequence[ComparedRows]) -> str:
         f"{values.label} has values, which are multiplied as bfloat16, and {codes.label} multiplies codes; multiply"
         " codes on both sides"
     )
+
+
+def _tensors(names: Sequence[str]) -> str:
+    """Return a count of tensors as text, such as "1 tensor" or "3 tensors"."""
+    return f"{len(names):,} tensor{'s' * (len(names) != 1)}"
+
+
+def _bytes(x: np.ndarray) -> np.ndarray:
+    """Return the bytes of an array in row-major order, as uint8."""
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
 def _one_shape(name: str, shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

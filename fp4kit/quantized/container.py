@@ -329,8 +329,8 @@ class Quantized:
 
         Returns:
             A Quantized with arrays in the library of packed. No checkpoint stores the amax, so tensor_amax is None.
-            There is one exception: a divisor of compressed-tensors cannot always be computed from its float32
-            reciprocal. Then tensor_amax is an amax that gives the divisor, or None if there is none.
+            There is one exception: for float32 x and a recipe of compressed-tensors, a divisor cannot always be
+            computed from its reciprocal. Then tensor_amax is an amax that gives the divisor, or None if there is none.
 
         Raises:
             TypeError: a dtype is not one of the recipe's, packed is None or not an array, or a flag is not a bool.

@@ -33,52 +33,50 @@ def static_amax(scale: np.float32, recipe: Recipe, dtype: np.dtype, divides: boo
 def divisor_amaxes(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray | None:
     """Return amaxes that the recipe's tensor rule turns into the divisors of a checkpoint, or None if none are needed.
 
-    A Quantized holds the reciprocal of a divisor, rounded to float32. Amaxes are needed if the amax that the reciprocal
-    implies (implied_amax) does not give the divisor. That happens only for elements of float32, because divisors of
-    16-bit elements have few bits. Also return None if one of the divisors is the encode scale of no amax, or if the
-    recipe is not one of compressed-tensors. Recipes of other producers decode without their encode scale.
+    A Quantized holds the reciprocal of a divisor, rounded to float32. A divisor of 16-bit elements can be computed from
+    it, because it has few bits, but one of float32 elements cannot. So the result is None for 16-bit elements. It is
+    also None if no divisor is the encode scale of an amax, and for recipes that are not of compressed-tensors, which
+    decode without their encode scale. A divisor of a stack that is the encode scale of no amax gets 0, which decoding
+    ignores, because its scale differs (implied_amax.stored_tensor_scale).
 
     Args:
         divisors: the stored divisors, float32, any shape.
         recipe: the recipe of the codes.
         dtype: the dtype of the elements.
     """
-    if not _has_divisors(divisors, recipe) or _follow(divisors, recipe, dtype):
+    if recipe.tensor_rule != "compressed_tensors" or dtype != np.float32:
         return None
     found = _encoding(divisors, recipe, dtype)
-    return None if (found == UNKNOWN).any() else found
+    return None if (found == UNKNOWN).all() else np.where(found == UNKNOWN, np.float32(0), found)
 
 
 def divisor_dtype(divisors: np.ndarray, recipe: Recipe) -> np.dtype:
     """Return the dtype of the elements that were quantized, as far as the divisors of a checkpoint show it.
 
-    The tensor rule of compressed-tensors rounds to the dtype of the elements. The result is the first of bfloat16,
-    float16 and float32 for which all divisors are the encode scales of amaxes. If there is none, or if the recipe is
-    not one of compressed-tensors, the result is bfloat16.
+    The tensor rule of compressed-tensors rounds to the dtype of the elements. The result is that one of bfloat16,
+    float16 and float32 for which the most divisors are the encode scales of amaxes, the first of several. If there are
+    none, or if the recipe is not one of compressed-tensors, the result is bfloat16.
 
     Args:
         divisors: the stored divisors, float32, any shape.
         recipe: the recipe of the codes.
     """
-    bfloat16, *others = map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32))
-    if _has_divisors(divisors, recipe):
-        for dtype in (bfloat16, *others):
-            if _follow(divisors, recipe, dtype) or (_encoding(divisors, recipe, dtype) != UNKNOWN).all():
-                return dtype
-    return bfloat16
+    dtypes = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32)))
+    if recipe.tensor_rule != "compressed_tensors":
+        return dtypes[0]
+    fitting = [_fits(divisors, recipe, dtype).sum() for dtype in dtypes]
+    return dtypes[int(np.argmax(fitting))]
 
 
-def _has_divisors(divisors: np.ndarray, recipe: Recipe) -> bool:
-    """Return True if the recipe is one of compressed-tensors, and the divisors are positive and finite."""
-    return recipe.tensor_rule == "compressed_tensors" and bool((np.isfinite(divisors) & (divisors > 0)).all())
+def _fits(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return for each divisor whether it is known to be the encode scale of an amax.
 
-
-def _follow(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> bool:
-    """Return True if the amaxes that the float32 reciprocals imply (implied_amax) give exactly these divisors."""
+    The amaxes near covered_range / divisor are tried, and the amax that the reciprocal implies (implied_amax).
+    """
     with np.errstate(all="ignore"):
         implied = implied_amax(np.float32(1) / divisors, recipe, dtype)
         same = (implied != UNKNOWN) & (tensor_scale(implied, recipe, dtype).encode == divisors)
-    return bool(same.all())
+    return same | (_encoding(divisors, recipe, dtype) != UNKNOWN)
 
 
 def _encoding(scales: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:

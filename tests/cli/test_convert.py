@@ -501,6 +501,10 @@ def test_identify_without_a_source_names_what_it_does_not_know(tmp_path: Path, r
     assert len(document["refused"]) == 1 and document["problems"] == []
     assert run("identify", tmp_path / "m", "--ignore", "a.*").code == 0
     assert "matches nothing that is refused" in run("identify", tmp_path / "m", "--ignore", "c.*").err
+    save_file({"b.weight": weight}, tmp_path / "m" / "model.safetensors")
+    (tmp_path / "m" / "config.json").write_text('{"quantization_config": {"quant_method": "spqr"}}')
+    result = run("identify", tmp_path / "m")
+    assert result.code == 1 and "declares quant_method 'spqr', which fp4kit does not read" in result.out
 
 
 def test_verify_says_what_it_did_not_check(tmp_path: Path, run: Run) -> None:

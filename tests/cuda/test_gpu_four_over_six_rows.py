@@ -73,3 +73,12 @@ def test_recipes_that_a_user_makes() -> None:
         changed = replace(recipe, **changes)
         gpu, cpu = fp4kit.quantize(cupy.asarray(x), changed), fp4kit.quantize(x, changed)
         assert differing(gpu.packed, cpu.packed) == differing(gpu.block_scale, cpu.block_scale) == 0
+
+
+def test_tensor_scales_of_few_bits() -> None:
+    """Tensor scales that are subnormal in float16 differ much from amax / 2688, so that elements exceed 6."""
+    recipe = replace(fp4kit.recipe("nvfp4-flashinfer-token-4over6-mse-448-fasterr"), tensor_rule="comfy_kitchen")
+    for changed in (recipe, replace(recipe, scale_max=256)):
+        for x in (extreme_rows(np.dtype(np.float16), 64), unusual_rows(np.dtype(np.float16), 64)):
+            gpu, cpu = fp4kit.quantize(cupy.asarray(x), changed), fp4kit.quantize(x, changed)
+            assert differing(gpu.packed, cpu.packed) == differing(gpu.block_scale, cpu.block_scale) == 0

@@ -187,7 +187,12 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     "an element above a tie": ("four_over_six_sums.cuh", "if (ties & 0x100u)", "if (false)", *TIES),
     "subnormal scales by sums": ("four_over_six_sums.cuh", "((both & 0x78u) != 0u ||", "(true ||", *TIES),
     "squares that lose bits": ("four_over_six_sums.cuh", "(t.decode > 0x1p-54f)", "true", *TIES),
-    "products that underflow": ("four_over_six_sums.cuh", "takes_fast_path<R, In>(0u, {least, least})", "true", *TIES),
+    "products that underflow": (
+        "four_over_six_sums.cuh",
+        "takes_fast_path<R, In>(bits_of(t.amax), {least, least})",
+        "true",
+        *TIES,
+    ),
     "the wrong direction": (
         "four_over_six_sums.cuh",
         "bytes & 0x01010101u, 0u",

@@ -155,6 +155,18 @@ def test_a_divisor_gives_the_scale_and_the_values_of_its_producer(dtype):
     assert (with_amax > 0) == (dtype == F32)  # divisors of 16 bits follow from their reciprocals
 
 
+@pytest.mark.parametrize("wrong", [1000.0006, np.inf, 3e38])
+def test_one_divisor_of_no_amax_does_not_change_the_other_experts(wrong):
+    x = np.random.default_rng(6).standard_normal((64, 2, 32)).astype(F32)
+    q = fp4kit.quantize(x, "nvfp4-compressed-tensors", tensor_amax=np.abs(x).max((1, 2)))
+    stored = tensor_scale(q.tensor_amax, q.recipe, q.dtype).encode
+    stored[0] = wrong
+    found = built(q, tensor_scale=stored, tensor_scale_divides=True)
+    assert_same_bits(found.dequantize(F32)[1:], q.dequantize(F32)[1:])
+    alone = built(q, tensor_scale=stored, tensor_scale_divides=True)
+    assert_same_bits(found.dequantize(F32)[0], replace(alone, tensor_amax=None).dequantize(F32)[0])
+
+
 def test_a_divisor_of_another_rule_has_no_amax():
     """Only compressed-tensors computes its decode scale from its divisor."""
     for recipe, divisor in (("nvfp4-te", 3.1), ("nvfp4-compressed-tensors", np.nan)):

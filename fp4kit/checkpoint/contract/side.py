@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from fp4kit.checkpoint.containers.container import INPUT_SCALE
@@ -27,13 +28,18 @@ from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
 # {dtype in safetensors: dtype in NumPy}, for tensors that are neither weights nor scales
 _PLAIN = {
-    "F64": np.float64,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "U64": np.uint64,
-    "U16": np.uint16,
-    "BOOL": np.bool_,
+    name: np.dtype(dtype)
+    for name, dtype in (
+        ("F64", np.float64),
+        ("F32", np.float32),
+        ("F16", np.float16),
+        ("BF16", ml_dtypes.bfloat16),
+        ("F8_E4M3", ml_dtypes.float8_e4m3fn),
+        ("F8_E5M2", ml_dtypes.float8_e5m2),
+        ("F8_E8M0", ml_dtypes.float8_e8m0fnu),
+        *((f"{kind}{bits}", f"{'int' if kind == 'I' else 'uint'}{bits}") for kind in "IU" for bits in (8, 16, 32, 64)),
+        ("BOOL", np.bool_),
+    )
 }
 
 
@@ -103,19 +109,25 @@ def _saved(path: Path) -> Mapping[str, Any] | None:
     return None if recipes_of(path) is None else load(path)
 
 
-def _tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """Read one tensor of a checkpoint, and return it as a new array. F8_E4M3, F8_E8M0 and I8 become uint8 bit patterns.
+def _tensor(checkpoint: Checkpoint, name: str, decodes: bool = False) -> np.ndarray:
+    """Read one tensor of a checkpoint, and return it as a new array.
 
-    A tensor of another dtype that NumPy does not have, such as F4, becomes a one-dimensional uint8 array of its bytes.
+    A tensor of a dtype that NumPy does not have, such as F4, becomes a one-dimensional uint8 array of its bytes.
 
-    name: the full name of the tensor in the file, such as "logits" or "model.norm.weight".
+    Args:
+        checkpoint: the checkpoint.
+        name: the full name of the tensor in the file, such as "logits" or "model.norm.weight".
+        decodes: True to return 8-bit floats as float32, and I8 as int8. False to return them as uint8 bit patterns.
     """
     with Readers() as readers:
         file, entry = checkpoint.tensors[name]
-        if entry.dtype in NUMPY_DTYPES:
+        if not decodes and entry.dtype in NUMPY_DTYPES:
             return np.array(readers.of(file).read(entry))
         stored = np.array(readers.of(file).read_bytes(entry))
-    return stored.view(_PLAIN[entry.dtype]).reshape(entry.shape) if entry.dtype in _PLAIN else stored
+    if entry.dtype not in _PLAIN:
+        return stored
+    found = stored.view(_PLAIN[entry.dtype]).reshape(entry.shape)
+    return found.astype(np.float32) if entry.dtype.startswith("F8") else found
 
 
 def _readers(
@@ -146,8 +158,18 @@ def _readers(
         for kind, located in weight.parts.items()
         if kind != INPUT_SCALE
     }
-    others = {canonical(n.removesuffix(".weight")): n for n in checkpoint.tensors if n not in parts}
-    return found, scales, LazyTensors({key: partial(_tensor, checkpoint, n) for key, n in others.items()})
+    others: dict[str, str] = {}
+    for name in checkpoint.tensors:
+        key = _other_name(name)
+        if name not in parts:
+            others[name if key in others or key in found else key] = name
+    return found, scales, LazyTensors({key: partial(_tensor, checkpoint, n, True) for key, n in others.items()})
+
+
+def _other_name(name: str) -> str:
+    """Return the name under which a tensor that is no layer is compared: canonical, and without an ending ".weight"."""
+    module, _, leaf = name.rpartition(".")
+    return canonical(module) if leaf == "weight" else ".".join(filter(None, (canonical(module), leaf)))
 
 
 def _values(weight: Weight, expert: int, span: tuple[int, int]) -> np.ndarray:

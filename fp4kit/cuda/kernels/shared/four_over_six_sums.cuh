@@ -93,8 +93,11 @@ FP4KIT_DEVICE RowFacts row_facts(TensorScale t) {
   }
   // Otherwise the reference's squares would lose bits. The scales of encode_by_sums are at least 2^-6.
   if constexpr (R::kSquaredError && !R::kFastError) valid = valid & (t.decode > 0x1p-54f);
-  const float least = reciprocal_rn(448.0f * t.decode);  // the smallest factor of a block
-  valid = valid & takes_fast_path<R, In>(0u, {least, least});
+  // Both scales of the tensor must agree, so that no element is 7 or more in units of its block scale. `least` is the
+  // smallest factor of a block.
+  valid = valid & (fabsf(t.encode * t.decode - 1.0f) <= 0x1p-20f);
+  const float least = reciprocal_rn(448.0f * t.decode);
+  valid = valid & takes_fast_path<R, In>(bits_of(t.amax), {least, least});
   u32 ties = 0u;
   if constexpr (sizeof(typename In::Bits) == 2) ties = ties_of_row<In>(scale, reciprocal);
   return {valid || zero ? t.amax : -1.0f, float_of(__shfl_sync(0xFFFFFFFFu, bits_of(reciprocal), 0u)),
