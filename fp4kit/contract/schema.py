@@ -436,6 +436,7 @@ class Contract:
         """Return the names of the layers that share one tensor amax with a layer, including the layer itself.
 
         Layers share an amax if they have the same parent module and their leaf names are in one group of `shared_amax`.
+        In an expert, a group of Mixtral's leaf names, such as w1 and w3, also stands for gate_proj and up_proj.
 
         Args:
             layer: the name of the module.
@@ -445,7 +446,10 @@ class Contract:
             The names, in the order of `layers`; only `layer` if it shares its amax with no layer in `layers`.
         """
         parent, _, leaf = layer.rpartition(".")
-        group = next((group for group in self.shared_amax if leaf in group), ())
+        groups = self.shared_amax
+        if "experts" in parent.split("."):
+            groups += tuple(tuple(EXPERT_LEAVES.get(one, one) for one in group) for group in groups)
+        group = next((group for group in groups if leaf in group), ())
         wanted = {f"{parent}.{one}" if parent else one for one in group} | {layer}
         return tuple(name for name in layers if name in wanted) or (layer,)
 
@@ -464,6 +468,8 @@ class Contract:
         return "\n".join([*lines, *([f"unknown: {', '.join(self.unknown)}"] if self.unknown else [])])
 
 
+# {leaf name of an expert's layer in Mixtral: usual leaf name}
+EXPERT_LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 SETTINGS = tuple(one.name for one in fields(Contract) if one.name not in _ABOUT)
 # The names of the environment variables per format: (flag, block size).
 _FLAGS = (

@@ -187,6 +187,10 @@ def test_layers_get_recipes_and_groups():
         *[(layer,) for layer in layers[2:5]],
     ]
     assert FULL.group_of("q_proj", ["q_proj", "v_proj", "a.k_proj"]) == ("q_proj", "v_proj")
+    mixtral = Contract("nvfp4-te", shared_amax=(("w1", "w3"),))
+    experts = [f"a.experts.0.{leaf}" for leaf in ("gate_proj", "down_proj", "up_proj")]
+    assert mixtral.group_of(experts[0], experts) == (experts[0], experts[2])
+    assert mixtral.group_of("a.mlp.gate_proj", ["a.mlp.gate_proj", "a.mlp.up_proj"]) == ("a.mlp.gate_proj",)
 
 
 def test_stating_makes_a_setting_known():

@@ -20,9 +20,9 @@ from typing import Any
 from fp4kit.checkpoint.model.layers import expert_name
 from fp4kit.checkpoint.model.weights import HeadOrder, Weight, is_interleaved
 from fp4kit.checkpoint.selection.fused_layers import join_module, split_module
+from fp4kit.contract.schema import EXPERT_LEAVES
 
 _WRAPPERS = ("_orig_mod", "module")
-_EXPERT_LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _STACKED_HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("gate_proj", "up_proj")}
 _KV_B = {"embed_q": "kv_b_proj", "unembed_out": "kv_b_proj"}
 
@@ -35,7 +35,7 @@ def canonical(module: str) -> str:
     """
     parts = [part for part in module.split(".") if part not in _WRAPPERS]
     if "experts" in parts[:-1]:
-        parts[-1] = _EXPERT_LEAVES.get(parts[-1], parts[-1])
+        parts[-1] = EXPERT_LEAVES.get(parts[-1], parts[-1])
         parts = ["mlp" if part == "block_sparse_moe" else part for part in parts]
     return ".".join(parts)
 

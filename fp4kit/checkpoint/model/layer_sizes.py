@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.contract.schema import EXPERT_LEAVES
 from fp4kit.storage.errors import shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry
 
 _N, _K = 0, 1
 # Other names of layers -> the names that _AXES uses.
 _OTHER_NAMES = {
-    **{"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
+    **EXPERT_LEAVES,
     **{"ffn_gate": "gate_proj", "ffn_down": "down_proj", "ffn_up": "up_proj"},
     **{"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"},
 }

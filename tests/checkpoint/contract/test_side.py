@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import synthetic
 from safetensors.numpy import load_file, save_file
 
 import fp4kit
@@ -244,3 +245,10 @@ def test_names_of_other_tensors(tmp_path):
     c = raw(tmp_path / "e", **{"x.block_sparse_moe.experts.0.w1.bias": one})
     d = raw(tmp_path / "f", **{"x.mlp.experts.0.gate_proj.bias": two})
     assert [layer.name for layer in fp4kit.parity(c, d).differing] == ["x.mlp.experts.0.gate_proj.bias"]
+
+
+def test_experts_of_mixtral(tmp_path):
+    """Its experts share amaxes as w1 and w3, but parity names them gate_proj and up_proj."""
+    synthetic.mixtral(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "q", "nvfp4-te", format="modelopt")
+    assert fp4kit.parity(fp4kit.Contract.of(tmp_path / "q"), tmp_path / "q", weights=tmp_path / "m").equal
