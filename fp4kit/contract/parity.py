@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import lcm
@@ -279,7 +279,10 @@ class _Check:
         """
         x = self._x(name)
         wholes = [self._whole(side, name) for side in self.sides]
-        shape = _one_shape(name, [*(_shape(w) for w in wholes if w is not None), *([] if x is None else [x.shape])])
+        shapes = {_shape(w) for w in wholes if w is not None} | ({x.shape} if x is not None else set())
+        if len(shapes) > 1:
+            raise ValueError(f"{OP}: {name} has the shapes {' and '.join(map(str, sorted(shapes)))}; needs one shape")
+        (shape,) = shapes
         if len(shape) != 2 or any(w is not None and w.q is None and w.values is None for w in wholes):
             alone = next((side.label for side, w in zip(self.sides, wholes, strict=True) if w is None), None)
             if alone is not None:
@@ -801,14 +804,6 @@ def _tensors(names: Sequence[str]) -> str:
 def _bytes(x: np.ndarray) -> np.ndarray:
     """Return the bytes of an array in row-major order, as uint8."""
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-
-
-def _one_shape(name: str, shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape that a tensor has on both sides. Raise ValueError if the shapes differ."""
-    found = sorted({*shapes})
-    if len(found) > 1:
-        raise ValueError(f"{OP}: {name} has the shapes {' and '.join(map(str, found))}; needs one shape")
-    return found[0]
 
 
 def _shape(w: Weights) -> tuple[int, ...]:

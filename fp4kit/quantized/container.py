@@ -330,7 +330,7 @@ class Quantized:
         Returns:
             A Quantized with arrays in the library of packed. No checkpoint stores the amax, so tensor_amax is None.
             There is one exception: for float32 x and a recipe of compressed-tensors, a divisor cannot always be
-            computed from its reciprocal. Then tensor_amax is an amax that gives the divisor, or None if there is none.
+            computed from its reciprocal. Then tensor_amax is an amax that gives the divisor, if any amax does.
 
         Raises:
             TypeError: a dtype is not one of the recipe's, packed is None or not an array, or a flag is not a bool.
@@ -375,14 +375,10 @@ class Quantized:
         shapes = wanted_parts(shape, as_index(op, "axis", axis), r, scale_layout)
         padded = None if scale_layout == "linear" else shapes.block_scale
         scales = from_checkpoint.block_scales(op, tensors["block_scale"], r, padded)
-        scale = from_checkpoint.tensor_scale(
-            op, tensors["tensor_scale"], codes, shapes.tensor_scale, tensor_scale_divides
+        scale, amax = from_checkpoint.tensor_scale(
+            *(op, tensors["tensor_scale"], codes, shapes.tensor_scale, tensor_scale_divides),
+            lambda divisors: FUNCTIONS["Quantized.from_parts"](divisors, r, numpy_dtype(op, dtype)),
         )
-        amax = None
-        if tensor_scale_divides and (stored := tensors["tensor_scale"]) is not None:
-            divisors = from_checkpoint.divisors(op, stored)
-            found = FUNCTIONS["Quantized.from_parts"](divisors, r, numpy_dtype(op, dtype))
-            amax = None if found is None else from_checkpoint.like(codes, found.reshape(scale.shape))
         with _suspecting_a_swap(codes, scales, scale_layout):
             q = cls(codes, scales, scale, amax, shape, dtype, axis, r, scale_layout)
         library = library_of(packed)

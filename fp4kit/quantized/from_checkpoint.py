@@ -8,6 +8,7 @@ swapped nibbles, and for tensor scales that divide or are not float32.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -187,18 +188,26 @@ def _size(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape, dtype=np.int64))
 
 
-def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple[int, ...], ...], divides: bool) -> Any:
-    """Return a checkpoint's tensor scale as the float32 number by which decoding multiplies; None if given is None.
+def tensor_scale(
+    op: str,
+    given: Stored | None,
+    packed: Any,
+    shapes: tuple[tuple[int, ...], ...],
+    divides: bool,
+    amaxes_of: Callable[[np.ndarray], np.ndarray | None],
+) -> tuple[Any, Any]:
+    """Return a checkpoint's tensor scale as the float32 number by which decoding multiplies, and its tensor amax.
 
-    The result is on the device of packed. It is the array `given.array` itself if that is float32, does not divide and
-    has a fitting shape.
+    Both are None if given is None, and the amax is None if the scale does not divide. The results are on the device of
+    packed. The scale is the array `given.array` itself if that is float32, does not divide and has a fitting shape.
 
     Args:
         given: the stored tensor scale: float32, or another float dtype whose numbers are all float32 numbers.
         packed: the imported codes.
         shapes: the allowed shapes. If one of them differs from the shape of given only by trailing axes of length 1,
             the result gets that shape. If none fits, the shape stays, and Quantized rejects it.
-        divides: True if the stored scale divides on decode. Then the result is 1 / given, rounded to nearest even.
+        divides: True if the stored scale divides on decode. Then the scale is 1 / given, rounded to nearest even.
+        amaxes_of: a function of the stored divisors, as float32, that returns their amaxes, or None.
 
     Raises:
         TypeError: given does not have a float dtype.
@@ -209,24 +218,20 @@ def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple
             raise ValueError(
                 f"{op}: tensor_scale_divides is True, but tensor_scale is None; leave tensor_scale_divides out"
             )
-        return None
-    scale = given.array
+        return None, None
+    scale, amax = given.array, None
     if scale.dtype != np.float32 or divides:
         host = _exact(op, to_host(scale))
-        scale = like(packed, _reciprocal(op, host) if divides else host)
+        scale = _like(packed, _reciprocal(op, host) if divides else host)
+        found = amaxes_of(host) if divides else None
+        amax = None if found is None else _like(packed, found)
     shape = fitting_shape(scale.shape, shapes)
-    return scale if shape in (None, scale.shape) else scale.reshape(shape)
+    if shape in (None, scale.shape):
+        return scale, amax
+    return scale.reshape(shape), None if amax is None else amax.reshape(shape)
 
 
-def divisors(op: str, given: Stored) -> np.ndarray:
-    """Return the numbers of a checkpoint's tensor scale as a float32 array on the host.
-
-    Raise TypeError and ValueError as tensor_scale does.
-    """
-    return _exact(op, to_host(given.array))
-
-
-def like(array: Any, host: np.ndarray) -> Any:
+def _like(array: Any, host: np.ndarray) -> Any:
     """Return the NumPy array `host` in the memory of `array`: unchanged if `array` is a NumPy array.
 
     If `array` is a CuPy array, the result is a copy of `host` on its device.

@@ -213,7 +213,7 @@ class _Inferred:
 
 
 def _record(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return fp4kit's record in the config of a checkpoint, without the metadata of files; {} if there is none."""
+    """Return fp4kit's record in the config of a checkpoint, or {} if the config has none. Metadata is not read."""
     declared = (checkpoint.config or {}).get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None
     return own if isinstance(own, dict) else {}

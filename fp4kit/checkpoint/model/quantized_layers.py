@@ -24,7 +24,7 @@ from fp4kit.recipes.to_dict import from_data
 from fp4kit.reference.static_amax import divisor_dtype
 from fp4kit.storage.errors import CheckpointError, listed, shown
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _MOST_NAMES = 5  # how many names the error message for an unknown layer lists
 # kind of container -> the recipe for containers whose producer has no recipe of this kind
 _USUAL = {"nvfp4": "nvfp4-modelopt", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te"}
@@ -256,7 +256,7 @@ def _read(weight: Weight, r: Recipe) -> Quantized:
             *(codes, scales, tensor_scale),
             recipe=r,
             shape=weight.shape,
-            dtype=divisor_dtype(np.asarray(tensor_scale), r) if form.divides else BFLOAT16,
+            dtype=divisor_dtype(np.asarray(tensor_scale), r) if form.divides else _BFLOAT16,
             tensor_scale_divides=form.divides,
         )
     except (ValueError, TypeError) as error:

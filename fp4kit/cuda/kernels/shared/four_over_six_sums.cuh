@@ -35,7 +35,8 @@
 template <class R>
 constexpr bool kHasSums =
     R::Element::kIsE2m1 && R::kRounding == Rounding::rn && R::kBlock == 16 && R::kBlockRows == 1 &&
-    !kHasTwoFormats<R> && !R::kFlush && !R::kLaneSums && !R::kLargestError && !R::kFake;
+    !kHasTwoFormats<R> && !R::kFlush && !R::kLaneSums && !R::kLargestError && !R::kFake && !R::kDivide &&
+    !R::kRoundScaled && !R::kThenEncode && !R::kRepacked;
 
 // Numbers that all blocks of a row share. They differ between the threads of a warp only in `factor`.
 struct RowFacts {
@@ -63,8 +64,7 @@ FP4KIT_DEVICE float reciprocal_rn(float x) {
 }
 
 // Return three sets of significands of scale codes, 8 bits each, from the low end. Bit m stands for the significand m.
-// Codes that are rounded up at ties are wrong if a tie lies below an odd code value: |x| / scale = 0.25, 1.25, 2.5
-// or 5.
+// Ties below an odd code must be rounded down: |x| / u = 0.25, 1.25, 2.5 or 5, where u is the decoded block scale.
 //   bits 0 to 7    an element of type In can be such a tie
 //   bits 8 to 15   in addition, an element can be so little above a tie that a smaller factor would move it below
 //   bits 16 to 23  an element can be a tie at 1.25, 2.5 or 5
@@ -173,8 +173,8 @@ FP4KIT_DEVICE bool is_four_better(const Run<In, R::kBlock>& x, u32 codes, u32 so
   return float_of(__shfl_sync(0xFFFFFFFFu, bits_of(sum), 16u)) < float_of(__shfl_sync(0xFFFFFFFFu, bits_of(sum), 0u));
 }
 
-// Return true if a magnitude of the 16-bit elements x is a quarter of the decoded block scale: a tie between the
-// element values 0 and 0.5. `code` is the scale code of the block.
+// Return true if a magnitude of the 16-bit elements x equals a quarter of the decoded block scale, rounded to In. It
+// may be a tie between the element values 0 and 0.5. `code` is the scale code of the block.
 template <class In>
 FP4KIT_DEVICE bool has_quarter(const Run<In, 16>& x, u32 code, TensorScale t) {
   const float quarter = float_of(mad(code, 1u << 20, 120u << 23)) * t.decode * 0.25f;  // E4M3 in float32: bias 120 + 7
