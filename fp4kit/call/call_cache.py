@@ -53,9 +53,8 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
         if on_host and specification_only.get():
             return None, None
         current_device = None if on_host else imports.cupy().cuda.runtime.getDevice()
-        first = _facts(x, facts_of) if kind is Quantized else facts_of(x)
-        remaining = tuple([None if a is None else _facts(a, facts_of) for a in arrays[1:]])
-        key = (op, current_device, first, remaining, others, tuple(map(type, others)))
+        facts = [None if a is None else _facts(a, facts_of) if type(a) is Quantized else facts_of(a) for a in arrays]
+        key = (op, current_device, others, *facts, *map(type, others))
         cached = _CALLS.get(key, _UNKNOWN)
         return (key, None) if cached is _UNKNOWN else (key if cached else None, cached)
     except (AttributeError, TypeError, RuntimeError):
@@ -87,31 +86,31 @@ def run_first(
     return result
 
 
-def _facts(a: Any, facts_of: Callable[[Any], Hashable]) -> Hashable:
-    """Return the facts of an array or a Quantized that are part of a key, such as shapes, dtypes and strides.
+def _facts(q: Quantized, facts_of: Callable[[Any], Hashable]) -> Hashable:
+    """Return the facts of a Quantized that are part of a key: its axis, recipe, scale layout and facts of its arrays.
 
-    For a Quantized, they include its axis, recipe and scale layout. The result is hashable.
+    The result is hashable.
 
     facts_of: a function that returns the facts of one library's arrays and raises TypeError for anything else.
     """
-    if type(a) is Quantized:
-        scales, tensor_scale, amax = a.block_scale, a.tensor_scale, a.tensor_amax
-        parts = facts_of(a.packed), scales is None or facts_of(scales), tensor_scale is None or facts_of(tensor_scale)
-        return a.shape, a.dtype, a.axis, a.recipe, a.scale_layout, parts, amax is None or facts_of(amax)
-    return facts_of(a)
+    scales, tensor_scale, amax = q.block_scale, q.tensor_scale, q.tensor_amax
+    parts = facts_of(q.packed), scales is None or facts_of(scales), tensor_scale is None or facts_of(tensor_scale)
+    return q.shape, q.dtype, q.axis, q.recipe, q.scale_layout, parts, amax is None or facts_of(amax)
 
 
 def _facts_function(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
     """Return the pair (function, is_host) for the library of the array `a`.
 
     function(array) returns the facts (shape, dtype, strides, ...) of an array of that library, and raises TypeError or
-    AttributeError for anything else. is_host is True if `a` is in host memory.
+    AttributeError for anything else. is_host is True if `a` is in host memory. Raise TypeError if `a` is None.
     """
     kind = type(a)
     if kind is np.ndarray:
         return _numpy_facts, True
     if kind.__module__ == "cupy":
         return _cupy_facts, False
+    if a is None:
+        raise TypeError(kind)
     if getattr(a, "is_cuda", False):
         return torch_arrays.facts(), False
     return (_torch_host_facts if getattr(a, "is_cpu", False) else jax_arrays.facts), True

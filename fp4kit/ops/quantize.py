@@ -130,9 +130,10 @@ def quantize(
     given_scales, key = block_scale is not None or tensor_scale is not None, None
     if hadamard is False and seed is None and block_amax is None and not given_scales:
         key, cached = find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
-        q = cached(x, tensor_amax, out) if cached and _is_out_disjoint(x, tensor_amax, out) else None
-        if q is not None:
-            return q if out is None else mark_written(out)
+        if cached is not None and (out is None or _is_out_disjoint(x, tensor_amax, out)):
+            q = cached(x, tensor_amax, out)
+            if q is not None:
+                return q if out is None else mark_written(out)
         key = None if cached else key
     options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
     if given_scales:
@@ -144,14 +145,12 @@ def quantize(
     return q if out is None else mark_written(out)
 
 
-def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
+def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized) -> bool:
     """Return whether a cached call can write to `out` without overwriting memory that it still reads.
 
-    It can if `out` is None, or shares no memory with x and tensor_amax. tensor_amax may be the array out.tensor_amax
-    itself, because the call writes back the values that it has read.
+    It can if `out` shares no memory with x and tensor_amax. tensor_amax may be the array out.tensor_amax itself,
+    because the call writes back the values that it has read.
     """
-    if out is None:
-        return True
     if tensor_amax is None or tensor_amax is out.tensor_amax:
         return are_disjoint(x, out)
     return are_disjoint(x, out) and are_disjoint(tensor_amax, out)

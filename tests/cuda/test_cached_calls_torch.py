@@ -65,19 +65,19 @@ class Launched:
         return seen
 
 
-def quantize_call(recipe, arguments, row, column, amax):
+def quantize_call(recipe, arguments, row, column, computes_amax, amax=None):
     """Return a cached call of quantize for PyTorch tensors, with a kernel that only records its launches.
 
     arguments: the kernel's arguments.
     row, column: True to write rowwise and columnwise results.
-    amax: the step that computes the tensor amax, or None, as for CudaQuantizeCall.of.
+    computes_amax, amax: as for CudaQuantizeCall.of.
     """
     launch, on = Launched((*arguments.pointers, *arguments.words)), cached_calls.library_of(tensor())
     axes = ((1, row), (0, column))
     results = (
         cached_calls.QuantizedResult.of(call_of(recipe, axis), axis) if wanted else None for axis, wanted in axes
     )
-    return cached_calls.CudaQuantizeCall.of(on, amax, launch, arguments, *results)
+    return cached_calls.CudaQuantizeCall.of(on, amax, launch, arguments, *results, computes_amax)
 
 
 def addresses(q, prefix=""):
@@ -85,12 +85,9 @@ def addresses(q, prefix=""):
     return {prefix + name: a.data_ptr() for name, a in named.items() if a is not None}
 
 
-FOUND_BY_THE_KERNEL = cached_calls.AmaxStep(None)
-
-
-@pytest.mark.parametrize(("recipe", "amax"), [("mxfp4-ocp", None), ("nvfp4-te", FOUND_BY_THE_KERNEL)])
-def test_rows(recipe, amax):
-    x, call = tensor(), quantize_call(recipe, ROWS, True, False, amax)
+@pytest.mark.parametrize(("recipe", "computes_amax"), [("mxfp4-ocp", False), ("nvfp4-te", True)])
+def test_rows(recipe, computes_amax):
+    x, call = tensor(), quantize_call(recipe, ROWS, True, False, computes_amax)
     expected = fp4kit.quantize(np.zeros(SHAPE, BF16), recipe)
     for out in (None, call(x, None, None)):
         call.launch.seen.clear()
@@ -115,7 +112,7 @@ def test_rows(recipe, amax):
 def test_a_given_amax_is_copied_by_the_kernel(row, column):
     """A given amax is copied to the result, new or out=, so that the result does not share the caller's array."""
     x, amax = tensor(), torch.tensor(3.0)
-    call = quantize_call("nvfp4-te", ROWS if not column else PATCHES, row, column, None)
+    call = quantize_call("nvfp4-te", ROWS if not column else PATCHES, row, column, False)
     found = call(x, amax, None)
     seen = call.launch.only()
     results = found if row and column else (found,)
@@ -129,7 +126,7 @@ def test_a_given_amax_is_copied_by_the_kernel(row, column):
 
 @pytest.mark.parametrize("row", [False, True])
 def test_columns_and_both(row):
-    x, call = tensor(), quantize_call("nvfp4-te", PATCHES, row, True, FOUND_BY_THE_KERNEL)
+    x, call = tensor(), quantize_call("nvfp4-te", PATCHES, row, True, True)
     found = call(x, None, None)
     first, column = found if row else (None, found)
     wanted = {"x": x.data_ptr()} | addresses(column, "column_")
@@ -147,7 +144,7 @@ def test_columns_and_both(row):
 def test_an_amax_with_a_launch_of_its_own(gpu):
     launch = Launched(("x", "amax"))
     x = tensor()
-    call = quantize_call("nvfp4-te", ROWS, True, False, cached_calls.AmaxStep(launch))
+    call = quantize_call("nvfp4-te", ROWS, True, False, True, cached_calls.AmaxStep(launch))
     q = call(x, None, None)
     assert launch.only() == {"x": x.data_ptr(), "amax": q.tensor_amax.data_ptr()}
     assert gpu == [(q.tensor_amax.data_ptr(), 0, 4, STREAM)]
@@ -157,12 +154,12 @@ def test_fake_quantize_and_dequantize():
     x, on = tensor(), cached_calls.library_of(tensor())
     launch = Launched((*ROWS.pointers, *ROWS.words))
     arrays = [NewArray(SHAPE, BF16), NewArray((), FLOAT32)]
-    fake = cached_calls.CudaFakeQuantizeCall.of(on, FOUND_BY_THE_KERNEL, launch, ROWS, arrays)
+    fake = cached_calls.CudaFakeQuantizeCall.of(on, None, launch, ROWS, arrays)
     y = fake(x, None)
     seen = launch.only()
     assert seen.pop("tensor_amax") not in (x.data_ptr(), y.data_ptr())
     assert seen == {"x": x.data_ptr(), "values": y.data_ptr()} and y.dtype == torch.bfloat16 and y.shape == SHAPE
-    q = quantize_call("nvfp4-te", ROWS, True, False, FOUND_BY_THE_KERNEL)(x, None, None)
+    q = quantize_call("nvfp4-te", ROWS, True, False, True)(x, None, None)
     decode = Launched(("packed", "scales", "values", "tensor_scale", "tensor_amax"))
     out = tensor()
     for target in (None, out):
@@ -173,7 +170,7 @@ def test_fake_quantize_and_dequantize():
 
 def test_moves():
     on = cached_calls.library_of(tensor())
-    q = quantize_call("nvfp4-te", ROWS, True, False, FOUND_BY_THE_KERNEL)(tensor(), None, None)
+    q = quantize_call("nvfp4-te", ROWS, True, False, True)(tensor(), None, None)
     scales, codes = NewArray((128, 16), UINT8), NewArray((256, 32), UINT8)
     move = Launched(("in", "out"))
     swizzled = cached_calls.MoveCall(
@@ -198,7 +195,7 @@ def key(x, amax=None, out=None):
 
 
 def test_what_a_check_depends_on_changes_the_key():
-    x, q = tensor(), quantize_call("nvfp4-te", ROWS, True, False, FOUND_BY_THE_KERNEL)(tensor(), None, None)
+    x, q = tensor(), quantize_call("nvfp4-te", ROWS, True, False, True)(tensor(), None, None)
     same, whole = key(x, torch.tensor(1.0), q), torch.zeros(64 * 256 + 1, dtype=torch.bfloat16)
     assert (
         same is not None

@@ -41,15 +41,13 @@ class QuantizedResult(NamedTuple):
 
     Attributes:
         fields: the field values of the Quantized, with None as a placeholder for each array.
-        names: the names of the arrays to allocate, without tensor_amax.
+        names: the names of the arrays to allocate. If the recipe has a tensor scale, the last one is "tensor_amax".
         wanted: the descriptions of these arrays.
-        amax: the description of tensor_amax, which is allocated after all other arrays; None without a tensor scale.
     """
 
     fields: dict[str, Any]
     names: tuple[str, ...]
     wanted: tuple[NewArray, ...]
-    amax: NewArray | None
 
     @classmethod
     def of(cls, call: Call, axis: int) -> QuantizedResult:
@@ -65,20 +63,18 @@ class QuantizedResult(NamedTuple):
         if scales is not None:
             wanted["block_scale"] = NewArray(scales, UINT8, zeros=call.layout != "linear")
         if r.tensor_scaling != "none":
-            wanted["tensor_scale"] = NewArray(amax_shape, FLOAT32)
-        return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()), wanted.get("tensor_scale"))
+            wanted["tensor_scale"] = wanted["tensor_amax"] = NewArray(amax_shape, FLOAT32)
+        return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()))
 
-    def make(self, arrays: list[Any], amax: Any) -> Quantized:
+    def make(self, arrays: list[Any]) -> Quantized:
         """Return a new Quantized that holds the given arrays, without a copy.
 
-        Args:
-            arrays: one array per entry of `names`, in this order. Further arrays in the list are ignored.
-            amax: the array for tensor_amax; None for a recipe without a tensor scale.
+        arrays: one array per entry of `names`, in this order. Further arrays in the list are ignored.
         """
         q = assembled(self.fields)
         parts = q.__dict__
-        parts.update(zip(self.names, arrays))  # noqa: B905 - further arrays are columnwise ones or amaxes
-        parts["tensor_amax"] = amax
+        for name, array in zip(self.names, arrays):  # noqa: B905 - further arrays belong to the rowwise result
+            parts[name] = array
         return q
 
 
@@ -96,18 +92,18 @@ def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
 
 
 class AmaxStep(NamedTuple):
-    """The step of a cached call that computes the tensor amax or row amaxes, if the caller passes no amaxes.
+    """The step of a cached call that computes the tensor amax or row amaxes by a launch of its own.
 
     Attributes:
-        launch: the launch that computes the amax; None if the kernel that writes the codes or values computes it.
+        launch: the launch that computes the amax.
         by_row: True if the launch computes one amax per row.
     """
 
-    launch: Launch | None
+    launch: Launch
     by_row: bool = False
 
     def find(self, library: DeviceArrayAccess, x: int, amax: Any, stream: Any) -> None:
-        """Launch the kernel that writes the tensor amax or row amaxes of x to `amax`. If `launch` is None, do nothing.
+        """Launch the kernel that writes the tensor amax or row amaxes of x to `amax`.
 
         A tensor amax is first set to 0, because the kernel only raises it. Row amaxes are not, because the kernel
         overwrites them.
@@ -115,24 +111,27 @@ class AmaxStep(NamedTuple):
         library: the functions that handle the arrays. x: the address of the elements. amax: the array to write to.
         stream: the stream to launch on.
         """
-        if self.launch is not None:
-            if not self.by_row:  # the kernel only raises a tensor amax, but it overwrites row amaxes
-                library.clear(amax, stream)
-            self.launch(x, library.address(amax), stream=stream)
+        if not self.by_row:
+            library.clear(amax, stream)
+        self.launch(x, library.address(amax), stream=stream)
+
+
+def _computes_amax(call: Call) -> bool:
+    """Return True if a call computes an amax: the recipe has a tensor scale, and the caller passed no amax."""
+    return call.recipe.tensor_scaling != "none" and call.tensor_amax is None
 
 
 def _amax_step(call: Call, request: LaunchRequest) -> AmaxStep | None:
-    """Return the AmaxStep of a call, or None if the caller passed the amax or the recipe has no tensor scale.
+    """Return the AmaxStep of a call, or None if no launch of its own computes an amax.
 
-    The step has no launch if request.finds_amax is True, because the kernel that quantizes then computes the amax.
+    No such launch is needed if the call computes no amax, or if the kernel that quantizes computes it
+    (request.finds_amax).
 
     request: the LaunchRequest of the call.
     """
     x, r = call.x, call.recipe
-    if r.tensor_scaling == "none" or call.tensor_amax is not None:
+    if request.finds_amax or not _computes_amax(call):
         return None
-    if request.finds_amax:
-        return AmaxStep(None)
     operand, counted, by_row = tensor_amax_operands(x, r)
     rows, columns = operand.shape if by_row else (1, x.size)
     aligned_runs = aligned(x, columns * x.dtype.itemsize if by_row else 16)
@@ -160,14 +159,15 @@ def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list
     return itemgetter(*(known.get(name, known[""]) for name in (*arguments.pointers, *arguments.words)))
 
 
-def _kernel_names(result: QuantizedResult | None, prefix: str = "") -> tuple[str, ...]:
+def _kernel_names(result: QuantizedResult, amax: str, prefix: str = "") -> list[str]:
     """Return the names of the kernel's arguments for the arrays of a result, such as "packed" and "scales".
 
-    Return () if result is None. tensor_amax is left out, as in result.names.
-
-    prefix: "column_" for the arrays of a columnwise result, otherwise "".
+    Args:
+        result: the instructions for the result.
+        amax: the name of the argument for the tensor_amax of the result.
+        prefix: "column_" for the arrays of a columnwise result, otherwise "". It is not added to `amax`.
     """
-    return () if result is None else tuple(prefix + _KERNEL_NAMES[name] for name in result.names)
+    return [amax if name == "tensor_amax" else prefix + _KERNEL_NAMES[name] for name in result.names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +176,13 @@ class CudaQuantizeCall:
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
-        amax: the step that computes the tensor amax; None if the caller passes it, or the recipe has no tensor scale.
+        amax: the step that computes the tensor amax; None if the call needs no launch of its own for it.
         launch: the prepared launch of the kernel that quantizes.
         pick: the function that orders the kernel's arguments, from _argument_picker.
         row: the instructions for the rowwise result; None without one.
         column: the instructions for the columnwise result; None without one.
-        new: new() returns a list of new arrays: the arrays of row, the arrays of column, column's tensor_amax and row's
-            tensor_amax. Arrays that the result lacks are left out. The kernel writes the computed amax, or a copy of
-            the caller's amax, into each tensor_amax.
+        new: new() returns a list of new arrays: the arrays of column, then those of row. If there is a tensor_amax, it
+            is the last array of each. The kernel writes the computed amax, or a copy of the caller's amax, into it.
     """
 
     library: DeviceArrayAccess
@@ -203,24 +202,27 @@ class CudaQuantizeCall:
         arguments: Arguments,
         row: QuantizedResult | None,
         column: QuantizedResult | None,
+        computes_amax: bool,
     ) -> CudaQuantizeCall:
         """Return the cached call that repeats a launch.
 
         Args:
             library: the functions that handle arrays of the caller's library.
-            amax: the step that computes the tensor amax; None if the caller passes it, or the recipe has no tensor
-                scale.
+            amax: the step that computes the tensor amax; None if the call needs no launch of its own for it.
             launch: the prepared launch of the kernel that quantizes.
             arguments: the names of this kernel's arguments.
             row, column: the instructions for the rowwise and the columnwise result; None without this result.
+            computes_amax: True if `amax` or the kernel computes the tensor amax; False if the caller passes it, or the
+                recipe has no tensor scale.
         """
-        results = [result for result in (row, column) if result]
-        wanted = [new for result in results for new in result.wanted]
-        names = [*_kernel_names(row), *_kernel_names(column, "column_")]
-        if results[0].amax is not None:
-            wanted += [results[0].amax] * len(results)
-            names += ["column_amax_out"] * (len(results) - 1) + ["amax_out" if amax is None else "tensor_amax"]
-        return cls(library, amax, launch, _argument_picker(arguments, names), row, column, library.maker(wanted))
+        names: list[str] = []
+        written = "tensor_amax" if computes_amax else "amax_out"
+        if column is not None:
+            names += _kernel_names(column, written if row is None else "column_amax_out", "column_")
+        if row is not None:
+            names += _kernel_names(row, written)
+        new = library.maker([array for result in (column, row) if result is not None for array in result.wanted])
+        return cls(library, amax, launch, _argument_picker(arguments, names), row, column, new)
 
     def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
         """Quantize x. Return `out`, or if that is None, a new Quantized or the pair (rowwise, columnwise).
@@ -231,36 +233,20 @@ class CudaQuantizeCall:
             given: the caller's tensor_amax; None if the cached call computes it or the recipe has no tensor scale.
             out: the Quantized to write to; None for a new one.
         """
-        library = self.library
+        library, row, column = self.library, self.row, self.column
         address, stream = library.address, library.stream()
-        arrays = self.new() if out is None else self._arrays_of(out)
+        one: Any = column if row is None else row  # the only result, unless the call is of quantize_both
+        # Only quantize has an `out`.
+        arrays = self.new() if out is None else [getattr(out, name) for name in one.names]
         addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
         if self.amax is not None:
             self.amax.find(library, addresses[0], arrays[-1], stream)
         self.launch(*self.pick(addresses), stream=stream)
-        return self._results(arrays) if out is None else out
-
-    def _arrays_of(self, out: Quantized) -> list[Any]:
-        """Return the arrays of `out`, a Quantized to write to, in the order in which `new` returns new arrays.
-
-        Only quantize has an `out`, so there is only one result, rowwise or columnwise.
-        """
-        result: Any = self.row or self.column
-        return [
-            getattr(out, name) for name in (result.names if result.amax is None else (*result.names, "tensor_amax"))
-        ]
-
-    def _results(self, arrays: list[Any]) -> Any:
-        """Build the result from new arrays. Return a Quantized or, for quantize_both, a pair (rowwise, columnwise).
-
-        arrays: the arrays that `new` returned.
-        """
-        first, second = self.row, self.column
-        one: Any = second if first is None else first
-        amax, other = (None, None) if one.amax is None else arrays[:-3:-1]
-        if first is None or second is None:
-            return one.make(arrays, amax)
-        return first.make(arrays, amax), second.make(arrays[len(first.names) :], other)
+        if out is not None:
+            return out
+        if row is None or column is None:
+            return one.make(arrays)
+        return row.make(arrays[len(column.names) :]), column.make(arrays)
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> CudaQuantizeCall | None:
@@ -293,7 +279,8 @@ def quantize(call: Call, x: Any, both: bool = False) -> CudaQuantizeCall | None:
     launch = quantize_launch(choice, request, has_aligned_runs(Matrix(call.x), request), call.x.device.id)
     row = QuantizedResult.of(call, last) if both or not columns else None
     column = QuantizedResult.of(call, call.axis) if columns else None
-    return CudaQuantizeCall.of(library_of(x), _amax_step(call, request), launch, choice.arguments, row, column)
+    step = _amax_step(call, request)
+    return CudaQuantizeCall.of(library_of(x), step, launch, choice.arguments, row, column, _computes_amax(call))
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +289,7 @@ class CudaFakeQuantizeCall:
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
-        amax: the step that computes the tensor amax; None if the caller passes it, or the recipe has no tensor scale.
+        amax: the step that computes the tensor amax; None if the call needs no launch of its own for it.
         launch: the prepared launch of the kernel that writes the values.
         pick: the function that orders the kernel's arguments, from _argument_picker.
         new: new() returns a list of new arrays: the values and, if the cached call computes the amax, the amax.
@@ -327,15 +314,13 @@ class CudaFakeQuantizeCall:
 
         Args:
             library: the functions that handle arrays of the caller's library.
-            amax: the step that computes the tensor amax; None if the caller passes it, or the recipe has no tensor
-                scale.
+            amax: the step that computes the tensor amax; None if the call needs no launch of its own for it.
             launch: the prepared launch of the kernel that writes the values.
             arguments: the names of this kernel's arguments.
             arrays: the descriptions of the array of values, and of the amax if the call computes it.
         """
-        new = library.maker(arrays)
-        names = ("values",) if amax is None else ("values", "tensor_amax")
-        return cls(library, amax, launch, _argument_picker(arguments, names), new)
+        pick = _argument_picker(arguments, ("values", "tensor_amax")[: len(arrays)])
+        return cls(library, amax, launch, pick, library.maker(arrays))
 
     def __call__(self, x: Any, given: Any) -> Any:
         """Return the fake-quantized values of x in a new array with the shape and dtype of x.
@@ -374,7 +359,7 @@ def fake_quantize(call: Call, x: Any) -> CudaFakeQuantizeCall | None:
     aligned_runs = has_aligned_runs(Matrix(call.x), request)  # the new array of values will be aligned
     launch = quantize_launch(choice, request, aligned_runs, call.x.device.id)
     step, arrays = _amax_step(call, request), [NewArray(call.x.shape, call.x.dtype)]
-    if step is not None:
+    if _computes_amax(call):
         arrays.append(NewArray(tensor_amax_shape(call.x.shape, call.recipe), FLOAT32))
     return CudaFakeQuantizeCall.of(library_of(x), step, launch, choice.arguments, arrays)
 

@@ -123,7 +123,7 @@ class Launch:
         threads: the number of threads per thread block.
     """
 
-    __slots__ = ("_block", "_driver", "_free", "_function", "_grid", "_handle", "_layout", "_sizes")
+    __slots__ = ("_block", "_driver", "_free", "_function", "_grid", "_handle", "_pack", "_size", "_sizes")
 
     def __init__(
         self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS
@@ -132,7 +132,8 @@ class Launch:
         # The driver's handle of the kernel, and CuPy's driver module. _by_driver sets both when it is first called.
         self._handle: int | None = None
         self._driver: Any = None
-        self._layout = Struct(f"{len(fields.names or ())}Q")
+        layout = Struct(f"{len(fields.names or ())}Q")
+        self._pack, self._size = layout.pack_into, layout.size
         # Slots that can be reused. A launch returns its slot at once, because the driver copies the bytes.
         self._free: list[_Slot] = []
 
@@ -146,8 +147,8 @@ class Launch:
         try:
             slot = self._free.pop()
         except IndexError:
-            slot = _Slot.of(self._layout.size)
-        self._layout.pack_into(slot.memory, 0, *values, *self._sizes)
+            slot = _Slot.of(self._size)
+        self._pack(slot.memory, 0, *values, *self._sizes)
         if stream is None:
             self._function(self._grid, self._block, (slot.struct,))
         elif not self._by_driver(slot, stream):
