@@ -16,7 +16,7 @@ from together import together
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda.launch import geometry
-from fp4kit.cuda.launch.dispatch import MIN_TABLE_ELEMENTS, LaunchRequest, kernel_for, row_threads
+from fp4kit.cuda.launch.dispatch import MIN_TABLE_ELEMENTS, LaunchRequest, kernel_for, row_plan
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
@@ -86,7 +86,7 @@ CHOSEN = [
     (work("nvfp4-te-rowscaled", (8192, 32768)), "quantize", PIECES),
     # If thread blocks find the amaxes of their rows, they take whole rows, without padding.
     (work("nvfp4-te-rowscaled", (64, 4096), finds_amax=True, layout="swizzled_128x4"), "quantize", 64),
-    (work("nvfp4-te-rowscaled", (16384, 4096), finds_amax=True), "quantize", 8192),
+    (work("nvfp4-te-rowscaled", (16384, 4096), finds_amax=True), "quantize", PIECES),
     (work("nvfp4-te-rowscaled", (1 << 20, 64), finds_amax=True), "quantize", 8192),
     (work("nvfp4-te-rowscaled", (1 << 22, 64), finds_amax=True), "quantize", PIECES),
     (work("nvfp4-flashinfer-token-4over6-mse-256", (64, 4096), finds_amax=True), "quantize_tile", 64),
@@ -114,23 +114,36 @@ def test_kernel_and_grid_of_a_work(monkeypatch, work, kernel, blocks):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "values", "threads"),
+    ("shape", "dtype", "values", "plan"),
     [
-        ((64, 4096), BF16, False, 128),  # few rows: one per thread block
-        ((16384, 4096), BF16, False, 256),  # two rows
-        ((16384, 2880), BF16, False, 192),  # two rows of 90 threads
-        ((16384, 5120), BF16, False, 160),
-        ((16384, 12288), BF16, False, 192),  # two steps of half a row
-        ((16384, 16384), BF16, False, 256),
-        ((4096, 32768), BF16, False, 256),
-        ((16384, 5120), F32, False, 160),  # two steps
-        ((16384, 5120), BF16, True, 160),
-        ((3, 16), BF16, False, 32),
+        ((64, 4096), BF16, False, ("one", 128, 64, 64)),
+        ((16384, 512), BF16, False, ("several", 256, 64, 1024)),  # 16 rows at a time
+        ((16384, 1024), BF16, False, ("several", 256, 64, 2048)),
+        ((300, 1024), BF16, False, ("one", 32, 64, 300)),  # few rows: one per thread block
+        ((16384, 1040), BF16, False, ("one", 64, 64, PIECES)),
+        ((16384, 2880), BF16, False, ("one", 96, 64, PIECES)),
+        ((16384, 8192), BF16, False, ("one", 256, 64, PIECES)),
+        ((16384, 8208), BF16, False, ("one", 160, 128, PIECES)),  # twice as many bytes per thread
+        ((16384, 12288), BF16, False, ("one", 192, 128, PIECES)),
+        ((16384, 16384), BF16, False, ("one", 256, 128, PIECES)),
+        ((4096, 20480), BF16, False, ("part", 160, 128, 4096)),  # two steps of half a row
+        ((4096, 32768), BF16, False, ("part", 256, 128, 4096)),
+        ((16384, 5120), F32, False, ("one", 160, 128, PIECES)),
+        ((16384, 5120), BF16, True, ("part", 160, 32, PIECES)),
+        ((3, 16), BF16, False, ("one", 32, 64, 3)),
     ],
 )
-def test_threads_that_find_the_amaxes_of_their_rows(monkeypatch, shape, dtype, values, threads):
+def test_plans_for_rows_whose_amaxes_are_found(monkeypatch, shape, dtype, values, plan):
     monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
-    assert row_threads(work("nvfp4-te-rowscaled", shape, dtype, values=values, finds_amax=True), 0) == threads
+    assert row_plan(work("nvfp4-te-rowscaled", shape, dtype, values=values, finds_amax=True), 0) == plan
+
+
+def test_plans_for_4over6_and_for_other_requests(monkeypatch):
+    monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
+    per_token = "nvfp4-flashinfer-token-4over6-mse-256"
+    assert row_plan(work(per_token, (16384, 4096), BF16, finds_amax=True), 0) == ("part", 64, 64, PIECES)
+    assert row_plan(work(per_token, (64, 65536), BF16, finds_amax=True), 0) == ("part", 256, 64, 64)
+    assert row_plan(work("nvfp4-te-rowscaled", (16384, 4096), BF16), 0) is None  # the caller passes the amaxes
 
 
 NONE = [

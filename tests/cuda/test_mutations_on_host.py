@@ -76,6 +76,21 @@ def scales_at_ties() -> None:
     assert differing(q.block_scale, fp4kit.quantize(x, "nvfp4-te", tensor_amax=3.0).block_scale) == 0, DIFFERS
 
 
+def rows_with(element: float, columns: int) -> Callable[[], None]:
+    """Return a function that asserts that GPU and CPU find equal amaxes of rows, of which one has an element `element`.
+
+    columns: the number of elements per row.
+    """
+
+    def check() -> None:
+        x = ordinary(1, (3, columns), F32)
+        x[1, 7] = element
+        gpu, cpu = (fp4kit.quantize(a, "nvfp4-flashinfer-token") for a in (cupy.asarray(x), x))
+        assert differing(gpu.tensor_amax, cpu.tensor_amax) == 0, DIFFERS
+
+    return check
+
+
 def unknown_amaxes() -> None:
     """Assert that GPU and CPU decode equal values if the tensor scale is given without its amax."""
     q = fp4kit.quantize(ordinary(1, (16, 64), F32), "nvfp4-te")
@@ -244,15 +259,24 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     # Amaxes of rows.
     "an amax of the wrong row": (
         "quantize.cu",
-        "divide(run_of(start, k), divisor), largest",
+        "place_of(k).row - first, largest",
         "0u, largest",
         ROWS,
         DIFFERS,
     ),
     "only the first of a warp": ("quantize.cu", "index != __shfl_sync(0xFFFFFFFFu, index, 0)", "false", ROWS, DIFFERS),
-    "rows that are not loaded again": ("quantize.cu", "if (runs > step) load(start);", "", LONG_ROWS, DIFFERS),
+    "rows that are not loaded again": ("quantize.cu", "R::kRowStep != RowStep::one)", "false)", LONG_ROWS, DIFFERS),
+    "only the last run of a thread": (
+        *("quantize.cu", "own = maximum(own, largest_bits_of(x[k]));", "own = largest_bits_of(x[k]);"),
+        *(rows_with(1e6, 16384), DIFFERS),
+    ),
+    "an amax of elements that do not count": (
+        *("quantize.cu", "if (own >= kInfinityBits) {", "if (false) {"),
+        *(rows_with(np.nan, 512), DIFFERS),
+    ),
+    "a part of the threads": ("amax.cuh", "blockDim.x / 32u - 1u", "0u", LONG_ROWS, DIFFERS),
     "amaxes of half of a row": (
-        *("amax.cuh", "distance = 1; distance < kWarp", "distance = 1; distance < kWarp / 2"),
+        *("warp.cuh", "distance = 1; distance < 32", "distance = 1; distance < 16"),
         *(ROWS_OF_CLUSTERS, DIFFERS),
     ),
     # Faults in the use of arrays and shared memory.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-PRELUDE = '#include "block.cuh"\n#include "fake.cuh"\n#include "scale_layout.cuh"\n'
+PRELUDE = '#include "block.cuh"\n#include "fake.cuh"\n#include "scale_layout.cuh"\n#include "row_step.cuh"\n'
 
 
 def instantiation(file: str, struct: str = "", **names: str | bool) -> str:

@@ -26,6 +26,7 @@ from fp4kit.recipes.schema import fake_unit, then_encodes
 # The number of thread blocks in a cluster that computes the amax of a small array: the largest cluster that every GPU
 # with clusters supports.
 FINDERS = 8
+THREAD_BYTES = 64  # bytes of elements that a thread of quantize loads at a time
 TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
 
 
@@ -153,7 +154,7 @@ def recipe_struct(
     stochastic: bool = False,
     sign_mask: int | None = None,
     finds_amax: bool = False,
-    finds_rows: bool = False,
+    row_step: tuple[str, int] = ("none", THREAD_BYTES),
     calibrated: bool = False,
 ) -> str:
     """Return the C++ structs for a recipe: its formats, and R, which names the formats, rules and options.
@@ -162,8 +163,9 @@ def recipe_struct(
 
     layout: the layout of the block scales. fake: True if the kernel writes values instead of codes. stochastic: True if
     it rounds by random bytes. sign_mask: the signs of the Hadamard transform; None for no transform. finds_amax: True
-    if each cluster of thread blocks computes the tensor amax or all row amaxes. finds_rows: True if each thread block
-    computes the amaxes of the rows that it quantizes. calibrated: True if the caller passes block amaxes.
+    if each cluster of thread blocks computes the tensor amax or all row amaxes. row_step: how a thread block takes rows
+    whose amaxes it computes ("several", "one" or "part"; "none" if it computes none), and the bytes of elements that a
+    thread of quantize loads at a time. calibrated: True if the caller passes block amaxes.
     """
     facts = _recipe_facts(r) | {
         "bool kStatic": r.static or calibrated,
@@ -172,7 +174,8 @@ def recipe_struct(
         "bool kStochastic": stochastic,
         "bool kHadamard": sign_mask is not None,
         "int kFinders": FINDERS if finds_amax else 0,
-        "bool kFindsRows": finds_rows,
+        "RowStep kRowStep": f"RowStep::{row_step[0]}",
+        "int kThreadBytes": row_step[1],
         "ScaleLayout kLayout": f"ScaleLayout::{layout}",
     }
     if stochastic and r.stochastic in NOISE_STOCHASTICS:  # read by quantize_stochastic.cu alone

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.call.parse import HADAMARD_BLOCK, Declined
-from fp4kit.cuda.compile.traits import has_table
+from fp4kit.cuda.compile.traits import THREAD_BYTES, has_table
 from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, grid
 from fp4kit.cuda.launch.supported import check_formats, unsupported
 from fp4kit.formats import Codebook
@@ -27,7 +27,6 @@ from fp4kit.recipes.schema import fake_unit
 
 CACHE_SIZE = 1024  # the most entries in each cache of choices or launches; each new shape takes an entry
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-THREAD_BYTES = 64  # bytes of elements that a thread of quantize loads at a time
 VALUE_RUNS = 2  # runs of 16 bytes that a thread of dequantize or fake_quantize writes
 MORE_VALUE_RUNS = 4  # such runs per thread if each thread block must prepare more, such as a table, before it starts
 WARP = 32  # threads per warp
@@ -389,30 +388,57 @@ def _table_grid(request: LaunchRequest, device: int) -> int:
 def _tile_grid(request: LaunchRequest, device: int) -> int:
     """Return the number of thread blocks of quantize_tile: one per tile, at most BLOCKS_PER_SM per multiprocessor.
 
-    If thread blocks find the amaxes of their rows (finds_rows): one per row, at most 96 per multiprocessor.
+    If thread blocks compute the amaxes of their rows, it is that of the row_plan.
     """
     rows, columns = request.shape
-    if finds_rows(request):
-        return grid(rows, device, 96)
+    if plan := row_plan(request, device):
+        return plan.blocks
     tiles_across = -(-(columns // request.recipe.block_size) // (THREADS // request.recipe.block_rows))
     return grid(-(-rows // request.recipe.block_rows) * tiles_across, device)
 
 
-def row_threads(request: LaunchRequest, device: int) -> int:
-    """Return the number of threads per thread block if it finds the amaxes of its rows (finds_rows).
+def _bytes_per_thread(request: LaunchRequest) -> int:
+    """Return the bytes of elements that each thread of quantize or quantize_unblocked loads at a time: 32 or 64.
+
+    It is 32 for fake-quantized values of recipes with blocks that multiply elements by a factor (apply="multiply").
+    """
+    r = request.recipe
+    return VALUE_RUNS * 16 if request.values and r.block and r.apply == "multiply" else THREAD_BYTES
+
+
+class RowPlan(NamedTuple):
+    """How thread blocks process rows whose amaxes they compute (finds_rows).
+
+    Attributes:
+        step: "several" if a thread block takes several whole rows at a time, "one" if it takes one row, "part" if its
+            threads need several steps for a row.
+        threads: the number of threads per thread block, a multiple of WARP.
+        thread_bytes: the bytes of elements that a thread of quantize loads at a time.
+        blocks: the number of thread blocks.
+    """
+
+    step: str
+    threads: int
+    thread_bytes: int
+    blocks: int
+
+
+def row_plan(request: LaunchRequest, device: int) -> RowPlan | None:
+    """Return the RowPlan of a request; None unless thread blocks compute the amaxes of their rows (finds_rows).
 
     The kernel is quantize, or quantize_tile for 4over6.
 
-    A thread block of quantize takes as many whole rows at a time as its threads load in one step, or one longer row.
-    The number of threads is a multiple of WARP, and as small as possible for these rows:
+    - A thread block of quantize takes several rows at a time if one warp loads a whole row in one step, and one row at
+      a time if rows are longer. It also takes one row if there are few of them, so that no multiprocessor is idle. The
+      number of threads is a multiple of WARP, at most THREADS, and as small as possible for these rows.
+    - A row that does not fit into one step of THREADS threads is loaded twice, so for such rows each thread loads twice
+      as many elements at a time. If the row still does not fit, the number of threads is chosen so that they are busy
+      in all steps.
+    - For 4over6, a thread block takes one row at a time. Each thread first computes the tensor scale of the row, so
+      several blocks per thread are best. But if a thread takes more than ROW_STEPS blocks, the rows of all thread
+      blocks on a multiprocessor do not fit into L1, from which they are loaded again.
 
-    - Up to THREADS threads share short rows. If there are few rows, a thread block takes fewer of them, so that no
-      multiprocessor is idle.
-    - For a longer row, the number of threads is chosen so that they are busy in all steps.
-
-    For 4over6, a thread block takes one row at a time. Each thread first computes the tensor scale of the row, so
-    several blocks per thread are best. But if a thread takes more than ROW_STEPS blocks, the rows of all thread blocks
-    on a multiprocessor do not fit into L1, from which they are loaded again.
+    There are at most 96 thread blocks per multiprocessor; see _row_grid.
 
     The table gives the speed relative to a copy of the bytes of x, codes and scales (H100, bfloat16, 2026-11-26). For
     comparison, it is 0.52 to 0.57 if one launch finds the amaxes and another one quantizes.
@@ -439,35 +465,26 @@ def row_threads(request: LaunchRequest, device: int) -> int:
         4096                                       0.89                                    0.89
         2880                                       0.77                                    0.79
     """
+    if not finds_rows(request):
+        return None
     rows, columns = request.shape
     if request.recipe.four_over_six:
         warps = -(-columns // (WARP * request.recipe.block_size))
-        return min(WARP * -(-warps // ROW_STEPS), THREADS)
-    warp = WARP * _bytes_per_thread(request) // request.dtype.itemsize  # elements that a warp loads in one step
-    most = THREADS // WARP
-    count = max(min(most * warp // columns, rows // grid(rows, device, 4)), 1)
-    warps = -(-count * columns // warp)
-    return WARP * -(-warps // -(-warps // most))
-
-
-def _rows_grid(request: LaunchRequest, device: int) -> int:
-    """Return the number of thread blocks of quantize when it finds the amaxes of its rows (finds_rows).
-
-    A thread block takes the rows that its threads load in one step, at least one row. There are at most 96 thread
-    blocks per multiprocessor; see _row_grid.
-    """
-    rows, columns = request.shape
-    step = row_threads(request, device) * _bytes_per_thread(request) // request.dtype.itemsize
-    return grid(-(-rows // max(step // columns, 1)), device, 96)
-
-
-def _bytes_per_thread(request: LaunchRequest) -> int:
-    """Return the bytes of elements that each thread of quantize or quantize_unblocked loads at a time: 32 or 64.
-
-    It is 32 for fake-quantized values of recipes with blocks that multiply elements by a factor (apply="multiply").
-    """
-    r = request.recipe
-    return VALUE_RUNS * 16 if request.values and r.block and r.apply == "multiply" else THREAD_BYTES
+        threads = min(WARP * -(-warps // ROW_STEPS), THREADS)
+        return RowPlan("part", threads, THREAD_BYTES, grid(rows, device, 96))
+    most, itemsize = THREADS // WARP, request.dtype.itemsize
+    thread_bytes = _bytes_per_thread(request)
+    if thread_bytes == THREAD_BYTES and columns * itemsize > THREADS * THREAD_BYTES:
+        thread_bytes = 2 * THREAD_BYTES
+    warp = WARP * thread_bytes // itemsize  # elements that a warp loads in one step
+    count = min(most * warp // columns, rows // grid(rows, device, 4))  # rows that a thread block takes at a time
+    if count > 1 and columns <= warp:
+        warps = -(-count * columns // warp)
+        return RowPlan("several", WARP * warps, thread_bytes, grid(-(-rows // (warps * warp // columns)), device, 96))
+    warps = -(-columns // warp)
+    steps = -(-warps // most)
+    step = "one" if steps == 1 else "part"
+    return RowPlan(step, WARP * -(-warps // steps), thread_bytes, grid(rows, device, 96))
 
 
 def _row_grid(request: LaunchRequest, device: int) -> int:
@@ -478,7 +495,7 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
     scales, or the division by which a run finds its row.
 
     There are two exceptions. For fake-quantized values of recipes with blocks that multiply elements by a factor, one
-    thread writes 2 times 16 bytes. If thread blocks find the amaxes of their rows (finds_rows), the grid is _rows_grid.
+    thread writes 2 times 16 bytes. If thread blocks compute the amaxes of their rows, the grid is that of the row_plan.
 
     Speed relative to a copy, for several limits of thread blocks (H200, 16384 x 16384 bfloat16, 2026-11-21):
 
@@ -488,8 +505,8 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
         nvfp4-te-rowscaled                                  1.03      0.99
     """
     r, (rows, columns) = request.recipe, request.kernel_shape
-    if finds_rows(request):
-        return _rows_grid(request, device)
+    if plan := row_plan(request, device):
+        return plan.blocks
     if request.values and r.block and r.apply == "multiply":
         return grid(value_blocks(rows, columns, request.dtype, VALUE_RUNS), device, UNLIMITED)
     if request.layout != "linear":

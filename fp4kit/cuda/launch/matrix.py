@@ -23,9 +23,9 @@ from fp4kit.cuda.launch.dispatch import (
     VALUE_RUNS,
     KernelChoice,
     LaunchRequest,
-    finds_rows,
+    RowPlan,
     kernel_for,
-    row_threads,
+    row_plan,
     value_blocks,
 )
 from fp4kit.cuda.launch.geometry import (
@@ -97,17 +97,21 @@ def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
     )
 
 
-def kernel_structs(request: LaunchRequest) -> str:
-    """Return the C++ text of the structs that are template arguments of the kernel for a request."""
+def kernel_structs(request: LaunchRequest, plan: RowPlan | None = None) -> str:
+    """Return the C++ text of the structs that are template arguments of the kernel for a request.
+
+    plan: the result of row_plan for the request.
+    """
     options: dict[str, Any] = {
         "fake": request.values,
         "stochastic": request.stochastic,
         "calibrated": request.calibrated,
     }
     r = decoding(faking(request.recipe), request.dtype) if request.values else request.recipe
-    by_row = finds_rows(request)
-    finds_amax = request.finds_amax and not by_row
-    return recipe_struct(r, request.layout, **options, sign_mask=request.mask, finds_amax=finds_amax, finds_rows=by_row)
+    if plan is not None:
+        options["row_step"] = plan.step, plan.thread_bytes
+    finds_amax = request.finds_amax and plan is None
+    return recipe_struct(r, request.layout, **options, sign_mask=request.mask, finds_amax=finds_amax)
 
 
 @cache
@@ -138,11 +142,12 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
     check_count(sizes[0] * sizes[1])
     if request.recipe.block:
         check_columns(sizes[1])
-    function = _function(choice.kernel, kernel_structs(request), request.dtype, aligned_runs, device)
+    plan = row_plan(request, device)
+    function = _function(choice.kernel, kernel_structs(request, plan), request.dtype, aligned_runs, device)
     blocks = choice.grid(request, device)
-    if request.finds_amax and not finds_rows(request):
+    if request.finds_amax and plan is None:
         blocks = -(-blocks // FINDERS) * FINDERS  # whole clusters
-    threads = row_threads(request, device) if finds_rows(request) else choice.threads
+    threads = choice.threads if plan is None else plan.threads
     return Launch(function, blocks, choice.arguments.struct, *sizes, threads=threads)
 
 

@@ -26,7 +26,7 @@ struct AmaxArguments {
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax(const AmaxArguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
-  const u32 largest = largest_of_block<kThreads>(
+  const u32 largest = largest_of_block(
       largest_bits<Transform, In, kInput, kAligned>(x, a.rows * a.columns, first_item(grid), item_stride(grid)));
   if (threadIdx.x == 0) atomicMax(a.amax, largest);
 }
@@ -97,7 +97,7 @@ FP4KIT_DEVICE void amax_rows(const AmaxArguments& a, Grid grid) {
   for (i64 row = grid.block; row < a.rows; row += grid.blocks) {
     const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
     const u32 largest =
-        largest_of_block<kThreads>(largest_bits<Transform, In, kInput, kAligned>(x, a.columns, threadIdx.x, kThreads));
+        largest_of_block(largest_bits<Transform, In, kInput, kAligned>(x, a.columns, threadIdx.x, kThreads));
     if (threadIdx.x == 0) a.amax[row] = largest;
   }
 }

@@ -60,6 +60,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) amax_hadamard_kernel(Amax
     largest = maximum(
         largest, largest_of_patch(static_cast<const Bits*>(a.x) + patch_row * kRows * a.columns + column, a.columns));
   }
-  largest = largest_of_block<kThreads>(largest);
+  largest = largest_of_block(largest);
   if (threadIdx.x == 0) atomicMax(a.amax, largest);
 }

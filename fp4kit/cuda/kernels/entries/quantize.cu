@@ -12,6 +12,7 @@
 // two per block of elements.
 #include "amax.cuh"
 #include "quantize.cuh"
+#include "row_step.cuh"
 #include "warp.cuh"
 
 // Compile-time constants for a recipe R and an element type In: the sizes of runs and steps, and the order of runs.
@@ -20,7 +21,7 @@ struct QuantizeTraits {
   // With 16 bytes of values per thread, a warp stores whole cache lines.
   static constexpr int kRun = !R::kFake ? 16 : R::kBlock > 128 ? 8 : 16 / static_cast<int>(sizeof(typename In::Bits));
   static constexpr int kLanes = R::kBlock / kRun;  // threads that share a block
-  static constexpr int kUnroll = R::kFake && !R::kDivide ? 2 : 64 / (kRun * sizeof(typename In::Bits));
+  static constexpr int kUnroll = R::kFake && !R::kDivide ? 2 : R::kThreadBytes / (kRun * sizeof(typename In::Bits));
   static constexpr int kStep = kThreads * kUnroll;  // runs that a thread block has in flight
   static constexpr bool kLanesFit = (kLanes & (kLanes - 1)) == 0 && kLanes <= 32;
   static constexpr bool kHasFastPath = FastPath<R, In>::kExists && kLanesFit;
@@ -242,10 +243,9 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& p
 // Store the codes and scales, or the values if R::kFake. All threads of a warp must call this function.
 //
 // x holds the runs if there is a fast path (they are transformed in place); otherwise x is not read. place_of(k)
-// returns the RunPosition of run k. If there is more than one tensor scale, `amaxes` holds the amax for each run's
-// tensor scale. Otherwise `whole_scale` is the tensor scale of all runs. `table` holds the Factor of each scale code if
-// R::kHasTable.
-template <class R, class In, bool kAligned, class Place>
+// returns the RunPosition of run k. If kOneScale, `whole_scale` is the tensor scale of all runs. Otherwise `amaxes`
+// holds the amax for each run's tensor scale. `table` holds the Factor of each scale code if R::kHasTable.
+template <class R, class In, bool kAligned, bool kOneScale = QuantizeTraits<R, In>::kOneScale, class Place>
 FP4KIT_DEVICE void quantize_step(const QuantizeArguments& a,
                                  Run<In, QuantizeTraits<R, In>::kRun> (&x)[QuantizeTraits<R, In>::kUnroll],
                                  const float (&amaxes)[QuantizeTraits<R, In>::kUnroll], TensorScale whole_scale,
@@ -261,7 +261,7 @@ FP4KIT_DEVICE void quantize_step(const QuantizeArguments& a,
   for (int k = 0; k < Traits::kUnroll; ++k) {
     const u32 own = Traits::kHasFastPath ? transform_run<R>(x[k]) : 0u;  // transform after all loads
     const RunPosition place = place_of(k);
-    if (!Traits::kOneScale && (k == 0 || bits_of(amaxes[k]) != bits_of(amaxes[k - 1])))
+    if (!kOneScale && (k == 0 || bits_of(amaxes[k]) != bits_of(amaxes[k - 1])))
       t = R::TensorRule::template scale<R, In>(amaxes[k]);  // two divisions, once for the runs of a row
     if (!Traits::kHasFastPath || !quantize_finite<R, In, kAligned>(a, place, x[k], own, t, table, random[k]))
       pending |= place.inside << k;
@@ -270,7 +270,7 @@ FP4KIT_DEVICE void quantize_step(const QuantizeArguments& a,
   for (int k = 0; pending >> k; ++k) {
     if (!(pending >> k & 1u)) continue;
     const RunPosition place = place_of(k);
-    if (!Traits::kOneScale) t = R::TensorRule::template scale<R, In>(tensor_amax_of<R, In>(a, place));
+    if (!kOneScale) t = R::TensorRule::template scale<R, In>(tensor_amax_of<R, In>(a, place));
     quantize_any<R, In, kAligned>(a, place, t, table);
   }
 }
@@ -307,6 +307,18 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   }
 }
 
+// Load the runs x[k] at place_of(k), for k = 0 ... kUnroll - 1.
+template <class R, class In, bool kAligned, class Place>
+FP4KIT_DEVICE void load_runs(const QuantizeArguments& a, Place place_of,
+                             Run<In, QuantizeTraits<R, In>::kRun> (&x)[QuantizeTraits<R, In>::kUnroll]) {
+#pragma unroll
+  for (int k = 0; k < QuantizeTraits<R, In>::kUnroll; ++k) x[k] = read_run_of<R, In, kAligned>(a, place_of(k).run);
+}
+
+// The elements that count in the amax of a row.
+template <class R>
+constexpr AmaxInput kRowInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;
+
 // Raise largest[index] to `own`, the float32 bits of a magnitude: store the larger of the two, atomically. All threads
 // of a warp must call this function. If all of them have the same index, one thread stores the largest `own` of the
 // warp. Otherwise each thread raises its own entry.
@@ -323,72 +335,105 @@ FP4KIT_DEVICE void raise_by_warp(u32* largest, u32 index, u32 own) {
 // First find the amax of each of these rows, and store it in the array at a.tensor_amax. Then store codes and scales,
 // or values if R::kFake. NaN elements make the amax NaN if R::kAmaxNan is `propagate`, and are skipped otherwise.
 //
-// A thread block takes as many whole rows at a time as fit into one step of its threads, or one longer row. Rows that
-// fit are loaded once. Longer rows are loaded again for the codes, mostly from a cache. Launch with any number of
-// thread blocks of at most kThreads threads.
+// At a time, a thread block takes as many whole rows as fit into one step of its threads. At least one row must fit.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid) {
+FP4KIT_DEVICE void quantize_several_rows(const QuantizeArguments& a, Grid grid) {
   using Traits = QuantizeTraits<R, In>;
-  constexpr AmaxInput kInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;
   __shared__ u32 largest[kThreads];  // float32 bits of the amaxes of the rows that the thread block has taken
   const u32 rows = static_cast<u32>(a.rows), row_runs = static_cast<u32>(a.columns) / Traits::kRun;
-  const u32 step = blockDim.x * Traits::kUnroll, rows_at_once = maximum(minimum<u32>(step / row_runs, kThreads), 1u);
+  const u32 rows_at_once = minimum<u32>(blockDim.x * Traits::kUnroll / row_runs, kThreads);
   const IntegerDivisor divisor = integer_divisor_of(row_runs);
   for (u32 first = static_cast<u32>(grid.block) * rows_at_once; first < rows;
        first += static_cast<u32>(grid.blocks) * rows_at_once) {
     const u32 count = minimum(rows_at_once, rows - first), runs = count * row_runs;
-    const auto run_of = [&](u32 start, int k) {  // among the runs of these rows
-      const u32 run = start + k * blockDim.x + threadIdx.x;
-      return minimum(run, runs - Traits::kLanes + run % Traits::kLanes);
-    };
-    Run<In, Traits::kRun> x[Traits::kUnroll];
-    const auto load = [&](u32 start) {
-#pragma unroll
-      for (int k = 0; k < Traits::kUnroll; ++k)
-        x[k] = read_run_of<R, In, kAligned>(a, first * row_runs + run_of(start, k));
+    const auto place_of = [&](int k) {
+      const u32 own = k * blockDim.x + threadIdx.x, run = minimum(own, runs - Traits::kLanes + own % Traits::kLanes),
+                row = divide(run, divisor), block = (run - row * row_runs) / Traits::kLanes;
+      return RunPosition{first * row_runs + run, first + row, block,
+                         scale_offset<R::kLayout, u64>(first + row, block, row_runs / Traits::kLanes), own < runs};
     };
     for (u32 i = threadIdx.x; i < count; i += blockDim.x) largest[i] = 0u;
     __syncthreads();
-#pragma unroll 1
-    for (u32 start = 0u; start < runs; start += step) {
-      load(start);
+    Run<In, Traits::kRun> x[Traits::kUnroll];
+    load_runs<R, In, kAligned>(a, place_of, x);
 #pragma unroll
-      for (int k = 0; k < Traits::kUnroll; ++k)
-        raise_by_warp(largest, divide(run_of(start, k), divisor), largest_of_run<Untransformed, In, kInput>(x[k]));
-    }
+    for (int k = 0; k < Traits::kUnroll; ++k)
+      raise_by_warp(largest, place_of(k).row - first, largest_of_run<Untransformed, In, kRowInput<R>>(x[k]));
     __syncthreads();
     for (u32 i = threadIdx.x; i < count; i += blockDim.x)
       const_cast<float*>(a.tensor_amax)[first + i] = float_of(largest[i]);
     __syncthreads();
-#pragma unroll 1
-    for (u32 start = 0u; start < runs; start += step) {
-      if (runs > step) load(start);
-      const auto place_of = [&](int k) {
-        const u32 run = run_of(start, k), row = divide(run, divisor), block = (run - row * row_runs) / Traits::kLanes;
-        return RunPosition{first * row_runs + run, first + row, block,
-                           scale_offset<R::kLayout, u64>(first + row, block, row_runs / Traits::kLanes),
-                           start + k * blockDim.x + threadIdx.x < runs};
-      };
-      float amaxes[Traits::kUnroll];
+    float amaxes[Traits::kUnroll];
 #pragma unroll
-      for (int k = 0; k < Traits::kUnroll; ++k) amaxes[k] = float_of(largest[place_of(k).row - first]);
-      quantize_step<R, In, kAligned>(a, x, amaxes, TensorScale{}, nullptr, place_of);
-    }
+    for (int k = 0; k < Traits::kUnroll; ++k) amaxes[k] = float_of(largest[place_of(k).row - first]);
+    quantize_step<R, In, kAligned>(a, x, amaxes, TensorScale{}, nullptr, place_of);
     __syncthreads();  // before the next rows overwrite `largest`
   }
 }
+
+// Quantize rows as quantize_several_rows does, but one row at a time. If R::kRowStep is `one`, a row fits into one step
+// of the threads, and is loaded once. If it is `part`, a row is loaded again for the codes, mostly from a cache.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_single_rows(const QuantizeArguments& a, Grid grid) {
+  using Traits = QuantizeTraits<R, In>;
+  const u32 rows = static_cast<u32>(a.rows), runs = static_cast<u32>(a.columns) / Traits::kRun,
+            step = R::kRowStep == RowStep::one ? runs : blockDim.x * Traits::kUnroll;
+  for (u32 row = static_cast<u32>(grid.block); row < rows; row += static_cast<u32>(grid.blocks)) {
+    u32 start = 0u;
+    const auto place_of = [&](int k) {
+      const u32 own = start + k * blockDim.x + threadIdx.x,
+                run = minimum(own, runs - Traits::kLanes + own % Traits::kLanes), block = run / Traits::kLanes;
+      return RunPosition{row * runs + run, row, block, scale_offset<R::kLayout, u32>(row, block, runs / Traits::kLanes),
+                         own < runs};
+    };
+    Run<In, Traits::kRun> x[Traits::kUnroll];
+    u32 own = 0u;
+#pragma unroll 1
+    for (; start < runs; start += step) {
+      load_runs<R, In, kAligned>(a, place_of, x);
+#pragma unroll
+      for (int k = 0; k < Traits::kUnroll; ++k) own = maximum(own, largest_bits_of(x[k]));
+    }
+    own = largest_of_block(own);
+    if (own >= kInfinityBits) {
+      own = 0u;
+      for (u32 run = threadIdx.x; run < runs; run += blockDim.x)
+        own = maximum(
+            own, largest_of_run<Untransformed, In, kRowInput<R>>(read_run_of<R, In, kAligned>(a, row * runs + run)));
+      own = largest_of_block(own);
+    }
+    const TensorScale t = R::TensorRule::template scale<R, In>(float_of(own));
+    if (threadIdx.x == 0u) const_cast<float*>(a.tensor_amax)[row] = float_of(own);
+#pragma unroll 1
+    for (start = 0u; start < runs; start += step) {
+      if (R::kRowStep != RowStep::one) load_runs<R, In, kAligned>(a, place_of, x);
+      quantize_step<R, In, kAligned, true>(a, x, {}, t, nullptr, place_of);
+    }
+  }
+}
+
+// If the kernel finds the amaxes of rows, more thread blocks per multiprocessor hide the time until a row is loaded.
+// The numbers are the largest for which hardly any registers are spilled; 0 sets none.
+constexpr int kBlocksPerMultiprocessor = R::kRowStep == RowStep::none || R::kStochastic ? 0
+                                         : R::kThreadBytes > 64                         ? 4
+                                         : sizeof(Input::Bits) == 2                     ? 6
+                                                                                        : 5;
 
 // Quantize a.x, and store its codes in a.packed, its block scales in a.scales and its tensor scales in a.tensor_scale;
 // or store only its values in a.values if R::kFake. a.tensor_scale may be nullptr unless each block has a tensor scale.
 // The kernel is launched for blocks of one row that no other kernel supports (KERNEL_CHOICES in
 // cuda/launch/dispatch.py). A thread processes several runs per step.
 //
-// Before that, the kernel itself finds amaxes in two cases, and stores them at a.tensor_amax. If R::kFindsRows, it
-// finds the amax of each row. If R::kFinders is not 0, it finds the tensor's amax, or the amax of each row (amax.cuh);
-// launch with a multiple of R::kFinders thread blocks then, and otherwise with any number of thread blocks.
-extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(QuantizeArguments a) {
-  if constexpr (R::kFindsRows) {
-    quantize_rows<R, Input, kAligned>(a, whole_grid());
+// Before that, the kernel itself finds amaxes in two cases, and stores them at a.tensor_amax. If R::kRowStep is not
+// `none`, it finds the amax of each row, and may be launched with fewer than kThreads threads, a multiple of 32.
+// If R::kFinders is not 0, it finds the tensor's amax, or the amax of each row (amax.cuh); launch with a multiple of
+// R::kFinders thread blocks then, and otherwise with any number of thread blocks.
+extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    quantize_kernel(QuantizeArguments a) {
+  if constexpr (R::kRowStep == RowStep::several) {
+    quantize_several_rows<R, Input, kAligned>(a, whole_grid());
+  } else if constexpr (R::kRowStep != RowStep::none) {
+    quantize_single_rows<R, Input, kAligned>(a, whole_grid());
   } else {
     find_amax<R, Input, kAligned>(a);
     quantize<R, Input, kAligned>(a, whole_grid());

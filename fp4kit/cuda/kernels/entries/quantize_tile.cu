@@ -6,7 +6,7 @@
 #include "amax.cuh"
 #include "four_over_six_sums.cuh"
 #include "quantize_tile.cuh"
-#include "warp.cuh"
+#include "row_step.cuh"
 
 constexpr int kBlocksPerMultiprocessor =
     R::kBlock > 16 || R::kFinders ? 2 : 4;  // the largest numbers for which no registers are spilled
@@ -22,17 +22,6 @@ struct OwnRow {
     return load_row<R, In, kAligned>(a, static_cast<i64>(row * blocks + minimum(block, blocks - 1u)) * R::kBlock);
   }
 
-  // Return the largest value of `own` among the threads of the thread block. All of them must call this function.
-  FP4KIT_DEVICE_MEMBER u32 largest_of_threads(u32 own) const {
-    __shared__ u32 parts[kThreads / 32];
-    const u32 lane = threadIdx.x % 32u;
-    own = largest_of_warp(own);
-    __syncthreads();
-    if (lane == 0u) parts[threadIdx.x / 32u] = own;
-    __syncthreads();
-    return largest_of_warp(parts[minimum(lane, blockDim.x / 32u - 1u)]);
-  }
-
   // Return the amax of the row. R::kAmaxNan says whether NaN elements count. All threads of the thread block must call
   // this function. Each thread loads kAtOnce blocks at once, so that enough loads are in flight.
   FP4KIT_DEVICE_MEMBER float amax() const {
@@ -46,13 +35,13 @@ struct OwnRow {
       for (u32 i = 1; i < kAtOnce; ++i) runs[0] = larger_magnitudes(runs[0], runs[i]);
       own = maximum(own, largest_bits_of(runs[0]));
     }
-    own = largest_of_threads(own);
+    own = largest_of_block(own);
     if (own < kInfinityBits) return float_of(own);
     constexpr AmaxInput kInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;
     own = 0u;
     for (u32 block = threadIdx.x; block < blocks; block += blockDim.x)
       own = maximum(own, largest_of_run<Untransformed, In, kInput>(load(block)));
-    return float_of(largest_of_threads(own));
+    return float_of(largest_of_block(own));
   }
 
   // Quantize one block with the tensor scale t of the row, and store its codes and its scale code. `encoded` is the
@@ -109,10 +98,10 @@ FP4KIT_DEVICE void quantize_own_rows(const QuantizeArguments& a) {
 //
 // If R::kFinders is 0, launch with any number of thread blocks. Otherwise launch with a multiple of R::kFinders thread
 // blocks, which first find the tensor's amax, or the amax of each row, and store it at a.tensor_amax (amax.cuh). If
-// R::kFindsRows, each thread block finds the amaxes of its own rows.
+// R::kRowStep is not `none`, each thread block finds the amaxes of its own rows, one row at a time.
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_tile_kernel(QuantizeArguments a) {
-  if constexpr (R::kFindsRows) {
+  if constexpr (R::kRowStep != RowStep::none) {
     quantize_own_rows<R, Input, kAligned>(a);
   } else {
     find_amax<R, Input, kAligned>(a);

@@ -38,19 +38,15 @@ FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
 }
 
 // Return the largest value of `own` among the threads of a thread block. All threads must call this function, and all
-// get the same result. The thread block must have kThreads threads, and kThreads must be a power of two.
-template <int kThreads>
+// get the same result. The number of threads must be a multiple of 32, at most 1024.
 FP4KIT_DEVICE u32 largest_of_block(u32 own) {
-  __shared__ u32 parts[kThreads];
-  parts[threadIdx.x] = own;
+  __shared__ u32 parts[32];
+  const u32 lane = threadIdx.x % 32u;
+  own = largest_of_warp(own);
+  __syncthreads();  // until all threads have read the parts of an earlier call
+  if (lane == 0u) parts[threadIdx.x / 32u] = own;
   __syncthreads();
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half) parts[threadIdx.x] = maximum(parts[threadIdx.x], parts[threadIdx.x + half]);
-    __syncthreads();
-  }
-  const u32 result = parts[0];
-  __syncthreads();
-  return result;
+  return largest_of_warp(parts[minimum(lane, blockDim.x / 32u - 1u)]);
 }
 
 constexpr int kAmaxRun = 16;  // number of elements of a run
@@ -195,7 +191,7 @@ FP4KIT_DEVICE void find_amax(Arguments& a) {
     const int lane = blockIdx.x % kFinders * kThreads + threadIdx.x;
     const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
     const u32 own = largest_of_lane<In, kInput, kAligned, kFinders * kThreads>(x, a.rows * a.columns, lane);
-    const u32 largest = largest_of_cluster(largest_of_block<kThreads>(own));
+    const u32 largest = largest_of_cluster(largest_of_block(own));
     if (threadIdx.x == 0) {
       found = float_of(largest);
       if (blockIdx.x == 0) *const_cast<float*>(a.tensor_amax) = found;
