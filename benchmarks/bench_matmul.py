@@ -33,7 +33,7 @@ def in_torch(bench: Bench, x: Any) -> dict[str, Call]:
     if not bench.peers or peers.torch() is None:
         return {}
     tensor = peers.tensor(x)
-    return {"torch, bf16": lambda: tensor @ tensor.T}
+    return {"torch in bfloat16, other bits": lambda: tensor @ tensor.T}
 
 
 def run(bench: Bench) -> None:

@@ -125,7 +125,7 @@ def two_producers() -> str:
 SPEED = (  # (operation and recipe of a row in the GPU record, label in the picture)
     ("quantize", "mxfp4-ocp", "quantize MXFP4"),
     ("quantize, amax given", "nvfp4-torchao", "quantize NVFP4, amax given"),
-    ("quantize with amax", "nvfp4-modelopt", "quantize NVFP4 with amax"),
+    ("quantize with amax", "nvfp4-torchao", "quantize NVFP4 with amax"),
     ("quantize", "mxfp8-torchao-rceil", "quantize MXFP8"),
     ("dequantize", "mxfp4-ocp", "dequantize MXFP4"),
 )

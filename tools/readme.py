@@ -37,7 +37,7 @@ MEASURED = (  # rows of the table of times: (operation, recipe)
     ("quantize", "mxfp4-ocp"),
     ("quantize", "mxfp8-torchao-rceil"),
     ("quantize, amax given", "nvfp4-torchao"),
-    ("quantize with amax", "nvfp4-modelopt"),
+    ("quantize with amax", "nvfp4-torchao"),
     ("quantize along columns", "mxfp8-te"),
     ("quantize_both", "nvfp4-te-2d"),
     ("dequantize", "mxfp4-ocp"),

@@ -440,30 +440,19 @@ def row_plan(request: LaunchRequest, device: int) -> RowPlan | None:
 
     There are at most 96 thread blocks per multiprocessor; see _row_grid.
 
-    The table gives the speed relative to a copy of the bytes of x, codes and scales (H100, bfloat16, 2026-11-26). For
-    comparison, it is 0.52 to 0.57 if one launch finds the amaxes and another one quantizes.
+    The table gives the speed relative to a copy of the bytes of x, codes and scales, for 16384 rows of bfloat16, or for
+    4096 rows if they have 32768 columns (2026-11-27). If one launch finds the amaxes and another one quantizes, the
+    speed is 0.52 to 0.57 (H100). The scales of nvfp4-flashinfer-token are swizzled, and the others linear. The column
+    4over6 is nvfp4-flashinfer-token-4over6-mse-256.
 
-        shape                                       nvfp4-te-rowscaled   nvfp4-flashinfer-token, swizzled
-        16384 x 16384                                             0.97   0.94
-        16384 x 12288                                             0.95   0.94
-        16384 x 8192                                              0.95   0.92
-        16384 x 7168                                              0.92   0.92
-        16384 x 5120                                              0.93   0.92
-        16384 x 4096                                              0.91   0.89
-        16384 x 2880                                              0.85   0.87
-        16384 x 1024 (latency of 21 us)                           0.72   0.71
-        4096 x 32768 (a row does not fit into L1)                 0.60   0.74
-
-    The speed with 4over6, relative to a copy, for 16384 rows (H100, bfloat16, 2026-11-27):
-
-        columns   nvfp4-flashinfer-token-4over6-mse-256   nvfp4-flashinfer-token-4over6-mae-448
-        16384                                      0.91                                    0.93
-        12288                                      0.90                                    0.91
-        8192                                       0.92                                    0.93
-        7168                                       0.89                                    0.90
-        5120                                       0.87                                    0.87
-        4096                                       0.89                                    0.89
-        2880                                       0.77                                    0.79
+        columns   nvfp4-te-rowscaled   nvfp4-flashinfer-token   4over6
+                  H100   H200          H100   H200              H100   H200
+        1024      0.83   0.80          0.66   0.64
+        2880      0.98   0.86          0.98   0.87              0.77   0.57
+        4096      0.99   0.91          1.00   0.91              0.89   0.67
+        8192      1.01   0.94          1.01   0.92              0.92   0.68
+        16384     1.02   1.01          1.01   0.95              0.91
+        32768     0.87   0.89          0.83   0.81
     """
     if not finds_rows(request):
         return None
