@@ -19,6 +19,7 @@ from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.identify import identify
 from fp4kit.ops.identify_amaxes import CandidateAmaxes
 from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.zeros import of_zeros
 from fp4kit.recipes import RECIPES, Recipe
 
 
@@ -80,8 +81,9 @@ def making_of(
     For a Quantized, these are tried in turn, until one gives the bytes of the given rows:
 
     1. the given recipes that have its formats and block size, with their candidate amaxes
-    2. these recipes and amaxes, with the stored codes or scales in another order, which the result names in ``wrong``
-    3. the recipes that fp4kit.identify finds
+    2. for a layer of zeros, the first of these recipes, with the scales that convert stores for zeros (zeros_making)
+    3. these recipes and amaxes, with the stored codes or scales in another order, which the result names in ``wrong``
+    4. the recipes that fp4kit.identify finds
 
     For an array of values, the given recipes are tried, then fake_quantize of these recipes.
 
@@ -101,6 +103,10 @@ def making_of(
             return Making(one)
     if part.q is None:
         return _fake_making(part, x, tried)
+    for one in tried:
+        zeros = zeros_making(one, x)
+        if zeros is not None and _equal(zeros.part, part.q):
+            return zeros.making
     for step, wrong, q in orders(whole.q) if whole.q is not None else ():
         right = Weights(quantized_rows(q, rows), None)
         for one in tried:
@@ -133,8 +139,41 @@ def _gives(one: Arithmetic, x: np.ndarray, part: Weights) -> bool:
     found = made(x, one.recipe, one.amax)
     if part.q is None or found.q is None:
         return same(values_of(found, part), values_of(part, found))
-    pairs = [(getattr(found.q, name), getattr(part.q, name)) for name in ("packed", "block_scale", "tensor_scale")]
-    return all(same(a, b) for a, b in pairs)
+    return _equal(found.q, part.q)
+
+
+def _equal(a: Quantized, b: Quantized) -> bool:
+    """Return whether two Quantized have the same codes, block scales and tensor scales in every bit."""
+    pairs = [(getattr(a, name), getattr(b, name)) for name in ("packed", "block_scale", "tensor_scale")]
+    return all(same(p, q) for p, q in pairs)
+
+
+class ZeroRows(NamedTuple):
+    """Some rows of a layer of zeros as convert stores them, with how they were made."""
+
+    part: Quantized
+    making: Making
+
+
+def zeros_making(one: Arithmetic, x: np.ndarray) -> ZeroRows | None:
+    """Return some rows of a layer of zeros as convert stores them: block scales 0 and tensor scale 1 (of_zeros).
+
+    Return None if the layer has other elements, or if convert stores the producer's own scales: the recipe has no
+    scale for the whole tensor, or only fake-quantizes.
+
+    one: the recipe and the tensor amax of the layer.
+    x: the rows of the unquantized weight.
+    """
+    if one.recipe.fake_only or one.recipe.tensor_scaling != "tensor" or one.amax is None or one.amax.any():
+        return None
+    q = made(x, one.recipe, one.amax).q
+    assert q is not None
+    zeros = of_zeros(q)
+    step: StepName = "block scale" if same(q.tensor_scale, zeros.tensor_scale) else "tensor scale"
+    wrong = (
+        "stores a layer of zeros as convert does, with block scales 0 and tensor scale 1, not with its recipe's scales"
+    )
+    return ZeroRows(zeros, Making(one, step, wrong))
 
 
 def same(a: np.ndarray | None, b: np.ndarray | None) -> bool:

@@ -19,7 +19,7 @@ from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
 from fp4kit.contract.compare_layer import ComparedRows, compare_layer
 from fp4kit.contract.kv_layouts import compare_layouts
-from fp4kit.contract.making import Making, making_of, rows_of, same
+from fp4kit.contract.making import Making, making_of, rows_of, same, zeros_making
 from fp4kit.contract.products import INPUTS_DIFFER, products, why_no_products, with_products
 from fp4kit.contract.result import LayerParity, Parity
 from fp4kit.contract.schema import Contract
@@ -375,7 +375,8 @@ class _Check:
     ) -> ComparedRows:
         """Return the compared rows of side i, and how that side made them.
 
-        - If ``whole`` is None, the rows are ``x``, quantized by the side's recipe or, without a recipe, unchanged.
+        - If ``whole`` is None, the rows are ``x``, quantized by the side's recipe or, without a recipe, unchanged. If
+          the side's contract names a container, a layer of zeros has the scales that convert stores (zeros_making).
         - Otherwise, the rows are those of ``whole``, and making_of finds out how they were made from ``x``.
         - If ``x`` is None, or the side has values of a layer that its contract leaves unquantized, only a wrong order
           of the bytes is looked for (see _order_without_source).
@@ -395,6 +396,9 @@ class _Check:
             if recipe is None:
                 return ComparedRows(side.label, Weights(None, x), Making(None), x)
             one = self._arithmetic(side, name, recipe, self._group(side, name), rows)
+            zeros = None if container is None else zeros_making(one, x)
+            if zeros is not None:
+                return ComparedRows(side.label, Weights(zeros.part, None), zeros.making, x, container)
             return ComparedRows(side.label, made(x, one.recipe, one.amax), Making(one), x, container)
         if whole.q is not None:
             whole = Weights(replace(whole.q, recipe=side.decoding(whole.q.recipe)), None)

@@ -86,7 +86,8 @@ class Contract:
             Otherwise `fp4kit.hadamard` does.
         hadamard_signs: the signs of the transform's inputs, such as "+--+"; as many as its size. None for no signs.
         scale_search: how block scales were searched, such as "mse". None if the recipe alone determines the scales.
-        container: the container of the weights, such as "modelopt NVFP4".
+        container: the container of the weights, such as "modelopt NVFP4". If it is stated, a layer of zeros has the
+            scales that convert stores: block scales 0 and tensor scale 1.
         unknown: the names of settings that nobody stated. They have their default values.
         inferred: (setting, how it was found) pairs, for settings that were not stated but inferred.
 

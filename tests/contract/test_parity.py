@@ -13,6 +13,7 @@ from fp4kit.contract.making import differing_bits, same
 from fp4kit.formats import bit_patterns
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVParts, PageShape
+from fp4kit.quantized.zeros import of_zeros
 from fp4kit.recipes import RECIPES
 
 BASE = Contract(
@@ -577,3 +578,45 @@ def test_only_two_missing_arrays_are_the_same():
     assert same(x, np.array([-np.nan, 0.0], np.float32))
     assert not same(x, np.array([np.nan, -0.0], np.float32))
     assert not same(x, x[:1])
+
+
+ZEROS = {"m.down_proj.weight": np.full((32, 128), -0.0, ml_dtypes.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "container", "step"),
+    [
+        ("nvfp4-modelopt", "modelopt NVFP4", "tensor scale"),
+        ("nvfp4-compressed-tensors", "compressed-tensors nvfp4-pack-quantized", "block scale"),
+        ("nvfp4-torchao", "modelopt NVFP4", "tensor scale"),
+        ("fp8-modelopt", "modelopt FP8", "tensor scale"),
+    ],
+)
+def test_layers_of_zeros_have_the_scales_that_convert_stores(recipe, container, step):
+    """A contract with a container states what convert stores; without one, it states the producer's own scales."""
+    contract, stored = Contract(recipe), of_zeros(fp4kit.quantize(ZEROS["m.down_proj.weight"], recipe))
+    written = contract.stating(container=container)
+    for train, rollout in ((written, written), (written, {"m.down_proj.weight": stored})):
+        assert parity(train, rollout, weights=ZEROS).equal
+    layer = one(parity(contract, {"m.down_proj.weight": stored}, weights=ZEROS))
+    assert layer.step == step
+    assert layer.setting == (
+        "rollout: stores a layer of zeros as convert does, with block scales 0 and tensor scale 1, not with its"
+        " recipe's scales"
+    )
+
+
+def test_a_layer_of_zeros_with_another_scale_is_not_what_convert_stores():
+    stored = of_zeros(fp4kit.quantize(ZEROS["m.down_proj.weight"], "nvfp4-modelopt"))
+    other = replace(stored, tensor_scale=np.float32(2))
+    layer = one(parity(Contract("nvfp4-modelopt"), {"m.down_proj.weight": other}, weights=ZEROS))
+    assert "stores a layer of zeros" not in layer.setting
+
+
+def test_zeros_that_share_an_amax_with_another_layer_are_not_special():
+    weights = {"m.gate_proj.weight": ZEROS["m.down_proj.weight"], "m.up_proj.weight": W["m.up_proj.weight"][:, :128]}
+    contract = Contract("nvfp4-compressed-tensors", shared_amax=[("gate_proj", "up_proj")])
+    amax = fp4kit.amax(weights["m.up_proj.weight"])
+    stored = {name: fp4kit.quantize(w, "nvfp4-compressed-tensors", tensor_amax=amax) for name, w in weights.items()}
+    written = contract.stating(container="compressed-tensors nvfp4-pack-quantized")
+    assert parity(written, stored, weights=weights).equal

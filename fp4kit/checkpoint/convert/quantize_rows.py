@@ -4,7 +4,6 @@ the weight to read, the recipe, and the container to write (the names, dtypes an
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import lcm
 from typing import Any
 
@@ -23,6 +22,7 @@ from fp4kit.checkpoint.plan.scale_search import Losses
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.zeros import of_zeros
 from fp4kit.recipes import Recipe
 from fp4kit.reference.tensor_rules import tensor_scale
 from fp4kit.storage.errors import CheckpointError, shown
@@ -99,19 +99,6 @@ def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quanti
         return quantize(x, job.new_recipe, tensor_amax=tensor_amax)
     with making_current(job.device):
         return quantize(to_device(x), job.new_recipe, tensor_amax=tensor_amax).to("numpy")
-
-
-def of_zeros(q: Quantized) -> Quantized:
-    """Return a copy of the all-zero matrix ``q`` with scales that all loaders can read: block scales 0, tensor scale 1.
-
-    All codes become 0, so that -0 becomes 0. If ``q`` has no block scales (FP8), the result has none either.
-
-    For all-zero tensors, most producers store scales that are 0, subnormal or NaN. Only the recipe nvfp4-te computes
-    the scales that this function sets.
-    """
-    zeros = {"packed": np.zeros_like(q.packed)}
-    zeros |= {} if q.block_scale is None else {"block_scale": np.zeros_like(q.block_scale)}
-    return replace(q, **zeros, tensor_scale=np.ones_like(q.tensor_scale), tensor_amax=None)
 
 
 def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtype) -> np.float32 | None:

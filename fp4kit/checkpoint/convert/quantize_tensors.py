@@ -17,11 +17,12 @@ from fp4kit.arrays.returns import library_of
 from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE
 from fp4kit.checkpoint.convert.memory_rules import Rules
 from fp4kit.checkpoint.convert.put_scalars import input_scale_of, usable_tensor_scale
-from fp4kit.checkpoint.convert.quantize_rows import divisor_of, of_zeros, stored_scales
+from fp4kit.checkpoint.convert.quantize_rows import divisor_of, stored_scales
 from fp4kit.checkpoint.convert.split_tensors import Named
 from fp4kit.layouts import pack_mlx
 from fp4kit.ops.amax import amax as amax_of
 from fp4kit.ops.quantize import quantize
+from fp4kit.quantized.zeros import of_zeros
 from fp4kit.storage.errors import CheckpointError, shown
 
 
