@@ -137,7 +137,7 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall 
     return _MatrixCall(prototype, tensor_rule)
 
 
-def quantize(call: Call, x: Any, both: bool = False) -> CpuQuantizeCall | None:
+def quantize(call: Call, x: Any, given: Any, both: bool = False) -> CpuQuantizeCall | None:
     """Return a CpuQuantizeCall that repeats a parsed call to quantize.
 
     Return None in these cases:
@@ -148,7 +148,8 @@ def quantize(call: Call, x: Any, both: bool = False) -> CpuQuantizeCall | None:
 
     Raise Declined if the library does not support the recipe, or if elements are not aligned.
 
-    x: the array as the caller passed it, of any library. both: True for quantize_both, which is not cached.
+    x: the array as the caller passed it, of any library. given: the tensor_amax as the caller passed it; not read here,
+    because each cached call checks its own. both: True for quantize_both, which is not cached.
     """
     r, out, shape = call.recipe, call.out, call.moved.shape
     parts = () if out is None else (out.packed, out.block_scale, out.tensor_scale, out.tensor_amax)
@@ -214,13 +215,14 @@ def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
     return moved if access.result is None else access.result(moved)
 
 
-def fake_quantize(call: Call, x: Any) -> CpuFakeQuantizeCall | None:
+def fake_quantize(call: Call, x: Any, given: Any) -> CpuFakeQuantizeCall | None:
     """Return a CpuFakeQuantizeCall that repeats a parsed call to fake_quantize.
 
     Return None if the recipe has a fake_rule, or if _matrix_call returns None, for example for stochastic rounding or
     an empty array. Raise Declined if the library does not support the recipe, or if elements are not aligned.
 
-    x: the array as the caller passed it, of any library.
+    x: the array as the caller passed it, of any library. given: the tensor_amax as the caller passed it; not read here,
+    because each cached call checks its own.
     """
     r, shape = call.recipe, call.moved.shape
     matrix_call = None if r.fake_rule is not None else _matrix_call(call, 0, 0)

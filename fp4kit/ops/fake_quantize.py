@@ -82,10 +82,10 @@ def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOpt
     amaxes: the arguments tensor_amax and block_amax, by name.
     """
     op = "fake_quantize"
-    call, cached = fake_call(op, x, recipe, axis, options, **amaxes), None
+    call, cached, given = fake_call(op, x, recipe, axis, options, **amaxes), None, amaxes["tensor_amax"]
     if key is not None:
-        cached = new_cached_call(op, call.on_device, call, x) or cached_driver_call(call, x, op)
-    return run_first(key, cached, (x, amaxes["tensor_amax"]), lambda: run(op, op, call.on_device, call))
+        cached = new_cached_call(op, call.on_device, call, x, given) or cached_driver_call(call, x, op)
+    return run_first(key, cached, (x, given), lambda: run(op, op, call.on_device, call))
 
 
 def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:

@@ -167,7 +167,9 @@ def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions,
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     cached = None
     if key is not None:
-        cached = new_cached_call("quantize", call.on_device, call, x) or cached_driver_call(call, x, "quantize")
+        cached = new_cached_call("quantize", call.on_device, call, x, given["tensor_amax"]) or cached_driver_call(
+            call, x, "quantize"
+        )
     arguments = x, given["tensor_amax"], given["out"]
     q: Quantized = run_first(key, cached, arguments, lambda: run("quantize", "quantize", call.on_device, call))
     return q
@@ -282,7 +284,7 @@ def _quantize_both(
             f"{op}: tensor_amax was given, but {why}; leave it out, or call quantize with axis=-1 and with axis=-2"
         )
     column = columnwise(row, options._replace(seed=None if seed is None else seed + 1))
-    cached = None if key is None else new_cached_call("quantize", row.on_device, column, x, True)
+    cached = None if key is None else new_cached_call("quantize", row.on_device, column, x, tensor_amax, True)
     arguments = x, tensor_amax, None
     both: tuple[Quantized, Quantized] = run_first(
         key, cached, arguments, lambda: run(op, "quantize_both", row.on_device, row, column)

@@ -404,7 +404,8 @@ UNUSUAL = {
     "no elements": ("mxfp4-ocp", Array((0, 64), BF16), {}),
     "strided": ("mxfp4-ocp", Array(None, array=STRIDED), {}),
     "another device": ("mxfp4-ocp", Array((64, 64), BF16, device=1), {}),
-    "given amaxes of rows": ("nvfp4-te-rowscaled", Array((4, 64), BF16), {"amax": Array((4,))}),
+    "a copy of given amaxes": ("nvfp4-te-rowscaled", Array((4, 64), BF16), {"amax": Array((4,)), "given": Array((4,))}),
+    "given amaxes of other rows": ("nvfp4-te-rowscaled", Array((4, 64), BF16), {"amax": Array((2,))}),
     "amaxes of columns": ("nvfp4-te-rowscaled", Array((16, 64), BF16), {"axis": 0}),
     "amaxes of experts": ("nvfp4-te", Array((2, 64, 64), BF16), {"amax": Array((2,))}),
     "swizzled stack": ("mxfp4-ocp", Array((2, 64, 64), BF16), {"layout": "swizzled_128x4"}),
@@ -416,8 +417,9 @@ def test_unusual_calls_are_not_cached(gpu, case):
     recipe, x, options = UNUSUAL[case]
     axis, layout = options.get("axis", x.ndim - 1), options.get("layout", "linear")
     call = Call("quantize", x, fp4kit.recipe(recipe), axis, x, options.get("amax"), layout=layout)
-    assert engine_cached_calls.quantize(call, x) is None
-    assert engine_cached_calls.fake_quantize(call, x) is None or layout != "linear"
+    given = options.get("given", call.tensor_amax)
+    assert engine_cached_calls.quantize(call, x, given) is None
+    assert engine_cached_calls.fake_quantize(call, x, given) is None or layout != "linear"
 
 
 def test_errors_are_not_cached(gpu):

@@ -281,12 +281,63 @@ def test_cached_calls_compute_the_amaxes_of_rows(monkeypatch):
                 assert differing(fp4kit.fake_quantize(x, recipe), fp4kit.fake_quantize(second, recipe)) == 0
 
 
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        ("nvfp4-te-rowscaled", "linear"),
+        ("nvfp4-te-rowscaled", "swizzled_128x4"),
+        ("nvfp4-flashinfer-token-4over6-mse-256", "swizzled_128x4"),
+        ("fp8-modelopt-channel", "linear"),
+        ("int8-modelopt-channel", "linear"),
+    ],
+)
+def test_cached_calls_take_the_amaxes_of_rows(monkeypatch, recipe, layout):
+    """The caller's amaxes are those of other rows, negative zero among them, and are copied into the result."""
+    first, second = blocks(BF16), np.ascontiguousarray(blocks(BF16)[::-1, ::-1])
+    options = {"scale_layout": layout}
+    out = fp4kit.quantize(cupy.asarray(first), recipe, tensor_amax=cupy.ones(len(first), np.float32), **options)
+    fp4kit.quantize(cupy.asarray(first), recipe, tensor_amax=cupy.ones(len(first), np.float32), out=out, **options)
+    fp4kit.fake_quantize(cupy.asarray(first), recipe, tensor_amax=cupy.ones(len(first), np.float32))
+    amax = np.random.default_rng(1).uniform(0.5, 5, len(second)).astype(np.float32)
+    amax[3], amax[5] = -0.0, np.inf
+    expected = fp4kit.quantize(second, recipe, tensor_amax=amax, **options)
+    values = fp4kit.fake_quantize(second, recipe, tensor_amax=amax)
+    forbid(monkeypatch)
+    x, given = cupy.asarray(second), cupy.asarray(amax)
+    for part in (out.packed, out.tensor_scale, out.tensor_amax):
+        part.fill(7)
+    for target in (None, out):
+        q = fp4kit.quantize(x, recipe, tensor_amax=given, out=target, **options)
+        assert_same(q, expected)
+        assert q.tensor_amax is not given and differing(given, amax) == 0
+    assert differing(fp4kit.fake_quantize(x, recipe, tensor_amax=given), values) == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        ("nvfp4-flashinfer-token", "linear"),
+        ("nvfp4-flashinfer-token", "swizzled_128x4"),
+        ("nvfp4-flashinfer-token-4over6-mse-256", "linear"),
+        ("fp8-modelopt-channel", "linear"),
+    ],
+)
+def test_cached_calls_decode_rows_with_scales_of_their_own(monkeypatch, recipe, layout):
+    first, second = blocks(BF16), np.ascontiguousarray(blocks(BF16)[::-1, ::-1])
+    fp4kit.dequantize(fp4kit.quantize(cupy.asarray(first), recipe, scale_layout=layout), np.float32)
+    expected = fp4kit.dequantize(fp4kit.quantize(second, recipe), np.float32)
+    q = fp4kit.quantize(cupy.asarray(second), recipe, scale_layout=layout)
+    forbid(monkeypatch)
+    assert differing(fp4kit.dequantize(q, np.float32), expected) == 0
+
+
 def test_strided_amaxes_of_rows():
     x = blocks(BF16)
     expected = fp4kit.quantize(x, "nvfp4-te-rowscaled")
     amax = cupy.asarray(np.repeat(expected.tensor_amax, 2))[::2]
-    q = fp4kit.quantize(cupy.asarray(x), "nvfp4-te-rowscaled", tensor_amax=amax)
-    assert_same(q, expected)
+    for _ in range(2):
+        q = fp4kit.quantize(cupy.asarray(x), "nvfp4-te-rowscaled", tensor_amax=amax)
+        assert_same(q, expected)
     scale = cupy.asarray(np.repeat(expected.tensor_scale, 2))[::2]
     for known, on_host in ((amax, expected.tensor_amax), (None, None)):
         strided = replace(q, tensor_scale=scale, tensor_amax=known)

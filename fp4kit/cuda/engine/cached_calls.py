@@ -34,6 +34,8 @@ from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import PARTS, Quantized, assembled
 from fp4kit.quantized.part_shapes import tensor_amax_shape, wanted_parts
+from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import DECODE_RULES
 
 
 class QuantizedResult(NamedTuple):
@@ -78,17 +80,29 @@ class QuantizedResult(NamedTuple):
         return q
 
 
-def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
+def _is_one_matrix(x: Any, r: Recipe, rows: int, amax: Any) -> bool:
     """Return True if one launch on the current device can read x in place, as one matrix.
 
     All of these conditions must hold:
 
     - x is nonempty, contiguous and on the current device.
-    - The recipe r has no tensor scale, one per tensor or, if `amax` is None, one per row.
-    - `amax`, the amax or tensor scale that the caller passed, is None or has one element, not one per expert.
+    - The recipe r has no tensor scale, one per tensor, or one per row.
+    - `amax`, the amaxes or tensor scales that the caller passed, is None or contiguous with one element, or one per row
+      if the recipe has a tensor scale per row. It does not have one element per expert.
+
+    rows: the number of rows of the matrix.
     """
-    scaled = r.tensor_scaling in ("none", "tensor") or (r.tensor_scaling == "row" and amax is None)
-    return _are_contiguous_here(x) and scaled and (amax is None or amax.size == 1)
+    if r.tensor_scaling == "block" or not _are_contiguous_here(x):
+        return False
+    return amax is None or (amax.flags.c_contiguous and amax.size == (rows if r.tensor_scaling == "row" else 1))
+
+
+def _is_in_place(call: Call, library: DeviceArrayAccess, given: Any) -> bool:
+    """Return True if the call's tensor_amax is None or the caller's array itself, not a contiguous copy of it.
+
+    library: the functions that handle the caller's arrays. given: the tensor_amax as the caller passed it.
+    """
+    return call.tensor_amax is None or library.address(given) == call.tensor_amax.data.ptr
 
 
 class AmaxStep(NamedTuple):
@@ -249,7 +263,7 @@ class CudaQuantizeCall:
         return row.make(arrays[len(column.names) :]), column.make(arrays)
 
 
-def quantize(call: Call, x: Any, both: bool = False) -> CudaQuantizeCall | None:
+def quantize(call: Call, x: Any, given: Any, both: bool = False) -> CudaQuantizeCall | None:
     """Return a CudaQuantizeCall that repeats a parsed call to quantize.
 
     Return None in these cases:
@@ -258,20 +272,22 @@ def quantize(call: Call, x: Any, both: bool = False) -> CudaQuantizeCall | None:
     - The quantized axis is not one of the last two axes.
     - The quantized axis is the second to last axis, and the recipe has a tensor scale per row.
     - x is not one matrix that a kernel reads in place (see _is_one_matrix and matrix_count).
+    - The caller's tensor_amax is not contiguous.
 
     The caller makes sure that the call rounds to nearest, without a Hadamard transform and without block amaxes.
 
     Args:
-        x: the array as the caller passed it: a CuPy array or a PyTorch tensor.
+        x, given: x and tensor_amax as the caller passed them: CuPy arrays or PyTorch tensors.
         both: True if `call` is the columnwise call of quantize_both, and both results are wanted.
     """
     last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
     request = launch_request(call, columns=columns)
-    choice = find_kernel(request) if columns or call.axis == last else None
+    choice, library = find_kernel(request) if columns or call.axis == last else None, library_of(x)
     if (
         choice is None
         or (columns and call.recipe.tensor_scaling == "row")
-        or not _is_one_matrix(call.x, call.recipe, call.tensor_amax)
+        or not _is_one_matrix(call.x, call.recipe, request.shape[0], call.tensor_amax)
+        or not _is_in_place(call, library, given)
         or matrix_count(call, request, call.tensor_amax) != 1
     ):
         return None
@@ -280,7 +296,7 @@ def quantize(call: Call, x: Any, both: bool = False) -> CudaQuantizeCall | None:
     row = QuantizedResult.of(call, last) if both or not columns else None
     column = QuantizedResult.of(call, call.axis) if columns else None
     step = _amax_step(call, request)
-    return CudaQuantizeCall.of(library_of(x), step, launch, choice.arguments, row, column, _computes_amax(call))
+    return CudaQuantizeCall.of(library, step, launch, choice.arguments, row, column, _computes_amax(call))
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +352,7 @@ class CudaFakeQuantizeCall:
         return arrays[0]
 
 
-def fake_quantize(call: Call, x: Any) -> CudaFakeQuantizeCall | None:
+def fake_quantize(call: Call, x: Any, given: Any) -> CudaFakeQuantizeCall | None:
     """Return a CudaFakeQuantizeCall that repeats a parsed call to fake_quantize.
 
     Return None in these cases:
@@ -344,14 +360,18 @@ def fake_quantize(call: Call, x: Any) -> CudaFakeQuantizeCall | None:
     - No kernel supports the call.
     - The quantized axis is not the last one.
     - x is not one matrix that a kernel reads in place (see _is_one_matrix and matrix_count).
+    - The caller's tensor_amax is not contiguous.
 
     The caller makes sure that the call rounds to nearest, without block amaxes.
 
-    Args:
-        x: the array as the caller passed it: a CuPy array or a PyTorch tensor.
+    x, given: x and tensor_amax as the caller passed them: CuPy arrays or PyTorch tensors.
     """
-    request = launch_request(call, values=True)
-    is_one_matrix = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
+    request, library = launch_request(call, values=True), library_of(x)
+    is_one_matrix = (
+        call.axis == call.x.ndim - 1
+        and _is_one_matrix(call.x, call.recipe, request.shape[0], call.tensor_amax)
+        and _is_in_place(call, library, given)
+    )
     choice = find_kernel(request)
     if choice is None or not is_one_matrix or matrix_count(call, request, call.tensor_amax) != 1:
         return None
@@ -361,7 +381,7 @@ def fake_quantize(call: Call, x: Any) -> CudaFakeQuantizeCall | None:
     step, arrays = _amax_step(call, request), [NewArray(call.x.shape, call.x.dtype)]
     if _computes_amax(call):
         arrays.append(NewArray(tensor_amax_shape(call.x.shape, call.recipe), FLOAT32))
-    return CudaFakeQuantizeCall.of(library_of(x), step, launch, choice.arguments, arrays)
+    return CudaFakeQuantizeCall.of(library, step, launch, choice.arguments, arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +423,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Cud
     - The codes are not one matrix that a kernel reads in place (see _is_one_matrix).
     - q has more than two axes, and its scales are not linear.
     - The codes, block scales or `out` are not contiguous or do not begin at a multiple of 16 bytes.
+    - There is one tensor scale per row, from which the amaxes must be computed first (DecodeRule.needs_amax).
 
     In all other cases, raise Declined if no kernel supports the recipe.
 
@@ -413,13 +434,19 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Cud
         out: the array to write to, as a CuPy array; None for a new one.
     """
     r = q.recipe
-    is_one_matrix = _is_one_matrix(q.packed, r, q.tensor_scale) and q.axis == len(q.shape) - 1
+    shape = prod(q.shape[:-1]), q.shape[-1]
+    needs_amax = r.tensor_scaling == "row" and DECODE_RULES[r.decode_rule].needs_amax
+    is_one_matrix = _is_one_matrix(q.packed, r, shape[0], q.tensor_scale) and q.axis == len(q.shape) - 1
     is_joined = len(q.shape) <= 2 or q.scale_layout == "linear"
     arrays = [a for a in (q.packed, q.block_scale, out) if a is not None]
-    if not is_one_matrix or not is_joined or not all(a.flags.c_contiguous and aligned(a, 16) for a in arrays):
+    if (
+        needs_amax
+        or not is_one_matrix
+        or not is_joined
+        or not all(a.flags.c_contiguous and aligned(a, 16) for a in arrays)
+    ):
         return None
     check_formats(r)
-    shape = prod(q.shape[:-1]), q.shape[-1]
     launch = matrix.dequantize_launch(r, q.scale_layout, q.dtype, dtype, shape, q.packed.device.id)
     library = library_of(given.packed)
     return CudaDequantizeCall(library, launch, library.maker([NewArray(q.shape, dtype)]))
