@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,11 +23,12 @@ from fp4kit.cuda.compile import loader, nvrtc
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.cuda.launch import pack_codes, swizzle, transpose
-from fp4kit.cuda.launch.dispatch import LaunchRequest, kernel_for
+from fp4kit.cuda.launch.dispatch import LaunchRequest, find_kernel, kernel_for
 from fp4kit.cuda.launch.geometry import THREADS
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes.schema import with_row_blocks
 
 F32, F16, BF16 = FLOATS
 REPORT = re.compile(
@@ -55,6 +56,11 @@ class ReportedKernel(NamedTuple):
     source: str
 
 
+def request_of(r: Recipe, dtype: np.dtype, layout: str = "linear") -> LaunchRequest:
+    """Return the request for a matrix of 1024 x 4096 elements in a group."""
+    return LaunchRequest(with_row_blocks(r), dtype, (1024, 4096), layout, grouped=True)
+
+
 def quantize_kernel(
     r: Recipe, dtype: np.dtype, aligned: bool = True, layout: str = "linear", **options: object
 ) -> ReportedKernel:
@@ -67,10 +73,13 @@ def quantize_kernel(
         layout: layout of the block scales
         options: further arguments of recipe_struct, such as stochastic=True
     """
-    file = kernel_for(LaunchRequest(r, dtype, (1024, 4096), layout, grouped=True)).kernel
-    struct = recipe_struct(r, layout, **options)  # type: ignore[arg-type]
+    request = request_of(r, dtype, layout)
+    file = kernel_for(request).kernel
+    struct = recipe_struct(request.recipe, layout, **options)  # type: ignore[arg-type]
     names = [layout] * (layout != "linear") + ["misaligned"] * (not aligned)
-    names += ["hadamard" if name == "sign_mask" else name for name in options]
+    step: Any = options.get("row_step", ())
+    shown = {"sign_mask": "hadamard", "row_step": " ".join(map(str, step))}
+    names += [shown.get(name, name) for name in options]
     source = instantiation(file, struct, Input=TYPES[dtype], kAligned=aligned)
     return ReportedKernel(f"{file}_kernel", r.id, str(dtype), ", ".join(names), source)
 
@@ -110,11 +119,11 @@ def amax_kernel(dtype: np.dtype, hadamard: bool) -> ReportedKernel:
 def kernels() -> Iterator[ReportedKernel]:
     """Yield the kernels of the report.
 
-    Every recipe except fake quantizers has its bfloat16 kernel. A few recipes also have kernels for other dtypes and
-    options, for dequantize, amax, shards and layouts.
+    Every recipe that a quantize kernel supports has its bfloat16 kernel. A few recipes also have kernels for other
+    dtypes and options, for dequantize, amax, shards and layouts.
     """
     for r in RECIPES.values():
-        if not r.fake_only:
+        if not r.fake_only and find_kernel(request_of(r, BF16)) is not None:
             yield quantize_kernel(r, BF16)
         if r.four_over_six:
             yield table_kernel(r)
@@ -129,6 +138,10 @@ def kernels() -> Iterator[ReportedKernel]:
         if RECIPES[id].tensor_scaling == "tensor":
             yield from (quantize_kernel(RECIPES[id], dtype, finds_amax=True) for dtype in (F32, BF16))
         yield from (dequantize_kernel(RECIPES[id], dtype) for dtype in (F32, BF16))
+    for id in ("nvfp4-te-rowscaled", "nvfp4-flashinfer-token"):
+        for step in (("several", 64), ("one", 64), ("one", 128), ("part", 128)):
+            yield quantize_kernel(RECIPES[id], BF16, row_step=step)
+        yield quantize_kernel(RECIPES[id], BF16, aligned=False, row_step=("one", 64))
     for id in ("nvfp4-te", "nvfp4-te-2d", "mxfp4-ocp"):
         yield quantize_kernel(RECIPES[id], BF16, layout="swizzled_128x4")
     yield quantize_kernel(RECIPES["nvfp4-te-reference"], BF16, sign_mask=TE_SIGN_MASK)

@@ -87,9 +87,9 @@ def run_first(
 
 
 def _facts(q: Quantized, facts_of: Callable[[Any], Hashable]) -> Hashable:
-    """Return the facts of a Quantized that are part of a key: its axis, recipe, scale layout and facts of its arrays.
+    """Return the facts of a Quantized that are part of a key.
 
-    The result is hashable.
+    They are its shape, dtype, axis, recipe and scale layout, and the facts of its arrays. The result is hashable.
 
     facts_of: a function that returns the facts of one library's arrays and raises TypeError for anything else.
     """

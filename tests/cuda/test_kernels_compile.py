@@ -132,6 +132,16 @@ def test_kernels_that_find_the_amax_compile(kernel, arch):
     loader.compile_source(source, arch)
 
 
+@pytest.mark.parametrize("aligned", [True, *exhaustive((False,))])
+@pytest.mark.parametrize("step", [("one", 64), *exhaustive((("several", 64), ("one", 128), ("part", 128)))])
+def test_kernels_that_find_the_amaxes_of_rows_compile(step, aligned):
+    recipe = {True: "nvfp4-te-rowscaled", False: "nvfp4-flashinfer-token"}[aligned]
+    struct = recipe_struct(RECIPES[recipe], row_step=step)
+    source = instantiation("quantize", struct, Input=TYPES[BF16], kAligned=aligned)
+    assert f"RowStep kRowStep = RowStep::{step[0]}" in source
+    loader.compile_source(source, "sm_90")
+
+
 def test_there_is_a_case_of_every_kernel():
     text = "".join(source for case in KINDS for source, _ in sources_of(case))
     files = loader.SOURCES.rglob("*.cu")

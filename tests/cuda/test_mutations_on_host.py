@@ -77,7 +77,7 @@ def scales_at_ties() -> None:
 
 
 def rows_with(element: float, columns: int) -> Callable[[], None]:
-    """Return a function that asserts that GPU and CPU find equal amaxes of rows, of which one has an element `element`.
+    """Return a check that GPU and CPU find equal amaxes of rows if one of three rows contains `element`.
 
     columns: the number of elements per row.
     """

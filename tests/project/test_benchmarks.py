@@ -20,6 +20,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import below_target  # noqa: E402
 import bench_small  # noqa: E402
+import kernel_report  # noqa: E402
 import measure  # noqa: E402
 import report  # noqa: E402
 import rows  # noqa: E402
@@ -327,3 +328,10 @@ def test_committed_tables_are_those_of_the_records():
             record = json.loads(path.with_suffix(".json").read_text())
             assert path.stem == report.slug(record)
             assert path.read_text() == report.markdown(record), "run python benchmarks/report.py on the record"
+
+
+def test_the_report_of_kernels_has_each_kernel_once():
+    found = [kernel[:4] for kernel in kernel_report.kernels()]
+    assert len(found) == len(set(found)) > 300
+    steps = {options for _, recipe, _, options in found if recipe == "nvfp4-te-rowscaled"}
+    assert {"several 64", "one 64", "one 128", "part 128", "misaligned, one 64"} <= steps

@@ -26,7 +26,7 @@ from fp4kit.recipes.schema import fake_unit, then_encodes
 # The number of thread blocks in a cluster that computes the amax of a small array: the largest cluster that every GPU
 # with clusters supports.
 FINDERS = 8
-THREAD_BYTES = 64  # bytes of elements that a thread of quantize loads at a time
+THREAD_BYTES = 64  # bytes of elements that a thread of quantize loads at a time, unless a RowPlan says otherwise
 TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
 
 

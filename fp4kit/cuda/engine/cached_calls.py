@@ -106,7 +106,7 @@ def _is_in_place(call: Call, library: DeviceArrayAccess, given: Any) -> bool:
 
 
 class AmaxStep(NamedTuple):
-    """The step of a cached call that computes the tensor amax or row amaxes by a launch of its own.
+    """The step of a cached call that computes the tensor amax or row amaxes by a separate launch.
 
     Attributes:
         launch: the launch that computes the amax.
@@ -136,7 +136,7 @@ def _computes_amax(call: Call) -> bool:
 
 
 def _amax_step(call: Call, request: LaunchRequest) -> AmaxStep | None:
-    """Return the AmaxStep of a call, or None if no launch of its own computes an amax.
+    """Return the AmaxStep of a call, or None if no separate launch computes an amax.
 
     No such launch is needed if the call computes no amax, or if the kernel that quantizes computes it
     (request.finds_amax).
@@ -190,13 +190,14 @@ class CudaQuantizeCall:
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
-        amax: the step that computes the tensor amax; None if the call needs no launch of its own for it.
+        amax: the step that computes the tensor amax; None if no separate launch computes it.
         launch: the prepared launch of the kernel that quantizes.
         pick: the function that orders the kernel's arguments, from _argument_picker.
         row: the instructions for the rowwise result; None without one.
         column: the instructions for the columnwise result; None without one.
         new: new() returns a list of new arrays: the arrays of column, then those of row. If there is a tensor_amax, it
-            is the last array of each. The kernel writes the computed amax, or a copy of the caller's amax, into it.
+            is the last array of each group. The kernel writes the computed amax, or a copy of the caller's amax, into
+            it.
     """
 
     library: DeviceArrayAccess
@@ -222,7 +223,7 @@ class CudaQuantizeCall:
 
         Args:
             library: the functions that handle arrays of the caller's library.
-            amax: the step that computes the tensor amax; None if the call needs no launch of its own for it.
+            amax: the step that computes the tensor amax; None if no separate launch computes it.
             launch: the prepared launch of the kernel that quantizes.
             arguments: the names of this kernel's arguments.
             row, column: the instructions for the rowwise and the columnwise result; None without this result.
@@ -249,7 +250,7 @@ class CudaQuantizeCall:
         """
         library, row, column = self.library, self.row, self.column
         address, stream = library.address, library.stream()
-        one: Any = column if row is None else row  # the only result, unless the call is of quantize_both
+        one: Any = column if row is None else row  # the only result, unless this is a call to quantize_both
         # Only quantize has an `out`.
         arrays = self.new() if out is None else [getattr(out, name) for name in one.names]
         addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
@@ -305,7 +306,7 @@ class CudaFakeQuantizeCall:
 
     Attributes:
         library: the functions that handle arrays of the caller's library.
-        amax: the step that computes the tensor amax; None if the call needs no launch of its own for it.
+        amax: the step that computes the tensor amax; None if no separate launch computes it.
         launch: the prepared launch of the kernel that writes the values.
         pick: the function that orders the kernel's arguments, from _argument_picker.
         new: new() returns a list of new arrays: the values and, if the cached call computes the amax, the amax.
@@ -330,7 +331,7 @@ class CudaFakeQuantizeCall:
 
         Args:
             library: the functions that handle arrays of the caller's library.
-            amax: the step that computes the tensor amax; None if the call needs no launch of its own for it.
+            amax: the step that computes the tensor amax; None if no separate launch computes it.
             launch: the prepared launch of the kernel that writes the values.
             arguments: the names of this kernel's arguments.
             arrays: the descriptions of the array of values, and of the amax if the call computes it.

@@ -388,7 +388,7 @@ def _table_grid(request: LaunchRequest, device: int) -> int:
 def _tile_grid(request: LaunchRequest, device: int) -> int:
     """Return the number of thread blocks of quantize_tile: one per tile, at most BLOCKS_PER_SM per multiprocessor.
 
-    If thread blocks compute the amaxes of their rows, it is that of the row_plan.
+    If thread blocks compute the amaxes of their rows, return the `blocks` of the RowPlan.
     """
     rows, columns = request.shape
     if plan := row_plan(request, device):
@@ -398,7 +398,7 @@ def _tile_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _bytes_per_thread(request: LaunchRequest) -> int:
-    """Return the bytes of elements that each thread of quantize or quantize_unblocked loads at a time: 32 or 64.
+    """Return the bytes of elements that a thread of quantize loads at a time, before row_plan doubles them: 32 or 64.
 
     It is 32 for fake-quantized values of recipes with blocks that multiply elements by a factor (apply="multiply").
     """
@@ -410,10 +410,10 @@ class RowPlan(NamedTuple):
     """How thread blocks process rows whose amaxes they compute (finds_rows).
 
     Attributes:
-        step: "several" if a thread block takes several whole rows at a time, "one" if it takes one row, "part" if its
-            threads need several steps for a row.
+        step: "several" if a thread block takes several whole rows in one step of its threads, "one" if it takes one row
+            in one step, "part" if it takes one row in several steps. It is always "part" for quantize_tile.
         threads: the number of threads per thread block, a multiple of WARP.
-        thread_bytes: the bytes of elements that a thread of quantize loads at a time.
+        thread_bytes: the bytes of elements that a thread of quantize loads at a time. It is not used by quantize_tile.
         blocks: the number of thread blocks.
     """
 
@@ -428,12 +428,12 @@ def row_plan(request: LaunchRequest, device: int) -> RowPlan | None:
 
     The kernel is quantize, or quantize_tile for 4over6.
 
-    - A thread block of quantize takes several rows at a time if one warp loads a whole row in one step, and one row at
-      a time if rows are longer. It also takes one row if there are few of them, so that no multiprocessor is idle. The
-      number of threads is a multiple of WARP, at most THREADS, and as small as possible for these rows.
-    - A row that does not fit into one step of THREADS threads is loaded twice, so for such rows each thread loads twice
-      as many elements at a time. If the row still does not fit, the number of threads is chosen so that they are busy
-      in all steps.
+    - If one warp loads a whole row in one step, a thread block of quantize takes several rows at a time. If rows are
+      longer, or so few that multiprocessors would be idle, it takes one row. The number of threads is a multiple of
+      WARP, at most THREADS, and as small as possible for these rows.
+    - A row that does not fit into one step must be loaded twice. So if a row does not fit into THREADS threads of 64
+      bytes, each thread loads 128 bytes at a time. If the row still does not fit, the number of threads is chosen so
+      that they are busy in all steps.
     - For 4over6, a thread block takes one row at a time. Each thread first computes the tensor scale of the row, so
       several blocks per thread are best. But if a thread takes more than ROW_STEPS blocks, the rows of all thread
       blocks on a multiprocessor do not fit into L1, from which they are loaded again.
@@ -441,9 +441,9 @@ def row_plan(request: LaunchRequest, device: int) -> RowPlan | None:
     There are at most 96 thread blocks per multiprocessor; see _row_grid.
 
     The table gives the speed relative to a copy of the bytes of x, codes and scales, for 16384 rows of bfloat16, or for
-    4096 rows if they have 32768 columns (2026-11-27). If one launch finds the amaxes and another one quantizes, the
-    speed is 0.52 to 0.57 (H100). The scales of nvfp4-flashinfer-token are swizzled, and the others linear. The column
-    4over6 is nvfp4-flashinfer-token-4over6-mse-256.
+    4096 rows if they have 32768 columns (2026-11-27). If one launch computes the amaxes and another one quantizes,
+    the speed is 0.52 to 0.57 (H100). The scales of nvfp4-flashinfer-token are swizzled, and those of the other recipes
+    are linear. The column 4over6 is for nvfp4-flashinfer-token-4over6-mse-256.
 
         columns   nvfp4-te-rowscaled   nvfp4-flashinfer-token   4over6
                   H100   H200          H100   H200              H100   H200
@@ -484,7 +484,7 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
     scales, or the division by which a run finds its row.
 
     There are two exceptions. For fake-quantized values of recipes with blocks that multiply elements by a factor, one
-    thread writes 2 times 16 bytes. If thread blocks compute the amaxes of their rows, the grid is that of the row_plan.
+    thread writes 2 times 16 bytes. If thread blocks compute the amaxes of their rows, the grid is that of the RowPlan.
 
     Speed relative to a copy, for several limits of thread blocks (H200, 16384 x 16384 bfloat16, 2026-11-21):
 

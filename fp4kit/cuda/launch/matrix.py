@@ -100,7 +100,7 @@ def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
 def kernel_structs(request: LaunchRequest, plan: RowPlan | None = None) -> str:
     """Return the C++ text of the structs that are template arguments of the kernel for a request.
 
-    plan: the result of row_plan for the request.
+    plan: the result of row_plan for the request; None for a group.
     """
     options: dict[str, Any] = {
         "fake": request.values,

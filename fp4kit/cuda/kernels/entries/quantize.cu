@@ -315,7 +315,7 @@ FP4KIT_DEVICE void load_runs(const QuantizeArguments& a, Place place_of,
   for (int k = 0; k < QuantizeTraits<R, In>::kUnroll; ++k) x[k] = read_run_of<R, In, kAligned>(a, place_of(k).run);
 }
 
-// The elements that count in the amax of a row.
+// Says which elements count in the amax of a row.
 template <class R>
 constexpr AmaxInput kRowInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;
 
@@ -335,7 +335,8 @@ FP4KIT_DEVICE void raise_by_warp(u32* largest, u32 index, u32 own) {
 // First find the amax of each of these rows, and store it in the array at a.tensor_amax. Then store codes and scales,
 // or values if R::kFake. NaN elements make the amax NaN if R::kAmaxNan is `propagate`, and are skipped otherwise.
 //
-// At a time, a thread block takes as many whole rows as fit into one step of its threads. At least one row must fit.
+// At a time, a thread block takes as many whole rows as fit into one step of its threads, at most kThreads. At least
+// one row must fit.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_several_rows(const QuantizeArguments& a, Grid grid) {
   using Traits = QuantizeTraits<R, In>;
@@ -413,11 +414,11 @@ FP4KIT_DEVICE void quantize_single_rows(const QuantizeArguments& a, Grid grid) {
 }
 
 // If the kernel finds the amaxes of rows, more thread blocks per multiprocessor hide the time until a row is loaded.
-// The numbers are the largest for which hardly any registers are spilled; 0 sets none.
-constexpr int kBlocksPerMultiprocessor = R::kRowStep == RowStep::none || R::kStochastic ? 0
-                                         : R::kThreadBytes > 64                         ? 4
-                                         : sizeof(Input::Bits) == 2                     ? 6
-                                                                                        : 5;
+// With these numbers, at most a few registers are spilled. 0 sets no minimum.
+constexpr int kBlocksPerMultiprocessor = R::kRowStep == RowStep::none || R::kStochastic || !kAligned ? 0
+                                         : R::kThreadBytes > 64                                      ? 4
+                                         : sizeof(Input::Bits) == 2                                  ? 6
+                                                                                                     : 5;
 
 // Quantize a.x, and store its codes in a.packed, its block scales in a.scales and its tensor scales in a.tensor_scale;
 // or store only its values in a.values if R::kFake. a.tensor_scale may be nullptr unless each block has a tensor scale.
@@ -425,9 +426,10 @@ constexpr int kBlocksPerMultiprocessor = R::kRowStep == RowStep::none || R::kSto
 // cuda/launch/dispatch.py). A thread processes several runs per step.
 //
 // Before that, the kernel itself finds amaxes in two cases, and stores them at a.tensor_amax. If R::kRowStep is not
-// `none`, it finds the amax of each row, and may be launched with fewer than kThreads threads, a multiple of 32.
-// If R::kFinders is not 0, it finds the tensor's amax, or the amax of each row (amax.cuh); launch with a multiple of
-// R::kFinders thread blocks then, and otherwise with any number of thread blocks.
+// `none`, it finds the amax of each row, and may be launched with fewer than kThreads threads, a multiple of 32. If it
+// is `several` or `one`, a whole row must fit into one step of these threads. If R::kFinders is not 0, it finds the
+// tensor's amax, or the amax of each row (amax.cuh); launch with a multiple of R::kFinders thread blocks then, and
+// otherwise with any number of thread blocks.
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_kernel(QuantizeArguments a) {
   if constexpr (R::kRowStep == RowStep::several) {

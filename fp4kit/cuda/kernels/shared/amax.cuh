@@ -43,7 +43,7 @@ FP4KIT_DEVICE u32 largest_of_block(u32 own) {
   __shared__ u32 parts[32];
   const u32 lane = threadIdx.x % 32u;
   own = largest_of_warp(own);
-  __syncthreads();  // until all threads have read the parts of an earlier call
+  __syncthreads();  // wait until all threads have read the parts of an earlier call
   if (lane == 0u) parts[threadIdx.x / 32u] = own;
   __syncthreads();
   return largest_of_warp(parts[minimum(lane, blockDim.x / 32u - 1u)]);

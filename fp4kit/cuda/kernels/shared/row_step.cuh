@@ -1,7 +1,10 @@
 // How thread blocks of a kernel take rows of a matrix (R::kRowStep).
 #pragma once
 
-// How a thread block takes rows if it finds their amaxes before it quantizes them: several whole rows in one step of
-// its threads, one whole row in one step, or one row in several steps (`part`). If the kernel finds no amaxes of rows
-// in this way, the value is `none`.
+// How a thread block takes rows if it finds their amaxes before it quantizes them:
+//
+// - none: it does not. The kernel needs no amaxes of rows, or the caller passes them, or clusters find them.
+// - several: several whole rows in one step of its threads
+// - one: one whole row in one step
+// - part: one row in several steps
 enum class RowStep { none, several, one, part };
