@@ -23,7 +23,19 @@ from fp4kit.contract.making import Making, making_of, rows_of, same, zeros_makin
 from fp4kit.contract.products import INPUTS_DIFFER, products, why_no_products, with_products
 from fp4kit.contract.result import LayerParity, Parity
 from fp4kit.contract.schema import Contract
-from fp4kit.contract.sides import OP, Side, Weights, amax_of, array_of, as_weights, largest, made, side_of, source_of
+from fp4kit.contract.sides import (
+    OP,
+    Side,
+    Weights,
+    amax_of,
+    array_of,
+    as_loaded,
+    as_weights,
+    largest,
+    made,
+    side_of,
+    source_of,
+)
 from fp4kit.contract.stacks import stacks_in, unstacked
 from fp4kit.contract.steps import Arithmetic
 from fp4kit.contract.stored_order import orders
@@ -401,7 +413,7 @@ class _Check:
                 return ComparedRows(side.label, Weights(zeros.part, None), zeros.making, x, container)
             return ComparedRows(side.label, made(x, one.recipe, one.amax), Making(one), x, container)
         if whole.q is not None:
-            whole = Weights(replace(whole.q, recipe=side.decoding(whole.q.recipe)), None)
+            whole = Weights(as_loaded(replace(whole.q, recipe=side.decoding(whole.q.recipe))), None)
         part = rows_of(whole, rows)
         if x is None or (whole.q is None and recipe is None and side.function is None and side.contract is not None):
             return ComparedRows(side.label, part, self._order_without_source(i, name, whole))

@@ -7,6 +7,7 @@ A side is described by a Contract, by tensors, by a function, or by a Contract t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -307,10 +308,24 @@ def amax_of(x: np.ndarray, recipe: Recipe) -> Amax:
     return tensor_amax(x, recipe)
 
 
+def as_loaded(q: Quantized) -> Quantized:
+    """Return q with the tensor scale that a loader computes, if the checkpoint stores a divisor; otherwise q itself.
+
+    The stored divisor is 1 / tensor_scale, rounded to float32, and a loader inverts it again. If this is done twice, the
+    second time changes nothing. A checkpoint stores such a divisor if q's decode rule is "stored_divisor".
+    """
+    if q.recipe.decode_rule != "stored_divisor":
+        return q
+    with np.errstate(divide="ignore", over="ignore"):
+        scale = np.float32(1) / (np.float32(1) / np.asarray(q.tensor_scale, np.float32))
+    return replace(q, tensor_scale=np.asarray(scale), tensor_amax=None)
+
+
 def made(x: np.ndarray, recipe: Recipe, amax: Amax) -> Weights:
     """Quantize some rows of a matrix with tensor amaxes of the whole matrix, and return a Quantized in Weights.
 
-    If the recipe only fake-quantizes, return the fake-quantized values in Weights instead.
+    If the recipe only fake-quantizes, return the fake-quantized values in Weights instead. The tensor scale is that of
+    as_loaded.
 
     x: the rows.
     amax: the tensor amaxes: () for one, or one per row of x; None if the recipe needs none. They may be NaN.
@@ -319,7 +334,8 @@ def made(x: np.ndarray, recipe: Recipe, amax: Amax) -> Weights:
         return Weights(None, faked(x, recipe, amax))
     x, amax, added = _with_measured_nan(x, recipe, amax)
     q: Quantized = quantize(x, recipe, tensor_amax=amax)
-    return Weights(box_of(q, (slice(added, len(x)), slice(0, x.shape[1]))) if added else q, None)
+    q = box_of(q, (slice(added, len(x)), slice(0, x.shape[1]))) if added else q
+    return Weights(as_loaded(q), None)
 
 
 def faked(x: np.ndarray, recipe: Recipe, amax: Amax) -> np.ndarray:
