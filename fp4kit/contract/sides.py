@@ -311,8 +311,8 @@ def amax_of(x: np.ndarray, recipe: Recipe) -> Amax:
 def as_loaded(q: Quantized) -> Quantized:
     """Return q with the tensor scale that a loader computes, if the checkpoint stores a divisor; otherwise q itself.
 
-    The stored divisor is 1 / tensor_scale, rounded to float32, and a loader inverts it again. If this is done twice, the
-    second time changes nothing. A checkpoint stores such a divisor if q's decode rule is "stored_divisor".
+    The stored divisor is 1 / tensor_scale, rounded to float32, and a loader inverts it again. Doing this once more
+    changes nothing. A checkpoint stores such a divisor if the decode rule of q is "stored_divisor".
     """
     if q.recipe.decode_rule != "stored_divisor":
         return q

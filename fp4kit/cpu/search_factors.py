@@ -15,6 +15,7 @@ from fp4kit.cpu.dequantize import decoder_of
 from fp4kit.cpu.encode import INPUTS, Tiles, blocks_of, kernels_of, source
 from fp4kit.cpu.library import SearchFactorsCall, SearchQuestCall, address, functions, threads_for
 from fp4kit.recipes import Recipe, rules
+from fp4kit.recipes.schema import searching
 from fp4kit.reference import search_factors as specification
 from fp4kit.reference.tensor_rules import tensor_scale
 
@@ -32,7 +33,7 @@ def search_matrix(
     transform.
     """
     factors = np.asarray(specification.FACTORS[recipe.search], np.float32)
-    kernels, decoder = kernels_of(recipe), decoder_of(recipe, np.dtype(np.float32))
+    kernels, decoder = kernels_of(recipe), decoder_of(searching(recipe), np.dtype(np.float32))
     factors_by_code = not rules.BLOCK_RULES[recipe.block_rule or ""].reads_amax
     tensor = [np.ascontiguousarray(part, np.float32).reshape(-1) for part in tensor_scale(amax, recipe, x.dtype)]
     step, cost = int(max(part.size for part in tensor) > 1), 1 + len(factors) // _CANDIDATES_PER_COST

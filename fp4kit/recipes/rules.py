@@ -263,16 +263,19 @@ class SearchRule(NamedTuple):
         lanes: a number that must divide the columns of a block.
         nvfp4: True if the recipe must have E2M1 elements in blocks of 16 columns under one tensor scale. The largest
             candidate is then the tensor amax.
+        decode_rule: name of the decode rule by which the producer measures the error of a candidate. "" if the search
+            uses no decode rule.
     """
 
     scale: str
     lanes: int = 1
     nvfp4: bool = False
+    decode_rule: str = ""
 
 
 SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
-    "auto_round_powers": SearchRule("E8M0", lanes=8),
-    "auto_round_percents": SearchRule("E4M3", lanes=8),
+    "auto_round_powers": SearchRule("E8M0", lanes=8, decode_rule="e8m0"),
+    "auto_round_percents": SearchRule("E4M3", lanes=8, decode_rule="auto_round"),
     "modelopt_sweep": SearchRule("E4M3", nvfp4=True),
     "quest": SearchRule("E8M0", lanes=32),
 }

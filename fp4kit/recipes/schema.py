@@ -106,7 +106,8 @@ class Recipe:
         scale_max: the block scale that the block with the tensor's amax gets: 448, the largest value of E4M3, or 256
             in some 4over6 recipes.
         search: name of the search that chooses each block amax, among candidates by the resulting error, or by a
-            statistic of the block ("quest"). "" if the block amax is the largest magnitude.
+            statistic of the block ("quest"). "" if the block amax is the largest magnitude. The error is that of the
+            producer's own decoding, whatever decode_rule is.
         static: True if block amaxes come from calibration and are passed to quantize as block_amax. If block_amax is
             not passed, the largest magnitude of each block is used.
         narrow: True if integer elements are limited to [-max, max] instead of [-max - 1, max].
@@ -262,6 +263,18 @@ def with_row_blocks(r: Recipe) -> Recipe:
 def has_tall_scales(r: Recipe) -> bool:
     """Return whether a recipe's blocks have several rows and float32 scales, such as FP8 in 128x128 blocks."""
     return r.tensor_scaling == "block" and r.block_rows > 1
+
+
+@lru_cache(256)
+def searching(r: Recipe) -> Recipe:
+    """Return the recipe with which r's search encodes and decodes a candidate, to measure its error.
+
+    It decodes by the rule of the search, whatever r's decode rule is, so that recipes which only decode differently
+    give equal codes (as_stored). Two kinds of recipes keep their rule: those with amax rules, which have only one, and
+    those whose search uses none. Elements are encoded once, also if r encodes them twice (repacked).
+    """
+    rule = rules.SEARCHES[r.search].decode_rule
+    return replace(r, decode_rule=r.decode_rule if r.is_custom or not rule else rule, repacked=False)
 
 
 @lru_cache(256)

@@ -17,7 +17,6 @@ search is a function in this file:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -25,6 +24,7 @@ import numpy as np
 from fp4kit.call.parse import Call
 from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import Recipe, rules
+from fp4kit.recipes.schema import searching
 from fp4kit.reference.arith import log2
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import block_amax, tiles
@@ -110,7 +110,7 @@ def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
     amax: the candidate amax of each block.
     which: a mask that selects blocks.
     """
-    blocks, recipe = x.reshape(len(x), -1, recipe.block_size), replace(recipe, repacked=False)
+    blocks, recipe = x.reshape(len(x), -1, recipe.block_size), searching(recipe)
 
     def error(amax: np.ndarray, which: np.ndarray) -> np.ndarray:
         rows = blocks[which]

@@ -9,7 +9,6 @@ The search "quest", which computes each amax from the elements of a block, is la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.cuda.launch.geometry import THREADS, Launch, address, aligned, check_count, grid
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.schema import searching
 from fp4kit.reference.search_factors import FACTORS
 
 OWN_KERNELS = {**dict.fromkeys(FACTORS, "search_factors"), "quest": "search_quest"}  # {Recipe.search: its kernel}
@@ -67,7 +67,7 @@ def _function(r: Recipe, dtype: np.dtype, device: int, mask: int | None, is_alig
     dtype: the dtype of x. mask: the sign mask of a Hadamard transform to apply first; None for no transform.
     is_aligned: True if x begins at a multiple of 16 bytes.
     """
-    kernel, struct = OWN_KERNELS[r.search], recipe_struct(replace(r, repacked=False), sign_mask=mask)
+    kernel, struct = OWN_KERNELS[r.search], recipe_struct(searching(r), sign_mask=mask)
     if r.search in FACTORS:
         struct = f"{struct}\n{factors_text(r)}"
     source = instantiation(kernel, struct, Input=TYPES[dtype], kAligned=is_aligned)

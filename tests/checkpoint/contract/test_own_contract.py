@@ -1,0 +1,73 @@
+"""Test that every converted model is equal to its own contract, in each format and by each recipe."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from exhaustive import exhaustive
+from safetensors.numpy import save_file
+
+import fp4kit
+from fp4kit.checkpoint import CheckpointError, convert
+from fp4kit.recipes import RECIPES
+
+SHAPES = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (128, 256)),
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), (256, 256)),
+}
+FORMATS = ("modelopt", "compressed-tensors", "fp8", "sglang-mxfp8", "mlx", "comfy")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Return the directory of an unquantized model whose layers have different amaxes, and one only zeros."""
+    folder = tmp_path_factory.mktemp("model") / "source"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"model.layers.{i}.{leaf}.weight": (rng.standard_normal(shape) * np.exp(rng.uniform(-3, 1))).astype(
+            ml_dtypes.bfloat16
+        )
+        for i in range(3)
+        for leaf, shape in SHAPES.items()
+    }
+    tensors["model.layers.1.mlp.down_proj.weight"][...] = 0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16"}))
+    return folder
+
+
+def assert_equals_its_contract(source, out, format, recipe):
+    convert(source, out, recipe, format=format)
+    found = fp4kit.parity(fp4kit.Contract.of(out), out, weights=source)
+    assert found.equal, f"{format}, {recipe}: {found}"
+    assert len(found.layers) == 3 * len(SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("format", "recipe"),
+    [
+        ("modelopt", "nvfp4-modelopt"),
+        ("compressed-tensors", "nvfp4-compressed-tensors"),
+        ("compressed-tensors", "nvfp4-modelopt"),
+        ("compressed-tensors", "nvfp4-comfy-kitchen"),
+        ("compressed-tensors", "fp8-modelopt-channel"),
+        ("mlx", "nvfp4-mlx-cpu-global"),
+        ("comfy", "nvfp4-comfy-kitchen"),
+    ],
+)
+def test_a_converted_model_equals_its_contract(source, tmp_path, format, recipe):
+    assert_equals_its_contract(source, tmp_path / "out", format, recipe)
+
+
+@pytest.mark.parametrize("format", exhaustive(FORMATS))
+def test_converted_models_equal_their_contracts(source, tmp_path, format):
+    count = 0
+    for recipe in RECIPES:
+        try:
+            assert_equals_its_contract(source, tmp_path / recipe, format, recipe)
+        except CheckpointError:  # the format cannot hold this recipe
+            continue
+        count += 1
+    assert count
