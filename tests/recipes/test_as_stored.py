@@ -1,4 +1,4 @@
-"""Test the recipes of programs that load checkpoints (as_stored): they encode like the recipe, and decode differently."""
+"""Test as_stored, the recipes of programs that load checkpoints: they encode alike, but may decode otherwise."""
 
 from dataclasses import replace
 
