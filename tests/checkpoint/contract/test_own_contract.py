@@ -5,6 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+import synthetic
 from exhaustive import exhaustive
 from safetensors.numpy import save_file
 
@@ -71,3 +72,18 @@ def test_converted_models_equal_their_contracts(source, tmp_path, format):
             continue
         count += 1
     assert count
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", *exhaustive(("modelopt", "mlx", "comfy"))])
+@pytest.mark.parametrize("model", synthetic.MODELS)
+def test_models_of_each_structure(tmp_path, model, format):
+    """A format that cannot hold a structure, or a recipe, refuses it; compressed-tensors holds all of them."""
+    synthetic.MODELS[model](tmp_path / "source")
+    recipe = "nvfp4-mlx-cpu-global" if format == "mlx" else "nvfp4-modelopt"
+    try:
+        convert(tmp_path / "source", tmp_path / "out", recipe, format=format)
+    except CheckpointError:
+        assert format != "compressed-tensors"
+        return
+    found = fp4kit.parity(fp4kit.Contract.of(tmp_path / "out"), tmp_path / "out", weights=tmp_path / "source")
+    assert found.equal and found.layers, found
