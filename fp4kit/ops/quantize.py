@@ -165,12 +165,10 @@ def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions,
     given: the arguments tensor_amax, block_amax and out, by name.
     """
     call = quantize_call("quantize", x, recipe, axis, options, **given)
-    cached = None
+    cached, amax = None, given["tensor_amax"]
     if key is not None:
-        cached = new_cached_call("quantize", call.on_device, call, x, given["tensor_amax"]) or cached_driver_call(
-            call, x, "quantize"
-        )
-    arguments = x, given["tensor_amax"], given["out"]
+        cached = new_cached_call("quantize", call.on_device, call, x, amax) or cached_driver_call(call, x, "quantize")
+    arguments = x, amax, given["out"]
     q: Quantized = run_first(key, cached, arguments, lambda: run("quantize", "quantize", call.on_device, call))
     return q
 

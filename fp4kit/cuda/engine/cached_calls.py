@@ -35,7 +35,6 @@ from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import PARTS, Quantized, assembled
 from fp4kit.quantized.part_shapes import tensor_amax_shape, wanted_parts
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.rules import DECODE_RULES
 
 
 class QuantizedResult(NamedTuple):
@@ -283,7 +282,8 @@ def quantize(call: Call, x: Any, given: Any, both: bool = False) -> CudaQuantize
     """
     last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
     request = launch_request(call, columns=columns)
-    choice, library = find_kernel(request) if columns or call.axis == last else None, library_of(x)
+    choice = find_kernel(request) if columns or call.axis == last else None
+    library = library_of(x)
     if (
         choice is None
         or (columns and call.recipe.tensor_scaling == "row")
@@ -424,7 +424,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Cud
     - The codes are not one matrix that a kernel reads in place (see _is_one_matrix).
     - q has more than two axes, and its scales are not linear.
     - The codes, block scales or `out` are not contiguous or do not begin at a multiple of 16 bytes.
-    - There is one tensor scale per row, from which the amaxes must be computed first (DecodeRule.needs_amax).
+    - The amaxes must be computed from the tensor scales first (implies_amaxes).
 
     In all other cases, raise Declined if no kernel supports the recipe.
 
@@ -436,16 +436,11 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Cud
     """
     r = q.recipe
     shape = prod(q.shape[:-1]), q.shape[-1]
-    needs_amax = r.tensor_scaling == "row" and DECODE_RULES[r.decode_rule].needs_amax
     is_one_matrix = _is_one_matrix(q.packed, r, shape[0], q.tensor_scale) and q.axis == len(q.shape) - 1
     is_joined = len(q.shape) <= 2 or q.scale_layout == "linear"
     arrays = [a for a in (q.packed, q.block_scale, out) if a is not None]
-    if (
-        needs_amax
-        or not is_one_matrix
-        or not is_joined
-        or not all(a.flags.c_contiguous and aligned(a, 16) for a in arrays)
-    ):
+    is_in_order = all(a.flags.c_contiguous and aligned(a, 16) for a in arrays)
+    if matrix.implies_amaxes(r) or not is_one_matrix or not is_joined or not is_in_order:
         return None
     check_formats(r)
     launch = matrix.dequantize_launch(r, q.scale_layout, q.dtype, dtype, shape, q.packed.device.id)

@@ -218,6 +218,14 @@ def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
     )
 
 
+def implies_amaxes(r: Recipe) -> bool:
+    """Return True if the amaxes of rows or blocks must be computed from their tensor scales before decoding.
+
+    The amax of a whole tensor needs no such step, because the kernel that decodes computes it itself.
+    """
+    return r.tensor_scaling in ("row", "block") and DECODE_RULES[r.decode_rule].needs_amax
+
+
 def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) -> Any:
     """Return, for each tensor scale, an amax for which the recipe gives this scale: float32 in the shape of the scales.
 
@@ -250,7 +258,7 @@ def dequantize_matrix(
         amax: the stored tensor amaxes; None if they are unknown.
         original: the dtype that was quantized.
     """
-    if r.tensor_scaling in ("row", "block") and DECODE_RULES[r.decode_rule].needs_amax:
+    if implies_amaxes(r):
         amax = implied_amaxes(tensor_scale, amax, r, original)
     launch = dequantize_launch(r, layout, original, values.dtype, values.shape, values.device.id)
     launch(*map(address, (packed, scales, values, tensor_scale, amax)))

@@ -315,10 +315,6 @@ FP4KIT_DEVICE void load_runs(const QuantizeArguments& a, Place place_of,
   for (int k = 0; k < QuantizeTraits<R, In>::kUnroll; ++k) x[k] = read_run_of<R, In, kAligned>(a, place_of(k).run);
 }
 
-// Says which elements count in the amax of a row.
-template <class R>
-constexpr AmaxInput kRowInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;
-
 // Raise largest[index] to `own`, the float32 bits of a magnitude: store the larger of the two, atomically. All threads
 // of a warp must call this function. If all of them have the same index, one thread stores the largest `own` of the
 // warp. Otherwise each thread raises its own entry.
@@ -395,16 +391,10 @@ FP4KIT_DEVICE void quantize_single_rows(const QuantizeArguments& a, Grid grid) {
 #pragma unroll
       for (int k = 0; k < Traits::kUnroll; ++k) own = maximum(own, largest_bits_of(x[k]));
     }
-    own = largest_of_block(own);
-    if (own >= kInfinityBits) {
-      own = 0u;
-      for (u32 run = threadIdx.x; run < runs; run += blockDim.x)
-        own = maximum(
-            own, largest_of_run<Untransformed, In, kRowInput<R>>(read_run_of<R, In, kAligned>(a, row * runs + run)));
-      own = largest_of_block(own);
-    }
-    const TensorScale t = R::TensorRule::template scale<R, In>(float_of(own));
-    if (threadIdx.x == 0u) const_cast<float*>(a.tensor_amax)[row] = float_of(own);
+    const float amax =
+        amax_of_row<R, In>(own, runs, [&](u32 run) { return read_run_of<R, In, kAligned>(a, row * runs + run); });
+    const TensorScale t = R::TensorRule::template scale<R, In>(amax);
+    if (threadIdx.x == 0u) const_cast<float*>(a.tensor_amax)[row] = amax;
 #pragma unroll 1
     for (start = 0u; start < runs; start += step) {
       if (R::kRowStep != RowStep::one) load_runs<R, In, kAligned>(a, place_of, x);

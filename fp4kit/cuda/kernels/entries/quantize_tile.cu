@@ -35,13 +35,7 @@ struct OwnRow {
       for (u32 i = 1; i < kAtOnce; ++i) runs[0] = larger_magnitudes(runs[0], runs[i]);
       own = maximum(own, largest_bits_of(runs[0]));
     }
-    own = largest_of_block(own);
-    if (own < kInfinityBits) return float_of(own);
-    constexpr AmaxInput kInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;
-    own = 0u;
-    for (u32 block = threadIdx.x; block < blocks; block += blockDim.x)
-      own = maximum(own, largest_of_run<Untransformed, In, kInput>(load(block)));
-    return float_of(largest_of_block(own));
+    return amax_of_row<R, In>(own, blocks, [&](u32 block) { return load(block); });
   }
 
   // Quantize one block with the tensor scale t of the row, and store its codes and its scale code. `encoded` is the

@@ -152,18 +152,35 @@ FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
   return own_largest;
 }
 
+// Says which elements count in the amax of a row.
+template <class R>
+constexpr AmaxInput kRowInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;
+
+// Return the amax of a row of runs, which the threads of a thread block share. `own` is the largest magnitude among the
+// runs of this thread, as float32 bits. If a magnitude of the row is infinite or NaN, the row is read again by
+// run_at(i), which returns run number i, and only the elements that kRowInput names count. All threads of the thread
+// block must call this function, and all get the result.
+template <class R, class In, class RunAt>
+FP4KIT_DEVICE float amax_of_row(u32 own, u32 runs, RunAt run_at) {
+  own = largest_of_block(own);
+  if (own < kInfinityBits) return float_of(own);
+  own = 0u;
+  for (u32 i = threadIdx.x; i < runs; i += blockDim.x)
+    own = maximum(own, largest_of_run<Untransformed, In, kRowInput<R>>(run_at(i)));
+  return float_of(largest_of_block(own));
+}
+
 // Store the amax of row i of a.x in a.tensor_amax[i], for all rows. If NaN propagates in the recipe R, the amax of a
 // row with NaN is NaN; otherwise NaN elements do not count, and the amax of a row of only NaN is 0. All threads of the
 // cluster must call this function, and may read all amaxes when it returns. A warp takes one row at a time. Every
 // cluster finds and stores all amaxes, so no cluster waits for another.
 template <class R, class In, bool kAligned, class Arguments>
 FP4KIT_DEVICE void find_row_amaxes(const Arguments& a) {
-  constexpr AmaxInput kInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all : AmaxInput::no_nan;
   constexpr int kWarp = 32, kWarps = kThreads / kWarp;
   const int lane = threadIdx.x % kWarp;
   for (i64 row = blockIdx.x % kFinders * kWarps + threadIdx.x / kWarp; row < a.rows; row += kFinders * kWarps) {
     const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
-    const u32 largest = largest_of_warp(largest_of_lane<In, kInput, kAligned, kWarp>(x, a.columns, lane));
+    const u32 largest = largest_of_warp(largest_of_lane<In, kRowInput<R>, kAligned, kWarp>(x, a.columns, lane));
     if (lane == 0) const_cast<float*>(a.tensor_amax)[row] = float_of(largest);
   }
   arrive_in_cluster();
