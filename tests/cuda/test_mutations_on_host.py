@@ -266,6 +266,10 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     ),
     "only the first of a warp": ("quantize.cu", "index != __shfl_sync(0xFFFFFFFFu, index, 0)", "false", ROWS, DIFFERS),
     "rows that are not loaded again": ("quantize.cu", "R::kRowStep != RowStep::one)", "false)", LONG_ROWS, DIFFERS),
+    "a scale of another block": (
+        *("quantize.cu", "scale_offset<R::kLayout, u32>(row, block,", "scale_offset<R::kLayout, u32>(row, block ^ 1u,"),
+        *(LONG_ROWS, DIFFERS),
+    ),
     "only the last run of a thread": (
         *("quantize.cu", "own = maximum(own, largest_bits_of(x[k]));", "own = largest_bits_of(x[k]);"),
         *(rows_with(1e6, 16384), DIFFERS),
