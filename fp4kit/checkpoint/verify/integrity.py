@@ -81,7 +81,6 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     - A config declares factors per column (AWQ), and no layer has them.
     - Most NVFP4 layers have a tensor scale and some lack it, or the reverse.
     - Layers seem to lack rows, columns or tensors, or to be transposed.
-    - The nibbles of a layer seem to be swapped.
     - The output head (lm_head) is quantized although the config ties it to the embedding.
 
     The last is an error, all others are warnings.
@@ -92,10 +91,15 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     weights, config = [*model.weights.values()], model.config or {}
     found = [*lost_tensor_scales(model.layers.values()), *doubtful_layers(weights, config, model.tensors)]
     yield from (Issue("warning", "model", text) for text in found)
-    yield from (Issue("warning", one.name, SWAPPED_NIBBLES) for one in swapped_layers(weights, model.tensors))
     tied = tied_head(weights, config)
     if tied:
         yield Issue("error", "config.json", tied)
+
+
+def swapped_nibbles(model: Checkpoint) -> Iterator[Issue]:
+    """Yield a warning for each layer whose nibbles seem to be swapped. The first rows of 4-bit layers are read."""
+    layers = swapped_layers(model.weights.values(), model.tensors)
+    yield from (Issue("warning", one.name, SWAPPED_NIBBLES) for one in layers)
 
 
 def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:

@@ -17,6 +17,7 @@ from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE
 from fp4kit.checkpoint.containers.table import container
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
+from fp4kit.checkpoint.findings import findings_of_files
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.closed_world import check_model, is_attention_scale
 from fp4kit.checkpoint.model.inspect import Checkpoint
@@ -26,8 +27,7 @@ from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.model.transforms import decodable
-from fp4kit.checkpoint.model.weights import Located, Weight, located, weights_of
-from fp4kit.checkpoint.plan import input_rotation, kv_cache
+from fp4kit.checkpoint.model.weights import Located, located, weights_of
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.borrowed_codes import patterns_in
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
@@ -39,17 +39,8 @@ from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
 from fp4kit.checkpoint.verify import reencode
 from fp4kit.checkpoint.verify.diagnosis import faults_of
-from fp4kit.checkpoint.verify.input_scales import input_scale_issues, unlike_activations
-from fp4kit.checkpoint.verify.integrity import (
-    Issue,
-    doubtful_declarations,
-    loader_issue,
-    loader_issues,
-    refused_items,
-    stored_issues,
-    unusable_tensor_scales,
-    wrapped_names,
-)
+from fp4kit.checkpoint.verify.input_scales import unlike_activations
+from fp4kit.checkpoint.verify.integrity import Issue, stored_issues
 from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings
 from fp4kit.checkpoint.verify.smoothing import Smoothing, smoothing_of
 from fp4kit.lazy import lazy_property
@@ -286,15 +277,7 @@ def prepare(
         CheckpointError, ValueError, TypeError: as for ``verify``.
     """
     model = _opened(Path(destination))
-    scales = _scalars(model.layers.values())
-    turned = transforms.resolved(model, model.weights, ignore)
-    model = model.without(turned.matrices)
-    refused = refused_items(turned.items)
-    issues = [*refused, *doubtful_declarations(model), *wrapped_names(model), *loader_issues(model, scales)]
-    issues += [loader_issue(found) for found in input_rotation.findings(turned.rotations, model.tensors)]
-    issues += unusable_tensor_scales(model.layers.values())
-    issues += [Issue(*trouble) for trouble in kv_cache.troubles(model.tensors)]
-    issues += input_scale_issues(model.layers.values(), scales)
+    issues, model, turned, scales = findings_of_files(model, ignore)
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
     given = tuple((pattern, find_recipe(one)) for pattern, one in recipes)
     settings, settings_issues = _settings(model, recipe, options or Options(), search, given)
@@ -333,17 +316,6 @@ def _opened(root: Path) -> Checkpoint:
         load_object(existing_file(root, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if lexists(root / HF_QUANT_CONFIG) else None
     )
     return Checkpoint(root, found.files, found.config, beside)
-
-
-def _scalars(weights: Iterable[Weight]) -> dict[str, float]:
-    """Return the stored tensor scales and input scales, as a dict: tensor name -> number. Stacks are left out.
-
-    If a tensor has several numbers, its first number is returned.
-    """
-    single = [weight.parts for weight in weights if len(weight.shape) == 2]
-    places = [parts[part] for parts in single for part in (TENSOR_SCALE, INPUT_SCALE) if part in parts]
-    with Readers() as readers:
-        return {place.entry.name: float(readers.array(place).reshape(-1)[0]) for place in places}
 
 
 def _settings(

@@ -1,0 +1,174 @@
+"""Find what is wrong with a checkpoint, and what engines would reject or misread. The plan of a conversion, the report
+on its result, and verify show the findings of these functions, so that they agree. A new check without a source belongs
+here: in ``findings_of`` if headers, configs and scalars suffice, otherwise in ``findings_of_files``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp4kit.checkpoint.containers.container import INPUT_SCALE, TENSOR_SCALE
+from fp4kit.checkpoint.convert.put_scalars import input_scale_of
+from fp4kit.checkpoint.loaders import support
+from fp4kit.checkpoint.loaders.containers import CONTAINERS, MIXTURES
+from fp4kit.checkpoint.model import transforms
+from fp4kit.checkpoint.model.inspect import Checkpoint
+from fp4kit.checkpoint.model.layers import Piece
+from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG
+from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.plan import input_rotation, kv_cache
+from fp4kit.checkpoint.plan.job import RENAME
+from fp4kit.checkpoint.plan.output_configs import configs
+from fp4kit.checkpoint.plan.plan import Plan, TensorPlan
+from fp4kit.checkpoint.selection.diffusers_classes import class_of
+from fp4kit.checkpoint.verify.input_scales import input_scale_issues
+from fp4kit.checkpoint.verify.integrity import (
+    Issue,
+    doubtful_declarations,
+    grouped,
+    loader_issue,
+    loader_issues,
+    refused_items,
+    swapped_nibbles,
+    unusable_tensor_scales,
+    wrapped_names,
+)
+from fp4kit.storage.errors import listed, shown
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
+
+
+def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collection[str]) -> list[Issue]:
+    """Return the findings that follow from headers, configs and scalars. No file is read.
+
+    scalars: tensor name -> stored value of tensor scales and input scales; scales that are not known are left out.
+    rotated: the names of the layers whose weights are rotated.
+    """
+    found = [*doubtful_declarations(model), *wrapped_names(model), *loader_issues(model, scalars)]
+    found += map(loader_issue, input_rotation.findings(rotated, model.tensors))
+    return [*found, *input_scale_issues(model.layers.values(), scalars)]
+
+
+def findings_of_files(
+    model: Checkpoint, ignore: Iterable[str] = ()
+) -> tuple[list[Issue], Checkpoint, transforms.Undone, dict[str, float]]:
+    """Return the findings about a checkpoint on disk; scalars and the first rows of 4-bit layers are read.
+
+    Return (findings, the checkpoint without the matrices of transforms, its undone transforms, its scalars).
+    """
+    turned = transforms.resolved(model, model.weights, ignore)
+    model = model.without(turned.matrices)
+    scalars = scalars_of(model.layers.values())
+    found = [*refused_items(turned.items), *findings_of(model, scalars, turned.rotations), *swapped_nibbles(model)]
+    found += unusable_tensor_scales(model.layers.values())
+    found += [Issue(*trouble) for trouble in kv_cache.troubles(model.tensors)]
+    return found, model, turned, scalars
+
+
+def scalars_of(weights: Iterable[Weight]) -> dict[str, float]:
+    """Return the stored tensor scales and input scales, as a dict: tensor name -> number. Stacks are left out.
+
+    If a tensor has several numbers, its first number is returned.
+    """
+    single = [weight.parts for weight in weights if len(weight.shape) == 2]
+    places = [parts[part] for parts in single for part in (TENSOR_SCALE, INPUT_SCALE) if part in parts]
+    with Readers() as readers:
+        return {place.entry.name: float(readers.array(place).reshape(-1)[0]) for place in places}
+
+
+def findings_of_plan(plan: Plan) -> list[Issue]:
+    """Return the findings about the checkpoint that a plan would write, as far as they can be known before.
+
+    The scalars are those that the conversion carries over from the source or gets from the user; the scales of newly
+    quantized layers are not known yet. For a result that is one file, the findings are those of a directory with the
+    config that belongs to the file.
+    """
+    return findings_of(_planned(plan), dict(_planned_scalars(plan)), plan.rotated_layers)
+
+
+def _planned(plan: Plan) -> Checkpoint:
+    """Return the checkpoint that a plan would write: its headers and configs, without any data."""
+    matrices = {transforms.matrix_name(layer) for layer in plan.rotated_layers}
+    files = tuple(
+        SafetensorsFile(
+            Path(file.name),
+            file.name,
+            0,
+            tuple(
+                TensorEntry(output.name, output.dtype, output.shape, 0, output.nbytes)
+                for output in file.outputs
+                if output.name not in matrices
+            ),
+            file.metadata,
+        )
+        for file in plan.files
+    )
+    written = configs(plan)
+    return Checkpoint(Path(), files, written[CONFIG], written.get(HF_QUANT_CONFIG))
+
+
+def _planned_scalars(plan: Plan) -> Iterator[tuple[str, float]]:
+    """Yield (output tensor, value to be stored) for each tensor scale and input scale that is known before the run."""
+    pieces = [(tensor, piece) for tensor in plan.converted for piece in tensor.pieces if piece.form is not None]
+    with Readers() as readers:
+        for tensor, piece in pieces:
+            for output in piece.outputs if len(piece.weight.shape) == 2 else ():
+                value = _planned_scalar(plan, tensor, piece, output.part, readers)
+                if value is not None:
+                    yield output.name, float(value)
+
+
+def _planned_scalar(
+    plan: Plan, tensor: TensorPlan, piece: Piece, part: str, readers: Readers
+) -> np.float32 | float | None:
+    """Return the number that a run would store for the part of a layer; None if the part is no scalar or not known."""
+    weight, form = piece.weight, piece.form
+    assert form is not None
+    if part not in (TENSOR_SCALE, INPUT_SCALE):
+        return None
+    if tensor.action == RENAME and part in weight.parts and weight.container is not None:
+        stored = np.float32(readers.array(weight.parts[part]).reshape(-1)[0])
+        if weight.container.direction == form.direction:
+            return stored
+        scale = weight.container.multiplier(stored)
+    elif part == INPUT_SCALE and piece.module in plan.input_amaxes:
+        return input_scale_of(form, plan.input_amaxes[piece.module])
+    elif part == INPUT_SCALE and plan.request.input_scale is not None:
+        scale = np.float32(plan.request.input_scale)
+    else:
+        return None
+    with np.errstate(all="ignore"):
+        return np.float32(1) / scale if form.divides else scale
+
+
+def lines_of(issues: Iterable[Issue]) -> list[tuple[str, str]]:
+    """Return (severity, text) per group of issues that differ in their subjects alone, in the words of verify."""
+    return [
+        (issue.severity, f"{f'{issue.loader}: ' * bool(issue.loader)}{listed(subjects)}: {shown(issue.sentence)}")
+        for issue, subjects in grouped(issues)
+    ]
+
+
+def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Iterable[Issue]) -> tuple[str, ...]:
+    """Return the serving engines that load a checkpoint, according to the table of engines and to its findings.
+
+    An engine does not load it if a finding about this engine is an error, or is about the whole model. The result is ()
+    for a Diffusers model and for a format that the table does not have.
+
+    format_name: the name of the format, such as "modelopt NVFP4".
+    config: the content of config.json.
+    issues: the findings about the checkpoint.
+    """
+    if class_of(config) or (format_name not in CONTAINERS and format_name not in MIXTURES):
+        return ()
+    doubted = {issue.loader.partition(" ")[0] for issue in issues if _rejects(issue)}
+    return tuple(each for each in support.engines_for(format_name, support.family_of(config)) if each not in doubted)
+
+
+def _rejects(issue: Issue) -> bool:
+    """Return whether an issue says that its engine cannot use the checkpoint."""
+    return issue.severity == "error" or issue.subject == "model"

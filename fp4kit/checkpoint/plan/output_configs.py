@@ -1,0 +1,69 @@
+"""Make the JSON files that a conversion writes: config.json, hf_quant_config.json and the index of the files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp4kit import __version__
+from fp4kit.checkpoint.containers import comfy, mlx
+from fp4kit.checkpoint.containers.configs import awq_declarations, declarations, mixed_declarations
+from fp4kit.checkpoint.containers.ggml_names import PARTLY_CARRIED
+from fp4kit.checkpoint.containers.table import MODELOPT_AWQ
+from fp4kit.checkpoint.model import transforms
+from fp4kit.checkpoint.model.declarations import without_declarations
+from fp4kit.checkpoint.model.model_files import CONFIG, DIFFUSERS_INDEX, HF_QUANT_CONFIG, INDEX
+from fp4kit.checkpoint.plan.plan import Plan
+from fp4kit.checkpoint.selection import diffusers_classes
+
+
+def configs(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return a dict from file name to JSON content, for the index and configs that engines need to load the result.
+
+    - config.json is always present. It is the source's config with the declaration of the new quantization. If the
+      result is unquantized, or in ComfyUI's format, it declares no quantization.
+    - The index is present if the source has one, or if the result has several files of tensors.
+    - hf_quant_config.json is present only for the formats whose loaders read it.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    if plan.source.has_index or len(plan.files) > 1:
+        weight_map = {output.name: file.name for file in plan.files for output in file.outputs}
+        name = INDEX if diffusers_classes.CLASS not in plan.source.config else DIFFUSERS_INDEX
+        found[name] = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
+    config = without_declarations(plan.source.config)
+    if plan.form is None:
+        return found | {CONFIG: config}
+    if plan.form.format == comfy.FORMAT:  # ComfyUI reads tags in the safetensors file, and no entry of config.json
+        return found | {CONFIG: config}
+    own: dict[str, Any] = {
+        "version": __version__,
+        **({"recipe": plan.recorded} if plan.recorded else {}),
+        **({"recipes": plan.recorded_patterns} if plan.recorded_patterns else {}),
+        **({"codes": "carried"} if plan.carries_codes else {}),
+        **({"codes": PARTLY_CARRIED} if plan.carries_some_codes else {}),
+    }
+    if plan.request.search is not None:
+        own["scale_search"] = plan.request.search.words.removeprefix("searched by ")
+    if plan.form.format == mlx.FORMAT:
+        config["quantization"] = mlx.declaration(plan.form)
+        return found | {CONFIG: {**config, "quantization_config": {**config["quantization"], "fp4kit": own}}}
+    if plan.form.format == "deepseek-v4":
+        config["expert_dtype"] = "fp4"
+    if plan.is_mixed:
+        declared, beside = mixed_declarations(plan.layers_of_forms, plan.ignore, plan.input_scaled, own)
+    else:
+        layers = plan.layers_of_forms.get(plan.form, [])
+        declared, beside = declarations(plan.form, plan.ignore, plan.has_input_scale, own, layers)
+    if MODELOPT_AWQ in plan.layers_of_forms and not plan.is_mixed:
+        declared, beside = awq_declarations(declared, beside)
+    if plan.kv_cache is not None:
+        scheme, algorithm = plan.kv_cache.declaration(plan.form.format)
+        declared = {**declared, "kv_cache_scheme": scheme}
+        if beside is not None:
+            beside = {**beside, "quantization": {**beside["quantization"], "kv_cache_quant_algo": algorithm}}
+    if plan.rotated_layers:
+        rotation = plan.request.rotation
+        assert rotation is not None
+        transform = transforms.declaration(rotation, plan.rotated_layers, plan.other_modules)
+        declared = {**declared, transforms.KEY: transform}
+    config["quantization_config"] = declared
+    return found | {CONFIG: config} | ({HF_QUANT_CONFIG: beside} if beside is not None else {})
