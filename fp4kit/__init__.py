@@ -47,7 +47,7 @@ from fp4kit.ops.swizzle import swizzle, unswizzle
 from fp4kit.ops.transpose import transpose
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.rebuild import allow_torch_load, reduced
-from fp4kit.quantized.slicing import moved_to, rows_of, same_bits
+from fp4kit.quantized.slicing import moved_to, part_of, same_bits
 from fp4kit.recipes import Recipe, custom_recipe, recipe, recipes
 from fp4kit.registered import FUNCTIONS
 from fp4kit.units import DotAdd, FloorDotAdd, Unit, unit, units
@@ -159,7 +159,7 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see r
             *arguments
         ),
         "Quantized.to": moved_to,
-        "Quantized.__getitem__": rows_of,
+        "Quantized.__getitem__": part_of,
         "Quantized.equals": same_bits,
         "Quantized.__reduce_ex__": reduced,
         "Quantized.__str__": text_of,

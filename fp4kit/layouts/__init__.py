@@ -10,6 +10,7 @@ from fp4kit.layouts.nibbles import check_pairs, pack, packed, unpack, unpacked, 
 from fp4kit.layouts.padding import pad, shuffle_rows
 from fp4kit.layouts.scales import (
     SCALE_LAYOUTS,
+    TILE_COLUMNS,
     check_layout,
     check_size,
     padded_shape,
@@ -22,6 +23,7 @@ __all__ = [
     "GGUF_BLOCKS",
     "MLX_WORD",
     "SCALE_LAYOUTS",
+    "TILE_COLUMNS",
     "GgufBlock",
     "aiter",
     "check_layout",

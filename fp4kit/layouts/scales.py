@@ -21,7 +21,7 @@ from fp4kit.layouts.nibbles import check_array, contiguous
 
 SCALE_LAYOUTS = ("linear", "swizzled_128x4", "swizzled_8x4")
 _TILE_ROWS = {"swizzled_128x4": 128, "swizzled_8x4": 8}
-_TILE_COLUMNS = 4
+TILE_COLUMNS = 4
 
 
 def _ceil_to(n: int, multiple: int) -> int:
@@ -71,7 +71,7 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
             f"padded_shape: shape is {tuple(shape)}; {layout} needs (..., R, C), the rows and columns of a matrix"
         )
     *lead, R, C = shape
-    return (*lead, _ceil_to(R, _TILE_ROWS[layout]), _ceil_to(C, _TILE_COLUMNS))
+    return (*lead, _ceil_to(R, _TILE_ROWS[layout]), _ceil_to(C, TILE_COLUMNS))
 
 
 def swizzle_scales(scales: Any, layout: str) -> Any:

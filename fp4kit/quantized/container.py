@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -432,35 +433,37 @@ class Quantized:
         """Return the length of the first axis of x. A Quantized without rows is false, like an empty list."""
         return self.shape[0]
 
-    def __getitem__(self, rows: slice) -> Quantized:
-        """Return q[a:b], a Quantized of x[a:b] that shares the memory of q.
+    def __getitem__(self, index: slice | tuple[slice | EllipsisType, ...]) -> Quantized:
+        """Return q[a:b] or q[a:b, c:d], the Quantized of that part of x. It shares the memory of q where it can.
 
-        The values of q[a:b] are q.dequantize()[a:b]. tensor_amax remains the amax of the whole tensor, because
-        tensor_scale was made from it.
+        The values of q[a:b, c:d] are q.dequantize()[a:b, c:d], in every bit. tensor_amax remains the amax of the whole
+        tensor, because tensor_scale was made from it.
 
         Args:
-            rows: a slice of the first axis of x. In a matrix, its ends must be multiples of the block rows, or the end
-                of the axis. If the first axis is the quantized one, they must be multiples of the block length, or the
-                end of the axis. In other stacks, any slice of tensors is allowed. Swizzled scales can be cut only
-                between whole tiles of 128 or 8 rows; otherwise slice fp4kit.unswizzle(q).
+            index: a slice of the first axis of x, or a tuple of slices, one per axis, which may contain one `...`. Ends
+                may be negative or missing. Along the quantized axis, the ends must be multiples of the block length.
+                Along the rows of a matrix, they must be multiples of the block rows. The end of an axis is always
+                allowed, and so is any slice of a stack of matrices. Swizzled scales can be cut only between whole tiles
+                (128 or 8 rows, and 4 blocks along the quantized axis); otherwise slice fp4kit.unswizzle(q). Cutting
+                them along the quantized axis copies the scales.
 
         Returns:
-            A Quantized; self if the slice covers all rows.
+            A Quantized; self if the slices cover all of x.
 
         Raises:
-            TypeError: rows is not a slice, or one of its ends is not an int.
-            ValueError: the slice has a step, or cuts a block or a tile.
+            TypeError: the index is neither a slice nor a tuple of slices, or one of the ends is not an int.
+            ValueError: there are more slices than axes, or a slice has a step, or cuts a block or a tile.
 
         Examples:
             >>> import fp4kit, numpy as np
-            >>> q = fp4kit.quantize(np.ones((64, 32), np.float32), "nvfp4-te-2d")
-            >>> q[16:48].shape, len(q[32:])
-            ((32, 32), 32)
-            >>> q[8:16]
+            >>> q = fp4kit.quantize(np.ones((64, 64), np.float32), "nvfp4-te-2d")
+            >>> q[16:48].shape, q[:, -32:].shape, len(q[32:])
+            ((32, 64), (64, 32), 32)
+            >>> q[:, 0:24]
             Traceback (most recent call last):
-            ValueError: Quantized: q[8:16] cuts blocks of 16; needs multiples of 16, or the end
+            ValueError: Quantized: q[:, 0:24] cuts blocks of 16 along axis 1; needs multiples of 16, or the end; ...
         """
-        return FUNCTIONS["Quantized.__getitem__"](self, rows)
+        return FUNCTIONS["Quantized.__getitem__"](self, index)
 
     if not TYPE_CHECKING:  # type checkers know all attributes
 

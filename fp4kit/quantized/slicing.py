@@ -6,6 +6,7 @@ x is the array that was quantized. A box is a rectangular region of x, given as 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from math import lcm
 from typing import Any
 
@@ -15,7 +16,7 @@ from fp4kit.arguments import as_index
 from fp4kit.arrays import imports, jax_arrays, torch_arrays
 from fp4kit.arrays.returns import TORCH, library_of
 from fp4kit.formats import bit_patterns
-from fp4kit.layouts import padded_shape, tile_rows
+from fp4kit.layouts import TILE_COLUMNS, padded_shape, tile_rows
 from fp4kit.quantized.container import FACTS, PARTS, Quantized, assembled
 
 
@@ -26,7 +27,7 @@ def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
     is sliced to the box.
 
     box: a slice with start and stop for every axis of x. It must not cut a block. If scales are swizzled, it must not
-    cut a tile of rows either.
+    cut a tile either.
     """
     *lead, last = (*box[: q.axis], *box[q.axis + 1 :], box[q.axis])
     r = q.recipe
@@ -37,83 +38,128 @@ def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
     def cut(a: Any) -> Any:  # a 0-d scale covers the whole tensor
         return a if a is None or not a.ndim else a[covered[r.tensor_scaling]]
 
-    scales = None if q.block_scale is None else q.block_scale[_in_layout(q, (*lead, blocks))]
+    scales = None if q.block_scale is None else _scales_of(q, (*lead, blocks))
     shape = tuple(part.stop - part.start for part in box)
     packed, scale, amax = q.packed[(*lead, bytes_)], cut(q.tensor_scale), cut(q.tensor_amax)
     return Quantized(packed, scales, scale, amax, shape, q.dtype, q.axis, r, q.scale_layout)
 
 
-def _in_layout(q: Quantized, index: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Convert an index into linear block scales to the index into the block scales that q stores, maybe swizzled.
+def _scales_of(q: Quantized, index: tuple[slice, ...]) -> Any:
+    """Return the block scales that an index into linear block scales selects, in the layout of q.
 
-    If q's scales are linear, return `index` unchanged. If they are swizzled, the rows of `index` must begin at a tile;
-    the result has these rows extended to whole tiles, and all columns.
+    Swizzled scales are cut between whole tiles; rows and columns of `index` must begin at one. The result is a view,
+    except where columns of several rows of tiles are selected, which are not adjacent in memory.
     """
     if q.scale_layout == "linear":
-        return index
-    *lead, rows, _ = index
-    padded = padded_shape((rows.stop, 1), q.scale_layout)[0]
-    return (*lead, slice(rows.start, padded), slice(None))
+        return q.block_scale[index]
+    *lead, rows, columns = index
+    height, width = tile_rows(q.scale_layout), TILE_COLUMNS
+    high, wide = padded_shape((rows.stop, columns.stop), q.scale_layout)
+    scales = q.block_scale[(*lead, slice(rows.start, high))]
+    if (columns.start, wide) == (0, scales.shape[-1]):
+        return scales
+    outer, across = scales.shape[:-2], scales.shape[-1] // width
+    tiles = scales.reshape(*outer, (high - rows.start) // height, across, height * width)
+    tiles = tiles[..., columns.start // width : wide // width, :]
+    return tiles.reshape(*outer, high - rows.start, wide - columns.start)
 
 
-def rows_of(q: Quantized, rows: Any) -> Quantized:
-    """Return q[rows], for a slice of the first axis of x: the implementation of Quantized.__getitem__.
+def part_of(q: Quantized, index: Any) -> Quantized:
+    """Return q[index], for a slice of the first axis of x, or a tuple of slices: Quantized.__getitem__.
 
-    Return q itself if the slice covers all rows.
+    Return q itself if the slices cover all of x.
 
     Raises:
-        TypeError: rows is not a slice, or one of its ends is not an int.
-        ValueError: the slice has a step, or cuts a block or a tile of swizzled scales.
+        TypeError: the index is neither a slice nor a tuple of slices, or an end of a slice is not an int.
+        ValueError: a slice has a step or cuts a block or a tile of swizzled scales, or there are too many slices.
     """
-    if not isinstance(rows, slice):
-        raise TypeError(
-            f"Quantized: q[{rows!r}] is not a slice; needs whole blocks of the first axis, such as q[0:{_multiple(q)}]"
-        )
-    if rows.step not in (None, 1):
-        raise ValueError(
-            f"Quantized: the slice has a step of {rows.step}; needs a step of 1; quantize x[::{rows.step}] instead"
-        )
-    for edge in (rows.start, rows.stop):
-        if edge is not None:
-            as_index("Quantized", "an end of the slice", edge)
-    start, stop, _ = rows.indices(len(q))
-    if (start, stop) == (0, len(q)):
+    given = _slices(q, index)
+    for one in given:
+        if one.step is not None and as_index("Quantized", "the step of the slice", one.step) != 1:
+            raise ValueError(
+                f"Quantized: the slice has a step of {one.step}; needs a step of 1; quantize x[::{one.step}] instead"
+            )
+        for edge in (one.start, one.stop):
+            if edge is not None:
+                as_index("Quantized", "an end of the slice", edge)
+    ranges = [one.indices(n)[:2] for one, n in zip(given, q.shape, strict=True)]
+    box = tuple(slice(a, b) if a < b else slice(0, 0) for a, b in ranges)
+    if box == (whole := tuple(slice(0, n) for n in q.shape)):
         return q
-    stop = max(start, stop)
-    _check_edges(q, start, stop)
-    return box_of(q, (slice(start, stop), *(slice(0, n) for n in q.shape[1:])))
+    wanted = [slice(None) if part == all_ else part for part, all_ in zip(box, whole, strict=True)]
+    for axis, part in enumerate(box):
+        _check_ends(q, axis, part, _spelled(wanted))
+    return box_of(q, box)
 
 
-def _multiple(q: Quantized) -> int:
-    """Return the multiple at which x's first axis may be cut: a slice whose ends are multiples of it cuts no block.
-
-    It is 1 if no block spans several entries of the first axis.
-    """
-    if q.axis == 0:
-        return q.recipe.length_multiple
-    return q.recipe.block_rows if len(q.shape) == 2 else 1
-
-
-def _check_edges(q: Quantized, start: int, stop: int) -> None:
-    """Raise ValueError if the slice start:stop of the first axis cuts a block, or a tile of swizzled scales.
-
-    Swizzled scales cannot be cut at all if the first axis is the quantized one. An end of the slice at the end of the
-    axis never cuts a block or a tile.
-    """
-    blocks = _multiple(q)
-    inside = [edge for edge in (start, stop) if edge != len(q)]
-    if any(edge % blocks for edge in inside):
+def _slices(q: Quantized, index: Any) -> list[slice]:
+    """Return one slice per axis of x for an index that is a slice, or a tuple of slices with at most one Ellipsis."""
+    given, axes = index if isinstance(index, tuple) else (index,), len(q.shape)
+    dots = [i for i, one in enumerate(given) if one is Ellipsis]
+    if len(dots) > 1 or not all(isinstance(one, slice) or one is Ellipsis for one in given):
+        first = ", ".join(f"0:{_multiple(q, axis)}" for axis in range(min(axes, max(len(given), 1))))
+        raise TypeError(f"Quantized: q[{_spelled(given)}] is not a slice; needs slices of whole blocks, as q[{first}]")
+    at = dots[0] if dots else len(given)
+    if (missing := axes - len(given) + len(dots)) < 0:
         raise ValueError(
-            f"Quantized: q[{start}:{stop}] cuts blocks of {blocks}; needs multiples of {blocks}, or the end"
+            f"Quantized: q[{_spelled(given)}] has {axes - missing} slices; needs at most {axes}, one per axis"
         )
-    if q.block_scale is None or q.scale_layout == "linear" or (len(q.shape) > 2 and q.axis):
-        return
-    tile = lcm(tile_rows(q.scale_layout), blocks)
-    if q.axis == 0 or any(edge % tile for edge in inside):
-        needed = "the rows of x" if q.axis == 0 else f"multiples of {tile}"
+    return [*given[:at], *[slice(None)] * missing, *given[at + 1 :]]
+
+
+def _spelled(index: Sequence[Any]) -> str:
+    """Return an index as it is written between brackets, such as ":, 0:16". Trailing whole axes are left out."""
+
+    def text(one: Any) -> str:
+        if one is Ellipsis:
+            return "..."
+        if not isinstance(one, slice):
+            return f"{one!r:.60}"
+        ends = ["" if end is None else f"{end!s:.20}" for end in (one.start, one.stop, one.step)]
+        return ":".join(ends if ends[2] else ends[:2])
+
+    last = max((i for i, one in enumerate(index) if one != slice(None)), default=0) if len(index) > 1 else 0
+    return ", ".join(map(text, index[: last + 1]))
+
+
+def _multiple(q: Quantized, axis: int) -> int:
+    """Return the multiple at which an axis of x may be cut without cutting a block. The end of the axis is always one.
+
+    It is 1 if no block spans several entries of the axis.
+    """
+    if axis == q.axis:
+        return q.recipe.length_multiple
+    return q.recipe.block_rows if axis == _row_axis(q) else 1
+
+
+def _row_axis(q: Quantized) -> int:
+    """Return the axis of the rows of x's matrices: the last one that is not quantized, or -1 if there is none."""
+    return max((axis for axis in range(len(q.shape)) if axis != q.axis), default=-1)
+
+
+def _check_ends(q: Quantized, axis: int, part: slice, spelled: str) -> None:
+    """Raise ValueError if a slice of an axis of x cuts a block, or a tile of swizzled scales.
+
+    An end of the slice at the end of the axis never cuts a block or a tile. spelled: the whole index, for the message.
+    """
+    blocks, length = _multiple(q, axis), q.shape[axis]
+    inside = [end for end in (part.start, part.stop) if end != length]
+    if wrong := [end for end in inside if end % blocks]:
+        near = [f"{end // blocks * blocks} and {min(end // blocks * blocks + blocks, length)}" for end in wrong]
+        if len(wrong) > 1:
+            near = [f"{two} for {end}" for two, end in zip(near, wrong, strict=True)]
         raise ValueError(
-            f"Quantized: q[{start}:{stop}] cuts tiles of {q.scale_layout} scales, which cover {needed}; "
-            f"slice linear scales: fp4kit.unswizzle(q)[{start}:{stop}]"
+            f"Quantized: q[{spelled}] cuts blocks of {blocks} along axis {axis}; needs multiples of {blocks}, or the "
+            f"end; the nearest allowed bounds are {', '.join(near)}"
+        )
+    if q.block_scale is None or q.scale_layout == "linear" or axis not in (q.axis, _row_axis(q)):
+        return
+    tile = q.recipe.block_size * TILE_COLUMNS if axis == q.axis else tile_rows(q.scale_layout)
+    tile = lcm(tile, blocks)
+    if any(end % tile for end in inside):
+        raise ValueError(
+            f"Quantized: q[{spelled}] cuts tiles of {q.scale_layout} scales, which cover multiples of {tile} along "
+            f"axis {axis}; slice linear scales: fp4kit.unswizzle(q)[{spelled}]"
         )
 
 

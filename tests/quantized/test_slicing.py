@@ -99,7 +99,8 @@ def test_slices_along_the_blocks_of_the_first_axis():
         q = fp4kit.quantize(x, "nvfp4-te", axis=0)
         assert_same_bits(values(q[32:80]), values(q)[32:80])
         with pytest.raises(
-            ValueError, match=r"^Quantized: q\[32:72\] cuts blocks of 16; needs multiples of 16, or the end$"
+            ValueError,
+            match=r"q\[32:72\] cuts blocks of 16 along axis 0; needs .*; the nearest allowed bounds are 64 and 80$",
         ):
             q[32:72]
 
@@ -118,16 +119,17 @@ def test_swizzled_slices(layout):
         assert part.scale_layout == layout
         assert part.equals(fp4kit.quantize(x[a:b], "nvfp4-te", tensor_amax=q.tensor_amax, scale_layout=layout))
         assert a == b or np.shares_memory(part.block_scale, q.block_scale)
-    text = f"Quantized: q[16:33] cuts tiles of {layout} scales, which cover multiples of {tile}; slice linear"
+    text = (
+        f"Quantized: q[16:33] cuts tiles of {layout} scales, which cover multiples of {tile} along axis 0; slice linear"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         q[16:33]
     assert_same_bits(values(fp4kit.unswizzle(q)[16:33]), values(q)[16:33])
     along = fp4kit.quantize(x[:128], "nvfp4-te", axis=0, scale_layout=layout)
-    with pytest.raises(
-        ValueError, match=r"^Quantized: q\[0:64\] cuts tiles of .*, which cover the rows of x; slice linear scales"
-    ):
-        along[:64]
-    assert along[:] is along
+    assert_same_bits(values(along[:64]), values(along)[:64])
+    with pytest.raises(ValueError, match=r"^Quantized: q\[0:32\] cuts tiles of .* multiples of 64 along axis 0; slice"):
+        along[:32]
+    assert along[:] is along and along[...] is along and along[:, :] is along and along[()] is along
     stack = fp4kit.quantize(STACK, "nvfp4-te", scale_layout=layout)
     assert_same_bits(values(stack[1:2]), values(stack)[1:2])
 
@@ -136,7 +138,7 @@ def test_swizzled_blocks_of_several_rows():
     q = fp4kit.quantize(ORDINARY, "nvfp4-te-2d", scale_layout="swizzled_8x4")
     assert_same_bits(values(q[16:48]), values(q)[16:48])
     with pytest.raises(
-        ValueError, match=r"^Quantized: q\[8:16\] cuts blocks of 16; needs multiples of 16, or the end$"
+        ValueError, match=r"^Quantized: q\[8:16\] cuts blocks of 16 along axis 0; needs multiples of 16, or the end; "
     ):
         q[8:16]
 
@@ -156,12 +158,101 @@ def test_spellings_of_slices():
     assert [len(q[i : i + 50]) for i in range(0, len(q), 50)] == [50, 50, 28]
 
 
-@together("index", [0, -1, np.int64(2), (slice(0, 2), 0), ..., None, "a", [0, 1]])
+@together("index", [0, -1, np.int64(2), (slice(0, 2), 0), (..., ...), None, "a", [0, 1], np.arange(3), (None,)])
 def test_invalid_slices_are_rejected(index):
     q = fp4kit.quantize(ORDINARY, "nvfp4-te-2d")
-    text = r"^Quantized: q\[.*\] is not a slice; needs whole blocks of the first axis, such as q\[0:16\]$"
-    with pytest.raises(TypeError, match=text):
+    text = r"^Quantized: q\[.*\] is not a slice; needs slices of whole blocks, as q\[0:16(, 0:16)?\]$"
+    with pytest.raises(TypeError, match=text) as error:
         q[index]
+    assert "slice(" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        (
+            np.s_[:, 0:232],
+            r"q\[:, 0:232\] cuts blocks of 16 along axis 1; .* the nearest allowed bounds are 224 and 240$",
+        ),
+        (np.s_[..., 8:232], r"q\[:, 8:232\] .* bounds are 0 and 16 for 8, 224 and 240 for 232$"),
+        (np.s_[:, -7:], r"q\[:, 249:256\] .* the nearest allowed bounds are 240 and 256$"),
+        (np.s_[3:299, 0:16], r"q\[3:299, 0:16\] .* along axis 0; .* bounds are 0 and 16 for 3, 288 and 300 for 299$"),
+        (np.s_[:, ::2], "the slice has a step of 2; needs a step of 1"),
+        (np.s_[:, ::-1], "the slice has a step of -1; needs a step of 1"),
+        (np.s_[0:16, 0:16, 0:16], r"q\[0:16, 0:16, 0:16\] has 3 slices; needs at most 2, one per axis"),
+    ],
+)
+def test_refused_slices_name_the_allowed_ends(index, text):
+    q = fp4kit.quantize(np.ones((300, 256), F32), "nvfp4-te-2d")
+    with pytest.raises(ValueError, match=f"^Quantized: {text}") as error:
+        q[index]
+    assert "slice(" not in str(error.value)
+
+
+def test_ends_must_be_ints():
+    for index in (np.s_["a":3], np.s_[:, 1.5:], np.s_[:, :True], np.s_[:, ::0.5]):
+        with pytest.raises(TypeError, match=r"^Quantized: (an end|the step) of the slice is .*; needs an int$"):
+            fp4kit.quantize(ORDINARY, "nvfp4-te")[index]
+
+
+def _multiples(q):
+    """Return the multiple at which each axis of q may be cut, tiles of swizzled scales included."""
+    last = max((i for i in range(len(q.shape)) if i != q.axis), default=-1)
+    found = [1] * len(q.shape)
+    found[q.axis] = q.recipe.length_multiple
+    if last >= 0:
+        found[last] = q.recipe.block_rows
+    if q.scale_layout != "linear" and q.block_scale is not None:
+        found[q.axis] = np.lcm(found[q.axis], 4 * q.recipe.block_size)
+        found[last] = np.lcm(found[last], int(q.scale_layout[9:].split("x")[0]))
+    return [int(n) for n in found]
+
+
+def _drawn(rng, length, multiple):
+    """Return a slice of an axis that cuts no block, written in one of the ways that mean the same."""
+    ends = [*range(0, length, multiple), length]
+    a, b = (int(n) for n in rng.choice(ends, 2))
+    start = [a, np.int64(a), a - length if a < length else a, None if a == 0 else a][rng.integers(4)]
+    stop = [b, b - length if 0 < b < length else b, None if b == length else b][rng.integers(3)]
+    return slice(start, stop, [None, 1][rng.integers(2)])
+
+
+LAYOUT_SHAPES = {(256,): 0, (300, 384): 1, (384, 300): 0, (3, 272, 256): 2, (3, 256, 272): 1, (256, 2, 144): 0}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_axis_can_be_sliced_in_whole_blocks(name):
+    """q[i, j, ...].dequantize() is q.dequantize()[i, j, ...] in every bit: each recipe, axis, layout, spelling."""
+    rng = np.random.default_rng(len(name))
+    for shape, axis in LAYOUT_SHAPES.items():
+        x = np.resize(INPUTS["nonfinite"] if len(shape) == 2 else ORDINARY, shape)
+        if shape[axis] % RECIPES[name].length_multiple:
+            continue
+        for layout in SCALE_LAYOUTS if RECIPES[name].scale is not None and len(shape) > 1 else SCALE_LAYOUTS[:1]:
+            experts = len(shape) == 3 and axis and RECIPES[name].tensor_scaling == "tensor"
+            q = quantized(x, name, axis=axis, scale_layout=layout, tensor_amax=[300.0, 2.0, 7.0] if experts else None)
+            everything, multiples = values(q), _multiples(q)
+            for _ in range(3):
+                index = tuple(_drawn(rng, n, m) for n, m in zip(shape, multiples, strict=True))
+                if rng.integers(4) == 0:
+                    index = (..., index[-1])
+                part = q[index]
+                assert (part.recipe, part.axis, part.scale_layout) == (q.recipe, axis, layout)
+                assert_same_bits(values(part), everything[index])
+
+
+def test_slices_in_other_libraries():
+    torch = pytest.importorskip("torch")
+    x = np.resize(ORDINARY, (256, 256))
+    for layout in SCALE_LAYOUTS:
+        q = fp4kit.quantize(x, "nvfp4-te", scale_layout=layout)
+        for name in ("torch", "jax"):
+            if name == "jax":
+                pytest.importorskip("jax")
+            part = q.to(name)[128:, 64:192]
+            assert type(part.packed) is type(q.to(name).packed)
+            assert_same_bits(np.asarray(values(part)), values(q)[128:, 64:192])
+    assert torch.is_tensor(fp4kit.quantize(torch.ones(4, 32), "mxfp4")[:, :0].packed)
 
 
 def test_steps_and_iteration():
