@@ -17,6 +17,18 @@ from typing import Any
 import numpy as np
 
 
+def written(value: Any) -> str:
+    """Return an argument as text for a message, cut to 60 characters. Slices are written as between brackets: 0:16."""
+    if isinstance(value, slice):
+        ends = ["" if end is None else f"{end!s:.20}" for end in (value.start, value.stop, value.step)]
+        return ":".join(ends if ends[2] else ends[:2])
+    if value is Ellipsis:
+        return "..."
+    if isinstance(value, tuple) and any(isinstance(one, slice) or one is Ellipsis for one in value):
+        return ", ".join(map(written, value))
+    return f"{value!r:.60}"
+
+
 def index_of(value: Any) -> int:
     """Return an integer of any library as an int. Like operator.index, but bools are rejected.
 
@@ -37,7 +49,7 @@ def as_index(op: str, name: str, value: Any) -> int:
     try:
         return index_of(value)
     except TypeError:
-        raise TypeError(f"{op}: {name} is {value!r:.60}; needs an int") from None
+        raise TypeError(f"{op}: {name} is {written(value)}; needs an int") from None
 
 
 def as_float32(op: str, name: str, value: Any, need: str) -> np.float32:
@@ -50,7 +62,7 @@ def as_float32(op: str, name: str, value: Any, need: str) -> np.float32:
     dtype = getattr(value, "dtype", None)
     is_real = "complex" not in str(dtype) and getattr(dtype, "kind", "f") not in "OSUmM"
     if not is_real or not hasattr(value, "__float__") or math.prod(getattr(value, "shape", ())) != 1:
-        raise TypeError(f"{op}: {name} is {value!r:.60}; {need}")
+        raise TypeError(f"{op}: {name} is {written(value)}; {need}")
     with np.errstate(over="ignore"):
         try:
             return np.float32(float(value.reshape(()) if getattr(value, "shape", ()) else value))
@@ -66,7 +78,7 @@ def as_shape(op: str, shape: Any) -> tuple[int, ...]:
     try:
         found = tuple(map(index_of, shape))
     except TypeError:
-        raise TypeError(f"{op}: shape is {shape!r:.60}; needs a tuple of ints, the shape of x") from None
+        raise TypeError(f"{op}: shape is {written(shape)}; needs a tuple of ints, the shape of x") from None
     if found and min(found) < 0:
         raise ValueError(f"{op}: shape is {shape!r}; needs lengths >= 0")
     return found
@@ -130,14 +142,14 @@ def as_flag(op: str, name: str, value: Any) -> bool:
     """
     if isinstance(value, (bool, np.bool_)) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
-    raise TypeError(f"{op}: {name} is {value!r:.60}; needs True or False")
+    raise TypeError(f"{op}: {name} is {written(value)}; needs True or False")
 
 
 def as_word(op: str, name: str, value: Any) -> str:
     """Return an argument that is a string, unchanged. Raise TypeError for anything else."""
     if isinstance(value, str):
         return value
-    raise TypeError(f"{op}: {name} is {value!r:.60}; needs a string")
+    raise TypeError(f"{op}: {name} is {written(value)}; needs a string")
 
 
 def as_indices(op: str, name: str, values: Any) -> list[int]:
@@ -148,7 +160,7 @@ def as_indices(op: str, name: str, values: Any) -> list[int]:
     try:
         return [index_of(value) for value in values]
     except TypeError:
-        raise TypeError(f"{op}: {name} is {values!r:.60}; needs a sequence of ints") from None
+        raise TypeError(f"{op}: {name} is {written(values)}; needs a sequence of ints") from None
 
 
 def as_mapping(op: str, name: str, value: Any) -> Mapping[Any, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arguments import as_index
+from fp4kit.arguments import as_index, written
 from fp4kit.arrays import imports, jax_arrays, torch_arrays
 from fp4kit.arrays.returns import TORCH, library_of
 from fp4kit.formats import bit_patterns
@@ -109,17 +109,8 @@ def _slices(q: Quantized, index: Any) -> list[slice]:
 
 def _spelled(index: Sequence[Any]) -> str:
     """Return an index as it is written between brackets, such as ":, 0:16". Trailing whole axes are left out."""
-
-    def text(one: Any) -> str:
-        if one is Ellipsis:
-            return "..."
-        if not isinstance(one, slice):
-            return f"{one!r:.60}"
-        ends = ["" if end is None else f"{end!s:.20}" for end in (one.start, one.stop, one.step)]
-        return ":".join(ends if ends[2] else ends[:2])
-
-    last = max((i for i, one in enumerate(index) if one != slice(None)), default=0) if len(index) > 1 else 0
-    return ", ".join(map(text, index[: last + 1]))
+    last = max((i for i, one in enumerate(index) if not isinstance(one, slice) or one != slice(None)), default=0)
+    return ", ".join(map(written, index[: last + 1]))
 
 
 def _multiple(q: Quantized, axis: int) -> int:

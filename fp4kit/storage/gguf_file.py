@@ -204,7 +204,7 @@ class _HeaderReader:
         """
         length = self._number("<Q")
         if length > 65535:
-            raise self._unusable(f"{what} has a name of {length} bytes; at most 65535 are allowed")
+            raise self._unusable(f"{what} has a name of {length} bytes; at most 65535 bytes are allowed")
         try:
             return self._take(length).decode("utf-8")
         except UnicodeDecodeError:
@@ -323,7 +323,9 @@ class _HeaderReader:
             if name in found:
                 raise self._unusable(f"it has two tensors {shown(name)!r}")
             if offset != -(-end // alignment) * alignment:
-                raise self._unusable(f"{shown(name)} begins at {offset}, not where the tensor before it ends")
+                raise self._unusable(
+                    f"{shown(name)} begins at byte {offset} of the data, not where the tensor before it ends"
+                )
             end = offset + ggml_nbytes(kind, shape)
             if start + end > self._size:
                 raise self._unusable(f"it ends inside {shown(name)}: truncated")

@@ -52,7 +52,7 @@ def load_object(path: Path, label: str) -> dict[str, Any]:
     """
     size = path.stat().st_size
     if size > MAX_BYTES:
-        raise CheckpointError(f"{label}: {size} bytes; at most {MAX_BYTES} are read from a JSON file")
+        raise CheckpointError(f"{label}: {size} bytes; at most {MAX_BYTES} bytes are read from a JSON file")
     text = path.read_bytes()
     other = None if text.lstrip()[:1] == b"{" else other_file(path)
     if other is not None:

@@ -86,7 +86,7 @@ def divide(sizes: Sequence[int], limit: int) -> list[slice]:
         if padded > limit:
             raise CheckpointError(
                 f"split-max-size: {limit} bytes are less than the largest tensor, which needs"
-                f" {-(-max(sizes) // _PADDED) * _PADDED}"
+                f" {-(-max(sizes) // _PADDED) * _PADDED} bytes"
             )
         if total + padded > limit:
             found.append(slice(first, i))

@@ -121,8 +121,8 @@ class SafetensorsWriter:
         header = header_bytes(self._ordered, metadata)
         if len(header) != self._header_size:
             raise ValueError(
-                f"{self._label}: the new header has {len(header)} bytes; needs {self._header_size}, the length of the "
-                f"first one"
+                f"{self._label}: the new header has {len(header)} bytes; needs {self._header_size} bytes, the length of"
+                f" the first one"
             )
         self._put(0, memoryview(header))
 
@@ -135,8 +135,8 @@ class SafetensorsWriter:
         position = self._next[name]
         if position + raw.size > self._end[name]:
             raise CheckpointError(
-                f"{self._label}: {shown(name)}: {raw.size} bytes were written; at most {self._end[name] - position} "
-                f"are left of its planned size"
+                f"{self._label}: {shown(name)}: {raw.size} bytes were written; at most "
+                f"{self._end[name] - position} bytes are left of its planned size"
             )
         self._put(position, raw.data)
         self._next[name] = position + raw.size

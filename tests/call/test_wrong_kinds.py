@@ -170,6 +170,14 @@ def test_seeds_that_are_memory():
         fp4kit.quantize(X, "nvfp4", rounding="stochastic", seed=memoryview(b"abc"))
 
 
+def test_slices_are_written_as_between_brackets():
+    for index, text in ((np.s_[0:3], "0:3"), (np.s_[3, 1:9:2], "1:9:2"), (np.s_[:, 0], ":"), (np.s_[..., 0], "...")):
+        with pytest.raises(TypeError, match=rf"^explain: index is {re.escape(text)}; needs an int$"):
+            fp4kit.explain(X, "nvfp4", index)
+    with pytest.raises(TypeError, match=r"^quantize: axis is :, 0:16; needs an int$"):
+        fp4kit.quantize(X, "nvfp4", axis=np.s_[:, 0:16])
+
+
 STOCHASTIC = {"x": X, "recipe": "nvfp4", "rounding": "stochastic"}
 INTS = {  # arguments that are ints: the call that takes one, the argument's name, and a valid value
     "axis": (lambda n: fp4kit.quantize(X, "nvfp4", axis=n), "quantize: axis is {}; needs an int", 1),

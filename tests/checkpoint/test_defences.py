@@ -297,7 +297,7 @@ def test_hostile_config(tmp_path: Path, config: dict[str, Any], wishes: Wishes) 
 def test_config_of_any_size(tmp_path: Path, name: str) -> None:
     synthetic.dense(tmp_path / "m")
     os.truncate(tmp_path / "m" / name, 300 << 20)  # zeros that take no disk space
-    with refused(f"{name}: 314572800 bytes; at most 268435456 are read from a JSON file"):
+    with refused(f"{name}: 314572800 bytes; at most 268435456 bytes are read from a JSON file"):
         convert(tmp_path / "m", tmp_path / "out")
 
 

@@ -88,7 +88,7 @@ MALFORMED = {
     "unknown type": (tensor(kind=77), "x has type 77, which is unknown"),
     "half a block": (tensor(shape=(40, 2), kind=39), "x has rows of 40 elements; MXFP4 needs a multiple of 32"),
     "no axis": (tensor(shape=(), kind=39), "x has rows of 1 elements; MXFP4 needs a multiple of 32"),
-    "offset": (tensor(offset=32), "x begins at 32, not where the tensor before it ends"),
+    "offset": (tensor(offset=32), "x begins at byte 32 of the data, not where the tensor before it ends"),
     "truncated": (tensor(data=100), "it ends inside x: truncated"),
     "huge": (tensor(shape=(1 << 40, 1 << 40)), "it ends inside x: truncated"),
     "name twice": (header(tensors=2, rest=TWO * 2) + bytes(128), "it has two tensors 'x'"),

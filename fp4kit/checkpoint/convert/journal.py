@@ -143,7 +143,7 @@ class Journal:
         size = os.fstat(self._file).st_size
         if size > MAX_BYTES:
             raise CheckpointError(
-                f"{path}: has {size} bytes; a journal has at most {MAX_BYTES}, so it is damaged; "
+                f"{path}: has {size} bytes; a journal has at most {MAX_BYTES} bytes, so it is damaged; "
                 "remove it with fp4kit convert --remove-stale, and start again"
             )
         text = path.read_bytes()

@@ -333,8 +333,8 @@ class _Output:
             missing = target.position + target.nbytes - self._next[part]
             if missing:
                 raise CheckpointError(
-                    f"{shown(target.path.name)}: the conversion gave {target.nbytes - missing} of {target.nbytes}"
-                    " planned bytes; this is a defect of fp4kit, please report it"
+                    f"{shown(target.path.name)}: the conversion gave {target.nbytes - missing} bytes of the"
+                    f" {target.nbytes} planned bytes; this is a defect of fp4kit, please report it"
                 )
         return _joined_sums(self._sums.values())
 

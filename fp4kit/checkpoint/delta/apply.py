@@ -97,7 +97,8 @@ def _check_base(root: Path, patch: Patch) -> None:
             size = path_of(root, name).stat().st_size
             if size != needed.nbytes:
                 raise CheckpointError(
-                    f"{shown(name)}: has {size} bytes in {root}; the patch was made from a file of {needed.nbytes}"
+                    f"{shown(name)}: has {size} bytes in {root}; the patch was made from a file of"
+                    f" {needed.nbytes} bytes"
                 )
 
 

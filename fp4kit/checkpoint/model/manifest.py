@@ -167,4 +167,4 @@ def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
         return None
     if type(written) is not int:
         return "its size in the manifest is not a whole number"
-    return None if size == written else f"has {size} bytes, but the conversion wrote {written}"
+    return None if size == written else f"has {size} bytes, but the conversion wrote {written} bytes"

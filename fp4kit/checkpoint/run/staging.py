@@ -128,7 +128,7 @@ def check_space(destination: Path, needed: int) -> None:
     free = free_space(destination)
     if free < needed:
         raise CheckpointError(
-            f"{destination}: needs {needed} bytes, but {free} are free; free some space or use another disk"
+            f"{destination}: needs {needed} bytes, but {free} bytes are free; free some space or use another disk"
         )
 
 

@@ -374,7 +374,7 @@ class _Comparison:
         encoded: npt.NDArray[np.uint8] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         target, done = self._targets[part], self.compared[part]
         if done + encoded.size > target.nbytes:
-            raise CheckpointError(f"{part}: re-encoding gives more bytes than the {target.nbytes} stored")
+            raise CheckpointError(f"{part}: re-encoding gives more bytes than the {target.nbytes} bytes stored")
         stored = self._readers.bytes(self._weight.parts[part], target.position + done, encoded.size)
         self.differing[part] += int(np.count_nonzero(stored != encoded))
         self.compared[part] += encoded.size

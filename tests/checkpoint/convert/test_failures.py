@@ -189,7 +189,7 @@ def test_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     synthetic.bert(tmp_path / "m")
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with refused("bytes, but 1000 are free; free some space or use another disk"):
+    with refused("bytes, but 1000 bytes are free; free some space or use another disk"):
         convert(tmp_path / "m", tmp_path / "out")
     _nothing_left(tmp_path)
 

@@ -248,7 +248,7 @@ def test_limits() -> None:
     assert len(divide([32] * 65535, 32)) == 65535
     with refused("32 bytes give 65536 files; at most 65535 are possible"):
         divide([32] * 65536, 32)
-    with refused("64 bytes are less than the largest tensor, which needs 96"):
+    with refused("64 bytes are less than the largest tensor, which needs 96 bytes"):
         divide([1, 65], 64)
 
 

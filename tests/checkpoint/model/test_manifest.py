@@ -61,7 +61,7 @@ def test_files_of_another_size_are_not_hashed(converted: Path) -> None:
                 os.truncate(converted / name, changed)
                 patch.setattr("fp4kit.checkpoint.model.manifest.names_in", lambda folder, name=name: [name])
                 found = differences(converted)
-                said = f"{name}: has {changed} bytes, but the conversion wrote {size}"
+                said = f"{name}: has {changed} bytes, but the conversion wrote {size} bytes"
                 assert found is not None and [line for line in found if "missing" not in line] == [said]
                 os.truncate(converted / name, size)
 

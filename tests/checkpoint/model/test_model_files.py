@@ -148,7 +148,7 @@ def test_writer_counts_bytes(tmp_path: Path) -> None:
         writer.write("a", np.zeros(1, np.float32))
         with refused("x.safetensors: a lacks 4 of its planned bytes"):
             writer.finish()
-        with refused("x.safetensors: a: 8 bytes were written; at most 4 are left of its planned size"):
+        with refused("x.safetensors: a: 8 bytes were written; at most 4 bytes are left of its planned size"):
             writer.write("a", np.zeros(2, np.float32))
 
 
