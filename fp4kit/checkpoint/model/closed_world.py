@@ -32,6 +32,7 @@ from fp4kit.checkpoint.model.items import CARRIED, IGNORED, REFUSED, UNDERSTOOD,
 from fp4kit.checkpoint.model.layer_sizes import named_twice
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import COMFY_METADATA, Weight, any_quantized, comfy_layers, looks_quantized
+from fp4kit.checkpoint.selection.adapters import adapter_trouble
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.json_object import parse_object
@@ -201,11 +202,6 @@ _REFUSED_TENSORS = {
     "qzeros": "zero points, which no 4-bit float format has",
     "biases": "offsets of an integer format (MLX affine), which is not supported",
 }
-# A part of a tensor's name by which adapters of PEFT, of kohya's scripts and of LyCORIS are recognized.
-_ADAPTER = re.compile(
-    r"(lora|ia3|vera|boft|oft|hada|lokr|hra|fourierft|vblora|randlora|shira|waveft)_\w+"
-    r"|dora_scale|bone_block|miss_block|c3a_kernel|trainable_tokens_\w+|modules_to_save"
-)
 # Matches the last part of a tensor's name if the tensor may transform weights or inputs of layers.
 _TRANSFORMS = re.compile(
     r"\w*(hadamard|rotation)\w*|R[1-4]|smooth(quant|ing)?_(scale|scales|factor|factors)|\w*pre_quant_scale|act_scales?"
@@ -318,16 +314,6 @@ def _may_lack_scale(weight: Weight) -> bool:
     if form is None or (form.format == "mlx" and len(weight.shape) > 2):
         return False
     return form.in_blocks or form.method == "torchao" or form.format == "mlx"
-
-
-def adapter_trouble(name: str) -> str:
-    """Return the reason to refuse a tensor of an adapter, such as LoRA; "" for all other tensors.
-
-    The tensor is recognized by its name: one of the parts between dots is a word such as lora_A.
-    """
-    if any(_ADAPTER.fullmatch(piece) for piece in name.split(".")):
-        return "a tensor of an adapter (LoRA), not of a model; merge the adapter into its model first"
-    return ""
 
 
 def check_no_adapter(tensors: Tensors, ignore: Iterable[str] = ()) -> None:

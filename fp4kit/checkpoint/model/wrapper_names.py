@@ -1,8 +1,8 @@
 """Recognize the components that wrappers of PyTorch add to the names of a state dict. For example, torch.compile adds
 ``_orig_mod``, and DistributedDataParallel adds ``module`` at the beginning.
 
-PEFT adds ``base_model.model`` and ``base_layer``. The wrappers of FSDP, Lightning and activation checkpointing add
-components of their own. Engines do not find tensors under such names.
+PEFT adds ``base_model.model``, ``base_layer`` and ``original_module``. The wrappers of FSDP, Lightning and activation
+checkpointing add components of their own. Engines do not find tensors under such names.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _WRAPPERS = {
     "_checkpoint_wrapped_module": "activation checkpointing",
     "_forward_module": "Lightning",
     "base_layer": "PEFT",
+    "original_module": "PEFT",
 }
 _LEADING = {"module": "DistributedDataParallel"}  # only at the beginning of a name
 _PEFT = ["base_model", "model"]  # the beginning of all names of a model that PEFT wraps

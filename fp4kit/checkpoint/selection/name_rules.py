@@ -18,6 +18,7 @@ from typing import Any, Literal
 from fp4kit.checkpoint.containers import ggml_names
 from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.selection import diffusers_classes
+from fp4kit.checkpoint.selection.adapters import adapter_tensor
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.ggml_types import BLOCKED
@@ -320,6 +321,12 @@ def _other_stack(tensor: Candidate) -> str | None:
     return None if plain else f"{UNSUPPORTED_STACK} ({leaf}, {rank}-D)"
 
 
+def _adapter(tensor: Candidate) -> str | None:
+    """Return the reason why a tensor of an adapter, such as LoRA, stays unquantized; None for all other tensors."""
+    found = adapter_tensor(tensor.name)
+    return f"adapter ({found.kind}), which stays in 16 bits" if found else None
+
+
 def _not_a_weight(tensor: Candidate) -> str | None:
     """Return "not a weight" for a tensor such as a bias (see Candidate.is_weight), otherwise None."""
     return None if tensor.is_weight else "not a weight"
@@ -497,6 +504,7 @@ class Rule:
 
 
 FIRST_RULES = (  # tested before --keep-first and --keep-last
+    Rule(_adapter, False),
     Rule(_other_stack, True),
     Rule(_not_a_weight, False),
     Rule(_rank, False),
