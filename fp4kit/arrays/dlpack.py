@@ -97,31 +97,12 @@ class _ExportedMemory:
 
 
 def read(x: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return a NumPy array that shares the memory of x, an array in host memory that exports DLPack.
-
-    The array is read-only if x's capsule (its DLPack description) says so, or is unversioned (before DLPack 1.0). If x
-    has no elements, return a new, empty array of its shape and dtype.
-
-    Args:
-        x: the exporter, whose memory must be on the host. This is not checked.
-        name: how error messages call x.
-
-    Raises:
-        TypeError: the dtype is not in DTYPES.
-        BufferError: x exports no memory, such as a traced tensor; or it exports DLPack 2.0 or later; or its export is
-            not a capsule, or a capsule that was consumed already.
-        Exception: any error of x.__dlpack__.
-    """
+    """Return a NumPy array that shares the memory of x, an array in host memory that exports DLPack."""
     return _from_capsule(_export(x), name)
 
 
 def _export(x: Any) -> object:
-    """Return the DLPack capsule of x: versioned (DLPack 1.0) if x knows the argument max_version, else unversioned.
-
-    Only a versioned capsule says whether its memory may be written, so unversioned ones count as read-only.
-    x.__dlpack__ is called with max_version and, if that raises TypeError, again without it. Its other errors pass
-    unchanged.
-    """
+    """Return the DLPack capsule of x: versioned (DLPack 1.0) if x knows the argument max_version, else unversioned."""
     try:
         return x.__dlpack__(max_version=_VERSION)
     except TypeError:  # an exporter of DLPack before 1.0 does not know the keyword
@@ -129,10 +110,7 @@ def _export(x: Any) -> object:
 
 
 def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return a NumPy array on the memory that a DLPack capsule describes; a new, empty array if it has no elements.
-
-    name: how error messages call the exporter. Raise the errors of `read`, except those that x.__dlpack__ raises.
-    """
+    """Return a NumPy array on the memory that a DLPack capsule describes; a new, empty array if it has no elements."""
     tensor, read_only = _read(capsule, name)
     dtype = _dtype(tensor.dtype, name)
     if 0 in _shape(tensor):  # the exporter's data pointer may be NULL
@@ -145,13 +123,7 @@ def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
-    """Return the DLTensor structure in a capsule, and whether its memory is read-only.
-
-    The memory of an unversioned capsule counts as read-only. The structure is valid as long as the capsule lives.
-
-    name: how error messages call the exporter. Raise BufferError if the version is DLPack 2.0 or later. Also raise it
-    if `capsule` is not a DLPack capsule, or was consumed already.
-    """
+    """Return the DLTensor structure in a capsule, and whether its memory is read-only."""
     if _capsule_is_valid(capsule, b"dltensor_versioned"):
         pointer = _capsule_pointer(capsule, b"dltensor_versioned")
         versioned = _DLManagedTensorVersioned.from_address(pointer)
@@ -168,10 +140,7 @@ def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
 
 
 def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
-    """Return the NumPy or ml_dtypes dtype for a DLPack dtype. Raise TypeError for a dtype that is not in DTYPES.
-
-    name: how the error message calls the exporter.
-    """
+    """Return the NumPy or ml_dtypes dtype for a DLPack dtype."""
     key = (dtype.code, dtype.bits, dtype.lanes)
     if key not in DTYPES:
         raise TypeError(
@@ -187,10 +156,7 @@ def _shape(tensor: _DLTensor) -> tuple[int, ...]:
 
 
 def _byte_strides(tensor: _DLTensor, itemsize: int) -> tuple[int, ...] | None:
-    """Return the strides of a DLTensor in bytes; None for an array whose elements lie in row-major order without gaps.
-
-    The result is None if the tensor has no axes, or if it states no strides, which means this order.
-
-    itemsize: the bytes per element, because DLPack counts strides in elements.
+    """Return the strides of a DLTensor in bytes; None for an array whose elements lie in row-major order without
+    gaps.
     """
     return tuple(itemsize * step for step in tensor.strides[: tensor.ndim]) if tensor.ndim and tensor.strides else None

@@ -53,31 +53,7 @@ DIFFERENTIABLE = ("fake_quantize", "fake_quantize_grouped")  # functions whose f
 
 
 def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
-    """Return an array in host memory, of any library, as a NumPy array that shares its memory.
-
-    Args:
-        x: a NumPy array of any dtype and strides, which is returned unchanged; an np.matrix, np.memmap or other
-            subclass, which becomes a plain array; a NumPy scalar, which becomes a 0-d array; or an object in host
-            memory that exports DLPack (PyTorch, JAX, ...). Its dtype may be a real, complex or bool type, bfloat16,
-            float8_e4m3fn, float8_e5m2, float8_e8m0fnu, or float4_e2m1fn_x2. The last one becomes uint8, with two codes
-            per byte and the even element in the low nibble.
-        name: what error messages call `x`, such as "quantize: x".
-
-    Returns:
-        An array with the shape, strides and values of `x`. bfloat16 and the 8-bit floats have the dtypes of ml_dtypes.
-        The array keeps the memory of `x` alive. It is read-only if the exporter says so, or if the exporter cannot say
-        (DLPack before 1.0), as in NumPy.
-
-    Raises:
-        TypeError: `x` is not an array (a list, a Python number, ...), is a masked array, or is traced by JAX. Also
-            raised if `x` is a tensor without dense memory (sparse, nested, quantized, DTensor), or has a DLPack dtype
-            that is not listed above.
-        ValueError: `x` is a PyTorch tensor on the meta device, with the negative or the conjugate bit set, or that
-            requires grad. Tensors that require grad are accepted if grad mode is off, and Parameters by most functions.
-        NotImplementedError: `x` is on a CUDA device or another accelerator.
-        BufferError: the exporter refuses, gives no memory on one device, or uses a DLPack version other than 0.x and
-            1.x.
-    """
+    """Return an array in host memory, of any library, as a NumPy array that shares its memory."""
     if type(x) is np.ndarray:
         return x
     if isinstance(x, (np.ndarray, np.generic)):
@@ -90,10 +66,7 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def check_unmasked(x: Any, name: str) -> None:
-    """Raise TypeError if x is a masked array, because its mask would be dropped silently. Any other object passes.
-
-    A masked array is recognized by its method `filled`. name: the name of x in the message, such as "quantize: x".
-    """
+    """Raise TypeError if x is a masked array, because its mask would be dropped silently."""
     if hasattr(x, "filled"):
         variable = _variable(name)
         raise TypeError(
@@ -103,32 +76,14 @@ def check_unmasked(x: Any, name: str) -> None:
 
 
 def as_arrays(operation: str = "", /, **named: Any) -> tuple[Any, ...]:
-    """Return arrays in host memory, of any library, as NumPy arrays that share their memory.
-
-    All must be on one device. Each is converted by `as_array`.
-
-    Args:
-        operation: the function that error messages begin with, such as "quantize".
-        **named: {name in error messages: array}. An argument that is None stays None.
-
-    Returns:
-        The arrays, in the order of the arguments.
-
-    Raises:
-        ValueError: the arrays are on more than one device; the message names each of them.
-        TypeError, NotImplementedError, BufferError: as for `as_array`.
-    """
+    """Return arrays in host memory, of any library, as NumPy arrays that share their memory."""
     prefix = f"{operation}: " if operation else ""
     check_one_device(operation, **named)
     return tuple(None if x is None else as_array(x, prefix + name) for name, x in named.items())
 
 
 def check_one_device(operation: str = "", /, **named: Any) -> None:
-    """Raise ValueError unless all arrays are on one device. The message names the device of each array.
-
-    Arguments that are None are ignored. Also raise the errors of device_name, for example for an object that is not an
-    array. operation: the function that messages begin with; "" for none. named: the arrays by their names in messages.
-    """
+    """Raise ValueError unless all arrays are on one device."""
     prefix = f"{operation}: " if operation else ""
     devices = {name: device_name(x, prefix + name) for name, x in named.items() if x is not None}
     if len(set(devices.values())) > 1:
@@ -137,19 +92,9 @@ def check_one_device(operation: str = "", /, **named: Any) -> None:
 
 
 def device_name(x: Any, name: str = "x") -> str:
-    """Return the device that holds the memory of x: "cpu" (page-locked memory included), "cuda:0", "rocm:1", ...
-
-    An object that has only `__cuda_array_interface__` gives "cuda", because that interface does not state the device
-    number. name: the name of x in error messages.
-
-    Raises:
-        TypeError: `x` is neither a NumPy array nor an exporter of DLPack or of the CUDA array interface; or `x` is
-            traced by JAX; or `x` is a PyTorch tensor without dense memory (see check_tensor).
-        ValueError: `x` is a PyTorch tensor whose memory does not hold its values, or that requires grad (see
-            check_tensor for both).
-        BufferError: `x` has no memory on one device: it is sharded, was deleted, or belongs to a transform such as
-            torch.vmap.
-    """
+    """Return the device that holds the memory of x: "cpu" (page-locked memory included), "cuda:0", "rocm:1", ..."""
+    # An object that has only `__cuda_array_interface__` gives "cuda", because that interface does not state the device
+    # number.
     if isinstance(x, (np.ndarray, np.generic)):
         return "cpu"
     if "torch._dynamo" in sys.modules and is_traced():
@@ -173,11 +118,7 @@ def device_name(x: Any, name: str = "x") -> str:
 
 
 def way_to_array(x: Any, variable: str) -> str:
-    """Return the end of an error message about an object x that is not an array: how to get an array from it.
-
-    There is a special text for a PyTorch module, a mapping, a Quantized, a file name and None. For anything else, it is
-    "pass np.asarray(x, np.float32)". variable: the expression for x in the caller's code, such as "x".
-    """
+    """Return the end of an error message about an object x that is not an array: how to get an array from it."""
     if hasattr(x, "named_parameters"):  # a torch.nn.Module
         weight = "weight" if hasattr(x, "weight") else next((name for name, _ in x.named_parameters()), "weight")
         expression = f"{variable}.{weight}" if "." not in weight else f"{variable}.get_parameter({weight!r})"
@@ -192,10 +133,7 @@ def way_to_array(x: Any, variable: str) -> str:
 
 
 def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
-    """Return the DLPack device type and device number of the memory of x.
-
-    Raise BufferError unless the memory is on exactly one device. name: the name of x in the message.
-    """
+    """Return the DLPack device type and device number of the memory of x."""
     try:
         kind, index = x.__dlpack_device__()
         return int(kind), int(index)
@@ -208,18 +146,12 @@ def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
 
 
 def is_distributed(x: Any) -> bool:
-    """Return whether x is a PyTorch DTensor, which is a tensor spread over the processes of a distributed program.
-
-    It is recognized by three attributes, so PyTorch need not be imported.
-    """
+    """Return whether x is a PyTorch DTensor, which is a tensor spread over the processes of a distributed program."""
     return hasattr(x, "full_tensor") and hasattr(x, "to_local") and hasattr(x, "placements")
 
 
 def way_to_local(variable: str) -> str:
-    """Return the end of an error message about a DTensor: "needs a plain tensor", and two ways to get one from it.
-
-    variable: the expression for the DTensor in the caller's code, such as "x".
-    """
+    """Return the end of an error message about a DTensor: "needs a plain tensor", and two ways to get one from it."""
     return (
         f"needs a plain tensor; pass {variable}.full_tensor(), or {variable}.to_local() with the tensor_amax of all"
         " shards"
@@ -227,17 +159,7 @@ def way_to_local(variable: str) -> str:
 
 
 def check_tensor(x: Any, name: str = "x") -> None:
-    """Raise an error for a PyTorch tensor x whose values cannot be read from its memory, or that requires grad.
-
-    DLPack transfers only memory. For example, a tensor with the negative bit set would arrive with every sign flipped.
-
-    name: the name of x in the message, such as "quantize: x".
-
-    Raises:
-        TypeError: x is a DTensor, or a sparse, nested or quantized tensor.
-        ValueError: x is on the meta device, has the negative or the conjugate bit set, or requires grad while grad mode
-            is on. A Parameter may require grad, except in calls of the functions in DIFFERENTIABLE.
-    """
+    """Raise an error for a PyTorch tensor x whose values cannot be read from its memory, or that requires grad."""
     variable = _variable(name)
     if is_distributed(x):
         raise TypeError(f"{name} is a DTensor, whose values are spread over ranks; {way_to_local(variable)}")
@@ -262,12 +184,8 @@ def check_tensor(x: Any, name: str = "x") -> None:
 
 
 def _check_grad(x: Any, name: str) -> None:
-    """Raise ValueError for x, a PyTorch tensor that requires grad, because fp4kit's functions would lose its gradient.
-
-    Do nothing if grad mode is off. Also do nothing for a Parameter, such as a weight to be exported, unless the
-    function that was called is one of DIFFERENTIABLE, whose results usually need a gradient.
-
-    name: the function and its argument, such as "quantize: x".
+    """Raise ValueError for x, a PyTorch tensor that requires grad, because fp4kit's functions would lose its
+    gradient.
     """
     torch, op = sys.modules["torch"], name.partition(":")[0]
     if not torch.is_grad_enabled() or (isinstance(x, torch.nn.Parameter) and op not in DIFFERENTIABLE):
@@ -286,10 +204,7 @@ def _variable(name: str) -> str:
 
 
 def _require_host(device: str, name: str) -> None:
-    """Raise NotImplementedError unless `device`, a result of device_name, is "cpu".
-
-    name: the name of the array in the message.
-    """
+    """Raise NotImplementedError unless `device`, a result of device_name, is "cpu"."""
     if device == "cpu":
         return
     x = _variable(name)
@@ -300,11 +215,9 @@ def _require_host(device: str, name: str) -> None:
 
 
 def _detached(x: Any) -> Any:
-    """Return an array in a form that DLPack can export.
-
-    A PyTorch tensor that requires grad is detached, because PyTorch does not export such tensors; the result shares the
-    tensor's memory. Any other object is returned unchanged.
-    """
+    """Return an array in a form that DLPack can export."""
+    # A PyTorch tensor that requires grad is detached, because PyTorch does not export such tensors; the result shares
+    # the tensor's memory.
     return x.detach() if getattr(x, "requires_grad", False) else x
 
 
@@ -312,10 +225,7 @@ def _detached(x: Any) -> Any:
 
 
 def is_traced() -> bool:
-    """Return True if torch.compile traces the caller, or would trace the functions that the caller calls next.
-
-    If so, the caller must call its functions through `untraced`. "torch._dynamo" must be in sys.modules.
-    """
+    """Return True if torch.compile traces the caller, or would trace the functions that the caller calls next."""
     if sys.modules["torch"].compiler.is_dynamo_compiling():  # a constant True in traced code
         return _leave_untraced()
     tracer = getattr(sys.modules["torch"]._C._dynamo.eval_frame, "get_eval_frame_callback", bool)()
@@ -323,19 +233,13 @@ def is_traced() -> bool:
 
 
 def untraced(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Return function(*args, **kwargs), called outside of the graph that torch.compile makes.
-
-    In traced code this splits the graph, or raises an error with fullgraph=True. Call it only after is_traced has
-    returned True, because is_traced tells torch.compile not to trace this function.
-    """
+    """Return function(*args, **kwargs), called outside of the graph that torch.compile makes."""
+    # Call it only after is_traced has returned True, because is_traced tells torch.compile not to trace this function.
     return function(*args, **kwargs)
 
 
 def _leave_untraced() -> bool:
-    """Tell torch.compile not to trace the function `untraced`. Always return True, as the result of is_traced.
-
-    While torch.compile traces is_traced, it runs this function as ordinary Python instead of tracing it.
-    """
+    """Tell torch.compile not to trace the function `untraced`."""
     if not hasattr(untraced, "_torchdynamo_disable"):
         why = "fp4kit's functions are not traced; in a graph, call those of fp4kit.torch, such as fp4kit.torch.quantize"
         globals()["untraced"] = sys.modules["torch"]._dynamo.disable(untraced, reason=why)
@@ -352,11 +256,7 @@ _NOTHING = nullcontext()
 
 @cache
 def cupy() -> Any:
-    """Return the module cupy. The first call imports it.
-
-    Raise RuntimeError if CuPy is not installed, if there is no usable CUDA driver, or if the driver sees no device. The
-    message says what to install or check.
-    """
+    """Return the module cupy."""
     try:
         import cupy as module
     except ImportError as error:
@@ -375,56 +275,31 @@ def cupy() -> Any:
 
 
 def to_device(host: np.ndarray) -> Any:
-    """Return a copy of a NumPy array as a CuPy array on the current device. Raise RuntimeError if there is no GPU.
-
-    A 0-d array is copied with one axis and reshaped, because CuPy would otherwise compile a kernel, which takes
-    seconds.
-    """
+    """Return a copy of a NumPy array as a CuPy array on the current device."""
+    # A 0-d array is copied with one axis and reshaped, because CuPy would otherwise compile a kernel, which takes
+    # seconds.
     return cupy().asarray(host) if host.ndim else cupy().asarray(host.reshape(1)).reshape(())
 
 
 def on_device(array: Any) -> bool:
-    """Return True for a CuPy array, which is on a GPU, and False for a NumPy array.
-
-    `array` must be one of the two, as the results of import_arrays are.
-    """
+    """Return True for a CuPy array, which is on a GPU, and False for a NumPy array."""
+    # `array` must be one of the two, as the results of import_arrays are.
     return not isinstance(array, np.ndarray)
 
 
 def to_host(array: Any) -> Any:
-    """Return a NumPy or CuPy array, such as a result of import_arrays, as a NumPy array.
-
-    A NumPy array is returned unchanged. A CuPy array is copied to host memory, after waiting for its values.
-    """
+    """Return a NumPy or CuPy array, such as a result of import_arrays, as a NumPy array."""
     return array.get() if on_device(array) else array
 
 
 def making_current(device: int) -> AbstractContextManager[Any]:
-    """Return a context manager that makes a CUDA device, given by its number, the current one within a with block.
-
-    If it is the current device when this function is called, the context manager does nothing.
-    """
+    """Return a context manager that makes a CUDA device, given by its number, the current one within a with block."""
     cuda = cupy().cuda
     return _NOTHING if cuda.runtime.getDevice() == device else cuda.Device(device)
 
 
 def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
-    """Return arrays of any library as CuPy arrays if they are on a GPU, otherwise as NumPy arrays. Nothing is copied.
-
-    Nothing is copied.
-
-    Args:
-        op: the function that error messages begin with.
-        **named: {name in error messages: array}. None is not allowed.
-
-    Returns:
-        The arrays, in the order of the arguments.
-
-    Raises:
-        ValueError: the arrays are on more than one device.
-        RuntimeError: an array is on a CUDA device, and CuPy or the driver is missing.
-        TypeError, ValueError, NotImplementedError, BufferError: as for `as_array` and `device_name`.
-    """
+    """Return arrays of any library as CuPy arrays if they are on a GPU, otherwise as NumPy arrays."""
     if _one_cupy_device(named.values()):
         return tuple(named.values())
     if not any(_on_cuda(a, f"{op}: {name}") for name, a in named.items()):
@@ -440,10 +315,7 @@ def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
 
 
 def _one_cupy_device(arrays: Iterable[Any]) -> bool:
-    """Return whether all arrays are CuPy arrays on one device; False if there are none or CuPy is not imported.
-
-    If it is True, import_arrays returns the arrays at once, because a DLPack export would cost a call of the driver.
-    """
+    """Return whether all arrays are CuPy arrays on one device; False if there are none or CuPy is not imported."""
     kind = getattr(sys.modules.get("cupy"), "ndarray", None)
     return kind is not None and all(isinstance(a, kind) for a in arrays) and len({a.device.id for a in arrays}) == 1
 

@@ -14,21 +14,15 @@ from fp4kit.arrays import imports
 
 @contextmanager
 def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
-    """Yield the function that converts results (NumPy or CuPy arrays) to JAX arrays on the device of the JAX array x.
-
-    Entering the context changes nothing. It exists because ArrayLibrary.call_context is a context manager for every
-    library, and PyTorch's context manager sets the stream and the allocator.
+    """Yield the function that converts results (NumPy or CuPy arrays) to JAX arrays on the device of the JAX array
+    x.
     """
 
     yield lambda array: giver(x)(array)
 
 
 def giver(x: Any) -> Callable[[Any], Any]:
-    """Return a function that converts a NumPy or CuPy array to a JAX array on the device of the JAX array x.
-
-    If x is committed to its device, as after jax.device_put with a device, the new arrays are committed too. Otherwise
-    JAX may move them. NumPy arrays are copied, and CuPy arrays share their memory (see array_of).
-    """
+    """Return a function that converts a NumPy or CuPy array to a JAX array on the device of the JAX array x."""
     device, is_committed = x.device, getattr(x, "committed", True)
 
     def give(array: Any) -> Any:
@@ -41,11 +35,7 @@ def giver(x: Any) -> Callable[[Any], Any]:
 
 
 def facts(a: Any) -> Hashable:
-    """Return a hashable tuple of the facts about a JAX array that the checks of a call depend on, such as its shape.
-
-    Two arrays with equal facts can use one cached call. The call waits until the array has its values. Raise TypeError
-    unless `a` is a JAX array on a single CPU device that was not deleted.
-    """
+    """Return a hashable tuple of the facts about a JAX array that the checks of a call depend on, such as its shape."""
     kind = type(a)
     if kind.__name__ != "ArrayImpl" or a.is_deleted() or len(a.devices()) != 1 or a.device.platform != "cpu":
         raise TypeError(kind)
@@ -54,11 +44,7 @@ def facts(a: Any) -> Hashable:
 
 
 def array_of(array: Any, device: Any = None) -> Any:
-    """Return a JAX array made from a NumPy or CuPy array. Return anything else unchanged.
-
-    A NumPy array is copied to `device`; if `device` is None, to JAX's default device. A CuPy array shares its memory
-    with the JAX array.
-    """
+    """Return a JAX array made from a NumPy or CuPy array."""
     if isinstance(array, np.ndarray):
         copy = np.array(array)  # JAX may keep the memory, so no other array may share it
         return sys.modules["jax"].device_put(copy, device)
@@ -66,11 +52,9 @@ def array_of(array: Any, device: Any = None) -> Any:
 
 
 def _device_array(array: Any) -> Any:
-    """Return a JAX array on the memory of a CuPy array, or on that of a contiguous copy if it is not contiguous.
-
-    DLPack transfers the array, and makes the stream of JAX wait for the stream of CuPy. The elements are exported as
-    integers and then viewed in their dtype by JAX, because CuPy does not export every dtype.
-    """
+    """Return a JAX array on the memory of a CuPy array, or on that of a contiguous copy if it is not contiguous."""
+    # The elements are exported as integers and then viewed in their dtype by JAX, because CuPy does not export every
+    # dtype.
     jax: Any = sys.modules["jax"]
     array = imports.cupy().ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray makes a row of a 0-d array
     bits = jax.dlpack.from_dlpack(array.view(f"u{array.itemsize}"))

@@ -44,10 +44,7 @@ JAX = ArrayLibrary("jax", jax_arrays.call_context, False)
 
 
 def library_of(a: Any) -> ArrayLibrary | None:
-    """Return TORCH or JAX if `a` is an array of that library; None for NumPy, CuPy and every other library.
-
-    For a list or tuple, its first array decides, and for a Quantized its codes. For any other object, return None.
-    """
+    """Return TORCH or JAX if `a` is an array of that library; None for NumPy, CuPy and every other library."""
     if isinstance(a, np.ndarray) or type(a).__module__ == "cupy":
         return None
     a = first_array(a)
@@ -59,21 +56,14 @@ def library_of(a: Any) -> ArrayLibrary | None:
 
 
 def first_array(a: Any) -> Any:
-    """Return the array that determines the library and device of an argument.
-
-    For a list or tuple, also a nested one, it is the first array; for a Quantized, the codes. Any other argument, and
-    an empty list or tuple, is returned unchanged.
-    """
+    """Return the array that determines the library and device of an argument."""
     while isinstance(a, (list, tuple)) and a:
         a = a[0]
     return getattr(a, "packed", a)
 
 
 def numpy_dtype(op: str, dtype: Any) -> np.dtype:
-    """Return a dtype of NumPy, ml_dtypes, PyTorch or JAX as NumPy's dtype. Raise TypeError for anything else.
-
-    Strings such as "bfloat16" are accepted too, and None gives float64, as in np.dtype.
-    """
+    """Return a dtype of NumPy, ml_dtypes, PyTorch or JAX as NumPy's dtype."""
     if type(dtype).__module__ == "torch":
         return torch_arrays.numpy_dtype(op, dtype)
     try:
@@ -83,10 +73,7 @@ def numpy_dtype(op: str, dtype: Any) -> np.dtype:
 
 
 def convert_arrays(result: Any, give: Give) -> Any:
-    """Return the result of a call in which every NumPy or CuPy array is converted by the function `give`.
-
-    Arrays in lists, tuples, named tuples and a Quantized are converted too. Anything else stays unchanged.
-    """
+    """Return the result of a call in which every NumPy or CuPy array is converted by the function `give`."""
     if isinstance(result, np.ndarray) or type(result).__module__ == "cupy":
         return give(result)
     if hasattr(result, "with_parts"):
@@ -100,13 +87,8 @@ def convert_arrays(result: Any, give: Give) -> Any:
 
 
 def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that computes NumPy or CuPy arrays so that it returns arrays of its first argument's library.
-
-    - If this library is PyTorch or JAX, the arrays in the result are converted. If the caller passed `out` by name,
-      however, `out` itself is returned, unless the result is None.
-    - For any other library, the result is returned unchanged.
-    - If the first argument is an iterator, it is first converted to a list.
-    - In code that torch.compile traces, the call runs outside of the compiled graph.
+    """Decorate a function that computes NumPy or CuPy arrays so that it returns arrays of its first argument's
+    library.
     """
     first = next(iter(signature(function).parameters))
 
@@ -130,11 +112,7 @@ def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def mark_written(out: Any) -> Any:
-    """Tell PyTorch's autograd that `out` was written to, as PyTorch's in-place functions do, and return `out`.
-
-    Without this, autograd would silently compute gradients from overwritten values that an earlier function had saved.
-    For arrays of other libraries, do nothing.
-    """
+    """Tell PyTorch's autograd that `out` was written to, as PyTorch's in-place functions do, and return `out`."""
     tensor: Any = getattr(sys.modules.get(TORCH.name), "Tensor", None)
     if tensor is not None and isinstance(getattr(out, "packed", out), tensor):
         arrays = out.parts().values() if hasattr(out, "with_parts") else (out,)
@@ -161,13 +139,9 @@ class PlanLibrary:
         return nullcontext(_unchanged) if self._library is None else self._library.call_context(self._like)
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a method of the plan, and return its result as arrays of the plan's library.
-
-        If arrays of this library are immutable, the result is a copy, because the next call overwrites the plan's
-        arrays. Otherwise, the result shares memory with the plan's arrays.
-
-        function: the method. args, kwargs: its arguments.
-        """
+        """Call a method of the plan, and return its result as arrays of the plan's library."""
+        # If arrays of this library are immutable, the result is a copy, because the next call overwrites the plan's
+        # arrays.
         if self._library is None:
             return function(*args, **kwargs)
         with self.context() as give:
@@ -177,11 +151,7 @@ class PlanLibrary:
             return self._tensors(function.__name__, result, give)
 
     def _tensors(self, name: str, result: Any, give: Give) -> Any:
-        """Return the result of the plan's method `name` as a list of tensors, or as one tensor if it is not a list.
-
-        If the arrays are the objects that the method returned last time, the tensors of that call are returned again.
-        Otherwise, `give` converts the arrays.
-        """
+        """Return the result of the plan's method `name` as a list of tensors, or as one tensor if it is not a list."""
         arrays = result if isinstance(result, list) else [result]
         cached = self._known.get(name)
         if (
@@ -199,10 +169,10 @@ def _unchanged(array: Any) -> Any:
 
 
 def returns_in_plan_library(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a method of a plan, such as GroupedPlan, so that it returns arrays in the library of the plan's tensors.
-
-    The plan must have a PlanLibrary as its attribute `_home`, whose method `call` converts the result.
+    """Decorate a method of a plan, such as GroupedPlan, so that it returns arrays in the library of the plan's
+    tensors.
     """
+    # The plan must have a PlanLibrary as its attribute `_home`, whose method `call` converts the result.
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -46,10 +46,7 @@ def _module() -> Any:
 
 @cache
 def _dtypes() -> dict[Any, np.dtype]:
-    """Return {PyTorch dtype: NumPy or ml_dtypes dtype} for all dtypes that fp4kit converts tensors from or to.
-
-    Dtypes that this version of PyTorch lacks are left out. float4_e2m1fn_x2, which has two codes per byte, gives uint8.
-    """
+    """Return {PyTorch dtype: NumPy or ml_dtypes dtype} for all dtypes that fp4kit converts tensors from or to."""
     dtypes = {
         getattr(_module(), name): np.dtype(getattr(ml_dtypes, name, name))
         for name in _NAMES
@@ -66,28 +63,20 @@ def _torch_dtypes() -> dict[np.dtype, Any]:
 
 
 def numpy_dtype(op: str, dtype: Any) -> np.dtype:
-    """Return the NumPy or ml_dtypes dtype that equals a PyTorch dtype; uint8 for torch.float4_e2m1fn_x2.
-
-    Raise TypeError if no such dtype exists. op: the public function that the message begins with.
-    """
+    """Return the NumPy or ml_dtypes dtype that equals a PyTorch dtype; uint8 for torch.float4_e2m1fn_x2."""
     if dtype not in _dtypes():
         raise TypeError(f"{op}: dtype is {dtype}; needs a dtype that NumPy or ml_dtypes has, such as torch.float32")
     return _dtypes()[dtype]
 
 
 def dtype_named(name: str) -> Any:
-    """Return the PyTorch dtype with the given name, such as "float8_e4m3fn".
-
-    Raise AttributeError if this version of PyTorch lacks it.
-    """
+    """Return the PyTorch dtype with the given name, such as "float8_e4m3fn"."""
     return getattr(_module(), name)
 
 
 def count_writes(tensors: list[Any]) -> None:
-    """Tell autograd that PyTorch tensors were written to, so that it rejects a backward pass that needs the old values.
-
-    PyTorch's function for this takes a list, or in older versions a single tensor. In PyTorch versions without the
-    function, do nothing.
+    """Tell autograd that PyTorch tensors were written to, so that it rejects a backward pass that needs the old
+    values.
     """
     count = getattr(_module().autograd.graph, "increment_version", None)
     if count is None:
@@ -101,11 +90,7 @@ def count_writes(tensors: list[Any]) -> None:
 
 @contextmanager
 def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
-    """Enter a context for a call on the tensor x, and yield the function that converts results to tensors.
-
-    For a CUDA tensor, the call runs on the current stream of its device, and takes memory from PyTorch's allocator. For
-    a CPU tensor, the context changes nothing.
-    """
+    """Enter a context for a call on the tensor x, and yield the function that converts results to tensors."""
     if not x.is_cuda:
         yield tensor_of
         return
@@ -118,10 +103,7 @@ def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
 
 
 def tensor_of(array: Any) -> Any:
-    """Return a tensor that shares the memory of a NumPy or CuPy array. Return anything else unchanged.
-
-    A read-only NumPy array is copied. Raise KeyError if this version of PyTorch lacks the dtype of the array.
-    """
+    """Return a tensor that shares the memory of a NumPy or CuPy array."""
     if isinstance(array, np.ndarray):
         return _host_tensor(array)
     return _device_tensor(array) if type(array).__module__ == "cupy" else array
@@ -144,30 +126,22 @@ def stream_of(device: Any) -> TorchStream:
 
 
 def streams_of(device: Any) -> Callable[[], TorchStream]:
-    """Return a function without arguments that returns PyTorch's current stream on a device.
-
-    It looks the stream up at each call, because the stream may change between two cached calls of the CUDA engine.
-    """
+    """Return a function without arguments that returns PyTorch's current stream on a device."""
     pointer, index = _raw_stream(), device.index
     return lambda: TorchStream(pointer(index), index)
 
 
 @cache
 def _raw_stream() -> Callable[[int], int]:
-    """Return a function from a device number to the address of PyTorch's current stream on that device.
-
-    If this version of PyTorch allows it, the function creates no torch.cuda.Stream object.
-    """
+    """Return a function from a device number to the address of PyTorch's current stream on that device."""
     get_raw: Callable[[int], int] | None = getattr(_module()._C, "_cuda_getCurrentRawStream", None)
     return get_raw or (lambda index: int(_module().cuda.current_stream(index).cuda_stream))
 
 
 @lru_cache(_CACHED_STREAMS)
 def cupy_stream(stream: TorchStream) -> Any:
-    """Return a CuPy stream for a PyTorch stream. `with cupy_stream(stream):` makes it CuPy's current stream.
-
-    The device of the stream must be the current one. Results are cached.
-    """
+    """Return a CuPy stream for a PyTorch stream."""
+    # The device of the stream must be the current one.
     cuda = imports.cupy().cuda
     make = getattr(cuda.Stream, "from_external", None)
     return cuda.ExternalStream(*stream) if make is None else make(stream)
@@ -180,16 +154,8 @@ def address() -> Callable[[Any], int]:
 
 
 def maker(device: Any, shape: tuple[int, ...], dtype: np.dtype, zeros: bool) -> Callable[[], Any]:
-    """Return a function without arguments that allocates a new tensor with the given shape and NumPy dtype.
-
-    The tensors hold zeros if `zeros` is True; otherwise they are uninitialized. device: a torch.device, either the host
-    or the current CUDA device.
-
-    Uninitialized tensors are allocated with the function that PyTorch's compiled code uses, which calls the allocator
-    directly. If this PyTorch lacks that function, torch.empty_like of a tensor without memory is used instead. That is
-    faster than torch.empty with shape, dtype and device: 8.7 instead of 14.1 us for eight tensors on the host of an
-    H200, November 2026.
-    """
+    """Return a function without arguments that allocates a new tensor with the given shape and NumPy dtype."""
+    # The tensors hold zeros if `zeros` is True; otherwise they are uninitialized.
     model, allocate_strided = _outline(shape, dtype, device), _direct_allocator(device.type)
     if zeros:
         return partial(_module().zeros_like, model)
@@ -202,30 +168,21 @@ def maker(device: Any, shape: tuple[int, ...], dtype: np.dtype, zeros: bool) -> 
 
 @cache
 def _direct_allocator(kind: str) -> Callable[..., Any] | None:
-    """Return PyTorch's function that allocates a tensor from its shape, strides and dtype, without further checks.
-
-    kind: the device type, "cpu" or "cuda". Return None if this PyTorch is too old to have the function.
-    """
+    """Return PyTorch's function that allocates a tensor from its shape, strides and dtype, without further checks."""
     guards = getattr(getattr(_module()._C, "_dynamo", None), "guards", None)
     return getattr(guards, f"_empty_strided_{kind}", None)
 
 
 @lru_cache(_CACHED_OUTLINES)
 def _outline(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Any:
-    """Return a contiguous tensor with the given shape, dtype and device but without memory.
-
-    It is a model for torch.empty_like and torch.zeros_like.
-    """
+    """Return a contiguous tensor with the given shape, dtype and device but without memory."""
     tensor = _module().empty(shape, dtype=_torch_dtypes()[dtype], device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def tensor_type() -> Any:
-    """Return the class torch.Tensor, or () if PyTorch is not imported.
-
-    It is meant for isinstance(a, tensor_type()), which is False without PyTorch.
-    """
+    """Return the class torch.Tensor, or () if PyTorch is not imported."""
     return getattr(sys.modules.get("torch"), "Tensor", ())
 
 
@@ -237,11 +194,8 @@ def host_device() -> Any:
 
 @cache
 def facts(on_host: bool = False) -> Callable[[Any], Hashable]:
-    """Return a function that takes a tensor and returns a hashable tuple of the facts that a call's checks depend on.
-
-    Two tensors with equal facts can use one cached call. The returned function raises TypeError unless its argument is
-    a plain tensor or Parameter on CUDA, or on the host if on_host is set. `facts` itself raises TypeError if PyTorch is
-    not imported.
+    """Return a function that takes a tensor and returns a hashable tuple of the facts that a call's checks depend
+    on.
     """
     if "torch" not in sys.modules:
         raise TypeError("PyTorch is not imported")
@@ -258,10 +212,8 @@ def facts(on_host: bool = False) -> Callable[[Any], Hashable]:
 
 
 def allocate(size: int) -> Any:
-    """Allocate at least `size` bytes on the current device with PyTorch's allocator, and return CuPy's pointer to them.
-
-    CuPy uses this function as its allocator during a call on tensors. Each block is a tensor, so that record_stream,
-    CUDA graphs and PyTorch's memory pools treat it as PyTorch's own.
+    """Allocate at least `size` bytes on the current device with PyTorch's allocator, and return CuPy's pointer to
+    them.
     """
     cuda = imports.cupy().cuda
     device, torch = cuda.runtime.getDevice(), _module()
@@ -272,10 +224,7 @@ def allocate(size: int) -> Any:
 
 
 def _host_tensor(array: np.ndarray) -> Any:
-    """Return a CPU tensor that shares the memory of a NumPy array, or of a copy if the array is read-only.
-
-    Raise KeyError if this version of PyTorch lacks the dtype of the array.
-    """
+    """Return a CPU tensor that shares the memory of a NumPy array, or of a copy if the array is read-only."""
     array = array if array.flags.writeable else array.copy()
     bits = array.view(f"u{array.itemsize}") if array.dtype.kind == "V" or array.dtype not in _plain() else array
     return _module().from_numpy(bits).view(_torch_dtypes()[array.dtype])
@@ -288,11 +237,7 @@ def _plain() -> tuple[np.dtype, ...]:
 
 
 def _device_tensor(array: Any) -> Any:
-    """Return a CUDA tensor that shares the memory of a CuPy array.
-
-    If the memory came from `allocate`, the tensor is a view of the PyTorch tensor that owns it. Otherwise DLPack shares
-    the memory. Raise KeyError if this version of PyTorch lacks the dtype of the array.
-    """
+    """Return a CUDA tensor that shares the memory of a CuPy array."""
     dtype = _torch_dtypes()[array.dtype]
     block = _BLOCKS.get(array.data.mem.ptr)
     if block is None:
