@@ -30,10 +30,7 @@ class AbstractArray:
         return prod(self.shape)
 
     def reshape(self, *shape: Any) -> AbstractArray:
-        """Return a new AbstractArray with the given shape. The number of elements is not checked.
-
-        shape: the lengths, or one tuple of them. A length of -1 is not computed, as NumPy would, but stays -1.
-        """
+        """Return a new AbstractArray with the given shape."""
         return replace(self, shape=shape[0] if isinstance(shape[0], tuple) else shape)
 
     def repeat(self, count: Any, axis: int) -> AbstractArray:

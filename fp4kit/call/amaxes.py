@@ -25,23 +25,8 @@ from fp4kit.recipes import Recipe
 
 
 def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
-    """Return the caller's tensor_amax as float32 in its canonical shape, or None if the caller passed none.
-
-    The canonical shape is () for the whole tensor, (E,) for E experts, (...) for one entry per row, or (..., K / block)
-    for one entry per block. Values on the host are checked. Values on a device are not, because reading them would wait
-    for the device. On the host, -0 becomes 0.
-
-    Args:
-        op: the public function that error messages begin with.
-        given: the tensor_amax as the caller passed it.
-        moved_shape: the shape of the array to quantize, with the quantized axis last.
-        recipe: the recipe.
-        on_device: whether that array is on a GPU; the result is in the memory of that array.
-
-    Raises:
-        TypeError: the tensor_amax is not real, or is an array on a device that is not float32.
-        ValueError: the recipe has no tensor scale; no canonical shape fits; or a value on the host is NaN or negative.
-    """
+    """Return the caller's tensor_amax as float32 in its canonical shape, or None if the caller passed none."""
+    # Values on a device are not, because reading them would wait for the device.
     if given is None:
         return None
     if recipe.tensor_scaling == "none":
@@ -56,18 +41,7 @@ def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
 
 
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
-    """Check a caller's tensor_amax in host memory, and return it as float32 in the canonical shape of reshape_amax.
-
-    In the result, -0 is replaced by 0. For an AbstractArray, only dtype and shape are checked, and the result is an
-    AbstractArray too.
-
-    op: the public function, for error messages.
-    amax: a number, an array in host memory, or an AbstractArray.
-    moved_shape: the shape of the array to quantize, with the quantized axis last.
-
-    Raise TypeError if the tensor_amax is not real. Raise ValueError for NaN or negative values, or if the shape does
-    not fit.
-    """
+    """Check a caller's tensor_amax in host memory, and return it as float32 in the canonical shape of reshape_amax."""
     amax = reshape_amax(op, as_real(op, "tensor_amax", amax), moved_shape, recipe)
     if isinstance(amax, AbstractArray):
         return amax
@@ -79,21 +53,14 @@ def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: 
 
 
 def without_sign(amax: np.ndarray) -> np.ndarray:
-    """Return a copy of float32 amaxes without sign bits: -0 becomes 0, so that its sign does not spread to scales.
-
-    Integer arithmetic clears the bits, because float arithmetic could flush subnormals to zero.
-    """
+    """Return a copy of float32 amaxes without sign bits: -0 becomes 0, so that its sign does not spread to scales."""
+    # Integer arithmetic clears the bits, because float arithmetic could flush subnormals to zero.
     return np.asarray(amax.view(np.uint32) & np.uint32(0x7FFFFFFF)).view(np.float32)
 
 
 @ieee("amax")
 def as_real(op: str, name: str, amax: Any) -> Any:
-    """Return a real number or array, the argument `name` of the public function `op`, as a new float32 array.
-
-    The result is a NumPy array, 0-d for a number; an AbstractArray gives an AbstractArray of float32. Numbers beyond
-    the range of float32 become infinite, which every rule handles. Raise TypeError unless the dtype is an integer or a
-    float; bools are rejected too.
-    """
+    """Return a real number or array, the argument `name` of the public function `op`, as a new float32 array."""
     array = amax if isinstance(amax, AbstractArray) else np.asarray(amax)
     if array.dtype.kind not in "fiu" and array.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} is {array.dtype}; needs a real number or a float array")
@@ -104,12 +71,8 @@ def as_real(op: str, name: str, amax: Any) -> Any:
 
 
 def check_clip_amax(op: str, amax: Any) -> Any:
-    """Return the clip limit of a gradient (the argument amax of fake_quantize_backward) as float32, not reshaped.
-
-    Raise TypeError if it is not real, and ValueError if a value is negative. NaN is allowed: it makes the gradient 0,
-    because no comparison |x| <= NaN holds. For an AbstractArray, the result is an AbstractArray, and values are not
-    checked.
-    """
+    """Return the clip limit of a gradient (the argument amax of fake_quantize_backward) as float32, not reshaped."""
+    # NaN is allowed: it makes the gradient 0, because no comparison |x| <= NaN holds.
     amax = as_real(op, "amax", amax)
     if isinstance(amax, AbstractArray):
         return amax
@@ -123,20 +86,7 @@ def check_clip_amax(op: str, amax: Any) -> Any:
 
 
 def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe, name: str = "tensor_amax") -> Any:
-    """Return a tensor_amax or tensor_scale, reshaped to its canonical shape.
-
-    The shape is () for the whole tensor, (E,) for E experts, (...) for one entry per row, or (..., K / block) for one
-    entry per block. These given shapes fit:
-
-    - The canonical shape, with more or fewer trailing axes of length 1.
-    - For the whole tensor, any array of one element.
-    - For one entry per block, a flat array, or another shape of this size with an equal last length (see in_order).
-
-    Raise ValueError for any other shape.
-
-    moved_shape: the shape of the array to quantize, with the quantized axis last. name: the argument that the message
-    names.
-    """
+    """Return a tensor_amax or tensor_scale, reshaped to its canonical shape."""
     canonical = tensor_amax_shape(moved_shape, recipe)
     allowed = [canonical]
     if recipe.tensor_scaling == "tensor":
@@ -157,45 +107,18 @@ OPERATIONS_WITH_BLOCK_AMAXES = ("quantize", "fake_quantize", "explain")
 
 
 def takes_e8m0_amaxes(r: Recipe) -> bool:
-    """Return whether recipe r accepts block amaxes for its E8M0 scales, such as those that search_scales finds.
-
-    All of this must hold: it has E8M0 scales, blocks of one row and no tensor scale; it has no fake_rule and does not
-    only fake-quantize; and it does not choose scales itself, by a search or 4over6.
-    """
+    """Return whether recipe r accepts block amaxes for its E8M0 scales, such as those that search_scales finds."""
     chooses_scales = r.fake_only or r.fake_rule or r.search or r.four_over_six
     return r.scale == E8M0 and r.block_rows == 1 and r.tensor_scaling == "none" and not chooses_scales
 
 
 def takes_block_amaxes(r: Recipe) -> bool:
-    """Return whether a recipe accepts given block amaxes, such as the result of search_scales, in place of x's own.
-
-    It does in two cases:
-
-    - takes_e8m0_amaxes accepts it.
-    - It is a custom recipe with an amax rule for block scales, and its blocks have one row.
-
-    This is only about recipes that are not static. Static recipes accept block amaxes in every operation.
-    """
+    """Return whether a recipe accepts given block amaxes, such as the result of search_scales, in place of x's own."""
     return takes_e8m0_amaxes(r) or (r.is_custom and r.block_rule is not None and r.block_rows == 1)
 
 
 def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
-    """Return the caller's block amaxes as float32 (..., K/block), or None if the caller passed none.
-
-    Args:
-        op: the public function that error messages begin with.
-        given: the block_amax as the caller passed it.
-        moved_shape: the shape of the array to quantize, with the quantized axis last.
-        recipe: the recipe.
-        on_device: whether that array is on a GPU. If so, the block amaxes must be a float32 CuPy array, whose values
-            are not checked. Otherwise the result is a NumPy array with checked values, in which -0 is 0.
-
-    Raises:
-        TypeError: the block amaxes are not real.
-        ValueError: the recipe does not accept block amaxes; the recipe is not static and the function op is not in
-            OPERATIONS_WITH_BLOCK_AMAXES; the shape does not fit; a value on the host is NaN or negative; or on_device
-            is set and they are not a float32 CuPy array.
-    """
+    """Return the caller's block amaxes as float32 (..., K/block), or None if the caller passed none."""
     if given is None:
         return None
     if not recipe.static and not (takes_block_amaxes(recipe) and op in OPERATIONS_WITH_BLOCK_AMAXES):
@@ -224,18 +147,7 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
 
 
 def clip_amax(call: Any, given: Any) -> Any:
-    """Return the clip limit of a gradient, checked and in the memory (host or device) of x; None if `given` is None.
-
-    reshape_clip_amax decides the shape of the result. Values on a device are not read.
-
-    Args:
-        call: the parsed call.
-        given: the limit as the caller passed it.
-
-    Raises:
-        TypeError: the limit is not real, or it is an array on a device with a dtype other than float32.
-        ValueError: a value is negative, or the shape does not fit.
-    """
+    """Return the clip limit of a gradient, checked and in the memory (host or device) of x; None if `given` is None."""
     if given is None:
         return None
     if call.on_device and isinstance(given, type(call.x)):
@@ -247,14 +159,7 @@ def clip_amax(call: Any, given: Any) -> Any:
 
 
 def reshape_clip_amax(amax: Any, call: Any) -> Any:
-    """Return the clip limits of a gradient in one of three shapes: (1, 1), (rows, 1) or (rows, blocks).
-
-    They stand for one limit per tensor, per row or per block. `rows` is the number of rows of call.moved, with all
-    leading axes joined, and `blocks` is the number of blocks per row. A limit per expert is repeated for each row of
-    the expert. Raise ValueError if `amax` fits none of these shapes.
-
-    amax: the limit, a NumPy or CuPy array. call: the parsed call.
-    """
+    """Return the clip limits of a gradient in one of three shapes: (1, 1), (rows, 1) or (rows, blocks)."""
     lead = call.moved.shape[:-1]
     rows = prod(lead)
     blocks = scale_shape(call.moved.shape, call.recipe)[-1]

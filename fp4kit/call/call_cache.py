@@ -29,23 +29,7 @@ specification_only: ContextVar[bool] = ContextVar("specification_only", default=
 
 
 def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | None, Callable[..., Any] | None]:
-    """Look up a call of op. Return the pair (key, cached call), in which either may be None.
-
-    There are three results:
-
-    - (key, None): the call is the first with its key. The caller passes the key to run_first.
-    - (key, cached call): the call is cached.
-    - (None, None): there is no cached call and none is to be stored. Either the call cannot be cached, or an earlier
-      call with this key found that no engine can make one, or the call is on the host within `with
-      fp4kit.specification()`.
-
-    Args:
-        op: the public function.
-        arrays: the array arguments: arrays of NumPy, CuPy, PyTorch or JAX, or Quantized of such arrays, all of one
-            library. After the first, an entry may also be None if it is not given, or on the host a float (a
-            tensor_amax). With any other entry the call cannot be cached.
-        others: all other arguments that a check depends on.
-    """
+    """Look up a call of op."""
     x = arrays[0]
     kind = type(x)
     try:
@@ -64,18 +48,7 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
 def run_first(
     key: Key | None, call: Callable[..., Any] | None, arguments: tuple[Any, ...], driver: Callable[[], Any]
 ) -> Any:
-    """Compute the first call with a key, store its cached call for later calls, and return the result.
-
-    The new cached call computes the result. If there is none or it returns None, the driver does. If an error is
-    raised, nothing is stored.
-
-    Args:
-        key: the key, as find returned it; None to store nothing.
-        call: the new cached call; None if no engine can make one. None is stored too, so that later calls do not try
-            again.
-        arguments: the arguments of the cached call.
-        driver: the function without arguments that computes the call.
-    """
+    """Compute the first call with a key, store its cached call for later calls, and return the result."""
     result = None if call is None else call(*arguments)
     if result is None:
         result = driver()
@@ -87,23 +60,14 @@ def run_first(
 
 
 def _facts(q: Quantized, facts_of: Callable[[Any], Hashable]) -> Hashable:
-    """Return the facts of a Quantized that are part of a key.
-
-    They are its shape, dtype, axis, recipe and scale layout, and the facts of its arrays. The result is hashable.
-
-    facts_of: a function that returns the facts of one library's arrays and raises TypeError for anything else.
-    """
+    """Return the facts of a Quantized that are part of a key."""
     scales, tensor_scale, amax = q.block_scale, q.tensor_scale, q.tensor_amax
     parts = facts_of(q.packed), scales is None or facts_of(scales), tensor_scale is None or facts_of(tensor_scale)
     return q.shape, q.dtype, q.axis, q.recipe, q.scale_layout, parts, amax is None or facts_of(amax)
 
 
 def _facts_function(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
-    """Return the pair (function, is_host) for the library of the array `a`.
-
-    function(array) returns the facts (shape, dtype, strides, ...) of an array of that library, and raises TypeError or
-    AttributeError for anything else. is_host is True if `a` is in host memory. Raise TypeError if `a` is None.
-    """
+    """Return the pair (function, is_host) for the library of the array `a`."""
     kind = type(a)
     if kind is np.ndarray:
         return _numpy_facts, True
@@ -117,19 +81,13 @@ def _facts_function(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
 
 
 def _torch_host_facts(a: Any) -> Hashable:
-    """Return the facts of a PyTorch tensor in host memory. For a float or np.float32, return the name of its type.
-
-    A float is a tensor_amax, whose value is not part of the key. Raise TypeError or AttributeError for anything else.
-    """
+    """Return the facts of a PyTorch tensor in host memory."""
     kind = type(a)
     return kind.__name__ if kind is float or kind is np.float32 else torch_arrays.facts(True)(a)
 
 
 def _cupy_facts(a: Any) -> Hashable:
-    """Return the facts of a CuPy array: type, shape, dtype, strides, alignment to 16 bytes, and device.
-
-    Raise TypeError for anything else.
-    """
+    """Return the facts of a CuPy array: type, shape, dtype, strides, alignment to 16 bytes, and device."""
     kind = type(a)
     if kind.__module__ != "cupy":
         raise TypeError(kind)
@@ -138,10 +96,7 @@ def _cupy_facts(a: Any) -> Hashable:
 
 
 def _numpy_facts(a: Any) -> Hashable:
-    """Return the facts of a NumPy array. For a float or np.float32 (a tensor_amax), return the name of its type.
-
-    Raise TypeError for anything else.
-    """
+    """Return the facts of a NumPy array."""
     if type(a) in (float, np.float32):  # an amax, whose value neither the checks nor the cached call depend on
         return type(a).__name__
     if type(a) is not np.ndarray:

@@ -26,10 +26,7 @@ def check_float(op: str, x: np.ndarray, name: str = "x") -> None:
 
 
 def check_axis(op: str, axis: int, ndim: int) -> int:
-    """Return an axis of an array with `ndim` axes as a non-negative int. Negative axes count from the end.
-
-    Raise ValueError if there is no such axis; a 0-d array has none. Raise TypeError if the axis is not an int.
-    """
+    """Return an axis of an array with `ndim` axes as a non-negative int."""
     if ndim == 0:
         raise ValueError(
             f"{op}: x is 0-d; blocks run along an axis, so it needs at least one; pass the elements of at least one"
@@ -42,11 +39,7 @@ def check_axis(op: str, axis: int, ndim: int) -> int:
 
 
 def check_axes(op: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
-    """Return the axes of a reduction, an int or a tuple, as a tuple of non-negative ints.
-
-    If axis is None, return None. ndim: the number of axes of the array. Raise ValueError if an axis does not exist or
-    is named twice, and TypeError if an axis is not an int. A list is not accepted.
-    """
+    """Return the axes of a reduction, an int or a tuple, as a tuple of non-negative ints."""
     if axis is None:
         return None
     axes = tuple(check_axis(op, a, ndim) for a in (axis if isinstance(axis, tuple) else (axis,)))
@@ -56,11 +49,9 @@ def check_axes(op: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
 
 
 def check_length(op: str, axis: int, length: int, recipe: Recipe) -> None:
-    """Raise ValueError unless the quantized axis has a length that the recipe allows.
-
-    The length must be a multiple of recipe.length_multiple: whole blocks or, if the recipe has no blocks, whole bytes
-    of codes. axis: the number of the axis, for the message. length: its length.
-    """
+    """Raise ValueError unless the quantized axis has a length that the recipe allows."""
+    # The length must be a multiple of recipe.length_multiple: whole blocks or, if the recipe has no blocks, whole bytes
+    # of codes.
     multiple = recipe.length_multiple
     if length % multiple:
         raise ValueError(
@@ -84,12 +75,7 @@ def check_values_dtype(op: str, dtype: Any) -> None:
 
 
 def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:
-    """Check that q is a Quantized, and return it with NumPy or CuPy arrays that share its memory.
-
-    Raise TypeError if q is not a Quantized. Importing its arrays can raise the errors of Quantized.imported.
-
-    name: the name of q in the message.
-    """
+    """Check that q is a Quantized, and return it with NumPy or CuPy arrays that share its memory."""
     check_is_quantized(op, q, name)
     return q.imported(op)
 
@@ -101,11 +87,7 @@ def check_is_quantized(op: str, q: Any, name: str = "q") -> None:
 
 
 def description(value: Any) -> str:
-    """Return text that describes a wrong value in a message.
-
-    It is type, dtype and shape for an array, such as "numpy.ndarray float32 (2, 3)". For an object without a dtype, it
-    is only the name of the type.
-    """
+    """Return text that describes a wrong value in a message."""
     if not hasattr(value, "dtype"):
         return type(value).__name__
     return f"{type(value).__module__}.{type(value).__name__} {value.dtype} {value.shape}"

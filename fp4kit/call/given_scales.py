@@ -18,12 +18,7 @@ _FLOAT8 = {E4M3: np.dtype(ml_dtypes.float8_e4m3fn), E8M0: np.dtype(ml_dtypes.flo
 
 
 def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> None:
-    """Raise ValueError unless the caller passed exactly the scales that the recipe has: block, tensor, or both.
-
-    At least one of the two must have been passed.
-
-    block_scale, tensor_scale: the arguments of quantize; None if the caller did not pass them.
-    """
+    """Raise ValueError unless the caller passed exactly the scales that the recipe has: block, tensor, or both."""
     has = {"block_scale": r.scale is not None, "tensor_scale": r.tensor_scaling != "none"}
     given = {"block_scale": block_scale is not None, "tensor_scale": tensor_scale is not None}
     for name, is_given in given.items():
@@ -35,15 +30,7 @@ def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> N
 
 
 def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, layout: str) -> Any:
-    """Return the caller's block_scale as uint8 bit patterns, not copied; None if the recipe has no block scales.
-
-    Raise TypeError unless the dtype is uint8 or the float8 dtype of the recipe's scales. Raise ValueError unless the
-    shape is that of the recipe's scales in `layout`, with padding. In host memory, also raise ValueError if a code has
-    more bits than the scale format.
-
-    given: the block_scale as the caller passed it, already in `layout`.
-    moved_shape: the shape of the array to quantize, with the quantized axis last.
-    """
+    """Return the caller's block_scale as uint8 bit patterns, not copied; None if the recipe has no block scales."""
     if r.scale is None:
         return None
     shape = padded_shape(scale_shape(moved_shape, r), layout)
@@ -59,22 +46,7 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
 
 
 def parse_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, on_device: bool) -> Any:
-    """Return the caller's tensor_scale as float32 in its canonical shape, or None if the recipe has no tensor scale.
-
-    The head of amaxes.py lists the canonical shapes. Values on a device are not read.
-
-    Args:
-        op: the public function that error messages begin with.
-        given: the tensor_scale as the caller passed it.
-        moved_shape: the shape of the array to quantize, with the quantized axis last.
-        r: the recipe.
-        on_device: whether that array is on a GPU; the result is in the memory of that array.
-
-    Raises:
-        TypeError: the scale is not real, or is an array on a device that is not float32.
-        ValueError: no canonical shape fits; a value on the host is negative; or it is NaN, and the recipe's tensor rule
-            never gives NaN.
-    """
+    """Return the caller's tensor_scale as float32 in its canonical shape, or None if the recipe has no tensor scale."""
     if r.tensor_scaling == "none":
         return None
     if on_device and isinstance(given, imports.cupy().ndarray):

@@ -12,15 +12,7 @@ _ARGUMENT = re.compile(r"(x|grad|tensor_amax|block_amax|amax)\b")
 
 
 def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-    """Call a function once per tensor of a group: return [function(*entries) for entries in zip(*columns)].
-
-    If a call raises TypeError, ValueError or NotImplementedError, no further call is made, and an error of the same
-    type is raised. Its message begins with op, and the argument that it names gets the number of the tensor. For the
-    second tensor, "quantize: tensor_amax holds ..." becomes "quantize_grouped: tensor_amax[1] holds ...". Other errors
-    pass unchanged.
-
-    op: the public function. columns: sequences with one entry per tensor. Raise ValueError if their lengths differ.
-    """
+    """Call a function once per tensor of a group: return [function(*entries) for entries in zip(*columns)]."""
     results: list[Any] = []
     try:
         for entries in zip(*columns, strict=True):
@@ -31,10 +23,8 @@ def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list
 
 
 def numbered(op: str, i: int, text: str) -> str:
-    """Return the error message of a grouped operation op, made from `text`, the message of a single call for tensor i.
-
-    If the message begins with the name of an argument, that name gets the index i: "x" becomes "xs[2]", for example.
-    Otherwise, "xs[i]: " is put before the text.
+    """Return the error message of a grouped operation op, made from `text`, the message of a single call for tensor
+    i.
     """
     text = re.sub(r"^\w+: ", "", text)  # remove the name of the single function
     argument = _ARGUMENT.match(text)

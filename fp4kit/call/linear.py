@@ -69,18 +69,7 @@ def linear_settings(
     rounding: Any,
     hadamard: Any,
 ) -> LinearSettings:
-    """Return the LinearSettings of a call.
-
-    Raise TypeError or ValueError for an argument that is unknown or contradicts another.
-
-    Args:
-        op: the public function that error messages begin with.
-        recipes: recipe_x, recipe_w and recipe_grad as the caller passed them. A recipe_grad of None means recipe_x. A
-            recipe_w of None means the recipe of a w that is a Quantized.
-        weight: the recipe and the scale layout of a w that is a Quantized; None for an unquantized w.
-        unit, out_dtype, backward, rounding, hadamard: the arguments of fp4kit.torch.linear with these names, as the
-            caller passed them.
-    """
+    """Return the LinearSettings of a call."""
     recipe_x, recipe_w = recipe_of(op, recipes[0]), _recipe_of_weight(op, recipes[1], weight)
     if not is_one_of(backward, BACKWARD):
         raise ValueError(f"{op}: backward is {backward!r:.60}; needs one of {', '.join(map(repr, BACKWARD))}")
@@ -103,14 +92,7 @@ def linear_settings(
 
 
 def _recipe_of_weight(op: str, recipe_w: Any, weight: tuple[Any, ScaleLayout] | None) -> Recipe:
-    """Return the Recipe of w: that of the argument recipe_w, or the recipe of a Quantized w if recipe_w is None.
-
-    Raise TypeError if recipe_w is None for an unquantized w. Raise ValueError if both are given and the recipes differ.
-    Raise the errors of recipe_of.
-
-    op: the public function that messages begin with. weight: the recipe and the scale layout of a Quantized w; None for
-    an unquantized w.
-    """
+    """Return the Recipe of w: that of the argument recipe_w, or the recipe of a Quantized w if recipe_w is None."""
     if recipe_w is None and weight is None:
         raise TypeError(f"{op}: recipe_w is missing; needs a recipe id, such as 'nvfp4-te', or a Quantized as w")
     r = recipe_of(op, weight[0] if recipe_w is None and weight else recipe_w)
@@ -123,15 +105,7 @@ def _recipe_of_weight(op: str, recipe_w: Any, weight: tuple[Any, ScaleLayout] | 
 
 @lru_cache(256)
 def settings_from_text(text: str) -> LinearSettings:
-    """Return the checked LinearSettings that a text describes. PyTorch's operators take the settings as text.
-
-    The text has ten lines: recipe_x, recipe_w, recipe_grad, the recipe and the scale layout of a w that is a Quantized,
-    unit, out_dtype, backward, rounding and hadamard. Recipes and the unit are strings as to_spec makes them. An empty
-    line instead of a recipe stands for None.
-
-    Raise the errors of linear_settings. Also raise ValueError for a wrong number of lines, and KeyError for an unknown
-    hadamard.
-    """
+    """Return the checked LinearSettings that a text describes."""
     *recipes, weight, layout, unit, out_dtype, backward, rounding, hadamard = text.split("\n")
     recipe_x, recipe_w, recipe_grad = (recipe_from_spec(r) if r else None for r in recipes)
     return linear_settings(
@@ -155,15 +129,7 @@ def check_weight(w: Quantized) -> None:
 
 
 def check_product(op: str, s: LinearSettings, x: Any, w: Any) -> tuple[AbstractArray, AbstractArray]:
-    """Check that the unit can multiply x (..., K) and w (N, K) after both were quantized along K.
-
-    Return the AbstractArrays x and w, with x reshaped to a matrix (M, K). Raise TypeError for a wrong dtype of x or w.
-    Raise ValueError if the shapes, recipes or unit do not fit.
-
-    op: the public function that error messages begin with.
-    s: the settings of the layer.
-    x, w: AbstractArrays.
-    """
+    """Check that the unit can multiply x (..., K) and w (N, K) after both were quantized along K."""
     checks.check_float(op, x)
     checks.check_float(op, w, "w")
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
@@ -179,13 +145,7 @@ def check_product(op: str, s: LinearSettings, x: Any, w: Any) -> tuple[AbstractA
 
 
 def check_linear(s: LinearSettings, x: Any, w: Any, has_seed: bool) -> None:
-    """Raise TypeError or ValueError unless y = x w^T can be computed with the settings s. Nothing is computed.
-
-    If s.backward is "quantized", the gradients are checked too. For any other s.backward, raise ValueError if the
-    caller passed a seed.
-
-    x, w: AbstractArrays of x (..., K) and w (N, K). has_seed: whether the caller passed a seed.
-    """
+    """Raise TypeError or ValueError unless y = x w^T can be computed with the settings s."""
     x, w = check_product(OP, s, x, w)
     if s.backward == "quantized":
         _check_gradients(s, x, w, has_seed)
@@ -194,12 +154,10 @@ def check_linear(s: LinearSettings, x: Any, w: Any, has_seed: bool) -> None:
 
 
 def _check_gradients(s: LinearSettings, x: AbstractArray, w: AbstractArray, has_seed: bool) -> None:
-    """Raise TypeError or ValueError unless the gradients of x and w can be computed with s.backward "quantized".
-
-    The gradients need the gradient of y, x and w quantized along M or N, so lengths, dtypes and recipes must allow
-    this, and the unit must be able to multiply the results. If w is a Quantized, it must have square blocks. The
-    arguments are those of check_linear, with x (M, K).
-    """
+    """Raise TypeError or ValueError unless the gradients of x and w can be computed with s.backward "quantized"."""
+    # The gradients need the gradient of y, x and w quantized along M or N, so lengths, dtypes and recipes must allow
+    # this, and the unit must be able to multiply the results.
+    # If w is a Quantized, it must have square blocks.
     name, grad = "the gradient of y", AbstractArray((x.shape[0], w.shape[0]), s.out_dtype)
     options = QuantizeOptions(rounding=s.rounding, seed=0 if has_seed else None)
     quantize_call(f"{OP}: {name}", grad, s.recipe_grad, -1, options)

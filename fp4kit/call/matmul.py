@@ -65,10 +65,7 @@ class Operand(NamedTuple):
     k: int
 
     def reshaped(self, *lead: int) -> Operand:
-        """Return a copy of the operand with axes of the lengths `lead` in place of all axes before K.
-
-        Codes, scales and factors are reshaped together, which keeps the order of the rows.
-        """
+        """Return a copy of the operand with axes of the lengths `lead` in place of all axes before K."""
         codes, scales, factor = self.codes, self.scales, self.factor
         return self._replace(
             codes=codes.reshape(*lead, codes.shape[-1]),
@@ -160,10 +157,7 @@ class Decoding(NamedTuple):
 
 @lru_cache
 def decoding_of(element: str) -> Decoding:
-    """Return the Decoding of the element format with the name `element`, such as "E2M1" or "bfloat16".
-
-    The result is cached, so do not write to it. Raise AttributeError if there is no such format.
-    """
+    """Return the Decoding of the element format with the name `element`, such as "E2M1" or "bfloat16"."""
     if element in _DTYPES:
         dtype = np.dtype(_DTYPES[element])
         codes = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}")
@@ -175,21 +169,13 @@ def decoding_of(element: str) -> Decoding:
 
 @lru_cache
 def scale_decoding_of(scale: ElementFormat) -> Decoding:
-    """Return the Decoding of a format of block scales, such as E4M3. Its values are magnitudes.
-
-    Matrix units ignore the sign of a scale. The result is cached, so do not write to it.
-    """
+    """Return the Decoding of a format of block scales, such as E4M3."""
     return Decoding(np.abs(scale.values.astype(np.float64)), scale.emin)
 
 
 def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -> tuple[MatmulCall, tuple[int, ...]]:
-    """Check the arguments of fp4kit.matmul. Return the pair (call, shape (..., M, N) of the result).
-
-    An engine computes a result of shape call.shape, (batch, M, N). The caller reshapes it to (..., M, N). A stack `a`
-    times one matrix `b` becomes a single product with more rows.
-
-    The arguments and the errors are those of fp4kit.matmul. Block scales must be in the linear layout.
-    """
+    """Check the arguments of fp4kit.matmul."""
+    # Block scales must be in the linear layout.
     op = "matmul"
     u, dtype = unit_of(op, unit), output_dtype(op, out_dtype)
     check_one_device(op, a=first_array(a), b=first_array(b), c=c)
@@ -220,10 +206,7 @@ def output_dtype(op: str, out_dtype: Any) -> np.dtype:
 
 
 def check_lengths(op: str, a: Operand, b: Operand, names: tuple[str, str] = ("a", "b")) -> None:
-    """Raise ValueError unless two operands have equal lengths along K.
-
-    op, names: the public function and the names of the operands, for the message.
-    """
+    """Raise ValueError unless two operands have equal lengths along K."""
     if a.k != b.k:
         raise ValueError(
             f"{op}: {names[0]} has length {a.k} along K and {names[1]} {b.k}; needs equal lengths. K is the last axis"
@@ -232,11 +215,7 @@ def check_lengths(op: str, a: Operand, b: Operand, names: tuple[str, str] = ("a"
 
 
 def with_alpha(op: str, alpha: Any, a: Operand, b: Operand) -> tuple[Operand, Operand]:
-    """Return the pair (a, b) of operands, with the argument alpha of matmul in place of their tensor scales.
-
-    If alpha is None, the operands are returned unchanged. Otherwise the factor of a becomes alpha, rounded to float32,
-    in every row, and that of b becomes None. Raise TypeError if alpha is not a number.
-    """
+    """Return the pair (a, b) of operands, with the argument alpha of matmul in place of their tensor scales."""
     if alpha is None:
         return a, b
     number = np.float32(_number(op, alpha))
@@ -257,13 +236,7 @@ def _number(op: str, alpha: Any) -> float:
 
 
 def first_sums(op: str, name: str, c: Any, shape: tuple[int, ...]) -> Any:
-    """Return c, the array whose values the sums begin with, as a contiguous float32 NumPy or CuPy array.
-
-    If c already is contiguous and float32, it is not copied.
-
-    Raise TypeError unless the dtype of c is float32, float16 or bfloat16. Raise ValueError unless its shape is `shape`,
-    the shape of the result. name: the argument in the message.
-    """
+    """Return c, the array whose values the sums begin with, as a contiguous float32 NumPy or CuPy array."""
     (c,) = import_arrays(op, **{name: c})
     if c.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} is {c.dtype}; needs float32, float16 or bfloat16")
@@ -281,11 +254,7 @@ def empty_result(shape: tuple[int, ...], dtype: np.dtype, like: Any) -> Any:
 
 
 def operand(op: str, name: str, x: Any) -> Operand:
-    """Return an argument of matmul as an Operand. Its axes before the last two stay. name: its name, such as "a".
-
-    Raise TypeError unless x is a Quantized or an array of float16, bfloat16 or a float8 dtype in _ARRAY_ELEMENTS. Raise
-    ValueError if an array has less than two dimensions, or if no matrix unit multiplies a Quantized of this recipe.
-    """
+    """Return an argument of matmul as an Operand."""
     if isinstance(x, Quantized):
         return quantized_operand(op, name, x.imported(op))
     kind = str(getattr(x, "dtype", "")).removeprefix("torch.")
@@ -304,10 +273,7 @@ def operand(op: str, name: str, x: Any) -> Operand:
 
 
 def check_axis(op: str, name: str, q: Quantized) -> None:
-    """Raise ValueError unless the quantized axis of an operand, which is K, is one of its last two axes.
-
-    op, name: the public function and the operand, as the message names them.
-    """
+    """Raise ValueError unless the quantized axis of an operand, which is K, is one of its last two axes."""
     ndim = len(q.shape)
     if ndim < 2 or q.axis < ndim - 2:
         raise ValueError(
@@ -316,13 +282,7 @@ def check_axis(op: str, name: str, q: Quantized) -> None:
 
 
 def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
-    """Return the Operand that describes a Quantized of NumPy or CuPy arrays. Its scales must be in the linear layout.
-
-    The axes of q before the last two become the batch axes. Raise ValueError unless K, the quantized axis, is one of
-    the last two axes. Also raise ValueError if no matrix unit multiplies the recipe.
-
-    op, name: the public function and the operand, as the message names them.
-    """
+    """Return the Operand that describes a Quantized of NumPy or CuPy arrays."""
     check_axis(op, name, q)
     r = q.recipe
     _check_multiplied(op, name, r)
@@ -337,21 +297,13 @@ def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
 
 
 def _check_multiplied(op: str, name: str, r: Recipe) -> None:
-    """Raise ValueError if no matrix unit multiplies tensors of recipe r.
-
-    Matrix units multiply only the elements E4M3, E5M2, E2M3, E3M2 and E2M1, and no recipes with one tensor scale per
-    block. op, name: the public function and the operand, as the message names them.
-    """
+    """Raise ValueError if no matrix unit multiplies tensors of recipe r."""
     if r.element.is_integer or r.tensor_scaling == "block" or r.element.name not in _FP8 | _FP6_FP4:
         raise ValueError(f"{op}: {name} is {r.id}, which no matrix unit multiplies; use unit='dequantized'")
 
 
 def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]) -> None:
-    """Raise ValueError unless unit u can multiply operands of recipes a and b.
-
-    A unit with the order "dequantized" accepts all recipes. op, names: the public function and the two operands, as the
-    message names them.
-    """
+    """Raise ValueError unless unit u can multiply operands of recipes a and b."""
     if u.order != "dequantized":
         for name, r in zip(names, (a, b), strict=True):
             _check_multiplied(op, name, r)
@@ -366,14 +318,7 @@ def _operand_of_recipe(r: Recipe) -> Operand:
 def step_of(
     op: str, u: Unit, a: Operand, b: Operand, names: tuple[str, str] = ("a", "b")
 ) -> DotAdd | FloorDotAdd | None:
-    """Return the step (instruction) of a unit for two operands; None if the unit adds in a stated order instead.
-
-    Raise ValueError if the unit has neither an order nor a step for them. The message lists the operands that the unit
-    multiplies. The order "float32-blocks" accepts only E2M1 operands that both have block scales, for blocks of equal
-    size: a multiple of 16 up to MAX_BLOCK (512).
-
-    op: the public function that the message begins with. names: the names of the operands in the message.
-    """
+    """Return the step (instruction) of a unit for two operands; None if the unit adds in a stated order instead."""
     given = f"{op}: {names[0]} is {_described(a)} and {names[1]} {_described(b)}"
     if u.order == "float32-blocks" and not (
         a.element == b.element == "E2M1"
@@ -398,11 +343,7 @@ def step_of(
 
 
 def _kind(u: Unit, a: Operand, b: Operand) -> str | None:
-    """Return the name of the Unit field (one of units.KINDS) that holds the step for a pair of operands.
-
-    Return None if no unit multiplies such a pair. If other units do but u does not, u's field of the returned name is
-    None.
-    """
+    """Return the name of the Unit field (one of units.KINDS) that holds the step for a pair of operands."""
     elements = {a.element, b.element}
     if a.scales is None and b.scales is None:
         if elements in ({"float16"}, {"bfloat16"}):

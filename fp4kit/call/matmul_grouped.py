@@ -50,10 +50,8 @@ def is_single(x: Any) -> bool:
 
 
 def list_call(a: Sequence[Any], b: Any, u: Unit, out_dtype: Any, alpha: Any, c: Any) -> list[MatmulCall]:
-    """Return the engine calls of matmul_grouped for a sequence `a`: one per matrix product, without result arrays.
-
-    Raise the errors that fp4kit.matmul_grouped documents. Block scales must be in the linear layout.
-    """
+    """Return the engine calls of matmul_grouped for a sequence `a`: one per matrix product, without result arrays."""
+    # Block scales must be in the linear layout.
     lefts, rights = matrices("a", a), matrices("b", b)
     if len(lefts) != len(rights):
         raise ValueError(f"{OP}: a has {len(lefts)} matrices and b {len(rights)}; needs equally many")
@@ -72,10 +70,8 @@ def list_call(a: Sequence[Any], b: Any, u: Unit, out_dtype: Any, alpha: Any, c: 
 def rows_call(
     a: Any, b: Any, m_indptr: Any, u: Unit, out_dtype: Any, alpha: Any, c: Any
 ) -> tuple[list[MatmulCall], Any]:
-    """Return the engine calls of matmul_grouped for one matrix `a` and m_indptr, and the result array (rows, N).
-
-    Raise the errors that fp4kit.matmul_grouped documents. Block scales must be in the linear layout.
-    """
+    """Return the engine calls of matmul_grouped for one matrix `a` and m_indptr, and the result array (rows, N)."""
+    # Block scales must be in the linear layout.
     (left,), rights = matrices("a", [a], ""), matrices("b", b)
     check_one_device(OP, a=left.operand.codes, c=c)
     rows, dtype = left.operand.codes.shape[1], output_dtype(OP, out_dtype)
@@ -98,14 +94,7 @@ def rows_call(
 
 
 def matrices(name: str, xs: Any, index: str = "[{}]") -> list[NamedOperand]:
-    """Return the matrices of a sequence of operands, or of one stack of matrices.
-
-    The matrices of a stack are views of it. Raise TypeError or ValueError as `operand` does. Also raise ValueError if a
-    stack does not have three axes, or if an operand of a sequence does not have two.
-
-    name: the argument, for messages. index: a format string for the text after the name for matrix i of a sequence, by
-    default "[i]".
-    """
+    """Return the matrices of a sequence of operands, or of one stack of matrices."""
     if is_single(xs):
         whole = operand(OP, name, xs)
         axes = whole.codes.ndim
@@ -127,11 +116,7 @@ def matrices(name: str, xs: Any, index: str = "[{}]") -> list[NamedOperand]:
 
 
 def _call(left: NamedOperand, right: NamedOperand, u: Unit, dtype: np.dtype, alpha: Any) -> MatmulCall:
-    """Return the MatmulCall of one product, left times right transposed. Its fields c and out are None.
-
-    Raise ValueError if the matrices have different lengths K or are on two devices, or if the unit u cannot multiply
-    them. Raise TypeError if alpha is not a number. alpha, dtype: as alpha and out_dtype of matmul.
-    """
+    """Return the MatmulCall of one product, left times right transposed."""
     names = left.name, right.name
     check_one_device(OP, **{names[0]: left.operand.codes, names[1]: right.operand.codes})
     check_lengths(OP, left.operand, right.operand, names)
@@ -141,11 +126,7 @@ def _call(left: NamedOperand, right: NamedOperand, u: Unit, dtype: np.dtype, alp
 
 
 def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
-    """Return a list with one entry per product, from the argument alpha or c. name: which of the two, "alpha" or "c".
-
-    If `value` is None, or a number for alpha, every entry is this value. A sequence or an array of at least one axis
-    gives its items. Raise ValueError if it does not have `count` items, or if `value` is anything else.
-    """
+    """Return a list with one entry per product, from the argument alpha or c."""
     is_number = not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0
     if value is None or (name == "alpha" and is_number):
         return [value] * count
@@ -156,13 +137,8 @@ def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
 
 
 def _starts(m_indptr: Any, rows: int, count: int) -> list[int]:
-    """Return m_indptr as a list of ints: for each matrix its first row in `a`, followed by the number of rows of `a`.
-
-    An array on a GPU is copied to the host. Raise TypeError unless it consists of integers. Raise ValueError unless it
-    has count + 1 entries from 0 to `rows` that do not decrease.
-
-    rows: the number of rows of `a`.
-    count: the number of matrices.
+    """Return m_indptr as a list of ints: for each matrix its first row in `a`, followed by the number of rows of
+    `a`.
     """
     array = np.asarray(m_indptr) if isinstance(m_indptr, (list, tuple)) else import_arrays(OP, m_indptr=m_indptr)[0]
     array = array if isinstance(array, np.ndarray) else array.get()

@@ -21,13 +21,9 @@ _MAX_WORK = 1000  # limit of NumPy's search for a shared byte; if it is reached,
 
 
 def check_disjoint(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-    """Raise ValueError if an output shares memory with an input or with another output.
-
-    An output named "out.NAME" may share memory with the input "NAME", such as tensor_scale, because the call writes
-    there only the values that it has read from there. Entries that are not arrays, such as None, share no memory.
-
-    op: the public function that the message names. inputs, outputs: {name in messages: array}.
-    """
+    """Raise ValueError if an output shares memory with an input or with another output."""
+    # An output named "out.NAME" may share memory with the input "NAME", such as tensor_scale, because the call writes
+    # there only the values that it has read from there.
     for name, out in outputs.items():
         for other, array in inputs.items():
             if name != f"out.{other}" and shares_memory(array, out):
@@ -63,10 +59,7 @@ _MEMORIES: WeakKeyDictionary[Quantized, _OccupiedMemory] = WeakKeyDictionary()
 
 
 def _memory_of(q: Quantized) -> _OccupiedMemory:
-    """Return the memory that the arrays of a Quantized occupy.
-
-    It is computed in the first call with q. Later calls look it up in _MEMORIES.
-    """
+    """Return the memory that the arrays of a Quantized occupy."""
     memory = _MEMORIES.get(q)
     if memory is None:
         arrays = tuple(part for part in q.parts().values() if part is not None)
@@ -78,14 +71,8 @@ def _memory_of(q: Quantized) -> _OccupiedMemory:
 
 
 def are_disjoint(read: Any, out: Any) -> bool:
-    """Return whether a cached call may write to `out`: no byte is written twice, or written and also read.
-
-    One of `read` and `out` is an array of NumPy, CuPy or PyTorch, and the other one is a Quantized. The result is True
-    if `out` is None, and False if `out` is a Quantized with two arrays that share memory. On a device, spans are
-    compared, so it may be False for arrays that interleave without a common byte.
-
-    Public functions check this before each cached call with `out`, because the cache's key holds no addresses.
-    """
+    """Return whether a cached call may write to `out`: no byte is written twice, or written and also read."""
+    # Public functions check this before each cached call with `out`, because the cache's key holds no addresses.
     if out is None:
         return True
     writes_quantized = type(out) is Quantized
@@ -100,11 +87,7 @@ def are_disjoint(read: Any, out: Any) -> bool:
 
 
 def shares_memory(a: Any, b: Any) -> bool:
-    """Return whether two arrays share memory.
-
-    For two NumPy arrays, this means that they have a byte in common. For arrays on a device, it means that their spans
-    (first byte to last byte) overlap, even if they have no byte in common.
-    """
+    """Return whether two arrays share memory."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return np.may_share_memory(a, b) and _have_a_byte_in_common(a, b)
     first, second = _span(a), _span(b)
@@ -120,15 +103,8 @@ def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether two elements of an array have a byte in common. strides: in bytes, of any sign.
-
-    The result is exact, except that it is True if the test would need more than _MAX_SUMS (2^20) sums. It is False for
-    an array without elements.
-
-    Two elements overlap if |sum(d[k] * strides[k])| < itemsize for integers |d[k]| < shape[k] that are not all 0. The
-    axes are added one by one. `sums` holds every such sum over the axes added so far. A new axis causes an overlap if a
-    nonzero multiple of its stride is within itemsize of one of these sums.
-    """
+    """Return whether two elements of an array have a byte in common."""
+    # The result is exact, except that it is True if the test would need more than _MAX_SUMS (2^20) sums.
     axes = _interleaved_axes(shape, strides, itemsize)
     sums = np.zeros(1, np.int64)
     for i, (step, length) in enumerate(axes):
@@ -147,13 +123,7 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: 
 
 
 def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
-    """Return the axes along which elements may overlap, as a list of (absolute stride in bytes, length).
-
-    The shortest axis comes first. Axes of length 1 are left out, and axes that together are evenly spaced are joined
-    into one. Then the axis with the largest stride is removed, again and again, as long as the elements of all other
-    axes fit into this stride. So the list is empty for contiguous arrays, their slices and transposes, and arrays
-    without elements.
-    """
+    """Return the axes along which elements may overlap, as a list of (absolute stride in bytes, length)."""
     if 0 in shape:
         return []
     axes: list[tuple[int, int]] = []
@@ -168,10 +138,7 @@ def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize
 
 
 def _span(a: Any) -> tuple[int, int]:
-    """Return the span of a CuPy or PyTorch array: its first address, and the address after its last byte.
-
-    Return (0, 0) for an array without elements, and for any other object, such as None or a NumPy array.
-    """
+    """Return the span of a CuPy or PyTorch array: its first address, and the address after its last byte."""
     if hasattr(a, "data_ptr"):
         start, is_dense, nbytes = a.data_ptr(), a.is_contiguous(), a.nbytes
     elif type(a).__module__ == "cupy":

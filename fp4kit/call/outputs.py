@@ -18,10 +18,8 @@ ALIGNMENT = 16  # bytes: the largest store of a kernel
 
 
 def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    """Raise an error unless `out` is a writable NumPy array of this shape and dtype. name: its name in the message.
-
-    The error is TypeError for anything that is not a NumPy array, and ValueError otherwise.
-    """
+    """Raise an error unless `out` is a writable NumPy array of this shape and dtype."""
+    # The error is TypeError for anything that is not a NumPy array, and ValueError otherwise.
     if not isinstance(out, np.ndarray):
         raise TypeError(f"{op}: {name} is {type(out).__name__}; needs a NumPy array, as x is")
     if out.shape != tuple(shape) or out.dtype != dtype:
@@ -31,15 +29,7 @@ def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) 
 
 
 def import_out(op: str, out: Any) -> Any:
-    """Return the caller's `out`, an array or a Quantized, as a NumPy or CuPy array or a Quantized of such arrays.
-
-    The result shares the memory of `out`, so writing to it writes to `out`. Any other object is returned unchanged:
-    None means no output, and later checks reject objects such as lists.
-
-    Raise TypeError if the arrays of its library are immutable (JAX). Raise ValueError if two elements share memory, as
-    in an expanded tensor, because only the element that is written last would keep its value. Also raise the errors of
-    import_arrays.
-    """
+    """Return the caller's `out`, an array or a Quantized, as a NumPy or CuPy array or a Quantized of such arrays."""
     library = library_of(out)
     if library is not None and not library.is_mutable:
         raise TypeError(f"{op}: out is an array of {library.name}, which cannot be written to; call without out")
@@ -54,11 +44,7 @@ def import_out(op: str, out: Any) -> Any:
 
 
 def _check_places(op: str, name: str, array: Any) -> None:
-    """Raise ValueError if two elements of an output array share memory, as in an expanded tensor.
-
-    Do nothing for read-only arrays and for objects that are not arrays, because later checks reject them with a better
-    message. name: the array's name in the message.
-    """
+    """Raise ValueError if two elements of an output array share memory, as in an expanded tensor."""
     if not hasattr(array, "flags") or array.flags.c_contiguous or not _is_writeable(array):
         return
     if overlaps_itself(array.shape, array.strides, array.dtype.itemsize):
@@ -74,14 +60,7 @@ def _is_writeable(array: Any) -> bool:
 
 
 def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, like: Any) -> None:
-    """Raise an error unless `out`, the output of dequantize, is None or an array to which the values can be written.
-
-    - If `like` is a NumPy array, raise TypeError unless `out` is one too. Raise ValueError if `out` has the wrong shape
-      or dtype or is read-only.
-    - If `like` is a CuPy array, raise ValueError unless `out` is a CuPy array of this shape and dtype on its device.
-
-    like: the codes that are dequantized.
-    """
+    """Raise an error unless `out`, the output of dequantize, is None or an array to which the values can be written."""
     if out is None:
         return
     if isinstance(like, np.ndarray):
@@ -93,15 +72,7 @@ def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype,
 
 
 def check_quantized_out(call: Any) -> None:
-    """Raise an error unless the result of a call can be written to call.out, a Quantized.
-
-    Raise TypeError if call.out is not a Quantized, or if x is in host memory and an array of call.out is not a NumPy
-    array. Raise ValueError in these cases:
-
-    - The recipe, shape, dtype, axis or scale layout of call.out, or one of its arrays, does not fit the call.
-    - call.out has a tensor_amax, although the caller passed a tensor_scale.
-    - An array of call.out shares memory with an input or with another array of call.out.
-    """
+    """Raise an error unless the result of a call can be written to call.out, a Quantized."""
     op, out, r = call.op, call.out, call.recipe
     check_is_quantized(op, out, "out")
     wanted = {"recipe": r, "shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "scale_layout": call.layout}
@@ -128,11 +99,7 @@ def check_quantized_out(call: Any) -> None:
 
 
 def part_specs(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return the shapes and dtypes of the arrays in a call's result, as {name: (shape, dtype)}.
-
-    The names are packed, block_scale, tensor_scale and tensor_amax, as in a Quantized. Arrays that the recipe lacks are
-    left out, and so is tensor_amax if the caller passed tensor_scale.
-    """
+    """Return the shapes and dtypes of the arrays in a call's result, as {name: (shape, dtype)}."""
     shape, r = call.moved.shape, call.recipe
     specs: dict[str, tuple[tuple[int, ...], Any]] = {"packed": (packed_shape(shape, r), np.dtype(np.uint8))}
     if r.scale is not None:
@@ -146,11 +113,8 @@ def part_specs(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 
 def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype, x: Any) -> None:
-    """Raise ValueError unless a kernel can write to `array`, an output whose name in the message is `name`.
-
-    The array must be a contiguous CuPy array of this shape and dtype on the device of x. Unless it is 0-d, its address
-    must be a multiple of ALIGNMENT (16) bytes.
-    """
+    """Raise ValueError unless a kernel can write to `array`, an output whose name in the message is `name`."""
+    # The array must be a contiguous CuPy array of this shape and dtype on the device of x.
     fits = isinstance(array, type(x)) and (array.shape, array.dtype, array.device) == (shape, dtype, x.device)
     if not fits or not array.flags.c_contiguous:
         found = description(array)
@@ -161,13 +125,8 @@ def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dt
 
 
 def empty_quantized(call: Any, amax: Any, empty: Any, empty_scales: Any) -> Quantized:
-    """Return a new Quantized for the result of a call, with uninitialized codes and scales, and `amax` as tensor_amax.
-
-    Args:
-        call: the Call.
-        amax: the tensor amaxes of the call; None if the recipe has no tensor scale.
-        empty: empty(shape, dtype) allocates an array.
-        empty_scales: empty_scales(shape, layout) allocates block scales.
+    """Return a new Quantized for the result of a call, with uninitialized codes and scales, and `amax` as
+    tensor_amax.
     """
     r, shape = call.recipe, call.moved.shape
     packed = empty(packed_shape(shape, r), np.uint8)

@@ -95,22 +95,12 @@ class Call(NamedTuple):
         return self.block_scale is not None or self.tensor_scale is not None
 
     def with_array(self, x: Any, out: Quantized | None = None) -> Call:
-        """Return a copy of this call for another array x, and with another output `out`. None means no output.
-
-        Nothing is checked, so x must have the shape, dtype and device of the array that was parsed.
-        """
+        """Return a copy of this call for another array x, and with another output `out`."""
         return self._replace(x=x, moved=_axis_last(x, self.axis), out=out)
 
 
 def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **arguments: Any) -> tuple[Call, dict[str, Any]]:
-    """Import the arrays of a call, and return the pair (Call for x, `arguments` with their arrays imported).
-
-    x may be an array of any library or an AbstractArray. Raise TypeError if its dtype is not float32, float16 or
-    bfloat16, and ValueError if it does not have the axis, or if the axis is not a whole number of blocks long.
-
-    arguments: further arguments by name, such as tensor_amax. They are not checked, and the Call does not hold them.
-    Values that are not arrays, such as None and numbers, are returned unchanged.
-    """
+    """Import the arrays of a call, and return the pair (Call for x, `arguments` with their arrays imported)."""
     r = RECIPES.get(recipe) if type(recipe) is str else None
     r = recipe_of(op, recipe) if r is None else r
     arrays = {name: a for name, a in arguments.items() if a is not None and is_array(a)}
@@ -140,10 +130,7 @@ def quantize_call(
     block_amax: Any = None,
     out: Quantized | None = None,
 ) -> Call:
-    """Check the arguments of an operation that returns codes, such as quantize, and return its Call.
-
-    The arguments and the errors are those of quantize, without scales from the caller. x may be an AbstractArray.
-    """
+    """Check the arguments of an operation that returns codes, such as quantize, and return its Call."""
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
     check_codes(call, options.scale_layout)
@@ -166,11 +153,8 @@ def call_with_scales(
     tensor_scale: Any,
     out: Quantized | None,
 ) -> Call:
-    """Check the arguments of quantize for a caller who passes scales instead of amaxes, and return the Call.
-
-    The arguments and the errors are those of quantize. At least one of block_scale and tensor_scale must not be None.
-    `out` must have been imported already (import_out).
-    """
+    """Check the arguments of quantize for a caller who passes scales instead of amaxes, and return the Call."""
+    # `out` must have been imported already (import_out).
     arrays = {"block_scale": block_scale, "tensor_scale": tensor_scale, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
     check_codes(call, options.scale_layout)
@@ -197,10 +181,7 @@ def fake_call(
     tensor_amax: Any = None,
     block_amax: Any = None,
 ) -> Call:
-    """Check the arguments of an operation that returns fake-quantized values, and return its Call.
-
-    The arguments and the errors are those of fake_quantize. Recipes that only fake-quantize are accepted too.
-    """
+    """Check the arguments of an operation that returns fake-quantized values, and return its Call."""
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
     call = with_options(call, options._replace(seed=imported["seed"]))
@@ -215,25 +196,13 @@ def any_call(
     options: QuantizeOptions = QuantizeOptions(),  # noqa: B008  (immutable)
     **amaxes: Any,
 ) -> Call:
-    """Check the arguments of an operation that accepts every recipe, such as explain, and return its Call.
-
-    For a recipe that only fake-quantizes, the Call and the errors are those of fake_call. For any other recipe, they
-    are those of quantize_call. amaxes: tensor_amax and block_amax, as for quantize; either may be missing.
-    """
+    """Check the arguments of an operation that accepts every recipe, such as explain, and return its Call."""
     call = fake_call(op, x, recipe, axis, options, **amaxes)
     return call if call.recipe.fake_only else quantize_call(op, x, recipe, axis, options, **amaxes)
 
 
 def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: Any) -> tuple[Call, Any]:
-    """Check the arguments of fake_quantize_backward except for amax. Return the pair (Call, imported amax).
-
-    The amax is None if the caller passed none.
-
-    Raises:
-        TypeError: x or grad is not float32, float16 or bfloat16.
-        ValueError: the shapes of x and grad differ, x does not have the axis, or the axis is not a whole number of
-            blocks long.
-    """
+    """Check the arguments of fake_quantize_backward except for amax."""
     call, imported = array_call(op, x, recipe, axis, grad=grad, amax=amax)
     (grad,) = (imported["grad"],) if isinstance(imported["grad"], type(call.x)) else import_arrays(op, grad=grad)
     checks.check_float(op, grad, "grad")
@@ -243,23 +212,14 @@ def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, a
 
 
 def columnwise(call: Call, options: QuantizeOptions) -> Call:
-    """Return the columnwise Call of quantize_both (axis -2), given its rowwise Call.
-
-    The columnwise Call has the array, recipe and tensor amax of the rowwise Call, and the given options. Raise
-    ValueError if x has no axis -2, if this axis is not a whole number of blocks long, or if the options do not fit the
-    call.
-    """
+    """Return the columnwise Call of quantize_both (axis -2), given its rowwise Call."""
     axis = checks.check_axis(call.op, -2, call.x.ndim)
     checks.check_length(call.op, axis, call.x.shape[axis], call.recipe)
     return with_options(call._replace(axis=axis, moved=_axis_last(call.x, axis)), options)
 
 
 def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
-    """Return a copy of the call with the caller's amaxes, checked, as float32 and in the memory of x.
-
-    An amax that is None stays None, which makes the engine compute it. Raise the errors of parse_tensor_amax and
-    parse_block_amax.
-    """
+    """Return a copy of the call with the caller's amaxes, checked, as float32 and in the memory of x."""
     if tensor_amax is None and block_amax is None:
         return call._replace(tensor_amax=None, block_amax=None)
     op, shape, r = call.op, call.moved.shape, call.recipe
@@ -268,13 +228,7 @@ def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
 
 
 def with_options(call: Call, options: QuantizeOptions) -> Call:
-    """Return a copy of the call with its fields layout, random and mask set from the options.
-
-    Raise ValueError if rounding, seed or hadamard is invalid or does not fit the call. Raise TypeError if the seed is
-    neither an int nor an array. The layout is not checked here; check_codes does that.
-
-    options: the options of the call. A seed that is an array must have been imported already.
-    """
+    """Return a copy of the call with its fields layout, random and mask set from the options."""
     rounding: Any = options.rounding
     is_default = options.seed is None and type(rounding) is str and rounding == "nearest"
     random = None if is_default else _random_source(call, rounding, options.seed)
@@ -282,10 +236,8 @@ def with_options(call: Call, options: QuantizeOptions) -> Call:
 
 
 def check_codes(call: Call, layout: str) -> None:
-    """Raise ValueError unless the recipe of the call has codes, and its scales can be stored in `layout`.
-
-    The layout must be one that fp4kit knows. Unless it is "linear", x must have at least two dimensions.
-    """
+    """Raise ValueError unless the recipe of the call has codes, and its scales can be stored in `layout`."""
+    # The layout must be one that fp4kit knows.
     checks.check_has_codes(call.op, call.recipe)
     if type(layout) is str and layout == "linear":
         return
@@ -301,9 +253,8 @@ def check_hadamard(op: str, hadamard: Any) -> None:
 
 
 def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
-    """Return the sign mask of the Hadamard transform: Transformer Engine's for True, 0 for "no_signs", None for False.
-
-    Raise ValueError for other values of hadamard, or if the length of the quantized axis is not a multiple of 16.
+    """Return the sign mask of the Hadamard transform: Transformer Engine's for True, 0 for "no_signs", None for
+    False.
     """
     check_hadamard(call.op, hadamard)
     if hadamard is False:
@@ -318,14 +269,7 @@ def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
 
 
 def _random_source(call: Call, rounding: str, seed: Any) -> Any:
-    """Return the source of random numbers for a call (its field random), from the arguments rounding and seed.
-
-    - For rounding "nearest": None.
-    - For "stochastic": the seed as an int, or an array of random numbers with the quantized axis last.
-
-    Raise ValueError if rounding is neither of these two words, or if rounding and seed do not fit each other, the
-    recipe or x. Raise TypeError if the seed is neither an int nor an array.
-    """
+    """Return the source of random numbers for a call (its field random), from the arguments rounding and seed."""
     op, r = call.op, call.recipe
     if not is_one_of(rounding, ("nearest", "stochastic")):
         raise ValueError(f"{op}: rounding is {rounding!r:.60}; needs 'nearest' or 'stochastic'")
@@ -347,10 +291,7 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
 
 @contextmanager
 def declined_as_error(op: str) -> Iterator[None]:
-    """Turn Declined, raised in the with block, into a NotImplementedError whose message begins with op.
-
-    It is for calls that no other engine can compute. Other errors pass unchanged.
-    """
+    """Turn Declined, raised in the with block, into a NotImplementedError whose message begins with op."""
     try:
         yield
     except Declined as reason:

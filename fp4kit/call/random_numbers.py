@@ -16,23 +16,7 @@ from fp4kit.recipes.rules import COMFYUI_STOCHASTICS, SCALE_STOCHASTICS
 
 
 def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
-    """Return the source of randomness for stochastic rounding of x: a seed (an int), or random numbers in x's shape.
-
-    - If the recipe's field `stochastic` is "te": the seed as an int, or the caller's random bytes (uint8).
-    - "comfy_kitchen_fp8": random bytes (uint8), in the memory of x. A seed gives those that ComfyUI draws on a CPU.
-    - "comfyui_nvfp4": numbers from 0 to 1 (float32), in the memory of x. A seed gives those of torch.rand on a CPU, in
-      PyTorch 2.13. PyTorch 2.11 draws other numbers in float16 and bfloat16.
-    - "comfyui_nvfp4_cuda": numbers from 0 to 1 (float32), in the memory of x. A seed is not accepted.
-    - "mslk", "ms_eden": the seed as an int.
-
-    If x is an AbstractArray, the seed is only checked.
-
-    op: the public function that error messages begin with. seed: the argument as the caller passed it, not None.
-
-    Raises:
-        TypeError: the seed is neither an int nor an array.
-        ValueError: the seed is out of range, the array has a wrong dtype, shape or value, or the recipe accepts none.
-    """
+    """Return the source of randomness for stochastic rounding of x: a seed (an int), or random numbers in x's shape."""
     as_numbers = recipe.stochastic in COMFYUI_STOCHASTICS
     if getattr(seed, "ndim", 0) and hasattr(seed, "dtype"):
         if recipe.stochastic in SCALE_STOCHASTICS:
@@ -55,10 +39,7 @@ def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
 
 
 def torch_words(seed: int, count: int) -> np.ndarray:
-    """Return the first `count` 32-bit words that PyTorch's CPU generator draws after torch.manual_seed(seed).
-
-    The result is uint32 (count,), read-only. The generator is MT19937. It uses only the low 32 bits of the seed.
-    """
+    """Return the first `count` 32-bit words that PyTorch's CPU generator draws after torch.manual_seed(seed)."""
     return np.frombuffer(np.random.RandomState(seed & 0xFFFFFFFF).bytes(4 * count), "<u4")
 
 
@@ -71,20 +52,14 @@ def _widened(a: Any) -> Any:
 
 
 def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
-    """Return an int seed unchanged. Raise ValueError unless it is from 0 to `most`, both included.
-
-    most: 2^64 - 1 by default, the largest key of the random stream.
-    """
+    """Return an int seed unchanged."""
     if not 0 <= seed <= most:
         raise ValueError(f"{op}: seed is {seed}; needs 0 to 2^64 - {2**64 - most}")
     return seed
 
 
 def _bytes(op: str, seed: Any, x: Any) -> Any:
-    """Return `seed`, the random bytes that a caller passed, unchanged.
-
-    Raise ValueError unless they are uint8 in the shape of x.
-    """
+    """Return `seed`, the random bytes that a caller passed, unchanged."""
     if seed.dtype != np.uint8 or seed.shape != x.shape:
         raise ValueError(f"{op}: seed is {seed.dtype} {seed.shape}; random bytes need uint8 {x.shape}, or pass an int")
     return seed
@@ -92,11 +67,7 @@ def _bytes(op: str, seed: Any, x: Any) -> Any:
 
 @ieee("quantize")
 def _numbers(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
-    """Check the random numbers that a caller passed, and return them as float32. An AbstractArray stays unchanged.
-
-    Raise ValueError unless the numbers have the shape of x, are float32 or have the dtype of x, and are at least 0 and
-    less than 1. The range is checked only for arrays in host memory.
-    """
+    """Check the random numbers that a caller passed, and return them as float32."""
     if seed.dtype not in (np.dtype(np.float32), x.dtype) or seed.shape != x.shape:
         raise ValueError(
             f"{op}: seed is {seed.dtype} {seed.shape}; {recipe.id} needs numbers as torch.rand gives them, {x.dtype}"

@@ -45,10 +45,7 @@ class Rotation(NamedTuple):
 
 
 def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
-    """Check the arguments of a call to hadamard, and return its Rotation. Raise the errors that hadamard documents.
-
-    signs: the signs that the caller passed or that the seed gives; None changes no signs.
-    """
+    """Check the arguments of a call to hadamard, and return its Rotation."""
     (x,) = import_arrays(op, x=x)
     checks.check_float(op, x)
     size = check_hadamard_size(op, size)
@@ -58,10 +55,7 @@ def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: An
 
 
 def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
-    """Check the arguments of a call to rotate, and return its Rotation. Raise the errors that rotate documents.
-
-    If `inverse` is True, the Rotation holds the transposed matrices.
-    """
+    """Check the arguments of a call to rotate, and return its Rotation."""
     (x,) = import_arrays(op, x=x)
     checks.check_float(op, x)
     (matrices,) = import_arrays(op, matrices=matrices)
@@ -83,10 +77,7 @@ def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: 
 
 
 def check_hadamard_size(op: str, size: Any) -> int:
-    """Return the size of a Hadamard transform as an int.
-
-    Raise TypeError if the size is not an int, and ValueError unless it is 16, 32, 64, 128, 256 or 512.
-    """
+    """Return the size of a Hadamard transform as an int."""
     size = as_index(op, "size", size)
     if size not in HADAMARD_SIZES:
         raise ValueError(f"{op}: size is {size}; needs 16, 32, 64, 128, 256 or 512")
@@ -94,11 +85,7 @@ def check_hadamard_size(op: str, size: Any) -> int:
 
 
 def _checked_axis(op: str, x: Any, axis: int, size: int) -> int:
-    """Return the axis of x as a non-negative int.
-
-    Raise TypeError if it is not an int. Raise ValueError if x has no such axis, or if its length is not a multiple of
-    `size`.
-    """
+    """Return the axis of x as a non-negative int."""
     axis = checks.check_axis(op, axis, x.ndim)
     if x.shape[axis] % size:
         raise ValueError(
@@ -119,11 +106,7 @@ def _matrix_size(op: str, shape: tuple[int, ...]) -> int:
 
 
 def _check_orthogonal(op: str, matrices: np.ndarray) -> None:
-    """Raise ValueError unless every matrix M is orthogonal, as far as bfloat16 can hold orthogonal matrices.
-
-    No element of M M^T may differ from the identity matrix by more than ORTHOGONAL_WITHIN (2^-7). NaN and infinity are
-    rejected. matrices: (number of matrices, n, n).
-    """
+    """Raise ValueError unless every matrix M is orthogonal, as far as bfloat16 can hold orthogonal matrices."""
     wide = matrices.astype(np.float64)
     with np.errstate(all="ignore"):
         error = np.max(np.abs(wide @ wide.swapaxes(-1, -2) - np.eye(wide.shape[-1])), initial=0)
@@ -135,11 +118,7 @@ def _check_orthogonal(op: str, matrices: np.ndarray) -> None:
 
 
 def _negative(op: str, signs: Any, size: int, length: int) -> np.ndarray:
-    """Return the argument signs of hadamard or rotate as uint8 in its given shape: 1 for the sign -1, and 0 for 1.
-
-    The shape is (size,), one sign per element of a block, or (length,), one per position along the axis. Raise
-    ValueError for any other shape, or unless each sign is 1 or -1.
-    """
+    """Return the argument signs of hadamard or rotate as uint8 in its given shape: 1 for the sign -1, and 0 for 1."""
     try:
         found = np.asarray(to_host(import_arrays(op, signs=signs)[0]) if is_array(signs) else signs, np.float64)
     except (TypeError, ValueError):
@@ -154,14 +133,7 @@ def _negative(op: str, signs: Any, size: int, length: int) -> np.ndarray:
 
 
 def _rotation(x: Any, axis: int, size: int, negative: np.ndarray | None, matrices: Any, inverse: bool) -> Rotation:
-    """Return the Rotation of an array along an axis whose length is a multiple of `size`.
-
-    If all blocks share their signs and matrix, each block becomes a row of its own: the middle length of Rotation.shape
-    is `size`. Otherwise the middle length is that of the axis, and signs of one block are repeated for all blocks.
-
-    negative: the signs of one block or of the whole axis, as uint8; None without signs.
-    size, matrices, inverse: as in Rotation.
-    """
+    """Return the Rotation of an array along an axis whose length is a multiple of `size`."""
     outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
     repeated = (negative is None or len(negative) == size) and (matrices is None or len(matrices) == 1)
     if repeated:

@@ -84,21 +84,12 @@ class Search(NamedTuple):
 
     @property
     def searches_e4m3(self) -> bool:
-        """True if the codes of E4M3 block scales are searched.
-
-        False if the recipe's scales are E8M0, or if multiples of the amax are tried (see has_grid).
-        """
+        """True if the codes of E4M3 block scales are searched."""
         return self.terms.grid is None and not self.searches_e8m0
 
 
 def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, request: SearchRequest) -> Search:
-    """Check the arguments of search_scales, and return the parsed call.
-
-    Raise ValueError if the recipe cannot be searched, or if the options do not fit each other or the recipe. Raise
-    TypeError for an argument of a wrong type.
-
-    request: the arguments objective, weights, hessian and candidates. The other arguments are those of search_scales.
-    """
+    """Check the arguments of search_scales, and return the parsed call."""
     r, offsets, grid = recipe_of(op, recipe), None, None
     objective, weights, hessian, candidates = request
     if has_grid(r):
@@ -133,31 +124,19 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
 
 
 def is_searchable(r: Recipe) -> bool:
-    """Return whether search_scales accepts a recipe.
-
-    It does if the recipe's E4M3 or E8M0 block scales, or multiples of its amaxes, can be searched.
-    """
+    """Return whether search_scales accepts a recipe."""
     return has_grid(r) or takes_e8m0_amaxes(r) or (not r.fake_only and unfit_for_search(r) is None)
 
 
 def has_grid(r: Recipe) -> bool:
-    """Return whether search_scales tries a grid of multiples of a recipe's amaxes.
-
-    For a recipe with amax rules (custom_recipe), it does if blocks have one row. For any other recipe, it does if the
-    recipe has codes, no block scales, and one tensor scale per tensor or per row.
-    """
+    """Return whether search_scales tries a grid of multiples of a recipe's amaxes."""
     if r.is_custom:
         return r.block_rows == 1
     return r.scale is None and r.tensor_scaling in ("tensor", "row") and not r.fake_only
 
 
 def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
-    """Return the multiples that the argument `candidates` asks for, as (start, stop, step).
-
-    "all" gives the default grid GRID. Otherwise it must be three finite numbers with 0 < start <= stop and step > 0,
-    that give at most 10000 multiples. Raise TypeError if one of three entries is not a number, and ValueError for
-    anything else that is not a grid.
-    """
+    """Return the multiples that the argument `candidates` asks for, as (start, stop, step)."""
     if isinstance(candidates, str) and candidates == "all":
         return GRID
     if isinstance(candidates, (tuple, list)) and len(candidates) == 3:
@@ -171,10 +150,7 @@ def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
 
 
 def _number(op: str, value: Any) -> float:
-    """Return `value`, an entry of the argument candidates, as a float.
-
-    Raise TypeError unless it is an int or a float of Python or NumPy; bools are rejected.
-    """
+    """Return `value`, an entry of the argument candidates, as a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{op}: candidates has {value!r:.60}; needs numbers")
     return float(value)
@@ -189,11 +165,7 @@ def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
 
 
 def power_of(op: str, objective: Any) -> float:
-    """Return the power that an objective of search_scales names: the loss sums |difference| to this power.
-
-    "mse" gives 2, "mae" 1, "max" infinity, and "p" with a decimal number from 1 to 16 gives this number, such as 2.4
-    for "p2.4". Raise ValueError for anything else.
-    """
+    """Return the power that an objective of search_scales names: the loss sums |difference| to this power."""
     if isinstance(objective, str):
         if objective in POWERS:
             return POWERS[objective]
@@ -204,18 +176,7 @@ def power_of(op: str, objective: Any) -> float:
 
 
 def check_e4m3_search(op: str, r: Recipe) -> None:
-    """Raise ValueError unless search_scales can search the E4M3 block scales of a recipe.
-
-    All of this must hold:
-
-    - The recipe has codes.
-    - It rounds to the nearest E2M1 value (not by "rnw").
-    - It has E4M3 scales of amax / 6 for blocks of 16 columns, and one tensor scale.
-    - It is static, which means that it takes calibrated block amaxes from the caller, or it searches them itself as
-      nvfp4-modelopt-mse does.
-
-    op: the public function that the message begins with.
-    """
+    """Raise ValueError unless search_scales can search the E4M3 block scales of a recipe."""
     check_has_codes(op, r)
     unfit = unfit_for_search(r)
     if unfit is not None:
@@ -228,20 +189,12 @@ def check_e4m3_search(op: str, r: Recipe) -> None:
 
 
 def unfit_for_search(r: Recipe) -> str | None:
-    """Return the name of the first field of a recipe that rules out a search of its E4M3 scales, such as "static".
-
-    Return None if they can be searched. check_e4m3_search lists what the fields must be.
-    """
+    """Return the name of the first field of a recipe that rules out a search of its E4M3 scales, such as "static"."""
     return unfit_for_sweep(r) or (None if r.static or r.search == "modelopt_sweep" else "static")
 
 
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
-    """Return the smallest and the largest offset of the scales to try, or None if `candidates` is "all".
-
-    "near" gives (-8, 8). Two ints (low, high) with low <= high give these ints, each limited to -126 ... 126.
-
-    Raise TypeError if one of two entries is not an int, and ValueError for anything else.
-    """
+    """Return the smallest and the largest offset of the scales to try, or None if `candidates` is "all"."""
     if isinstance(candidates, str):
         if candidates in ("all", "near"):
             return None if candidates == "all" else NEAR_OFFSETS
@@ -254,13 +207,7 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
 
 
 def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
-    """Return the argument weights or hessian as a contiguous float32 array in the memory of call.x.
-
-    If it is None, return None. In host memory, other real dtypes are converted to float32. On a GPU, only float32 is
-    accepted. Raise TypeError if the dtype does not fit, and ValueError unless the array has the given shape.
-
-    name: "weights" or "hessian", for the message.
-    """
+    """Return the argument weights or hessian as a contiguous float32 array in the memory of call.x."""
     if given is None:
         return None
     array = given if call.on_device and not isinstance(given, np.ndarray) else as_real(call.op, name, given)
@@ -285,10 +232,7 @@ def _check_weights(op: str, weights: np.ndarray) -> None:
 
 
 def _check_hessian(op: str, hessian: np.ndarray) -> None:
-    """Raise ValueError unless all values of `hessian` (blocks, 16, 16) are finite and every matrix is symmetric.
-
-    Two mirrored elements may differ by 1e-5 times the largest magnitude of their matrix.
-    """
+    """Raise ValueError unless all values of `hessian` (blocks, 16, 16) are finite and every matrix is symmetric."""
     if not np.isfinite(hessian).all():
         count = np.count_nonzero(~np.isfinite(hessian))
         raise ValueError(f"{op}: hessian holds {count} value(s) that are NaN or infinite; needs finite values")

@@ -17,10 +17,7 @@ from fp4kit.recipes.schema import has_tall_scales
 
 
 def check_castable(op: str, r: Recipe) -> None:
-    """Raise ValueError if a recipe cannot quantize a shard by itself.
-
-    4over6 and searches need whole blocks, and the elements of microexponent formats share bits in pairs.
-    """
+    """Raise ValueError if a recipe cannot quantize a shard by itself."""
     if isinstance(r.element, PairedMicroexponents):
         raise ValueError(f"{op}: pairs of {r.element} elements share a bit; use quantize on the whole matrix")
     if r.four_over_six or r.search:
@@ -28,15 +25,7 @@ def check_castable(op: str, r: Recipe) -> None:
 
 
 def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple[int, int]:
-    """Return the shape (M, K) of a shard's matrix as two ints.
-
-    Raise TypeError if the shard is not float32, float16 or bfloat16, or if shape or start does not consist of ints.
-    Raise ValueError in these cases:
-
-    - The shape does not have two entries, or K is not a whole number of blocks.
-    - The shard is not 1-d, or does not fit into the flattened matrix at the position `start`.
-    - The recipe has no codes, no blocks, or one tensor scale per row or per block.
-    """
+    """Return the shape (M, K) of a shard's matrix as two ints."""
     checks.check_float(op, shard, "shard")
     checks.check_has_codes(op, r)
     if shard.ndim != 1:
@@ -67,12 +56,7 @@ def amax_shape(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
 
 
 def square_block(op: str, r: Recipe, length: int) -> int:
-    """Return the side length of a recipe's square blocks, such as 16 for blocks of 16x16.
-
-    Raise ValueError if its blocks are not square, have a single element or have float32 scales, or if `length` is not a
-    whole number of blocks. Square blocks span the quantized axis and one other axis. length: the length of that other
-    axis.
-    """
+    """Return the side length of a recipe's square blocks, such as 16 for blocks of 16x16."""
     rows, size = r.block or (1, 1)
     if has_tall_scales(r):
         raise ValueError(f"{op}: {r.id} has float32 scales; needs block scales of one byte, such as nvfp4-te-2d's")
@@ -97,18 +81,10 @@ class Partition(NamedTuple):
     ends: np.ndarray
 
     def pieces(self, unit: int) -> np.ndarray:
-        """Return how many units of ``unit`` elements each shard touches: int64 (processes, matrices).
-
-        Units begin at multiples of ``unit`` elements in the flattened matrix. A unit that two shards share counts for
-        both.
-        """
+        """Return how many units of ``unit`` elements each shard touches: int64 (processes, matrices)."""
         return -(-self.ends // unit) - self.starts // unit
 
     def offsets(self, unit: int) -> np.ndarray:
-        """Return how many units of ``unit`` elements precede each shard in the memory of its process.
-
-        A process stores the units of its shards (see pieces) one after another, in the order of the matrices. The
-        result is an int64 array of shape (processes, matrices).
-        """
+        """Return how many units of ``unit`` elements precede each shard in the memory of its process."""
         lengths = self.pieces(unit)
         return np.cumsum(lengths, axis=1) - lengths
