@@ -72,12 +72,7 @@ __all__ = [
 
 @np.errstate(all="ignore")
 def amax(call: Call) -> np.ndarray:
-    """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block).
-
-    For a recipe without blocks, return the tensor amaxes, as compute_tensor_amax does. recipe.amax_nan decides how NaN
-    elements count (see reference.blocks.reduce_amax). An empty array gives an empty result or, for a recipe without
-    blocks, zeros.
-    """
+    """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block)."""
     if call.recipe.block is None:
         return compute_tensor_amax(call.moved, call.recipe)
     height, width = call.recipe.block
@@ -99,17 +94,7 @@ def amax(call: Call) -> np.ndarray:
 
 @np.errstate(all="ignore")
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
-    """Return the largest |x| of a floating-point array as float32. fp4kit.amax calls this if it gets no recipe.
-
-    The result is exact for float32, float16 and bfloat16. It is always an array, even if its shape is ().
-
-    Args:
-        x: the array, of any shape.
-        axis: the axis or tuple of axes to reduce, which are removed from the shape. None reduces all axes.
-
-    Numerics:
-        NaN propagates, and -0 counts as 0. A maximum over no elements is 0.
-    """
+    """Return the largest |x| of a floating-point array as float32."""
     if axis is not None:
         return np.asarray(np.max(np.abs(x), axis=axis, initial=0)).astype(np.float32)
     chunks = np.nditer(x, flags=["external_loop", "buffered", "zerosize_ok"], buffersize=TILE_ELEMENTS)
@@ -118,15 +103,8 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 @ieee("amax")
 def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """Return the amaxes from which the tensor scales are computed, as float32 in the canonical shape of call/amaxes.py.
-
-    The shape is () for one tensor scale. Otherwise, there is one amax per row or block. For a recipe without a tensor
-    scale, return the amax of the whole array, of shape (). An empty array gives zeros. r.amax_nan decides how NaN
-    elements count.
-
-    moved: the array with its quantized axis last.
-    r: the recipe.
-    mask: sign mask of a Hadamard transform to apply first; None for no transform.
+    """Return the amaxes from which the tensor scales are computed, as float32 in the canonical shape of
+    call/amaxes.py.
     """
     shape = tensor_amax_shape(moved.shape, r)
     if moved.size == 0:
@@ -158,25 +136,14 @@ class MatrixFunctions(NamedTuple):
 
 
 def _tensor_amax(call: Call, functions: MatrixFunctions) -> np.ndarray | None:
-    """Return the tensor amax that the caller passed. If there is none, compute it from the array and return it.
-
-    Return None if there is none and the recipe has no tensor scale.
-
-    functions: the functions of the engine that computes the amax.
-    """
+    """Return the tensor amax that the caller passed."""
     if call.tensor_amax is not None or call.recipe.tensor_scaling == "none":
         return call.tensor_amax
     return functions.tensor_amax(call.moved, call.recipe, call.mask)
 
 
 def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()) -> np.ndarray:  # noqa: B008  (immutable)
-    """Return the block amaxes whose scales give the smallest loss: float32 (..., M, K / block).
-
-    For a recipe without block scales, return the tensor amaxes with the smallest loss, in their canonical shape.
-
-    search: the parsed call of search_scales.
-    functions: the functions of the engine that searches.
-    """
+    """Return the block amaxes whose scales give the smallest loss: float32 (..., M, K / block)."""
     call = search.call
     searches_blocks = search.terms.grid is not None and call.recipe.scale is not None
     found = amax(call) if searches_blocks else _tensor_amax(call, functions)
@@ -187,13 +154,7 @@ def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()
 
 
 def quantize(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (immutable)
-    """Quantize call.moved. Return the result: in call.out, which is overwritten, or in a new Quantized if it is None.
-
-    An empty array gives empty codes and block scales. If the caller passed no amax for it, a tensor scale is computed
-    from an amax of 0.
-
-    functions: the functions of the engine that computes the codes.
-    """
+    """Quantize call.moved."""
     amax, r = _tensor_amax(call, functions), call.recipe
     if r.search and call.x.size:
         call = functions.searched(call, amax)
@@ -224,12 +185,7 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 
 def quantize_with_scales(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (immutable)
-    """Encode call.moved with the scales that the caller passed. Return call.out, or a new Quantized if it is None.
-
-    The scales are copied into the result. A new Quantized has no tensor_amax; the one of call.out does not change.
-
-    functions: the functions of the engine that computes the codes.
-    """
+    """Encode call.moved with the scales that the caller passed."""
     out, r = call.out, call.recipe
     use_out = out is not None and out.packed.flags.c_contiguous
     packed = out.packed if out is not None and use_out else np.empty(packed_shape(call.moved.shape, r), np.uint8)
@@ -246,10 +202,7 @@ def quantize_with_scales(call: Call, functions: MatrixFunctions = MatrixFunction
 
 
 def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions) -> None:
-    """Encode all matrices of a call with the scales that the caller passed, and write the codes into packed.
-
-    functions: the functions of the engine that computes the codes.
-    """
+    """Encode all matrices of a call with the scales that the caller passed, and write the codes into packed."""
     r, shape = call.recipe, scale_shape(call.moved.shape, call.recipe)
     x = stack(call.moved, r, is_per_expert(call.tensor_scale, r) or isinstance(call.random, np.ndarray))
     B, M, K = x.shape
@@ -262,11 +215,7 @@ def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions)
 
 
 def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the arrays to write codes and linear block scales to. The second is None if there are no block scales.
-
-    If call.out is given, its arrays are returned where possible: the codes if they are contiguous, and the block scales
-    if they are contiguous and linear. Otherwise new, uninitialized arrays are returned.
-    """
+    """Return the arrays to write codes and linear block scales to."""
     out, shape, r = call.out, call.moved.shape, call.recipe
     use_out = out is not None and out.packed.flags.c_contiguous
     packed = out.packed if out is not None and use_out else np.empty(packed_shape(shape, r), np.uint8)
@@ -279,15 +228,7 @@ def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
 def _quantize_matrices(
     call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, functions: MatrixFunctions
 ) -> None:
-    """Write the codes and linear block scales of all matrices of a call to packed and scales.
-
-    Args:
-        call: the call, whose array is not empty.
-        amax: the tensor amax; None if the recipe has no tensor scale.
-        packed: the array for the codes.
-        scales: the array for the block scales; None if the recipe has none.
-        functions: the functions of the engine that computes the codes and scales.
-    """
+    """Write the codes and linear block scales of all matrices of a call to packed and scales."""
     r = call.recipe
     x = stack(call.moved, r, is_per_expert(amax, r) or isinstance(call.random, np.ndarray))
     B, M, K = x.shape
@@ -302,11 +243,7 @@ def _quantize_matrices(
 
 
 def _random_numbers(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomNumbers | None:
-    """Return the source of the random numbers for matrix i of a call; None for nearest rounding (random is None).
-
-    random: an array of random numbers for all matrices; or the seed of a stream; or a stream, which is returned itself.
-    shape: the shape of each matrix.
-    """
+    """Return the source of the random numbers for matrix i of a call; None for nearest rounding (random is None)."""
     if random is None:
         return None
     if isinstance(random, np.ndarray):
@@ -325,12 +262,7 @@ def dequantize(
     out: np.ndarray | None = None,
     functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
 ) -> np.ndarray:
-    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q.
-
-    If q is quantized along another axis than the last, a new array is a strided view.
-
-    functions: the functions of the engine that computes the values.
-    """
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q."""
     use_out = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous
     moved = out if out is not None and use_out else np.empty(q.moved_shape, dtype)
     if moved.size:
@@ -343,11 +275,7 @@ def dequantize(
 
 
 def _dequantize_matrices(q: Quantized, moved: np.ndarray, functions: MatrixFunctions) -> None:
-    """Decode all matrices of q into `moved`, an array whose last axis is the quantized one.
-
-    moved: a contiguous array, which must not be empty.
-    functions: the functions of the engine that computes the values.
-    """
+    """Decode all matrices of q into `moved`, an array whose last axis is the quantized one."""
     M, K = (1, *q.moved_shape)[-2:]
     B = moved.size // (M * K)
     packed, values = q.packed.reshape(B, M, -1), moved.reshape(B, M, K)
@@ -367,18 +295,9 @@ def requantize(
     target: Recipe,
     functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
 ) -> tuple[Quantized, int, np.ndarray]:
-    """Convert q to the recipe `target`. Return the new Quantized, the number of changed values, and the largest change.
-
-    The number and the change compare the decoded values before and after. A value is changed if its bits differ, also
-    from +0 to -0; two NaNs count as equal. The largest change is a float32 array of shape (): 0 if no value changed,
-    and NaN if a NaN became a number or a number became NaN.
-
-    If keep_codes (reference/requantize.py) finds a suitable tensor scale, as usually for MXFP4 to NVFP4, new codes are
-    computed only for blocks whose new scale E4M3 cannot represent. All other blocks keep their codes. If it finds none,
-    all values of q are quantized again.
-
-    functions: the functions of the engine that computes codes and values.
-    """
+    """Convert q to the recipe `target`."""
+    # If keep_codes (reference/requantize.py) finds a suitable tensor scale, as usually for MXFP4 to NVFP4, new codes
+    # are computed only for blocks whose new scale E4M3 cannot represent.
     float32 = np.dtype(np.float32)
     values, kept = dequantize(q, float32, functions=functions), keep_codes(q, target)
     if kept is None:
@@ -395,11 +314,7 @@ def requantize(
 
 
 def fake_quantize(call: Call) -> np.ndarray:
-    """Return the fake-quantized values of a call in a new array, in the shape and dtype of call.x.
-
-    If the recipe has a fake_rule, this rule computes the values. Otherwise, call.x is quantized and dequantized. Some
-    recipes name a separate decode rule for fake quantization, which is then used (recipes.schema.faking).
-    """
+    """Return the fake-quantized values of a call in a new array, in the shape and dtype of call.x."""
     if call.recipe.fake_rule is None:
         return dequantize(quantize(call._replace(recipe=faking(call.recipe))), call.x.dtype)
     amax, r = _tensor_amax(call, MatrixFunctions()), call.recipe
@@ -423,12 +338,7 @@ def _fake_matrix(
     values: np.ndarray,
     random: RandomNumbers | None,
 ) -> None:
-    """Fake-quantize a matrix by r.fake_rule, and write the result to `values`.
-
-    amax: the tensor amax; None if the recipe has no tensor scale.
-    block_amax: the block amaxes that the caller passed, with one row per row of x; None computes them.
-    random: the source of random numbers, for fake rules that round stochastically; None to round to nearest.
-    """
+    """Fake-quantize a matrix by r.fake_rule, and write the result to `values`."""
     rule = FAKE_RULES[r.fake_rule or ""]
     with untraced():  # fake rules use only the amax, so these scales are no steps
         tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
@@ -445,22 +355,12 @@ def _fake_matrix(
 
 
 def clip_amax(call: Call) -> np.ndarray:
-    """Return the clip limit that fake_quantize_backward uses if the caller passes none, as a float32 array.
-
-    It holds the amaxes from which the recipe's tensor scales are computed: one, or one per row or block. If the recipe
-    has no tensor scale, it is the amax of the whole array.
-    """
+    """Return the clip limit that fake_quantize_backward uses if the caller passes none, as a float32 array."""
     return compute_tensor_amax(call.moved, call.recipe)
 
 
 def clip(call: Call, amax: np.ndarray) -> np.ndarray:
-    """Return the clipped gradient, a new array: call.grad where |call.x| <= amax, otherwise 0.
-
-    It is also 0 where call.x or amax is NaN.
-
-    amax: the clip limit, of shape (1, 1), (rows, 1) or (rows, blocks). `rows` is the product of all axes of call.moved
-    except the last.
-    """
+    """Return the clipped gradient, a new array: call.grad where |call.x| <= amax, otherwise 0."""
     grad, (M, K) = np.moveaxis(call.grad, call.axis, -1), (1, *call.moved.shape)[-2:]
     x, g = stack(call.moved, call.recipe, True), stack(grad, call.recipe, True)
     out = np.empty(call.moved.shape, grad.dtype)
@@ -490,12 +390,8 @@ def rotate(r: Rotation) -> np.ndarray:
 def transpose(
     packed: np.ndarray, scales: np.ndarray, q: Quantized, codes_of: Callable[..., np.ndarray] = transpose_codes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Transpose each matrix of a Quantized with square blocks, and return new codes and block scales (packed, scales).
-
-    The returned scales have the scale layout of q.
-
-    packed, scales: the codes and block scales of q.
-    codes_of: a function (packed, packing) that transposes the codes of one matrix.
+    """Transpose each matrix of a Quantized with square blocks, and return new codes and block scales (packed,
+    scales).
     """
     *lead, M, K = q.moved_shape
     B, size, shape = prod(lead), q.recipe.block_size, (*lead, K, M)
@@ -511,21 +407,12 @@ def transpose(
 
 
 def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return block scales, uint8, converted from layout `source` to layout `target`.
-
-    The result is a new array, except that it may be a view of `scales` if both layouts are "linear".
-
-    shape: the shape (..., R, C) of the scales in linear layout.
-    """
+    """Return block scales, uint8, converted from layout `source` to layout `target`."""
     return swizzle_scales(unswizzle_scales(scales, source, shape), target)
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
-    """Return a new array with two 4-bit codes per byte, from an array with one code per byte.
-
-    The last axis becomes half as long. Code 2j is in the low nibble of byte j. Raise ValueError if the length of the
-    axis is odd, or if a code is above 15. An empty array gives an empty array.
-    """
+    """Return a new array with two 4-bit codes per byte, from an array with one code per byte."""
     if codes.size and codes.max() > 15:
         raise ValueError(f"pack: codes hold {codes.max()}; needs 4-bit codes, 0 to 15")
     return layouts.pack(codes)
@@ -549,21 +436,7 @@ def partial_cast(
     amax: Any,
     cast: Callable[..., None] = partial.partial_cast,
 ) -> None:
-    """Write the codes of a shard to `out`, the packed codes of the whole matrix, and change no other code of `out`.
-
-    fp4kit.partial_cast calls this. A shard is the part of the flattened matrix that one process holds.
-
-    Args:
-        shard: the elements of the shard, 1-d.
-        out: the packed codes of the whole matrix.
-        block_amax: the amaxes of all blocks of the matrix.
-        shape: the rows and columns (M, K) of the matrix.
-        start: the index of the shard's first element in the flattened matrix.
-        r: the recipe.
-        amax: the tensor amax, if the recipe has a tensor scale. None uses the largest of block_amax, or 0 if there are
-            no blocks.
-        cast: the engine's function that computes the codes.
-    """
+    """Write the codes of a shard to `out`, the packed codes of the whole matrix, and change no other code of `out`."""
     if r.tensor_scaling != "none" and amax is None:
         amax = np.max(block_amax, initial=np.float32(0))
     cast(shard, out, block_amax, shape, start, r, amax)

@@ -58,11 +58,7 @@ class HostGroup:
         return self.vector is not None
 
     def amax(self) -> list[Any]:
-        """Return the tensor amax of each array: the amax that the caller passed, or a view of `vector`.
-
-        If the caller passed no amaxes, compute all of them first. If the recipe has no tensor scale, every entry is
-        None. Raise ValueError if an amax of the caller is invalid, for example negative.
-        """
+        """Return the tensor amax of each array: the amax that the caller passed, or a view of `vector`."""
         if self.vector is None:
             return each(self._op, lambda c: with_amaxes(c, c.tensor_amax, None).tensor_amax, self._calls)
         for call, amax in zip(self._calls, self._amaxes, strict=True):
@@ -70,11 +66,7 @@ class HostGroup:
         return list(self._amaxes)
 
     def quantize(self, compute_amaxes: bool) -> list[Quantized]:
-        """Quantize all arrays, and return one Quantized per array. The next call overwrites them.
-
-        compute_amaxes: True computes the amaxes first; False uses the current content of `vector`. It has no effect if
-        the caller passed the amaxes.
-        """
+        """Quantize all arrays, and return one Quantized per array."""
         each(self._op, lambda call: check_codes(call, call.layout), self._calls)
         calls = self._with_amaxes(compute_amaxes)
         outs: Sequence[Quantized | None] = self._codes or [None] * len(calls)
@@ -82,11 +74,7 @@ class HostGroup:
         return self._codes
 
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
-        """Fake-quantize all arrays, and return one array of values per array. The next call overwrites them.
-
-        compute_amaxes: True computes the amaxes first; False uses the current content of `vector`. It has no effect if
-        the caller passed the amaxes.
-        """
+        """Fake-quantize all arrays, and return one array of values per array."""
         values = [self._run("fake_quantize", call) for call in self._with_amaxes(compute_amaxes)]
         if self._values is None:
             self._values = values
@@ -96,13 +84,8 @@ class HostGroup:
         return self._values
 
     def _with_amaxes(self, compute: bool) -> list[Call]:
-        """Return the calls with their tensor amaxes: those of the caller, otherwise those in `vector`.
-
-        An amax that is computed now and holds NaN is left out, because a call rejects a NaN amax. The engine then
-        computes it again from the array.
-
-        compute: True computes the amaxes first; False uses the current content of `vector`.
-        """
+        """Return the calls with their tensor amaxes: those of the caller, otherwise those in `vector`."""
+        # An amax that is computed now and holds NaN is left out, because a call rejects a NaN amax.
         amaxes = [call.tensor_amax for call in self._calls]
         if self.vector is not None:
             amaxes = [None if np.isnan(a).any() else a for a in self.amax()] if compute else list(self._amaxes)
@@ -124,12 +107,7 @@ class HostClipGroup:
         return [self._clip(call, amax) for call, amax in zip(self._calls, self._amaxes, strict=True)]
 
     def _clip(self, call: Call, amax: Any) -> Any:
-        """Return the clipped gradient of one call.
-
-        An empty gradient is returned unchanged, without a copy.
-
-        amax: the clip limit of the call; None computes it from call.x.
-        """
+        """Return the clipped gradient of one call."""
         if not call.grad.size:
             return call.grad
         limit = reshape_clip_amax(self._run("clip_amax", call), call) if amax is None else amax

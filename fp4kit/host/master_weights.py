@@ -77,10 +77,7 @@ class HostStages:
         self.columnwise = [self._transposed(q) for q in self.quantized] if columnwise else []
 
     def _allocate(self, shape: tuple[int, int], values: np.ndarray) -> Quantized:
-        """Return a Quantized with zeroed arrays for a matrix of the given shape.
-
-        values: the matrix's shard, whose dtype the Quantized records.
-        """
+        """Return a Quantized with zeroed arrays for a matrix of the given shape."""
         r = self._recipe
         packed = np.zeros(packed_shape(shape, r), np.uint8)
         scales = np.zeros(padded_shape(scale_shape(shape, r), self._layout), np.uint8)
@@ -94,27 +91,17 @@ class HostStages:
         return nullcontext()
 
     def replace(self, values: Sequence[np.ndarray]) -> None:
-        """Use the arrays `values` as shards from now on, without a check.
-
-        They must have the shapes and dtypes of the current shards.
-        """
+        """Use the arrays `values` as shards from now on, without a check."""
         self._values = list(values)
 
     def _shards(self) -> list[tuple[int, np.ndarray, tuple[int, int], int]]:
-        """Return one tuple per matrix: (its index, this process's shard, its shape (M, K), where the shard starts).
-
-        The start is the index of the shard's first element in the flattened matrix.
-        """
+        """Return one tuple per matrix: (its index, this process's shard, its shape (M, K), where the shard starts)."""
         starts = self._partition.starts[self._rank].tolist()
         return list(zip(range(len(starts)), self._values, self._shapes, starts, strict=True))
 
     @ieee("cast_master_weights")
     def amax(self) -> None:
-        """Write the amaxes of this process's shards into `bits`.
-
-        They are the block amaxes and, if the recipe has a tensor scale, the tensor amaxes. Amaxes of blocks without an
-        element in these shards are 0. The next stage replaces all amaxes by their maximum over the processes.
-        """
+        """Write the amaxes of this process's shards into `bits`."""
         for t, values, shape, start in self._shards():
             self._amaxes[t][...] = partial.partial_amax(values, shape, start, self._recipe)
             if self._recipe.tensor_scaling == "tensor":
@@ -122,11 +109,7 @@ class HostStages:
 
     @ieee("cast_master_weights")
     def scales(self) -> None:
-        """Compute tensor scales and block scales from the reduced `bits`, and store them in `quantized`.
-
-        Raise ValueError if an amax is NaN. In this case, every process raises the error, because all processes have
-        equal amaxes.
-        """
+        """Compute tensor scales and block scales from the reduced `bits`, and store them in `quantized`."""
         for t, (amax, q) in enumerate(zip(self._amaxes, self.quantized, strict=True)):
             if np.isnan(amax).any() or np.isnan(self._tensor_amaxes[t]):
                 raise ValueError(
@@ -159,18 +142,12 @@ class HostStages:
             copy.packed[...], copy.block_scale[...] = moved.packed, moved.block_scale
 
     def _transposed(self, q: Quantized) -> Quantized:
-        """Return a columnwise copy of q, one of the matrices in `quantized`: its transposed codes and block scales.
-
-        The copy shares the tensor scale and tensor amax with q.
-        """
+        """Return a columnwise copy of q, one of the matrices in `quantized`: its transposed codes and block scales."""
         codes, scales = self._run("transpose", q.packed, q.block_scale, q)
         return replace(q, packed=codes, block_scale=scales, axis=0)
 
     def place(self) -> None:
-        """Copy the codes of the other processes from `gathered` into `quantized`.
-
-        The codes of this process are already in `quantized`.
-        """
+        """Copy the codes of the other processes from `gathered` into `quantized`."""
         offsets = self._partition.offsets(self._unit)
         for rank, (starts, ends) in enumerate(zip(*self._partition, strict=True)):
             if rank == self._rank:
@@ -182,13 +159,7 @@ class HostStages:
 
 
 def place_codes(flat: np.ndarray, piece: np.ndarray, start: int, end: int, unit: int) -> None:
-    """Copy codes [start, end) of a flattened matrix into `flat`, the packed bytes of the whole matrix.
-
-    Other codes do not change. If start equals end, do nothing.
-
-    piece: the bytes to copy from. The first byte is the one that holds code `start`, in its low or high nibble.
-    unit: the number of codes per byte, 1 or 2.
-    """
+    """Copy codes [start, end) of a flattened matrix into `flat`, the packed bytes of the whole matrix."""
     if start == end:
         return
     first, last = start // unit, -(-end // unit)

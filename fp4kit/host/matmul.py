@@ -12,20 +12,15 @@ TERMS_AT_ONCE = 1 << 18  # products of one step that are computed at once; it bo
 
 
 def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
-    """Compute several calls of fp4kit.matmul, one after the other. Return one result per call.
-
-    A result is call.out if that is given, otherwise a new array (batch, M, N) of call.out_dtype.
-    """
+    """Compute several calls of fp4kit.matmul, one after the other."""
+    # A result is call.out if that is given, otherwise a new array (batch, M, N) of call.out_dtype.
     return [_matmul(call) for call in calls]
 
 
 @np.errstate(all="ignore")
 def _matmul(call: MatmulCall) -> np.ndarray:
-    """Compute a call of fp4kit.matmul by the specification, a few rows at a time, and return the result.
-
-    The result is in call.out if that is given, otherwise in a new array (batch, M, N) of call.out_dtype. Sums start at
-    the call's C, or at zero if it has none.
-    """
+    """Compute a call of fp4kit.matmul by the specification, a few rows at a time, and return the result."""
+    # The result is in call.out if that is given, otherwise in a new array (batch, M, N) of call.out_dtype.
     batch, M, N = call.shape
     out: np.ndarray = np.empty(call.shape, call.out_dtype) if call.out is None else call.out
     multiple = call.step.k if call.step else call.a.block
@@ -42,13 +37,7 @@ def _matmul(call: MatmulCall) -> np.ndarray:
 
 
 def _rows(x: Operand, i: int, rows: slice, multiple: int) -> tuple[Factor, np.ndarray | None]:
-    """Return (factor, scales): some decoded rows of matrix i of an operand, and the tensor scales of these rows.
-
-    `scales` is None if the operand has no tensor scale. If the operand has only one matrix, that matrix is used for
-    every i.
-
-    rows: the rows to decode. multiple: K is padded with zeros to a multiple of it, as matrix units do.
-    """
+    """Return (factor, scales): some decoded rows of matrix i of an operand, and the tensor scales of these rows."""
     i = min(i, x.codes.shape[0] - 1)  # an operand with batch 1 belongs to all matrices
     codes, decoding = x.codes[i, rows], decoding_of(x.element)
     codes = unpack(codes) if x.element == "E2M1" else codes
