@@ -12,18 +12,13 @@ PRELUDE = '#include "block.cuh"\n#include "fake.cuh"\n#include "scale_layout.cuh
 
 
 def instantiation(file: str, struct: str = "", **names: str | bool) -> str:
-    """Return the C++ source that instantiates the kernels in `file`.cu once.
-
-    file: the name of the kernels' file, without the suffix. struct: C++ structs to define first, usually from
-    recipe_struct. names: types (`Input="Bfloat16"`) and constants (`kAligned=True`) to define.
-    """
+    """Return the C++ source that instantiates the kernels in `file`.cu once."""
     return "\n".join([PRELUDE + struct, *_definitions(names), f'#include "{file}.cu"', ""])
 
 
 def _definitions(names: Mapping[str, str | bool]) -> list[str]:
-    """Return one C++ definition per name: of a bool constant, of an enum constant ("Enum::value"), or of a type alias.
-
-    names: {name: value}, where the value is a bool, "Enum::value" or the name of a type.
+    """Return one C++ definition per name: of a bool constant, of an enum constant ("Enum::value"), or of a type
+    alias.
     """
     lines = []
     for name, value in names.items():

@@ -29,10 +29,8 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 @cache
 def files(sources: Path) -> dict[str, Path]:
-    """Return {file name: path} for all CUDA C++ files (.cu, .cuh) in the folder `sources` and its subfolders.
-
-    File names are unique, because `#include` lines in the kernels name no folder.
-    """
+    """Return {file name: path} for all CUDA C++ files (.cu, .cuh) in the folder `sources` and its subfolders."""
+    # File names are unique, because `#include` lines in the kernels name no folder.
     return {path.name: path for path in sorted(sources.rglob("*.cu*"))}
 
 
@@ -50,10 +48,7 @@ def include_closure(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def architecture(capability: str) -> str:
-    """Return the architecture for NVRTC's option -arch, such as "sm_90" for the compute capability "90".
-
-    From capability 100 on, it ends in "a", which enables Blackwell's FP4 instructions.
-    """
+    """Return the architecture for NVRTC's option -arch, such as "sm_90" for the compute capability "90"."""
     return f"sm_{capability}a" if int(capability) >= 100 else f"sm_{capability}"
 
 
@@ -63,22 +58,16 @@ def compiler_version() -> tuple[int, int]:
 
 
 def compile_source(source: str, arch: str, name: str = "fp4kit.cu") -> tuple[bytes, str]:
-    """Compile an instantiation for an architecture such as "sm_90". Return the cubin and the compiler's log.
-
-    No GPU is needed. Raise CompileError if the source does not compile, and RuntimeError if NVRTC is not installed.
-
-    source: the text from instantiate.instantiation. name: the file name in the compiler's messages.
-    """
+    """Compile an instantiation for an architecture such as "sm_90"."""
     headers = include_closure(tuple(_INCLUDE.findall(source)))
     return nvrtc.compile_cubin(source, headers, (*OPTIONS, f"-arch={arch}"), name)
 
 
 def cache_folder() -> Path:
-    """Return the folder of cached cubins: ~/.cache/fp4kit/cuda if possible, otherwise one in the temporary directory.
-
-    The folder must be writable and owned by this user. It is created if it does not exist. Raise RuntimeError if
-    neither folder can be used.
+    """Return the folder of cached cubins: ~/.cache/fp4kit/cuda if possible, otherwise one in the temporary
+    directory.
     """
+    # The folder must be writable and owned by this user.
     roots = (Path.home() / ".cache", Path(tempfile.gettempdir()) / f"fp4kit-{os.getuid()}")
     folders = [root / "fp4kit" / "cuda" for root in roots]
     for folder in folders:
@@ -95,23 +84,15 @@ def cache_folder() -> Path:
 
 
 def _key(source: str, arch: str) -> str:
-    """Return the cache key of an instantiation: a digest of everything that its cubin depends on.
-
-    source: the text from instantiate.instantiation. arch: the architecture, such as "sm_90".
-    """
+    """Return the cache key of an instantiation: a digest of everything that its cubin depends on."""
     closure = include_closure(tuple(_INCLUDE.findall(source)))
     parts = [source, *(text for pair in closure.items() for text in pair), *OPTIONS, arch, str(nvrtc.version())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def cubin_path(source: str, arch: str, rebuild: bool = False) -> Path:
-    """Return the path of an instantiation's cubin (compiled kernel) in the cache. If it is not there, compile it first.
-
-    The cubin is written under a temporary name and then renamed, so that no process reads an incomplete file.
-
-    source: the text from instantiate.instantiation. arch: the architecture, such as "sm_90". rebuild: True compiles the
-    cubin even if the cache has one.
-    """
+    """Return the path of an instantiation's cubin (compiled kernel) in the cache."""
+    # The cubin is written under a temporary name and then renamed, so that no process reads an incomplete file.
     path = cache_folder() / f"{_key(source, arch)}.cubin"
     if rebuild or not path.exists():
         cubin, _ = compile_source(source, arch)
@@ -124,12 +105,8 @@ def cubin_path(source: str, arch: str, rebuild: bool = False) -> Path:
 
 @cache
 def function(source: str, kernel: str, device: int) -> Any:
-    """Return the CuPy function of one kernel of an instantiation, compiled if needed and loaded on a device.
-
-    If the cached cubin cannot be loaded, compile it again. Raise the errors of compile_source and of cache_folder.
-
-    source: the text from instantiate.instantiation. kernel: the C++ name of the kernel.
-    """
+    """Return the CuPy function of one kernel of an instantiation, compiled if needed and loaded on a device."""
+    # If the cached cubin cannot be loaded, compile it again.
     module = imports.cupy()
     with module.cuda.Device(device) as current:
         arch = architecture(current.compute_capability)

@@ -22,11 +22,7 @@ class CompileError(RuntimeError):
 
 
 def _candidates() -> Iterator[str]:
-    """Yield the places to look for NVRTC, in the order in which they are tried.
-
-    First come the paths of NVRTC in installed wheels: for each folder in sys.path, CUDA 13 before CUDA 12. After them
-    come library names, which the system's linker resolves.
-    """
+    """Yield the places to look for NVRTC, in the order in which they are tried."""
     for folder in sys.path:
         root = Path(folder) / "nvidia"
         for pattern in ("cu13/lib/libnvrtc.so.13*", "cuda_nvrtc/lib/libnvrtc.so.12*"):
@@ -36,10 +32,7 @@ def _candidates() -> Iterator[str]:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Load the NVRTC library and return it.
-
-    Raise RuntimeError if there is none; the message says what to install.
-    """
+    """Load the NVRTC library and return it."""
     for path in _candidates():
         try:
             if Path(path).is_absolute():
@@ -61,23 +54,14 @@ def version() -> tuple[int, int]:
 
 
 def _check(status: int, call: str) -> None:
-    """Raise CompileError if a call to NVRTC failed, that is, if its status is not 0.
-
-    status: the result of the call. call: the name of the called function, for the message.
-    """
+    """Raise CompileError if a call to NVRTC failed, that is, if its status is not 0."""
     if status:
         library().nvrtcGetErrorString.restype = ctypes.c_char_p
         raise CompileError(f"fp4kit.cuda: {call} failed: {library().nvrtcGetErrorString(status).decode()}")
 
 
 def compile_cubin(source: str, headers: Mapping[str, str], options: tuple[str, ...], name: str) -> tuple[bytes, str]:
-    """Compile a source to a cubin, and return the cubin and the compiler's log.
-
-    Raise CompileError, with the log, if the source does not compile, and RuntimeError if NVRTC is not installed.
-
-    headers: the text of every file that the source may include, by name. options: the options of NVRTC, such as
-    "-arch=sm_90". name: the file name in messages.
-    """
+    """Compile a source to a cubin, and return the cubin and the compiler's log."""
     nvrtc = library()
     program = ctypes.c_void_p()
     texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))

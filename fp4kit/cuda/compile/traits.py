@@ -31,10 +31,7 @@ TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dt
 
 
 def format_struct(f: ElementFormat, name: str) -> str:
-    """Return the definition of the C++ struct `name`, which holds the constants of the element or scale format f.
-
-    For IF4, these are the constants of INT4, but with the largest value of E2M1 (kernels/rules/integer_or_float.cuh).
-    """
+    """Return the definition of the C++ struct `name`, which holds the constants of the element or scale format f."""
     largest = f.max
     f = INT4 if isinstance(f, IntegerOrFloat) else f
     facts = {
@@ -64,11 +61,7 @@ def format_struct(f: ElementFormat, name: str) -> str:
 
 
 def _table_members(f: Codebook) -> list[str]:
-    """Return the definitions of the C++ members that only a Codebook has (kernels/rules/codec.cuh).
-
-    All Codebooks have the function value(code). Codebooks without pairs also have the function nearest(x). Codebooks
-    with paired microexponents have HasPairs and kAmaxTargetBits instead.
-    """
+    """Return the definitions of the C++ members that only a Codebook has (kernels/rules/codec.cuh)."""
     values = "".join(f"code == {code}u ? {_literal(value)} : " for code, value in enumerate(f.values[:-1]))
     value = f"FP4KIT_DEVICE float value(u32 code) {{ return {values}{_literal(f.values[-1])}; }}"
     if not isinstance(f, PairedMicroexponents):
@@ -78,11 +71,7 @@ def _table_members(f: Codebook) -> list[str]:
 
 
 def _nearest_function(f: Codebook) -> str:
-    """Return the definition of the C++ function `nearest`, which returns the code of the value nearest to a float.
-
-    For a float halfway between two values, the smaller value is taken. f: a Codebook without pairs, of at most 16
-    codes.
-    """
+    """Return the definition of the C++ function `nearest`, which returns the code of the value nearest to a float."""
     steps = " + ".join(["0u", *(f"(x > {_literal(midpoint)})" for midpoint in f.midpoints)])
     codes = sum(int(code) << (4 * i) for i, code in enumerate(f.order))
     return f"FP4KIT_DEVICE u32 nearest(float x) {{ return static_cast<u32>({codes}ull >> (4u * ({steps}))) & 15u; }}"
@@ -94,20 +83,14 @@ def _literal(x: np.float32) -> str:
 
 
 def _constant(name: str, value: object) -> str:
-    """Return the C++ definition of a static constant.
-
-    name: the type and the name of the constant, such as "int kBits". value: a bool, an int, or C++ text.
-    """
+    """Return the C++ definition of a static constant."""
     text = str(value).lower() if isinstance(value, bool) else f"{value}u" if name.startswith("u32") else str(value)
     return f"static constexpr {name} = {text};"
 
 
 def has_table(r: Recipe) -> bool:
-    """Return True if kernels look up the factor of a block in a table, by the code of its block scale.
-
-    They do so for recipes with E4M3 scales and blocks of one row, if the factor depends only on the code and on one
-    tensor scale. The rules nunchaku and aiter have no table, because their factor depends on the amax of the block.
-    """
+    """Return True if kernels look up the factor of a block in a table, by the code of its block scale."""
+    # The rules nunchaku and aiter have no table, because their factor depends on the amax of the block.
     one_scale = r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1
     return one_scale and not (r.block_rule and BLOCK_RULES[r.block_rule].reads_amax)
 
@@ -157,16 +140,7 @@ def recipe_struct(
     row_step: tuple[str, int] = ("none", THREAD_BYTES),
     calibrated: bool = False,
 ) -> str:
-    """Return the C++ structs for a recipe: its formats, and R, which names the formats, rules and options.
-
-    The formats are ElementFormat, ScaleFormat (E4M3 for a recipe without block scales) and, for IF4, FloatFormat.
-
-    layout: the layout of the block scales. fake: True if the kernel writes values instead of codes. stochastic: True if
-    it rounds by random bytes. sign_mask: the signs of the Hadamard transform; None for no transform. finds_amax: True
-    if each cluster of thread blocks computes the tensor amax or all row amaxes. row_step: how a thread block takes rows
-    whose amaxes it computes ("several", "one" or "part"; "none" if it computes none), and the bytes of elements that a
-    thread of quantize loads at a time. calibrated: True if the caller passes block amaxes.
-    """
+    """Return the C++ structs for a recipe: its formats, and R, which names the formats, rules and options."""
     facts = _recipe_facts(r) | {
         "bool kStatic": r.static or calibrated,
         "u32 kSignMask": sign_mask or 0,
@@ -204,14 +178,7 @@ def recipe_struct(
 
 
 def decode_rule(r: Recipe) -> str:
-    """Return the name of the C++ struct by which kernels decode a recipe, such as "decode_product".
-
-    For the decode rule NAME, this is decode_NAME, with three exceptions:
-
-    - without block scales, under the rule "product": decode_tensor
-    - with an amax rule (one of custom_recipe) and E8M0 scales: decode_e8m0
-    - with IF4 elements: two_formats<decode_NAME>
-    """
+    """Return the name of the C++ struct by which kernels decode a recipe, such as "decode_product"."""
     if r.scale is None and r.decode_rule == "product":
         return "decode_tensor"
     if r.is_custom and r.scale is not None and not r.scale.has_zero:

@@ -30,18 +30,7 @@ _COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted i
 
 
 def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
-    """Return the tensor amax of a call, on the device.
-
-    - If the caller passed a tensor_amax, return it unchanged.
-    - If the recipe has no tensor scale, return None.
-    - Otherwise compute the amax of x, after the Hadamard transform if the call has one. An empty x gives zeros.
-
-    Its shape is the canonical one (call/amaxes.py): () for one amax, (E,) for one per expert, (...) for one per row,
-    (..., K / block) for one per block.
-
-    x: the array of the call, contiguous. columnwise: True if the Hadamard transform runs along the columns of the
-    matrices in x; False if it runs along their rows.
-    """
+    """Return the tensor amax of a call, on the device."""
     r = call.recipe
     if call.tensor_amax is not None or r.tensor_scaling == "none":
         return call.tensor_amax
@@ -51,13 +40,7 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
 
 
 def computed_tensor_amax(x: Any, r: Recipe, mask: int | None = None) -> Any:
-    """Compute the tensor amaxes of contiguous x. Return them as float32 in their canonical shape (call/amaxes.py).
-
-    For a recipe without a tensor scale, this is the amax of the whole x. An empty x gives zeros. If the recipe has
-    float32 scales and blocks of several rows, the amax of a block is repeated for each of its rows.
-
-    mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
-    """
+    """Compute the tensor amaxes of contiguous x."""
     shape = tensor_amax_shape(x.shape, r)
     if not has_tall_scales(r):
         return matrix.amax(*tensor_amax_operands(x, r), mask).reshape(shape)
@@ -69,12 +52,8 @@ def computed_tensor_amax(x: Any, r: Recipe, mask: int | None = None) -> Any:
 
 
 def _tall_maxima(x: Any, r: Recipe, mask: int | None = None) -> Any:
-    """Return the amax of each block, for blocks of several rows: float32 (matrices, ceil(M / block rows), K / block).
-
-    The amax of each row of a block is computed first, then the largest of these amaxes. An empty x gives zeros.
-
-    x: contiguous (..., M, K); a 1-d x is one row. mask: the sign mask of a Hadamard transform that is applied first;
-    None for no transform.
+    """Return the amax of each block, for blocks of several rows: float32 (matrices, ceil(M / block rows), K /
+    block).
     """
     *lead, M, K = x.shape if x.ndim > 1 else (1, *x.shape)
     B, tall, blocks = prod(lead), -(-M // r.block_rows), K // r.block_size
@@ -85,24 +64,12 @@ def _tall_maxima(x: Any, r: Recipe, mask: int | None = None) -> Any:
 
 
 def empty_amax(x: Any, r: Recipe) -> Any:
-    """Return an uninitialized float32 array into which a kernel will write the tensor amaxes of x.
-
-    The recipe's tensor_scaling determines how many amaxes there are: one for x, one per row, or one per block.
-    """
+    """Return an uninitialized float32 array into which a kernel will write the tensor amaxes of x."""
     return imports.cupy().empty(tensor_amax_shape(x.shape, r), np.float32)
 
 
 def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the arguments with which launch.matrix.amax computes the tensor amaxes of contiguous x.
-
-    They are (array, counted, by_row). The array is a view of x. counted is "all", "no_nan" or "finite", and says which
-    elements count. by_row is True if each row of the array has its own amax.
-
-    The recipe's tensor_scaling determines how many amaxes there are: one per row, one per block, or one for the whole
-    array.
-
-    For recipes that have float32 scales and blocks of several rows, use computed_tensor_amax instead.
-    """
+    """Return the arguments with which launch.matrix.amax computes the tensor amaxes of contiguous x."""
     if r.tensor_scaling not in ("row", "block"):
         return x, matrix.COUNTED[r.amax_nan], False
     if r.tensor_scaling == "block":
@@ -111,34 +78,21 @@ def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
 
 
 def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the arguments with which launch.matrix.amax computes the amaxes of blocks of contiguous x.
-
-    They are (array, counted, True). The array is a view of x, in which each row is one block. counted is "all" or
-    "no_nan", and says which elements count.
-
-    Here, a block is one row high and as wide as the recipe's blocks. The last axis of x must consist of whole blocks.
-    """
+    """Return the arguments with which launch.matrix.amax computes the amaxes of blocks of contiguous x."""
+    # The last axis of x must consist of whole blocks.
     return x.reshape(x.size // r.block_size, r.block_size), _COUNTED_BY_ROW[r.amax_nan], True
 
 
 def clip_amax(call: Call) -> Any:
-    """Return the clip limit that fake_quantize_backward uses if the caller passes none: a float32 array on the device.
-
-    It holds the amaxes from which the recipe's tensor scales are computed: one, or one per row or block. If the recipe
-    has no tensor scale, it is the amax of the whole array.
+    """Return the clip limit that fake_quantize_backward uses if the caller passes none: a float32 array on the
+    device.
     """
     with imports.making_current(call.x.device.id):
         return computed_tensor_amax(imports.cupy().ascontiguousarray(call.moved), call.recipe)
 
 
 def amax(call: Call) -> Any:
-    """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block).
-
-    For a recipe without blocks, return the tensor amaxes. An empty array gives an empty result or, for a recipe without
-    blocks, zeros.
-
-    Raise Declined if the blocks need the kernel partial_amax (see needs_block_kernel), but it does not support them.
-    """
+    """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block)."""
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
         if has_tall_scales(call.recipe):
@@ -151,20 +105,12 @@ def amax(call: Call) -> Any:
 
 
 def needs_block_kernel(r: Recipe) -> bool:
-    """Return True if block amaxes need the kernel partial_amax, in which one thread reads a whole block.
-
-    They need it if blocks have several rows, or if the elements that count depend on their index in the block
-    (amax_nan="lanes"). Otherwise, return False: a kernel for the amaxes of rows is used. A recipe without blocks gives
-    False, too.
-    """
+    """Return True if block amaxes need the kernel partial_amax, in which one thread reads a whole block."""
     return r.block is not None and (r.block_rows > 1 or r.amax_nan == "lanes")
 
 
 def _block_maxima(x: Any, r: Recipe) -> Any:
-    """Return the amax of each block of contiguous x (..., M, K): float32 (..., ceil(M / block rows), K / block).
-
-    Raise Declined if no kernel supports the blocks of the recipe.
-    """
+    """Return the amax of each block of contiguous x (..., M, K): float32 (..., ceil(M / block rows), K / block)."""
     partial.check_blocks(r)
     *lead, M, K = x.shape if x.ndim > 1 else (1, *x.shape)
     out = imports.cupy().zeros((*lead, -(-M // r.block_rows), K // r.block_size), np.float32)
@@ -176,11 +122,7 @@ def _block_maxima(x: Any, r: Recipe) -> Any:
 
 
 def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return (operands, shape) for a call to fp4kit.amax: arguments for launch.matrix.amax, and the result's shape.
-
-    They compute block amaxes or, for a recipe without blocks, tensor amaxes. needs_block_kernel must be False for the
-    recipe. x: the array of the call, contiguous, with the quantized axis last.
-    """
+    """Return (operands, shape) for a call to fp4kit.amax: arguments for launch.matrix.amax, and the result's shape."""
     r = call.recipe
     if r.block is None:
         return tensor_amax_operands(x, r), tensor_amax_shape(x.shape, r)
@@ -191,12 +133,7 @@ def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
 
 
 def plain_amax(x: Any, axis: Any) -> Any:
-    """Return the largest |x| as a float32 array, for a call to fp4kit.amax without a recipe.
-
-    If axis is None, the result is the largest magnitude of all elements, with the shape (). Otherwise axis is an int or
-    a tuple of ints: the axes to reduce, which are removed from the shape. An amax is NaN if one of its elements is NaN,
-    and 0 if there are no elements.
-    """
+    """Return the largest |x| as a float32 array, for a call to fp4kit.amax without a recipe."""
     with imports.making_current(x.device.id):
         columns = columns_to_reduce(x, axis)
         if columns is not None:
@@ -207,23 +144,15 @@ def plain_amax(x: Any, axis: Any) -> Any:
 
 
 def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return (operands, shape) for plain_amax(x, axis): arguments for launch.matrix.amax, and the shape of the result.
-
-    x is copied if the reduced axes are not the last ones, or if x is not contiguous.
+    """Return (operands, shape) for plain_amax(x, axis): arguments for launch.matrix.amax, and the shape of the
+    result.
     """
     rows, shape = rows_to_reduce(x, axis)
     return (rows, "all", axis is not None), shape
 
 
 def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """Return (view, shape): x as matrices (B, M, K), to be reduced along M, and the shape of plain_amax's result.
-
-    The view avoids a transposed copy. Return None unless all of these conditions hold:
-
-    - axis is not None, and x is contiguous.
-    - The reduced axes are consecutive, and end before the last axis.
-    - B is 1, or each matrix has at least 4096 elements, enough for a thread block.
-    """
+    """Return (view, shape): x as matrices (B, M, K), to be reduced along M, and the shape of plain_amax's result."""
     reduced = sorted(_axes(x, axis))
     if not reduced or not x.flags.c_contiguous or reduced != [*range(reduced[0], x.ndim - 1)][: len(reduced)]:
         return None
@@ -240,11 +169,8 @@ def _axes(x: Any, axis: Any) -> tuple[int, ...]:
 
 
 def rows_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
-    """Return (rows, shape): x as contiguous rows (n, m), one row per amax, and the shape of plain_amax's result.
-
-    The rows are a view of x if possible, otherwise a copy. If axis is None, there is one amax: return x, contiguous and
-    in its own shape, and the shape ().
-    """
+    """Return (rows, shape): x as contiguous rows (n, m), one row per amax, and the shape of plain_amax's result."""
+    # The rows are a view of x if possible, otherwise a copy.
     cupy = imports.cupy()
     if axis is None:
         return cupy.ascontiguousarray(x), ()

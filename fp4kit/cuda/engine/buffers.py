@@ -53,10 +53,7 @@ class DeviceArrayAccess(NamedTuple):
 
 
 def library_of(a: Any) -> DeviceArrayAccess:
-    """Return the DeviceArrayAccess for the library of an array: CuPy or PyTorch.
-
-    An array that is not a CuPy array is treated as a PyTorch tensor.
-    """
+    """Return the DeviceArrayAccess for the library of an array: CuPy or PyTorch."""
     return _cupy_library() if type(a).__module__ == "cupy" else _torch_library(a.device)
 
 
@@ -71,11 +68,9 @@ def _cupy_library() -> DeviceArrayAccess:
 
 
 def _cupy_maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
-    """Return a function without arguments that returns a list of new CuPy arrays, one per description in `wanted`.
-
-    If there are several arrays, of at most _MAX_SHARED_BYTES (1 MiB) together, they share one allocation, because
-    allocating memory takes half of the time that it takes to make an array.
-    """
+    """Return a function without arguments that returns a list of new CuPy arrays, one per description in `wanted`."""
+    # If there are several arrays, of at most _MAX_SHARED_BYTES (1 MiB) together, they share one allocation, because
+    # allocating memory takes half of the time that it takes to make an array.
     cupy = imports.cupy()
     sizes = [-(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype, _ in wanted]
     if len(wanted) == 1 or sum(sizes) > _MAX_SHARED_BYTES:
@@ -97,11 +92,7 @@ def _cupy_maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
 
 
 def _array_at(cupy: Any) -> Callable[..., Any]:
-    """Return a fast equivalent of the class cupy.ndarray: a function of (shape, dtype, memory) that makes an array.
-
-    The function skips CuPy's constructor in Python. It is tried on two samples. If it fails or gives another result
-    than cupy.ndarray, return cupy.ndarray itself.
-    """
+    """Return a fast equivalent of the class cupy.ndarray: a function of (shape, dtype, memory) that makes an array."""
     kind = cupy.ndarray
     new = kind.__mro__[1].__new__
 

@@ -52,10 +52,7 @@ class QuantizedResult(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, axis: int) -> QuantizedResult:
-        """Return the instructions for the result of a call to quantize, with blocks along `axis`.
-
-        The arrays are uninitialized, except that swizzled block scales begin as zeros.
-        """
+        """Return the instructions for the result of a call to quantize, with blocks along `axis`."""
         shape, r = call.x.shape, call.recipe
         _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
         fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
@@ -68,10 +65,7 @@ class QuantizedResult(NamedTuple):
         return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()))
 
     def make(self, arrays: list[Any]) -> Quantized:
-        """Return a new Quantized that holds the given arrays, without a copy.
-
-        arrays: one array per entry of `names`, in this order. Further arrays in the list are ignored.
-        """
+        """Return a new Quantized that holds the given arrays, without a copy."""
         q = assembled(self.fields)
         parts = q.__dict__
         for name, array in zip(self.names, arrays):  # noqa: B905 - further arrays belong to the rowwise result
@@ -80,27 +74,14 @@ class QuantizedResult(NamedTuple):
 
 
 def _is_one_matrix(x: Any, r: Recipe, rows: int, amax: Any) -> bool:
-    """Return True if one launch on the current device can read x in place, as one matrix.
-
-    All of these conditions must hold:
-
-    - x is nonempty, contiguous and on the current device.
-    - The recipe r has no tensor scale, one per tensor, or one per row.
-    - `amax`, the amaxes or tensor scales that the caller passed, is None or contiguous with one element, or one per row
-      if the recipe has a tensor scale per row. It does not have one element per expert.
-
-    rows: the number of rows of the matrix.
-    """
+    """Return True if one launch on the current device can read x in place, as one matrix."""
     if r.tensor_scaling == "block" or not _are_contiguous_here(x):
         return False
     return amax is None or (amax.flags.c_contiguous and amax.size == (rows if r.tensor_scaling == "row" else 1))
 
 
 def _is_in_place(call: Call, library: DeviceArrayAccess, given: Any) -> bool:
-    """Return True if the call's tensor_amax is None or the caller's array itself, not a contiguous copy of it.
-
-    library: the functions that handle the caller's arrays. given: the tensor_amax as the caller passed it.
-    """
+    """Return True if the call's tensor_amax is None or the caller's array itself, not a contiguous copy of it."""
     return call.tensor_amax is None or library.address(given) == call.tensor_amax.data.ptr
 
 
@@ -116,14 +97,9 @@ class AmaxStep(NamedTuple):
     by_row: bool = False
 
     def find(self, library: DeviceArrayAccess, x: int, amax: Any, stream: Any) -> None:
-        """Launch the kernel that writes the tensor amax or row amaxes of x to `amax`.
-
-        A tensor amax is first set to 0, because the kernel only raises it. Row amaxes are not, because the kernel
-        overwrites them.
-
-        library: the functions that handle the arrays. x: the address of the elements. amax: the array to write to.
-        stream: the stream to launch on.
-        """
+        """Launch the kernel that writes the tensor amax or row amaxes of x to `amax`."""
+        # A tensor amax is first set to 0, because the kernel only raises it.
+        # Row amaxes are not, because the kernel overwrites them.
         if not self.by_row:
             library.clear(amax, stream)
         self.launch(x, library.address(amax), stream=stream)
@@ -135,13 +111,7 @@ def _computes_amax(call: Call) -> bool:
 
 
 def _amax_step(call: Call, request: LaunchRequest) -> AmaxStep | None:
-    """Return the AmaxStep of a call, or None if no separate launch computes an amax.
-
-    No such launch is needed if the call computes no amax, or if the kernel that quantizes computes it
-    (request.finds_amax).
-
-    request: the LaunchRequest of the call.
-    """
+    """Return the AmaxStep of a call, or None if no separate launch computes an amax."""
     x, r = call.x, call.recipe
     if request.finds_amax or not _computes_amax(call):
         return None
@@ -158,28 +128,14 @@ _GIVEN = ("tensor_amax", "")
 
 
 def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
-    """Return a function that puts addresses into the order of a kernel's arguments.
-
-    The function takes one list of addresses, in this order: x, the new arrays, the caller's tensor_amax, and 0. It
-    returns a tuple with one value per name in arguments.pointers and then in arguments.words. A name that is none of
-    these arrays gets 0.
-
-    new: the names that the kernel gives to the new arrays. If "tensor_amax" is one of them, the new array is used
-        instead of the caller's.
-    """
+    """Return a function that puts addresses into the order of a kernel's arguments."""
     # The order is reversed, so that a new tensor_amax overrides the caller's.
     known = {name: i for i, name in reversed(tuple(enumerate(("x", *new, *_GIVEN))))}
     return itemgetter(*(known.get(name, known[""]) for name in (*arguments.pointers, *arguments.words)))
 
 
 def _kernel_names(result: QuantizedResult, amax: str, prefix: str = "") -> list[str]:
-    """Return the names of the kernel's arguments for the arrays of a result, such as "packed" and "scales".
-
-    Args:
-        result: the instructions for the result.
-        amax: the name of the argument for the tensor_amax of the result.
-        prefix: "column_" for the arrays of a columnwise result, otherwise "". It is not added to `amax`.
-    """
+    """Return the names of the kernel's arguments for the arrays of a result, such as "packed" and "scales"."""
     return [amax if name == "tensor_amax" else prefix + _KERNEL_NAMES[name] for name in result.names]
 
 
@@ -218,17 +174,7 @@ class CudaQuantizeCall:
         column: QuantizedResult | None,
         computes_amax: bool,
     ) -> CudaQuantizeCall:
-        """Return the cached call that repeats a launch.
-
-        Args:
-            library: the functions that handle arrays of the caller's library.
-            amax: the step that computes the tensor amax; None if no separate launch computes it.
-            launch: the prepared launch of the kernel that quantizes.
-            arguments: the names of this kernel's arguments.
-            row, column: the instructions for the rowwise and the columnwise result; None without this result.
-            computes_amax: True if `amax` or the kernel computes the tensor amax; False if the caller passes it, or the
-                recipe has no tensor scale.
-        """
+        """Return the cached call that repeats a launch."""
         names: list[str] = []
         written = "tensor_amax" if computes_amax else "amax_out"
         if column is not None:
@@ -239,14 +185,7 @@ class CudaQuantizeCall:
         return cls(library, amax, launch, _argument_picker(arguments, names), row, column, new)
 
     def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
-        """Quantize x. Return `out`, or if that is None, a new Quantized or the pair (rowwise, columnwise).
-
-        The pair is the result of quantize_both.
-
-        Args:
-            given: the caller's tensor_amax; None if the cached call computes it or the recipe has no tensor scale.
-            out: the Quantized to write to; None for a new one.
-        """
+        """Quantize x."""
         library, row, column = self.library, self.row, self.column
         address, stream = library.address, library.stream()
         one: Any = column if row is None else row  # the only result, unless this is a call to quantize_both
@@ -264,22 +203,7 @@ class CudaQuantizeCall:
 
 
 def quantize(call: Call, x: Any, given: Any, both: bool = False) -> CudaQuantizeCall | None:
-    """Return a CudaQuantizeCall that repeats a parsed call to quantize.
-
-    Return None in these cases:
-
-    - No kernel supports the call.
-    - The quantized axis is not one of the last two axes.
-    - The quantized axis is the second to last axis, and the recipe has a tensor scale per row.
-    - x is not one matrix that a kernel reads in place (see _is_one_matrix and matrix_count).
-    - The caller's tensor_amax is not contiguous.
-
-    The caller makes sure that the call rounds to nearest, without a Hadamard transform and without block amaxes.
-
-    Args:
-        x, given: x and tensor_amax as the caller passed them: CuPy arrays or PyTorch tensors.
-        both: True if `call` is the columnwise call of quantize_both, and both results are wanted.
-    """
+    """Return a CudaQuantizeCall that repeats a parsed call to quantize."""
     last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
     request = launch_request(call, columns=columns)
     choice = find_kernel(request) if columns or call.axis == last else None
@@ -327,23 +251,12 @@ class CudaFakeQuantizeCall:
         arguments: Arguments,
         arrays: list[NewArray],
     ) -> CudaFakeQuantizeCall:
-        """Return the cached call that repeats a launch.
-
-        Args:
-            library: the functions that handle arrays of the caller's library.
-            amax: the step that computes the tensor amax; None if no separate launch computes it.
-            launch: the prepared launch of the kernel that writes the values.
-            arguments: the names of this kernel's arguments.
-            arrays: the descriptions of the array of values, and of the amax if the call computes it.
-        """
+        """Return the cached call that repeats a launch."""
         pick = _argument_picker(arguments, ("values", "tensor_amax")[: len(arrays)])
         return cls(library, amax, launch, pick, library.maker(arrays))
 
     def __call__(self, x: Any, given: Any) -> Any:
-        """Return the fake-quantized values of x in a new array with the shape and dtype of x.
-
-        given: the caller's tensor_amax; None if the cached call computes it or the recipe has no tensor scale.
-        """
+        """Return the fake-quantized values of x in a new array with the shape and dtype of x."""
         library, arrays = self.library, self.new()
         address, stream = library.address, library.stream()
         addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
@@ -354,19 +267,7 @@ class CudaFakeQuantizeCall:
 
 
 def fake_quantize(call: Call, x: Any, given: Any) -> CudaFakeQuantizeCall | None:
-    """Return a CudaFakeQuantizeCall that repeats a parsed call to fake_quantize.
-
-    Return None in these cases:
-
-    - No kernel supports the call.
-    - The quantized axis is not the last one.
-    - x is not one matrix that a kernel reads in place (see _is_one_matrix and matrix_count).
-    - The caller's tensor_amax is not contiguous.
-
-    The caller makes sure that the call rounds to nearest, without block amaxes.
-
-    x, given: x and tensor_amax as the caller passed them: CuPy arrays or PyTorch tensors.
-    """
+    """Return a CudaFakeQuantizeCall that repeats a parsed call to fake_quantize."""
     request, library = launch_request(call, values=True), library_of(x)
     is_one_matrix = (
         call.axis == call.x.ndim - 1
@@ -416,24 +317,7 @@ class CudaDequantizeCall:
 
 
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> CudaDequantizeCall | None:
-    """Return a CudaDequantizeCall that repeats a call to dequantize.
-
-    Return None in these cases:
-
-    - The quantized axis is not the last one.
-    - The codes are not one matrix that a kernel reads in place (see _is_one_matrix).
-    - q has more than two axes, and its scales are not linear.
-    - The codes, block scales or `out` are not contiguous or do not begin at a multiple of 16 bytes.
-    - The amaxes must be computed from the tensor scales first (implies_amaxes).
-
-    In all other cases, raise Declined if no kernel supports the recipe.
-
-    Args:
-        q: the Quantized with CuPy arrays.
-        given: the Quantized as the caller passed it, with CuPy arrays or PyTorch tensors.
-        dtype: the dtype of the values.
-        out: the array to write to, as a CuPy array; None for a new one.
-    """
+    """Return a CudaDequantizeCall that repeats a call to dequantize."""
     r = q.recipe
     shape = prod(q.shape[:-1]), q.shape[-1]
     is_one_matrix = _is_one_matrix(q.packed, r, shape[0], q.tensor_scale) and q.axis == len(q.shape) - 1
@@ -475,16 +359,7 @@ class MoveCall:
 
 
 def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
-    """Return a MoveCall that repeats a call to transpose.
-
-    Return None if no kernel supports the recipe's block size. Return None also if a kernel cannot read the codes and
-    scales in place: one of the arrays is empty, not contiguous, or not on the current device.
-
-    Args:
-        q: the Quantized with CuPy arrays.
-        given: q as the caller passed it, with CuPy arrays or PyTorch tensors.
-        axis: the quantized axis of the result.
-    """
+    """Return a MoveCall that repeats a call to transpose."""
     if q.recipe.block_size not in transpose_launcher.BLOCKS or not _are_contiguous_here(q.packed, q.block_scale):
         return None
     *lead, M, K = q.moved_shape
@@ -498,16 +373,7 @@ def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
 
 
 def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
-    """Return a MoveCall that repeats a call to swizzle or unswizzle.
-
-    Return None if no kernel can read the scales in place: they are empty, not contiguous, or not on the current device.
-    Return None also if the scales already have the given layout.
-
-    Args:
-        q: the Quantized with CuPy arrays.
-        given: q as the caller passed it, with CuPy arrays or PyTorch tensors.
-        layout: the layout of the result.
-    """
+    """Return a MoveCall that repeats a call to swizzle or unswizzle."""
     if not _are_contiguous_here(q.block_scale) or q.scale_layout == layout:
         return None
     *lead, R, C = q.scale_shape

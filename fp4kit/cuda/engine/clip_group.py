@@ -46,13 +46,7 @@ class CudaClipGroup:
         self.outs = [next(clipped) if call.x.size else call.grad for call in calls]
 
     def _limits(self, nonempty: Sequence[tuple[Call, Any]], xs: list[Any]) -> list[Any]:
-        """Return the clip limit of each nonempty call, as a contiguous array, and set _vector and _launches.
-
-        If the caller passed a limit, it is returned itself or, if it is strided, as a contiguous copy that each run
-        refreshes. Limits that the caller did not pass are views of _vector; the launches in _launches compute them.
-
-        nonempty: the calls with elements, each with its limit or None. xs: the contiguous x of each of them.
-        """
+        """Return the clip limit of each nonempty call, as a contiguous array, and set _vector and _launches."""
         given = [None if amax is None else contiguous_or_copy(amax, self._copies) for _, amax in nonempty]
         computed = [i for i, amax in enumerate(given) if amax is None]
         shapes = [(prod(tensor_amax_shape(xs[i].shape, nonempty[i][0].recipe)),) for i in computed]
@@ -66,10 +60,7 @@ class CudaClipGroup:
         return given
 
     def clip(self) -> list[Any]:
-        """Clip the gradients, and return them: the arrays in `outs`, which the next call overwrites.
-
-        The current elements of all arrays are read. Limits that the caller did not pass are computed again.
-        """
+        """Clip the gradients, and return them: the arrays in `outs`, which the next call overwrites."""
         with self._device:
             clear(self._vector)
             launch_all(self._copies, self._launches)
@@ -77,9 +68,6 @@ class CudaClipGroup:
 
 
 def clip_launches(clips: Sequence[Clip]) -> list[GroupedLaunch]:
-    """Return the prepared launches that clip gradients: one per pair (dtype of x, dtype of the gradient).
-
-    clips: the arrays of each gradient, nonempty and contiguous.
-    """
+    """Return the prepared launches that clip gradients: one per pair (dtype of x, dtype of the gradient)."""
     kinds = dict.fromkeys((c.x.dtype, c.grad.dtype) for c in clips)
     return [grouped.clip_group([c for c in clips if (c.x.dtype, c.grad.dtype) == kind]) for kind in kinds]

@@ -17,11 +17,7 @@ from fp4kit.reference.matrices import is_per_expert, part_for_matrix
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
-    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q.
-
-    If q is quantized along another axis than the last, a new array is a strided view. Raise Declined if no kernel
-    supports the formats of the recipe.
-    """
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q."""
     check_formats(q.recipe)
     cupy = imports.cupy()
     with imports.making_current(q.packed.device.id):
@@ -38,11 +34,7 @@ def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
 
 
 def _dequantize_matrices(q: Quantized, moved: Any) -> None:
-    """Write the values of q into `moved`, a contiguous, nonempty array that has the quantized axis last.
-
-    All matrices of a stack are dequantized by one launch. If their scales are swizzled, or each matrix has its own
-    tensor scale, there is one launch per matrix.
-    """
+    """Write the values of q into `moved`, a contiguous, nonempty array that has the quantized axis last."""
     tensor_arrays = [a if a is None or a.flags.c_contiguous else a.copy() for a in (q.tensor_scale, q.tensor_amax)]
     K, separate = moved.shape[-1], q.scale_layout != "linear" or is_per_expert(q.tensor_scale, q.recipe)
     B = prod(moved.shape[:-2]) if moved.ndim > 2 and separate else 1

@@ -17,15 +17,8 @@ from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 
 
 def fake_quantize(call: Call) -> Any:
-    """Return the fake-quantized values of a call, in a new array with the shape and dtype of call.x.
-
-    If the recipe has a fake_rule, that rule computes the values. Otherwise they are what quantizing and dequantizing x
-    gives. Some recipes name a separate decode rule for fake quantization; it is used then. One kernel reads x and
-    writes the values. If that kernel cannot compute the amax itself, another kernel computes it first. The result is
-    strided if the call's axis is not the last one.
-
-    Raise Declined if no kernel supports the call.
-    """
+    """Return the fake-quantized values of a call, in a new array with the shape and dtype of call.x."""
+    # If that kernel cannot compute the amax itself, another kernel computes it first.
     call = with_searched_amaxes(call)
     cupy, request = imports.cupy(), launch_request(call, values=True)
     kernel_for(request), matrix_count(call, request, call.tensor_amax)  # both may raise Declined, so call them first
@@ -45,22 +38,12 @@ def fake_quantize(call: Call) -> Any:
 
 
 def kernel_computes_amaxes(call: Call) -> bool:
-    """Return True if the kernel fake_quantize computes the amaxes of blocks while it writes the values.
-
-    It does so if the recipe has a fake_rule and one tensor scale per block, and the caller passes no amaxes.
-    """
+    """Return True if the kernel fake_quantize computes the amaxes of blocks while it writes the values."""
     return call.tensor_amax is None and call.recipe.tensor_scaling == "block" and call.recipe.fake_rule is not None
 
 
 def clip(call: Call, amax: Any) -> Any:
-    """Return the clipped gradient, a new array: call.grad where |call.x| <= amax, otherwise 0.
-
-    It is also 0 where call.x or amax is NaN.
-
-    Args:
-        amax: the clip limit, float32 of shape (1, 1), (rows, 1) or (rows, blocks). `rows` is the product of all axes of
-            call.moved except the last one.
-    """
+    """Return the clipped gradient, a new array: call.grad where |call.x| <= amax, otherwise 0."""
     cupy = imports.cupy()
     with imports.making_current(call.x.device.id):
         x, g, limit = (cupy.ascontiguousarray(a) for a in (call.moved, np.moveaxis(call.grad, call.axis, -1), amax))

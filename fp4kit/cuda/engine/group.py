@@ -42,35 +42,20 @@ ShapedOperands = tuple[AmaxOperands, tuple[int, ...]]  # the operands of an amax
 
 
 def cut(vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """Cut a vector into consecutive parts. Return one view of the vector per entry of `shapes`, with that shape.
-
-    With such views, one allocation holds the amaxes of many arrays, and one memset clears them.
-    """
+    """Cut a vector into consecutive parts."""
     ends = np.cumsum([prod(shape) for shape in shapes]).tolist()
     return [vector[end - prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)]
 
 
 def by_dtype(arrays: Sequence[Any]) -> list[list[int]]:
-    """Group arrays by dtype. Return one list per dtype: the indices of the arrays that have it.
-
-    Dtypes come in the order in which they first occur.
-    """
+    """Group arrays by dtype."""
     return [[i for i, a in enumerate(arrays) if a.dtype == dtype] for dtype in dict.fromkeys(a.dtype for a in arrays)]
 
 
 def amax_launches(
     operands: Sequence[ShapedOperands], outs: Sequence[Any], mask: int | None = None
 ) -> list[GroupedLaunch]:
-    """Return the launches that compute the amaxes of arrays: one per dtype.
-
-    Arrays without elements are left out, and their entries of `outs` do not change.
-
-    Args:
-        operands: one pair per array: the arguments of launch.matrix.amax, and the shape of the result. The arguments
-            differ only in their array.
-        outs: the arrays to write the amaxes to, which must hold zeros before each launch.
-        mask: the sign mask of a Hadamard transform to apply first; None for no transform.
-    """
+    """Return the launches that compute the amaxes of arrays: one per dtype."""
     found = []
     for indices in by_dtype([x for (x, *_), _ in operands]):
         nonempty = [i for i in indices if operands[i][0][0].size]
@@ -87,17 +72,7 @@ def amax_launches(
 def tensor_amax_launches(
     xs: Sequence[Any], outs: Sequence[Any], r: Recipe, mask: int | None = None
 ) -> Sequence[Callable[[], None]]:
-    """Return functions that compute the tensor amaxes of arrays: one prepared launch per dtype.
-
-    If the recipe has float32 scales and blocks of several rows, return one function per array instead. Each of these
-    functions takes several launches.
-
-    Args:
-        xs: the arrays, contiguous.
-        outs: the arrays to write the amaxes to, which must hold zeros before each launch.
-        r: the recipe.
-        mask: the sign mask of a Hadamard transform to apply first; None for no transform.
-    """
+    """Return functions that compute the tensor amaxes of arrays: one prepared launch per dtype."""
     if has_tall_scales(r):
         return [partial(_write_tensor_amax, x, out, r, mask) for x, out in zip(xs, outs, strict=True)]
     operands = [(tensor_amax_operands(x, r), out.shape) for x, out in zip(xs, outs, strict=True)]
@@ -105,18 +80,12 @@ def tensor_amax_launches(
 
 
 def _write_tensor_amax(x: Any, out: Any, r: Recipe, mask: int | None) -> None:
-    """Compute the tensor amaxes of a contiguous array, and write them to `out`, which has as many elements.
-
-    r: the recipe. mask: the sign mask of a Hadamard transform to apply first; None for no transform.
-    """
+    """Compute the tensor amaxes of a contiguous array, and write them to `out`, which has as many elements."""
     out[...] = computed_tensor_amax(x, r, mask).reshape(out.shape)
 
 
 def amaxes(operands: Sequence[ShapedOperands]) -> list[Any]:
-    """Compute amaxes in one launch per dtype. Return one array per entry of `operands`, as views of one vector.
-
-    operands: one pair per array: the arguments of launch.matrix.amax, and the shape of the result.
-    """
+    """Compute amaxes in one launch per dtype."""
     shapes = [shape for _, shape in operands]
     outs = cut(imports.cupy().zeros(sum(map(prod, shapes)), np.float32), shapes)
     for call in amax_launches(operands, outs):
@@ -125,12 +94,7 @@ def amaxes(operands: Sequence[ShapedOperands]) -> list[Any]:
 
 
 def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
-    """Return what fp4kit.amax returns for each of N calls, computed by one launch per dtype.
-
-    calls: the parsed calls, each in a tuple of one item. All calls have the same recipe.
-
-    Raise Declined if the blocks need one launch per array: if they have several rows, or if amax_nan is "lanes".
-    """
+    """Return what fp4kit.amax returns for each of N calls, computed by one launch per dtype."""
     ((first,), *_) = calls
     if needs_block_kernel(first.recipe):
         raise Declined("blocks of several rows need one launch per array")
@@ -139,19 +103,14 @@ def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
 
 
 def plain_amax_group(calls: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """Return the result of amax.plain_amax(array, axis) for each pair (array, axis), by one launch per dtype.
-
-    Either all axes are None, or none is.
-    """
+    """Return the result of amax.plain_amax(array, axis) for each pair (array, axis), by one launch per dtype."""
     with imports.cupy().cuda.Device(calls[0][0].device.id):
         return amaxes([plain_amax_operands(x, axis) for x, axis in calls])
 
 
 def contiguous_or_copy(a: Any, copies: list[tuple[Any, Any]]) -> Any:
-    """Return `a` if it is contiguous. Otherwise return an uninitialized array for a contiguous copy of `a`.
-
-    If `a` is not contiguous, append (a, copy) to `copies`, so that launch_all makes the copy before each launch.
-    """
+    """Return `a` if it is contiguous."""
+    # If `a` is not contiguous, append (a, copy) to `copies`, so that launch_all makes the copy before each launch.
     if a.flags.c_contiguous:
         return a
     copies.append((a, imports.cupy().empty(a.shape, a.dtype)))
@@ -159,10 +118,7 @@ def contiguous_or_copy(a: Any, copies: list[tuple[Any, Any]]) -> Any:
 
 
 def launch_all(copies: list[tuple[Any, Any]], launches: Sequence[Callable[[], None]]) -> None:
-    """Refresh the contiguous copies of strided arrays, and then run all launches in order.
-
-    copies: pairs (array, contiguous copy of it), as contiguous_or_copy appends them.
-    """
+    """Refresh the contiguous copies of strided arrays, and then run all launches in order."""
     for array, copy in copies:
         imports.cupy().copyto(copy, array)
     for call in launches:
@@ -213,13 +169,7 @@ class CudaGroup:
             self.calls, self._searches = self._find_searches()
 
     def _find_amaxes(self) -> list[Any]:
-        """Return the tensor amax of each array, on the GPU.
-
-        - If the caller passed amaxes, they are checked. The values of amaxes on a GPU are not read. If all amaxes are
-          on the host, `vector` becomes their copy on the GPU.
-        - If the caller passed none, the amaxes are parts of `vector`, zeros until a kernel computes them.
-        - If the recipe has no tensor scale and the caller passed no amaxes, every entry is None.
-        """
+        """Return the tensor amax of each array, on the GPU."""
         r, cupy = self.recipe, imports.cupy()
         pairs = [(call.tensor_amax, call.moved.shape) for call in self.calls]
         if pairs[0][0] is None:
@@ -238,11 +188,7 @@ class CudaGroup:
         return cut(self.vector, [a.shape for a in checked])
 
     def _find_searches(self) -> tuple[Sequence[Call], list[Callable[[], None]]]:
-        """Replace a search in the recipe by launches that search. Return (calls, launches).
-
-        If the recipe has a search, the returned calls have a recipe without it and a new array as block_amax, to which
-        the launches write the block amaxes that they find. Otherwise, return the calls unchanged and no launches.
-        """
+        """Replace a search in the recipe by launches that search."""
         r, calls = self.recipe, self.calls
         if not r.search:
             return calls, []
@@ -263,31 +209,19 @@ class CudaGroup:
         return self.vector is not None and self.calls[0].tensor_amax is None
 
     def amax(self) -> list[Any]:
-        """Return the tensor amax of each array: the caller's or, if the caller passed none, one computed now.
-
-        If the recipe has no tensor scale, every entry is None.
-        """
+        """Return the tensor amax of each array: the caller's or, if the caller passed none, one computed now."""
         with self._device:
             self._update(True)
         return self.amaxes
 
     def quantize(self, compute_amaxes: bool) -> list[Quantized]:
-        """Quantize all arrays, and return one Quantized per array. The next call overwrites them.
-
-        compute_amaxes: True computes the amaxes first, unless the caller passed them. False uses the amaxes as they
-            are: those of the caller, or the current content of `vector`.
-        """
+        """Quantize all arrays, and return one Quantized per array."""
         with self._device:
             self._codes = self._codes or self._prepare_codes()
             return self._run(self._codes, compute_amaxes)
 
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
-        """Fake-quantize all arrays, and return one array of values per array. The next call overwrites them.
-
-        compute_amaxes: True computes the amaxes first, unless the caller passed them. False uses the amaxes as they
-            are: those of the caller, or the current content of `vector`. If amaxes are computed for a recipe with a
-            fake_rule and one tensor scale per block, the kernel that writes the values computes them.
-        """
+        """Fake-quantize all arrays, and return one array of values per array."""
         with self._device:
             own = compute_amaxes and self.computes_amaxes and self.recipe.tensor_scaling == "block"
             own = own and self.recipe.fake_rule is not None
@@ -296,20 +230,14 @@ class CudaGroup:
             return self._run((self._values, self._launches_of_values[own]), compute_amaxes and not own)
 
     def _run(self, prepared: tuple[list[Any], list[GroupedLaunch]], compute_amaxes: bool) -> list[Any]:
-        """Run prepared launches, and return their outputs. prepared: the pair (outputs, launches).
-
-        compute_amaxes: True computes the amaxes first, unless the caller passed them. False uses them as they are.
-        """
+        """Run prepared launches, and return their outputs."""
         outputs, launches = prepared
         self._update(compute_amaxes)
         launch_all([], [*self._searches, *launches])
         return outputs
 
     def _update(self, compute_amaxes: bool) -> None:
-        """Update the contiguous copies of strided arrays, and then the amaxes.
-
-        compute_amaxes: True computes the amaxes, unless the caller passed them. False leaves them unchanged.
-        """
+        """Update the contiguous copies of strided arrays, and then the amaxes."""
         if not (compute_amaxes and self.computes_amaxes):
             return launch_all(self._copies, [])
         if self._amax_launches is None:
@@ -318,10 +246,7 @@ class CudaGroup:
         return launch_all(self._copies, self._amax_launches)
 
     def _prepare_codes(self) -> tuple[list[Quantized], list[GroupedLaunch]]:
-        """Allocate codes and scales. Return (one Quantized per array, the launches that fill all of them).
-
-        Each Quantized holds its own copy of an amax that the caller passed on a GPU, filled by the launches.
-        """
+        """Allocate codes and scales."""
         r, layout, moved = self.recipe, self.calls[0].layout, [call.moved.shape for call in self.calls]
         each(self._op, lambda call: check_codes(call, layout), self.calls)
         packed = self._outputs([packed_shape(s, r) for s in moved], [np.uint8] * len(moved), imports.cupy().empty)
@@ -349,10 +274,7 @@ class CudaGroup:
         ], launches
 
     def _prepare_values(self, amaxes: list[Any]) -> list[GroupedLaunch]:
-        """Allocate the arrays of values at the first call. Return the launches that write fake-quantized values.
-
-        amaxes: the tensor amax of each array; None if the kernel computes it or the recipe has no tensor scale.
-        """
+        """Allocate the arrays of values at the first call."""
         cupy = imports.cupy()
         if not self._raw_values:
             self._raw_values = self._outputs([x.shape for x in self._xs], [x.dtype for x in self._xs], cupy.empty)
@@ -365,22 +287,13 @@ class CudaGroup:
         return self._launches(matrices, values=True)
 
     def _outputs(self, shapes: list[tuple[int, ...]], dtypes: list[Any], make: Callable[..., Any]) -> list[Any]:
-        """Return one new array per shape, made by make(shape, dtype).
-
-        If the arrays of the group are the items of a stack, the new arrays are the items of one new stack.
-        """
+        """Return one new array per shape, made by make(shape, dtype)."""
         if self._stacked:
             return list(make((len(shapes), *shapes[0]), dtypes[0]))
         return [make(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
     def _launches(self, matrices: list[Matrix], values: bool) -> list[GroupedLaunch]:
-        """Return the launches that quantize the arrays: one per dtype that has work.
-
-        Raise NotImplementedError if no kernel supports a call.
-
-        matrices: the input and output arrays of each call. values: True to write fake-quantized values; False to
-        write codes.
-        """
+        """Return the launches that quantize the arrays: one per dtype that has work."""
         seed = next((call.random for call in self.calls if isinstance(call.random, int)), 0)
         found = []
         with declined_as_error(self._op):
@@ -391,13 +304,9 @@ class CudaGroup:
         return found
 
     def _matrices_of(self, call: Call, m: Matrix, values: bool) -> list[tuple[Matrix, LaunchRequest]]:
-        """Split the array of a call into matrices. Return each Matrix with its LaunchRequest.
-
-        For an array without elements, return [] or, if it has tensor scales, one matrix without columns, because the
-        kernel must still write the tensor scales.
-
-        m: the arrays of the whole call. values: True if fake-quantized values are wanted instead of codes.
-        """
+        """Split the array of a call into matrices."""
+        # For an array without elements, return [] or, if it has tensor scales, one matrix without columns, because the
+        # kernel must still write the tensor scales.
         request = launch_request(call, values=values)
         if m.x.size:
             return list(split_matrices(call, request, m))

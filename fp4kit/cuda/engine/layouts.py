@@ -19,13 +19,7 @@ from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 
 
 def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
-    """Transpose each matrix of a Quantized q with square blocks, in one launch.
-
-    Return new codes and block scales (packed, scales). The scales have the scale layout of q. Raise Declined unless the
-    blocks are 16x16, 32x32 or 64x64.
-
-    packed, scales: the codes and block scales of q.
-    """
+    """Transpose each matrix of a Quantized q with square blocks, in one launch."""
     cupy, size = imports.cupy(), q.recipe.block_size
     *lead, M, K = q.moved_shape
     shape = (*lead, K, M)
@@ -44,13 +38,7 @@ def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
 
 
 def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Convert block scales from layout `source` to `target`, in one launch. Return a new array with zero padding.
-
-    Raise ValueError if the size of `scales` does not fit `source` and `shape`.
-
-    Args:
-        shape: the shape of the scales in the linear layout, (..., R, C).
-    """
+    """Convert block scales from layout `source` to `target`, in one launch."""
     layouts.check_size(scales, source, shape)
     cupy = imports.cupy()
     with imports.making_current(scales.device.id):
@@ -62,28 +50,19 @@ def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> An
 
 
 def pack(codes: Any) -> Any:
-    """Return a new array with two 4-bit codes per byte, from an array with one code per byte.
-
-    The last axis becomes half as long. Code 2j is in the low nibble of byte j. The high nibbles of `codes` are dropped
-    without a check, because a check would wait for the device. Raise ValueError if the last axis has an odd length.
-    """
+    """Return a new array with two 4-bit codes per byte, from an array with one code per byte."""
+    # The high nibbles of `codes` are dropped without a check, because a check would wait for the device.
     layouts.check_pairs(codes.shape)
     return _repack(pack_codes.pack, codes, (*codes.shape[:-1], codes.shape[-1] // 2))
 
 
 def unpack(packed: Any) -> Any:
-    """Return a new array with one 4-bit code per byte, from an array with two codes per byte.
-
-    The last axis becomes twice as long. Code 2j is the low nibble of byte j.
-    """
+    """Return a new array with one 4-bit code per byte, from an array with two codes per byte."""
     return _repack(pack_codes.unpack, packed, (*packed.shape[:-1], 2 * packed.shape[-1]))
 
 
 def _repack(launch: Any, array: Any, shape: tuple[int, ...]) -> Any:
-    """Return a new uint8 array of the given shape, filled by launch(array, new array). If it is empty, launch nothing.
-
-    array: the codes to convert. They are copied first if they are strided.
-    """
+    """Return a new uint8 array of the given shape, filled by launch(array, new array)."""
     cupy = imports.cupy()
     with imports.making_current(array.device.id):
         out = cupy.empty(shape, np.uint8)

@@ -73,13 +73,7 @@ class DeviceStages:
 
     @staticmethod
     def check(values: Sequence[Any], shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
-        """Check the shards `values` and the shapes (M, K) of their matrices before any work.
-
-        Raises:
-            NotImplementedError: no kernel supports the blocks of the recipe, or the size of a matrix. This is checked
-                first.
-            ValueError: a shard is not contiguous.
-        """
+        """Check the shards `values` and the shapes (M, K) of their matrices before any work."""
         with declined_as_error("cast_master_weights"):
             partial.check_matrices(shapes, r)
         for i, v in enumerate(values):
@@ -92,10 +86,7 @@ class DeviceStages:
     # ---- preparation
 
     def _allocate(self, shapes: Sequence[tuple[int, int]]) -> None:
-        """Allocate the buffers for amaxes, scales, codes and messages of all matrices.
-
-        shapes: the rows and columns (M, K) of each matrix.
-        """
+        """Allocate the buffers for amaxes, scales, codes and messages of all matrices."""
         cupy, r, count = imports.cupy(), self._recipe, len(shapes)
         self._blocks = np.array([np.prod(amax_shape(s, r)) for s in shapes], np.int64)
         self._block_at = np.cumsum(self._blocks) - self._blocks
@@ -113,15 +104,7 @@ class DeviceStages:
         self.gathered = cupy.zeros(sum(self.counts), np.uint8)
 
     def _views(self, shapes: Sequence[tuple[int, int]], packed: Any, scales: Any, axis: int = -1) -> list[Quantized]:
-        """Return one Quantized per matrix. Its arrays are views of this object's buffers.
-
-        If the recipe has no tensor scale, tensor_scale and tensor_amax are None.
-
-        Args:
-            packed, scales: the buffers for the codes and block scales of all matrices.
-            shapes: the rows and columns (M, K) of each matrix, also for the columnwise copies.
-            axis: the quantized axis: -1 for the rowwise results, 0 for the columnwise copies.
-        """
+        """Return one Quantized per matrix."""
         views, r = [], self._recipe
         for t, shape in enumerate(shapes):
             moved = shape if axis == -1 else shape[::-1]
@@ -138,16 +121,7 @@ class DeviceStages:
     def _by_dtype(
         self, kernel: str, work: np.ndarray, fields: dict[str, Any], *held: Any, layout: str = "linear"
     ) -> list[GroupedLaunch]:
-        """Prepare a kernel for all matrices, and return its launches: one per dtype of the shards that has work.
-
-        Args:
-            kernel: the name of the kernel.
-            work: for each matrix, the number of blocks or runs to compute. Matrices with 0 are left out.
-            fields: the arguments of the kernel by name: numbers, CuPy arrays, or NumPy arrays with one value per
-                matrix. Missing arguments are 0.
-            held: arrays that the launches keep alive.
-            layout: the layout of the scales that partial_scales stores.
-        """
+        """Prepare a kernel for all matrices, and return its launches: one per dtype of the shards that has work."""
         table = partial.arguments(kernel, len(work), **fields)
         launches = []
         for dtype in sorted(set(self._dtypes), key=str):
@@ -169,11 +143,8 @@ class DeviceStages:
         self._run_scales = self._by_dtype("partial_scales", work, fields | places, layout=self._layout)
 
     def _prepare_shards(self) -> None:
-        """Prepare the launches of the two stages that read the shards: amax and cast.
-
-        If this process has no elements of a matrix, that matrix is left out. With one process, the cast stage writes
-        codes into the matrices themselves; otherwise into `message`.
-        """
+        """Prepare the launches of the two stages that read the shards: amax and cast."""
+        # With one process, the cast stage writes codes into the matrices themselves; otherwise into `message`.
         starts, ends = self._partition.starts[self._rank], self._partition.ends[self._rank]
         run_bytes = partial.run_bytes(self._recipe)
         common = {"values": np.array([v.data.ptr for v in self._values], np.uint64), "start": starts, "end": ends}
@@ -217,12 +188,7 @@ class DeviceStages:
         self._run_place = partial.prepare("partial_place", self._recipe, self._dtypes[0], table, work, self._device)
 
     def _prepare_columnwise(self, shapes: Sequence[tuple[int, int]], columnwise: bool) -> None:
-        """Allocate the columnwise copies and prepare the launch of the transpose stage.
-
-        If `columnwise` is False, there are no copies and no launch. If all matrices are empty, there is no launch.
-
-        shapes: the rows and columns (M, K) of each matrix.
-        """
+        """Allocate the columnwise copies and prepare the launch of the transpose stage."""
         self.columnwise: list[Quantized] = []
         self._run_transpose: GroupedLaunch | None = None
         if columnwise:
@@ -243,12 +209,8 @@ class DeviceStages:
         return imports.cupy().cuda.Device(self._device)
 
     def replace(self, values: Sequence[Any]) -> None:
-        """Use the arrays `values` as the shards from now on, and prepare the launches that read them again.
-
-        The new arrays must have the shapes, dtypes and device of the current shards, which is not checked.
-
-        Raise ValueError if one of them is not contiguous; the current shards then stay in use.
-        """
+        """Use the arrays `values` as the shards from now on, and prepare the launches that read them again."""
+        # The new arrays must have the shapes, dtypes and device of the current shards, which is not checked.
         self.check(values, (), self._recipe)
         self._values = list(values)
         with self.device():
@@ -257,19 +219,13 @@ class DeviceStages:
     # ---- stages
 
     def amax(self) -> None:
-        """Write the tensor amaxes and block amaxes of this process's shards into `bits`.
-
-        Amaxes of blocks without an element in these shards are 0. Without a tensor scale, tensor amaxes are 0.
-        """
+        """Write the tensor amaxes and block amaxes of this process's shards into `bits`."""
         self.bits.data.memset_async(0, self.bits.nbytes)
         _run(self._run_amax)
 
     def scales(self) -> None:
-        """Compute tensor scales and block scales from the reduced `bits`, and store them in `quantized`.
-
-        The factors by which the cast stage scales elements are also computed. NaN amaxes raise no error, because
-        a check would wait for the device.
-        """
+        """Compute tensor scales and block scales from the reduced `bits`, and store them in `quantized`."""
+        # NaN amaxes raise no error, because a check would wait for the device.
         _run(self._run_scales)
 
     def cast(self) -> None:
@@ -277,10 +233,8 @@ class DeviceStages:
         _run(self._run_cast)
 
     def place(self) -> None:
-        """Copy the codes of all processes from `gathered` into `quantized`.
-
-        With one process, do nothing, because the cast stage has already stored the codes there.
-        """
+        """Copy the codes of all processes from `gathered` into `quantized`."""
+        # With one process, do nothing, because the cast stage has already stored the codes there.
         if self._run_place is not None:
             self._run_place()
 
@@ -297,15 +251,7 @@ def _run(launches: Sequence[GroupedLaunch]) -> None:
 
 
 def _message_sizes(sizes: Sequence[int]) -> list[int]:
-    """Return the length of each process's message in bytes, with padding, or [0] if there is only one process.
-
-    Every message is padded to a multiple of ALIGNMENT: to gather 268 MB on two H100s, NCCL takes 560 us with aligned
-    messages and 826 us without (2026-11-25). All messages are padded to one length if that takes at most MAX_PADDING
-    times the bytes, because NCCL gathers messages of one length in one collective call. A single process sends no
-    message.
-
-    sizes: the bytes of codes of each process.
-    """
+    """Return the length of each process's message in bytes, with padding, or [0] if there is only one process."""
     if len(sizes) == 1:
         return [0]
     padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
@@ -314,13 +260,6 @@ def _message_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Lay out arrays one after the other in one buffer. Return (the offset of each array, the size of the buffer).
-
-    Both are in bytes. Arrays begin at multiples of ALIGNMENT (256 bytes), and the size of the buffer is also a multiple
-    of ALIGNMENT.
-
-    Args:
-        sizes: the number of bytes of each array.
-    """
+    """Lay out arrays one after the other in one buffer."""
     padded = -(-np.array(sizes, np.int64) // ALIGNMENT) * ALIGNMENT
     return np.cumsum(padded) - padded, int(padded.sum())

@@ -11,12 +11,7 @@ from fp4kit.cuda.launch.matmul import multiply
 
 
 def matmul(calls: list[MatmulCall]) -> list[Any]:
-    """Return one result per call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype.
-
-    All calls are on one device. Results without elements need no kernel.
-
-    Raise Declined if no kernel supports the blocks of an operand.
-    """
+    """Return one result per call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype."""
     for call in calls:
         _check_blocks(call)
     with imports.making_current(calls[0].a.codes.device.id):
@@ -28,10 +23,8 @@ def matmul(calls: list[MatmulCall]) -> list[Any]:
 
 
 def _check_blocks(call: MatmulCall) -> None:
-    """Raise Declined unless the block size of each operand with block scales is a multiple of 16.
-
-    For the order "float32-blocks", it must also be at most 128.
-    """
+    """Raise Declined unless the block size of each operand with block scales is a multiple of 16."""
+    # For the order "float32-blocks", it must also be at most 128.
     for x in (call.a, call.b):
         most = 128 if call.unit.order == "float32-blocks" else x.block
         if x.scales is not None and (x.block % 16 or x.block > most):

@@ -31,13 +31,7 @@ SEED_GROUP = 16  # consecutive elements whose random bytes come from one block o
 
 
 def launch_request(call: Call, *, values: bool = False, columns: bool = False) -> LaunchRequest:
-    """Return the LaunchRequest of a call, with the shape of the whole array as one matrix of joined rows.
-
-    If the call's recipe has float32 scales and blocks of several rows, the request's recipe has blocks of one row
-    (with_row_blocks). The amaxes of the original blocks are then computed first, and repeated for each row.
-
-    values: True if fake-quantized values are wanted instead of codes. columns: True if blocks lie along the columns.
-    """
+    """Return the LaunchRequest of a call, with the shape of the whole array as one matrix of joined rows."""
     x = call.x if columns else call.moved
     K = x.shape[-1]
     return LaunchRequest(
@@ -55,18 +49,7 @@ def launch_request(call: Call, *, values: bool = False, columns: bool = False) -
 
 
 def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
-    """Return the number of matrices into which a call is split: 1 if all rows can be joined to one matrix.
-
-    A stack of B matrices is split into its B matrices in these cases: scales are swizzled, blocks lie along columns,
-    blocks have several rows, or each expert has its own tensor scale.
-
-    In these cases, stochastic rounding from a seed needs matrices with a multiple of SEED_GROUP (16) elements, even if
-    the stack has only one matrix. Otherwise, raise Declined.
-
-    Args:
-        request: the LaunchRequest of the whole call.
-        amax: the tensor amax or tensor scale of the call, or None.
-    """
+    """Return the number of matrices into which a call is split: 1 if all rows can be joined to one matrix."""
     shape = call.x.shape if request.columns else call.moved.shape
     # True if rows of different matrices cannot be joined. A Hadamard transform does not matter: it stays within a row.
     separate = request.layout != "linear" or request.columns or request.recipe.block_rows > 1
@@ -82,17 +65,7 @@ def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
 
 
 def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchRequest:
-    """Return the request with finds_amax=True if the quantize kernel should compute the tensor or row amaxes itself.
-
-    All of these conditions must hold; otherwise, the request is returned unchanged:
-
-    - The recipe has one tensor scale per tensor, or one per row and rows that are not too long (_has_short_rows).
-    - The caller passed no amax, and the call has no Hadamard transform.
-    - x is not empty.
-    - Each thread block finds the amaxes of its own rows (finds_rows); or x is one matrix of at most
-      MAX_KERNEL_AMAX_ELEMENTS elements, whose rows begin at multiples of 16 bytes (has_aligned_runs). For such a small
-      matrix, each cluster of thread blocks reads the whole x, which is faster than further launches.
-    """
+    """Return the request with finds_amax=True if the quantize kernel should compute the tensor or row amaxes itself."""
     r, finding = call.recipe, request._replace(finds_amax=True)
     has_scales = r.tensor_scaling == "tensor" or (r.tensor_scaling == "row" and _has_short_rows(request))
     if not has_scales or call.tensor_amax is not None or call.mask is not None or x.size == 0:
@@ -106,28 +79,13 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
 
 
 def _has_short_rows(request: LaunchRequest) -> bool:
-    """Return True if rows are so short that the quantize kernel finds their amaxes faster than a separate launch.
-
-    Rows may have at most MAX_KERNEL_AMAX_COLUMNS (2^14) elements. If there are at least MANY_ROWS (2^9) rows, which
-    keep all multiprocessors busy, rows may have twice as many elements.
-    """
+    """Return True if rows are so short that the quantize kernel finds their amaxes faster than a separate launch."""
     rows, columns = request.shape
     return columns <= MAX_KERNEL_AMAX_COLUMNS * (2 if rows >= MANY_ROWS else 1)
 
 
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:
-    """Split the arrays of a call into matrices. Yield each Matrix with its LaunchRequest.
-
-    If all rows can be joined to one matrix, yield only one Matrix (see matrix_count). The arrays are views, except that
-    strided block amaxes and random bytes are copied.
-
-    Raise Declined if matrix_count does: for stochastic rounding from a seed, if the rows cannot be joined and the
-    number of elements of a matrix is not a multiple of SEED_GROUP (16). This includes a stack of one matrix.
-
-    Args:
-        request: the LaunchRequest of the whole call.
-        whole: the arrays of the whole call, contiguous and not empty.
-    """
+    """Split the arrays of a call into matrices."""
     r, x = request.recipe, whole.x
     B = matrix_count(call, request, whole.tensor_scale if whole.tensor_amax is None else whole.tensor_amax)
     K, rows = x.shape[-1], x.size // B // x.shape[-1]

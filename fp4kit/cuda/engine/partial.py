@@ -13,14 +13,7 @@ from fp4kit.recipes import Recipe
 
 
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> Any:
-    """Return the amax of each block of a matrix, counting only the elements of one shard.
-
-    Blocks without an element in the shard get 0. The result is float32 (ceil(M / block rows), K / block columns). Raise
-    Declined if no kernel supports the blocks or the size of the matrix.
-
-    shape: the rows and columns (M, K) of the matrix. start: the index of the shard's first element in the flattened
-    matrix.
-    """
+    """Return the amax of each block of a matrix, counting only the elements of one shard."""
     partial.check_matrices([shape], r)
     cupy = imports.cupy()
     with imports.making_current(shard.device.id):
@@ -33,16 +26,7 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> A
 def partial_cast(
     shard: Any, out: Any, block_amax: Any, shape: tuple[int, int], start: int, r: Recipe, amax: Any
 ) -> None:
-    """Write the codes of a shard into out, the packed codes of a matrix, and change no other code of out.
-
-    An empty shard changes nothing. Raise Declined if no kernel supports the blocks or the size of the matrix.
-
-    Args:
-        block_amax: the amaxes of all blocks of the matrix.
-        shape: the rows and columns (M, K) of the matrix.
-        start: the index of the shard's first element in the flattened matrix.
-        amax: the tensor amax. None uses the largest of block_amax, if the recipe has a tensor scale.
-    """
+    """Write the codes of a shard into out, the packed codes of a matrix, and change no other code of out."""
     partial.check_matrices([shape], r)
     cupy = imports.cupy()
     with imports.making_current(shard.device.id):

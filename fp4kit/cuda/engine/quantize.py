@@ -18,14 +18,7 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 def quantize(call: Call) -> Quantized:
-    """Quantize the array of a call. Return the result: in call.out, which is overwritten, or in a new Quantized.
-
-    If blocks lie along axis -2 and a kernel for columnwise blocks supports the call, that kernel reads call.x itself.
-    Otherwise, a kernel for rowwise blocks reads call.moved, which has the quantized axis last. In both cases, the array
-    is copied first if it is not contiguous.
-
-    Raise Declined if no kernel supports the call.
-    """
+    """Quantize the array of a call."""
     original, call = call, with_searched_amaxes(call)
     request = launch_request(call, columns=_is_columnwise(call))
     if find_kernel(request) is None:
@@ -47,11 +40,7 @@ def _is_columnwise(call: Call) -> bool:
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
-    """Return the results of quantize for the rowwise and for the columnwise call, as two new Quantized.
-
-    If a kernel supports both directions and both have the same tensor amax, one launch quantizes both ways and reads x
-    only once. Otherwise, quantize is called twice. Raise Declined if no kernel supports one of the calls.
-    """
+    """Return the results of quantize for the rowwise and for the columnwise call, as two new Quantized."""
     request = launch_request(column, columns=True)
     one_amax = column.mask is None or row.tensor_amax is not None or row.recipe.tensor_scaling == "none"
     if find_kernel(request) is None or not one_amax:
@@ -66,34 +55,21 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 
 def allocate(call: Call, amax: Any) -> Quantized:
-    """Return a new Quantized for the result of a call. Its arrays are uninitialized, except that swizzled scales are 0.
-
-    Args:
-        amax: the array to use as its tensor_amax, in canonical shape (call/amaxes.py); None without a tensor scale.
-    """
+    """Return a new Quantized for the result of a call."""
     return empty_quantized(call, amax, imports.cupy().empty, empty_scales)
 
 
 def _allocate_own(call: Call, amax: Any) -> Quantized:
-    """Return a new Quantized for the result of a call, like allocate, but with a new, uninitialized tensor_amax.
-
-    The new tensor_amax has the shape and dtype of `amax`, which is not used itself, because it may belong to the caller
-    or to another result. If `amax` is None, the result has no tensor_amax.
-    """
+    """Return a new Quantized for the result of a call, like allocate, but with a new, uninitialized tensor_amax."""
+    # The new tensor_amax has the shape and dtype of `amax`, which is not used itself, because it may belong to the
+    # caller or to another result.
     return allocate(call, None if amax is None else imports.cupy().empty(amax.shape, amax.dtype))
 
 
 def launch(
     call: Call, request: LaunchRequest, x: Any, amax: Any, row: Quantized | None, column: Quantized | None
 ) -> None:
-    """Quantize contiguous x along its rows into `row`, along its columns into `column`, or in both directions.
-
-    If x has no elements, only the tensor scales and amaxes are written.
-
-    request: the LaunchRequest for the whole x. amax: the tensor amax, or the array into which the kernel writes it if
-    request.finds_amax is True; None without a tensor scale. row, column: the Quantized to write to; None for a
-    direction that is not wanted.
-    """
+    """Quantize contiguous x along its rows into `row`, along its columns into `column`, or in both directions."""
     if not x.size:
         return _fill_scales(call, amax, row, column)
     seed = call.random if isinstance(call.random, int) else 0
@@ -114,11 +90,7 @@ def launch(
 
 
 def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
-    """Write the tensor scales and tensor amaxes of the results for an x without elements.
-
-    The scales are computed on the host. `amax` is copied there, which waits for the device. Results that are None or
-    have no tensor scale are skipped.
-    """
+    """Write the tensor scales and tensor amaxes of the results for an x without elements."""
     for q in results:
         if q is not None and q.tensor_scale is not None:
             scale = tensor_scale(without_sign(amax.get()), call.recipe, call.x.dtype)

@@ -17,11 +17,7 @@ from fp4kit.reference.implied_amax import encodes_by_amax
 
 
 def quantize_with_scales(call: Call) -> Quantized:
-    """Quantize call.moved with the scales that the caller passed. Return call.out, or a new Quantized if it is None.
-
-    The scales are copied into the result. A new Quantized has no tensor_amax; the one of call.out does not change. If
-    no kernel supports the call, raise Declined and leave call.out unchanged.
-    """
+    """Quantize call.moved with the scales that the caller passed."""
     request = launch_request(call)
     kernel_for(request), matrix_count(call, request, call.tensor_scale)  # both may raise Declined, so call them first
     with imports.making_current(call.x.device.id):
@@ -46,10 +42,7 @@ def quantize_with_scales(call: Call) -> Quantized:
 
 
 def _result(call: Call) -> Quantized:
-    """Return call.out, or a new Quantized if it is None, with copies of the caller's scales. Codes are not written yet.
-
-    A new Quantized has uninitialized codes and no tensor_amax.
-    """
+    """Return call.out, or a new Quantized if it is None, with copies of the caller's scales."""
     out, r, scales = call.out, call.recipe, (call.block_scale, call.tensor_scale)
     if out is None:
         packed = imports.cupy().empty(packed_shape(call.moved.shape, r), np.uint8)

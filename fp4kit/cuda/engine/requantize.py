@@ -24,18 +24,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any, Any]:
-    """Convert q to another recipe. Return the new Quantized, the number of changed values, and the largest change.
-
-    The number (int64) and the largest change (float32) are arrays of shape () on the device.
-    launch.requantize.count_changed explains how values are compared. The new Quantized has the scale layout, axis and
-    dtype of q.
-
-    The values of q are dequantized and quantized again. If may_keep_codes(q, target) is True, as for MXFP4 to NVFP4,
-    the new tensor scale is a power of two if possible. All blocks whose new block scale the target can represent
-    exactly then keep their codes.
-
-    Raise Declined if no kernel supports one of the recipes.
-    """
+    """Convert q to another recipe."""
     with imports.making_current(q.packed.device.id):
         values = dequantize(q, FLOAT32)
         result, layout = _requantized(q, target, values)
@@ -46,12 +35,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any, Any]:
 
 
 def _requantized(q: Quantized, target: Recipe, values: Any) -> tuple[Quantized, ScaleLayout]:
-    """Return q quantized by the recipe `target`, and the layout of the new scales.
-
-    If may_keep_codes(q, target) is True, as for MXFP4 to NVFP4, the new tensor scale is a power of two if possible.
-    Blocks whose new scale the target can represent then keep their codes. The layout is "linear". If may_keep_codes is
-    False, the values are quantized as usual, in the layout of q. values: the values of q, float32.
-    """
+    """Return q quantized by the recipe `target`, and the layout of the new scales."""
     if not may_keep_codes(q, target):
         call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout))
         return replace(quantize(call), dtype=q.dtype), q.scale_layout
@@ -66,8 +50,5 @@ def _requantized(q: Quantized, target: Recipe, values: Any) -> tuple[Quantized, 
 
 
 def _layout_changed(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Return scales copied from layout `source` to `target`, or the scales themselves if the layouts are equal.
-
-    shape: the shape of the scales in the linear layout.
-    """
+    """Return scales copied from layout `source` to `target`, or the scales themselves if the layouts are equal."""
     return scales if source == target else swizzle(scales, source, target, shape)

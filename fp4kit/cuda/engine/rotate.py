@@ -14,12 +14,10 @@ from fp4kit.cuda.launch import rotate as launcher
 
 @lru_cache(64)
 def _signs(signs: bytes, device: int) -> Any:
-    """Return the signs of a Hadamard transform as a uint8 array on the current device: 1 for negative, 0 for positive.
-
-    The copy is complete when this function returns, because later calls may use the array on other streams.
-
-    signs: the bytes of the array. device: the number of the current device, for the cache.
+    """Return the signs of a Hadamard transform as a uint8 array on the current device: 1 for negative, 0 for
+    positive.
     """
+    # The copy is complete when this function returns, because later calls may use the array on other streams.
     cupy = imports.cupy()
     array = cupy.asarray(np.frombuffer(signs, np.uint8))
     cupy.cuda.get_current_stream().synchronize()
@@ -27,11 +25,7 @@ def _signs(signs: bytes, device: int) -> Any:
 
 
 def rotate(r: Rotation) -> Any:
-    """Rotate the blocks of the array in a Rotation. Return a new array with the shape and dtype of the array.
-
-    The first call with a given set of signs copies them to the device and waits; later calls reuse the copy. Matrices
-    are copied in every call.
-    """
+    """Rotate the blocks of the array in a Rotation."""
     cupy, device = imports.cupy(), r.x.device.id
     with imports.making_current(device):
         x = cupy.ascontiguousarray(r.x).reshape(r.shape)

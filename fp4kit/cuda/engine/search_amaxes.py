@@ -30,10 +30,7 @@ MAX_LOSSES = 1 << 25  # the most losses in memory at a time; there is one loss p
 
 
 def search_amaxes(search: Search) -> Any:
-    """Return each amax times the multiple that gives the smallest loss: float32 in the shape of the amaxes.
-
-    If the array is empty, return the absolute values of the amaxes.
-    """
+    """Return each amax times the multiple that gives the smallest loss: float32 in the shape of the amaxes."""
     call, r, cupy = search.call, search.call.recipe, imports.cupy()
     with imports.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
@@ -50,19 +47,8 @@ def search_amaxes(search: Search) -> Any:
 
 
 def search_matrix(x: Any, amaxes: Any, tensor: Any, out: Any, r: Recipe, terms: SearchTerms, factors: Any) -> None:
-    """Find the multiple of each amax that gives the smallest loss, and write the amax times this multiple into out.
-
-    The multiples are tried in batches, so that at most MAX_LOSSES losses are in memory.
-
-    Args:
-        x: contiguous (M, K). If the amaxes are those of blocks, each row is one block. Otherwise, the rows are those of
-            the array.
-        amaxes: the amaxes; each covers an equal number of consecutive rows of x.
-        tensor: the tensor amaxes; each covers an equal number of consecutive rows of x. None without a tensor scale.
-        out: float32 in the shape of amaxes.
-        terms: the weights of elements and the power of errors in the loss.
-        factors: the multiples, float32.
-    """
+    """Find the multiple of each amax that gives the smallest loss, and write the amax times this multiple into out."""
+    # The multiples are tried in batches, so that at most MAX_LOSSES losses are in memory.
     check_count(x.size)
     cupy, device, (rows, columns) = imports.cupy(), x.device.id, x.shape
     batch = min(max(MAX_LOSSES // rows, 1), factors.size)
@@ -80,10 +66,7 @@ def search_matrix(x: Any, amaxes: Any, tensor: Any, out: Any, r: Recipe, terms: 
 
 
 def objective_options(power: float) -> dict[str, bool]:
-    """Return the kernel's options for a loss: the sum of |error|^power or, if power is inf, the largest |error|.
-
-    kMagnitudes is True for power 1, kLargest for inf, and kPowers for other powers except 2. For 2, all are False.
-    """
+    """Return the kernel's options for a loss: the sum of |error|^power or, if power is inf, the largest |error|."""
     return {"kMagnitudes": power == 1, "kLargest": power == np.inf, "kPowers": power not in (1, 2, np.inf)}
 
 
@@ -96,11 +79,7 @@ def float64_bits(power: float) -> int:
 def _function(
     kernel: str, r: Recipe, dtype: np.dtype, weighted: bool, *objective: tuple[str, bool], device: int
 ) -> Any:
-    """Return one of the two compiled kernels of this search as a CuPy function on a device.
-
-    kernel: the C++ name of the kernel. dtype: the dtype of x. weighted: True if errors have weights. objective: the
-    items of objective_options(power).
-    """
+    """Return one of the two compiled kernels of this search as a CuPy function on a device."""
     loss = {"kWeighted": weighted, "kOwn": r.fake_rule is not None, **dict(objective)}
     source = instantiation(
         "search_amaxes", recipe_struct(decoding(r, np.dtype(np.float32))), Input=TYPES[dtype], **loss

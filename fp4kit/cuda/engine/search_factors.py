@@ -27,12 +27,7 @@ _FACTORS = np.dtype([(n, "u8") for n in ("x", "tensor_amax", "block_amax")] + [(
 
 
 def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> None:
-    """Find the best block amaxes of each matrix, and write them into the matrix's array of block amaxes.
-
-    matrices: tuples (x, block amaxes, tensor amax).
-
-    mask: the sign mask of a Hadamard transform to apply first; None for no transform.
-    """
+    """Find the best block amaxes of each matrix, and write them into the matrix's array of block amaxes."""
     for launch in factor_launches(matrices, r, mask):
         launch()
 
@@ -40,13 +35,7 @@ def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: in
 def factor_launches(
     matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Yield one function per matrix. The function launches the search of the matrix, and keeps the arrays alive.
-
-    Raise ValueError if a matrix has more than 2^33 elements.
-
-    matrices: tuples (x, block amaxes, tensor amax). mask: the sign mask of a Hadamard transform to apply first; None
-    for no transform.
-    """
+    """Yield one function per matrix."""
     for x, out, amax in matrices:
         check_count(x.size)
         device = x.device.id
@@ -62,11 +51,7 @@ def _call(launch: Launch, arrays: tuple[Any, ...]) -> None:
 
 @cache
 def _function(r: Recipe, dtype: np.dtype, device: int, mask: int | None, is_aligned: bool) -> Any:
-    """Return the compiled kernel of a recipe's search as a CuPy function on a device.
-
-    dtype: the dtype of x. mask: the sign mask of a Hadamard transform to apply first; None for no transform.
-    is_aligned: True if x begins at a multiple of 16 bytes.
-    """
+    """Return the compiled kernel of a recipe's search as a CuPy function on a device."""
     kernel, struct = OWN_KERNELS[r.search], recipe_struct(searching(r), sign_mask=mask)
     if r.search in FACTORS:
         struct = f"{struct}\n{factors_text(r)}"

@@ -51,11 +51,7 @@ _WORD = (1 << 64) - 1  # x & _WORD gives the two's complement of a negative int 
 
 
 def search_scales(search: Search) -> Any:
-    """Return the block amaxes whose scales give the smallest loss: float32 (..., M, K / block).
-
-    For a recipe without block scales, return the tensor amaxes with the smallest loss, in their canonical shape
-    (call/amaxes.py). Raise Declined if no kernel supports the search.
-    """
+    """Return the block amaxes whose scales give the smallest loss: float32 (..., M, K / block)."""
     call, r = search.call, search.call.recipe
     check_search(search)
     if search.terms.grid is not None:
@@ -74,14 +70,7 @@ def search_scales(search: Search) -> Any:
 
 
 def matrices_to_search(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tuple[Any, Any, Any]]:
-    """Split an array into matrices to search. Yield them as tuples (x, block amaxes, tensor amax) of views.
-
-    Usually the rows of all matrices are joined to one matrix. In two cases, each matrix of the stack is yielded
-    separately: if each matrix (expert) has its own tensor amax, or if the number of its rows is not a multiple of the
-    rows of a block. If x has no elements, nothing is yielded.
-
-    x: the elements, contiguous. out: the array to write the block amaxes to. amaxes: the tensor amaxes.
-    """
+    """Split an array into matrices to search."""
     if not x.size:
         return
     separate, K = is_per_expert(amaxes, r) or (x.ndim > 2 and x.shape[-2] % r.block_rows), x.shape[-1]
@@ -114,17 +103,8 @@ def search_matrix(
     unproven: Any = None,
     mask: int | None = None,
 ) -> None:
-    """Find the block amaxes of a matrix x (M, K) that give the smallest loss, and write them into out, by one launch.
-
-    Raise ValueError if x has more than 2^33 elements.
-
-    Args:
-        amax: the tensor amax, float32 () on the device; None without a tensor scale.
-        terms: the loss and the candidates.
-        unproven: a uint64 array of one element that counts blocks for which every candidate had to be tried; their
-            number is added to it. In a full search, these are all blocks. None: do not count.
-        mask: the sign mask of a Hadamard transform to apply first; None for no transform. Only the pruned search
-            without Hessians supports a transform.
+    """Find the block amaxes of a matrix x (M, K) that give the smallest loss, and write them into out, by one
+    launch.
     """
     check_count(x.size)
     rows, columns = x.shape
@@ -160,27 +140,18 @@ def search_matrix(
 
 
 def _is_pruned(r: Recipe, terms: SearchTerms) -> bool:
-    """Return True if a pruned search can be used, which skips candidates that provably cannot win.
-
-    The pruned search needs E4M3 scales, blocks of one row, amax_nan="propagate" and a squared loss. Otherwise, the full
-    search must be used. terms: the loss and the candidates.
-    """
+    """Return True if a pruned search can be used, which skips candidates that provably cannot win."""
     return r.scale == E4M3 and terms.power == 2 and r.block_rows == 1 and r.amax_nan == "propagate"
 
 
 def _candidate_options(lower: int, upper: int) -> dict[str, bool]:
-    """Return the options of the kernel `search` for its candidates.
-
-    The candidates are the scale codes at distances from `lower` to `upper` from the code of a block's own amax. kAll is
-    True if these are all codes 1 ... 126. kEight is True if they include 8 codes on either side.
-    """
+    """Return the options of the kernel `search` for its candidates."""
     return {"kAll": (lower, upper) == _ALL_OFFSETS, "kEight": lower <= -8 and upper >= 8}
 
 
 def _loss_options(terms: SearchTerms) -> dict[str, bool]:
-    """Return the options of the kernel search_full for a loss and candidates: those of objective_options, and two more.
-
-    kHessian: the loss has Hessians. kFromFloor: the E8M0 candidates are exponents around floor(log2(amax)).
+    """Return the options of the kernel search_full for a loss and candidates: those of objective_options, and two
+    more.
     """
     return {
         "kHessian": terms.hessian is not None,
@@ -190,13 +161,7 @@ def _loss_options(terms: SearchTerms) -> dict[str, bool]:
 
 
 def with_searched_amaxes(call: Call) -> Call:
-    """Run the search of a call's recipe. Return the call with the found block amaxes and a recipe without the search.
-
-    The returned call also has the tensor amax: the caller's or, if there is none, one that is computed.
-
-    Return the call itself, unchanged, if its recipe has no search, or if the caller passed the scales. Raise Declined
-    if no kernel supports the recipe with given block amaxes, or the search after the Hadamard transform of the call.
-    """
+    """Run the search of a call's recipe."""
     r = call.recipe
     if not r.search or call.has_scales:
         return call
@@ -217,11 +182,7 @@ def with_searched_amaxes(call: Call) -> Call:
 
 
 def _check_transform(r: Recipe, terms: SearchTerms, mask: int | None) -> None:
-    """Raise Declined if elements are transformed before a search, but its kernel supports no Hadamard transform.
-
-    Only the pruned search without Hessians supports one. mask: the sign mask of the transform; None for no transform,
-    which is always supported.
-    """
+    """Raise Declined if elements are transformed before a search, but its kernel supports no Hadamard transform."""
     if mask is not None and (terms.hessian is not None or not _is_pruned(r, terms)):
         raise Declined(f"no CUDA kernel searches scales of {r.id} after a Hadamard transform; {_ON_THE_CPU}")
 
@@ -233,24 +194,13 @@ def without_search(r: Recipe) -> Recipe:
 
 
 def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None) -> list[Callable[[], None]]:
-    """Return the launches of a recipe's search for the matrices in `group`, which have one dtype and device.
-
-    A search with its own kernel (OWN_KERNELS) takes one launch per matrix. The search over all scale codes takes one
-    launch for all matrices.
-
-    mask: the sign mask of a Hadamard transform to apply first; None for no transform.
-    """
+    """Return the launches of a recipe's search for the matrices in `group`, which have one dtype and device."""
     return list(factor_launches(group, r, mask)) if r.search in OWN_KERNELS else [search_group(group, r, mask)]
 
 
 def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.GroupedLaunch:
-    """Return one prepared launch that finds the best block amaxes of all matrices in `group`.
-
-    The launch computes what search_matrix computes for each matrix with its default terms, by the pruned search. The
-    recipe must support the pruned search (_is_pruned). The matrices have one dtype and device.
-
-    mask: the sign mask of a Hadamard transform to apply first; None for no transform.
-    """
+    """Return one prepared launch that finds the best block amaxes of all matrices in `group`."""
+    # The recipe must support the pruned search (_is_pruned).
     xs, outs, amaxes = zip(*group, strict=True)
     device, aligned_runs, small = xs[0].device.id, [aligned(x, 16) for x in xs], grouped.is_small(xs)
     arguments = np.zeros(len(xs), _SEARCH)
@@ -267,11 +217,6 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
 
 @cache
 def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, mask: int | None = None, **options: bool) -> Any:
-    """Return a compiled kernel as a CuPy function on a device.
-
-    kernel: the name of the kernel's file, without the suffix. dtype: the dtype of the elements. mask: the sign mask of
-    a Hadamard transform to apply first; None for no transform. options: the bool constants of the instantiation, such
-    as kAligned.
-    """
+    """Return a compiled kernel as a CuPy function on a device."""
     source = instantiation(kernel, recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], **options)
     return loader.function(source, f"{kernel}_kernel", device)

@@ -23,20 +23,14 @@ _ROWS = 16  # rows per thread: many enough for several loads at a time and for f
 
 @cache
 def _function(dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device.
-
-    dtype: the dtype of the elements. aligned_runs: True if every row begins at a multiple of 16 bytes.
-    """
+    """Return the compiled kernel as a CuPy function on a device."""
     source = instantiation("amax_columns", Input=TYPES[dtype], kAligned=aligned_runs)
     return loader.function(source, "amax_columns_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
 def _launch(dtype: np.dtype, aligned_runs: bool, shape: tuple[int, int, int], device: int) -> Launch:
-    """Return the prepared launch of amax_columns.cu for a stack of matrices of the shape (B, M, K).
-
-    aligned_runs: True if every row begins at a multiple of 16 bytes.
-    """
+    """Return the prepared launch of amax_columns.cu for a stack of matrices of the shape (B, M, K)."""
     matrices, rows, columns = shape
     width = 16 // dtype.itemsize if aligned_runs else 1  # columns per thread
     lanes = min(1 << (-(-columns // width) - 1).bit_length(), _WARP)
@@ -48,10 +42,7 @@ def _launch(dtype: np.dtype, aligned_runs: bool, shape: tuple[int, int, int], de
 
 
 def amax_columns(x: Any) -> Any:
-    """Return the largest magnitude in each column of contiguous matrices x (B, M, K): float32 (B, K).
-
-    A column that holds a NaN gives NaN. If M is 0, all results are 0.
-    """
+    """Return the largest magnitude in each column of contiguous matrices x (B, M, K): float32 (B, K)."""
     matrices, _, columns = x.shape
     out = imports.cupy().zeros((matrices, columns), np.float32)
     if x.size:

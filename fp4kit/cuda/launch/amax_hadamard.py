@@ -25,11 +25,7 @@ _WORD = 4  # bytes that a thread loads per row, if they are aligned
 
 @cache
 def _function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: int, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device.
-
-    dtype: the dtype of the elements. counted: which elements count: "all", "no_nan" or "finite". mask: the sign mask of
-    the transform. aligned_runs: True if a thread can load _WORD (4) bytes at a time.
-    """
+    """Return the compiled kernel as a CuPy function on a device."""
     struct = transform_struct(mask)
     source = instantiation(
         "amax_hadamard", struct, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
@@ -41,27 +37,16 @@ def _function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: int, devi
 def _launch(
     dtype: np.dtype, counted: str, aligned_runs: bool, rows: int, columns: int, mask: int, device: int
 ) -> Launch:
-    """Return the prepared launch of amax_hadamard.cu for a matrix (rows, columns).
-
-    dtype: the dtype of the elements. counted: which elements count: "all", "no_nan" or "finite". mask: the sign mask of
-    the transform. aligned_runs: True if a thread can load _WORD (4) bytes at a time.
-    """
+    """Return the prepared launch of amax_hadamard.cu for a matrix (rows, columns)."""
     wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if aligned_runs else 1)))
     function, patch_rows = _function(dtype, counted, aligned_runs, mask, device), rows // HADAMARD_BLOCK
     return Launch(function, grid(patch_rows * wide, device), AMAX, rows, columns)
 
 
 def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
-    """Return the largest magnitude of a matrix after a Hadamard transform along its columns: float32 ().
-
-    An empty x gives 0. launch.matrix.amax would return the same value for a transposed copy of x with this mask; here x
-    is not copied.
-
-    Args:
-        x: contiguous (M, K); M is a multiple of 16.
-        counted: which elements count: "all", "no_nan" or "finite".
-        mask: the sign mask of the transform.
-    """
+    """Return the largest magnitude of a matrix after a Hadamard transform along its columns: float32 ()."""
+    # An empty x gives 0. launch.matrix.amax would return the same value for a transposed copy of x with this mask; here
+    # x is not copied.
     rows, columns = x.shape
     out = imports.cupy().zeros((), np.float32)
     if x.size:

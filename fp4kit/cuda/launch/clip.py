@@ -18,21 +18,14 @@ CLIP = np.dtype([(name, "u8") for name in ("grad", "x", "amax", "out")] + [("cou
 
 @cache
 def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device.
-
-    dtype, grad: the dtypes of x and of the gradient. aligned_runs: True if all arrays begin at multiples of 16 bytes.
-    """
+    """Return the compiled kernel as a CuPy function on a device."""
     source = instantiation("clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=aligned_runs)
     return loader.function(source, "clip_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
 def _clip_launch(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, count: int, covered: int, device: int) -> Launch:
-    """Return the prepared launch of clip.cu for arrays of `count` elements.
-
-    dtype, grad: the dtypes of x and of the gradient. aligned_runs: True if all arrays but the amaxes begin at multiples
-    of 16 bytes. covered: the number of consecutive elements that share an amax.
-    """
+    """Return the prepared launch of clip.cu for arrays of `count` elements."""
     blocks = -(-count * max(dtype.itemsize, grad.itemsize) // (16 * THREADS))
     return Launch(
         _clip_function(dtype, grad, aligned_runs, device), grid(blocks, device, UNLIMITED), CLIP, count, covered
@@ -40,15 +33,7 @@ def _clip_launch(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, count: int
 
 
 def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
-    """Write the clipped gradient into out: grad where |x| <= amax, otherwise +0.
-
-    It is also +0 where x or amax is NaN.
-
-    Args:
-        grad, x, out: contiguous arrays of one size. out has the dtype of grad.
-        amax: float32, contiguous. x.size must be a multiple of amax.size; each amax applies to x.size / amax.size
-            consecutive elements of x.
-    """
+    """Write the clipped gradient into out: grad where |x| <= amax, otherwise +0."""
     aligned_runs = all(a.data.ptr % 16 == 0 for a in (grad, x, out))
     launch = _clip_launch(x.dtype, grad.dtype, aligned_runs, x.size, x.size // amax.size, x.device.id)
     launch(*map(address, (grad, x, amax, out)))

@@ -135,10 +135,7 @@ class LaunchRequest(NamedTuple):
 
     @property
     def kernel_shape(self) -> tuple[int, int]:
-        """Return the shape (rows, columns) in which the kernel treats the matrix.
-
-        For a recipe without blocks, the matrix is treated as one long row, unless each row has its own tensor scale.
-        """
+        """Return the shape (rows, columns) in which the kernel treats the matrix."""
         r, (rows, columns) = self.recipe, self.shape
         return (1, rows * columns) if r.block is None and r.tensor_scaling != "row" else (rows, columns)
 
@@ -164,10 +161,7 @@ class KernelChoice(NamedTuple):
 
 
 def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
-    """Return the number of thread blocks that write a matrix of values, if each thread writes `runs` times 16 bytes.
-
-    A matrix without elements gives 0. rows, columns: the shape of the matrix. dtype: the dtype of the values.
-    """
+    """Return the number of thread blocks that write a matrix of values, if each thread writes `runs` times 16 bytes."""
     return -(-rows * -(-columns * dtype.itemsize // 16) // (runs * THREADS))
 
 
@@ -180,30 +174,19 @@ def uses_fake_rule(request: LaunchRequest) -> bool:
 
 
 def adds_noise(request: LaunchRequest) -> bool:
-    """Return True if a request is for stochastic rounding by added noise, as ComfyUI and MSLK round.
-
-    Only the kernel quantize_stochastic computes such rounding.
-    """
+    """Return True if a request is for stochastic rounding by added noise, as ComfyUI and MSLK round."""
     return request.stochastic and request.recipe.stochastic in NOISE_STOCHASTICS
 
 
 def _takes_ms_eden(request: LaunchRequest) -> bool:
-    """Return True if the kernel fake_ms_eden supports a request: fake-quantized values by a fake_rule of MS-EDEN.
-
-    These rules multiply the scales of several blocks by a common correction. Blocks must have a multiple of EDEN_RUN
-    (8) columns, and amax_nan must not be "lanes".
-    """
+    """Return True if the kernel fake_ms_eden supports a request: fake-quantized values by a fake_rule of MS-EDEN."""
+    # Blocks must have a multiple of EDEN_RUN (8) columns, and amax_nan must not be "lanes".
     fits = request.recipe.block_size % EDEN_RUN == 0 and request.recipe.amax_nan != "lanes"
     return uses_fake_rule(request) and fake_unit(request.recipe) > 1 and fits
 
 
 def _takes_fake(request: LaunchRequest) -> bool:
-    """Return True if the kernel fake_quantize supports a request: fake-quantized values, computed by a fake_rule.
-
-    It supports recipes without blocks, and blocks of one row whose width is in FAKE_BLOCKS: a power of two from 16 to
-    512. It supports neither amax_nan="lanes" nor rules that correct the scales of several blocks together, which
-    fake_ms_eden computes.
-    """
+    """Return True if the kernel fake_quantize supports a request: fake-quantized values, computed by a fake_rule."""
     rows, columns = request.recipe.block or (1, FAKE_BLOCKS[0])
     return (
         uses_fake_rule(request)
@@ -215,35 +198,26 @@ def _takes_fake(request: LaunchRequest) -> bool:
 
 
 def _takes_noise(request: LaunchRequest) -> bool:
-    """Return True if the kernel quantize_stochastic supports a request: rowwise stochastic rounding by noise.
-
-    Blocks must have one row, and a multiple of NOISE_RUN (16) columns. The kernel supports neither scales that the
-    caller passes, nor groups, nor values by a fake_rule.
-    """
+    """Return True if the kernel quantize_stochastic supports a request: rowwise stochastic rounding by noise."""
+    # Blocks must have one row, and a multiple of NOISE_RUN (16) columns.
     rows, columns = request.recipe.block or (0, 0)
     plain = _by_rows(request) and not request.grouped
     return adds_noise(request) and plain and rows == 1 and columns % NOISE_RUN == 0
 
 
 def has_patch_kernel(r: Recipe) -> bool:
-    """Return True if the kernel quantize_columns supports the blocks, scales and elements of a recipe.
-
-    The elements must be floats, in blocks of 1 x 16, 1 x 32, 16 x 16 or 32 x 32 (PATCH_BLOCKS). The recipe must have
-    at most one tensor scale per tensor, no 4over6 and no search.
-    """
+    """Return True if the kernel quantize_columns supports the blocks, scales and elements of a recipe."""
+    # The elements must be floats, in blocks of 1 x 16, 1 x 32, 16 x 16 or 32 x 32 (PATCH_BLOCKS).
+    # The recipe must have at most one tensor scale per tensor, no 4over6 and no search.
     one_scale = r.tensor_scaling in ("none", "tensor") and r.four_over_six is None and not r.search
     is_float = not (r.element.is_integer or isinstance(r.element, Codebook))
     return r.block in PATCH_BLOCKS and one_scale and is_float
 
 
 def _takes_patch(request: LaunchRequest) -> bool:
-    """Return True if the kernel quantize_columns supports a request: for columnwise codes, or for square blocks.
-
-    has_patch_kernel(recipe) must be True. For square blocks, the number of columns must be a multiple of the block
-    size. Otherwise, a row must have a multiple of PATCH_ROW_UNIT (32) bytes. The kernel supports a Hadamard transform
-    only for columnwise blocks of 16 elements. It does not support stochastic rounding, groups, fake_rules, or scales
-    and block amaxes that the caller passes.
-    """
+    """Return True if the kernel quantize_columns supports a request: for columnwise codes, or for square blocks."""
+    # has_patch_kernel(recipe) must be True.
+    # For square blocks, the number of columns must be a multiple of the block size.
     r, has_tall_blocks = request.recipe, request.recipe.block_rows > 1
     unit = r.block_size if has_tall_blocks else PATCH_ROW_UNIT // request.dtype.itemsize
     needs_patches = request.columns or has_tall_blocks
@@ -256,12 +230,13 @@ def _takes_patch(request: LaunchRequest) -> bool:
 
 
 def _takes_table(request: LaunchRequest) -> bool:
-    """Return True if the kernel quantize_table supports a request: codes of a large bfloat16 matrix by a 4over6 recipe.
-
-    The matrix must have at least MIN_TABLE_ELEMENTS (2^23) elements and be quantized along its rows, not in a group and
-    not under scales that the caller passes. The recipe must sum errors ("mae" or "mse") without lane_sums, and have one
-    tensor scale and blocks of 1 x 16 or 16 x 16. Blocks of 16 x 16 also need amax_nan="propagate".
+    """Return True if the kernel quantize_table supports a request: codes of a large bfloat16 matrix by a 4over6
+    recipe.
     """
+    # The matrix must have at least MIN_TABLE_ELEMENTS (2^23) elements and be quantized along its rows, not in a group
+    # and not under scales that the caller passes.
+    # The recipe must sum errors ("mae" or "mse") without lane_sums, and have one tensor scale and blocks of 1 x 16 or
+    # 16 x 16.
     r = request.recipe
     is_square = r.block == (16, 16) and r.amax_nan == "propagate"
     sums_errors = r.four_over_six in ("mae", "mse") and not r.lane_sums
@@ -272,20 +247,14 @@ def _takes_table(request: LaunchRequest) -> bool:
 
 
 def _by_rows(request: LaunchRequest) -> bool:
-    """Return True if a request is for rowwise codes or values, with scales that the kernel itself computes.
-
-    Values that a fake_rule computes do not count.
-    """
+    """Return True if a request is for rowwise codes or values, with scales that the kernel itself computes."""
     return not request.columns and not uses_fake_rule(request) and not request.scaled
 
 
 def _takes_tile(request: LaunchRequest) -> bool:
-    """Return True if the kernel quantize_tile supports a request.
-
-    The kernel quantizes along rows, for recipes that have blocks of several rows or 4over6. Blocks must have 16 or 32
-    columns, and a number of rows that divides THREADS (256). The caller must pass neither scales nor block amaxes, and
-    the request must not be for values by a fake_rule.
-    """
+    """Return True if the kernel quantize_tile supports a request."""
+    # Blocks must have 16 or 32 columns, and a number of rows that divides THREADS (256).
+    # The caller must pass neither scales nor block amaxes, and the request must not be for values by a fake_rule.
     r = request.recipe
     rows, columns = r.block or (1, 0)
     fits_threads = columns in (HADAMARD_BLOCK, MAX_TILE_BLOCK_COLUMNS) and THREADS % rows == 0
@@ -293,11 +262,7 @@ def _takes_tile(request: LaunchRequest) -> bool:
 
 
 def _takes_scaled(request: LaunchRequest) -> bool:
-    """Return True if the kernel quantize_with_scales supports a request.
-
-    It supports rowwise codes under scales that the caller passes, for recipes without blocks and for blocks whose
-    number of columns is a multiple of SCALED_RUN (16).
-    """
+    """Return True if the kernel quantize_with_scales supports a request."""
     return (
         request.scaled
         and not request.columns
@@ -306,19 +271,13 @@ def _takes_scaled(request: LaunchRequest) -> bool:
 
 
 def _takes_unblocked(request: LaunchRequest) -> bool:
-    """Return True if the kernel quantize_unblocked supports a request: rowwise, by a recipe without blocks.
-
-    The kernel supports neither scales that the caller passes nor fake_rules.
-    """
+    """Return True if the kernel quantize_unblocked supports a request: rowwise, by a recipe without blocks."""
     return _by_rows(request) and request.recipe.block is None
 
 
 def _takes_rows(request: LaunchRequest) -> bool:
-    """Return True if the kernel quantize supports a request: rowwise, for blocks of one row, without 4over6.
-
-    The width of a block must be 16, or a multiple of 32. The kernel supports neither scales that the caller passes, nor
-    fake_rules, nor stochastic rounding by added noise (adds_noise).
-    """
+    """Return True if the kernel quantize supports a request: rowwise, for blocks of one row, without 4over6."""
+    # The width of a block must be 16, or a multiple of 32.
     r = request.recipe
     rows, columns = r.block or (0, 0)
     plain = _by_rows(request) and not adds_noise(request)
@@ -326,11 +285,7 @@ def _takes_rows(request: LaunchRequest) -> bool:
 
 
 def finds_rows(request: LaunchRequest) -> bool:
-    """Return True if each thread block computes the amaxes of the rows that it quantizes.
-
-    This is so if the request has finds_amax, and the recipe has one tensor scale per row and blocks of one row. The
-    kernel is quantize, or quantize_tile for 4over6.
-    """
+    """Return True if each thread block computes the amaxes of the rows that it quantizes."""
     by_row = request.finds_amax and request.recipe.tensor_scaling == "row"
     return by_row and (
         _takes_rows(request) or (_takes_tile(request) and request.recipe.block_rows == 1 and not request.values)
@@ -338,10 +293,7 @@ def finds_rows(request: LaunchRequest) -> bool:
 
 
 def needs_search(request: LaunchRequest) -> bool:
-    """Return True if a search kernel must first choose the block amaxes, because the recipe has a search.
-
-    Return False if the caller passes the scales, because then nothing is searched.
-    """
+    """Return True if a search kernel must first choose the block amaxes, because the recipe has a search."""
     return bool(request.recipe.search) and not request.scaled
 
 
@@ -349,28 +301,20 @@ def needs_search(request: LaunchRequest) -> bool:
 
 
 def _fake_grid(request: LaunchRequest, device: int) -> int:
-    """Return the number of thread blocks of fake_quantize, in which each thread writes 2 times 16 bytes (VALUE_RUNS).
-
-    For recipes without blocks, or with a table of scales, a thread writes 4 times 16 bytes (MORE_VALUE_RUNS).
+    """Return the number of thread blocks of fake_quantize, in which each thread writes 2 times 16 bytes
+    (VALUE_RUNS).
     """
     runs = VALUE_RUNS if request.recipe.block and not has_table(request.recipe) else MORE_VALUE_RUNS
     return grid(value_blocks(*request.kernel_shape, request.dtype, runs), device, UNLIMITED)
 
 
 def _patch_sizes(request: LaunchRequest) -> tuple[int, ...]:
-    """Return the size arguments of quantize_columns: the rows and columns of the matrix, and the shift of a band.
-
-    The kernel processes the matrix in bands of 2^shift rows of tiles. shift is the smallest number for which one band
-    covers the matrix, but at most BAND_SHIFT (8).
-    """
+    """Return the size arguments of quantize_columns: the rows and columns of the matrix, and the shift of a band."""
     return *request.shape, min((-(-request.shape[0] // TILE_ROWS) - 1).bit_length(), BAND_SHIFT)
 
 
 def _patch_grid(request: LaunchRequest, device: int) -> int:
-    """Return the number of thread blocks of quantize_columns: one per tile.
-
-    A band has 2^shift rows of tiles (_patch_sizes). The last band counts as full, even if it has fewer rows.
-    """
+    """Return the number of thread blocks of quantize_columns: one per tile."""
     rows, columns, shift = _patch_sizes(request)
     tiles_down = -(-rows // TILE_ROWS)
     tile_columns = TILE_COLUMNS if request.recipe.block_rows > 1 else TILE_BYTES // request.dtype.itemsize
@@ -386,10 +330,7 @@ def _table_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _tile_grid(request: LaunchRequest, device: int) -> int:
-    """Return the number of thread blocks of quantize_tile: one per tile, at most BLOCKS_PER_SM per multiprocessor.
-
-    If thread blocks compute the amaxes of their rows, return the `blocks` of the RowPlan.
-    """
+    """Return the number of thread blocks of quantize_tile: one per tile, at most BLOCKS_PER_SM per multiprocessor."""
     rows, columns = request.shape
     if plan := row_plan(request, device):
         return plan.blocks
@@ -398,9 +339,8 @@ def _tile_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _bytes_per_thread(request: LaunchRequest) -> int:
-    """Return the bytes of elements that a thread of quantize loads at a time, before row_plan doubles them: 32 or 64.
-
-    It is 32 for fake-quantized values of recipes with blocks that multiply elements by a factor (apply="multiply").
+    """Return the bytes of elements that a thread of quantize loads at a time, before row_plan doubles them: 32 or
+    64.
     """
     r = request.recipe
     return VALUE_RUNS * 16 if request.values and r.block and r.apply == "multiply" else THREAD_BYTES
@@ -424,36 +364,7 @@ class RowPlan(NamedTuple):
 
 
 def row_plan(request: LaunchRequest, device: int) -> RowPlan | None:
-    """Return the RowPlan of a request; None unless thread blocks compute the amaxes of their rows (finds_rows).
-
-    The kernel is quantize, or quantize_tile for 4over6.
-
-    - If one warp loads a whole row in one step, a thread block of quantize takes several rows at a time. If rows are
-      longer, or so few that multiprocessors would be idle, it takes one row. The number of threads is a multiple of
-      WARP, at most THREADS, and as small as possible for these rows.
-    - A row that does not fit into one step must be loaded twice. So if a row does not fit into THREADS threads of 64
-      bytes, each thread loads 128 bytes at a time. If the row still does not fit, the number of threads is chosen so
-      that they are busy in all steps.
-    - For 4over6, a thread block takes one row at a time. Each thread first computes the tensor scale of the row, so
-      several blocks per thread are best. But if a thread takes more than ROW_STEPS blocks, the rows of all thread
-      blocks on a multiprocessor do not fit into L1, from which they are loaded again.
-
-    There are at most 96 thread blocks per multiprocessor; see _row_grid.
-
-    The table gives the speed relative to a copy of the bytes of x, codes and scales, for 16384 rows of bfloat16, or for
-    4096 rows if they have 32768 columns (2026-11-27). If one launch computes the amaxes and another one quantizes,
-    the speed is 0.52 to 0.57 (H100). The scales of nvfp4-flashinfer-token are swizzled, and those of the other recipes
-    are linear. The column 4over6 is for nvfp4-flashinfer-token-4over6-mse-256.
-
-        columns   nvfp4-te-rowscaled   nvfp4-flashinfer-token   4over6
-                  H100   H200          H100   H200              H100   H200
-        1024      0.83   0.80          0.66   0.64
-        2880      0.98   0.86          0.98   0.87              0.77   0.57
-        4096      0.99   0.91          1.00   0.91              0.89   0.67
-        8192      1.01   0.94          1.01   0.92              0.92   0.68
-        16384     1.02   1.01          1.01   0.95              0.91
-        32768     0.87   0.89          0.83   0.81
-    """
+    """Return the RowPlan of a request; None unless thread blocks compute the amaxes of their rows (finds_rows)."""
     if not finds_rows(request):
         return None
     rows, columns = request.shape
@@ -477,22 +388,9 @@ def row_plan(request: LaunchRequest, device: int) -> RowPlan | None:
 
 
 def _row_grid(request: LaunchRequest, device: int) -> int:
-    """Return the number of thread blocks of quantize or quantize_unblocked: one thread per 64 bytes of elements.
-
-    If every thread block must first prepare something, the grid has at most 96 thread blocks per multiprocessor, so
-    that a thread block does more work per preparation. Thread blocks prepare a table of factors, the order of swizzled
-    scales, or the division by which a run finds its row.
-
-    There are two exceptions. For fake-quantized values of recipes with blocks that multiply elements by a factor, one
-    thread writes 2 times 16 bytes. If thread blocks compute the amaxes of their rows, the grid is that of the RowPlan.
-
-    Speed relative to a copy, for several limits of thread blocks (H200, 16384 x 16384 bfloat16, 2026-11-21):
-
-        thread blocks per multiprocessor    16    24    64    96  no limit
-        nvfp4-te                          0.97  0.99  1.01  1.02
-        nvfp4-te, swizzled scales         0.91  0.97  0.99  1.01
-        nvfp4-te-rowscaled                                  1.03      0.99
-    """
+    """Return the number of thread blocks of quantize or quantize_unblocked: one thread per 64 bytes of elements."""
+    # If every thread block must first prepare something, the grid has at most 96 thread blocks per multiprocessor, so
+    # that a thread block does more work per preparation.
     r, (rows, columns) = request.recipe, request.kernel_shape
     if plan := row_plan(request, device):
         return plan.blocks
@@ -554,22 +452,14 @@ KERNEL_CHOICES = (
 
 @lru_cache(CACHE_SIZE)
 def find_kernel(request: LaunchRequest) -> KernelChoice | None:
-    """Return the first kernel in KERNEL_CHOICES that supports a request, or None if no kernel does.
-
-    Return None also if the kernels do not support the recipe (unsupported), if a search must run first (needs_search),
-    or if the request needs noise (adds_noise) that quantize_stochastic does not support.
-    """
+    """Return the first kernel in KERNEL_CHOICES that supports a request, or None if no kernel does."""
     if unsupported(request.recipe) or needs_search(request) or (adds_noise(request) and not _takes_noise(request)):
         return None
     return next((choice for choice in KERNEL_CHOICES if choice.takes(request)), None)
 
 
 def kernel_for(request: LaunchRequest) -> KernelChoice:
-    """Return the first kernel in KERNEL_CHOICES that supports a request.
-
-    Raise Declined if the kernels do not support the recipe, or if no kernel supports the request. The message says what
-    is needed.
-    """
+    """Return the first kernel in KERNEL_CHOICES that supports a request."""
     check_formats(request.recipe)
     choice = find_kernel(request)
     if choice is None:
@@ -578,10 +468,10 @@ def kernel_for(request: LaunchRequest) -> KernelChoice:
 
 
 def why_declined(request: LaunchRequest) -> str:
-    """Return the error message for a request for which find_kernel returns None: what is unsupported, what is needed.
-
-    The recipe itself must be supported (check_formats).
+    """Return the error message for a request for which find_kernel returns None: what is unsupported, what is
+    needed.
     """
+    # The recipe itself must be supported (check_formats).
     r = request.recipe
     rows, columns = r.block or (1, 1)
     if needs_search(request):

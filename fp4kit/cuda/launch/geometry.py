@@ -31,18 +31,14 @@ def multiprocessors(device: int) -> int:
 
 
 def resident_blocks(device: int) -> int:
-    """Return how many thread blocks of THREADS (256) threads a device can run at once, limited only by their threads.
-
-    The kernel dequantize prefetches codes by this number of steps ahead.
+    """Return how many thread blocks of THREADS (256) threads a device can run at once, limited only by their
+    threads.
     """
     return multiprocessors(device) * (MAX_THREADS // THREADS)
 
 
 def check_count(elements: int) -> None:
-    """Raise ValueError if a matrix has more than 2^33 elements.
-
-    The limit follows from the kernels' 32-bit indices, which count groups of 4 elements.
-    """
+    """Raise ValueError if a matrix has more than 2^33 elements."""
     if elements > MAX_ELEMENTS:
         raise ValueError(
             f"fp4kit.cuda: a matrix has {elements} elements; a kernel takes at most {MAX_ELEMENTS} (2^33); split the"
@@ -59,13 +55,7 @@ def check_columns(columns: int) -> None:
 
 
 def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM) -> int:
-    """Return the number of thread blocks to launch, at least 1.
-
-    Args:
-        work_blocks: the number of shares into which the work is divided. A thread block processes one share at a time.
-        per_multiprocessor: the largest number of thread blocks per multiprocessor. If this limit gives fewer thread
-            blocks than there are shares, a thread block processes several shares, one after the other.
-    """
+    """Return the number of thread blocks to launch, at least 1."""
     return max(min(work_blocks, multiprocessors(device) * per_multiprocessor), 1)
 
 
@@ -138,12 +128,7 @@ class Launch:
         self._free: list[_Slot] = []
 
     def __call__(self, *values: int, stream: Any = None) -> None:
-        """Launch the kernel, without waiting for it.
-
-        Args:
-            values: the values of all fields that are not in `sizes`, in order, such as the addresses of arrays.
-            stream: a stream of CuPy or PyTorch; None for CuPy's current stream.
-        """
+        """Launch the kernel, without waiting for it."""
         try:
             slot = self._free.pop()
         except IndexError:
@@ -156,9 +141,8 @@ class Launch:
         self._free.append(slot)
 
     def _by_driver(self, slot: _Slot, stream: Any) -> bool:
-        """Launch the kernel by the CUDA driver's function, which skips CuPy's conversion of arguments, and return True.
-
-        Return False, without a launch, if CuPy's function has no handle or the thread has no CUDA context yet.
+        """Launch the kernel by the CUDA driver's function, which skips CuPy's conversion of arguments, and return
+        True.
         """
         if self._handle is None:
             self._handle = getattr(getattr(self._function, "kernel", self._function), "ptr", 0)
@@ -181,18 +165,15 @@ def address(array: Any) -> int:
 
 
 def aligned(array: Any, run_bytes: int) -> bool:
-    """Return True if every row of an array begins at a multiple of 16 bytes, so that kernels can use vector accesses.
-
-    array: the array. None stands for an array that will be allocated later, which counts as aligned.
-    run_bytes: the bytes per row.
+    """Return True if every row of an array begins at a multiple of 16 bytes, so that kernels can use vector
+    accesses.
     """
     return (array is None or array.data.ptr % 16 == 0) and run_bytes % 16 == 0
 
 
 def as_aligned(array: Any) -> Any:
-    """Return an array that is contiguous and begins at a multiple of 16 bytes: the array itself, or else a copy of it.
-
-    Return None for None.
+    """Return an array that is contiguous and begins at a multiple of 16 bytes: the array itself, or else a copy of
+    it.
     """
     if array is None:
         return None

@@ -70,37 +70,21 @@ class GroupedLaunch:
 
 
 def is_small(members: Sequence[Any]) -> bool:
-    """Return True if a group has at most 32 members (SMALL_GROUP).
-
-    The arguments for all members of such a group can be passed as kernel arguments, without a table in device memory.
-    """
+    """Return True if a group has at most 32 members (SMALL_GROUP)."""
     return len(members) <= SMALL_GROUP
 
 
 def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np.ndarray:
-    """Return the number of pieces into which the work on each tensor of a group is divided: an int64 array.
-
-    A piece is the share of a tensor that a thread block processes at a time. The pieces of a tensor are of about equal
-    size. The largest size is chosen so that the group has about 20 pieces per multiprocessor
-    (PIECES_PER_MULTIPROCESSOR), but it is at least MIN_PIECE (8192) and at most `most` elements. A tensor without
-    elements has one piece.
-
-    Raise ValueError if a tensor has more than 2^33 elements.
-
-    Args:
-        elements: the number of elements of each tensor, int64.
-        most: the largest number of elements per piece, at least MIN_PIECE.
-    """
+    """Return the number of pieces into which the work on each tensor of a group is divided: an int64 array."""
+    # The largest size is chosen so that the group has about 20 pieces per multiprocessor (PIECES_PER_MULTIPROCESSOR),
+    # but it is at least MIN_PIECE (8192) and at most `most` elements.
     check_count(int(elements.max()))
     share = int(elements.sum()) // (geometry.multiprocessors(device) * PIECES_PER_MULTIPROCESSOR)
     return np.maximum(-(-elements // int(np.clip(share, MIN_PIECE, most))), 1)
 
 
 def group_table(members: np.ndarray) -> np.ndarray:
-    """Return the table of a large group in 8-byte words (see grouped.cuh): first the members, then the pieces.
-
-    members: one struct per member (a tensor), with the fields that prepare_group builds.
-    """
+    """Return the table of a large group in 8-byte words (see grouped.cuh): first the members, then the pieces."""
     pieces = members["pieces"]
     work = np.empty(int(pieces.sum()), _PIECE)
     work["member"] = np.repeat(np.arange(len(pieces)), pieces)
@@ -111,17 +95,7 @@ def group_table(members: np.ndarray) -> np.ndarray:
 def prepare_group(
     function: Any, arguments: np.ndarray, aligned_runs: ArrayLike, pieces: np.ndarray, held: Any, small: bool = False
 ) -> GroupedLaunch:
-    """Return a prepared launch of a kernel that processes a group of tensors (its members).
-
-    Args:
-        function: the CuPy function of the kernel.
-        arguments: one struct of the kernel's arguments per member.
-        aligned_runs: per member, whether all runs (the elements that one thread loads at once) begin at multiples of 16
-            bytes. For grouped_transpose, the bit flags WHOLE_CODES and WORD_SCALES (what a thread may copy at once).
-        pieces: the number of pieces of each member.
-        held: the arrays that the launch keeps alive.
-        small: True if the kernel was compiled for small groups (kSmall).
-    """
+    """Return a prepared launch of a kernel that processes a group of tensors (its members)."""
     member = np.dtype([("arguments", arguments.dtype), ("pieces", "u4"), ("aligned", "u4")])
     members, total, table = np.zeros(len(arguments), member), int(pieces.sum()), None
     members["arguments"], members["pieces"], members["aligned"] = arguments, pieces, aligned_runs
@@ -138,32 +112,13 @@ def prepare_group(
 
 @cache
 def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
-    """Return the grouped variant of a quantize kernel, compiled, as a CuPy function that is loaded on a device.
-
-    Args:
-        kernel: the name of the kernel for one matrix, such as "quantize".
-        struct: the result of kernel_structs.
-        dtype: the dtype of the elements.
-        aligned_runs: True if the runs (the elements that one thread loads at once) of all tensors begin at multiples of
-            16 bytes.
-        small: the result of is_small.
-    """
+    """Return the grouped variant of a quantize kernel, compiled, as a CuPy function that is loaded on a device."""
     source = instantiation(f"grouped_{kernel}", struct, Input=TYPES[dtype], kAligned=aligned_runs, kSmall=small)
     return loader.function(source, f"grouped_{kernel}_kernel", device)
 
 
 def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest], seed: int = 0) -> GroupedLaunch:
-    """Return a prepared launch that quantizes all matrices as launch.matrix.quantize_matrix does.
-
-    All matrices are on one device. A matrix without elements has the shape (n, 0), where n is the number of its tensor
-    scales.
-
-    Raise Declined if no kernel supports the requests, and ValueError if a matrix or a row has too many elements.
-
-    Args:
-        requests: one LaunchRequest per matrix. They differ only in their shapes.
-        seed: the seed of stochastic rounding; unused for nearest rounding or given random bytes.
-    """
+    """Return a prepared launch that quantizes all matrices as launch.matrix.quantize_matrix does."""
     first, r = matrices[0], requests[0].recipe
     choice = kernel_for(requests[0]._replace(grouped=True))
     aligned_runs = [has_aligned_runs(m, w) for m, w in zip(matrices, requests, strict=True)]
@@ -190,16 +145,7 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
 def _amax_function(
     kernel: str, dtype: np.dtype, counted: str, aligned_runs: bool, small: bool, mask: int | None, device: int
 ) -> Any:
-    """Return a compiled grouped amax kernel as a CuPy function on a device.
-
-    Args:
-        kernel: the C++ name of the kernel.
-        dtype: the dtype of the elements.
-        counted: which elements count: "all", "no_nan" or "finite".
-        aligned_runs: True if the rows of all members begin at multiples of 16 bytes.
-        small: the result of is_small.
-        mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
-    """
+    """Return a compiled grouped amax kernel as a CuPy function on a device."""
     names: dict[str, str | bool] = {
         "Input": TYPES[dtype],
         "kCounted": f"AmaxInput::{counted}",
@@ -212,14 +158,8 @@ def _amax_function(
 def amax_group(
     xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: bool = False, mask: int | None = None
 ) -> GroupedLaunch:
-    """Return a prepared launch that computes the amax of each array in xs, as launch.matrix.amax does.
-
-    The launch writes the amax of xs[i], or one amax per row, into outs[i]. If by_row is False, outs must hold zeros
-    before each launch. All xs are contiguous, on one device and of one dtype.
-
-    counted: which elements count: "all", "no_nan" or "finite". by_row: True for one amax per row. mask: the sign mask
-    of a Hadamard transform that is applied first; None for no transform.
-    """
+    """Return a prepared launch that computes the amax of each array in xs, as launch.matrix.amax does."""
+    # If by_row is False, outs must hold zeros before each launch.
     shapes = [x.shape if by_row else (1, x.size) for x in xs]
     aligned_runs = [
         aligned(x, shape[1] * x.dtype.itemsize if by_row else 16) for x, shape in zip(xs, shapes, strict=True)
@@ -246,13 +186,7 @@ class Clip(NamedTuple):
 
 @cache
 def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
-    """Return the compiled kernel grouped_clip as a CuPy function on a device.
-
-    Args:
-        dtype, grad: the dtypes of x and of the gradients.
-        aligned_runs: True if all arrays begin at multiples of 16 bytes.
-        small: the result of is_small.
-    """
+    """Return the compiled kernel grouped_clip as a CuPy function on a device."""
     source = instantiation(
         "grouped_clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=aligned_runs, kSmall=small
     )
@@ -260,11 +194,7 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, small: b
 
 
 def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
-    """Return a prepared launch that clips all gradients in `clips` as launch.clip.clip_gradient does.
-
-    Each launch overwrites the `out` of every Clip. All x have one dtype, and all gradients have one dtype. No array is
-    empty, and all arrays are contiguous and on one device.
-    """
+    """Return a prepared launch that clips all gradients in `clips` as launch.clip.clip_gradient does."""
     aligned_runs = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
     arguments = np.array([(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], CLIP)
     first = clips[0]

@@ -35,24 +35,13 @@ class TransposeMatrix(NamedTuple):
 
 @cache
 def _function(bits: int, block: int, all_wide: bool, small: bool, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device.
-
-    Args:
-        bits: the bits per code.
-        block: the columns of a square block.
-        all_wide: True if both flags of wide_copies are True for every matrix.
-        small: the result of is_small.
-    """
+    """Return the compiled kernel as a CuPy function on a device."""
     source = instantiation("grouped_transpose", kernel_structs(bits, block, "linear"), kAligned=all_wide, kSmall=small)
     return loader.function(source, "grouped_transpose_kernel", device)
 
 
 def transpose_group(matrices: Sequence[TransposeMatrix], r: Recipe) -> GroupedLaunch:
-    """Return a prepared launch that transposes the codes and scales of all matrices into their output arrays.
-
-    No matrix is empty, all are on one device, and their block scales are linear. r: the recipe of all matrices, with
-    square blocks.
-    """
+    """Return a prepared launch that transposes the codes and scales of all matrices into their output arrays."""
     shapes = [(1, *m.shape) for m in matrices]
     flags_of_members = [
         wide_copies(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)

@@ -37,33 +37,21 @@ _GROUP = np.dtype([("products", "u8"), ("ends", "u8"), ("count", "i8"), ("tiles"
 
 @cache
 def _function(adder: str, grouped: bool, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled kernel of matmul.cu as a CuPy function on a device.
-
-    adder: how products are summed, a name in enum Adder. grouped: True for a kernel that computes a group of products.
-    dtype: the dtype of the result.
-    """
+    """Return the compiled kernel of matmul.cu as a CuPy function on a device."""
     source = instantiation("matmul", _HEADER, kAdder=f"Adder::{adder}", kGrouped=grouped, Output=TYPES[dtype])
     return loader.function(source, "matmul_kernel", device)
 
 
 @cache
 def _fp4_function(scales_are_e8m0: bool, grouped: bool, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled kernel of matmul_fp4.cu as a CuPy function on a device.
-
-    scales_are_e8m0: True for E8M0 block scales, False for E4M3. grouped: True for a kernel that computes a group of
-    products. dtype: the dtype of the result.
-    """
+    """Return the compiled kernel of matmul_fp4.cu as a CuPy function on a device."""
     source = instantiation("matmul_fp4", kScalesAreE8M0=scales_are_e8m0, kGrouped=grouped, Output=TYPES[dtype])
     return loader.function(source, "matmul_fp4_kernel", device)
 
 
 @cache
 def _fp8_function(rows: str, columns: str, wide_step: bool, grouped: bool, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled kernel of matmul_fp8.cu as a CuPy function on a device.
-
-    rows, columns: the element formats of the operands. wide_step: True if a step sums 32 products, False for 16.
-    grouped: True for a kernel that computes a group of products. dtype: the dtype of the result.
-    """
+    """Return the compiled kernel of matmul_fp8.cu as a CuPy function on a device."""
     names: dict[str, Any] = {
         "kRowsAreE5M2": rows == "E5M2",
         "kColumnsAreE5M2": columns == "E5M2",
@@ -75,35 +63,21 @@ def _fp8_function(rows: str, columns: str, wide_step: bool, grouped: bool, dtype
 
 @lru_cache(CACHE_SIZE)
 def _launch(kernel: tuple[Any, ...], dtype: np.dtype, tiles: int, grouped: bool, device: int) -> Launch:
-    """Return the prepared launch of a matmul kernel for a number of tiles (squares of results).
-
-    kernel: the function that compiles the kernel, and its arguments except grouped, dtype and device. grouped: True if
-    the launch computes a group of products.
-    """
+    """Return the prepared launch of a matmul kernel for a number of tiles (squares of results)."""
     make, *arguments = kernel
     return Launch(make(*arguments, grouped, dtype, device), grid(tiles, device), _GROUP if grouped else _PRODUCT)
 
 
 def _tile_count(kernel: tuple[Any, ...], shape: tuple[int, int, int]) -> int:
-    """Return the number of tiles (squares) into which a kernel divides results of the shape (batch, M, N).
-
-    A tile has 32 x 32 results in matmul.cu and 64 x 64 in the other kernels; tiles at the edges may be cut off.
-
-    kernel: the function that compiles the kernel, and its arguments.
-    """
+    """Return the number of tiles (squares) into which a kernel divides results of the shape (batch, M, N)."""
     tile = TILE if kernel[0] is _function else LARGE_TILE
     batch, M, N = shape
     return batch * -(-M // tile) * -(-N // tile)
 
 
 def _special_kernel(call: MatmulCall, arrays: list[Any]) -> tuple[Any, ...] | None:
-    """Return the fast kernel for FP4 or FP8 operands that can compute a call, or None if matmul.cu has to compute it.
-
-    The fast kernels are in matmul_fp4.cu and matmul_fp8.cu. They need rows of codes that begin at multiples of 16
-    bytes, K above 0, and certain sizes of the matrix unit's steps. The result is (function that compiles the kernel,
-    its arguments...), which is the form that _launch takes.
-
-    arrays: the codes of both operands, contiguous.
+    """Return the fast kernel for FP4 or FP8 operands that can compute a call, or None if matmul.cu has to compute
+    it.
     """
     step, a, b = call.step, call.a, call.b
     is_aligned = all(codes.data.ptr % 16 == 0 and codes.shape[-1] % 16 == 0 for codes in arrays)
@@ -120,28 +94,18 @@ def _special_kernel(call: MatmulCall, arrays: list[Any]) -> tuple[Any, ...] | No
 
 @lru_cache(64)
 def _table(element: str, device: int) -> Any:
-    """Return the values of all codes of an element format of at most 8 bits: a float32 CuPy array, indexed by code.
-
-    device: the number of the current device, on which the array is created.
-    """
+    """Return the values of all codes of an element format of at most 8 bits: a float32 CuPy array, indexed by code."""
     return imports.cupy().asarray(decoding_of(element).values.astype(np.float32))
 
 
 @lru_cache(8)
 def _scale_table(scale: Any, device: int) -> Any:
-    """Return the magnitudes of all codes of a block scale format: a float32 CuPy array, indexed by code.
-
-    device: the number of the current device, on which the array is created.
-    """
+    """Return the magnitudes of all codes of a block scale format: a float32 CuPy array, indexed by code."""
     return imports.cupy().asarray(scale_decoding_of(scale).values.astype(np.float32))
 
 
 def _operand(x: Operand, device: int) -> tuple[list[int], list[Any]]:
-    """Return (fields, arrays): the fields of the C++ struct ProductOperand, and the arrays that they point to.
-
-    The caller keeps the arrays alive until the launch. Strided arrays of the operand are copied. device: the number of
-    the current device.
-    """
+    """Return (fields, arrays): the fields of the C++ struct ProductOperand, and the arrays that they point to."""
     contiguous = imports.cupy().ascontiguousarray
     codes = contiguous(x.codes)
     scales = None if x.scales is None else contiguous(x.scales)
@@ -183,10 +147,7 @@ class _Product(NamedTuple):
 
 
 def _product(call: MatmulCall, out: Any) -> _Product:
-    """Return the _Product that computes a matmul call and writes the result into out. Nothing is launched yet.
-
-    out: a contiguous array (batch, M, N).
-    """
+    """Return the _Product that computes a matmul call and writes the result into out."""
     device = out.device.id
     adder, *fields = addition_of(call)
     (a, a_arrays), (b, b_arrays) = (_operand(x, device) for x in (call.a, call.b))
@@ -198,12 +159,7 @@ def _product(call: MatmulCall, out: Any) -> _Product:
 
 
 def multiply(calls: list[MatmulCall], outs: list[Any]) -> None:
-    """Compute several calls of fp4kit.matmul, and write the result of calls[i] into outs[i].
-
-    Products with the same kernel and result dtype are computed by one launch. All arrays are on one device.
-
-    outs: contiguous, nonempty arrays (batch, M, N) of call.out_dtype.
-    """
+    """Compute several calls of fp4kit.matmul, and write the result of calls[i] into outs[i]."""
     groups: dict[Any, list[_Product]] = {}
     for call, out in zip(calls, outs, strict=True):
         product = _product(call, out)

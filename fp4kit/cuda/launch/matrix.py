@@ -86,11 +86,7 @@ class Matrix(NamedTuple):
 
 
 def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
-    """Return True if kernels can load and store 16 bytes at a time.
-
-    This is so if every row of m.x begins at a multiple of 16 bytes, and m.values, if it is not None, begins at such a
-    multiple too. If the kernel treats x as one row (request.kernel_shape), only the start of x matters.
-    """
+    """Return True if kernels can load and store 16 bytes at a time."""
     rows, columns = request.kernel_shape
     return aligned(m.x, columns * m.x.dtype.itemsize if rows > 1 else 16) and (
         m.values is None or m.values.data.ptr % 16 == 0
@@ -98,10 +94,7 @@ def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
 
 
 def kernel_structs(request: LaunchRequest, plan: RowPlan | None = None) -> str:
-    """Return the C++ text of the structs that are template arguments of the kernel for a request.
-
-    plan: the result of row_plan for the request; None for a group.
-    """
+    """Return the C++ text of the structs that are template arguments of the kernel for a request."""
     options: dict[str, Any] = {
         "fake": request.values,
         "stochastic": request.stochastic,
@@ -116,11 +109,7 @@ def kernel_structs(request: LaunchRequest, plan: RowPlan | None = None) -> str:
 
 @cache
 def _function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
-    """Return a compiled kernel for elements of a dtype, as a CuPy function that is loaded on a device.
-
-    kernel: the name of the kernel's file in kernels/entries, without the suffix. struct: the result of kernel_structs.
-    aligned_runs: the result of has_aligned_runs.
-    """
+    """Return a compiled kernel for elements of a dtype, as a CuPy function that is loaded on a device."""
     return loader.function(
         instantiation(kernel, struct, Input=TYPES[dtype], kAligned=aligned_runs), f"{kernel}_kernel", device
     )
@@ -128,16 +117,7 @@ def _function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, dev
 
 @lru_cache(CACHE_SIZE)
 def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: bool, device: int) -> Launch:
-    """Return the prepared launch of a kernel for a request.
-
-    Call the launch with the addresses of the arrays that choice.arguments.pointers names (0 for an array that is not
-    needed). If choice.arguments.words is not empty, pass the seed and the group (see Matrix) after them. Raise
-    ValueError if the matrix has more than 2^33 elements or, for a recipe with blocks, a row more than 2^32 - 1.
-
-    Args:
-        choice: the kernel.
-        aligned_runs: the result of has_aligned_runs.
-    """
+    """Return the prepared launch of a kernel for a request."""
     sizes = choice.sizes(request)
     check_count(sizes[0] * sizes[1])
     if request.recipe.block:
@@ -152,13 +132,7 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
 
 
 def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: KernelChoice | None = None) -> None:
-    """Quantize the matrix m.x by one launch, which writes the output arrays of m.
-
-    Raise Declined if no kernel supports the request, and ValueError if the matrix or a row has too many elements.
-
-    seed: the seed of stochastic rounding; unused for nearest rounding or given random bytes. choice: the kernel, which
-    must support the request; None for the first kernel that does.
-    """
+    """Quantize the matrix m.x by one launch, which writes the output arrays of m."""
     choice = choice or kernel_for(request)
     launch = quantize_launch(choice, request, has_aligned_runs(m, request), m.x.device.id)
     numbers = (seed, m.group) if choice.arguments.words else ()
@@ -167,12 +141,7 @@ def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: Ke
 
 @cache
 def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled kernel dequantize as a CuPy function on a device.
-
-    Args:
-        original: the dtype that was quantized.
-        dtype: the dtype of the values.
-    """
+    """Return the compiled kernel dequantize as a CuPy function on a device."""
     source = instantiation(
         "dequantize", recipe_struct(decoding(r, dtype), layout), Input=TYPES[original], Output=TYPES[dtype]
     )
@@ -183,16 +152,7 @@ def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.d
 def dequantize_launch(
     r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int
 ) -> Launch:
-    """Return the prepared launch that dequantizes matrices of a shape (rows, columns).
-
-    Call it with the addresses of packed, scales, values, tensor_scale and tensor_amax, with 0 for an array that is not
-    needed. Raise ValueError if the matrix has more than 2^33 elements.
-
-    Args:
-        layout: the layout of the block scales.
-        original: the dtype that was quantized.
-        dtype: the dtype of the values.
-    """
+    """Return the prepared launch that dequantizes matrices of a shape (rows, columns)."""
     rows, columns = shape
     check_count(rows * columns)
     if layout == "linear" and r.tensor_scaling != "row":
@@ -209,32 +169,21 @@ def dequantize_launch(
 
 @cache
 def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
-    """Return the compiled kernel implied_amax as a CuPy function on a device.
-
-    original: the dtype that was quantized.
-    """
+    """Return the compiled kernel implied_amax as a CuPy function on a device."""
     return loader.function(
         instantiation("implied_amax", recipe_struct(r), Input=TYPES[original]), "implied_amax_kernel", device
     )
 
 
 def implies_amaxes(r: Recipe) -> bool:
-    """Return True if the amaxes of rows or blocks must be computed from their tensor scales before decoding.
-
-    The amax of a whole tensor needs no such step, because the kernel that decodes computes it itself.
-    """
+    """Return True if the amaxes of rows or blocks must be computed from their tensor scales before decoding."""
+    # The amax of a whole tensor needs no such step, because the kernel that decodes computes it itself.
     return r.tensor_scaling in ("row", "block") and DECODE_RULES[r.decode_rule].needs_amax
 
 
 def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) -> Any:
-    """Return, for each tensor scale, an amax for which the recipe gives this scale: float32 in the shape of the scales.
-
-    Where no amax gives the scale, the result is -1 (implied_amax.UNKNOWN). The results equal those of
-    reference.implied_amax in every bit.
-
-    Args:
-        amax: the stored tensor amaxes, or None. A stored amax is kept if the recipe gives the scale for it.
-        original: the dtype that was quantized.
+    """Return, for each tensor scale, an amax for which the recipe gives this scale: float32 in the shape of the
+    scales.
     """
     device, count = tensor_scale.device.id, tensor_scale.size
     found = imports.cupy().empty(tensor_scale.shape, np.float32)
@@ -246,18 +195,7 @@ def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) 
 def dequantize_matrix(
     packed: Any, scales: Any, r: Recipe, layout: str, tensor_scale: Any, amax: Any, original: np.dtype, values: Any
 ) -> None:
-    """Decode a quantized matrix, and write the values into `values`, rounded to its dtype. All arrays are contiguous.
-
-    Raise ValueError if the matrix has more than 2^33 elements.
-
-    Args:
-        values: the array to write to, (M, K).
-        packed: the packed codes.
-        scales: the block scales in `layout`; None if the recipe has none.
-        tensor_scale: the tensor scales; None if the recipe has none.
-        amax: the stored tensor amaxes; None if they are unknown.
-        original: the dtype that was quantized.
-    """
+    """Decode a quantized matrix, and write the values into `values`, rounded to its dtype."""
     if implies_amaxes(r):
         amax = implied_amaxes(tensor_scale, amax, r, original)
     launch = dequantize_launch(r, layout, original, values.dtype, values.shape, values.device.id)
@@ -265,10 +203,7 @@ def dequantize_matrix(
 
 
 def transform_struct(mask: int | None) -> str:
-    """Return the text of the C++ struct Transform, which tells an amax kernel whether to apply a Hadamard transform.
-
-    mask: the sign mask of the transform; None for no transform.
-    """
+    """Return the text of the C++ struct Transform, which tells an amax kernel whether to apply a Hadamard transform."""
     text = f"struct Transform {{ static constexpr bool kHadamard = {str(mask is not None).lower()}; "
     return text + f"static constexpr u32 kSignMask = {mask or 0}u; }};"
 
@@ -277,15 +212,7 @@ def transform_struct(mask: int | None) -> str:
 def _amax_function(
     kernel: str, dtype: np.dtype, counted: str, aligned_runs: bool, mask: int | None, device: int
 ) -> Any:
-    """Return a compiled amax kernel, as a CuPy function that is loaded on a device.
-
-    Args:
-        kernel: the C++ name of the kernel: "amax_kernel" or "amax_rows_kernel".
-        dtype: the dtype of the elements.
-        counted: which elements count: "all", "no_nan" or "finite".
-        aligned_runs: True if every row to reduce begins at a multiple of 16 bytes.
-        mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
-    """
+    """Return a compiled amax kernel, as a CuPy function that is loaded on a device."""
     source = instantiation(
         "amax", transform_struct(mask), Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
     )
@@ -303,18 +230,8 @@ def amax_launch(
     device: int,
     mask: int | None = None,
 ) -> Launch:
-    """Return the prepared launch that computes the amax of a matrix or, if by_row is True, one amax per row.
-
-    Call it with the addresses of x and of the result. If by_row is False, the result must hold 0 before, because the
-    kernel only raises it.
-
-    Args:
-        dtype: the dtype of x.
-        counted: which elements count: "all", "no_nan" or "finite".
-        aligned_runs: True if every row that the kernel reduces begins at a multiple of 16 bytes.
-        rows, columns: the shape of the matrix.
-        mask: the sign mask of a Hadamard transform that is applied first; None for no transform.
-    """
+    """Return the prepared launch that computes the amax of a matrix or, if by_row is True, one amax per row."""
+    # If by_row is False, the result must hold 0 before, because the kernel only raises it.
     function = _amax_function(
         "amax_rows_kernel" if by_row else "amax_kernel", dtype, counted, aligned_runs, mask, device
     )
@@ -323,16 +240,7 @@ def amax_launch(
 
 
 def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = None) -> Any:
-    """Return the largest magnitude of a contiguous array, float32 (), or of each row of a matrix, float32 (M,).
-
-    If no element counts, the result is 0.
-
-    Args:
-        counted: which elements count: "all" (a NaN then makes the result NaN), "no_nan" or "finite".
-        by_row: True returns one amax per row. False returns the amax of the whole array.
-        mask: the sign mask of a Hadamard transform that is applied to every 16 elements first; None without a
-            transform.
-    """
+    """Return the largest magnitude of a contiguous array, float32 (), or of each row of a matrix, float32 (M,)."""
     cupy = imports.cupy()
     rows, columns = x.shape if by_row else (1, x.size)
     aligned_runs = aligned(x, columns * x.dtype.itemsize if by_row else 16)
@@ -347,10 +255,7 @@ COUNTED = {"ignore": "no_nan", "propagate": "all", "lanes": "finite"}
 
 
 def empty_scales(shape: tuple[int, ...], layout: str) -> Any:
-    """Return a new uint8 array for block scales: uninitialized in the linear layout, zeros in a swizzled layout.
-
-    Zeros are needed because not every kernel writes the padding of a swizzled layout. shape: the shape of the linear
-    scales.
-    """
+    """Return a new uint8 array for block scales: uninitialized in the linear layout, zeros in a swizzled layout."""
+    # Zeros are needed because not every kernel writes the padding of a swizzled layout.
     cupy = imports.cupy()
     return cupy.empty(shape, np.uint8) if layout == "linear" else cupy.zeros(padded_shape(shape, layout), np.uint8)

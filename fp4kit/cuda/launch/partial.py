@@ -39,10 +39,7 @@ PER_SM = 64
 
 
 def _arguments(pointers: str, numbers: str) -> np.dtype:
-    """Return the NumPy dtype of a struct that holds pointers, followed by numbers. Each field has 8 bytes.
-
-    pointers, numbers: the names of the fields, separated by spaces.
-    """
+    """Return the NumPy dtype of a struct that holds pointers, followed by numbers."""
     return np.dtype([(name, "u8") for name in pointers.split()] + [(name, "i8") for name in numbers.split()])
 
 
@@ -63,11 +60,7 @@ def run_bytes(r: Recipe) -> int:
 
 
 def arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
-    """Return a table of a kernel's arguments: an array of `count` structs, one per matrix.
-
-    fields: the arguments by name: a number, a CuPy array (whose address is stored), or a NumPy array with one value per
-    matrix. Missing arguments are 0.
-    """
+    """Return a table of a kernel's arguments: an array of `count` structs, one per matrix."""
     table = np.zeros(count, ARGUMENTS[kernel])
     for name, value in fields.items():
         table[name] = value if isinstance(value, (int, np.ndarray)) else value.data.ptr
@@ -76,29 +69,14 @@ def arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
 
 @cache
 def _function(kernel: str, r: Recipe, dtype: np.dtype, grouped: bool, device: int, layout: str = "linear") -> Any:
-    """Return a compiled partial kernel as a CuPy function on a device.
-
-    dtype: the dtype of the shards. grouped: True for the variant for many matrices. layout: the layout of scales, for
-    partial_scales.
-    """
+    """Return a compiled partial kernel as a CuPy function on a device."""
     names = {"kLayout": f"ScaleLayout::{layout}"} if kernel == "partial_scales" else {}
     source = instantiation(kernel, recipe_struct(r), Input=TYPES[dtype], **names)
     return loader.function(source, f"{'grouped_' * grouped}{kernel}_kernel", device)
 
 
 def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int, device: int) -> None:
-    """Launch a partial kernel for one matrix on the current stream, without waiting for it.
-
-    Args:
-        kernel: the name of the kernel, a key of ARGUMENTS.
-        dtype: the dtype of the shard.
-        table: the arguments of the kernel, from `arguments`.
-        work: the number of blocks that the shard touches (partial_amax, partial_scales) or of runs (partial_cast,
-            partial_place). A thread processes one of them at a time.
-        device: the index of the GPU.
-
-    partial_scales stores scales in linear layout.
-    """
+    """Launch a partial kernel for one matrix on the current stream, without waiting for it."""
     plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy passes raw bytes faster, see geometry.Launch
     _function(kernel, r, dtype, False, device)((grid(_ceil_div(work, THREADS), device, PER_SM),), (THREADS,), (plain,))
 
@@ -113,16 +91,7 @@ def prepare(
     *held: Any,
     layout: str = "linear",
 ) -> GroupedLaunch:
-    """Return the prepared launch of a partial kernel for all matrices in a table of arguments.
-
-    Args:
-        kernel: the name of the kernel, a key of ARGUMENTS.
-        dtype: the dtype of the shards.
-        table: the arguments of the kernel, from `arguments`.
-        work: the number of blocks (partial_amax, partial_scales) or runs (partial_cast, partial_place) of each matrix.
-        held: the arrays that the table points to, which the launch keeps alive.
-        layout: the layout in which partial_scales stores scales. Their padding is not written.
-    """
+    """Return the prepared launch of a partial kernel for all matrices in a table of arguments."""
     function = _function(kernel, r, dtype, True, device, layout)
     return prepare_group(function, table, np.ones(len(table), bool), piece_counts(RUN * work, device), held)
 
@@ -131,18 +100,13 @@ def prepare(
 
 
 def check_blocks(r: Recipe) -> None:
-    """Raise Declined if the partial kernels do not support the blocks of a recipe.
-
-    They support a recipe's blocks if some kernel quantizes whole matrices with these blocks along rows.
-    """
+    """Raise Declined if the partial kernels do not support the blocks of a recipe."""
     kernel_for(LaunchRequest(r, FLOAT32, (r.block_rows, r.block_size)))
 
 
 def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
-    """Raise Declined if the partial kernels do not support the blocks of a recipe, or a shape (M, K) in `shapes`.
-
-    A matrix must have fewer than 2^31 runs, because run numbers in the kernels have 31 bits.
-    """
+    """Raise Declined if the partial kernels do not support the blocks of a recipe, or a shape (M, K) in `shapes`."""
+    # A matrix must have fewer than 2^31 runs, because run numbers in the kernels have 31 bits.
     check_blocks(r)
     for M, K in shapes:
         if M * K >= RUN << 31:
@@ -153,12 +117,7 @@ def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
 
 
 def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]:
-    """Return the range (first, last) of the blocks that contain the elements [start, end) of a flattened matrix.
-
-    Blocks are numbered row by row; `last` is excluded. If blocks have several rows, the range is extended to whole rows
-    of blocks. columns: the columns of the matrix. start, end and columns may be arrays with one entry per matrix; the
-    results are then arrays, too.
-    """
+    """Return the range (first, last) of the blocks that contain the elements [start, end) of a flattened matrix."""
     height, width = r.block or (1, 1)
     if height == 1:
         return start // width, _ceil_div(end, width)
@@ -167,10 +126,8 @@ def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]
 
 
 def run_count(start: Any, end: Any) -> Any:
-    """Return the number of runs (16 elements each) that contain the elements [start, end) of a flattened matrix.
-
-    The range must not be empty. start and end may be arrays with one entry per matrix.
-    """
+    """Return the number of runs (16 elements each) that contain the elements [start, end) of a flattened matrix."""
+    # The range must not be empty. start and end may be arrays with one entry per matrix.
     return _ceil_div(end, RUN) - start // RUN
 
 
@@ -180,14 +137,8 @@ def _ceil_div(a: Any, b: Any) -> Any:
 
 
 def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: Recipe) -> None:
-    """Compute the amax of each block over the elements of one shard, and write it to block_amax.
-
-    block_amax has one entry per block of the whole matrix, and must hold zeros. Blocks without elements in the shard
-    keep 0.
-
-    x: the shard, contiguous and not empty. shape: the rows and columns of the matrix. start: the index of the shard's
-    first element in the flattened matrix.
-    """
+    """Compute the amax of each block over the elements of one shard, and write it to block_amax."""
+    # block_amax has one entry per block of the whole matrix, and must hold zeros.
     M, K = shape
     end = start + x.size
     first, last = block_span(start, end, K, r)
@@ -196,11 +147,7 @@ def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: R
 
 
 def factor_rows(start: int, end: int, shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
-    """Return the range (first, last) of the rows of blocks that contain the elements [start, end) of a matrix.
-
-    `last` is excluded. For blocks of one row, these are the rows of the matrix. cast_shard needs the factors of these
-    blocks only. shape: the rows and columns of the matrix.
-    """
+    """Return the range (first, last) of the rows of blocks that contain the elements [start, end) of a matrix."""
     K = shape[1]
     return start // K // r.block_rows, _ceil_div(_ceil_div(end, K), r.block_rows)
 
@@ -208,17 +155,7 @@ def factor_rows(start: int, end: int, shape: tuple[int, int], r: Recipe) -> tupl
 def cast_shard(
     x: Any, packed: Any, block_amax: Any, tensor_amax: Any, factors: Any, shape: tuple[int, int], start: int, r: Recipe
 ) -> None:
-    """Write the codes of a shard into `packed`, the packed codes of the whole matrix, and change no other code.
-
-    Args:
-        x: the shard, contiguous and not empty.
-        packed: contiguous, beginning at a multiple of 8 bytes.
-        block_amax: the amaxes of all blocks of the matrix.
-        tensor_amax: the tensor amax of the matrix; None without a tensor scale.
-        factors: float32 scratch memory, with one element per block in the range of rows that factor_rows returns.
-        shape: the rows and columns (M, K) of the matrix.
-        start: the index of the shard's first element in the flattened matrix.
-    """
+    """Write the codes of a shard into `packed`, the packed codes of the whole matrix, and change no other code."""
     M, K = shape
     end, device = start + x.size, x.device.id
     first, last = factor_rows(start, end, shape, r)

@@ -27,11 +27,7 @@ _CHANGED = np.dtype([("x", "u8"), ("y", "u8"), ("changed", "u8"), ("largest", "u
 
 @cache
 def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, device: int) -> Any:
-    """Return one of the three compiled kernels of requantize.cu as a CuPy function on a device.
-
-    kernel: the C++ name of the kernel. target: the new recipe. dtype: the dtype that was quantized. unsigned_zero: True
-    if the source's decode rule decodes -0 to +0.
-    """
+    """Return one of the three compiled kernels of requantize.cu as a CuPy function on a device."""
     source = instantiation("requantize", recipe_struct(target), Input=TYPES[dtype], kUnsignedZero=unsigned_zero)
     return loader.function(source, kernel, device)
 
@@ -40,11 +36,7 @@ def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: 
 def _keep_launch(
     kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, blocks: int, source_block: int, device: int
 ) -> Launch:
-    """Return the prepared launch of one kernel of requantize.cu, for `blocks` blocks of `source_block` codes.
-
-    kernel: the C++ name of the kernel. target: the new recipe. dtype: the dtype that was quantized. unsigned_zero: True
-    if the source's decode rule decodes -0 to +0.
-    """
+    """Return the prepared launch of one kernel of requantize.cu, for `blocks` blocks of `source_block` codes."""
     function = _keep_function(kernel, target, dtype, unsigned_zero, device)
     return Launch(function, grid(-(-blocks // THREADS), device), _KEEP, blocks, source_block)
 
@@ -65,43 +57,24 @@ class KeptSource(NamedTuple):
 
 
 def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> KeptSource:
-    """Return a KeptSource for codes and scales. Its `extent` is a new array of zeros, which power_amax fills.
-
-    r, dtype: the recipe of the codes, and the dtype that was quantized.
-    """
+    """Return a KeptSource for codes and scales."""
     return KeptSource(codes, scales, r, dtype, imports.cupy().zeros(3, np.uint32))
 
 
 def power_amax(source: KeptSource, target: Recipe, amax: Any) -> None:
-    """Overwrite `amax`, the tensor amax of the decoded source, with one that lets `target` keep codes of the source.
-
-    The new amax gives a tensor scale that is a power of two, for which the target can represent block scales of the
-    source. If there is no such amax, `amax` is left unchanged. The range of the source's scales is stored in
-    source.extent.
-    """
+    """Overwrite `amax`, the tensor amax of the decoded source, with one that lets `target` keep codes of the source."""
     for kernel in ("requantize_range_kernel", "requantize_amax_kernel"):
         _launch(kernel, source, target, None, None, None, amax)
 
 
 def keep_codes(source: KeptSource, result: Quantized) -> None:
-    """Overwrite the blocks of the result whose new scale the target can represent, with the codes of the source.
-
-    The new scale of a block is its scale in the source, divided by the new tensor scale. These blocks also get their
-    new scales, and the result gets the new tensor scale and amax. Other blocks do not change. Call power_amax first. If
-    it found no amax, keep_codes does nothing.
-
-    result: the decoded source, quantized with the amax that power_amax wrote or left, with scales in the linear layout.
-    """
+    """Overwrite the blocks of the result whose new scale the target can represent, with the codes of the source."""
     arrays = (result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
     _launch("requantize_keep_kernel", source, result.recipe, *arrays)
 
 
 def _launch(kernel: str, source: KeptSource, target: Recipe, *arrays: Any) -> None:
-    """Launch one of the kernels of requantize.cu.
-
-    kernel: the C++ name of the kernel. source: the quantized array. target: the recipe of the result. arrays: packed,
-    scales, tensor_scale and tensor_amax of the result; None for an array that the kernel does not use.
-    """
+    """Launch one of the kernels of requantize.cu."""
     unsigned_zero = DECODE_RULES[source.recipe.decode_rule].unsigned_zero
     sizes = (source.scales.size, source.recipe.block_size, source.codes.device.id)
     launch = _keep_launch(kernel, target, source.dtype, unsigned_zero, *sizes)
@@ -116,11 +89,7 @@ def _changed_launch(count: int, device: int) -> Launch:
 
 
 def count_changed(x: Any, y: Any) -> tuple[Any, Any]:
-    """Return (number of values that differ, int64 (); largest change, float32 ()) for two contiguous float32 arrays.
-
-    Both results stay on the device. Values differ if their bits differ, also +0 and -0. All NaN count as equal. The
-    largest change is the largest |y - x|: 0 if no values differ, and NaN if one of two differing values is NaN.
-    """
+    """Return (number of values that differ, int64 (); largest change, float32 ()) for two contiguous float32 arrays."""
     zeros = imports.cupy().zeros
     changed, largest = zeros((), np.int64), zeros((), np.float32)
     if x.size:

@@ -50,19 +50,12 @@ class RotateKernel(NamedTuple):
 
 
 def _constants(size: int) -> str:
-    """Return the C++ text that defines two constants for blocks of `size` elements: kSize and kFactor.
-
-    kFactor is the factor by which a Hadamard transform of this size is scaled.
-    """
+    """Return the C++ text that defines two constants for blocks of `size` elements: kSize and kFactor."""
     return f"constexpr int kSize = {size};\nconstexpr float kFactor = {float(hadamard_factor(size)).hex()}f;\n"
 
 
 def hadamard_source(contiguous: bool, dtype: np.dtype, size: int, has_signs: bool, inverse: bool) -> str:
-    """Return the C++ text that instantiates hadamard_rows.cu, or hadamard_columns.cu if contiguous is False.
-
-    contiguous: whether the elements of a block are neighbors in memory. dtype: the dtype of the elements. size: the
-    number of elements of a block. has_signs: whether there are signs. inverse: whether signs apply to the results.
-    """
+    """Return the C++ text that instantiates hadamard_rows.cu, or hadamard_columns.cu if contiguous is False."""
     name = "hadamard_rows" if contiguous else "hadamard_columns"
     return instantiation(name, _constants(size), Input=TYPES[dtype], kHasSigns=has_signs, kIsInverse=inverse)
 
@@ -88,10 +81,7 @@ def _function(kernel: RotateKernel, device: int) -> Any:
 
 @lru_cache(CACHE_SIZE)
 def _launch(kernel: RotateKernel, shape: tuple[int, int, int], matrix_step: int, device: int) -> Launch:
-    """Return the prepared launch of rotate.cu for arrays of the shape (outer, length, inner).
-
-    matrix_step: the distance between the matrices of neighboring blocks, in elements; 0 for one matrix.
-    """
+    """Return the prepared launch of rotate.cu for arrays of the shape (outer, length, inner)."""
     outer, length, inner = shape
     lanes = TILE // kernel.size
     groups = -(-outer // lanes) if kernel.contiguous else outer * -(-inner // lanes)
@@ -110,11 +100,7 @@ def _hadamard_function(device: int, contiguous: bool, *arguments: Any) -> Any:
 def _hadamard_launch(
     shape: tuple[int, int, int], device: int, dtype: np.dtype, size: int, has_signs: bool, inverse: bool
 ) -> Launch:
-    """Return the prepared launch of a Hadamard transform of arrays of the shape (outer, length, inner).
-
-    size: the number of elements of a block. has_signs: whether there are signs. inverse: whether signs apply to the
-    results.
-    """
+    """Return the prepared launch of a Hadamard transform of arrays of the shape (outer, length, inner)."""
     outer, length, inner = shape
     function = _hadamard_function(device, inner == 1, dtype, size, has_signs, inverse)
     if inner == 1:
@@ -124,11 +110,8 @@ def _hadamard_launch(
 
 
 def _takes_hadamard(x: Any, out: Any) -> bool:
-    """Return True if hadamard_rows.cu or hadamard_columns.cu can transform x (outer, length, inner) into out.
-
-    If inner is 1, both arrays must begin at multiples of 16 bytes, and length must be below MAX_ROW (2^31). Otherwise,
-    both arrays and all their rows of `inner` elements must begin at multiples of 4 bytes.
-    """
+    """Return True if hadamard_rows.cu or hadamard_columns.cu can transform x (outer, length, inner) into out."""
+    # If inner is 1, both arrays must begin at multiples of 16 bytes, and length must be below MAX_ROW (2^31).
     _, length, inner = x.shape
     if inner == 1:
         return length < MAX_ROW and x.data.ptr % 16 == 0 and out.data.ptr % 16 == 0
@@ -136,15 +119,7 @@ def _takes_hadamard(x: Any, out: Any) -> bool:
 
 
 def rotate(x: Any, out: Any, size: int, signs: Any, matrices: Any, inverse: bool) -> None:
-    """Rotate the blocks along the middle axis of x, and write the results into out, on the current stream.
-
-    Args:
-        x, out: contiguous (outer, length, inner), not empty, of one dtype.
-        size: the number of elements of a block; it divides length.
-        inverse: True if signs apply to the results instead of the elements.
-        signs: uint8 (length,) on the device, 1 for a negative sign; None without signs.
-        matrices: float32 (n, size, size), contiguous, for n = 1 or n = length / size; None for a Hadamard transform.
-    """
+    """Rotate the blocks along the middle axis of x, and write the results into out, on the current stream."""
     if matrices is None and _takes_hadamard(x, out):
         launch = _hadamard_launch(x.shape, x.device.id, x.dtype, size, signs is not None, inverse)
         launch(*map(address, (x, out, signs)))

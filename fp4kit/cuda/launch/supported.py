@@ -25,11 +25,7 @@ def check_formats(r: Recipe) -> None:
 
 @lru_cache(256)
 def unsupported(r: Recipe) -> str | None:
-    """Return why no kernel supports a recipe, or None if it exceeds no limit of the kernels.
-
-    The reason is text for an error message: the property that exceeds a limit, and what is needed instead. If there are
-    several, return the first.
-    """
+    """Return why no kernel supports a recipe, or None if it exceeds no limit of the kernels."""
     return next(
         (f"{what}, which no CUDA kernel supports; needs {needed}" for is_wrong, what, needed in _limits(r) if is_wrong),
         None,
@@ -61,11 +57,7 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
 
 
 def _has_kernels(e: ElementFormat) -> bool:
-    """Return True if kernels can encode and decode an element format.
-
-    Kernels support all integer formats. They support float formats with a bias of at least 0, if the exponents of all
-    values are from -100 to 100 (MAX_EXPONENT).
-    """
+    """Return True if kernels can encode and decode an element format."""
     if e.is_integer:
         return True
     return -MAX_EXPONENT <= e.emin - e.mantissa_bits and e.emax <= MAX_EXPONENT and e.bias >= 0

@@ -18,54 +18,31 @@ _ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("matrices", "i8"), ("rows",
 
 
 def source(layout: str, target: str, quads: bool = True) -> str:
-    """Return the C++ text that instantiates the kernel for copies from `layout` to `target`.
-
-    Args:
-        quads: True if a thread copies 16 bytes in each of four rows at a time. Then one of the layouts must be linear.
-    """
+    """Return the C++ text that instantiates the kernel for copies from `layout` to `target`."""
     return instantiation("swizzle", kFrom=f"ScaleLayout::{layout}", kTo=f"ScaleLayout::{target}", kQuads=quads)
 
 
 @cache
 def _function(layout: str, target: str, quads: bool, device: int) -> Any:
-    """Return the compiled kernel that copies from `layout` to `target`, as a CuPy function on a device.
-
-    quads: True if a thread copies 16 bytes of four rows at a time.
-    """
+    """Return the compiled kernel that copies from `layout` to `target`, as a CuPy function on a device."""
     return loader.function(source(layout, target, quads), "swizzle_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
 def _launch(layout: str, target: str, quads: bool, size: int, shape: tuple[int, int, int], device: int) -> Launch:
-    """Return the prepared launch for B matrices of scales.
-
-    layout, target: the layouts to copy from and to. quads: True if a thread copies 16 bytes of four rows at a time.
-    size: the bytes of all scales in the layout that has more padding. shape: the shape of the scales in the linear
-    layout, (B, R, C).
-    """
+    """Return the prepared launch for B matrices of scales."""
     blocks = -(-size // (THREADS * (64 if quads else 4)))
     function = _function(layout, target, quads, device)
     return Launch(function, grid(blocks, device, UNLIMITED), _ARGUMENTS, *shape)
 
 
 def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> None:
-    """Convert contiguous block scales from `layout` to the layout `target`, and write them into out.
-
-    Padding in out becomes 0. The kernel is launched on the current stream.
-
-    Args:
-        shape: the shape of the scales in the linear layout, (B, R, C).
-    """
+    """Convert contiguous block scales from `layout` to the layout `target`, and write them into out."""
     launch_of(scales, layout, out, target, shape)(scales.data.ptr, out.data.ptr)
 
 
 def launch_of(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> Launch:
-    """Return the prepared launch that copies scales of the given shape from `layout` to `target`.
-
-    Call it with the addresses of the two arrays. They must be aligned to 16 bytes if `scales` and `out` are.
-
-    out: None if the array will be allocated later. shape: the shape of the scales in the linear layout, (B, R, C).
-    """
+    """Return the prepared launch that copies scales of the given shape from `layout` to `target`."""
     quads = "linear" in (layout, target) and aligned(scales, shape[-1]) and aligned(out, 16)
     size = max(prod(padded_shape(shape, name)) for name in (layout, target))
     return _launch(layout, target, quads, size, shape, scales.device.id)

@@ -24,19 +24,12 @@ BLOCKS = (16, 32, 64)  # the sizes of square blocks that the kernel supports
 
 
 def source(bits: int, block: int, layout: str, wide_codes: bool = True, wide_scales: bool = True) -> str:
-    """Return the C++ text that instantiates the kernel for codes of `bits` bits in square blocks of `block` columns.
-
-    layout: the layout of the block scales. wide_codes, wide_scales: the results of wide_copies.
-    """
+    """Return the C++ text that instantiates the kernel for codes of `bits` bits in square blocks of `block` columns."""
     return instantiation("transpose", kernel_structs(bits, block, layout, wide_scales), kAligned=wide_codes)
 
 
 def kernel_structs(bits: int, block: int, layout: str, wide_scales: bool = True) -> str:
-    """Return the definition of the C++ struct S, the options of the kernel.
-
-    bits: the bits per code. block: the columns of a square block. layout: the layout of the block scales. wide_scales:
-    True if scales are copied four bytes at a time.
-    """
+    """Return the definition of the C++ struct S, the options of the kernel."""
     struct = f"struct S {{ static constexpr int kBits = {bits}, kBlock = {block}; "
     struct += f"static constexpr ScaleLayout kLayout = ScaleLayout::{layout}; "
     return struct + f"static constexpr bool kScaleWords = {str(wide_scales).lower()}; }};"
@@ -44,11 +37,7 @@ def kernel_structs(bits: int, block: int, layout: str, wide_scales: bool = True)
 
 @cache
 def _function(bits: int, block: int, layout: str, wide_codes: bool, wide_scales: bool, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device.
-
-    bits: the bits per code. block: the columns of a square block. layout: the layout of the block scales. wide_codes,
-    wide_scales: the results of wide_copies.
-    """
+    """Return the compiled kernel as a CuPy function on a device."""
     return loader.function(source(bits, block, layout, wide_codes, wide_scales), "transpose_kernel", device)
 
 
@@ -56,11 +45,7 @@ def _function(bits: int, block: int, layout: str, wide_codes: bool, wide_scales:
 def _launch(
     bits: int, block: int, layout: str, wide_codes: bool, wide_scales: bool, shape: tuple[int, int, int], device: int
 ) -> Launch:
-    """Return the prepared launch of transpose.cu for a stack of matrices of the shape (B, M, K).
-
-    bits: the bits per code. block: the columns of a square block. layout: the layout of the block scales. wide_codes,
-    wide_scales: the results of wide_copies.
-    """
+    """Return the prepared launch of transpose.cu for a stack of matrices of the shape (B, M, K)."""
     function = _function(bits, block, layout, wide_codes, wide_scales, device)
     return Launch(function, grid(work_blocks(bits, block, layout, shape), device, UNLIMITED), ARGUMENTS, *shape)
 
@@ -68,13 +53,7 @@ def _launch(
 def transpose(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> None:
-    """Transpose the codes and scales of B matrices (M, K), and write them into out and scales_out.
-
-    All arrays are contiguous and not empty. The recipe has square blocks of a size in BLOCKS. Padding in scales_out
-    becomes 0. The kernel is launched on the current stream.
-
-    layout: the layout of the block scales, also in scales_out. shape: (B, M, K).
-    """
+    """Transpose the codes and scales of B matrices (M, K), and write them into out and scales_out."""
     launch = launch_of(codes, scales, r, layout, out, scales_out, shape)
     launch(codes.data.ptr, scales.data.ptr, out.data.ptr, scales_out.data.ptr)
 
@@ -82,13 +61,7 @@ def transpose(
 def launch_of(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> Launch:
-    """Return the prepared launch that transposes matrices of the given shape, with scales in the given layout.
-
-    Call it with the addresses of codes, scales, out and scales_out. These arrays must be aligned as the arguments of
-    launch_of are.
-
-    layout: the layout of the block scales. out, scales_out: None if they will be allocated later. shape: (B, M, K).
-    """
+    """Return the prepared launch that transposes matrices of the given shape, with scales in the given layout."""
     wide_codes, wide_scales = wide_copies(codes, scales, r, layout, out, scales_out, shape)
     return _launch(r.element.packing.stored_bits, r.block_size, layout, wide_codes, wide_scales, shape, codes.device.id)
 
@@ -96,15 +69,7 @@ def launch_of(
 def wide_copies(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> tuple[bool, bool]:
-    """Return the flags (wide_codes, wide_scales), which choose the instantiation of the kernel.
-
-    wide_codes is True if codes can be copied 16 bytes at a time: if all rows of codes, read and written, begin at
-    multiples of 16 bytes. wide_scales is True if scales can be copied four bytes at a time: the arrays of scales begin
-    at multiples of 16 bytes and, in the linear layout, their rows have multiples of four scales.
-
-    codes, scales: the arrays to transpose. layout: the layout of the block scales. out, scales_out: the arrays for the
-    results; None if they will be allocated later. shape: (B, M, K).
-    """
+    """Return the flags (wide_codes, wide_scales), which choose the instantiation of the kernel."""
     _, M, K = shape
     bits = r.element.packing.stored_bits
     wide_codes = all(aligned(array, length * bits // 8) for array, length in ((codes, K), (out, M)))
@@ -115,11 +80,7 @@ def wide_copies(
 
 
 def work_blocks(bits: int, block: int, layout: str, shape: tuple[int, int, int]) -> int:
-    """Return how many thread blocks can share the work for matrices (B, M, K) with `bits` bits per code.
-
-    One thread block transposes one tile of codes. In the layouts linear and swizzled_8x4, further thread blocks
-    transpose the scales.
-    """
+    """Return how many thread blocks can share the work for matrices (B, M, K) with `bits` bits per code."""
     B, M, K = shape
     rows, line = _TILE
     tiles = B * -(-M // rows) * -(-K // (line * 8 // bits))
