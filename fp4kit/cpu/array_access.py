@@ -42,24 +42,14 @@ class ArrayAccess(NamedTuple):
     result: Callable[[Any], Any] | None
 
     def amax_pointer(self, amax: Any) -> Any:
-        """Return a pointer to the caller's tensor_amax, for the C library.
-
-        - For a float of Python or NumPy, it points to a new c_float.
-        - For a contiguous, aligned float32 array, it is the address of the data, as an int.
-        - For any other array, it is None, because the C library cannot read the array.
-
-        amax: a float of Python or NumPy, or an array of this library; not None.
-        """
+        """Return a pointer to the caller's tensor_amax, for the C library."""
         if isinstance(amax, (float, np.floating)):
             return ctypes.byref(ctypes.c_float(float(amax)))
         return self.address(amax) if self.is_float32(amax) else None
 
 
 def access_to(array: Any) -> ArrayAccess:
-    """Return the ArrayAccess for the library (NumPy, PyTorch or JAX) of an array in host memory.
-
-    An array that is neither a NumPy array nor a PyTorch tensor is treated as a JAX array.
-    """
+    """Return the ArrayAccess for the library (NumPy, PyTorch or JAX) of an array in host memory."""
     if isinstance(array, np.ndarray):
         return NUMPY
     return _torch() if isinstance(array, torch_arrays.tensor_type()) else _jax(array)
@@ -71,10 +61,7 @@ def _is_float32(a: np.ndarray) -> bool:
 
 
 def _numpy_maker(shape: tuple[int, ...], dtype: np.dtype, reused: bool) -> Callable[[], Any]:
-    """Return a function without arguments that makes a new uninitialized NumPy array of this shape and dtype.
-
-    reused: True reuses the memory of a large array after it is freed (cpu/buffers.py).
-    """
+    """Return a function without arguments that makes a new uninitialized NumPy array of this shape and dtype."""
     return partial(buffers.empty if reused else np.empty, shape, dtype)
 
 
@@ -112,12 +99,7 @@ def _torch() -> ArrayAccess:
 
 
 def _jax(like: Any) -> ArrayAccess:
-    """Return the ArrayAccess for JAX arrays in host memory.
-
-    JAX arrays are read-only, so results are written to NumPy arrays, which `result` converts to JAX arrays at the end.
-
-    like: a JAX array, on whose device the results are placed.
-    """
+    """Return the ArrayAccess for JAX arrays in host memory."""
 
     def address_of(a: Any) -> int | None:
         return address(a if a is None else np.asarray(a))

@@ -35,11 +35,7 @@ class _Owner:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialized array of this shape and dtype.
-
-    An array of 4 to 64 MiB may use the memory of an earlier result that was freed, and its own memory is kept for a
-    later result. Arrays of other sizes are made by np.empty.
-    """
+    """Return an uninitialized array of this shape and dtype."""
     nbytes = prod(shape) * dtype.itemsize
     if not MIN_BYTES <= nbytes <= MAX_BYTES:
         return np.empty(shape, dtype)
@@ -48,11 +44,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _memory(nbytes: int) -> np.ndarray:
-    """Return a byte array of at least nbytes: the kept memory if it fits, otherwise new memory.
-
-    The kept memory fits if its size is from nbytes to 2 * nbytes. If it does not fit, it is freed. After the call, no
-    memory is kept.
-    """
+    """Return a byte array of at least nbytes: the kept memory if it fits, otherwise new memory."""
     try:
         found = _kept.pop()  # atomic: no other thread gets this memory
     except IndexError:

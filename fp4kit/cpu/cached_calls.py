@@ -90,15 +90,7 @@ class _MatrixCall(NamedTuple):
 
 
 def _matrix(call: Call) -> np.ndarray | None:
-    """Return a view of a call's array as one matrix (rows, K), in which each row is quantized.
-
-    Return None if the array is empty, or if the call needs several calls to the library. It needs several in these
-    cases:
-
-    - x has more than ELEMENTS_PER_CALL elements.
-    - x is a stack of matrices, and is not contiguous or has blocks of several rows.
-    - x is a stack of matrices with one tensor amax per expert.
-    """
+    """Return a view of a call's array as one matrix (rows, K), in which each row is quantized."""
     moved, r = call.moved, call.recipe
     if not 0 < moved.size <= ELEMENTS_PER_CALL or (
         moved.ndim > 2 and not (moved.flags.c_contiguous and r.block_rows == 1)
@@ -110,17 +102,8 @@ def _matrix(call: Call) -> np.ndarray | None:
 
 
 def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall | None:
-    """Return the prototype of a call (the C function's arguments without addresses) and the index of its tensor rule.
-
-    Return None in these cases:
-
-    - The call needs several calls to the library (see _matrix).
-    - It has stochastic rounding, a Hadamard transform, given block amaxes, a scale search or a tensor scale per block.
-    - The recipe has amax rules (those of custom_recipe), or a tensor rule that is not compiled.
-
-    Raise Declined if the library does not support the recipe, or if elements are not aligned.
-
-    packed_step, scales_step: bytes from one row of codes or block scales to the next.
+    """Return the prototype of a call (the C function's arguments without addresses) and the index of its tensor
+    rule.
     """
     r, x = call.recipe, _matrix(call)
     is_plain = all(a is None for a in (call.random, call.mask, call.block_amax)) and not r.search
@@ -138,19 +121,7 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall 
 
 
 def quantize(call: Call, x: Any, given: Any, both: bool = False) -> CpuQuantizeCall | None:
-    """Return a CpuQuantizeCall that repeats a parsed call to quantize.
-
-    Return None in these cases:
-
-    - The scales are not linear, or the call is one of quantize_both.
-    - An array of call.out is empty, not contiguous or not aligned.
-    - _matrix_call returns None, for example for stochastic rounding or an empty array.
-
-    Raise Declined if the library does not support the recipe, or if elements are not aligned.
-
-    x: the array as the caller passed it, of any library. given: the tensor_amax as the caller passed it; not read here,
-    because each cached call checks its own. both: True for quantize_both, which is not cached.
-    """
+    """Return a CpuQuantizeCall that repeats a parsed call to quantize."""
     r, out, shape = call.recipe, call.out, call.moved.shape
     parts = () if out is None else (out.packed, out.block_scale, out.tensor_scale, out.tensor_amax)
     if both or call.layout != "linear" or not _is_whole(*parts):
@@ -207,23 +178,13 @@ class CpuFakeQuantizeCall:
 
 
 def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
-    """Return new values as the caller gets them: the last axis moved to `axis`, as an array of the caller's library.
-
-    values: an array that access.maker made.
-    """
+    """Return new values as the caller gets them: the last axis moved to `axis`, as an array of the caller's library."""
     moved = access.move_last(values, axis)
     return moved if access.result is None else access.result(moved)
 
 
 def fake_quantize(call: Call, x: Any, given: Any) -> CpuFakeQuantizeCall | None:
-    """Return a CpuFakeQuantizeCall that repeats a parsed call to fake_quantize.
-
-    Return None if the recipe has a fake_rule, or if _matrix_call returns None, for example for stochastic rounding or
-    an empty array. Raise Declined if the library does not support the recipe, or if elements are not aligned.
-
-    x: the array as the caller passed it, of any library. given: the tensor_amax as the caller passed it; not read here,
-    because each cached call checks its own.
-    """
+    """Return a CpuFakeQuantizeCall that repeats a parsed call to fake_quantize."""
     r, shape = call.recipe, call.moved.shape
     matrix_call = None if r.fake_rule is not None else _matrix_call(call, 0, 0)
     if matrix_call is None:
@@ -272,21 +233,7 @@ class CpuDequantizeCall:
 
 
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray | None) -> CpuDequantizeCall | None:
-    """Return a CpuDequantizeCall that repeats a call to dequantize.
-
-    Return None in these cases:
-
-    - There are no elements, or more than ELEMENTS_PER_CALL (2^26).
-    - There are too many tensor scales: several for a recipe with one per tensor, or more than MAX_TENSORS (2^12) for a
-      recipe with one per row or block.
-    - The scales are not linear, or an array is not contiguous and aligned.
-    - The recipe has amax rules (those of custom_recipe).
-
-    Raise Declined if the library does not support the recipe.
-
-    q: the Quantized with NumPy arrays. given: the Quantized as the caller passed it, with arrays of any library. dtype:
-    the dtype of the values. out: the array to write to, as a NumPy array; None for a new one.
-    """
+    """Return a CpuDequantizeCall that repeats a call to dequantize."""
     r, tensors, size = q.recipe, 1 if q.tensor_scale is None else q.tensor_scale.size, prod(q.shape)
     is_small = 0 < size <= ELEMENTS_PER_CALL and tensors <= (1 if r.tensor_scaling == "tensor" else MAX_TENSORS)
     moved = None if out is None else np.moveaxis(out, q.axis, -1)  # may be strided

@@ -23,11 +23,7 @@ from fp4kit.reference.search_factors import FACTORS
 
 
 def rule_key(r: Recipe) -> str | None:
-    """Return the key of a recipe's block rule, which computes a block's scale from its amax.
-
-    The key is a text that lists all fields of the recipe that the rule's results depend on, also those for 4over6.
-    Return None for a recipe without block scales.
-    """
+    """Return the key of a recipe's block rule, which computes a block's scale from its amax."""
     if r.block_rule is None or r.scale is None:
         return None
     if r.four_over_six:
@@ -43,18 +39,13 @@ def rule_key(r: Recipe) -> str | None:
 
 
 def tensor_key(r: Recipe) -> str | None:
-    """Return the key of a recipe's tensor rule, which computes the tensor scale from the tensor amax.
-
-    The key is a text that lists the fields of the recipe on which the rule's results depend. Return None for a recipe
-    without a tensor rule.
-    """
+    """Return the key of a recipe's tensor rule, which computes the tensor scale from the tensor amax."""
     return None if r.tensor_rule is None else f"{r.tensor_rule} {_name(computed_format(r))} {r.scale_max}"
 
 
 def element_key(r: Recipe) -> str:
-    """Return the key of a recipe's element arithmetic, which computes a code from a finite element and a finite factor.
-
-    The key is a text that lists the fields of the recipe on which the codes depend.
+    """Return the key of a recipe's element arithmetic, which computes a code from a finite element and a finite
+    factor.
     """
     flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)]
     flags += ["stochastic_float16"] * (r.stochastic == "comfy_kitchen_fp8")
@@ -63,40 +54,24 @@ def element_key(r: Recipe) -> str:
 
 
 def computed_format(r: Recipe) -> ElementFormat:
-    """Return the element format by which the engine computes: E2M1 for IF4, otherwise that of the recipe.
-
-    The engine first encodes all blocks of IF4 as E2M1. It then encodes blocks whose scales select INT4 a second time,
-    as INT4.
-    """
+    """Return the element format by which the engine computes: E2M1 for IF4, otherwise that of the recipe."""
     return E2M1 if isinstance(r.element, IntegerOrFloat) else r.element
 
 
 def decode_key(r: Recipe) -> str:
-    """Return the key of a recipe's decoder, which computes a value from a code, a block scale and a tensor scale.
-
-    The key is a text that lists the fields of the recipe on which the values depend. If the recipe has no block scales,
-    the key contains "none" in place of their format.
-    """
+    """Return the key of a recipe's decoder, which computes a value from a code, a block scale and a tensor scale."""
     scale = "none" if r.scale is None else _name(r.scale)
     return f"{r.decode_rule} {_name(r.element)} {scale} {r.scale_max} {top_rule(r)}"
 
 
 def top_rule(r: Recipe) -> str:
-    """Return the name of a recipe's tensor rule if rules.TOPS lists it, otherwise "none".
-
-    The rules in TOPS scale the tensor amax to a number other than the largest element. The results of block rules and
-    decoders depend on that number, so their keys contain this name.
-    """
+    """Return the name of a recipe's tensor rule if rules.TOPS lists it, otherwise "none"."""
     return r.tensor_rule if r.tensor_rule in TOPS else "none"
 
 
 def kept_factors(r: Recipe, dtype: np.dtype) -> tuple[float, float]:
-    """Return (low, high): the limits of the factors with which the engine may encode, for a recipe and an input dtype.
-
-    Some producers quantize, dequantize to dtype and then pack the values by encoding them again (recipe.repacked). For
-    factors between the limits, the second encoding gives the codes of the first, so the engine skips it. Recipes that
-    are not repacked have no limits: (0, inf). If `low` is negative, the smallest factor is -low, but 0 is allowed too.
-    See keeps_codes in cuda/kernels/rules/fast_path.cuh.
+    """Return (low, high): the limits of the factors with which the engine may encode, for a recipe and an input
+    dtype.
     """
     if not r.repacked:
         return 0.0, math.inf
@@ -147,20 +122,13 @@ FACTOR_SEARCH_BLOCKS = (16, 32)  # block sizes that source/search_factors.h supp
 
 
 def not_searched(r: Recipe) -> str | None:
-    """Return the reason why the engine cannot run the search of a recipe during quantize.
-
-    Return None if it can, or if the recipe has no search.
-    """
+    """Return the reason why the engine cannot run the search of a recipe during quantize."""
     is_refused = r.search in FACTORS and r.block_size not in FACTOR_SEARCH_BLOCKS
     return f"a search over blocks of {r.block_size} columns (the engine supports 16 and 32)" if is_refused else None
 
 
 def not_encoded_under_scales(r: Recipe) -> str | None:
-    """Return the reason why the engine cannot encode by a recipe under scales that the caller passes.
-
-    Only IF4 recipes give a reason. The engine can encode them under scales that it computes itself. Return None for all
-    other recipes, even if the engine does not support their blocks (not_encoded).
-    """
+    """Return the reason why the engine cannot encode by a recipe under scales that the caller passes."""
     return "in IF4, a given scale may select INT4 elements" if isinstance(r.element, IntegerOrFloat) else None
 
 
@@ -174,11 +142,7 @@ COVERAGE_COLUMNS = ("operation", "recipes", "why")
 
 
 def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
-    """Return what the engine leaves to the specification, as rows of a table for the documentation.
-
-    Each row is (operation, ids of the recipes, reason), with the ids in one text. Recipes with one operation and one
-    reason share a row. An operation without such recipes has no row.
-    """
+    """Return what the engine leaves to the specification, as rows of a table for the documentation."""
     found: dict[tuple[str, str], list[str]] = {}
     for operation, why in COVERAGE.items():
         for r in recipes:
@@ -189,10 +153,6 @@ def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
 
 
 def _name(f: ElementFormat) -> str:
-    """Return the name of a format for use in a key, such as "E2M1".
-
-    If fp4kit has no format of this name, or a different one, return "other " and the name. No compiled key contains
-    this text, so the engine does not support recipes with such formats.
-    """
+    """Return the name of a format for use in a key, such as "E2M1"."""
     known = getattr(formats, f.name, None)
     return f.name if isinstance(known, ElementFormat) and is_same(f, known) else f"other {f.name}"

@@ -30,12 +30,7 @@ TABLES_FROM = 256
 
 @lru_cache(256)
 def decoder_of(r: Recipe, dtype: np.dtype) -> int:
-    """Return the library's index of the compiled decoder for a recipe and an output dtype.
-
-    Return -1 for a recipe with amax rules (those of custom_recipe), which is decoded by tables (own_format.py) instead.
-
-    Raise Declined if there is no usable library, or if it has no decoder for the recipe.
-    """
+    """Return the library's index of the compiled decoder for a recipe and an output dtype."""
     if r.is_custom:
         functions()
         return -1
@@ -46,24 +41,14 @@ def decoder_of(r: Recipe, dtype: np.dtype) -> int:
 
 
 def are_looked_up(r: Recipe) -> bool:
-    """Return True if the library decodes large matrices of a recipe by look-ups in tables, one table per scale code.
-
-    It does so for 4-bit elements with block scales and at most one tensor scale. Look-ups are so quick that each thread
-    should get more elements (threads_for).
-    """
+    """Return True if the library decodes large matrices of a recipe by look-ups in tables, one table per scale code."""
     return r.element.bits == 4 and r.scale is not None and r.tensor_scaling in ("none", "tensor")
 
 
 def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
-    """Decode the packed codes of a matrix, and write the values into out (M, K), rounded to the dtype of out.
-
-    The arguments and the written values are those of reference.dequantize.dequantize_matrix. Raise Declined if there is
-    no usable library, or if it has no decoder for the recipe.
-
-    scales: the codes of the linear block scales; None for a recipe without block scales. tensor: the tensor scale.
-    """
+    """Decode the packed codes of a matrix, and write the values into out (M, K), rounded to the dtype of out."""
     tensor, packed = _spread(tensor.columns(recipe)), _in_rows(packed)
     scales = None if scales is None else _in_rows(scales)
     for rows, columns in _decode(packed, scales, recipe, tensor, out):
@@ -83,21 +68,15 @@ def _in_rows(bytes_: np.ndarray) -> np.ndarray:
 
 
 def _spread(tensor: TensorScale) -> TensorScale:
-    """Return a TensorScale whose parts are contiguous float32 arrays of one shape, to which they are broadcast.
-
-    The shape is (1, 1) for one tensor scale, (rows, 1) for one per row, and (rows, blocks) for one per block.
-    """
+    """Return a TensorScale whose parts are contiguous float32 arrays of one shape, to which they are broadcast."""
     return TensorScale(*(np.ascontiguousarray(part, np.float32) for part in np.broadcast_arrays(*tensor)))
 
 
 def _decode(
     packed: np.ndarray, scales: np.ndarray | None, r: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> Iterator[tuple[slice, slice]]:
-    """Decode a matrix by the library into out. Yield the rows and columns of each tile that the library cannot decode.
-
-    The caller must decode these tiles by the specification. All other values are written when the generator is
-    exhausted. The arguments are those of dequantize_matrix, with contiguous rows of bytes.
-    """
+    """Decode a matrix by the library into out."""
+    # The caller must decode these tiles by the specification.
     steps = out.strides[0] // out.itemsize, packed.strides[0], 0 if scales is None else scales.strides[0]
     call = decode_call(out.shape, out.dtype, r, *steps)
     tiles, own = (
@@ -119,13 +98,7 @@ def _decode(
 
 
 def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
-    """Set the fields of a DecodeCall for its tensor scales.
-
-    They are the addresses of the encode scales, decode scales and amaxes, and the steps in elements from one row to the
-    next (row_step) and from one block to the next (block_step). A step is 0 if all rows or all blocks share one scale.
-
-    tensor: the tensor scales, broadcast to one shape. The call does not keep them alive.
-    """
+    """Set the fields of a DecodeCall for its tensor scales."""
     call.encode, call.decode, call.amax = map(address, tensor)
     rows, blocks = tensor.decode.shape
     row_step, block_step = (step // 4 for step in tensor.decode.strides)
@@ -135,12 +108,7 @@ def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
 @lru_cache(64)
 @np.errstate(all="ignore")
 def _stored(r: Recipe, dtype: np.dtype, scale: bytes, amax: bytes | None) -> np.ndarray:
-    """Return the tensor scales of a Quantized as one float32 array: encode scales, then decode scales, then amaxes.
-
-    r, dtype: the recipe, and the dtype that was quantized. scale, amax: the bytes of tensor_scale and tensor_amax. amax
-    is None if the Quantized has no tensor_amax. Bytes are passed because the arguments of a function with lru_cache
-    must be hashable.
-    """
+    """Return the tensor scales of a Quantized as one float32 array: encode scales, then decode scales, then amaxes."""
     given = None if amax is None else np.frombuffer(amax, np.float32)
     found = stored_tensor_scale(np.frombuffer(scale, np.float32), given, r, dtype)
     return np.concatenate([np.ravel(part) for part in np.broadcast_arrays(*found)], dtype=np.float32)
@@ -150,12 +118,8 @@ _ONES = np.ones(3, np.float32)
 
 
 def tensors_of(q: Quantized, to_bytes: Callable[[Any], bytes] = np.ndarray.tobytes) -> np.ndarray:
-    """Return the tensor scales of a Quantized as one float32 array: encode scales, then decode scales, then amaxes.
-
-    Return three ones if q has no tensor scale. The array is shared with later calls and must not be changed.
-
-    to_bytes: a function that returns the bytes of an array of the library of q's arrays.
-    """
+    """Return the tensor scales of a Quantized as one float32 array: encode scales, then decode scales, then amaxes."""
+    # The array is shared with later calls and must not be changed.
     if q.tensor_scale is None:
         return _ONES
     amax = None if q.tensor_amax is None else to_bytes(q.tensor_amax)
@@ -165,14 +129,7 @@ def tensors_of(q: Quantized, to_bytes: Callable[[Any], bytes] = np.ndarray.tobyt
 def decode_call(
     shape: tuple[int, int], dtype: np.dtype, r: Recipe, out_step: int, packed_step: int, scales_step: int
 ) -> DecodeCall:
-    """Return a prototype: a DecodeCall without addresses, for a matrix of values under one tensor scale.
-
-    Raise Declined if the library has no decoder for the recipe.
-
-    shape: the shape of the matrix of values. dtype: the dtype of the values. out_step: elements from one row of values
-    to the next. packed_step, scales_step: bytes from one row of codes or block scales to the next; 0 without block
-    scales.
-    """
+    """Return a prototype: a DecodeCall without addresses, for a matrix of values under one tensor scale."""
     M, K = shape
     block = r.block_size if r.block else max(K, 1)
     width = max(min(max(TILE_ELEMENTS // block, 1) * block, K), 1)

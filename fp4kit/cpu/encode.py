@@ -70,11 +70,7 @@ class Kernels(NamedTuple):
 
 @lru_cache(256)
 def kernels_of(r: Recipe) -> Kernels:
-    """Return the Kernels of a recipe.
-
-    Raise Declined if there is no usable library, or if it does not support the recipe's blocks or one of its rules. A
-    recipe without blocks is encoded in blocks of SEGMENT (32) columns, which share the tensor scale.
-    """
+    """Return the Kernels of a recipe."""
     found = functions()
     if (reason := not_encoded(r)) is not None:
         raise Declined(f"{r.id} has {reason}")
@@ -91,10 +87,10 @@ def kernels_of(r: Recipe) -> Kernels:
 
 
 def check_array(x: np.ndarray) -> None:
-    """Raise Declined unless the library can read an array: all elements at addresses that are multiples of their size.
-
-    The strides must be multiples of the element size, too.
+    """Raise Declined unless the library can read an array: all elements at addresses that are multiples of their
+    size.
     """
+    # The strides must be multiples of the element size, too.
     if not x.flags.aligned or any(step % x.itemsize for step in x.strides):
         raise Declined("the CPU engine needs aligned elements")
 
@@ -113,15 +109,9 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, x: np.ndarray, block: int, block_rows: int, gathered: bool) -> Tiles:
-        """Return a division of the matrix x (M, K) into tiles of whole blocks, with the shape that is read fastest.
-
-        tile_columns is a multiple of `block` and of SEGMENT (32). tile_rows is a multiple of block_rows. Both may
-        exceed the size of x. Tiles are as wide as possible, because the processor does not prefetch rows of half a
-        page, and encoding such rows takes twice as long. Only gathered tiles are small.
-
-        block, block_rows: the columns and rows of a block. gathered: True if the library first copies the elements of a
-        tile into a contiguous buffer, because they are strided or transformed.
-        """
+        """Return a division of the matrix x (M, K) into tiles of whole blocks, with the shape that is read fastest."""
+        # Tiles are as wide as possible, because the processor does not prefetch rows of half a page, and encoding such
+        # rows takes twice as long.
         M, K = x.shape
         step = lcm(block, SEGMENT)
         max_columns = TILE_ELEMENTS if block_rows == 1 else max(2 * TILE_ELEMENTS // block_rows, PANEL_COLUMNS)
@@ -133,13 +123,7 @@ class Tiles(NamedTuple):
         return cls(M, K, rows_of_blocks * block_rows, tile_columns)
 
     def slabs(self, cost: int = 1) -> Iterator[tuple[slice, slice]]:
-        """Yield the slabs of the matrix as (rows, columns). A slab is the work of one call to the library.
-
-        A slab consists of whole tiles: about 2^26 / cost elements at most, but at least one tile. A matrix without rows
-        has no slabs. The matrix must have columns.
-
-        cost: the time per element, as a multiple of the time to encode it.
-        """
+        """Yield the slabs of the matrix as (rows, columns)."""
         max_elements = ELEMENTS_PER_CALL // cost
         across = max(max_elements // self.tile_rows // self.tile_columns, 1) * self.tile_columns
         down = max(max_elements // min(across, self.columns) // self.tile_rows, 1) * self.tile_rows
@@ -148,10 +132,7 @@ class Tiles(NamedTuple):
                 yield slice(row, min(row + down, self.rows)), slice(column, min(column + across, self.columns))
 
     def tiles(self, rows: slice, columns: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield the tiles of a slab in the library's order: from left to right, then from top to bottom.
-
-        rows, columns: the slab.
-        """
+        """Yield the tiles of a slab in the library's order: from left to right, then from top to bottom."""
         for row in range(rows.start, rows.stop, self.tile_rows):
             for column in range(columns.start, columns.stop, self.tile_columns):
                 yield (
@@ -164,21 +145,13 @@ class Tiles(NamedTuple):
         return -(-(rows.stop - rows.start) // self.tile_rows) * -(-(columns.stop - columns.start) // self.tile_columns)
 
     def marked(self, rows: slice, columns: slice, marks: np.ndarray) -> Iterator[tuple[slice, slice]]:
-        """Yield the tiles of a slab that the library has marked, because it cannot compute them.
-
-        rows, columns: the slab. marks: one byte per tile, in the order of `tiles`; 0 if the tile is not marked.
-        """
+        """Yield the tiles of a slab that the library has marked, because it cannot compute them."""
         if marks.any():
             yield from (tile for tile, mark in zip(self.tiles(rows, columns), marks, strict=True) if mark)
 
 
 def source(x: np.ndarray, hadamard: int | None = None) -> SourceMatrix:
-    """Return the SourceMatrix that describes a matrix to the library: its address, shape and strides in elements.
-
-    The result does not keep x alive.
-
-    hadamard: the sign mask of a Hadamard transform that the library applies while it reads; None for no transform.
-    """
+    """Return the SourceMatrix that describes a matrix to the library: its address, shape and strides in elements."""
     steps = (step // x.itemsize for step in x.strides)
     return SourceMatrix(address(x), *x.shape, *steps, -1 if hadamard is None else hadamard)
 
@@ -196,12 +169,7 @@ class _Scales(NamedTuple):
 
 
 def encode_call(x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: int) -> EncodeCall:
-    """Return a prototype: an EncodeCall for matrices with the shape, strides and dtype of x, but without addresses.
-
-    The fields for options (such as random bytes), the number of threads and tensor_step are 0. A tensor_step of 0 means
-    that all rows share one tensor scale. packed_step, scales_step: bytes from one row of codes or block scales to the
-    next.
-    """
+    """Return a prototype: an EncodeCall for matrices with the shape, strides and dtype of x, but without addresses."""
     tiles = Tiles.of(x, kernels.block, kernels.block_rows, gathered=x.strides[1] != x.itemsize)
     matrix = source(x)
     matrix.data = None
@@ -231,15 +199,7 @@ def quantize_matrix(
     scales: np.ndarray | None,
     options: EncodeOptions,
 ) -> None:
-    """Quantize a matrix x (M, K), and write its codes into packed and its block scales into scales.
-
-    The arguments and the written bytes are those of reference.quantize.quantize_matrix. Raise Declined if the library
-    does not support the recipe (kernels_of).
-
-    amax: the tensor amaxes; None without a tensor scale. packed: uint8 (M, bytes per row). scales: uint8 (block rows of
-    M, blocks); None for a recipe without block scales. options: block amaxes, random numbers and a Hadamard transform,
-    if any.
-    """
+    """Quantize a matrix x (M, K), and write its codes into packed and its block scales into scales."""
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
     given = _Scales(tensor, options.block_amax)
     if recipe.tensor_scaling == "block":
@@ -267,15 +227,7 @@ def encode_matrix(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Encode a matrix x (M, K) under given scales, and write its codes into packed.
-
-    The arguments and the written codes are those of reference.quantize.encode_matrix. Raise Declined if the library
-    does not support the recipe (kernels_of), or supports it only with scales that it computes
-    (not_encoded_under_scales).
-
-    tensor: the tensor scale. scales: the codes of the block scales; None for a recipe without block scales. options:
-    random numbers and a Hadamard transform, if any.
-    """
+    """Encode a matrix x (M, K) under given scales, and write its codes into packed."""
     if (reason := not_encoded_under_scales(recipe)) is not None:
         raise Declined(f"{recipe.id} has {reason}")
     kernels = kernels_of(recipe)._replace(block_rule=-1, block_rows=1)
@@ -294,14 +246,7 @@ def _encode_rows(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Encode some rows of a matrix under given scales, and write their codes into packed. encode_matrix calls this.
-
-    If the recipe leaves out zero blocks (four_over_six.leaves_zero_blocks), all elements of a block whose amax is 0 or
-    subnormal get the code 0.
-
-    All arguments hold only the data of these rows. kernels: the Kernels of r, but with block_rule -1 and block_rows 1.
-    options: random numbers and a Hadamard transform, if any.
-    """
+    """Encode some rows of a matrix under given scales, and write their codes into packed."""
     given = _given_scales(x, r, tensor, scales, options.hadamard)
     height = r.block_rows
     for tile_rows, columns in _encode(x, r, kernels, given, packed, None, options):
@@ -325,14 +270,7 @@ def _encode_rows(
 def _given_scales(
     x: np.ndarray, r: Recipe, tensor: TensorScale, scales: np.ndarray | None, hadamard: int | None
 ) -> _Scales:
-    """Return the _Scales for encoding a matrix under given block scales and a given tensor scale.
-
-    The result holds the factor of each block, computed from the block scale and the tensor scale. If the recipe has
-    neither block scales nor one tensor scale per block, `factors` is None.
-
-    scales: the codes of the block scales; None without block scales. hadamard: the sign mask of a Hadamard transform;
-    None for no transform.
-    """
+    """Return the _Scales for encoding a matrix under given block scales and a given tensor scale."""
     tensor = tensor.columns(r)
     if r.block_rule is None or scales is None:
         of_tensor = tensor.decode if r.apply == "divide" else tensor.encode
@@ -345,10 +283,7 @@ def _given_scales(
 
 
 def _amax_by_row(x: np.ndarray, r: Recipe, hadamard: int | None) -> np.ndarray:
-    """Return the block amaxes of x, repeated for each row of a block: float32 (M, blocks).
-
-    hadamard: the sign mask of a Hadamard transform to apply first; None for no transform.
-    """
+    """Return the block amaxes of x, repeated for each row of a block: float32 (M, blocks)."""
     elements = x if hadamard is None else specification.widen(x, r, hadamard)
     return np.repeat(block_amax(elements, r), r.block_rows, axis=0)[: len(x)]
 
@@ -362,15 +297,8 @@ def _encode(
     scales: np.ndarray | None,
     options: EncodeOptions,
 ) -> Iterator[tuple[slice, slice]]:
-    """Encode a matrix by the library, and yield the rows and columns of each tile that the library cannot encode.
-
-    The caller must encode these tiles by the specification. All other codes and scales are written when the generator
-    is exhausted.
-
-    kernels: the result of kernels_of(r). given: the scales that are known beforehand. packed: the array to write codes
-    to. scales: the array to write block scales to; None if they are given or the recipe has none. options: random
-    numbers and a Hadamard transform, if any.
-    """
+    """Encode a matrix by the library, and yield the rows and columns of each tile that the library cannot encode."""
+    # The caller must encode these tiles by the specification.
     tiles = Tiles.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)
     tensor = [np.ascontiguousarray(part.reshape(-1), np.float32) for part in given.tensor]
     step = max(part.size for part in tensor) > 1
@@ -436,12 +364,8 @@ class _RandomBytes(NamedTuple):
 
     @classmethod
     def of(cls, random: RandomNumbers | None, rows: slice, columns: slice) -> _RandomBytes:
-        """Return the random bytes of some rows and columns of a matrix, or an empty _RandomBytes for nearest rounding.
-
-        For a RandomStream, the result holds the seed and the position of the bytes in the stream. For random bytes of
-        the caller (GivenNumbers), it holds the bytes, copied only if they are not contiguous.
-
-        random: the random numbers of the whole matrix; None for nearest rounding.
+        """Return the random bytes of some rows and columns of a matrix, or an empty _RandomBytes for nearest
+        rounding.
         """
         part = None if random is None else random.cut(rows, columns)
         if isinstance(part, RandomStream):
@@ -454,11 +378,7 @@ class _RandomBytes(NamedTuple):
 
 @np.errstate(all="ignore")
 def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
-    """Return the amaxes of the blocks of a matrix: float32 (ceil(M / block_rows), K / block_size).
-
-    The library computes them if all elements are finite. Otherwise the specification does, and the recipe's amax_nan
-    decides how NaN elements count.
-    """
+    """Return the amaxes of the blocks of a matrix: float32 (ceil(M / block_rows), K / block_size)."""
     out = np.empty((-(-x.shape[0] // r.block_rows), x.shape[1] // r.block_size), np.float32)
     if largest(x, out, r.block_size, r.block_rows) is None:
         for rows in _row_slices(x.shape, r.block_rows):
@@ -468,21 +388,7 @@ def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 
 def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None:
-    """Return the tensor amaxes of a matrix (M, K), as reference.quantize.tensor_amax does.
-
-    The result is float32 of shape () for one tensor scale or none, (M,) for one per row, or (M, blocks) for one per
-    block. The amax of a block with several rows is repeated for each row.
-
-    Return None if the library cannot compute them:
-
-    - An element is NaN or infinite.
-    - The recipe has one tensor scale per row, and K is not a multiple of SEGMENT (32).
-    - The recipe has one tensor scale per block, and a block has neither 16 columns nor a multiple of 32 up to
-      PANEL_COLUMNS (2048).
-    - The recipe has one tensor scale per row or block, and `mask` is not None.
-
-    mask: the sign mask of a Hadamard transform; None for no transform.
-    """
+    """Return the tensor amaxes of a matrix (M, K), as reference.quantize.tensor_amax does."""
     if r.tensor_scaling in ("none", "tensor"):
         return None if (found := largest(x, hadamard=mask)) is None else np.asarray(found)
     size = r.block_size if r.tensor_scaling == "block" else SEGMENT
@@ -501,12 +407,7 @@ def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None
 def largest(
     x: np.ndarray, out: np.ndarray | None = None, block: int = SEGMENT, block_rows: int = 1, hadamard: int | None = None
 ) -> np.float32 | None:
-    """Return the largest magnitude of a matrix, or None if an element is NaN or infinite.
-
-    x: the matrix, not empty. out: a float32 array to which the amaxes of all blocks are also written, or None. If the
-    result is None, the content of `out` is invalid. block, block_rows: the columns and rows of a block. hadamard: the
-    sign mask of a Hadamard transform to apply first; None for no transform.
-    """
+    """Return the largest magnitude of a matrix, or None if an element is NaN or infinite."""
     tiles = Tiles.of(x, block, block_rows, x.strides[1] != x.itemsize or hadamard is not None)
     input_kind, amax_bits = INPUTS[x.dtype], 0
     for rows, columns in tiles.slabs():
@@ -532,11 +433,7 @@ def largest(
 
 
 def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
-    """Return the packed codes of the transpose of a matrix (M, K): a new uint8 array (K, bytes per row).
-
-    stored: the packed codes of the matrix, uint8 (M, bytes per row). packing: how these bytes hold the codes, one or
-    two per byte.
-    """
+    """Return the packed codes of the transpose of a matrix (M, K): a new uint8 array (K, bytes per row)."""
     stored, is_nibble = np.ascontiguousarray(stored), packing.codes == 2
     M, K = stored.shape[0], stored.shape[1] // packing.bytes * packing.codes
     out = np.empty((K, packing.length(M)), np.uint8)
@@ -548,13 +445,7 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
 
 
 def _row_slices(shape: tuple[int, int], block_rows: int = 1) -> Iterator[slice]:
-    """Yield slices that divide the rows of a matrix into parts of about 2^20 elements that do not cut blocks.
-
-    Each part, except the last, has a multiple of block_rows rows, even if these have more than 2^20 elements. A matrix
-    without rows has no parts.
-
-    shape: the rows and columns of the matrix. block_rows: the number of rows of a block.
-    """
+    """Yield slices that divide the rows of a matrix into parts of about 2^20 elements that do not cut blocks."""
     step = max((1 << 20) // max(shape[1], 1) // block_rows, 1) * block_rows
     return (slice(first, min(first + step, shape[0])) for first in range(0, shape[0], step))
 
@@ -565,28 +456,19 @@ def blocks_of(columns: slice, r: Recipe) -> slice:
 
 
 def bytes_of(columns: slice, r: Recipe) -> slice:
-    """Return the slice of a row's packed bytes that hold the codes of some columns.
-
-    columns: a slice that begins at a whole byte.
-    """
+    """Return the slice of a row's packed bytes that hold the codes of some columns."""
     return slice(*map(r.element.packing.length, (columns.start, columns.stop)))
 
 
 def _cut(amax: np.ndarray | None, rows: slice, blocks: slice) -> np.ndarray | None:
-    """Return the tensor amaxes of some rows and blocks of a matrix, as a view. Return one amax or None unchanged.
-
-    amax: one amax per tensor, per row or per block; None for a recipe without a tensor scale.
-    """
+    """Return the tensor amaxes of some rows and blocks of a matrix, as a view."""
     if amax is None or amax.size == 1:
         return amax
     return amax[rows] if amax.ndim == 1 or amax.shape[1] == 1 else amax[rows, blocks]
 
 
 def cut_options(options: EncodeOptions, rows: slice, columns: slice, r: Recipe) -> EncodeOptions:
-    """Return the EncodeOptions for some rows and columns of a matrix: the block amaxes and random numbers there.
-
-    The sign mask of a Hadamard transform is kept. rows, columns: slices that begin and end at blocks.
-    """
+    """Return the EncodeOptions for some rows and columns of a matrix: the block amaxes and random numbers there."""
     amax, random = options.block_amax, options.random
     if amax is not None:
         amax = amax[rows.start // r.block_rows : -(-rows.stop // r.block_rows), blocks_of(columns, r)]

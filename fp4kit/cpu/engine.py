@@ -31,14 +31,9 @@ from fp4kit.reference.matrices import stack
 
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """Return the tensor amaxes of an array, float32 in their canonical shape (call/amaxes.py).
-
-    The specification computes them if the array is empty, or if encode.tensor_amax cannot compute one of them, for
-    example because an element is NaN or infinite.
-
-    moved: the array with its quantized axis last. r: the recipe. mask: the sign mask of a Hadamard transform to apply
-    first; None for no transform.
-    """
+    """Return the tensor amaxes of an array, float32 in their canonical shape (call/amaxes.py)."""
+    # The specification computes them if the array is empty, or if encode.tensor_amax cannot compute one of them, for
+    # example because an element is NaN or infinite.
     found = [encode.tensor_amax(part, r, mask) for part in stack(moved, r)] if moved.size else []
     finite = [amax for amax in found if amax is not None]
     if not moved.size or len(finite) < len(found):
@@ -60,41 +55,24 @@ _FUNCTIONS = reference.MatrixFunctions(
 
 
 def quantize(call: Call) -> Quantized:
-    """Quantize the array of a call. Return the result: in call.out, which is overwritten, or in a new Quantized.
-
-    Raise Declined if the engine does not support the call, or is not faster than the specification for it.
-    """
+    """Quantize the array of a call."""
     _check(call, None if coverage.not_searched(call.recipe) or not call.recipe.search else 0)
     return reference.quantize(call, _FUNCTIONS)
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
-    """Quantize an array along both axes, by two calls: return (quantize(row), quantize(column)).
-
-    Raise Declined if `quantize` raises it for one of the two calls.
-    """
+    """Quantize an array along both axes, by two calls: return (quantize(row), quantize(column))."""
     return quantize(row), quantize(column)
 
 
 def quantize_with_scales(call: Call) -> Quantized:
-    """Quantize the array of a call with the scales that the caller passed: only codes are computed.
-
-    Return the result: in call.out, which is overwritten, or in a new Quantized. Raise Declined if the engine does not
-    support the call, or is not faster than the specification for it.
-    """
+    """Quantize the array of a call with the scales that the caller passed: only codes are computed."""
     _check(call)
     return reference.quantize_with_scales(call, _FUNCTIONS)
 
 
 def _check(call: Call, min_elements: int | None = None) -> None:
-    """Raise Declined if the engine does not support a call, or is not faster than the specification for it.
-
-    The engine is not faster for arrays with fewer than min_elements elements, or with rows of fewer than 16 elements.
-    It does not support unaligned elements, recipes without compiled rules (encode.kernels_of), and stochastic rounding
-    by added noise or by user-defined formats.
-
-    min_elements: None takes the number for the recipe from coverage.MIN_ELEMENTS.
-    """
+    """Raise Declined if the engine does not support a call, or is not faster than the specification for it."""
     if min_elements is None:
         min_elements = coverage.MIN_ELEMENTS[call.recipe.tensor_scaling]
     # The sizes are checked first, because the other checks take time.
@@ -108,10 +86,7 @@ def _check(call: Call, min_elements: int | None = None) -> None:
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q.
-
-    Raise Declined if the engine cannot decode the recipe to dtype, or if q has so few values that NumPy is as fast.
-    """
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q."""
     decoding.decoder_of(q.recipe, dtype)
     if q.packed.size < coverage.MIN_CODE_BYTES:
         raise Declined("the specification is as fast for so few values")
@@ -119,11 +94,7 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray]:
-    """Convert q to another recipe. Return the new Quantized, the number of changed values, and the largest change.
-
-    The results equal those of host.engine.requantize, which says how values are compared. Raise Declined if the library
-    cannot decode one of the recipes, or cannot encode by the target.
-    """
+    """Convert q to another recipe."""
     for r in (q.recipe, target):
         decoding.decoder_of(r, np.dtype(np.float32))
     encode.kernels_of(target)
@@ -131,13 +102,8 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray
 
 
 def fake_quantize(call: Call) -> np.ndarray:
-    """Return the fake-quantized values of a call, in a new array with the shape and dtype of call.x.
-
-    The array is quantized and dequantized, FAKE_ELEMENTS (2^22) elements at a time, so that codes take little memory.
-
-    Raise Declined if the recipe has a fake_rule, if the engine does not support the call, or if the specification is at
-    least as fast.
-    """
+    """Return the fake-quantized values of a call, in a new array with the shape and dtype of call.x."""
+    # The array is quantized and dequantized, FAKE_ELEMENTS (2^22) elements at a time, so that codes take little memory.
     if (reason := coverage.not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
     _check(call)
@@ -152,12 +118,7 @@ def fake_quantize(call: Call) -> np.ndarray:
 
 
 def _slabs(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
-    """Cut a call along its first axes. Yield the calls on the parts, each with the part of `values` for its result.
-
-    A part has at most FAKE_ELEMENTS (2^22) elements, or one row of blocks if that has more. Two kinds of calls are not
-    cut: calls on a 1-d array, and calls with a seed, because the random byte of an element depends on its index in the
-    whole array. The quantized axis of `call` must be the last one.
-    """
+    """Cut a call along its first axes."""
     x, r = call.x, call.recipe
     if x.size <= FAKE_ELEMENTS or x.ndim < 2 or isinstance(call.random, int):
         yield call, values
@@ -174,11 +135,8 @@ def _slabs(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
 
 
 def _cut(call: Call, index: Any) -> Call:
-    """Return a call for the part x[index] of the array of a call, with the amaxes and random bytes of this part.
-
-    A tensor amax of shape () applies to all parts, so it is kept. index: an int or a slice of the first axis. The
-    quantized axis of `call` must be the last one.
-    """
+    """Return a call for the part x[index] of the array of a call, with the amaxes and random bytes of this part."""
+    # The quantized axis of `call` must be the last one.
     x, tensor, blocks, random = (
         a if a is None or not a.ndim else a[index] for a in (call.x, call.tensor_amax, call.block_amax, call.random)
     )
@@ -187,26 +145,13 @@ def _cut(call: Call, index: Any) -> Call:
 
 
 def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:
-    """Transpose each matrix of a Quantized q with square blocks. Return new codes and block scales (packed, scales).
-
-    The scales have the scale layout of q. Raise Declined if there is no usable library.
-
-    packed, scales: the codes and block scales of q.
-    """
+    """Transpose each matrix of a Quantized q with square blocks."""
     functions()
     return reference.transpose(packed, scales, q, encode.transpose_codes)
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the amax of every block of a matrix, counting only the elements of one shard (see ops/partial.py).
-
-    A shard is the part of the flattened matrix that one process holds. Blocks without elements in the shard get 0. The
-    result is float32 (ceil(M / block rows), K / block columns).
-
-    Raise Declined if the library does not support the recipe, or if elements are not aligned.
-
-    shape: the rows and columns of the matrix. start: the index of the shard's first element in the flattened matrix.
-    """
+    """Return the amax of every block of a matrix, counting only the elements of one shard (see ops/partial.py)."""
     encode.kernels_of(r)
     encode.check_array(shard)
     return partial.partial_amax(shard, shape, start, r)
@@ -215,27 +160,14 @@ def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recip
 def partial_cast(
     shard: np.ndarray, out: np.ndarray, block_amax: np.ndarray, shape: tuple[int, int], start: int, r: Recipe, amax: Any
 ) -> None:
-    """Write the codes of a shard's elements into out, the packed codes of a matrix, and change no other code of out.
-
-    A shard is the part of the flattened matrix that one process holds (see ops/partial.py).
-
-    Raise Declined if the library does not support the recipe, or if elements are not aligned.
-
-    block_amax: the amaxes of all blocks of the matrix. shape: the rows and columns of the matrix. start: the index of
-    the shard's first element in the flattened matrix. amax: the tensor amax. None uses the largest of block_amax, if
-    the recipe has a tensor scale.
-    """
+    """Write the codes of a shard's elements into out, the packed codes of a matrix, and change no other code of out."""
     encode.kernels_of(r)
     encode.check_array(shard)
     reference.partial_cast(shard, out, block_amax, shape, start, r, amax, partial.partial_cast)
 
 
 def amax(call: Call) -> np.ndarray:
-    """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block).
-
-    Raise Declined if the recipe has no blocks, or if the engine does not support it. Raise Declined also if the array
-    is empty or so small that the specification is as fast (see _check), or if its elements are not aligned.
-    """
+    """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block)."""
     _check(call, coverage.MIN_AMAX_ELEMENTS)
     if call.recipe.block is None or not call.x.size:
         raise Declined("the CPU engine computes amaxes only per block, and not of empty arrays")
@@ -247,14 +179,7 @@ def amax(call: Call) -> np.ndarray:
 
 
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
-    """Return the largest magnitude of a whole array as a float32 array of shape (). NaN propagates.
-
-    fp4kit.amax calls this if it gets no recipe. Raise Declined in these cases:
-
-    - axis is not None, or the array is empty.
-    - The array is not contiguous and has more than two dimensions.
-    - Its elements are not aligned, or there is no usable library.
-    """
+    """Return the largest magnitude of a whole array as a float32 array of shape ()."""
     functions()
     if axis is not None or not x.size:
         raise Declined("the CPU engine computes amaxes only of whole arrays that are not empty")
@@ -264,14 +189,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 
 def search_scales(search: Search) -> np.ndarray:
-    """Return the block amaxes whose scales give the smallest loss: float32 (..., M, K / block).
-
-    Raise Declined in these cases:
-
-    - The recipe has E8M0 scales, or a grid of multiples of its amaxes is searched (call.search_scales.has_grid).
-    - The library cannot compute the scale codes to which the candidates are relative (search_scales.rule_of).
-    - The elements are not aligned, or there is no usable library.
-    """
+    """Return the block amaxes whose scales give the smallest loss: float32 (..., M, K / block)."""
     functions()
     if not search.searches_e4m3:
         raise Declined("the CPU engine searches only E4M3 block scales")
@@ -281,10 +199,7 @@ def search_scales(search: Search) -> np.ndarray:
 
 
 def _as_matrix(x: np.ndarray) -> np.ndarray:
-    """Return an array as a matrix: a 0-d or 1-d array as one row, a 2-d array itself.
-
-    Raise Declined for more dimensions.
-    """
+    """Return an array as a matrix: a 0-d or 1-d array as one row, a 2-d array itself."""
     if x.ndim > 2:
         raise Declined("the CPU engine supports non-contiguous arrays only up to two dimensions")
     return x.reshape(1, -1) if x.ndim < 2 else x
@@ -300,11 +215,7 @@ def _declining(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a function that raises Declined, for an operation of host/engine.py that this module does not define.
-
-    Python calls this function for every attribute that the module does not have. Raise AttributeError if `name` is no
-    operation of host/engine.py.
-    """
+    """Return a function that raises Declined, for an operation of host/engine.py that this module does not define."""
     if name in reference.__all__:
         return _declining(name)
     raise AttributeError(name)

@@ -54,11 +54,7 @@ def text() -> str:
 
 
 def _stored_directions(r: Recipe) -> tuple[bool, ...]:
-    """Return the values of schema.as_stored's argument `divides` for which a recipe needs a decoder of checkpoints.
-
-    Checkpoints of a recipe with block scales and one tensor scale store this scale as a factor or as a divisor, so the
-    result is (False, True). For other recipes, it is (False,).
-    """
+    """Return the values of schema.as_stored's argument `divides` for which a recipe needs a decoder of checkpoints."""
     return (False, True) if r.tensor_scaling == "tensor" and r.scale is not None else (False,)
 
 
@@ -68,11 +64,7 @@ def _format(f: ElementFormat) -> str:
 
 
 def _structs(name: str, found: dict[str, Recipe], facts: Callable[[Recipe], list[str]]) -> list[str]:
-    """Return the definitions of C++ structs, one per key of `found` in sorted order.
-
-    The structs are called name0, name1, ... found: {key: a recipe with this key}. facts: a function that returns the
-    definitions of the members of a recipe's struct.
-    """
+    """Return the definitions of C++ structs, one per key of `found` in sorted order."""
     return [f"struct {name}{i} {{ {' '.join(facts(found[key]))} }};" for i, key in enumerate(sorted(found))]
 
 
@@ -90,10 +82,7 @@ def _rule(r: Recipe) -> list[str]:
 
 
 def _two_formats(r: Recipe) -> list[str]:
-    """Return the C++ definition of FloatElement for an IF4 recipe, as a list; otherwise an empty list.
-
-    In C++, a struct with this member is one of an IF4 recipe (kHasTwoFormats).
-    """
+    """Return the C++ definition of FloatElement for an IF4 recipe, as a list; otherwise an empty list."""
     return [f"using FloatElement = {_format(E2M1)};"] if isinstance(r.element, IntegerOrFloat) else []
 
 
@@ -165,10 +154,7 @@ def _bool(value: bool) -> str:
 
 
 def _list(name: str, entry: str, struct: str, found: dict[str, Recipe]) -> str:
-    """Return the definition of a C++ macro called `name`, which calls the macro `entry` for every key in `found`.
-
-    Each call is entry("key", struct<i>), where i is the index of the key in sorted order, as in _structs.
-    """
+    """Return the definition of a C++ macro called `name`, which calls the macro `entry` for every key in `found`."""
     entries = (f'{entry}("{key}", {struct}{i})' for i, key in enumerate(sorted(found)))
     return f"#define {name} " + " ".join(entries)
 

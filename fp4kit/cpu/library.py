@@ -228,11 +228,7 @@ class CompiledLibrary(NamedTuple):
 
 
 def _open(level: str) -> Any:
-    """Open the library of a level, and return it, without checking that it was compiled from the current sources.
-
-    Only the functions fp4kit_digest and fp4kit_level have their result types set. Raise OSError if there is no compiled
-    library of this level, or if it cannot be opened.
-    """
+    """Open the library of a level, and return it, without checking that it was compiled from the current sources."""
     found = [path for path in Path(__file__).parent.glob(f"_{level}.*") if path.suffix in (".so", ".dylib")]
     if not found:
         where = "where there is a C++ compiler" if level == "base" else "on this machine, or with FP4KIT_CPU_LEVELS=all"
@@ -243,11 +239,7 @@ def _open(level: str) -> Any:
 
 
 def _load(level: str) -> Any:
-    """Return the C functions of a level's library, with their argument and result types set.
-
-    Raise OSError if there is no compiled library of this level, if it cannot be opened, or if it was compiled from
-    other sources.
-    """
+    """Return the C functions of a level's library, with their argument and result types set."""
     functions = _open(level)
     if functions.fp4kit_digest().decode() != digest():
         raise OSError("it was compiled from other sources; install fp4kit again")
@@ -279,14 +271,7 @@ def _load(level: str) -> Any:
 
 @cache
 def library() -> CompiledLibrary:
-    """Return the library of the highest level that this processor supports and that can be loaded.
-
-    If there is none, the result's `functions` is None, and its `level` is the reason as text. The result is computed
-    once per process.
-
-    Issue a RuntimeWarning if a level that the processor supports is missing and a lower one is used, or if libraries
-    are compiled but none can be used. If not even the library of level base can be opened, there is no warning.
-    """
+    """Return the library of the highest level that this processor supports and that can be loaded."""
     try:
         best = _open("base").fp4kit_level().decode()  # correct even if the library was compiled from other sources
     except (OSError, AttributeError) as error:
@@ -353,10 +338,7 @@ def set_num_threads(count: int) -> None:
 
 
 def _checked(op: str, count: Any) -> int:
-    """Return a number of threads as an int. Raise TypeError if it is not an int, ValueError if it is below 1.
-
-    op: the public function that the message names.
-    """
+    """Return a number of threads as an int."""
     number = as_index(op, "threads", count)
     if number < 1:
         raise ValueError(f"{op}: threads is {number}; needs 1 or more")
@@ -386,10 +368,7 @@ def num_threads() -> int:
 
 
 def _default_threads() -> int:
-    """Return the first number in OMP_NUM_THREADS if it is positive, else the number of processors of this process.
-
-    If the system does not tell which processors the process may use, all processors of the machine count.
-    """
+    """Return the first number in OMP_NUM_THREADS if it is positive, else the number of processors of this process."""
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if requested.isdecimal() and int(requested) > 0:
         return int(requested)
@@ -423,10 +402,7 @@ def threads(count: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def limited_threads(op: str, count: int) -> Iterator[None]:
-    """Return the context manager that threads(count) returns. Entering it raises the errors that `threads` describes.
-
-    op: the public function with which error messages begin.
-    """
+    """Return the context manager that threads(count) returns."""
     token = _threads.set(_checked(op, count))
     try:
         yield
@@ -435,30 +411,18 @@ def limited_threads(op: str, count: int) -> Iterator[None]:
 
 
 def alone() -> None:
-    """Make all further calls from the current thread or task use this thread alone.
-
-    Use it in the worker threads of a program that already runs one thread per CPU.
-    """
+    """Make all further calls from the current thread or task use this thread alone."""
     _threads.set(1)
 
 
 def threads_for(elements: int, is_quick: bool = False) -> int:
-    """Return how many threads a call on this number of elements should use: from 1 to num_threads().
-
-    Each thread gets at least 2^16 elements (ELEMENTS_PER_THREAD).
-
-    is_quick: True if an element takes so little time that each thread should get four times as many.
-    """
+    """Return how many threads a call on this number of elements should use: from 1 to num_threads()."""
     return max(1, min(num_threads(), elements // (ELEMENTS_PER_THREAD * (QUICK_FACTOR if is_quick else 1))))
 
 
 def _reader() -> Callable[[np.ndarray], int]:
-    """Return a function that returns the address of an array's first element.
-
-    ndarray.ctypes.data takes 0.8 us, because it allocates an object, and a call needs five addresses. In NumPy's ABI,
-    the address (PyArray_DATA) is stored after the header of the Python object, and reading it from there takes 0.13 us
-    in CPython. If this does not give the right addresses for test arrays, return a function that uses ndarray.ctypes.
-    """
+    """Return a function that returns the address of an array's first element."""
+    # ndarray.ctypes.data takes 0.8 us, because it allocates an object, and a call needs five addresses.
     head, read = object.__basicsize__, ctypes.c_size_t.from_address
 
     def data_pointer(a: np.ndarray) -> int:

@@ -26,11 +26,9 @@ TERMS_PER_CALL = 1 << 30  # multiplications per call to the library; Python can 
 
 
 def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
-    """Return one result per call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype.
-
-    The work is divided into calls to the library of about 2^30 multiplications (TERMS_PER_CALL), because Python can
-    handle Ctrl-C only between them. Raise Declined if there is no usable library.
-    """
+    """Return one result per call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype."""
+    # The work is divided into calls to the library of about 2^30 multiplications (TERMS_PER_CALL), because Python can
+    # handle Ctrl-C only between them.
     outs = [np.empty(call.shape, call.out_dtype) if call.out is None else call.out for call in calls]
     parts: list[ProductCall] = []
     terms = 0
@@ -47,19 +45,12 @@ def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
 
 
 def _run(parts: list[ProductCall], terms: int) -> None:
-    """Compute parts of matrix products by one call to the library, which writes the results that the parts name.
-
-    terms: the number of multiplications in all parts together.
-    """
+    """Compute parts of matrix products by one call to the library, which writes the results that the parts name."""
     functions().fp4kit_matmul((ProductCall * len(parts))(*parts), len(parts), threads_for(terms))
 
 
 def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[ProductCall]:
-    """Yield the parts of a call, which together compute its result. A part is some rows of one matrix of the result.
-
-    A part has at most TERMS_PER_CALL (2^30) multiplications, or only one row. out: the array (batch, M, N) for the
-    results.
-    """
+    """Yield the parts of a call, which together compute its result."""
     prototype = _prototype(call)
     batch, M, N = call.shape
     rows = max(TERMS_PER_CALL // max(N * call.a.k, 1), 1)
@@ -74,10 +65,7 @@ def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[ProductCall]:
 
 
 def _prototype(call: MatmulCall) -> ProductCall:
-    """Return a ProductCall with the fields that all parts of a call share.
-
-    The operands, c, out, rows and columns are not set.
-    """
+    """Return a ProductCall with the fields that all parts of a call share."""
     adder, *fields = addition_of(call)
     names = Addition._fields[1:]
     product = ProductCall(length=call.a.k, output=INPUTS[call.out_dtype], adder=ADDERS.index(adder))
@@ -100,19 +88,12 @@ def _scale_tables(scale: ElementFormat) -> tuple[np.ndarray, np.ndarray]:
 
 @np.errstate(all="ignore")
 def _tables(decoding: Decoding) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays with one entry per code: its value, and 2^exponent of the value, as float64.
-
-    The exponent is the one that reference.matmul.as_terms gives for the value.
-    """
+    """Return two arrays with one entry per code: its value, and 2^exponent of the value, as float64."""
     return decoding.values, np.ldexp(1.0, as_terms(*decoding).exponent)
 
 
 def _operand(x: Operand, i: int, start: int) -> ProductOperand:
-    """Return matrix i of an operand from row `start` on, in the form that the library takes.
-
-    If the operand has one matrix for the whole batch, that matrix is returned for every i. The result does not keep
-    arrays alive.
-    """
+    """Return matrix i of an operand from row `start` on, in the form that the library takes."""
     i = min(i, x.codes.shape[0] - 1)
     values, powers = _element_tables(x.element)
     operand = ProductOperand(

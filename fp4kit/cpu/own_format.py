@@ -43,10 +43,7 @@ class Tables(NamedTuple):
 
 @lru_cache(64)
 def tables_of(r: Recipe) -> Tables:
-    """Return the tables by which the library encodes and decodes a recipe with an amax rule (one of custom_recipe).
-
-    Raise Declined if there is no usable library. For elements with a Codebook, the library is not needed here.
-    """
+    """Return the tables by which the library encodes and decodes a recipe with an amax rule (one of custom_recipe)."""
     size = 16 if r.element.bits == 4 else 256
     arrays = [*_element_pieces(r, size), _values(r.element, size)]
     if r.scale is not None:
@@ -59,13 +56,7 @@ def tables_of(r: Recipe) -> Tables:
 
 
 def _element_pieces(r: Recipe, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pieces (intervals that round to one code each) of elements after scaling, as (bounds, codes).
-
-    Both are as _pieces returns them. With paired microexponents, entries 0 to 7 are the pieces under microexponent 0,
-    and entries 8 to 15 those under microexponent 1. Each has 7 bounds, so bounds[7] is not used.
-
-    size: the number of element codes.
-    """
+    """Return the pieces (intervals that round to one code each) of elements after scaling, as (bounds, codes)."""
     e = r.element
     if not isinstance(e, PairedMicroexponents):
         return _pieces(lambda x: _element_codes(x, r), -_LAST - 1, size)
@@ -82,11 +73,7 @@ def _element_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 
 def _scale_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
-    """Return the codes to which the specification rounds scales x, float32 (n,), under a recipe with an amax rule.
-
-    An amax rule rounds amax / M * encode, where M is the largest element and `encode` the encode scale of the tensor.
-    This function calls the rule with x as the amaxes and with M = encode = 1, so that the rule rounds x itself.
-    """
+    """Return the codes to which the specification rounds scales x, float32 (n,), under a recipe with an amax rule."""
     assert r.block_rule is not None
     one = np.ones((), np.float32)
     return BLOCK_RULES[r.block_rule].code(x, TensorScale(one, one, one), _with_unit_element(r), x.dtype)
@@ -94,10 +81,7 @@ def _scale_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 @lru_cache(64)
 def _with_unit_element(r: Recipe) -> Recipe:
-    """Return a copy of a recipe whose element format has only the values 0 and 1, so that the largest element is 1.
-
-    Fields that do not change scale codes, but might not fit this format, get values that fit.
-    """
+    """Return a copy of a recipe whose element format has only the values 0 and 1, so that the largest element is 1."""
     unit = Codebook((0.0, 1.0), name="Fp4kitUnit")
     return replace(
         r, element=unit, block=(1, 2), rounding="rn", sign="signbit", nan_code=None, nan_is_max=False, narrow=False
@@ -110,14 +94,8 @@ def _values(f: ElementFormat, size: int) -> np.ndarray:
 
 
 def _pieces(encode: Callable[[np.ndarray], np.ndarray], first: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pieces (intervals that round to one code each) as (bounds, codes): int32 (size - 1,), uint8 (size,).
-
-    Floats are represented by their keys, which are integers in the order of the floats (see _floats). All floats with
-    keys from bounds[i - 1] to bounds[i] - 1 round to codes[i]. If there are fewer than `size` pieces, the other bounds
-    are above every key, and the other codes are 0.
-
-    encode: a monotone function that returns the codes of float32 numbers. first: the smallest key, which is the key of
-    0 or of -infinity. size: the largest number of pieces.
+    """Return the pieces (intervals that round to one code each) as (bounds, codes): int32 (size - 1,), uint8
+    (size,).
     """
     low, high = np.array([first], np.int64), np.array([_LAST], np.int64)  # intervals whose ends have different codes
     found = []
@@ -136,9 +114,6 @@ def _pieces(encode: Callable[[np.ndarray], np.ndarray], first: int, size: int) -
 
 
 def _floats(keys: np.ndarray) -> np.ndarray:
-    """Return the float32 numbers that have the given keys.
-
-    Keys are integers in the order of the floats, with -0 before 0: key 0 is 0.0, and key -1 is -0.0.
-    """
+    """Return the float32 numbers that have the given keys."""
     bits = keys.astype(np.int32)
     return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(np.float32)

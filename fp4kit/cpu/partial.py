@@ -29,10 +29,7 @@ class _Cut(NamedTuple):
 
 
 def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
-    """Return the _Cut of a shard of `length` elements that begins at element `start` of a matrix (M, K) = shape.
-
-    If the shard has no whole row of blocks, the result's `rows` is 0. height: the number of rows of a block.
-    """
+    """Return the _Cut of a shard of `length` elements that begins at element `start` of a matrix (M, K) = shape."""
     M, K = shape
     if not length:
         return _Cut(0, 0, 0, 0)
@@ -45,13 +42,7 @@ def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the amax of every block of a matrix, counting only the elements of one shard.
-
-    Blocks without an element in the shard get 0. The result is float32 (ceil(M / block rows), K / block columns).
-
-    shape: the rows and columns (M, K) of the matrix. start: the index of the shard's first element in the flattened
-    matrix.
-    """
+    """Return the amax of every block of a matrix, counting only the elements of one shard."""
     cut = _cut(len(shard), start, shape, r.block_rows)
     out = specification.partial_amax(shard[: cut.first], shape, start, r)
     if cut.rows:
@@ -73,12 +64,7 @@ def partial_cast(
     recipe: Recipe,
     tensor_amax: np.ndarray | None,
 ) -> None:
-    """Write the codes of a shard's elements into out, the packed codes of a matrix, and change no other code of out.
-
-    amax: the amaxes of all blocks of the matrix. shape: the rows and columns (M, K) of the matrix. start: the index of
-    the shard's first element in the flattened matrix. tensor_amax: the tensor amax of the matrix; None without a tensor
-    scale.
-    """
+    """Write the codes of a shard's elements into out, the packed codes of a matrix, and change no other code of out."""
     cut = _cut(len(shard), start, shape, recipe.block_rows)
     if out.strides[1] != 1:  # the library writes rows of contiguous bytes only
         cut = _Cut(len(shard), len(shard), 0, 0)

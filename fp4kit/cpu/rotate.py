@@ -13,10 +13,7 @@ from fp4kit.reference.rotate import hadamard_factor
 
 
 def rotate(r: Rotation) -> np.ndarray:
-    """Rotate the blocks of r.x, and return the result as a new array with the shape and dtype of r.x.
-
-    Raise Declined if there is no usable library, or if the elements of x are not aligned.
-    """
+    """Rotate the blocks of r.x, and return the result as a new array with the shape and dtype of r.x."""
     found = functions()
     check_array(r.x)
     x = np.ascontiguousarray(r.x).reshape(r.shape)

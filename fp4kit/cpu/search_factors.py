@@ -26,11 +26,8 @@ _CANDIDATES_PER_COST = 4  # this many candidates take about as long as encoding 
 def search_matrix(
     x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None
 ) -> None:
-    """Find the best block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix does.
-
-    out: float32 (M, blocks). amax: the tensor amax, or one per row; None without a tensor scale. recipe: the recipe,
-    whose search lists the multiples to try. hadamard: the sign mask of a Hadamard transform to apply first; None for no
-    transform.
+    """Find the best block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix
+    does.
     """
     factors = np.asarray(specification.FACTORS[recipe.search], np.float32)
     kernels, decoder = kernels_of(recipe), decoder_of(searching(recipe), np.dtype(np.float32))
@@ -69,10 +66,8 @@ def search_matrix(
 
 
 def search_quest(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None) -> None:
-    """Compute QuEST's block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix does.
-
-    out: float32 (M, blocks). amax is not used. hadamard: the sign mask of a Hadamard transform to apply first; None for
-    no transform.
+    """Compute QuEST's block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix
+    does.
     """
     tiles = Tiles.of(x, recipe.block_size, 1, x.strides[1] != x.itemsize or hadamard is not None)
     for rows, columns in tiles.slabs(1):

@@ -33,15 +33,7 @@ def search_matrix(
     unproven: np.ndarray | None = None,
     bounded: bool = True,
 ) -> None:
-    """Find the best block amaxes of a matrix and write them into out, as reference.search_scales.search_matrix does.
-
-    A full search computes the loss of every candidate. A pruned search computes a lower bound of each loss, and skips
-    candidates that the bound excludes. Both give the same result.
-
-    x: the matrix (M, K). out: float32, one entry per block. amax: the tensor amax, of one element.
-    unproven: a uint64 array (1,) to which the number of fully searched blocks is added; None does not count them.
-    bounded: True uses the pruned search where its bounds hold. False searches every block in full.
-    """
+    """Find the best block amaxes of a matrix and write them into out, as reference.search_scales.search_matrix does."""
     r, terms = search.call.recipe, search.terms
     is_simple = terms.power in (1, 2, np.inf)
     cost = (PRUNED_COST if terms.power == 2 and terms.hessian is None else FULL_COST) if is_simple else POWER_COST
@@ -84,13 +76,7 @@ _OWN_SEARCHES: dict[str, Callable[..., None]] = {
 
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
-    """Return the call with its field block_amax set to the block amaxes that the recipe's search chooses.
-
-    The result equals that of reference.search_factors.searched.
-
-    call: a call whose recipe has a search and whose array is not empty.
-    amax: the tensor amax, or None if the recipe has no tensor scale.
-    """
+    """Return the call with its field block_amax set to the block amaxes that the recipe's search chooses."""
     r, own = call.recipe, _OWN_SEARCHES.get(call.recipe.search)
     if not_searched(r) or (call.mask is not None and own is None):
         return searches.searched(call, amax)
@@ -101,12 +87,7 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
 
 
 def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
-    """Return the library's index of the block rule that gives the scale code of a block's own amax.
-
-    If offsets is None, return -1: all codes 1 ... 126 are candidates, and no rule is needed. Otherwise, the candidates
-    are the codes from offsets[0] to offsets[1] relative to the block's own code. In that case, raise Declined if the
-    recipe's block rule is not specification.OWN_RULE, or if that rule is not compiled.
-    """
+    """Return the library's index of the block rule that gives the scale code of a block's own amax."""
     if offsets is None:
         return -1
     key = rule_key(r) if r.block_rule == specification.OWN_RULE else None
@@ -117,12 +98,8 @@ def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
 
 
 def _candidates(amax: np.float32, r: Recipe, terms: SearchTerms) -> np.ndarray:
-    """Return the tables of a search, indexed by scale code, float32 (3, 128).
-
-    The three rows are the block amaxes, the scales, and approximate reciprocals of the scales, by which the search
-    multiplies elements instead of dividing. Entries for codes outside of 1 ... 126, which are never candidates, are 1.
-    amax: the tensor amax. terms: the loss.
-    """
+    """Return the tables of a search, indexed by scale code, float32 (3, 128)."""
+    # Entries for codes outside of 1 ... 126, which are never candidates, are 1.
     found = np.ones((3, 128), np.float32)
     codes = specification.CODES
     found[0, codes] = specification.candidate_amaxes(amax, r)

@@ -14,11 +14,9 @@ RULES = Path(__file__).parent.parent / "cuda" / "kernels" / "rules"
 
 
 def digest() -> str:
-    """Return a digest of the names and contents of all sources, as 32 hexadecimal digits.
-
-    The sources are the files of SOURCE with one of the SUFFIXES and the .cuh files of RULES. The compiled library
-    contains the digest of the sources that it was compiled from, so that fp4kit can reject a stale library.
-    """
+    """Return a digest of the names and contents of all sources, as 32 hexadecimal digits."""
+    # The compiled library contains the digest of the sources that it was compiled from, so that fp4kit can reject a
+    # stale library.
     found = hashlib.sha256()
     for path in sorted([*(path for path in SOURCE.iterdir() if path.suffix in SUFFIXES), *RULES.glob("*.cuh")]):
         found.update(path.name.encode() + b"\0" + path.read_bytes())
