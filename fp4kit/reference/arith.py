@@ -36,16 +36,7 @@ TINY = np.float64(FLT_MIN) * (1 - 2.0**-25)
 
 
 def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return `result` with each tiny number replaced by a zero of the same sign, as PTX .ftz flushes results.
-
-    A number is tiny if the magnitude of the exact operation(a, b) is below 2^-126 * (1 - 2^-25). Results up to the
-    smallest normal are recomputed in float64, to decide which of them are tiny. If there are none, `result` itself is
-    returned.
-
-    result: operation(a, b) as NumPy computes it in float32.
-    operation: np.multiply or np.divide.
-    a, b: the float32 operands, already flushed.
-    """
+    """Return `result` with each tiny number replaced by a zero of the same sign, as PTX .ftz flushes results."""
     small = np.abs(result) <= FLT_MIN
     if not small.any():
         return result

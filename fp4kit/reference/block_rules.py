@@ -75,20 +75,12 @@ def _is_zero(amax: np.ndarray) -> np.ndarray:
 
 
 def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the default factor of E4M3 rules, which divides the elements: scale * tensor.decode.
-
-    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A NaN scale gives NaN, and a
-    scale of 0 gives 0. amax, recipe and dtype are not used.
-    """
+    """Return the default factor of E4M3 rules, which divides the elements: scale * tensor.decode."""
     return decode_scale(codes) * tensor.decode
 
 
 def _minimum(recipe: Recipe) -> np.ufunc:
-    """Return the function that takes the minimum of two numbers as the recipe's producer does if one of them is NaN.
-
-    If recipe.amax_nan is "propagate", this is np.minimum, which gives NaN. Otherwise it is np.fmin, which gives the
-    other number.
-    """
+    """Return the function that takes the minimum of two numbers as the recipe's producer does if one of them is NaN."""
     return np.minimum if recipe.amax_nan == "propagate" else np.fmin  # as fminf, which drops the NaN of inf * 0
 
 
@@ -243,38 +235,19 @@ def factor_compressed_tensors(
 
 
 def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return 2^(127 - code), the default factor of E8M0 rules.
-
-    The factor multiplies elements and is 1 / scale. It is NaN for code 255. amax, tensor, recipe and dtype are not
-    used.
-    """
+    """Return 2^(127 - code), the default factor of E8M0 rules."""
     return inverse_e8m0(codes)
 
 
 def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarray | int = 0) -> np.ndarray:
-    """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), clamped to the range of E8M0.
-
-    The codes are uint8. emax is the exponent of the largest value of `element`. The code is 255 (NaN) if `rounded` is
-    infinite or NaN. Zeros and subnormals count as 2^-127 here, so they give code 0, unless `up` raises it.
-
-    rounded: the amaxes, after the rounding of the rule.
-    element: the element format.
-    up: a number to add to the exponent of the scale, one for all blocks or one per block.
-    """
+    """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), clamped to the range of E8M0."""
     field = exponent_field(show("amax, rounded by the rule", np.asarray(rounded, np.float32)))
     codes = np.where(field == 255, 255, np.clip(field + up - element.emax, 0, 255))
     return codes.astype(np.uint8)
 
 
 def _add_to_bits(x: np.ndarray, addend: int) -> np.ndarray:
-    """Return x with an integer added to its bit pattern, so that a carry raises the exponent. NaN stays NaN.
-
-    Rules use this to round an amax to fewer mantissa bits: they add half a step of those bits. An amax near FLT_MAX
-    becomes infinite or NaN, and infinity becomes NaN.
-
-    x: float32 numbers >= 0.
-    addend: the integer.
-    """
+    """Return x with an integer added to its bit pattern, so that a carry raises the exponent."""
     bits = np.asarray(x, np.float32).view(np.int32)
     return np.where(bits > 0x7F800000, bits, bits + addend).astype(np.int32).view(np.float32)
 
@@ -400,13 +373,9 @@ def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: 
 
 
 def _rounded_subnormals(amax: np.ndarray, mantissa_bits: int) -> np.ndarray:
-    """Return amax, with values below 2^-14, the smallest normal of float16, rounded to 2^-14 or 0.
-
-    An amax is rounded up if amax + 2^(-15 - mantissa_bits) reaches 2^-14. compressed-tensors gets these results because
-    it adds an integer to the bits of a float16 and then clears the low bits.
-
-    mantissa_bits: the number of mantissa bits that an amax has after the producer rounds it, 1 or 3.
-    """
+    """Return amax, with values below 2^-14, the smallest normal of float16, rounded to 2^-14 or 0."""
+    # An amax is rounded up if amax + 2^(-15 - mantissa_bits) reaches 2^-14. compressed-tensors gets these results
+    # because it adds an integer to the bits of a float16 and then clears the low bits.
     normal = np.float32(2.0**-14)
     rounds_up = amax + np.ldexp(normal, -1 - mantissa_bits) >= normal
     return np.where(amax < normal, np.where(rounds_up, normal, ZERO), amax)
@@ -426,12 +395,8 @@ _FUNCTIONS = {name: value for module in _MODULES for name, value in vars(module)
 
 
 def _rule(name: str, scale: str) -> BlockRule:
-    """Return the BlockRule with the given name: the functions code_<name> and factor_<name> of the block_rules modules.
-
-    If there is no function factor_<name>, the default factor of the scale format is used instead. Raises KeyError if
-    there is no function code_<name>.
-
-    scale: the name of the scale format, "E4M3" or "E8M0".
+    """Return the BlockRule with the given name: the functions code_<name> and factor_<name> of the block_rules
+    modules.
     """
     return BlockRule(_FUNCTIONS[f"code_{name}"], _FUNCTIONS.get(f"factor_{name}") or _FACTORS[scale])
 

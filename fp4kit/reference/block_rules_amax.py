@@ -21,9 +21,8 @@ Code = Callable[[np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
 
 
 def _code(rounding: str) -> Code:
-    """Return a function code(amax, tensor, recipe, dtype) that computes block scale codes: S(amax / M * tensor.encode).
-
-    rounding: the direction in which S rounds: "rn" to nearest even, "rp" up, "rz" down.
+    """Return a function code(amax, tensor, recipe, dtype) that computes block scale codes: S(amax / M *
+    tensor.encode).
     """
 
     def code(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:

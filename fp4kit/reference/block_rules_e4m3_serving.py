@@ -165,10 +165,7 @@ def code_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
 
 def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
-    """Return E4M3(ratio * tensor.encode), or code 0 if the whole tensor is zero.
-
-    ratio: the block amaxes divided by 6 (scale rule static_6 of fouroversix) or by 4 (static_4).
-    """
+    """Return E4M3(ratio * tensor.encode), or code 0 if the whole tensor is zero."""
     return encode_e4m3_scale(zero_of_zeros(ratio * tensor.encode, tensor))
 
 
@@ -445,12 +442,7 @@ def factor_nunchaku(
 
 
 def _scale_or_given(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return the scale that each block is quantized with, as float32. There are two cases:
-
-    - The block's code in `codes` is the E4M3 code of `scale`: return `scale`, which is computed from the amax and not
-      rounded to E4M3.
-    - The caller of quantize passed another code: return the value of this code.
-    """
+    """Return the scale that each block is quantized with, as float32."""
     return np.where(encode_e4m3_scale(scale) == codes, scale, decode_scale(codes))
 
 

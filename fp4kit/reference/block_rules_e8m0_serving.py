@@ -40,11 +40,7 @@ def _clipped(exponent: np.ndarray) -> np.ndarray:
 
 
 def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the E8M0 code of 2^(floor(log2(r)) - emax), before it is clamped: int32.
-
-    r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
-    value. The result may be negative. It is 255 if r is infinite or amax is NaN.
-    """
+    """Return the E8M0 code of 2^(floor(log2(r)) - emax), before it is clamped: int32."""
     bits = np.asarray(amax, np.float32).view(np.int32) + (1 << 22 - recipe.element.mantissa_bits)
     show("amax plus half a step", np.asarray(bits, np.int32).view(np.float32))
     field = (bits >> 23) & 255
@@ -175,16 +171,7 @@ def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
 
 def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.ndarray:
-    """Return the E8M0 codes of 2^exponent, with the special cases of auto-round and SGLang.
-
-    - If amax is infinite or NaN, the code is 0, because the producers then cast a NaN to an integer.
-    - If amax is 0, the exponent is replaced by at_zero.
-    - Exponents are clamped to [-127, 127].
-
-    exponent: the exponents, float32.
-    amax: the block amaxes.
-    at_zero: the exponent for an amax of 0.
-    """
+    """Return the E8M0 codes of 2^exponent, with the special cases of auto-round and SGLang."""
     codes = _clipped(np.where(amax == 0, np.float32(at_zero), exponent))
     return np.where(np.isfinite(amax), codes, np.uint8(0))
 
@@ -192,10 +179,7 @@ def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.nd
 def _auto_round_factor(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the factor that multiplies the elements of each block in auto-round and SGLang: 2^(127 - code).
-
-    The factor is NaN if amax is infinite or NaN. tensor, recipe and dtype are not used.
-    """
+    """Return the factor that multiplies the elements of each block in auto-round and SGLang: 2^(127 - code)."""
     return np.where(np.isfinite(amax), inverse_e8m0(codes), NAN)
 
 
@@ -233,14 +217,7 @@ factor_e8m0_auto_round = _auto_round_factor
 
 
 def _auto_round_up_factor(codes: np.ndarray, amax: np.ndarray, ratio: np.ndarray) -> np.ndarray:
-    """Return 2^(127 - code), or NaN in two cases: amax is infinite or NaN, or ratio is 0 although amax is positive.
-
-    In the second case, the division that gave ratio underflowed, and the producer takes log2(0) = -inf.
-
-    codes: the scale codes.
-    amax: the block amaxes.
-    ratio: amax divided by the largest element value or by 7.25.
-    """
+    """Return 2^(127 - code), or NaN in two cases: amax is infinite or NaN, or ratio is 0 although amax is positive."""
     return np.where(np.isfinite(amax) & ((ratio != 0) | (amax == 0)), inverse_e8m0(codes), NAN)
 
 
@@ -267,13 +244,7 @@ def factor_e8m0_auto_round_rceil_v2(
 
 
 def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.ufunc) -> np.ndarray:
-    """Return the scale that Quark computes from an amax: s = T(2^(R(T(log2(amax))) - emax)), or 2^-23 if s is 0.
-
-    T rounds to dtype, the dtype of the elements, and emax is the exponent of the largest element value. If amax is
-    infinite or NaN, amax itself is returned. For amax = 0, s is 0, so the result is 2^-23.
-
-    rounded: the function R, np.floor or np.ceil.
-    """
+    """Return the scale that Quark computes from an amax: s = T(2^(R(T(log2(amax))) - emax)), or 2^-23 if s is 0."""
     is_finite = np.isfinite(amax)
     logarithm = show("log2 of the amax", round_to(log2(np.where(is_finite, amax, ONE)), dtype))
     exponent = np.clip(rounded(logarithm), -200, 200).astype(np.int32)
@@ -288,15 +259,7 @@ def _quark_code(scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
 
 
 def _quark_factor(codes: np.ndarray, scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """Return the divisor that Quark applies to the elements of each block.
-
-    If a code is the one that Quark stores for its scale, the divisor is the scale itself, which need not equal the
-    value of the code. Otherwise the caller of quantize has passed the code, and the divisor is the value of the code.
-
-    codes: the scale codes.
-    scale: the scales that _quark_scale makes from amax.
-    amax: the block amaxes.
-    """
+    """Return the divisor that Quark applies to the elements of each block."""
     return np.where(_quark_code(scale, amax) == codes, scale, decode(codes, E8M0))
 
 
@@ -434,11 +397,7 @@ def factor_e8m0_comfy_kitchen(
 
 
 def _mslk_code(amax: np.ndarray, addend: int, recipe: Recipe) -> np.ndarray:
-    """Return the E8M0 code of 2^(E - emax), as MSLK's MX4 kernel computes it.
-
-    E is the exponent of amax after `addend` is added to its bits, and emax that of the largest element value. Codes are
-    uint8, from 0 to 254 - emax, the code of 2^(127 - emax). An amax of NaN counts as infinity.
-    """
+    """Return the E8M0 code of 2^(E - emax), as MSLK's MX4 kernel computes it."""
     bits = np.minimum(np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFFFF, 0x7F800000) + addend
     show("amax, rounded by the rule", bits.astype(np.int32).view(np.float32))
     return np.clip((bits >> 23) - recipe.element.emax, 0, 254 - recipe.element.emax).astype(np.uint8)

@@ -88,11 +88,7 @@ def factor_e8m0_gguf(
 
 
 def _saturated(scaled: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """Return E4M3(scaled), but never a NaN code, because MLX saturates NaN too.
-
-    scaled: the block scales before they are encoded. amax: the block amaxes. If amax is NaN, the code is that of 448.
-    If `scaled` is NaN because it is 0 * inf, the code is that of -448, because x86-64 sets the sign bit of this NaN.
-    """
+    """Return E4M3(scaled), but never a NaN code, because MLX saturates NaN too."""
     codes = np.where(np.isnan(scaled), E4M3.sign_bit | E4M3.max_code, encode_e4m3_scale(scaled))
     return np.where(np.isnan(amax), E4M3.max_code, codes).astype(np.uint8)
 
@@ -138,23 +134,14 @@ def factor_mlx_metal(
 
 
 def _wrapped(exponent: np.ndarray, s: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the E8M0 codes that MLX stores for the scales 2^exponent: the low byte of exponent + 127.
-
-    s = 0 gives code 127. If s is infinite or NaN, the code is what MLX's cast to uint8 gives on x86-64: 128 for float32
-    and 0 for other dtypes.
-
-    exponent: the exponents, integers.
-    s: the numbers that the exponents were computed from.
-    dtype: the dtype of the elements.
-    """
+    """Return the E8M0 codes that MLX stores for the scales 2^exponent: the low byte of exponent + 127."""
     codes = np.where(s == 0, 127, exponent + 127 & 0xFF)
     return np.where(np.isfinite(s), codes, 128 if dtype == np.float32 else 0).astype(np.uint8)
 
 
 def _defined(s: np.ndarray) -> np.ndarray:
-    """Return s with 1 in place of each number that is 0, negative, infinite or NaN, so that all logarithms are finite.
-
-    _wrapped later chooses the codes of the numbers that were replaced.
+    """Return s with 1 in place of each number that is 0, negative, infinite or NaN, so that all logarithms are
+    finite.
     """
     return np.where((s > 0) & np.isfinite(s), s, ONE)
 

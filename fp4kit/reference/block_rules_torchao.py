@@ -27,16 +27,7 @@ MIN_NORMAL_INVERSE = np.float32(2.0**126)  # inverse of 2^-126, the smallest sca
 
 
 def _shifted(amax: np.ndarray, rounded: np.ndarray, recipe: Recipe, up: np.ndarray | int = 0) -> np.ndarray:
-    """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), or 255 if amax is NaN.
-
-    emax is the exponent of the largest element value. Codes are uint8; those below 0 become 0. A `rounded` of 0 or a
-    subnormal counts as 2^-127.
-
-    Args:
-        amax: the block amaxes.
-        rounded: the amaxes after the rounding of the rule. An infinite one counts as 2^128.
-        up: a number to add to the exponent of the scale.
-    """
+    """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), or 255 if amax is NaN."""
     codes = np.clip(exponent_field(show("amax, rounded by the rule", rounded)) + up - recipe.element.emax, 0, 255)
     return np.where(np.isnan(amax), 255, codes).astype(np.uint8)
 

@@ -76,12 +76,7 @@ def nearest_unbounded(a: np.ndarray) -> np.ndarray:
 
 
 def _wrapped_magnitude(a: np.ndarray) -> np.ndarray:
-    """Return the 4-bit codes that fouroversix gives to v = nearest_unbounded(a), for finite a: uint8.
-
-    For v below 8 these are the E2M1 codes. From 8 on, a code is the last four bits of 2 * (e + 1) + m, where e is the
-    exponent of bfloat16(v) and m its first mantissa bit: 8 for 8 and 10, 9 for 12 and 14, 10 for 16, and so on. Source:
-    fouroversix quantize_bf16_to_unpacked_fp4.
-    """
+    """Return the 4-bit codes that fouroversix gives to v = nearest_unbounded(a), for finite a: uint8."""
     rounded = nearest_unbounded(a)
     bits = rounded.astype(ml_dtypes.bfloat16).view(np.uint16)
     return np.where(rounded < 8, encode_magnitude(a, E2M1), ((bits >> 6) - 2 * 126).astype(np.uint8) & 15)
@@ -149,10 +144,7 @@ def encode(
 def _encode_float(
     x: np.ndarray, fmt: ElementFormat, rounding: str, sign: Sign, step: np.ndarray | np.float32
 ) -> np.ndarray:
-    """Return the uint8 codes of x, which must not hold NaN, in a float format.
-
-    fmt, rounding, sign and step are the arguments of encode with these names.
-    """
+    """Return the uint8 codes of x, which must not hold NaN, in a float format."""
     a = np.abs(x)
     if rounding == "first":
         codes = first_of_least(a, fmt, step)

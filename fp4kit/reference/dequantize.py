@@ -135,10 +135,7 @@ def decode_e8m0_flashinfer_host(
 
 
 def _unsigned_zero(values: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return values with -0 replaced by +0, for producers whose tables of values have no -0.
-
-    recipe is not used.
-    """
+    """Return values with -0 replaced by +0, for producers whose tables of values have no -0."""
     return values + np.float32(0)  # -0 + 0 = +0 under rn; every other value is unchanged
 
 
@@ -344,13 +341,7 @@ DECODE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"decode_{
 
 @lru_cache(64)
 def _read_as(element: ElementFormat, decode_rule: str) -> ElementFormat:
-    """Return the format that a decode rule uses to read element codes: usually `element` itself.
-
-    If the rule reads NaN codes as numbers (480 and -480 for E4M3), return a copy of `element` without NaN.
-
-    element: the element format of the recipe.
-    decode_rule: the name of the rule, a key of rules.DECODE_RULES.
-    """
+    """Return the format that a decode rule uses to read element codes: usually `element` itself."""
     return replace(element, specials="none") if rules.DECODE_RULES[decode_rule].numbers else element
 
 

@@ -38,11 +38,7 @@ def _amax_of(x: np.ndarray, recipe: Recipe, amax: np.ndarray | None) -> np.ndarr
 
 
 def _round(x: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return x >= 0 rounded to the nearest value of the element format, ties to even.
-
-    The result is float32. Numbers beyond the largest value become that value. NaN gives NaN, or the value of the
-    format's nan_code if the format has no NaN.
-    """
+    """Return x >= 0 rounded to the nearest value of the element format, ties to even."""
     codes = show("code of the magnitude", encode(show("scaled magnitude", x), recipe.element), recipe.element)
     return show("magnitude of the element value", decode(codes, recipe.element))
 
@@ -175,20 +171,17 @@ def int4_qat(
 
 
 def _tensor_blocks(x: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return x (m, k) as (m, blocks, block), or as (m, 1, k) if the recipe has no blocks.
-
-    The result is a view if x is contiguous. k must be a multiple of the block. If m is 0, or if k is 0 and the recipe
-    has no blocks, NumPy cannot infer the number of blocks and raises ValueError. Callers pass no empty matrices.
-    """
+    """Return x (m, k) as (m, blocks, block), or as (m, 1, k) if the recipe has no blocks."""
+    # The result is a view if x is contiguous. k must be a multiple of the block.
+    # If m is 0, or if k is 0 and the recipe has no blocks, NumPy cannot infer the number of blocks and raises
+    # ValueError.
     return x.reshape(len(x), -1, recipe.block_size if recipe.block else x.shape[1])
 
 
 def _log2_floor(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return floor(log2(x)) of x >= 0 as float32; log2 is first rounded to float32 and then to dtype.
-
-    microxcaling does this in PyTorch. Because of the rounding, the result is one too large for x just below a power of
-    two. x = 0 gives -inf, inf gives inf, and NaN gives NaN.
-    """
+    """Return floor(log2(x)) of x >= 0 as float32; log2 is first rounded to float32 and then to dtype."""
+    # Because of the rounding, the result is one too large for x just below a power of two. x = 0 gives -inf, inf gives
+    # inf, and NaN gives NaN.
     with np.errstate(divide="ignore"):
         return np.floor(round_to(np.log2(x.astype(np.float64)).astype(np.float32), dtype))
 
@@ -201,14 +194,7 @@ def _exp2(exponent: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _microxcaling(
     round_magnitude: Callable[[np.ndarray, np.dtype], np.ndarray], flush: bool = False
 ) -> Callable[..., np.ndarray]:
-    """Return the fake quantizer of microxcaling for a rounding mode: y = round(x / s) * s.
-
-    s is 2^(floor(log2(amax)) - emax), where emax is the exponent of the largest element value. Every operation of the
-    fake quantizer is rounded to dtype.
-
-    round_magnitude: round_magnitude(v, dtype) rounds numbers v >= 0 to integers.
-    flush: True to set all elements of a block to zero if floor(log2(amax)) is -127 or less.
-    """
+    """Return the fake quantizer of microxcaling for a rounding mode: y = round(x / s) * s."""
 
     def rule(
         x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
@@ -245,19 +231,12 @@ def _microxcaling(
 
 
 def _half_away(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return v >= 0 rounded to the nearest integer, ties up: floor(v + 0.5), as microxcaling's mode "nearest" does.
-
-    The sum is rounded to dtype before its floor is taken. The result is float32.
-    """
+    """Return v >= 0 rounded to the nearest integer, ties up: floor(v + 0.5), as microxcaling's mode "nearest" does."""
     return np.floor(round_to(v + np.float32(0.5), dtype))
 
 
 def _half_even(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return v >= 0 rounded to the nearest integer, ties to even, as microxcaling's mode "even" does.
-
-    The result is float32. It is the result of _half_away, minus 1 where v is a tie that was rounded up to an odd
-    integer.
-    """
+    """Return v >= 0 rounded to the nearest integer, ties to even, as microxcaling's mode "even" does."""
     return _half_away(v, dtype) - ((v - np.float32(0.5)) % 2 == 0)
 
 

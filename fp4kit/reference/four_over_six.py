@@ -47,16 +47,7 @@ class _Candidate(NamedTuple):
 
 
 def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe, top: int) -> _Candidate:
-    """Return the result of quantizing blocks with one of the two candidate scales per block.
-
-    The scales are E4M3(min(base, 448)). If recipe.lane_sums is set and the whole tensor is zero, all scales are 0
-    instead.
-
-    base: the block scales before they are encoded, (rows of blocks, blocks).
-    blocks: the elements, float32 (m, blocks, 16).
-    tensor: the tensor scale.
-    top: the E2M1 value that the scales map the amax of a block to, 6 or 4.
-    """
+    """Return the result of quantizing blocks with one of the two candidate scales per block."""
     base = show(
         f"block scale before rounding, amax at {top}", zero_of_zeros(base, tensor) if recipe.lane_sums else base
     )
@@ -98,19 +89,13 @@ def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.nda
 
 
 def _scaled(factor: np.ndarray, blocks: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return elements (m, blocks, 16) multiplied by the factors of their blocks (m, blocks): float32.
-
-    If recipe.flush is set, subnormal elements, factors and results count as zero.
-    """
+    """Return elements (m, blocks, 16) multiplied by the factors of their blocks (m, blocks): float32."""
     multiply, _ = ARITHMETIC[recipe.flush]
     return multiply(blocks, factor[..., None])
 
 
 def _codes_of(scaled: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the E2M1 codes, uint8, of elements that are already multiplied by the factors of their blocks.
-
-    The recipe decides the rounding, the sign of zeros and the code of NaN.
-    """
+    """Return the E2M1 codes, uint8, of elements that are already multiplied by the factors of their blocks."""
     return encode(scaled, E2M1, recipe.rounding, recipe.sign, recipe.nan_code)
 
 
@@ -148,22 +133,12 @@ def is_zero_block(amax: np.ndarray) -> np.ndarray:
 
 
 def _without_zero_blocks(codes: np.ndarray, amax: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return codes with code 0 for all elements of zero blocks, if the recipe's producer skips such blocks.
-
-    If the producer does not skip zero blocks (see leaves_zero_blocks), return codes unchanged.
-
-    codes: the element codes (m, blocks, 16).
-    amax: the block amaxes (m, blocks). A block is zero if its amax is 0 or subnormal.
-    """
+    """Return codes with code 0 for all elements of zero blocks, if the recipe's producer skips such blocks."""
     return np.where(is_zero_block(amax)[..., None], np.uint8(0), codes) if leaves_zero_blocks(recipe) else codes
 
 
 def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the decoded elements, float32, from `scaled`, the products of E2M1 values and block scales.
-
-    TE and fouroversix compute (scaled * tensor.amax) / (6 * scale_max), where scale_max is the recipe's largest block
-    scale. FlashInfer, whose recipes set flush, computes scaled * tensor.decode.
-    """
+    """Return the decoded elements, float32, from `scaled`, the products of E2M1 values and block scales."""
     multiply, divide = ARITHMETIC[recipe.flush]
     if recipe.flush:
         return multiply(scaled, tensor.decode[..., None])
@@ -171,16 +146,7 @@ def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndar
 
 
 def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the error of each block under a candidate: float32 (rows of blocks, blocks).
-
-    block_errors combines the errors d of the elements of a block, by the measure that the recipe names. d is the
-    decoded element minus the element x. If recipe.fast_error is set, d = float16(q * scale) - x * tensor.encode
-    instead, where q is the E2M1 value and scale the block scale. If recipe.flush is set, a subnormal d counts as zero.
-
-    All arithmetic is float32, without fused multiply-add.
-
-    blocks: the elements (m, blocks, 16). candidate: their codes and values under one of the two scales.
-    """
+    """Return the error of each block under a candidate: float32 (rows of blocks, blocks)."""
     scaled = candidate.values * spread_rows(decode(candidate.scales, E4M3), recipe, len(blocks))[..., None]
     if recipe.fast_error:
         difference = scaled.astype(np.float16).astype(np.float32) - blocks * tensor.encode[..., None]
@@ -211,15 +177,7 @@ def block_errors(difference: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return one number per element, rearranged so that all elements of a block lie on the last axis.
-
-    The blocks may span several rows. If rows are missing for the last blocks, zeros fill them.
-
-    terms: (m, blocks, columns), such as the squared errors of the elements; columns counts the elements of one row of a
-        block.
-
-    Returns: (rows of blocks, blocks per row, elements per block).
-    """
+    """Return one number per element, rearranged so that all elements of a block lie on the last axis."""
     rows, (m, count, columns) = recipe.block_rows, terms.shape
     padded = np.zeros((-(-m // rows) * rows, count, columns), np.float32)
     padded[:m] = terms
@@ -227,10 +185,7 @@ def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the errors (m, blocks) of single rows, summed over the rows of each block: (rows of blocks, blocks).
-
-    The rows are added as a binary tree. For 16 rows, row i + 8 is added to row i first, then i + 4, i + 2 and i + 1.
-    """
+    """Return the errors (m, blocks) of single rows, summed over the rows of each block: (rows of blocks, blocks)."""
     rows = recipe.block_rows
     m, count = error.shape
     padded = np.zeros((-(-m // rows) * rows, count), np.float32)

@@ -45,15 +45,7 @@ def same_scale(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Compare the scales that amaxes give with `scale`: return -1 if a scale is smaller, 0 if equal, 1 if larger.
-
-    The binary search of _first_bits needs scales that grow with the amax. But a rule may replace a small amax by a much
-    larger number. So a scale that is at least JUMP (4096) times as large as `scale` counts as smaller. No amax within
-    FAR (2^20) steps above the right amax gives so large a scale.
-
-    bits: the bits of the amaxes, as integers.
-    scale: the scales to compare with, float32, one per amax.
-    """
+    """Compare the scales that amaxes give with `scale`: return -1 if a scale is smaller, 0 if equal, 1 if larger."""
     candidate = tensor_scale(bits.astype(np.int32).view(np.float32), recipe, dtype).decode
     return np.where((candidate < scale) | (candidate >= scale * JUMP), -1, np.where(candidate == scale, 0, 1))
 
@@ -61,13 +53,8 @@ def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype)
 def _first_bits(
     low: np.ndarray, high: np.ndarray, minimum_order: int, scale: np.ndarray, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the bits of the smallest amax in [low, high] that gives a scale of at least `scale`, or a scale above it.
-
-    minimum_order selects the condition. If no amax meets it, return high + 1. low, high and the result are the bits of
-    amaxes as integers: int64, one per scale. The search is binary.
-
-    minimum_order: 0 to search for a scale of at least `scale`, 1 for a scale above it. _order compares the scales, and
-        counts a scale of JUMP times `scale` or more as smaller.
+    """Return the bits of the smallest amax in [low, high] that gives a scale of at least `scale`, or a scale above
+    it.
     """
     high = high + 1
     while (low < high).any():
@@ -100,23 +87,15 @@ def amax_interval(
 def _kept_interval(
     scale: bytes, shape: tuple[int, ...], recipe: Recipe, dtype: np.dtype, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return amax_interval of the float32 numbers with the bytes `scale` and the given shape, kept in a cache of 1024.
-
-    The arrays are shared with later calls, so a caller must not change them. The cache serves programs that identify a
-    recipe: they request the interval of one stored scale for many variants of the codes.
-
-    steps: the search radius, in float32 steps.
+    """Return amax_interval of the float32 numbers with the bytes `scale` and the given shape, kept in a cache of
+    1024.
     """
+    # The arrays are shared with later calls, so a caller must not change them.
     return _interval(np.frombuffer(scale, np.float32).reshape(shape), recipe, dtype, steps)
 
 
 def _interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bits of the smallest and of the largest positive amax that the tensor rule turns into each scale.
-
-    This function does the binary search for amax_interval, without its cache. The result is two int64 arrays in the
-    shape of scale. If no amax within `steps` float32 steps of scale * covered_range gives a scale, the first number is
-    larger than the second.
-    """
+    """Return the bits of the smallest and of the largest positive amax that the tensor rule turns into each scale."""
     with np.errstate(all="ignore"):
         likely_amax = np.minimum(scale * covered_range(recipe), FLT_MAX)
         center = likely_amax.view(np.int32).astype(np.int64)
@@ -126,11 +105,7 @@ def _interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int) ->
 
 
 def _with_fewest_bits(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Return the integer in [first, last] that ends in the most zero bits, elementwise. first must be positive.
-
-    If the integers are the bits of floats, the result is the float with the shortest mantissa. The result is `last`
-    without the bits below the highest bit in which first - 1 and last differ.
-    """
+    """Return the integer in [first, last] that ends in the most zero bits, elementwise."""
     differ = (first - 1) ^ last
     for shift in (1, 2, 4, 8, 16):
         differ |= differ >> shift
@@ -167,11 +142,8 @@ def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarr
 
 
 def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the implied amaxes (see implied_amax) of positive finite scales: float32, in the shape of scale.
-
-    Where no amax near a scale gives it, the result is taken from the array `otherwise`. The amaxes within NEAR (8)
-    float32 steps are tried first, then those within FAR (2^20).
-    """
+    """Return the implied amaxes (see implied_amax) of positive finite scales: float32, in the shape of scale."""
+    # Where no amax near a scale gives it, the result is taken from the array `otherwise`.
     first, last = amax_interval(scale, recipe, dtype, NEAR)
     far = ~_is_complete(first, last, scale, recipe)
     if far.any():
@@ -181,14 +153,7 @@ def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np
 
 
 def _is_complete(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return True for each scale whose interval [first, last] is known to hold every amax that gives it.
-
-    The interval was searched within NEAR (8) float32 steps of the amax that the scale suggests. It is complete if it is
-    not empty and touches neither end of the range that was searched. If the result is False, the caller searches again,
-    within FAR (2^20) steps.
-
-    first, last: the bits of amaxes as integers, from amax_interval.
-    """
+    """Return True for each scale whose interval [first, last] is known to hold every amax that gives it."""
     with np.errstate(all="ignore"):
         center = np.minimum(scale * covered_range(recipe), FLT_MAX).view(np.int32).astype(np.int64)
     return (first <= last) & (first > center - NEAR) & (last < center + NEAR)

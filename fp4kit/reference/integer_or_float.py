@@ -31,29 +31,19 @@ class _Codes(NamedTuple):
 
 
 def _scaled(blocks: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return elements (m, blocks, block), multiplied by the factors that factor_fouroversix makes from scale codes.
-
-    blocks: the elements. scales: the E4M3 scale codes (m, blocks), without bit 7. tensor: the tensor scale.
-    """
+    """Return elements (m, blocks, block), multiplied by the factors that factor_fouroversix makes from scale codes."""
     factor = show("factor to multiply by", factor_fouroversix(scales, tensor.amax, tensor, recipe, blocks.dtype))
     return show("element * factor", blocks * factor[..., None])
 
 
 def _as_floats(scaled: np.ndarray, recipe: Recipe) -> _Codes:
-    """Return the E2M1 codes of scaled elements, and the values of these codes.
-
-    With rounding "rnw", the code of a value of 8 or more wraps to four bits. The returned value is the one before
-    wrapping.
-    """
+    """Return the E2M1 codes of scaled elements, and the values of these codes."""
     codes = encode(scaled, E2M1, recipe.rounding, recipe.sign, recipe.nan_code)
     return _Codes(show("code as E2M1", codes, E2M1), rounded_values(scaled, codes, recipe))
 
 
 def _as_integers(scaled: np.ndarray) -> _Codes:
-    """Return the INT4 codes of scaled elements, and their values: the integers scaled * float32(7/6), rounded.
-
-    Rounding is to nearest even, and values are limited to -7 to 7. NaN has the code 0 and the value NaN.
-    """
+    """Return the INT4 codes of scaled elements, and their values: the integers scaled * float32(7/6), rounded."""
     wide = show("element * factor * 7/6", scaled * _INTEGER_FACTOR)
     values = np.rint(np.clip(wide, -INT4.max, INT4.max))
     return _Codes(show("code as INT4", encode(values, INT4, nan_code=0), INT4), values)
@@ -105,8 +95,5 @@ def quantize_if4(
 
 
 def _traced_format(integers: np.ndarray) -> ElementFormat:
-    """Return the format that a trace shows element codes in: INT4 if all of `integers` are True, otherwise E2M1.
-
-    A trace computes a single block, so `integers` has one entry then. Without a trace, the result has no effect.
-    """
+    """Return the format that a trace shows element codes in: INT4 if all of `integers` are True, otherwise E2M1."""
     return INT4 if integers.all() else E2M1

@@ -39,17 +39,7 @@ def codes_vllm_kv(blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, rec
 
 
 def _error(blocks: np.ndarray, codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the error of each block under given block scale codes, summed over its eight pairs of elements.
-
-        error = sum of fma(dx, dx, dy * dy),   dx and dy: the differences d of the two elements of a pair
-        d = fma(q, rcp(factor), -element),   q = E2M1 value of element * factor
-
-    factor is the result of factor_vllm_kv, and rcp is PTX rcp.approx.ftz.f32. If factor is 0, d is the element.
-
-    blocks: the elements.
-    codes, amax: the scale codes and amaxes of the blocks.
-    tensor: the tensor scale.
-    """
+    """Return the error of each block under given block scale codes, summed over its eight pairs of elements."""
     factor = factor_vllm_kv(codes, amax, tensor, recipe, blocks.dtype)[..., None]
     values = decode(encode(blocks * factor, E2M1, recipe.rounding, recipe.sign, recipe.nan_code), E2M1)
     difference = fma(values, np.broadcast_to(reciprocal_approx_ftz(factor), values.shape), -blocks)

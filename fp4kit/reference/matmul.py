@@ -173,10 +173,8 @@ def add_step(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) ->
 
 
 def _cut(f: Factor, start: int, stop: int) -> Factor:
-    """Return the elements start to stop of every row of a Factor, with their block scales.
-
-    start must be a multiple of the block length.
-    """
+    """Return the elements start to stop of every row of a Factor, with their block scales."""
+    # start must be a multiple of the block length.
     elements = Terms(*(part[:, start:stop] for part in f.elements))
     if f.scales is None:
         return Factor(elements, None, f.block)

@@ -109,10 +109,7 @@ def _sum(terms: np.ndarray) -> np.ndarray:
 
 
 def _rounded(scales: np.ndarray, random: np.ndarray | None) -> np.ndarray:
-    """Return float32 scales >= 0 rounded to E4M3: stochastically with random numbers, otherwise to nearest even.
-
-    Scales above 448 become 448, and NaN stays NaN.
-    """
+    """Return float32 scales >= 0 rounded to E4M3: stochastically with random numbers, otherwise to nearest even."""
     codes = encode(scales, E4M3)
     nearest = decode(codes, E4M3)
     if random is None:

@@ -50,12 +50,7 @@ def segments(start: int, length: int, K: int) -> Iterator[Segment]:
 
 
 def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray, int]:
-    """Return a segment of the shard as float32 (rows, columns of whole blocks), and the column of its first block.
-
-    The column is counted in blocks. Elements of these blocks that do not belong to the segment are zeros.
-
-    size: the number of columns of a block.
-    """
+    """Return a segment of the shard as float32 (rows, columns of whole blocks), and the column of its first block."""
     rows, columns, elements = segment
     first = columns.start // size
     padded = np.zeros((rows.stop - rows.start, (-(-columns.stop // size) - first) * size), np.float32)

@@ -40,10 +40,8 @@ def power(d: np.ndarray, p: float) -> np.ndarray:
 
 
 def _power(d: np.ndarray, n: int, fraction: float) -> np.ndarray:
-    """Return d^n * 2^(fraction * log2 d), so d to the power n + fraction, for float64 d.
-
-    n must be at least 1. If n is 1 and fraction is 0, d itself is returned.
-    """
+    """Return d^n * 2^(fraction * log2 d), so d to the power n + fraction, for float64 d."""
+    # n must be at least 1.
     result = d
     for digit in f"{n:b}"[1:]:
         result = result * result

@@ -244,17 +244,7 @@ def encode_elements(
 
 
 def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the codes that auto-round stores: its packing decodes the given codes and encodes the values again.
-
-    With value = T(decode(code) * (1 / factor)), where T rounds to the dtype of the elements and 1 / 0 counts as 0:
-
-    - E8M0 scales: T(value / T(1 / factor)) is encoded. In a format without NaN, an infinite quotient gets the code of
-      zero, because all its distances are infinite.
-    - E4M3 scales: value * factor is encoded.
-
-    scaled: the elements times the factor. Where it is NaN, value is NaN. Source: auto-round
-    export_to_autoround/qlinear_fp.py QuantLinear.pack.
-    """
+    """Return the codes that auto-round stores: its packing decodes the given codes and encodes the values again."""
     inverse = reciprocal_or_zero(factor)
     decoded = np.where(np.isnan(scaled), np.float32(np.nan), decode(codes, recipe.element) * inverse)
     values = show("value before packing", round_to(decoded, dtype))
@@ -268,11 +258,7 @@ def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe:
 
 
 def _scale_elements(blocks: np.ndarray, factor: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the elements multiplied or divided by the factors of their blocks: float32, in the shape of `blocks`.
-
-    - recipe.flush is set: elements are multiplied, and subnormal operands and results are flushed to zero.
-    - Otherwise recipe.apply decides: "multiply" multiplies; "divide" and "compare" divide.
-    """
+    """Return the elements multiplied or divided by the factors of their blocks: float32, in the shape of `blocks`."""
     if recipe.flush:
         return multiply_ftz(blocks, factor)
     if recipe.apply != "multiply":

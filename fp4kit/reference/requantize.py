@@ -90,11 +90,7 @@ def keep_codes(q: Quantized, target: Recipe) -> KeptCodes | None:
 
 
 def _amax_of(m: int, target: Recipe, dtypes: tuple[np.dtype, ...]) -> np.ndarray | None:
-    """Return the tensor amax that gives the tensor scale 2^m: full_range(target) * 2^m, as float32.
-
-    Return None if this product is infinite, or if target's tensor rule makes another scale from it for one of the
-    dtypes.
-    """
+    """Return the tensor amax that gives the tensor scale 2^m: full_range(target) * 2^m, as float32."""
     with np.errstate(over="ignore"):
         amax = np.asarray(np.ldexp(full_range(target), m), np.float32)
     scales = [np.float32(tensor_scale(amax, target, dtype).decode) for dtype in dtypes]
@@ -130,10 +126,7 @@ def changed_values(before: np.ndarray, after: np.ndarray) -> tuple[int, np.float
 
 
 def _kept_codes(q: Quantized) -> np.ndarray:
-    """Return a copy of the packed codes of q, for use in the converted Quantized.
-
-    The copy is uint8, like q.packed. If the decode rule of q gives +0 for code 8 (-0), code 8 is replaced by code 0.
-    """
+    """Return a copy of the packed codes of q, for use in the converted Quantized."""
     if not DECODE_RULES[q.recipe.decode_rule].unsigned_zero:
         return q.packed.copy()
     codes = unpack(q.packed)

@@ -46,11 +46,7 @@ def rotate(x: np.ndarray, r: Rotation) -> np.ndarray:
 
 
 def _butterflies(y: np.ndarray) -> np.ndarray:
-    """Return the Hadamard transform of y (outer, blocks, size, inner) along its third axis, without its factor.
-
-    size is a power of two. The steps use the distances 1, 2, 4, ..., size / 2, in this order. Each step replaces every
-    pair a, b of elements at its distance by a + b and a - b, both rounded to float32.
-    """
+    """Return the Hadamard transform of y (outer, blocks, size, inner) along its third axis, without its factor."""
     *lead, size, inner = y.shape
     distance = 1
     while distance < size:
@@ -62,13 +58,7 @@ def _butterflies(y: np.ndarray) -> np.ndarray:
 
 
 def _products(y: np.ndarray, matrices: np.ndarray) -> np.ndarray:
-    """Return the sums over i of y_i M_ij for y (outer, blocks, size, inner), in the shape of y.
-
-    Sums begin with the product of i = 0 and add one product after the other, i = 1, 2, ... Each product and each sum is
-    rounded to float32.
-
-    matrices: M, float32 (1, size, size) for all blocks, or (blocks, size, size).
-    """
+    """Return the sums over i of y_i M_ij for y (outer, blocks, size, inner), in the shape of y."""
     total = y[:, :, :1] * matrices[:, 0, :, None]
     for i in range(1, y.shape[2]):
         total = total + y[:, :, i : i + 1] * matrices[:, i, :, None]

@@ -77,16 +77,7 @@ def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.
 
 
 def _loss(x: np.ndarray, values: np.ndarray, terms: SearchTerms, columns: int) -> np.ndarray:
-    """Return one loss per part of a row of x: the sum of weight * |x - values|^power.
-
-    The result is float64 in one dimension. If power is infinite, the loss is the maximum of weight * |x - values|.
-    Without weights, each weight is 1.
-
-    x: float32, with the quantized axis last.
-    values: x after fake quantization, in the same shape.
-    terms: the power, and the weights (one per column of x) or None.
-    columns: the length of a part, which is a block or a whole row.
-    """
+    """Return one loss per part of a row of x: the sum of weight * |x - values|^power."""
     rows, quantized = (a.reshape(-1, columns) for a in (x, values))
     result, parts = np.empty(len(rows)), x.shape[-1] // columns
     weights = None if terms.weights is None else terms.weights.reshape(parts, columns)
@@ -101,10 +92,7 @@ def _loss(x: np.ndarray, values: np.ndarray, terms: SearchTerms, columns: int) -
 
 
 def _combined(terms: np.ndarray, power: float) -> np.ndarray:
-    """Return the terms reduced along the last axis to one loss: their sum, or their maximum if power is infinite.
-
-    The terms are added one by one, from the first to the last. The result has the dtype of terms. NaN gives NaN. The
-    last axis must not be empty.
-    """
+    """Return the terms reduced along the last axis to one loss: their sum, or their maximum if power is infinite."""
+    # The last axis must not be empty.
     result: np.ndarray = (np.maximum if power == np.inf else np.add).accumulate(terms, axis=-1)[..., -1]
     return result

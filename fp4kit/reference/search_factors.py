@@ -102,14 +102,7 @@ class TriedCodes:
 
 
 def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[..., np.ndarray]:
-    """Return a function error(amax, which) that measures how well candidate amaxes quantize the blocks of x.
-
-    error returns the sum of squared errors of each selected block: float32, 1-d. Squares are added in float32, in the
-    order that PyTorch uses on a CPU. best_by_block uses it to compare candidates.
-
-    amax: the candidate amax of each block.
-    which: a mask that selects blocks.
-    """
+    """Return a function error(amax, which) that measures how well candidate amaxes quantize the blocks of x."""
     blocks, recipe = x.reshape(len(x), -1, recipe.block_size), searching(recipe)
 
     def error(amax: np.ndarray, which: np.ndarray) -> np.ndarray:
@@ -125,10 +118,8 @@ def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 
 
 def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return a function code(amax) that gives the scale codes of amaxes; None if equal codes may have different errors.
-
-    best_by_block uses the function to skip candidates whose scale code was already tried. It is None if the recipe's
-    element codes depend on the amax itself, and not only on the scale code.
+    """Return a function code(amax) that gives the scale codes of amaxes; None if equal codes may have different
+    errors.
     """
     name = recipe.block_rule or ""
     if rules.BLOCK_RULES[name].reads_amax:
@@ -137,10 +128,7 @@ def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[
 
 
 def _search_auto_round(factors: Iterable[float]) -> Callable[..., np.ndarray]:
-    """Return a search function that tries each block's amax times each of the factors, as auto-round does.
-
-    The search function returns, for each block, the multiple with the smallest squared error.
-    """
+    """Return a search function that tries each block's amax times each of the factors, as auto-round does."""
 
     def search(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
         """Return for each block the multiple of its amax with the smallest squared error.

@@ -46,15 +46,7 @@ def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, searc
 
 
 def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, terms: SearchTerms) -> np.ndarray:
-    """Return for each block the amax * 2^j with the smallest loss. Among equal losses, the lowest j is taken.
-
-    A candidate counts only if the block rule makes the block's scale exactly 2^j times as large. If no candidate
-    counts, or if every loss is NaN or infinite, the amax of the block is returned.
-
-    x: float32 elements.
-    tensor: the tensor scale.
-    terms: the range of j and the loss.
-    """
+    """Return for each block the amax * 2^j with the smallest loss."""
     own = block_amax(x, r)
     code = _codes(quantize_tile(x, r, tensor, dtype, own, None)[1])
     best, chosen = np.full(own.shape, np.inf, np.float32), own
@@ -69,32 +61,22 @@ def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, term
 
 
 def _padded_to_fours(a: np.ndarray) -> np.ndarray:
-    """Return blocks (..., elements) padded with zeros to a multiple of four elements; `a` itself if none are missing.
-
-    Losses are summed in groups of four elements. An error or weight of zero changes no loss.
+    """Return blocks (..., elements) padded with zeros to a multiple of four elements; `a` itself if none are
+    missing.
     """
     missing = -a.shape[-1] % 4
     return np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, missing)]) if missing else a
 
 
 def _codes(scales: np.ndarray | None) -> np.ndarray:
-    """Return scale codes as int32, so that their differences can be negative.
-
-    scales is never None, because the recipe has block scales.
-    """
+    """Return scale codes as int32, so that their differences can be negative."""
+    # scales is never None, because the recipe has block scales.
     assert scales is not None
     return scales.astype(np.int32)
 
 
 def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: SearchTerms) -> Iterator[np.ndarray]:
-    """Yield the exponents j to try, for candidates amax * 2^j, as int32 arrays with one exponent per block.
-
-    - If terms.offsets is None, the scales of the candidates are 1/2, 1 and 2 times the scale of the rule e8m0_floor.
-    - Otherwise, j takes every int from terms.offsets[0] to terms.offsets[1], for all blocks.
-
-    amax: the block amaxes.
-    code: the scale code that each block amax gives.
-    """
+    """Yield the exponents j to try, for candidates amax * 2^j, as int32 arrays with one exponent per block."""
     low, high = terms.offsets or AROUND_FLOOR
     floor = np.frexp(amax)[1] - 1 - int(np.frexp(np.float64(r.element.max))[1] - 1) + E8M0.bias
     base = floor - code if terms.offsets is None else np.zeros_like(code)

@@ -66,14 +66,8 @@ def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTerms =
 
 
 def _code_range(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTerms) -> tuple[np.ndarray, np.ndarray]:
-    """Return the smallest and the largest scale code that each block may get: two uint8 arrays.
-
-    By default every positive code is allowed. If terms.offsets is set, the code must lie in that range around the code
-    that the block's own amax gives. The range is clipped to the positive codes.
-
-    amaxes: the block amaxes.
-    amax: the tensor amax.
-    """
+    """Return the smallest and the largest scale code that each block may get: two uint8 arrays."""
+    # If terms.offsets is set, the code must lie in that range around the code that the block's own amax gives.
     if terms.offsets is None:
         return np.full(amaxes.shape, CODES[0]), np.full(amaxes.shape, CODES[-1])
     tensor = tensor_scale(np.asarray(amax), r, np.dtype(np.float32))
@@ -109,11 +103,8 @@ def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Search
 
 
 def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
-    """Return float32 scales rounded to E4M3 under a common factor: E4M3(scale * factor) * (1 / factor).
-
-    The factor is 448 / top, so that `top` becomes 448, the largest E4M3 value. If top is at most 2^-24, the factor is
-    448. Source: Model-Optimizer fake_e4m3fy (CUDA).
-    """
+    """Return float32 scales rounded to E4M3 under a common factor: E4M3(scale * factor) * (1 / factor)."""
+    # The factor is 448 / top, so that `top` becomes 448, the largest E4M3 value.
     factor = np.float32(448) / np.where(top <= np.float32(2.0**-24), ONE, top)
     codes = encode(np.clip(scales * factor, np.float32(-448), np.float32(448)), E4M3)
     return decode(codes, E4M3) * (ONE / factor)

@@ -69,10 +69,7 @@ def divisor_dtype(divisors: np.ndarray, recipe: Recipe) -> np.dtype:
 
 
 def _fits(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return for each divisor whether it is known to be the encode scale of an amax.
-
-    The amaxes near covered_range / divisor are tried, and the amax that the reciprocal implies (implied_amax).
-    """
+    """Return for each divisor whether it is known to be the encode scale of an amax."""
     with np.errstate(all="ignore"):
         implied = implied_amax(np.float32(1) / divisors, recipe, dtype)
         same = (implied != UNKNOWN) & (tensor_scale(implied, recipe, dtype).encode == divisors)
@@ -80,11 +77,7 @@ def _fits(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
 
 
 def _encoding(scales: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return amaxes whose encode scales are the given ones: float32, in the shape of scales.
-
-    The amaxes within NEAR float32 steps of covered_range / scales are tried, the nearest first. UNKNOWN stands for the
-    amax if none of them gives the scale.
-    """
+    """Return amaxes whose encode scales are the given ones: float32, in the shape of scales."""
     with np.errstate(all="ignore"):
         centers = np.asarray(covered_range(recipe) / scales, np.float32).view(np.int32)[..., None]
         steps = np.array(sorted(range(-NEAR, NEAR + 1), key=abs), np.int32)

@@ -417,10 +417,7 @@ def amax_range(recipe: Recipe) -> np.float32:
 
 
 def _narrowed(x: np.ndarray, dtype: np.dtype, direction: int) -> np.ndarray:
-    """Return float32 x >= 0 rounded to float16 or bfloat16, as float32. Numbers beyond the largest become the largest.
-
-    direction: 0 to nearest even, 1 up, -1 down. NaN stays NaN.
-    """
+    """Return float32 x >= 0 rounded to float16 or bfloat16, as float32."""
     x = np.minimum(x, np.float32(ml_dtypes.finfo(dtype).max))
     narrow = np.ascontiguousarray(x).astype(dtype)
     error = narrow.astype(np.float32) - x
@@ -430,15 +427,7 @@ def _narrowed(x: np.ndarray, dtype: np.dtype, direction: int) -> np.ndarray:
 
 
 def _amax_rule(dtype: Any = None, direction: int = 0) -> Callable[[np.ndarray, Recipe, np.dtype], Pair]:
-    """Return an amax rule: a tensor rule for recipes of user-defined formats, which returns (encode, decode).
-
-        decode = D(amax / amax_range(recipe))
-        encode = reciprocal_of_scale(decode)
-
-    D rounds to dtype in the given direction. If dtype is None, decode stays float32.
-
-    direction: 0 to nearest even, 1 up, -1 down (see _narrowed).
-    """
+    """Return an amax rule: a tensor rule for recipes of user-defined formats, which returns (encode, decode)."""
     target = None if dtype is None else np.dtype(dtype)
 
     def rule(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
