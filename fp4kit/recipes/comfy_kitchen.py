@@ -17,11 +17,7 @@ _SOURCE = "comfy-kitchen 0.2.40 backends/eager/quantization.py"
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield seven recipes: four of NVFP4, then MXFP8, then FP8 with E4M3 and with E5M2 elements.
-
-    The second NVFP4 recipe is for activations under a stored input scale. The third and fourth follow ComfyUI's
-    stochastic rounding, on a CPU and on a GPU. FP8 has one scale per tensor.
-    """
+    """Yield seven recipes: four of NVFP4, then MXFP8, then FP8 with E4M3 and with E5M2 elements."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-comfy-kitchen",

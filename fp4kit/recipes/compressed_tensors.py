@@ -34,11 +34,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
-    """Return compressed-tensors' recipe ``id`` for an MX format.
-
-    fmt: MXFP4, MXFP6_E2M3 or MXFP8_E4M3.
-    fields: further fields of the Recipe.
-    """
+    """Return compressed-tensors' recipe ``id`` for an MX format."""
     top = "1.9375" if fmt is MXFP6_E2M3 else "1.75"
     zero_points = ", with zero points, which turn -0 into 0" if fmt is MXFP8_E4M3 else ""
     return of_format(

@@ -96,12 +96,7 @@ def custom_recipe(
 
 
 def _float_scale(scale: Any, scale_rounding: str, tensor_scale: bool) -> dict[str, Any]:
-    """Return {field: value} for a Recipe whose block scales are float32 numbers that are rounded to a float type.
-
-    The arguments are those of custom_recipe. scale: "float32", "float16" or "bfloat16". Raise ValueError for any other
-    string, and TypeError for any other object. Also raise ValueError if tensor_scale is True, or if scale_rounding is
-    not "nearest" for "float32".
-    """
+    """Return {field: value} for a Recipe whose block scales are float32 numbers that are rounded to a float type."""
     if not isinstance(scale, str) or scale not in _FLOATS:
         error = ValueError if isinstance(scale, str) else TypeError
         raise error(

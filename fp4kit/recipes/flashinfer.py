@@ -69,13 +69,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
-    """Yield FlashInfer's recipes for activations with one tensor scale per token, that is per row.
-
-    The order is: the two kernels, with and without fast math; the Python reference in FlashInfer's tests; its four
-    4over6 variants, each without and then with the error measure of fast math.
-
-    fast: the base recipe nvfp4-flashinfer. precise: the base recipe nvfp4-flashinfer-precise.
-    """
+    """Yield FlashInfer's recipes for activations with one tensor scale per token, that is per row."""
     kernel = "FlashInfer fb28d72 nvfp4_quantize with per_token_activation=True"
     read = (
         "derived from its source code, not recorded. For a row of zeros, the scale of the row is 0, as in the CuTe-DSL "

@@ -21,11 +21,7 @@ _BEYOND = (
 
 
 def _if4(like: Recipe) -> Iterator[Recipe]:
-    """Yield three recipes of IF4, for the error measures mse, mae and max (fouroversix's abs_max).
-
-    In IF4, each block holds E2M1 or INT4 codes, whichever give the smaller error. like: a recipe of fouroversix with
-    4over6, from which all other fields are copied.
-    """
+    """Yield three recipes of IF4, for the error measures mse, mae and max (fouroversix's abs_max)."""
     measures: dict[str, tuple[Literal["mse", "mae", "max"], str]] = {
         "": ("mse", "mse, the default"),
         "-mae": ("mae", "mae"),

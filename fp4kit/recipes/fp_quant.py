@@ -17,10 +17,7 @@ _GPU = (
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield three recipes: NVFP4, MXFP4 with method abs_max, and MXFP4 with method quest.
-
-    They do not include FP-Quant's Hadamard transform. If you want it, apply it to x before the call.
-    """
+    """Yield three recipes: NVFP4, MXFP4 with method abs_max, and MXFP4 with method quest."""
     yield of_format(
         NVFP4,
         "nvfp4-fp-quant",

@@ -18,13 +18,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _fakes(fmt: BlockFormat, modes: tuple[str, ...]) -> Iterator[Recipe]:
-    """Yield microxcaling's recipes for a format, one per rounding mode, in the order of `modes`.
-
-    They give values but no codes.
-
-    fmt: MXFP4 or MXFP8_E4M3.
-    modes: "nearest", "nearest_flush", "even" or "floor", each once.
-    """
+    """Yield microxcaling's recipes for a format, one per rounding mode, in the order of `modes`."""
     for mode in modes:
         yield of_format(
             fmt,

@@ -21,19 +21,12 @@ METAL = "MLX {} fp4.h, fp8.h and fp_quantized.h"
 
 
 def _cpu(mode: str, version: str) -> str:
-    """Return the text of Recipe.source for MLX's CPU back end, such as "MLX 0.32.4 mx.quantize mode nvfp4, CPU".
-
-    mode: the mode of mx.quantize, such as "nvfp4".
-    version: MLX's version, such as "0.32.4".
-    """
+    """Return the text of Recipe.source for MLX's CPU back end, such as "MLX 0.32.4 mx.quantize mode nvfp4, CPU"."""
     return f"MLX {version} mx.quantize mode {mode}, CPU"
 
 
 def aliases() -> Iterator[Alias]:
-    """Yield aliases for the MX quantizers of MLX's Metal kernels since 0.32.2, which equal other producers' recipes.
-
-    The first is mxfp4-mlx-metal, the second mxfp8-mlx-metal.
-    """
+    """Yield aliases for the MX quantizers of MLX's Metal kernels since 0.32.2, which equal other producers' recipes."""
     for name, of in (("mxfp4", "mxfp4-torchao-rceil"), ("mxfp8", "mxfp8-te")):
         yield Alias(
             f"{name}-mlx-metal",
@@ -45,21 +38,14 @@ def aliases() -> Iterator[Alias]:
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield MLX's recipes: first those for NVFP4, then those for MXFP4, then those for MXFP8.
-
-    Within a format, the order is that of fp4kit.recipes(). Quantizers of MLX that equal another producer's recipe are
-    not yielded; they are aliases.
-    """
+    """Yield MLX's recipes: first those for NVFP4, then those for MXFP4, then those for MXFP8."""
     yield from _nvfp4()
     for fmt in (MXFP4, MXFP8_E4M3):
         yield from _mx(fmt)
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield the NVFP4 recipes: for the CPU back end, for its versions up to 0.32.2, and for the Metal kernels.
-
-    For each of the three, the recipe without a global scale comes first, and then the one with it ("-global").
-    """
+    """Yield the NVFP4 recipes: for the CPU back end, for its versions up to 0.32.2, and for the Metal kernels."""
     cpu = of_format(
         NVFP4,
         "nvfp4-mlx-cpu",
@@ -104,12 +90,7 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
-    """Yield MLX's recipes for an MX format: first those of the CPU back end, then one of Metal up to 0.32.1.
-
-    The recipes of the CPU back end go from new to old versions: 0.32.4, then 0.32.2 for MXFP8 only, then 0.32.1.
-
-    fmt: MXFP4 or MXFP8_E4M3.
-    """
+    """Yield MLX's recipes for an MX format: first those of the CPU back end, then one of Metal up to 0.32.1."""
     name, first = fmt.name[:5].lower(), FIRST if fmt is MXFP4 else {"nan_code": fmt.element.max_code}
     cpu = of_format(
         fmt,

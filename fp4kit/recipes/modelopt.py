@@ -13,21 +13,14 @@ VERSIONS = Versions("0.47", "0.47")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield Model-Optimizer's recipes for NVFP4, MXFP4 and MXFP8, and then those for FP8 and integers.
-
-    Within a format this is the order in which fp4kit.recipes() lists them.
-    """
+    """Yield Model-Optimizer's recipes for NVFP4, MXFP4 and MXFP8, and then those for FP8 and integers."""
     yield from _nvfp4()
     yield from _mx()
     yield from _per_tensor()
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield the NVFP4 recipes.
-
-    The order is: recipes with dynamic block amaxes, with calibrated block amaxes, with a scale search, and the fake
-    quantizers.
-    """
+    """Yield the NVFP4 recipes."""
     dynamic = of_format(
         NVFP4,
         "nvfp4-modelopt",
@@ -113,11 +106,7 @@ def _mx() -> Iterator[Recipe]:
 
 
 def _fake(fmt: BlockFormat, id: str) -> Recipe:
-    """Return the recipe of Model-Optimizer's CUDA fake quantizer for an MX format. It has values only, no codes.
-
-    fmt: MXFP4 or MXFP8_E4M3.
-    id: the id of the recipe.
-    """
+    """Return the recipe of Model-Optimizer's CUDA fake quantizer for an MX format."""
     return of_format(
         fmt,
         id,

@@ -14,9 +14,8 @@ _MX4 = "MSLK 2a3c897 triton_quantize_mx4"
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield MSLK's recipes: four for NVFP4, then one per mode of its MXFP4 kernel: ceil, even, nearest and stochastic.
-
-    Mode floor is the alias mxfp4-mslk-floor.
+    """Yield MSLK's recipes: four for NVFP4, then one per mode of its MXFP4 kernel: ceil, even, nearest and
+    stochastic.
     """
     yield from _nvfp4()
     ceil = of_format(

@@ -61,11 +61,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat, id: str) -> Recipe:
-    """Return Quark's recipe for an MX format and Quark's scale mode "even".
-
-    fmt: MXFP4 or an MXFP6 format. For MXFP8_E4M3, the caller replaces rules and the sign.
-    id: the id of the recipe.
-    """
+    """Return Quark's recipe for an MX format and Quark's scale mode "even"."""
     return of_format(
         fmt,
         id,

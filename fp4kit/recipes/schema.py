@@ -217,23 +217,14 @@ class Recipe:
 
 
 def producer_of(id: str) -> str:
-    """Return the producer that a recipe id names, such as te, flashinfer or compressed-tensors.
-
-    Return "" for an id without a hyphen. Words after the id, such as "with block=(1, 32)", are ignored.
-    """
+    """Return the producer that a recipe id names, such as te, flashinfer or compressed-tensors."""
     without_format = id.partition(" ")[0].partition("-")[2]
     return next((name for name in TWO_WORDS if without_format.startswith(name)), without_format.partition("-")[0])
 
 
 @lru_cache(256)
 def decoding(r: Recipe, dtype: Any) -> Recipe:
-    """Return the recipe by which codes and scales of r are decoded to the given dtype.
-
-    If the producer decodes to this dtype (float16 or bfloat16) by another rule, return a copy of r with that decode
-    rule. In all other cases, return r itself.
-
-    dtype: a NumPy dtype or its name.
-    """
+    """Return the recipe by which codes and scales of r are decoded to the given dtype."""
     decode = rules.DECODE_RULES[r.decode_rule]
     rule = decode.float16 if dtype == "float16" else decode.bfloat16 if dtype == "bfloat16" else ""
     return replace(r, decode_rule=rule) if rule else r
@@ -241,22 +232,14 @@ def decoding(r: Recipe, dtype: Any) -> Recipe:
 
 @lru_cache(256)
 def faking(r: Recipe) -> Recipe:
-    """Return the recipe by which fake_quantize decodes the codes and scales of r.
-
-    If the producer's fake quantizer has a decode rule of its own, return a copy of r with this rule. Otherwise, return
-    r itself.
-    """
+    """Return the recipe by which fake_quantize decodes the codes and scales of r."""
     rule = rules.DECODE_RULES[r.decode_rule].fake
     return replace(r, decode_rule=rule) if rule else r
 
 
 @lru_cache(256)
 def with_row_blocks(r: Recipe) -> Recipe:
-    """Return a copy of r with blocks of one row if it has taller blocks with float32 scales; otherwise r itself.
-
-    Such scales are stored once per row of elements. So if amaxes or scales are given, blocks of one row give equal
-    codes and values. Only computing the amaxes needs the original blocks.
-    """
+    """Return a copy of r with blocks of one row if it has taller blocks with float32 scales; otherwise r itself."""
     return replace(r, block=(1, r.block_size)) if has_tall_scales(r) else r
 
 
@@ -267,26 +250,14 @@ def has_tall_scales(r: Recipe) -> bool:
 
 @lru_cache(256)
 def searching(r: Recipe) -> Recipe:
-    """Return the recipe with which r's search encodes and decodes a candidate, to measure its error.
-
-    It decodes by the rule of the search, whatever r's decode rule is, so that recipes which only decode differently
-    give equal codes (as_stored). Two kinds of recipes keep their rule: those with amax rules, which have only one, and
-    those whose search uses none. Elements are encoded once, also if r encodes them twice (repacked).
-    """
+    """Return the recipe with which r's search encodes and decodes a candidate, to measure its error."""
     rule = rules.SEARCHES[r.search].decode_rule
     return replace(r, decode_rule=r.decode_rule if r.is_custom or not rule else rule, repacked=False)
 
 
 @lru_cache(256)
 def as_stored(r: Recipe, divides: bool) -> Recipe:
-    """Return a copy of r with the decode rule of a program that loads the codes and scales from a checkpoint.
-
-    The copy encodes like r. It has no fake rule, so fake_quantize gives the values that such a program computes.
-
-    Args:
-        r: a recipe with codes.
-        divides: True if the checkpoint stores the tensor scale as a divisor, as compressed-tensors does.
-    """
+    """Return a copy of r with the decode rule of a program that loads the codes and scales from a checkpoint."""
     if r.scale is not None and r.scale.name == "E8M0":
         rule = "e8m0"
     elif not divides:
@@ -302,11 +273,7 @@ def fake_unit(r: Recipe) -> int:
 
 
 def then_encodes(r: Recipe) -> bool:
-    """Return whether recipe r scales elements in two steps: by the factor of their block, then by the encode scale.
-
-    The encode scale of a tensor is the inverse of its tensor scale. Most recipes scale elements by a single factor,
-    which includes the tensor scale.
-    """
+    """Return whether recipe r scales elements in two steps: by the factor of their block, then by the encode scale."""
     return r.tensor_rule is not None and r.block_rule is not None and rules.BLOCK_RULES[r.block_rule].then_encode
 
 
@@ -327,29 +294,13 @@ class Alias(NamedTuple):
 
 
 def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
-    """Return a Recipe with the element format, scale format and block length of a block format such as NVFP4.
-
-    Raise TypeError and ValueError as Recipe does.
-
-    Args:
-        fmt: the block format. Blocks have one row.
-        id: the id of the recipe.
-        fields: the other fields of the Recipe. Two of them have defaults that depend on fmt: tensor_scaling is "tensor"
-            if the format has a tensor scale; otherwise decode_rule is "e8m0".
-    """
+    """Return a Recipe with the element format, scale format and block length of a block format such as NVFP4."""
     scaling = {"tensor_scaling": "tensor"} if fmt.has_tensor_scale else {"decode_rule": "e8m0"}
     return Recipe(id=id, element=fmt.element, scale=fmt.scale, block=(1, fmt.block_size), **{**scaling, **fields})
 
 
 def four_over_six(base: Recipe, prefix: str) -> Iterator[Recipe]:
-    """Yield four 4over6 variants of a recipe: error measures mae and mse, each with scale_max 448 and 256.
-
-    4over6 lets each block choose between two scales, by the error that they give.
-
-    base: the recipe, with an E4M3 scale and a tensor scale. Other fields are kept.
-    prefix: the text with which the id of each variant begins. It is followed by "-4over6-<error>-<scale_max>", such as
-    "-4over6-mae-448".
-    """
+    """Yield four 4over6 variants of a recipe: error measures mae and mse, each with scale_max 448 and 256."""
     for error in ("mae", "mse"):
         for scale_max in (448, 256):
             name = f"{prefix}-4over6-{error}-{scale_max}"

@@ -48,19 +48,13 @@ _FORMATS = ("NVFP4", "NVINT4", "IF4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", 
 
 
 def _table() -> dict[str, Recipe]:
-    """Return {id: recipe} for all recipes, ordered by _FORMATS and, within a format, by _PRODUCERS.
-
-    Every recipe has versions: its own, or those of its producer.
-    """
+    """Return {id: recipe} for all recipes, ordered by _FORMATS and, within a format, by _PRODUCERS."""
     found = [_with_versions(recipe, producer.VERSIONS) for producer in _PRODUCERS for recipe in producer.recipes()]
     return {recipe.id: recipe for recipe in sorted(found, key=lambda r: _FORMATS.index(r.format_name))}
 
 
 def _with_versions(r: Recipe, usual: Versions) -> Recipe:
-    """Return a copy of r with versions: its own or, if it has none, `usual`, the versions of its producer.
-
-    The versions are also appended to the text of `exact`, unless that text names the first or the last of them.
-    """
+    """Return a copy of r with versions: its own or, if it has none, `usual`, the versions of its producer."""
     versions = r.versions or usual
     named = any(version in r.exact for version in versions)
     return replace(r, versions=versions, exact=r.exact if named else f"{r.exact} ({versions})")
@@ -159,16 +153,7 @@ _ELSEWHERE = {
 
 
 def _hint(id: str) -> str:
-    """Return the end of the error message for an unknown id, which suggests what the user may have meant.
-
-    It gives the first of these suggestions that applies:
-
-    1. The id in its usual spelling, for an id with capitals, spaces around it or "_".
-    2. What to do instead, for "nf4", "gptq" and "awq".
-    3. Up to three recipes of the format or producer that `id` names.
-    4. Up to three ids with a similar spelling.
-    5. fp4kit.recipes(), which lists all ids.
-    """
+    """Return the end of the error message for an unknown id, which suggests what the user may have meant."""
     written = id.strip().lower().replace("_", "-")
     if written in RECIPES or written in ALIASES:
         similar = difflib.get_close_matches(written, [*RECIPES, *ALIASES], n=3, cutoff=0.4)
@@ -214,11 +199,7 @@ def is_listed(r: Recipe) -> bool:
 
 
 def _reduce(r: Recipe) -> tuple[Any, ...]:
-    """Return the pair (function, arguments) by which pickle and copy restore a recipe.
-
-    For a recipe in the table, the function is `recipe`, and its argument the id. For any other recipe, the function is
-    the class Recipe, and its arguments are all fields.
-    """
+    """Return the pair (function, arguments) by which pickle and copy restore a recipe."""
     if is_listed(r):
         return recipe, (r.id,)
     return Recipe, tuple(getattr(r, field.name) for field in fields(r))

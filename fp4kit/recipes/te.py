@@ -21,11 +21,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield TE's NVFP4 recipes: two of its kernels, three of its Python reference, then the 4over6 variants.
-
-    Each of the four 4over6 variants is followed by its copy with blocks of 16x16. The last recipe is a copy of
-    nvfp4-te-4over6-mse-256 that computes errors as fast math does.
-    """
+    """Yield TE's NVFP4 recipes: two of its kernels, three of its Python reference, then the 4over6 variants."""
     te = of_format(
         NVFP4,
         "nvfp4-te",

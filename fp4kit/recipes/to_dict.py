@@ -16,26 +16,14 @@ _FORMATS = {fmt.name: fmt for fmt in (*ELEMENT_FORMATS, MX4, IF4)}
 
 
 def as_data(r: Recipe) -> str | dict[str, Any]:
-    """Return a recipe as JSON data: its id if the recipe is in the table, otherwise {field: value}.
-
-    In this dict, a standard element format is represented by its name, and any other element format by a dict of its
-    fields.
-    """
+    """Return a recipe as JSON data: its id if the recipe is in the table, otherwise {field: value}."""
     if is_listed(r):
         return r.id
     return {field.name: _field_data(getattr(r, field.name)) for field in fields(r)}
 
 
 def from_data(data: Any) -> Recipe:
-    """Return the Recipe that JSON data describes: the inverse of as_data, equal in every field.
-
-    data: the id or an alias of a recipe in the table, or a dict of fields. Fields that have a default may be missing.
-
-    Raises:
-        TypeError: if data is neither a str nor a dict, or if a field has the wrong type.
-        ValueError: if no recipe in the table has this id or alias, if a field is unknown, if a field without a default
-            is missing, or if the fields do not make a valid recipe.
-    """
+    """Return the Recipe that JSON data describes: the inverse of as_data, equal in every field."""
     if isinstance(data, str):
         return recipe(data)
     values = _checked(data, Recipe)
@@ -47,11 +35,7 @@ def from_data(data: Any) -> Recipe:
 
 
 def _field_data(value: Any) -> Any:
-    """Return the value of a field of a Recipe as JSON data.
-
-    A standard element format becomes its name, any other element format a dict of its fields, and a tuple a list. Other
-    values are returned unchanged.
-    """
+    """Return the value of a field of a Recipe as JSON data."""
     if isinstance(value, ElementFormat):
         if _FORMATS.get(value.name) == value:
             return value.name
@@ -60,11 +44,7 @@ def _field_data(value: Any) -> Any:
 
 
 def _format(data: Any) -> Any:
-    """Return the ElementFormat that data describes: the name of a standard format, or a dict of fields.
-
-    Return None if data is None. Raise ValueError for an unknown name. Raise TypeError or ValueError if the fields do
-    not describe an ElementFormat.
-    """
+    """Return the ElementFormat that data describes: the name of a standard format, or a dict of fields."""
     if isinstance(data, str):
         if data not in _FORMATS:
             raise ValueError(
@@ -78,11 +58,7 @@ def _format(data: Any) -> Any:
 
 
 def _checked(data: Any, kind: type) -> dict[str, Any]:
-    """Return a copy of `data`, a dict of keyword arguments for the dataclass `kind`, after checking its names.
-
-    Raise TypeError if data is not a dict. Raise ValueError if a key is not a field of `kind`, or if a field without a
-    default is missing. Values are not checked.
-    """
+    """Return a copy of `data`, a dict of keyword arguments for the dataclass `kind`, after checking its names."""
     if not isinstance(data, dict):
         raise TypeError(f"{kind.__name__}: {data!r} is not an object; needs an object of fields")
     is_required = {field.name: field.default is MISSING for field in fields(kind) if field.init}

@@ -46,11 +46,8 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mxfp4() -> Iterator[Recipe]:
-    """Yield the MXFP4 recipes of torchao 0.19 dev, then the MXFP4 recipes of 0.18.0.
-
-    The recipes of 0.18.0 cover all four modes. The recipes of 0.19 dev cover RCEIL, CEIL and EVEN, because mode FLOOR
-    is the recipe mxfp4-ocp.
-    """
+    """Yield the MXFP4 recipes of torchao 0.19 dev, then the MXFP4 recipes of 0.18.0."""
+    # The recipes of 0.19 dev cover RCEIL, CEIL and EVEN, because mode FLOOR is the recipe mxfp4-ocp.
     for mode in ("rceil", "ceil", "even"):
         yield _to_mx(MXFP4, mode, f"mxfp4-torchao-{mode}")
     for mode in ("floor", "rceil", "ceil", "even"):
@@ -58,10 +55,7 @@ def _mxfp4() -> Iterator[Recipe]:
 
 
 def _mxfp6() -> Iterator[Recipe]:
-    """Yield the MXFP6 recipes of torchao.
-
-    They are ordered by format (E2M3, E3M2), then by mode (FLOOR, RCEIL), then by torchao version (0.19 dev, 0.18.0).
-    """
+    """Yield the MXFP6 recipes of torchao."""
     for fmt in (formats.MXFP6_E2M3, formats.MXFP6_E3M2):
         for mode in ("floor", "rceil"):
             for made in (_to_mx, _to_mx_018):
@@ -69,11 +63,7 @@ def _mxfp6() -> Iterator[Recipe]:
 
 
 def _mxfp8() -> Iterator[Recipe]:
-    """Yield the MXFP8 recipes of torchao.
-
-    They are ordered by format (E4M3, E5M2), then by mode (FLOOR, RCEIL, CEIL, EVEN), then by torchao version (0.19 dev,
-    0.18.0).
-    """
+    """Yield the MXFP8 recipes of torchao."""
     for fmt, suffix in ((formats.MXFP8_E4M3, ""), (formats.MXFP8_E5M2, "-e5m2")):
         for mode in ("floor", "rceil", "ceil", "even"):
             for made in (_to_mx, _to_mx_018):
@@ -81,14 +71,7 @@ def _mxfp8() -> Iterator[Recipe]:
 
 
 def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
-    """Return the recipe of to_mx in torchao 0.19 dev, for an MX format and a mode, that is how scales are rounded.
-
-    _to_mx_018 returns the recipe of torchao 0.18.0.
-
-    fmt: an MX format.
-    mode: "floor", "rceil", "ceil" or "even".
-    id: the id of the recipe.
-    """
+    """Return the recipe of to_mx in torchao 0.19 dev, for an MX format and a mode, that is how scales are rounded."""
     return of_format(
         fmt,
         id,
@@ -100,12 +83,7 @@ def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
 
 
 def _to_mx_018(fmt: BlockFormat, mode: str, id: str) -> Recipe:
-    """Return the recipe of to_mx in torchao 0.18.0, for an MX format and a mode. Its id is `id` followed by "-018".
-
-    fmt: an MX format.
-    mode: "floor", "rceil", "ceil" or "even".
-    id: the id of the recipe for 0.19 dev.
-    """
+    """Return the recipe of to_mx in torchao 0.18.0, for an MX format and a mode."""
     scale_0 = (
         "under which elements become zeros" if mode == "rceil" else "which encodes as 2^-126 but decodes as 2^-127"
     )

@@ -55,11 +55,7 @@ _CHOICES: dict[str, tuple[Collection[str], bool]] = {  # {field: (allowed names,
 
 
 def check_recipe(r: Any) -> None:
-    """Raise an error unless every field of the Recipe r is allowed, and all fields fit together.
-
-    Raise TypeError if a field has the wrong type. Raise ValueError if a field has a value that is not allowed, or if
-    fields do not fit together. The message names the recipe and the field.
-    """
+    """Raise an error unless every field of the Recipe r is allowed, and all fields fit together."""
     _check_types(r)
     _check_element(r)
     _check_block(r)
@@ -76,25 +72,16 @@ def check_recipe(r: Any) -> None:
 
 
 def can_be_repacked(r: Any) -> bool:
-    """Return whether a recipe may have repacked=True, judging by its other fields.
-
-    Repacking recomputes codes as auto-round does when it packs them. The recipe must have float elements and a block
-    rule with apply "multiply". It must not set four_over_six or nan_is_max.
-
-    If the scales are E4M3, the field ``sign`` must not be "negative" or "not_positive". Otherwise, repacking would
-    change the sign of small elements that are encoded as zero, which the engines' fast paths do not do.
-    """
+    """Return whether a recipe may have repacked=True, judging by its other fields."""
+    # The recipe must have float elements and a block rule with apply "multiply".
+    # If the scales are E4M3, the field ``sign`` must not be "negative" or "not_positive".
     floats_in_blocks = r.block_rule is not None and r.apply == "multiply" and not r.element.is_integer
     keeps_signs = r.scale == E8M0 or r.sign in ("signbit", "unsigned_zero")
     return floats_in_blocks and keeps_signs and not (r.four_over_six or r.nan_is_max)
 
 
 def as_block(id: object, block: Any) -> tuple[int, int] | None:
-    """Return `block`, the field Recipe.block, in its standard form: None, or (rows, columns) as a tuple of two ints.
-
-    Raise TypeError unless it is None or consists of integers; strings and bools are rejected. Raise ValueError unless
-    there are two integers, both at least 1. id: the recipe that the message names.
-    """
+    """Return `block`, the field Recipe.block, in its standard form: None, or (rows, columns) as a tuple of two ints."""
     if block is None:
         return None
     try:
@@ -109,11 +96,7 @@ def as_block(id: object, block: Any) -> tuple[int, int] | None:
 
 
 def as_integer(id: object, name: str, value: Any) -> int:
-    """Return `value`, a field of a Recipe, as an int. Integers of NumPy are accepted.
-
-    Raise TypeError for a bool, and for anything that is not an integer. id, name: the recipe and the field that the
-    message names.
-    """
+    """Return `value`, a field of a Recipe, as an int."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -123,19 +106,12 @@ def as_integer(id: object, name: str, value: Any) -> int:
 
 
 def _refuse(r: Any, field: str, needed: str) -> NoReturn:
-    """Raise the ValueError for a wrong field. The message states the recipe, the field, its value, and what is needed.
-
-    r: the recipe. field: the name of the field. needed: the end of the message, such as "needs E2M1".
-    """
+    """Raise the ValueError for a wrong field."""
     raise ValueError(f"Recipe {r.id}: {field} is {getattr(r, field)!r}; {needed}")
 
 
 def _check_types(r: Any) -> None:
-    """Check id, texts, flags and names of rules, each by itself, and raise an error for one that is not allowed.
-
-    Raise TypeError if id, a text (source or exact) or a flag has the wrong type. Raise ValueError for an empty id, or
-    if a rule has an unknown name. Combinations of fields are not checked here.
-    """
+    """Check id, texts, flags and names of rules, each by itself, and raise an error for one that is not allowed."""
     if not isinstance(r.id, str):
         raise TypeError(f"Recipe: id is {r.id!r}; needs a str, such as 'nvfp4-te'")
     if not r.id:
@@ -153,11 +129,9 @@ def _check_types(r: Any) -> None:
 
 
 def _check_element(r: Any) -> None:
-    """Raise an error unless the fields element, scale and nan_code are allowed.
-
-    element and scale must be formats that recipes support. nan_code must be None or a code of an element. The error is
-    TypeError for an object that is not an ElementFormat, otherwise ValueError.
-    """
+    """Raise an error unless the fields element, scale and nan_code are allowed."""
+    # element and scale must be formats that recipes support. nan_code must be None or a code of an element.
+    # The error is TypeError for an object that is not an ElementFormat, otherwise ValueError.
     if not isinstance(r.element, ElementFormat):
         raise TypeError(f"Recipe {r.id}: element is {r.element!r}; needs an ElementFormat, such as fp4kit.formats.E2M1")
     if r.scale is not None and not isinstance(r.scale, ElementFormat):
@@ -196,14 +170,7 @@ def _check_element(r: Any) -> None:
 
 
 def _check_block(r: Any) -> None:
-    """Raise ValueError unless the field block fits the other fields.
-
-    - A block needs a block_rule or tensor_scaling "block", which give it its scale. In turn, tensor_scaling "block"
-      needs a block. (_check_block_rule checks that a block_rule has one.)
-    - The number of columns must be a multiple of the number of codes per byte. With amax_nan "lanes", it must also be
-      even.
-    - A block must have one row if each row has a tensor scale, or if elements are MX4, whose pairs lie within a row.
-    """
+    """Raise ValueError unless the field block fits the other fields."""
     if r.block is None:
         if r.tensor_scaling == "block":
             _refuse(r, "tensor_scaling", "needs a block (rows, columns), but block is None")
@@ -224,11 +191,10 @@ def _check_block(r: Any) -> None:
 
 
 def _check_block_rule(r: Any) -> None:
-    """Raise ValueError unless the other fields fit the block rule.
-
-    Without a block rule, scale must be None. With a block rule, these fields must fit: scale, block, element, apply,
-    flush, static and tensor_scaling. rules.BLOCK_RULES says which values fit.
-    """
+    """Raise ValueError unless the other fields fit the block rule."""
+    # Without a block rule, scale must be None.
+    # With a block rule, these fields must fit: scale, block, element, apply, flush, static and tensor_scaling.
+    # rules.BLOCK_RULES says which values fit.
     if r.block_rule is None:
         if r.scale is not None:
             _refuse(r, "block_rule", f"needs a rule that writes {r.scale} scales; or scale None")
@@ -258,14 +224,7 @@ def _check_block_rule(r: Any) -> None:
 
 
 def _check_scale(r: Any, rule: rules.BlockRuleTraits) -> None:
-    """Raise ValueError unless the block rule can write the recipe's scale format for the recipe's elements.
-
-    - A rule of a producer writes only the format rule.scale, and takes integer elements only if rule.integers is True.
-    - An amax rule writes E8M0, and every float format whose values are from 2^-100 to 2^100, for all elements. The
-      format must not have the name of another format of fp4kit.
-
-    rule: the block rule of the recipe r.
-    """
+    """Raise ValueError unless the block rule can write the recipe's scale format for the recipe's elements."""
     f, bound = r.scale, MAX_MAGNITUDE_EXPONENT
     if rule.scale != rules.ANY_FORMAT:
         if f is None or f.name != rule.scale:
@@ -284,13 +243,7 @@ def _check_scale(r: Any, rule: rules.BlockRuleTraits) -> None:
 
 
 def _check_tensor_rule(r: Any) -> None:
-    """Raise ValueError unless the tensor rule fits tensor_scaling, scale, scale_max and element.
-
-    - A rule is needed if tensor_scaling is not "none". Without a rule, block scales are needed.
-    - A producer's rule for block scales needs E4M3 block scales. Only such a rule allows a scale_max other than 448.
-    - A producer's rule for elements needs scale None, and elements of the kind it scales: integers or floats.
-    - If one of tensor_rule and block_rule is an amax rule (rules.ANY_FORMAT), the other must be one too, or None.
-    """
+    """Raise ValueError unless the tensor rule fits tensor_scaling, scale, scale_max and element."""
     if (r.tensor_rule is None) != (r.tensor_scaling == "none"):
         _refuse(
             r,
@@ -322,14 +275,8 @@ def _check_tensor_rule(r: Any) -> None:
 
 
 def _check_amax_tensor_rule(r: Any) -> None:
-    """Check a recipe with a tensor_rule, of whose two rules (tensor_rule and block_rule) at least one is an amax rule.
-
-    Raise ValueError unless all of this holds:
-
-    - tensor_rule is an amax rule, and block_rule is an amax rule or None.
-    - scale_max is 448.
-    - The largest block scale is at most 2^100, because the tensor scale would otherwise leave the range of float32.
-      This excludes E8M0.
+    """Check a recipe with a tensor_rule, of whose two rules (tensor_rule and block_rule) at least one is an amax
+    rule.
     """
     if rules.TENSOR_RULES[r.tensor_rule] != rules.ANY_FORMAT:
         _refuse(r, "tensor_rule", f"block_rule is {r.block_rule!r}; needs 'amax' or None")
@@ -347,12 +294,7 @@ def _check_amax_tensor_rule(r: Any) -> None:
 
 
 def _check_decode_rule(r: Any) -> None:
-    """Raise ValueError unless the recipe has what its decode rule needs.
-
-    - The rule must be able to decode the recipe's format of block scales.
-    - If the rule reads the tensor amax, the recipe needs a tensor_rule.
-    - Recipes with amax rules need the decode rule "product", which decodes all formats.
-    """
+    """Raise ValueError unless the recipe has what its decode rule needs."""
     rule = rules.DECODE_RULES[r.decode_rule]
     if r.is_custom:
         if r.decode_rule != "product":
@@ -365,13 +307,7 @@ def _check_decode_rule(r: Any) -> None:
 
 
 def _check_four_over_six(r: Any) -> None:
-    """Raise ValueError unless four_over_six fits the other fields.
-
-    - If it is None, the block rule must not be one that chooses by an error, and fast_error and lane_sums, which only
-      such rules read, must be False.
-    - If it is set, the block rule must be one that chooses by an error, and element, block, rounding, flush,
-      fast_error, lane_sums and the fields that _need_plain checks must fit.
-    """
+    """Raise ValueError unless four_over_six fits the other fields."""
     chooses = r.block_rule is not None and rules.BLOCK_RULES[r.block_rule].chooses
     if (r.four_over_six is None) == chooses:
         needed = f"'mae', 'mse' or 'max' with {r.block_rule if chooses else 'four_over_six'!r}, else None"
@@ -400,11 +336,7 @@ def _check_four_over_six(r: Any) -> None:
 
 
 def _check_integer_or_float(r: Any) -> None:
-    """Raise ValueError unless IF4 elements and block_rule "fouroversix_if4" occur together, and with lane_sums=True.
-
-    This rule is the only one that sets bit 7 of a block scale, which says whether the codes of a block are INT4.
-    Recipes with neither are accepted.
-    """
+    """Raise ValueError unless IF4 elements and block_rule "fouroversix_if4" occur together, and with lane_sums=True."""
     is_if4, rule = isinstance(r.element, IntegerOrFloat), "fouroversix_if4"
     if is_if4 != (r.block_rule == rule):
         needed = f"needs block_rule {rule!r}" if is_if4 else f"block_rule {rule!r} needs fp4kit.formats.IF4"
@@ -414,12 +346,8 @@ def _check_integer_or_float(r: Any) -> None:
 
 
 def _check_fake_rule(r: Any) -> None:
-    """Raise ValueError unless the other fields fit fake_rule, the rule by which fake_quantize computes values.
-
-    If fake_rule is None, fake_only must be False. Otherwise these fields must fit the rule: scale, element,
-    tensor_rule, scale_max, block, four_over_six, and the fields that _need_plain checks. rules.FAKE_RULES says which
-    values fit.
-    """
+    """Raise ValueError unless the other fields fit fake_rule, the rule by which fake_quantize computes values."""
+    # If fake_rule is None, fake_only must be False.
     if r.fake_rule is None:
         if r.fake_only:
             _refuse(r, "fake_only", "needs a fake_rule, which computes the values")
@@ -451,12 +379,7 @@ def _check_fake_rule(r: Any) -> None:
 
 
 def _check_search(r: Any) -> None:
-    """Raise ValueError unless the field search is "" or names a search that fits the other fields.
-
-    A search chooses the amax of each block of one row, so no other field may choose it: four_over_six and fake_rule
-    must be None, and static False. The scale format and the number of columns must be those that rules.SEARCHES lists.
-    The sweep of NVFP4 also needs the fields that unfit_for_sweep checks.
-    """
+    """Raise ValueError unless the field search is "" or names a search that fits the other fields."""
     if not isinstance(r.search, str) or r.search not in ("", *rules.SEARCHES):
         _refuse(r, "search", f"needs one of {', '.join(rules.SEARCHES)}, or '' for the largest magnitude")
     if not r.search:
@@ -480,11 +403,7 @@ def _check_search(r: Any) -> None:
 
 
 def unfit_for_sweep(r: Any) -> str | None:
-    """Return the name of the first field that rules out Model-Optimizer's scale sweep for r; None if r can use it.
-
-    The sweep tries every E4M3 block scale and keeps the best. It needs E2M1 elements rounded to nearest (not "rz" or
-    "rnw"), E4M3 scales of amax / 6, blocks of 16 columns, and one tensor scale.
-    """
+    """Return the name of the first field that rules out Model-Optimizer's scale sweep for r; None if r can use it."""
     fits = {
         "element": r.element == E2M1,
         "scale": r.scale == E4M3,
@@ -498,15 +417,7 @@ def unfit_for_sweep(r: Any) -> str | None:
 
 
 def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
-    """Reject values of fields that would have no effect, because a rule replaces the usual arithmetic.
-
-    Raise ValueError unless rounding is to nearest ("rn", or "rnw" with 4over6) and all flags, round_scaled, repacked
-    and nan_is_max are False.
-
-    r: the Recipe.
-    rule: the rule that the message names.
-    flags: names of further fields that must be False.
-    """
+    """Reject values of fields that would have no effect, because a rule replaces the usual arithmetic."""
     if r.rounding != "rn" and not (r.four_over_six and r.rounding == "rnw"):
         _refuse(r, "rounding", f"{rule} rounds to nearest; needs 'rn'")
     for name in (*flags, "round_scaled", "repacked", "nan_is_max"):
@@ -515,11 +426,7 @@ def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
 
 
 def _check_options(r: Any) -> None:
-    """Raise ValueError if an option has a value that the element format or the rules of the recipe do not support.
-
-    The options are sign, rounding, apply, narrow, static, flush, keep_infinity, repacked and nan_is_max. Their plain
-    values, such as False, are always supported here.
-    """
+    """Raise ValueError if an option has a value that the element format or the rules of the recipe do not support."""
     if r.element.is_integer and r.sign != "signbit":
         _refuse(r, "sign", f"needs 'signbit' for {r.element}, which has one zero")
     if r.rounding == "first":
@@ -552,14 +459,7 @@ def _check_options(r: Any) -> None:
 
 
 def _check_stochastic(r: Any) -> None:
-    """Raise ValueError unless the elements, scales and blocks fit the field stochastic.
-
-    - "te": fits all recipes except those with a fake rule for "ms_eden".
-    - "comfy_kitchen_fp8": needs float elements and no amax rules.
-    - "comfyui_nvfp4", "comfyui_nvfp4_cuda": need elements E2M1 and no amax rules.
-    - "mslk": needs elements E2M1, no amax rules, and E8M0 scales for blocks of one row.
-    - "ms_eden": needs one of the fake rules "ms_eden" and "ms_eden_if4", and these rules need it.
-    """
+    """Raise ValueError unless the elements, scales and blocks fit the field stochastic."""
     rule = rules.FAKE_RULES.get(r.fake_rule)
     if (r.stochastic == "ms_eden") != (rule is not None and rule.stochastic == "ms_eden"):
         _refuse(r, "stochastic", "'ms_eden' and fake_rule 'ms_eden' or 'ms_eden_if4' need each other")
@@ -573,10 +473,7 @@ def _check_stochastic(r: Any) -> None:
 
 
 def _check_first(r: Any) -> None:
-    """Raise ValueError unless elements are floats and nan_code is 0, which rounding "first" needs.
-
-    This rounding takes the first code, in code order, with the smallest error. For a NaN element, this is code 0.
-    """
+    """Raise ValueError unless elements are floats and nan_code is 0, which rounding "first" needs."""
     if r.element.is_integer:
         _refuse(r, "rounding", f"needs a float format, because values are compared; element is {r.element}")
     if r.nan_code != 0:
@@ -584,11 +481,10 @@ def _check_first(r: Any) -> None:
 
 
 def _check_comparison(r: Any) -> None:
-    """Raise ValueError unless a recipe with apply "compare" has a block_rule, rounding "first" and round_scaled False.
-
-    Apply "compare" compares elements with the values of codes times the factor of their block, instead of scaling the
-    elements. So a field that changes scaled elements would have no effect, and is rejected.
+    """Raise ValueError unless a recipe with apply "compare" has a block_rule, rounding "first" and round_scaled
+    False.
     """
+    # So a field that changes scaled elements would have no effect, and is rejected.
     if r.block_rule is None:
         _refuse(r, "apply", "needs a block_rule, because apply 'compare' multiplies the values of codes by its factor")
     if r.rounding != "first":
@@ -601,10 +497,7 @@ _AMAX_ROUNDINGS = ("rn", "rz", "rna", "rnz")  # roundings of elements that the a
 
 
 def _check_amax_rules(r: Any) -> None:
-    """Raise ValueError if a recipe with an amax rule has a value in a field that amax rules do not support.
-
-    For elements that are a Codebook, fewer values are supported. Recipes without amax rules are not checked.
-    """
+    """Raise ValueError if a recipe with an amax rule has a value in a field that amax rules do not support."""
     if not r.is_custom:
         return
     plain = {"apply": "multiply", "fake_rule": None, "search": "", "round_scaled": False, "repacked": False}

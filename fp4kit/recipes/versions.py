@@ -24,11 +24,7 @@ class Versions(NamedTuple):
 
 
 def as_versions(id: object, versions: Any) -> Versions | None:
-    """Return `versions`, the field Recipe.versions, in its standard form: None, or a Versions.
-
-    A tuple or list of two strings becomes a Versions. Raise ValueError if one of the strings is empty, and TypeError
-    for any other value. id: the recipe that the message names.
-    """
+    """Return `versions`, the field Recipe.versions, in its standard form: None, or a Versions."""
     if versions is None:
         return None
     is_pair = isinstance(versions, (tuple, list)) and len(versions) == 2

@@ -18,11 +18,7 @@ _ACTIVATIONS = "vLLM 0.33 csrc/libtorch_stable/quantization/fp4/nvfp4_utils.cuh 
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield vLLM's recipes for NVFP4, then those for MXFP4.
-
-    NVFP4: the emulation on a CPU and on a GPU, the KV cache, activations under a static divisor, and online weights.
-    MXFP4: the Triton kernel on a GPU, and in Triton's interpreter.
-    """
+    """Yield vLLM's recipes for NVFP4, then those for MXFP4."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-vllm-emulation",
