@@ -21,21 +21,7 @@ from fp4kit.training.communicators import Communicator, check_communicator
 def counts(
     named: Mapping[AmaxName, Any], op: str, count: int | None = None, same_shape: bool = False
 ) -> dict[AmaxName, int]:
-    """Return {base: N}, the number of experts of each quantizer. A quantizer without numbered experts is left out.
-
-    N is ``count``, or one more than the largest expert number if ``count`` is None. If no name has a number, the result
-    is {}.
-
-    Args:
-        named: the amaxes. Their values matter only if ``same_shape`` is True.
-        op: the beginning of error messages.
-        count: the number of experts that each of these quantizers must have, or None.
-        same_shape: True to require that all experts of a quantizer have amaxes of one shape.
-
-    Raises:
-        ValueError: the experts are not exactly 0 ... N - 1; or, if ``same_shape`` is True, an amax has another shape
-            than that of expert 0. The message names the key.
-    """
+    """Return {base: N}, the number of experts of each quantizer."""
     numbers: dict[AmaxName, set[int]] = {}
     for name in named:
         if name.index is not None:
@@ -54,11 +40,7 @@ def counts(
 
 
 def check_numbers(base: AmaxName, present: set[int], n: int, op: str) -> None:
-    """Raise ValueError unless the expert numbers in ``present`` are exactly 0 ... n - 1.
-
-    base: the quantizer's name without the number of an expert, for the error message.
-    op: the beginning of the error message.
-    """
+    """Raise ValueError unless the expert numbers in ``present`` are exactly 0 ..."""
     missing = next((i for i in range(n) if i not in present), None)
     if missing is not None:
         more = n - sum(i < n for i in present) - 1  # do not enumerate: n comes from a file and may be huge
@@ -78,24 +60,7 @@ def join(
     offsets: dict[AmaxName, int],
     rank: int,
 ) -> None:
-    """Merge the amaxes of one rank (``values``) into those of all ranks (``named``), for AmaxState.gather.
-
-    AmaxState.gather calls this function for one rank after another. The amax of an expert is stored under the expert's
-    global number, which no other rank may have. Any other amax may be on several ranks, so the maximum is stored.
-
-    Args:
-        named: the amaxes of the ranks so far. They are changed in place.
-        values: the amaxes of this rank, under local expert numbers.
-        experts: a wildcard for the names of quantizers that are numbered by local expert.
-        numbers: global numbers of this rank's experts, or None if they follow those of the ranks before it.
-        offsets: {base: number of experts of the ranks before}, which is increased if ``numbers`` is None.
-        rank: the number of this rank, for error messages.
-
-    Raises:
-        ValueError: if two experts have one global number. The message names the key.
-        ValueError: if a local expert is missing or has no global number.
-        ValueError: if the shapes of a quantizer on several ranks differ.
-    """
+    """Merge the amaxes of one rank (``values``) into those of all ranks (``named``), for AmaxState.gather."""
     own = {name: value for name, value in values.items() if name.index is not None and name.matches(experts)}
     for name in values.keys() - own.keys():
         merge(named, name, values[name], f"gather: rank {rank}")
@@ -111,19 +76,7 @@ def join(
 def _global_names(
     own: Mapping[AmaxName, Any], numbers: Sequence[int] | None, offsets: dict[AmaxName, int], op: str
 ) -> dict[AmaxName, AmaxName]:
-    """Return {local name: global name} for the experts of one rank.
-
-    Args:
-        own: the rank's amaxes. All names have local numbers of experts.
-        numbers: the global number of each local expert; None if a rank's experts follow those of the ranks before it.
-        offsets: {name without a number: number of experts of the ranks before}. If ``numbers`` is None, the rank's
-            number of experts is added.
-        op: the beginning of error messages.
-
-    Raises:
-        ValueError: if ``numbers`` is None and the local experts are not 0 ... n - 1.
-        ValueError: if ``numbers`` has no entry for a local expert, or holds a negative number.
-    """
+    """Return {local name: global name} for the experts of one rank."""
     if numbers is None:
         first = {base: offsets[base] for base in {name.at(None) for name in own}}
         for base, n in counts(own, op).items():
@@ -141,23 +94,7 @@ def _global_names(
 def unstack(
     named: dict[AmaxName, np.ndarray], stated: Any, requested: Mapping[str, int], op: str
 ) -> dict[AmaxName, np.ndarray]:
-    """Return a copy of ``named`` in which each stacked array [N, ...] is split into N arrays, one per expert.
-
-    An array without an expert number is a stack if the file or the caller states the number of experts of its
-    quantizer. If the quantizer has numbered experts instead, their number is only checked. In the result, the expert
-    numbers of every quantizer are 0 ... N - 1. The arrays share memory with those in ``named``.
-
-    Args:
-        named: the amaxes of a file.
-        stated: {base key: N}, as the file states.
-        requested: {wildcard: N}, as the caller states.
-        op: the beginning of error messages.
-
-    Raises:
-        ValueError: if experts are missing or surplus, or if a stack does not have the length N.
-        ValueError: if a quantizer has both a stack and numbered experts.
-        ValueError, TypeError: as for _wanted, which combines ``stated`` and ``requested``.
-    """
+    """Return a copy of ``named`` in which each stacked array [N, ...] is split into N arrays, one per expert."""
     named = dict(named)
     for base, n in _wanted(named, stated, requested, op).items():
         stack = named.pop(base, None)
@@ -178,17 +115,7 @@ def unstack(
 
 
 def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, int], op: str) -> dict[AmaxName, int]:
-    """Return {base: N}, the number of experts of each quantizer for which the file or the caller gives one.
-
-    named: the amaxes of the file.
-    stated: {base key: N}, as the file states.
-    requested: {wildcard: N}, as the caller states. Wildcards match names in ``named`` or in ``stated``.
-
-    Raises:
-        ValueError: if file and caller give different numbers, or if a wildcard matches nothing.
-        ValueError: if ``stated`` is not a dict from keys of quantizers to positive ints.
-        TypeError: if ``requested`` is not a mapping of strings to ints.
-    """
+    """Return {base: N}, the number of experts of each quantizer for which the file or the caller gives one."""
     if not isinstance(stated, dict) or not all(
         type(n) is int and n > 0 and AmaxName.find(key) for key, n in stated.items()
     ):
@@ -207,11 +134,7 @@ def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, 
 
 
 def all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
-    """Send this rank's byte string `data` to all ranks. Return the byte strings of all ranks, in the order of ranks.
-
-    The byte strings may be empty and may have different lengths. Two messages are sent: the lengths, then the bytes.
-    Raises TypeError if ``comm`` is not a communicator.
-    """
+    """Send this rank's byte string `data` to all ranks."""
     check_communicator("gather", comm, "all_gather")
     counts = [int(n) for n in comm.all_gather(np.array([len(data)], np.int64))]
     flat = comm.all_gather(np.frombuffer(data, np.uint8).copy(), counts)

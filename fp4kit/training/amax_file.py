@@ -18,10 +18,7 @@ FACTS = "fp4kit_amax"  # the metadata entry that encode writes
 
 
 def encode(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a safetensors file with the arrays as tensors. Equal arguments give equal bytes.
-
-    The facts, such as the number of experts, are stored as JSON in one metadata entry.
-    """
+    """Return the bytes of a safetensors file with the arrays as tensors."""
     # All facts are one metadata entry, because the safetensors library writes several entries in random order.
     metadata = {FACTS: json.dumps(facts, sort_keys=True)}
     return save({key: np.asarray(array, order="C") for key, array in arrays.items()}, metadata)
@@ -29,15 +26,7 @@ def encode(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> bytes:
 
 @ieee("AmaxState")
 def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return (amaxes, facts) from the bytes of a safetensors file.
-
-    Tensors whose names do not end in "amax" are left out. The amaxes are float32 arrays under sorted keys. The facts
-    are the ones that ``encode`` wrote. For a file without facts, they are {}.
-
-    Raises:
-        ValueError: if the data is not a safetensors file, or if a key occurs twice. Messages begin with ``label``.
-        ValueError: if the dtype of an amax is not F32, F16 or BF16, or if the facts are not a JSON object.
-    """
+    """Return (amaxes, facts) from the bytes of a safetensors file."""
     try:
         tensors = sorted((item for item in deserialize(data) if item[0].endswith("amax")), key=lambda item: item[0])
     except SafetensorError as error:
@@ -51,11 +40,7 @@ def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, An
 
 
 def _array(key: str, info: Mapping[str, Any], label: str) -> np.ndarray:
-    """Return the amax that a file stores under `key`, as float32 with -0 replaced by +0.
-
-    info: the dtype, shape and data of the amax, as safetensors gives them.
-    label: the name of the file, with which the ValueError for an unsupported dtype begins.
-    """
+    """Return the amax that a file stores under `key`, as float32 with -0 replaced by +0."""
     if info["dtype"] not in FLOAT_DTYPES:
         raise ValueError(f"{label}: {key!r} is {info['dtype']}; needs F32, F16 or BF16")
     value = np.frombuffer(info["data"], NUMPY_DTYPES[info["dtype"]]).reshape(info["shape"]).astype(np.float32)

@@ -32,11 +32,7 @@ class AmaxName:
 
     @classmethod
     def find(cls, key: Any) -> AmaxName | None:
-        """Return the AmaxName of a checkpoint's key, or None if the key names no amax buffer of a quantizer.
-
-        If the key ends after the quantizer or the number of the expert, such as "layers.0.weight_quantizer", it stands
-        for the buffer "_amax". Anything that is not a str gives None.
-        """
+        """Return the AmaxName of a checkpoint's key, or None if the key names no amax buffer of a quantizer."""
         match = _NAME.fullmatch(key) if isinstance(key, str) else None
         if match is None:
             return None
@@ -45,37 +41,22 @@ class AmaxName:
 
     @classmethod
     def parse(cls, key: Any, op: str = "amax state") -> AmaxName:
-        """Return the AmaxName of a checkpoint's key.
-
-        Raises ValueError, whose message begins with ``op``, if the key names no amax buffer of a quantizer.
-        """
+        """Return the AmaxName of a checkpoint's key."""
         name = cls.find(key)
         if name is None:
             raise ValueError(f"{op}: {key!r:.200} names no quantizer; needs {_FORM}")
         return name
 
     def key(self, separator: str = ".") -> str:
-        """Return the name as a checkpoint spells it, such as "m.weight_quantizer.3._amax".
-
-        The name consists of base, separator, expert number, "." and buffer. Without an expert number, it has no
-        separator.
-
-        separator: "." or "_", before the number of the expert.
-        """
+        """Return the name as a checkpoint spells it, such as "m.weight_quantizer.3._amax"."""
         return f"{self._quantizer(separator)}.{self.buffer}"
 
     def at(self, index: int | None) -> AmaxName:
-        """Return a new AmaxName with the expert number ``index``, and this base and buffer.
-
-        If ``index`` is None, the new name has no expert number.
-        """
+        """Return a new AmaxName with the expert number ``index``, and this base and buffer."""
         return replace(self, index=index)
 
     def matches(self, pattern: str) -> bool:
-        """Return whether a wildcard (fnmatch; case matters) matches one of the spellings of this name.
-
-        The spellings are those with "." and "_", with and without the expert number, and with and without the buffer.
-        """
+        """Return whether a wildcard (fnmatch; case matters) matches one of the spellings of this name."""
         spellings = {self.base, *(self._quantizer(separator) for separator in SEPARATORS)}
         return any(fnmatchcase(s, pattern) or fnmatchcase(f"{s}.{self.buffer}", pattern) for s in spellings)
 
@@ -84,8 +65,5 @@ class AmaxName:
         return self.base, self.buffer, -1 if self.index is None else self.index
 
     def _quantizer(self, separator: str) -> str:
-        """Return the name without the buffer: the base and, after the separator, the expert number.
-
-        A name without an expert number gives the base alone.
-        """
+        """Return the name without the buffer: the base and, after the separator, the expert number."""
         return self.base if self.index is None else f"{self.base}{separator}{self.index}"

@@ -29,11 +29,7 @@ def _xp(value: Any) -> Any:
 
 @ieee("amax")
 def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
-    """Return a float32 copy of ``amax`` on its device, as a NumPy or CuPy array of its shape.
-
-    -0 becomes +0, because amaxes are compared by bit patterns. NaN and negative values are kept. Raises TypeError
-    unless the dtype is float32, float16 or bfloat16. Error messages begin with ``op`` and the key of ``name``.
-    """
+    """Return a float32 copy of ``amax`` on its device, as a NumPy or CuPy array of its shape."""
     (value,) = import_arrays(f"{op}: {name.key()}", amax=amax)
     check_float(f"{op}: {name.key()}", value, "amax")
     xp = _xp(value)
@@ -45,12 +41,7 @@ def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
 
 
 def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> None:
-    """Set named[name] to the elementwise maximum of the old named[name] and ``value``, as a new array.
-
-    If ``named`` lacks the name, store ``value`` itself. The bit patterns are compared, as unsigned integers, so a
-    negative value or NaN wins over every other value and is found by later checks. Raises ValueError, whose message
-    begins with ``op``, if the shapes or devices differ.
-    """
+    """Set named[name] to the elementwise maximum of the old named[name] and ``value``, as a new array."""
     old = named.get(name)
     if old is None:
         named[name] = value
@@ -74,10 +65,7 @@ def _where(value: Any) -> str:
 
 
 def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
-    """Return ``named`` as a new dict of NumPy arrays. The arrays on each GPU are copied to the host in one transfer.
-
-    NumPy arrays are not copied. In the dict, arrays from GPUs come after NumPy arrays, so the order of keys may change.
-    """
+    """Return ``named`` as a new dict of NumPy arrays."""
     found = {name: value for name, value in named.items() if not imports.on_device(value)}
     devices: dict[int, list[AmaxName]] = defaultdict(list)
     for name in named.keys() - found.keys():
@@ -91,10 +79,7 @@ def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
 
 
 def check(op: str, named: dict[AmaxName, np.ndarray]) -> dict[AmaxName, np.ndarray]:
-    """Return ``named`` itself, after making its arrays read-only. Raises ValueError for NaN and negative values.
-
-    The message begins with ``op`` and names the first key, in sorted order, that holds such a value. -0 is accepted.
-    """
+    """Return ``named`` itself, after making its arrays read-only."""
     for name in sorted(named, key=AmaxName.order):
         value = named[name]
         bad = ~(value >= 0)

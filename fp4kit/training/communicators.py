@@ -45,31 +45,11 @@ class Communicator(Protocol):
         ...
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Return the elementwise maximum over the group, on every process.
-
-        The result of comparing NaN is undefined. To let NaN count, send nonnegative values as their uint32 bit
-        patterns, which have the order of the values.
-
-        Args:
-            array: contiguous; uint8, int32, uint32, int64, uint64, float32 or float64; same shape and dtype on every
-                process.
-
-        Returns:
-            The maximum, in ``array`` itself or in a new array.
-        """
+        """Return the elementwise maximum over the group, on every process."""
         ...
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return the 1-d arrays of all processes, concatenated in the order of ranks, on every process.
-
-        Args:
-            array: 1-d and contiguous. Any dtype is allowed, but it must be the same on every process.
-            counts: the length of each process's array. None: all arrays have the length of this process's array.
-            out: 1-d array for the result, whose length is the sum of the lengths, or None.
-
-        Returns:
-            ``out`` if that is given. Otherwise a new array or, in a group of one process, possibly ``array`` itself.
-        """
+        """Return the 1-d arrays of all processes, concatenated in the order of ranks, on every process."""
         ...
 
 
@@ -84,10 +64,7 @@ class SingleProcess:
         return array
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return ``array`` itself, because with one process it is already the result. ``counts`` is ignored.
-
-        If ``out`` is given, copy the array to ``out`` and return ``out`` instead.
-        """
+        """Return ``array`` itself, because with one process it is already the result."""
         if out is None:
             return array
         out[...] = array
@@ -100,12 +77,8 @@ def _is_host(array: Any) -> bool:
 
 
 def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) -> list[int]:
-    """Return the length of each process's array for all_gather: ``counts`` as a list or, if it is None, equal lengths.
-
-    Raises:
-        ValueError: if this process's array is not 1-d or does not have the length that ``counts`` gives it.
-        ValueError: if ``counts`` does not have one entry per process.
-        TypeError: if ``counts`` holds anything but ints.
+    """Return the length of each process's array for all_gather: ``counts`` as a list or, if it is None, equal
+    lengths.
     """
     found = [array.size] * comm.size if counts is None else as_indices("all_gather", "counts", counts)
     if array.ndim != 1 or len(found) != comm.size or found[comm.rank] != array.size:
@@ -117,10 +90,7 @@ def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) 
 
 
 def _check_out(array: Any, count: int, out: Any) -> None:
-    """Raise ValueError if ``out`` cannot take the result of all_gather: ``count`` elements like those of ``array``.
-
-    It must be a 1-d, contiguous array of their dtype and library. None is accepted: a new array is then made.
-    """
+    """Raise ValueError if ``out`` cannot take the result of all_gather: ``count`` elements like those of ``array``."""
     if out is None:
         return
     is_alike = type(out) is type(array) and out.dtype == array.dtype
@@ -155,21 +125,14 @@ class Mpi:
         self._has_warned = False
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Return the elementwise maximum over the group, on every process; see Communicator.all_reduce_max.
-
-        The result is a new array in the library of ``array``, which is not changed.
-        """
+        """Return the elementwise maximum over the group, on every process; see Communicator.all_reduce_max."""
         return self._send(
             lambda mine, out: self._comm.Allreduce(mine, out, op=self._mpi.MAX), array, _empty(array, array.shape)
         )
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather.
-
-        The result is ``out`` if that is given, otherwise a new array in the library of ``array``.
-
-        Raises ValueError if ``array`` is not 1-d or does not fit ``counts``, or if ``out`` does not fit the result.
-        """
+        """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather."""
+        # The result is ``out`` if that is given, otherwise a new array in the library of ``array``.
         counts = _check_gather(array, counts, self)
         _check_out(array, sum(counts), out)
         sizes = [n * array.dtype.itemsize for n in counts]
@@ -183,12 +146,7 @@ class Mpi:
         return out
 
     def _send(self, message: Callable[[Any, Any], None], array: Any, out: Any) -> Any:
-        """Call ``message(array, out)``, which sends with MPI, and return ``out``.
-
-        NumPy arrays are passed as they are. CuPy arrays are passed as they are if MPI is CUDA-aware, after a wait for
-        the current CUDA stream. Otherwise they are sent as copies on the host, and the first such message of this
-        communicator warns.
-        """
+        """Call ``message(array, out)``, which sends with MPI, and return ``out``."""
         if _is_host(array):
             message(array, out)
             return out
@@ -210,18 +168,12 @@ class Mpi:
 
 
 def _empty(like: Any, shape: Any) -> Any:
-    """Return an uninitialized array of ``shape`` with the dtype and the library (NumPy or CuPy) of ``like``.
-
-    A CuPy array is on the current device.
-    """
+    """Return an uninitialized array of ``shape`` with the dtype and the library (NumPy or CuPy) of ``like``."""
     return np.empty(shape, like.dtype) if _is_host(like) else imports.cupy().empty(shape, like.dtype)
 
 
 def _import_mpi() -> Any:
-    """Return the module mpi4py.MPI.
-
-    Raises RuntimeError, which says what to install, if mpi4py or an MPI library is missing.
-    """
+    """Return the module mpi4py.MPI."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -269,32 +221,12 @@ class Nccl:
 
     @staticmethod
     def unique_id() -> bytes:
-        """Return the id of a new group, 128 bytes.
-
-        Call this in one process, and pass the id to the constructor in all processes. Raises RuntimeError if CuPy or
-        NCCL is missing.
-        """
+        """Return the id of a new group, 128 bytes."""
         return bytes(_import_nccl().get_unique_id())
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], rank: int, size: int, timeout: float = 300.0) -> Nccl:
-        """Return a communicator for the group of all processes that pass the same path.
-
-        Rank 0 writes the id of the group to this file, and the other ranks wait for it.
-
-        Args:
-            path: a file on one machine or on a shared file system. It must not exist before, and it is removed when the
-                group is complete.
-            rank: the number of this process.
-            size: the number of processes.
-            timeout: seconds to wait for rank 0.
-
-        Raises:
-            FileExistsError: in rank 0, if the path exists.
-            TimeoutError: in the other ranks, if the file does not appear in time.
-            RuntimeError: if CuPy or NCCL is missing.
-            ValueError: if the rank is out of range.
-        """
+        """Return a communicator for the group of all processes that pass the same path."""
         path = Path(path)
         if rank == 0:
             _write_new(path, cls.unique_id())
@@ -305,14 +237,7 @@ class Nccl:
         return comm
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Return the elementwise maximum over the group, on every process; see Communicator.all_reduce_max.
-
-        A CuPy array is reduced in place and returned. For a NumPy array the result is a new NumPy array.
-
-        Raises:
-            TypeError: for a dtype that NCCL does not have.
-            ValueError: if a CuPy array is strided or not on the device of this process.
-        """
+        """Return the elementwise maximum over the group, on every process; see Communicator.all_reduce_max."""
         if _is_host(array):
             return self.all_reduce_max(imports.to_device(array)).get()
         self._check(array)
@@ -324,15 +249,8 @@ class Nccl:
         return array
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather.
-
-        The result is ``out`` if it is given, otherwise a new array in the library of ``array``. If all arrays have
-        equal lengths, this is one collective call. Otherwise it takes one send and one receive per pair of ranks.
-
-        Raises:
-            ValueError: if ``array`` is not 1-d or does not fit ``counts``, or if ``out`` does not fit the result.
-            ValueError: if a CuPy array is strided or not on the device of this process.
-        """
+        """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather."""
+        # The result is ``out`` if it is given, otherwise a new array in the library of ``array``.
         counts = _check_gather(array, counts, self)
         _check_out(array, sum(counts), out)
         if _is_host(array):
@@ -345,13 +263,7 @@ class Nccl:
         return out
 
     def _gather(self, source: int, target: int, sizes: list[int]) -> None:
-        """Gather the arrays of all ranks, in the order of ranks, into one array on every rank.
-
-        Args:
-            source: the device address of this rank's array.
-            target: the device address of the result.
-            sizes: the lengths of the arrays in bytes, one per rank.
-        """
+        """Gather the arrays of all ranks, in the order of ranks, into one array on every rank."""
         stream, kind = self._stream(), self._nccl.NCCL_UINT8
         if len(set(sizes)) == 1:
             self._comm.allGather(source, target, sizes[0], kind, stream)
@@ -378,10 +290,7 @@ class Nccl:
 
 
 def _import_nccl() -> Any:
-    """Return the module cupy.cuda.nccl.
-
-    Raises RuntimeError, which says what to install, if CuPy or NCCL is missing.
-    """
+    """Return the module cupy.cuda.nccl."""
     imports.cupy()
     try:
         from cupy.cuda import nccl
@@ -396,10 +305,7 @@ _NCCL_WAY_OUT = 'run pip install "fp4kit[nccl12]" or "fp4kit[nccl13]", as your C
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Write `data` to a new file ``path``, which other processes see either complete or not at all.
-
-    Raises FileExistsError, and leaves the old file as it is, if ``path`` exists already.
-    """
+    """Write `data` to a new file ``path``, which other processes see either complete or not at all."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "wb") as file:
         file.write(data)

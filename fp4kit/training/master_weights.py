@@ -136,11 +136,7 @@ class MasterWeightsPlan:
             self._make(shards, recipe, columnwise, scale_layout)
 
     def _make(self, shards: Sequence[Shard], recipe: str | Recipe, columnwise: bool, layout: ScaleLayout) -> None:
-        """Check the shards, exchange their ranges with the other processes, and prepare the stages of cast.
-
-        The arguments are the same as for cast_master_weights. If they are invalid, the other processes also raise an
-        error.
-        """
+        """Check the shards, exchange their ranges with the other processes, and prepare the stages of cast."""
         comm = self._comm
         with refusing(comm):
             r = recipe_of("cast_master_weights", recipe)
@@ -202,13 +198,7 @@ class MasterWeightsPlan:
         return self._result
 
     def _make_stages(self, work: Any) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yield (name, function) of each stage of cast, in order.
-
-        With one process, the stages that send messages ("reduce", "gather" and "place") are left out. The stage
-        "transpose" is yielded only if transposed copies are wanted.
-
-        work: the object of the CPU or GPU engine that computes the stages and holds their buffers.
-        """
+        """Yield (name, function) of each stage of cast, in order."""
         alone = self._comm.size == 1
         yield "amax", work.amax
         if not alone:
@@ -223,31 +213,19 @@ class MasterWeightsPlan:
 
 
 def _reduce(bits: Any, comm: Communicator) -> None:
-    """Replace each entry of ``bits`` by its maximum over the group, in place: the later stages read this array.
-
-    bits: the bit patterns of this process's amaxes.
-    """
+    """Replace each entry of ``bits`` by its maximum over the group, in place: the later stages read this array."""
     reduced = comm.all_reduce_max(bits)
     if reduced is not bits:
         bits[...] = reduced
 
 
 def _gather(message: Any, counts: list[int], gathered: Any, comm: Communicator) -> None:
-    """Send this process's message to all processes, and write all messages into ``gathered`` in the order of ranks.
-
-    counts: the length of each process's message. gathered: 1-d, with the sum of these lengths.
-    """
+    """Send this process's message to all processes, and write all messages into ``gathered`` in the order of ranks."""
     comm.all_gather(message, counts, gathered)
 
 
 def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Return (the values of the shards as NumPy or CuPy arrays, the shapes of their matrices), one entry per shard.
-
-    Raises TypeError or ValueError if a shard is invalid, if it does not fit the recipe `r`, or if the recipe does not
-    suit this operation.
-
-    columnwise: True if transposed copies are wanted too. Blocks must then be square, and M a multiple of their size.
-    """
+    """Return (the values of the shards as NumPy or CuPy arrays, the shapes of their matrices), one entry per shard."""
     for i, shard in enumerate(shards):
         if not isinstance(shard, Shard):
             raise TypeError(f"cast_master_weights: shards[{i}] is a {type(shard).__name__}; needs a fp4kit.Shard")

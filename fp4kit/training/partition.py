@@ -20,10 +20,8 @@ _REFUSED = -1  # sent in place of the number of matrices by a process whose shar
 
 @contextmanager
 def refusing(comm: Communicator) -> Iterator[None]:
-    """Tell the other processes if the body of the ``with`` statement raises an Exception, then let the Exception pass.
-
-    The other processes wait in exchange_cuts, which then raises ValueError in each of them. With one process, nothing
-    is sent.
+    """Tell the other processes if the body of the ``with`` statement raises an Exception, then let the Exception
+    pass.
     """
     try:
         yield
@@ -43,25 +41,7 @@ def exchange_cuts(
     *,
     on_host: bool,
 ) -> Partition:
-    """Return the Partition: where the shards of every process begin and end in each matrix.
-
-    Every process calls this function once per plan, and waits for the others. If one process raises an error, every
-    process raises the same error.
-
-    Args:
-        shapes: (rows, columns) of each matrix.
-        dtypes: the dtype of this process's shard of each matrix.
-        starts: for each matrix, the element at which this process's shard begins.
-        lengths: for each matrix, the number of elements of this process's shard.
-        r: the recipe.
-        comm: the group of processes.
-        on_host: whether the shards are in host memory.
-
-    Raises:
-        ValueError: if a process refused its shards (see ``refusing``).
-        ValueError: if recipe, shapes, dtypes or ``on_host`` differ among processes.
-        ValueError: if the shards do not cover every element exactly once.
-    """
+    """Return the Partition: where the shards of every process begin and end in each matrix."""
     facts = repr((asdict(r), [tuple(s) for s in shapes], [str(d) for d in dtypes], on_host))
     digest = int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "little")
     heads = _rows(comm, np.array([len(shapes), digest], np.int64))
@@ -85,21 +65,12 @@ def exchange_cuts(
 
 
 def _rows(comm: Communicator, mine: np.ndarray) -> np.ndarray:
-    """Exchange 1-d arrays of equal length, and return a matrix whose row i is the array of process i.
-
-    mine: the array of this process. With one process, nothing is sent.
-    """
+    """Exchange 1-d arrays of equal length, and return a matrix whose row i is the array of process i."""
     return np.asarray(comm.all_gather(mine)).reshape(comm.size, len(mine)) if comm.size > 1 else mine[None]
 
 
 def _check_covers(partition: Partition, sizes: np.ndarray) -> None:
-    """Raise ValueError unless every element of every matrix is in exactly one shard.
-
-    The message names the first matrix for which this does not hold.
-
-    partition: where the shards begin and end. Empty shards may be anywhere.
-    sizes: the number of elements of each matrix.
-    """
+    """Raise ValueError unless every element of every matrix is in exactly one shard."""
     empty = partition.starts == partition.ends
     starts, ends = (np.where(empty, sizes, edge) for edge in partition)
     order = np.argsort(starts, axis=0, kind="stable")

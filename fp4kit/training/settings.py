@@ -63,10 +63,7 @@ class FakeQuantSettings:
             self._check_block_size()
 
     def _check_block_size(self) -> None:
-        """Raise ValueError unless the recipe has blocks of one row, and block_size is a positive even integer.
-
-        Without a recipe, also raise ValueError. Called only if block_size is not None.
-        """
+        """Raise ValueError unless the recipe has blocks of one row, and block_size is a positive even integer."""
         block = None if self.recipe is None else recipe_of("FakeQuantSettings", self.recipe).block
         if block is None or block[0] != 1:
             raise ValueError(
@@ -184,10 +181,7 @@ class FakeQuantSettings:
 
 @contextmanager
 def naming(parameter: str) -> Iterator[None]:
-    """Put the parameter's name in front of the message of every ValueError and TypeError raised inside ``with``.
-
-    The type of the exception stays. Other exceptions pass unchanged.
-    """
+    """Put the parameter's name in front of the message of every ValueError and TypeError raised inside ``with``."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -195,18 +189,12 @@ def naming(parameter: str) -> Iterator[None]:
 
 
 def _word(env: Mapping[str, str], name: str) -> str:
-    """Return the environment variable ``name`` of ``env`` without surrounding spaces, or "" if it is missing.
-
-    Raises TypeError if the value is not a string.
-    """
+    """Return the environment variable ``name`` of ``env`` without surrounding spaces, or "" if it is missing."""
     return as_word("from_environment", name, env.get(name, "")).strip()
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:
-    """Return True if the environment variable ``name`` of ``env`` is "1", and False if it is "0", empty or missing.
-
-    Raises ValueError for any other string, and TypeError for a value that is not a string.
-    """
+    """Return True if the environment variable ``name`` of ``env`` is "1", and False if it is "0", empty or missing."""
     value = _word(env, name)
     if value not in ("", "0", "1"):
         raise ValueError(f"from_environment: {name} is {env[name]!r}; needs 0 or 1")
@@ -214,10 +202,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 
 
 def _size(env: Mapping[str, str], name: str, default: int) -> int:
-    """Return the block size in the variable ``name`` of ``env``, or ``default`` if it is missing or empty.
-
-    Raises ValueError unless the block size is a positive even number.
-    """
+    """Return the block size in the variable ``name`` of ``env``, or ``default`` if it is missing or empty."""
     value = _word(env, name)
     if not value:
         return default
