@@ -329,10 +329,7 @@ class Collector:
 
     @classmethod
     def _decoded(cls, data: bytes, label: str) -> Collector:
-        """Return the Collector in the bytes of a file.
-
-        Raises ValueError, whose message begins with ``label``, if save did not write the bytes.
-        """
+        """Return the Collector in the bytes of a file."""
         entries, histogram = decode(data, label)
         found = cls(histogram=histogram)
         found._include(entries, label)
@@ -344,16 +341,8 @@ class Collector:
         return f"Collector({len(self._columns)} layers{'' if self.histogram else ', histogram=False'})"
 
     def _key(self, op: str, layer: str, columns: int, experts: int | None) -> _Key:
-        """Check the name and sizes of a layer, add the layer if it is new, and return its key in the dict ``_totals``.
-
-        Args:
-            op: the name of the public method, with which error messages begin.
-            layer: the name of the layer.
-            columns: K, the number of inputs per token.
-            experts: the number of experts of the layer, or None if the layer has none or is itself one expert.
-
-        Raises:
-            TypeError, ValueError: as for add_layer.
+        """Check the name and sizes of a layer, add the layer if it is new, and return its key in the dict
+        ``_totals``.
         """
         name, k = as_word(op, "layer", layer), as_index(op, "columns", columns)
         count = None if experts is None else as_index(op, "experts", experts)
@@ -370,13 +359,7 @@ class Collector:
         return name, count
 
     def _on(self, key: _Key, like: Any) -> Totals:
-        """Return the Totals of a layer that are on the device of the array ``like``. The caller adds inputs to them.
-
-        If the layer has no Totals on that device yet, store new ones of zero in ``_totals`` and return them.
-
-        key: the layer, as _key returned it.
-        like: a NumPy array, for the totals on the host, or a CuPy array.
-        """
+        """Return the Totals of a layer that are on the device of the array ``like``."""
         places, experts = self._totals[key], key[1] or 1
         device = like.device.id if on_device(like) else None
         if device not in places:
@@ -384,15 +367,7 @@ class Collector:
         return places[device]
 
     def _entries(self, op: str) -> dict[str, CollectedInputs]:
-        """Return {layer: CollectedInputs} of everything collected on all devices, sorted by name.
-
-        Each expert is an entry of its own. If an expert was collected both under its own name and with ``expert=``,
-        both are added up in one entry. The collector is not changed.
-
-        Raises ValueError if an input on a GPU was NaN or infinite, or if such an expert has two numbers of columns.
-
-        op: the name of the calling method, with which error messages begin.
-        """
+        """Return {layer: CollectedInputs} of everything collected on all devices, sorted by name."""
         found: dict[str, CollectedInputs] = {}
         for (name, experts), places in self._totals.items():
             whole = Totals.empty(experts or 1, self.histogram)
@@ -410,13 +385,7 @@ class Collector:
         return dict(sorted(found.items()))
 
     def _include(self, entries: Mapping[str, CollectedInputs], op: str) -> None:
-        """Add the entries of another collector or of a saved file to this collector, to its totals on the host.
-
-        Raises ValueError if a layer already has another number of columns in this collector.
-
-        entries: {layer: CollectedInputs}. They must have histograms if this collector has histograms.
-        op: the beginning of the error message.
-        """
+        """Add the entries of another collector or of a saved file to this collector, to its totals on the host."""
         for name, entry in entries.items():
             places = self._totals[self._key(op, name, entry.columns, None)]
             whole = places.setdefault(None, Totals.empty(1, self.histogram))
@@ -424,20 +393,7 @@ class Collector:
 
 
 def filled(op: str, amaxes: Mapping[str, np.float32], unseen: str) -> dict[str, np.float32]:
-    """Return {layer: amax} after applying a policy to the experts whose amax is 0.
-
-    Args:
-        op: the beginning of error messages.
-        amaxes: {layer: amax}, where 0 stands for no token, or only zeros. It is not changed.
-        unseen: the policy for experts (names with a number after ``experts``). "error" keeps the 0, which is then an
-            error. "layer" replaces it by the largest amax of the layer's experts. "none" leaves the expert out of the
-            result.
-
-    Raises:
-        ValueError: if the policy is unknown, or if an amax in the result would be 0. The message names the layers with
-            0. A layer that is not an expert is an error under any policy, as is, under "layer", an expert in a layer in
-            which every expert has 0.
-    """
+    """Return {layer: amax} after applying a policy to the experts whose amax is 0."""
     if unseen not in UNSEEN:
         raise ValueError(f"{op}: unseen is {unseen!r:.60}; needs one of {', '.join(UNSEEN)}")
     largest: dict[str, np.float32] = {}
@@ -460,14 +416,7 @@ def filled(op: str, amaxes: Mapping[str, np.float32], unseen: str) -> dict[str, 
 
 
 def _unseen_text(op: str, missing: list[str], unseen: str) -> str:
-    """Return the error message for layers that saw no nonzero input. It says how to get an amax for them.
-
-    Args:
-        op: the beginning of the message.
-        missing: the names of these layers.
-        unseen: the policy that was asked for. If it was "error" and one of the layers is an expert, the message also
-            suggests unseen="layer".
-    """
+    """Return the error message for layers that saw no nonzero input."""
     fill = " For experts, unseen='layer' takes the largest amax of the layer's experts."
     more = fill if unseen == "error" and any(map(expert_of, missing)) else ""
     verb = "s have" if len(missing) > 1 else " has"
@@ -478,11 +427,7 @@ def _unseen_text(op: str, missing: list[str], unseen: str) -> str:
 
 
 def rule_of(op: str, rule: Any) -> Headroom | None:
-    """Return the Headroom that a rule stands for, or None for the rule "max".
-
-    "headroom" gives Headroom() with its defaults, and a Headroom is returned unchanged. Raises ValueError, which begins
-    with `op`, for anything else.
-    """
+    """Return the Headroom that a rule stands for, or None for the rule "max"."""
     if isinstance(rule, Headroom):
         return rule
     if not isinstance(rule, str) or rule not in RULES:
@@ -496,21 +441,12 @@ def _is_int(value: Any) -> bool:
 
 
 def _detached(x: Any) -> Any:
-    """Return ``x.detach()``, which shares memory with x, if x is a PyTorch tensor that requires a gradient.
-
-    Return any other object itself.
-    """
+    """Return ``x.detach()``, which shares memory with x, if x is a PyTorch tensor that requires a gradient."""
     return x.detach() if getattr(x, "requires_grad", False) else x
 
 
 def _block_amaxes(op: str, x: Any) -> Any:
-    """Return the amax of each block of 16 inputs, as the bit patterns of float32 numbers: uint32 (tokens, blocks).
-
-    The rows of x (..., K) are padded with zeros to whole blocks. The result is in the library of x, NumPy or CuPy.
-
-    Raises ValueError, which begins with `op`, if a NumPy array holds NaN or infinity, and TypeError for a dtype that
-    cannot be quantized. Values on a GPU are not checked: their blocks get the bit pattern of NaN or infinity.
-    """
+    """Return the amax of each block of 16 inputs, as the bit patterns of float32 numbers: uint32 (tokens, blocks)."""
     try:
         blocks = amax(pad(x, BLOCK), _RECIPE)
     except TypeError as error:
@@ -523,18 +459,7 @@ def _block_amaxes(op: str, x: Any) -> Any:
 
 
 def _owners(op: str, expert: Any, tokens: tuple[int, ...], experts: int) -> Any:
-    """Return the expert of each token as an int64 array (tokens,), in the library of ``expert``.
-
-    Args:
-        op: the beginning of error messages.
-        expert: the caller's array of expert numbers.
-        tokens: the shape that it must have, one entry per token.
-        experts: the number of experts.
-
-    Raises:
-        TypeError: if the array does not hold integers.
-        ValueError: if it has the wrong shape, or a number is not from 0 to experts - 1.
-    """
+    """Return the expert of each token as an int64 array (tokens,), in the library of ``expert``."""
     if expert.dtype.kind not in "iu":
         raise TypeError(f"{op}: expert is {expert.dtype}; needs an integer or an array of integers")
     if expert.shape != tokens:

@@ -47,21 +47,13 @@ class CollectedInputs(NamedTuple):
     histogram: npt.NDArray[np.int64] | None
 
     def totals(self) -> Totals:
-        """Return this entry as Totals with one expert, which a Collector can add to its own Totals.
-
-        Totals have no ``columns``. Their histogram shares memory with the histogram of this entry, or is None if this
-        entry has none.
-        """
+        """Return this entry as Totals with one expert, which a Collector can add to its own Totals."""
         histogram = None if self.histogram is None else self.histogram[None]
         return Totals(np.array([self.amax]).view(np.uint32), np.array([self.tokens], np.int64), histogram)
 
     @ieee("Collector")
     def plus(self, other: CollectedInputs, op: str) -> CollectedInputs:
-        """Return a new entry for the inputs of both entries: the larger amax, and sums of the tokens and histograms.
-
-        The new entry has no histogram if self or ``other`` has none. Raises ValueError, whose message begins with
-        ``op``, if the numbers of columns differ.
-        """
+        """Return a new entry for the inputs of both entries: the larger amax, and sums of the tokens and histograms."""
         if self.columns != other.columns:
             raise ValueError(
                 f"{op} has {self.columns} and {other.columns} columns; needs one number of columns per layer"
@@ -73,13 +65,7 @@ class CollectedInputs(NamedTuple):
 
 
 def encode(entries: Mapping[str, CollectedInputs], histogram: bool) -> bytes:
-    """Return the bytes of a safetensors file with the entries, from which ``decode`` returns equal entries.
-
-    Equal entries give equal bytes.
-
-    entries: {layer: CollectedInputs}, sorted by name. It may be empty.
-    histogram: True if every entry has a histogram, False if none has.
-    """
+    """Return the bytes of a safetensors file with the entries, from which ``decode`` returns equal entries."""
     found = list(entries.values())
     counted = [entry.histogram for entry in found if entry.histogram is not None]
     table = np.array(counted, np.int64).reshape(-1, BINS)
@@ -97,13 +83,7 @@ def encode(entries: Mapping[str, CollectedInputs], histogram: bool) -> bytes:
 
 @ieee("Collector")
 def decode(data: bytes, label: str) -> tuple[dict[str, CollectedInputs], bool]:
-    """Return ({layer: CollectedInputs}, whether they have histograms) from the bytes of a file.
-
-    If they have no histograms, the histogram of every entry is None.
-
-    Raises ValueError, whose message begins with ``label``, for bytes that ``encode`` does not write, such as those of
-    another kind of file, of a damaged file, or of a file of another version.
-    """
+    """Return ({layer: CollectedInputs}, whether they have histograms) from the bytes of a file."""
     try:
         arrays = load(data)
     except (SafetensorError, KeyError) as error:
@@ -129,11 +109,7 @@ def _foreign(label: str) -> ValueError:
 
 
 def _fault(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> str:
-    """Return a description of the first fault in the contents of a file, or "" if there is none.
-
-    arrays: the file's tensors.
-    facts: the JSON object in its metadata, as ``encode`` writes it.
-    """
+    """Return a description of the first fault in the contents of a file, or "" if there is none."""
     names = facts.get("layers")
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         return "its layers have no names"
@@ -149,13 +125,7 @@ def _fault(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> 
 
 
 def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> str:
-    """Return a description of the first impossible value in the arrays of a file, or "" if all values are possible.
-
-    Examples are a negative amax, and a histogram without entries for a layer whose amax is not 0.
-
-    arrays: the file's tensors, whose names, shapes and dtypes are right.
-    histogram: True if the file's metadata says that it has histograms.
-    """
+    """Return a description of the first impossible value in the arrays of a file, or "" if all values are possible."""
     amax, tokens, bins = arrays["amax"], arrays["tokens"], arrays["bins"]
     if not (np.isfinite(amax) & ~np.signbit(amax)).all():
         return "an amax is negative, NaN or infinite"
@@ -172,13 +142,7 @@ def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> st
 
 
 def _entries(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> dict[str, CollectedInputs]:
-    """Return {layer: CollectedInputs} from the contents of a file, in the order of the file's names.
-
-    The histogram of every entry is None if the metadata says that the file has no histograms.
-
-    arrays: the file's tensors, in which ``_fault`` found no fault.
-    facts: the JSON object in its metadata.
-    """
+    """Return {layer: CollectedInputs} from the contents of a file, in the order of the file's names."""
     table = np.zeros((len(facts["layers"]), BINS), np.int64) if facts["histogram"] else None
     if table is not None:
         table[tuple(arrays["bins"].T)] = arrays["counts"]

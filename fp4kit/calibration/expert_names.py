@@ -21,21 +21,13 @@ class Expert(NamedTuple):
 
 
 def expert_of(layer: str) -> Expert | None:
-    """Return the stack and the number of the expert that a layer name contains, or None if it contains none.
-
-    For example, "mlp.experts.3.up_proj" gives Expert("mlp.experts.up_proj", 3). A name that contains an expert is
-    ``[PARENT.]experts.NUMBER.LEAF``. If several numbers follow modules called ``experts``, the last one counts.
-    """
+    """Return the stack and the number of the expert that a layer name contains, or None if it contains none."""
     match = _EXPERT.fullmatch(layer)
     return None if match is None else Expert(f"{match['parent']}.{match['leaf']}", int(match["number"]))
 
 
 def expert_name(op: str, stack: str, number: int) -> str:
-    """Return the layer name of one expert: ("mlp.experts.up_proj", 3) gives "mlp.experts.3.up_proj".
-
-    Raise ValueError if the stack is not directly in a module called ``experts``, or if its name already contains the
-    number of an expert. The message begins with ``op``.
-    """
+    """Return the layer name of one expert: ("mlp.experts.up_proj", 3) gives "mlp.experts.3.up_proj"."""
     match = None if expert_of(stack) else _STACK.fullmatch(stack)
     if match is None:
         raise ValueError(

@@ -25,11 +25,7 @@ _SEARCHED = 256  # bit patterns to either side of the exact edge among which the
 
 
 def _bins_of(amaxes: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Return the number of the bin, from 0 to 511, of each positive block amax, as int64 in the shape of ``amaxes``.
-
-    The formula is Model-Optimizer's, with a correctly rounded float32 log2. Amaxes below 2^-40 get bin 0, and amaxes
-    from 2^40 on get bin 511.
-    """
+    """Return the number of the bin, from 0 to 511, of each positive block amax, as int64 in the shape of ``amaxes``."""
     log2 = np.log2(amaxes.astype(np.float64)).astype(np.float32)
     fraction = (log2 - np.float32(_LOW)) / np.float32(_HIGH - _LOW)
     return np.clip(np.floor(fraction * np.float32(BINS)).astype(np.int64), 0, BINS - 1)
@@ -38,10 +34,7 @@ def _bins_of(amaxes: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 @cache
 @ieee("headroom")
 def edges() -> npt.NDArray[np.uint32]:
-    """Return the lower edges of bins 1 ... 511: the bit pattern of the smallest float32 in each bin, as uint32 (511,).
-
-    The bin of a positive amax is the number of edges that are at most its bit pattern. The array is read-only.
-    """
+    """Return the lower edges of bins 1 ..."""
     exact = np.exp2(_LOW + np.arange(1, BINS) * ((_HIGH - _LOW) / BINS)).astype(np.float32)
     bits = exact.view(np.uint32)[:, None] + np.arange(-_SEARCHED, _SEARCHED, dtype=np.int64)
     inside = _bins_of(bits.astype(np.uint32).view(np.float32)) >= np.arange(1, BINS)[:, None]
@@ -127,15 +120,8 @@ class Headroom:
 
 
 def _percentile(histogram: npt.NDArray[np.int64], percentile: float, first: int) -> float:
-    """Return a percentile of the block amaxes: the amax at the (logarithmic) center of the first bin that reaches it.
-
-    A bin reaches the percentile if the bins from ``first`` up to and including it hold at least ``percentile`` percent
-    of the blocks in bins from ``first`` on. Return 0 if there are no such blocks. Counts, their sums and the target are
-    float32 numbers, as in Model-Optimizer.
-
-    histogram: the number of blocks per bin, int64 (512,), which is not changed.
-    percentile: above 0 and at most 100.
-    first: the number of the first bin that counts; the bins before it are ignored.
+    """Return a percentile of the block amaxes: the amax at the (logarithmic) center of the first bin that reaches
+    it.
     """
     counts = histogram.astype(np.float32).astype(np.float64)
     counts[:first] = 0

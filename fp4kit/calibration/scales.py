@@ -82,10 +82,7 @@ def input_global_scale(amax: Any) -> np.float32:
 
 
 def _checked(op: str, amax: Any) -> np.float32:
-    """Return an amax as float32. Raise TypeError unless it is a real number, and ValueError if it is negative.
-
-    NaN is returned unchanged. op: the function that the message begins with.
-    """
+    """Return an amax as float32."""
     found = as_float32(op, "amax", amax, "needs a number")
     if found < 0:
         raise ValueError(f"{op}: amax is {found}; needs a number >= 0")

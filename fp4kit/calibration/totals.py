@@ -39,23 +39,12 @@ class Totals:
 
     @classmethod
     def empty(cls, experts: int, histogram: bool, xp: Any = np) -> Totals:
-        """Return totals of zero, to which inputs can be added.
-
-        Args:
-            experts: the number of experts; 1 for a layer without experts.
-            histogram: whether to have histograms.
-            xp: the library of the arrays, numpy or cupy.
-        """
+        """Return totals of zero, to which inputs can be added."""
         counts = xp.zeros((experts, BINS), xp.int64) if histogram else None
         return cls(xp.zeros(experts, xp.uint32), xp.zeros(experts, xp.int64), counts)
 
     def include(self, blocks: Any, expert: Any) -> None:
-        """Add the inputs of one call of the layer to these totals, in place. Does nothing if there are no tokens.
-
-        blocks: uint32 (tokens, blocks), the bit patterns of block amaxes, in the library of these totals.
-        expert: int64 (tokens,), the expert of each token; or an int, the expert of all tokens. These numbers must be
-            from 0 to the number of experts - 1.
-        """
+        """Add the inputs of one call of the layer to these totals, in place."""
         xp, tokens = _library(blocks), len(blocks)
         if not tokens:
             return
@@ -70,12 +59,7 @@ class Totals:
             self._count(xp, blocks, expert)
 
     def _count(self, xp: Any, blocks: Any, expert: Any) -> None:
-        """Count one call's block amaxes in the histograms of their experts, in place. Zero amaxes are not counted.
-
-        xp: the library of the arrays, numpy or cupy.
-        blocks: uint32 (tokens, blocks), the bit patterns of block amaxes, in the library of these totals.
-        expert: int64 (tokens,), the expert of each token; or an int, the expert of all tokens.
-        """
+        """Count one call's block amaxes in the histograms of their experts, in place."""
         bins = xp.searchsorted(xp.asarray(edges()), blocks.reshape(-1), side="right").reshape(blocks.shape)
         if isinstance(expert, int):
             self.histogram[expert] += xp.bincount(bins[blocks > 0], minlength=BINS)
@@ -84,11 +68,8 @@ class Totals:
             self.histogram += xp.bincount(places, minlength=self.histogram.size).reshape(self.histogram.shape)
 
     def add(self, other: Totals) -> None:
-        """Add the totals of further inputs to these totals, in place: keep the larger amaxes, and sum the counts.
-
-        Both totals must hold NumPy arrays for equally many experts. If these totals have a histogram, ``other``
-        must have one. If they have none, a histogram of ``other`` is ignored.
-        """
+        """Add the totals of further inputs to these totals, in place: keep the larger amaxes, and sum the counts."""
+        # If these totals have a histogram, ``other`` must have one.
         np.maximum(self.amax, other.amax, out=self.amax)
         self.tokens += other.tokens
         if self.histogram is not None:
