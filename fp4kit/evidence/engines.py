@@ -51,22 +51,13 @@ class ComparedEngine:
         self.module = module
 
     def put(self, a: Any) -> Any:
-        """Return a NumPy array, or a Quantized of NumPy arrays, as arrays of the engine's library.
-
-        If the library is NumPy, arrays are not copied. Any other value, a list of arrays included, is returned
-        unchanged.
-        """
+        """Return a NumPy array, or a Quantized of NumPy arrays, as arrays of the engine's library."""
         if isinstance(a, Quantized):
             return replace(a, **{name: self.put(getattr(a, name)) for name in PARTS})
         return self.module.asarray(a) if isinstance(a, np.ndarray) else a
 
     def get(self, a: Any) -> Any:
-        """Return a result with all CuPy arrays copied to NumPy arrays.
-
-        - A Quantized is copied, and its arrays are converted.
-        - A list or tuple gives a list, whose entries are converted.
-        - A NumPy array, a number or None is returned unchanged.
-        """
+        """Return a result with all CuPy arrays copied to NumPy arrays."""
         if isinstance(a, Quantized):
             result = copy(a)  # skips the checks of Quantized, so that wrong arrays from a GPU are compared and reported
             for name in PARTS:
@@ -77,25 +68,17 @@ class ComparedEngine:
         return a.get() if hasattr(a, "get") else a
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return a context manager in which public functions run on this engine.
-
-        In this class it does nothing, because the library of the arrays already selects the engine.
-        """
+        """Return a context manager in which public functions run on this engine."""
+        # In this class it does nothing, because the library of the arrays already selects the engine.
         return nullcontext()
 
     def apply(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call ``function(*arguments, **options)`` on this engine, and return its result unchanged.
-
-        All arrays, arguments and results, belong to the engine's library (`put` converts NumPy arrays).
-        """
+        """Call ``function(*arguments, **options)`` on this engine, and return its result unchanged."""
         with self.computing():
             return function(*arguments, **options)
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call ``function(*arguments, **options)`` on this engine, with NumPy arrays as arguments and result.
-
-        Arrays are moved to the engine's library by `put`, and the result is converted back by `get`.
-        """
+        """Call ``function(*arguments, **options)`` on this engine, with NumPy arrays as arguments and result."""
         moved = {name: self.put(value) for name, value in options.items()}
         return self.get(self.apply(function, *map(self.put, arguments), **moved))
 
@@ -112,16 +95,7 @@ SPECIFICATION = Specification(np)
 
 
 def compare(found: Any, expected: Any, what: str) -> Outcome:
-    """Compare a result with the expected one, bit for bit, and return the Outcome.
-
-    Any NaN equals any other NaN, except in dtypes of one byte, such as float8. None equals only None. Lists of unequal
-    length count as one value, which differs.
-
-    Args:
-        found: an array, a number, a Quantized (compared part by part), or a list or tuple of these.
-        expected: what ``found`` must equal.
-        what: the name of the result, with which the description of a difference begins.
-    """
+    """Compare a result with the expected one, bit for bit, and return the Outcome."""
     if isinstance(expected, Quantized):
         return _compare_quantized(found, expected, what)
     if isinstance(expected, (list, tuple)):
@@ -135,13 +109,7 @@ def compare(found: Any, expected: Any, what: str) -> Outcome:
 
 
 def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
-    """Compare ``found`` with the Quantized ``expected``: first fields such as shape and layout, then arrays.
-
-    Return the Outcome. A wrong field counts as one value that differs. A result that is not a Quantized counts as one
-    difference.
-
-    what: the name of the result, with which descriptions of differences begin.
-    """
+    """Compare ``found`` with the Quantized ``expected``: first fields such as shape and layout, then arrays."""
     if not isinstance(found, Quantized):
         return Outcome(1, 1, f"{what}: {type(found).__name__} instead of Quantized")
     total = Outcome()
@@ -154,13 +122,7 @@ def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
 
 
 def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outcome:
-    """Compare the array ``found`` with ``expected`` in shape, dtype and bits, and return the Outcome.
-
-    Any NaN equals any other NaN, except in dtypes of one byte, such as float8. If shape or dtype differs, every value
-    counts as different.
-
-    what: the name of the array, with which the description of a difference begins.
-    """
+    """Compare the array ``found`` with ``expected`` in shape, dtype and bits, and return the Outcome."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         got = f"{found.dtype} {found.shape} instead of {expected.dtype} {expected.shape}"
         return Outcome(expected.size, max(expected.size, 1), f"{what}: {got}")
@@ -178,11 +140,7 @@ def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outco
 
 
 def attempt(call: Callable[[], Outcome], what: str) -> Outcome:
-    """Return the Outcome of ``call()``. If the engine does not support the call, return an Outcome that skips it.
-
-    An engine without a kernel for the call raises NotImplementedError. The Outcome then has no values, and ``what``
-    with the error's message in ``skipped``. Other exceptions are raised.
-    """
+    """Return the Outcome of ``call()``."""
     try:
         return call()
     except NotImplementedError as error:

@@ -15,14 +15,7 @@ from fp4kit.quantized.part_shapes import scale_shape, tensor_amax_shape
 
 
 def with_fault(case: DrawnCase) -> DrawnCase:
-    """Return the case with its fault applied to x or the axis, or unchanged if the fault concerns other arguments.
-
-    - "length": the quantized axis of x is one element too long, unless the recipe allows every length.
-    - "axis": the axis is out of range.
-    - "dtype": x is float64, unless it is uint8.
-
-    The functions below that build options apply the other faults.
-    """
+    """Return the case with its fault applied to x or the axis, or unchanged if the fault concerns other arguments."""
     fault, x = case.options.fault, case.x
     if fault == "length" and case.r.length_multiple > 1:
         shape = list(x.shape)
@@ -36,34 +29,19 @@ def with_fault(case: DrawnCase) -> DrawnCase:
 
 
 def moved_shape(case: DrawnCase, x: DrawnArray) -> tuple[int, ...]:
-    """Return the shape of x with the quantized axis last. If x is a stack of experts, return the shape of one expert.
-
-    If the case's axis is out of range, the last axis counts as the quantized one.
-    """
+    """Return the shape of x with the quantized axis last."""
     shape = x.shape[1:] if case.options.stacked else x.shape
     axis = case.axis % len(shape) if -len(shape) <= case.axis < len(shape) else len(shape) - 1
     return (*shape[:axis], *shape[axis + 1 :], shape[axis])
 
 
 def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> DrawnArray:
-    """Return the description of an auxiliary array for a call, such as amaxes or random bytes.
-
-    The array is contiguous, in C order. ``kind`` is a key of arrays.VALUES, and ``seed`` determines the values.
-    """
+    """Return the description of an auxiliary array for a call, such as amaxes or random bytes."""
     return DrawnArray(kind, dtype, tuple(shape), seed, View.plain(len(shape)))
 
 
 def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> Any:
-    """Return the argument tensor_amax for array ``i`` of a fuzz case: None, a number, or a reference to an array.
-
-    - The faults "negative amax" and "amax shape" give a wrong argument: -1, or an array of a wrong shape.
-    - Otherwise the argument is None if the case has no tensor amax or the recipe has no tensor scale.
-    - If there is one tensor scale per tensor, it is a number. For an array of three or more axes, it may be an array
-      with one amax per leading index instead.
-    - If there is one tensor scale per row or per block, it is an array.
-
-    For an array, the statement that makes it is appended to the program ``p``, under ``name``.
-    """
+    """Return the argument tensor_amax for array ``i`` of a fuzz case: None, a number, or a reference to an array."""
     o, r = case.options, case.r
     if o.fault == "negative amax":
         return -1.0
@@ -82,11 +60,7 @@ def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> 
 
 
 def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax") -> Any:
-    """Return the argument block_amax for array ``i`` of a fuzz case: a reference to an array, or None.
-
-    The argument is an array if the case has block amaxes and its recipe is static, or if the case has the fault
-    "block_amax". Then the statement that makes the array is appended to the program ``p``, under ``name``.
-    """
+    """Return the argument block_amax for array ``i`` of a fuzz case: a reference to an array, or None."""
     o = case.options
     if not (o.block_amax and case.r.static) and o.fault != "block_amax":
         return None
@@ -95,12 +69,7 @@ def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax"
 
 
 def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
-    """Return the options rounding and seed for the call of a fuzz case, or {} for rounding to nearest.
-
-    For stochastic rounding, seed is an int or a reference to an array of random bytes. In the second case, the
-    statement that makes the array is appended to the program ``p``. The fault "seed" gives {"seed": 5}, a seed without
-    stochastic rounding.
-    """
+    """Return the options rounding and seed for the call of a fuzz case, or {} for rounding to nearest."""
     o = case.options
     if o.fault == "seed":
         return {"seed": 5}
@@ -115,11 +84,8 @@ def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
 
 
 def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
-    """Return the options that quantize and its variants share: axis, scale_layout, hadamard, rounding and seed.
-
-    Options that have their default are left out, except axis. If the case has the fault "layout", the layout is an
-    unknown one, which the call must reject.
-    """
+    """Return the options that quantize and its variants share: axis, scale_layout, hadamard, rounding and seed."""
+    # If the case has the fault "layout", the layout is an unknown one, which the call must reject.
     o = case.options
     layout = "swizzled" if o.fault == "layout" else o.layout
     found = {"axis": case.axis, "scale_layout": layout if layout != "linear" else None, "hadamard": o.hadamard or None}
@@ -127,27 +93,12 @@ def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
 
 
 def decode_dtype(o: DrawnOptions) -> Dtype | None:
-    """Return the argument dtype for dequantize that the options ``o`` of a case name.
-
-    Return None if they name none. Then dequantize uses the dtype of the array that was quantized.
-    """
+    """Return the argument dtype for dequantize that the options ``o`` of a case name."""
     return Dtype(o.decoded) if o.decoded else None
 
 
 def call_with_out(p: Program, o: DrawnOptions, expected: Ref, function: str, *arguments: Any, **options: Any) -> None:
-    """Append two equal calls that write into one preallocated output, surrounded by guard bytes (arrays.guarded).
-
-    Both results must equal ``expected``, and the guards must stay unchanged. If the output of quantize is strided, the
-    calls run on the specification only.
-
-    Args:
-        p: the program to append to.
-        o: the options of the case, which say whether the output is strided.
-        expected: the result of the call without ``out``.
-        function: name of the function to call.
-        arguments: its positional arguments.
-        options: its keyword arguments, except ``out``.
-    """
+    """Append two equal calls that write into one preallocated output, surrounded by guard bytes (arrays.guarded)."""
     step = 2 if o.out == "strided" else 1
     host_only = step > 1 and function == "fp4kit.quantize"
     out = p.call("out", "guarded", expected, *((step,) if step > 1 else ()))

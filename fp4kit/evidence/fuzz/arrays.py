@@ -89,30 +89,20 @@ class DrawnArray:
         return drawn(self.kind, self.dtype, self.shape, self.seed)
 
     def with_values(self, values: np.ndarray, view: View | None = None) -> DrawnArray:
-        """Return the description of an array with the elements ``values`` (kind "given"), in the layout ``view``.
-
-        The field dtype is kept, so ``values`` must have this dtype. If ``view`` is None, the array is contiguous.
-        """
+        """Return the description of an array with the elements ``values`` (kind "given"), in the layout ``view``."""
+        # The field dtype is kept, so ``values`` must have this dtype.
         view = View.plain(values.ndim) if view is None else view
         return replace(self, kind="given", shape=values.shape, bits=np.ascontiguousarray(values).tobytes(), view=view)
 
 
 def strided(values: np.ndarray, view: View, asarray: Callable[[np.ndarray], Any] = np.asarray) -> Any:
-    """Return a copy of the values as a view of a larger array, whose other bytes are all FILLER.
-
-    view: the order, steps and offset of the view in the larger array.
-    asarray: a function that converts the larger array to an array of another library, such as cupy.asarray.
-    """
+    """Return a copy of the values as a view of a larger array, whose other bytes are all FILLER."""
     flat, cut = memory(values, view)
     return cut(asarray(flat))
 
 
 def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], Any]]:
-    """Return (flat, cut): a flat array of the values and filler elements, and a function that extracts the values.
-
-    Call ``cut`` with ``flat``, or with a copy of ``flat`` in another library. It returns the values as a view of this
-    array, with the strides, offset and order that ``view`` describes.
-    """
+    """Return (flat, cut): a flat array of the values and filler elements, and a function that extracts the values."""
     shape = [values.shape[i] * abs(view.steps[i]) for i in view.order]
     end = view.offset + prod(shape)
     back = np.argsort(view.order).tolist()
@@ -128,12 +118,7 @@ def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], 
 
 
 def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> np.ndarray:
-    """Return an array with the given bits. The printed programs of failing cases call this for shrunk arrays.
-
-    dtype: a key of DTYPES.
-    nonzero: {flat index: bit pattern} with zeros elsewhere, or a string of hexadecimal digits for all bytes. The array
-        for a string is read-only.
-    """
+    """Return an array with the given bits."""
     if isinstance(nonzero, str):
         return np.frombuffer(bytes.fromhex(nonzero), DTYPES[dtype]).reshape(shape)
     bits = np.zeros(prod(shape), unsigned(DTYPES[dtype]))
@@ -145,20 +130,15 @@ def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> 
 
 
 def drawn(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return random values of the given dtype and shape. Equal arguments give equal values.
-
-    kind: a key of VALUES. A few kinds ignore the dtype: "bytes" and codes are uint8, and "amaxes" are float32.
-    dtype: a key of DTYPES.
-    """
+    """Return random values of the given dtype and shape."""
     rng = np.random.default_rng(seed)
     with np.errstate(all="ignore"):
         return VALUES[kind](rng, shape, DTYPES[dtype])
 
 
 def _ordinary(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return normally distributed values whose magnitude varies from row to row, with a few zeros (all +0 or all -0).
-
-    A row is one index of all axes but the last. All values are finite.
+    """Return normally distributed values whose magnitude varies from row to row, with a few zeros (all +0 or all
+    -0).
     """
     x = rng.standard_normal(shape, np.float32) * np.exp2(rng.integers(-6, 7, (*shape[:-1], 1))).astype(np.float32)
     x[rng.random(shape) < 0.02] = rng.choice([0.0, -0.0])
@@ -177,11 +157,7 @@ def _finite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return rounding ties (finite values midway between two representable values), and the floats next to ties.
-
-    The ties are those of one random element format. Each group of 8 consecutive elements is scaled by one power of two.
-    In most groups the first element is the largest value of the format, or slightly larger. All values are finite.
-    """
+    """Return rounding ties (finite values midway between two representable values), and the floats next to ties."""
     element = (E2M1, E2M1, E2M3, E3M2, E4M3, E5M2, INT8)[rng.integers(7)]
     info = ml_dtypes.finfo(dtype)
     size, runs = prod(shape), -(-prod(shape) // 8)
@@ -201,9 +177,8 @@ def _tiny(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return normally distributed values (see _ordinary), but about three of four groups of 16 elements are all zero.
-
-    The groups lie along the last axis. A group of zeros has only +0, only -0, or both.
+    """Return normally distributed values (see _ordinary), but about three of four groups of 16 elements are all
+    zero.
     """
     runs = (*shape[:-1], -(-shape[-1] // 16))
     kinds = np.repeat(rng.integers(0, 4, runs), 16, axis=-1)[..., : shape[-1]]
@@ -212,10 +187,7 @@ def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def _outlier(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return normally distributed values (see _ordinary), one of which is replaced by a far larger value.
-
-    An empty array stays empty.
-    """
+    """Return normally distributed values (see _ordinary), one of which is replaced by a far larger value."""
     x = _ordinary(rng, shape, dtype)
     if x.size:
         x.reshape(-1)[rng.integers(x.size)] = rng.choice([1e4, -6e4, float(ml_dtypes.finfo(dtype).max)])
@@ -223,10 +195,7 @@ def _outlier(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) 
 
 
 def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values of equal magnitude with random signs.
-
-    The magnitude is one of a few, such as 6, or the smallest normal or the largest value of ``dtype``.
-    """
+    """Return values of equal magnitude with random signs."""
     value = rng.choice(
         [1.0, 6.0, 448.0, 0.1, 2688.0, float(ml_dtypes.finfo(dtype).tiny), float(ml_dtypes.finfo(dtype).max)]
     )
@@ -234,10 +203,7 @@ def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 
 
 def _sprinkled(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return normally distributed values (see _ordinary), some of which are replaced by NaN, +inf or -inf.
-
-    One of the three is chosen for the whole array. Afterwards, about 0.2 % of all elements are replaced by NaN.
-    """
+    """Return normally distributed values (see _ordinary), some of which are replaced by NaN, +inf or -inf."""
     x = _ordinary(rng, shape, dtype)
     x[rng.random(shape) < rng.choice([0.002, 0.05, 0.6])] = rng.choice([np.nan, np.inf, -np.inf])
     return np.where(rng.random(shape) < 0.002, np.asarray(np.nan, dtype), x)
@@ -256,10 +222,7 @@ def _bytes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def _below(limit: int) -> Callable[..., np.ndarray]:
-    """Return a function for VALUES that draws uniformly distributed codes below ``limit``, as uint8.
-
-    The function ignores its argument dtype.
-    """
+    """Return a function for VALUES that draws uniformly distributed codes below ``limit``, as uint8."""
 
     def codes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return rng.integers(0, limit, shape, np.uint8)
@@ -268,33 +231,25 @@ def _below(limit: int) -> Callable[..., np.ndarray]:
 
 
 def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return float32 amaxes: absolute values of normal numbers, and some that are 0, -0, tiny, huge or infinite.
-
-    No amax is NaN. dtype has no effect.
-    """
+    """Return float32 amaxes: absolute values of normal numbers, and some that are 0, -0, tiny, huge or infinite."""
     x = np.abs(rng.standard_normal(shape, np.float32)) * np.exp2(rng.integers(-8, 9, shape)).astype(np.float32)
     special = rng.choice(np.array([0, -0.0, 2.0**-149, 2.0**-126, 1e-6, 3e38, np.inf], np.float32), shape)
     return np.where(rng.random(shape) < rng.choice([0, 0.2, 1]), special, x).astype(np.float32)
 
 
 def _weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return nonnegative finite weights for a scale search, among them zeros and outliers that are 2^20 times larger.
-
-    In a quarter of the draws all weights are multiplied by 1e30, and in another quarter by 1e-38, so that their squares
-    underflow.
+    """Return nonnegative finite weights for a scale search, among them zeros and outliers that are 2^20 times
+    larger.
     """
+    # In a quarter of the draws all weights are multiplied by 1e30, and in another quarter by 1e-38, so that their
+    # squares underflow.
     x = rng.random(shape) ** 3 * rng.choice([1, 1, 1e-38, 1e30]) * rng.choice([0, 1, 1, 1, 2.0**20], shape)
     return x.astype(dtype)
 
 
 def _hessians(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return symmetric 16 x 16 Hessian matrices for a scale search, each computed from 3 or 40 random samples.
-
-    In some draws, all samples are multiplied by 1e-15 or 1e10. In some draws, 2 is subtracted from the diagonals, so
-    that the quadratic form can be negative.
-
-    shape: (matrices, 16, 16).
-    """
+    """Return symmetric 16 x 16 Hessian matrices for a scale search, each computed from 3 or 40 random samples."""
+    # In some draws, 2 is subtracted from the diagonals, so that the quadratic form can be negative.
     samples = rng.standard_normal((shape[0], rng.choice([3, 40]), 16)) * rng.choice([1, 1, 1e-15, 1e10])
     x = samples.transpose(0, 2, 1) @ samples - rng.choice([0, 0, 2]) * np.eye(16)
     return (x + x.transpose(0, 2, 1)).astype(dtype)
@@ -341,11 +296,7 @@ class Guarded(NamedTuple):
 
 
 def guarded(a: Any, step: int = 1) -> Guarded:
-    """Copy an array or Quantized into memory with guard bytes around each array, to be used as an output.
-
-    ``step`` is 1 or 2. If it is 2, the copy is strided, with guards between its elements too. Parts of a Quantized that
-    are None stay None.
-    """
+    """Copy an array or Quantized into memory with guard bytes around each array, to be used as an output."""
     if isinstance(a, Quantized):
         parts = {name: guarded(getattr(a, name), step) for name in PARTS if getattr(a, name) is not None}
         buffers = [buffer for part in parts.values() for buffer in part.buffers]
@@ -362,18 +313,12 @@ def _module(a: Any) -> Any:
 
 
 def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> Any:
-    """Return a view of the array inside ``whole``, a buffer of bytes that guarded() made.
-
-    shape, dtype: the shape and dtype of the view. step: the distance in elements along the last axis.
-    """
+    """Return a view of the array inside ``whole``, a buffer of bytes that guarded() made."""
     return whole[MARGIN:-MARGIN].view(dtype).reshape(*shape, step)[..., 0]
 
 
 def touched(g: Guarded) -> int:
-    """Return the number of guard bytes of an output that have changed since guarded() made it.
-
-    The number is 0 if calls wrote only to the elements of the output.
-    """
+    """Return the number of guard bytes of an output that have changed since guarded() made it."""
     total = 0
     for whole, shape, step, dtype in g.buffers:
         now, before = whole.copy(), _module(whole).full(whole.shape, FILLER, np.uint8)
@@ -387,10 +332,7 @@ def touched(g: Guarded) -> int:
 
 
 def as_float8(codes: Any, dtype: str) -> Any:
-    """Return a view of codes (uint8) as an array of a float8 dtype, such as "float8_e4m3fn".
-
-    Raises NotImplementedError for CuPy arrays, because CuPy has no float8 dtypes.
-    """
+    """Return a view of codes (uint8) as an array of a float8 dtype, such as "float8_e4m3fn"."""
     if not isinstance(codes, np.ndarray):
         raise NotImplementedError("CuPy has no float8 arrays")
     return codes.view(getattr(ml_dtypes, dtype))
@@ -402,11 +344,9 @@ def overwrite(target: Any, values: Any) -> None:
 
 
 def largest(arrays: list[Any]) -> Any:
-    """Return the elementwise maximum of float32 amaxes, as a new array. ``arrays`` must not be empty.
-
-    The arrays have one shape. The amaxes are compared by bit patterns, because CuPy's maximum flushes subnormals. A NaN
-    with sign bit 0 is above every number.
-    """
+    """Return the elementwise maximum of float32 amaxes, as a new array."""
+    # ``arrays`` must not be empty.
+    # The amaxes are compared by bit patterns, because CuPy's maximum flushes subnormals.
     result = arrays[0].copy()
     bits = result.view(np.uint32)
     for a in arrays[1:]:
@@ -415,14 +355,7 @@ def largest(arrays: list[Any]) -> Any:
 
 
 def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte: int) -> Any:
-    """Return a copy of the packed codes ``before`` in which some ranges of elements have the codes of ``packed``.
-
-    Args:
-        before: packed codes.
-        packed: packed codes of the same shape.
-        pieces: the ranges [start, stop) of elements to replace, counted in row-major order.
-        per_byte: number of codes per byte, 1 or 2.
-    """
+    """Return a copy of the packed codes ``before`` in which some ranges of elements have the codes of ``packed``."""
     old, new = (_one_per_byte(array, per_byte) for array in (before, packed))
     for start, stop in pieces:
         old[start:stop] = new[start:stop]
@@ -430,11 +363,7 @@ def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte
 
 
 def _one_per_byte(a: Any, per_byte: int) -> Any:
-    """Return packed codes as a new flat array with one code per byte.
-
-    per_byte: the number of codes in a byte of ``a``, 1 or 2. If a byte has two codes, the first is in the low four
-    bits.
-    """
+    """Return packed codes as a new flat array with one code per byte."""
     flat = a.reshape(-1).copy()
     if per_byte == 1:
         return flat

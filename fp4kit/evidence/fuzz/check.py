@@ -76,19 +76,13 @@ class Verdict(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return (kind, function) of a failure, to compare failures.
-
-        While a case is shrunk, a simpler case must fail with an equal key.
-        """
+        """Return (kind, function) of a failure, to compare failures."""
+        # While a case is shrunk, a simpler case must fail with an equal key.
         return self.kind, self.function
 
     @property
     def reason(self) -> str:
-        """Return the verdict's text with recipe ids and numbers replaced, so that texts with one cause become equal.
-
-        Reports use it to count rejected and declined calls by cause. Only the text before the first semicolon is used,
-        cut to 150 characters.
-        """
+        """Return the verdict's text with recipe ids and numbers replaced, so that texts with one cause become equal."""
         text = re.sub(r"\b(nv|mx)?(fp|int)\d-[\w-]+", "RECIPE", self.text.partition(";")[0])
         text = re.sub(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)
         return re.sub(r"[(]N?(, ?N?)*[)]", "(N)", text)[:150]
@@ -106,10 +100,7 @@ class EngineRun:
         self.names: dict[str, Any] = {}
 
     def make(self, statement: Make, writable: bool) -> None:
-        """Execute a Make statement: make its array on the engine, or its recipe, and store it in ``names``.
-
-        writable: True if calls may write to the array. If it is False, later writes to the array are detected.
-        """
+        """Execute a Make statement: make its array on the engine, or its recipe, and store it in ``names``."""
         name, value = statement
         if isinstance(value, Variant):
             self.names[name] = value.recipe
@@ -119,10 +110,7 @@ class EngineRun:
             self.names[name] = self.place.array(value.values(), value.view, name)
 
     def call(self, statement: ProgramCall) -> Exception | None:
-        """Execute the ProgramCall ``statement`` and store its result in ``names``, under the statement's target.
-
-        Return None if the call returned. If it raised an exception, return the exception and store nothing.
-        """
+        """Execute the ProgramCall ``statement`` and store its result in ``names``, under the statement's target."""
         options = {name: self.value(value) for name, value in statement.options.items()}
         arguments = [self.value(a) for a in statement.arguments]
         try:
@@ -134,22 +122,14 @@ class EngineRun:
         return None
 
     def _function(self, name: str) -> Any:
-        """Return the function that a ProgramCall names.
-
-        The name stands for a function of fp4kit ("fp4kit.NAME"), a method of a result ("RESULT.METHOD"), or a function
-        in FUNCTIONS.
-        An unknown name raises AttributeError or KeyError.
-        """
+        """Return the function that a ProgramCall names."""
         owner, _, attribute = name.rpartition(".")
         if owner == "fp4kit":
             return getattr(fp4kit, attribute)
         return getattr(self.names[owner], attribute) if owner else FUNCTIONS[name]
 
     def value(self, argument: Any) -> Any:
-        """Return an argument with every Ref in it replaced by the result that it refers to.
-
-        A Dtype is replaced by the NumPy dtype. Lists are converted entry by entry. Anything else is returned unchanged.
-        """
+        """Return an argument with every Ref in it replaced by the result that it refers to."""
         if isinstance(argument, Ref):
             result = self.names[argument.name]
             for part in argument.path:
@@ -160,19 +140,14 @@ class EngineRun:
         return [self.value(a) for a in argument] if isinstance(argument, list) else argument
 
     def host(self, argument: Any) -> Any:
-        """Return an argument with every Ref in it replaced by its result, and with CuPy arrays copied to NumPy arrays.
-
-        This makes results of different engines comparable. NumPy arrays are not copied.
+        """Return an argument with every Ref in it replaced by its result, and with CuPy arrays copied to NumPy
+        arrays.
         """
         return self.place.engine.get(self.value(argument))
 
 
 def check(case: DrawnCase, engine: ComparedEngine | None = None) -> Verdict:
-    """Run a fuzz case on the specification and, unless ``engine`` is None, on ``engine`` too. Return the verdict.
-
-    The run stops at the first statement whose results differ, or whose call raises an exception. The class Verdict
-    lists the kinds of verdicts. An unexpected exception gives the verdict "raised", and is not raised here.
-    """
+    """Run a fuzz case on the specification and, unless ``engine`` is None, on ``engine`` too."""
     statements = program(case)
     checked = RunsInStep(
         [EngineRun(SPECIFICATION, True), *([] if engine is None else [EngineRun(engine, False)])],
@@ -212,16 +187,7 @@ class RunsInStep:
         return Verdict(kind, text, function, self.number, self.calls, self.total.values, self.total.differing)
 
     def step(self, statement: Statement) -> Verdict | None:
-        """Run one statement on every engine. Return a verdict if the case ends here, or None to continue.
-
-        - Make: make the array or recipe on every engine. Return None.
-        - ProgramCall: make the call. Return a verdict if it raises an exception, or if the results of two engines
-          differ.
-        - Same: return the verdict "broken" if the two values differ on an engine.
-
-        A statement with host_only is run on the specification only. An exception from making or comparing arrays is
-        raised.
-        """
+        """Run one statement on every engine."""
         if isinstance(statement, Make):
             for run in self.runs:
                 run.make(statement, statement.target in self.writable)
@@ -236,13 +202,7 @@ class RunsInStep:
         return self._compared(statement, runs)
 
     def _compared(self, statement: ProgramCall, runs: list[EngineRun]) -> Verdict | None:
-        """Compare what the call of ``statement`` returned and wrote on two engines.
-
-        Return a Verdict "differs" if a value differs, otherwise None. Results that `comparable` rejects, such as plans,
-        are not compared.
-
-        runs: the runs of the program on the engines, which have executed the call. With only one, nothing is compared.
-        """
+        """Compare what the call of ``statement`` returned and wrote on two engines."""
         if len(runs) < 2 or not comparable(runs[0].names[statement.target]):
             return None
         results = [Ref(statement.target), *map(Ref, statement.writes)]
@@ -254,12 +214,7 @@ class RunsInStep:
         return self.verdict("differs", outcome.first, statement.function) if outcome.differing else None
 
     def _same(self, statement: Same, runs: list[EngineRun]) -> Verdict | None:
-        """Check on every engine that the two values of a Same statement are equal.
-
-        Return a Verdict "broken" if they differ on an engine, otherwise None.
-
-        runs: the runs of the program, one per engine.
-        """
+        """Check on every engine that the two values of a Same statement are equal."""
         for run in runs:
             outcome = compare(run.host(statement.a), run.host(statement.b), str(statement.a))
             self.total += outcome
@@ -268,10 +223,7 @@ class RunsInStep:
         return None
 
     def written(self) -> Verdict | None:
-        """Return a Verdict "written" if any call so far wrote to an input that it may not change, otherwise None.
-
-        Memory around and between the elements of the input counts too.
-        """
+        """Return a Verdict "written" if any call so far wrote to an input that it may not change, otherwise None."""
         for run in self.runs:
             name = run.place.written()
             if name:
@@ -280,10 +232,7 @@ class RunsInStep:
 
 
 def comparable(value: Any) -> bool:
-    """Return True if a result of the specification consists of numbers, arrays, Quantized objects and None only.
-
-    Lists and tuples may be nested, and may be empty. Other results, such as plans, are not compared.
-    """
+    """Return True if a result of the specification consists of numbers, arrays, Quantized objects and None only."""
     if isinstance(value, (list, tuple)):
         return all(map(comparable, value))
     return value is None or isinstance(value, (Quantized, np.ndarray, np.generic, bool, int, float))

@@ -48,10 +48,8 @@ class Codes(NamedTuple):
 
 @cache
 def codes_of(dtype: np.dtype) -> Codes:
-    """Return the Codes (notable codes, such as that of 1) of a float dtype of NumPy or ml_dtypes.
-
-    The dtype must have a sign bit and at most 16 bits, which is not checked. The result is cached.
-    """
+    """Return the Codes (notable codes, such as that of 1) of a float dtype of NumPy or ml_dtypes."""
+    # The dtype must have a sign bit and at most 16 bits, which is not checked.
     info = ml_dtypes.finfo(dtype)
     every = np.arange(1 << info.bits).astype(f"u{dtype.itemsize}")
     values = every.view(dtype).astype(np.float32)
@@ -65,42 +63,29 @@ def _signs(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def near_one(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return integer codes of values from 1/4 to 4 of either sign, limited to nonzero finite values of the format.
-
-    shape: the shape of the result.
-    c: the notable codes of the format.
-    """
+    """Return integer codes of values from 1/4 to 4 of either sign, limited to nonzero finite values of the format."""
     codes = rng.integers(c.one - 2 * c.binade, c.one + 2 * c.binade + 1, shape)
     return np.clip(codes, 1, c.largest) | _signs(rng, shape, c)
 
 
 def any_code(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return integers drawn from all codes of the format, special ones included, in an array of the given shape.
-
-    c: the notable codes of the format.
-    """
+    """Return integers drawn from all codes of the format, special ones included, in an array of the given shape."""
     return rng.integers(0, 2 * c.sign, shape)
 
 
 def finite(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes drawn from all codes of finite values, with random signs, so that a sum aligns terms by every shift.
-
-    Zeros are +0.
-
-    shape: the shape of the result.
-    c: the codes of the format.
+    """Return codes drawn from all codes of finite values, with random signs, so that a sum aligns terms by every
+    shift.
     """
     codes = rng.integers(0, c.largest + 1, shape)
     return np.where(codes == 0, 0, codes | _signs(rng, shape, c))
 
 
 def one_large(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes of near_one, with one code per row replaced by that of the largest finite value, of either sign.
-
-    A sum of products then aligns the other terms to a very large one, so that their low bits are dropped. In half of
-    the draws, the large values are in the first or the last column of all rows, otherwise in a random column per row.
-    The largest values of two operands may then be multiplied. An empty array stays empty.
-    """
+    """Return codes of near_one, with one code per row replaced by that of the largest finite value, of either sign."""
+    # A sum of products then aligns the other terms to a very large one, so that their low bits are dropped.
+    # In half of the draws, the large values are in the first or the last column of all rows, otherwise in a random
+    # column per row.
     codes = near_one(rng, shape, c)
     if codes.size:
         column = rng.integers(0, shape[-1], (*shape[:-1], 1)) if rng.random() < 0.5 else rng.integers(0, 2) - 1
@@ -110,20 +95,14 @@ def one_large(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def zero_runs(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes of near_one in which about half of the groups of 16 elements, and a third of the rows, are zeros.
-
-    The zeros have either sign, if the format has -0.
-    """
+    """Return codes of near_one in which about half of the groups of 16 elements, and a third of the rows, are zeros."""
     runs = rng.random((*shape[:-1], -(-shape[-1] // 16))) < 0.5
     zero = np.repeat(runs, 16, axis=-1)[..., : shape[-1]] | (rng.random((*shape[:-1], 1)) < 1 / 3)
     return np.where(zero, rng.choice(c.zeros, shape), near_one(rng, shape, c))
 
 
 def with_special(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return random finite codes, a few of which are replaced by special codes (infinities and NaN).
-
-    If the format has no special codes, nothing is replaced.
-    """
+    """Return random finite codes, a few of which are replaced by special codes (infinities and NaN)."""
     codes = finite(rng, shape, c)
     if not c.special.size:
         return codes
@@ -131,14 +110,7 @@ def with_special(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def paired(rng: Rng, shape: Shape, c: Codes, *, distance: int, opposed: bool) -> np.ndarray:
-    """Return finite codes in pairs ``distance`` elements apart; the two codes of a pair are equal or differ in sign.
-
-    If one operand has pairs of equal sign and the other has pairs of opposite sign, their products cancel. Small terms
-    and C (the matrix that products are added to) then decide the sum. Zeros keep the sign +.
-
-    distance: the number of elements from the first element of a pair to the second, along the last axis.
-    opposed: True to give the second element of each pair the other sign, False to give it the same sign.
-    """
+    """Return finite codes in pairs ``distance`` elements apart; the two codes of a pair are equal or differ in sign."""
     codes = (finite if rng.random() < 0.5 else near_one)(rng, shape, c)
     position = np.arange(shape[-1])
     second = position // distance % 2 == 1
@@ -159,12 +131,7 @@ PATTERNS: dict[str, Callable[[Rng, Shape, Codes], np.ndarray]] = {
 
 
 def drawn_floats(pattern: str, rng: Rng, shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """Return values of a float dtype whose codes follow a pattern.
-
-    For float32 and float64, the values are drawn in bfloat16 and converted.
-
-    pattern: a key of PATTERNS, such as "near 1".
-    """
+    """Return values of a float dtype whose codes follow a pattern."""
     if dtype.itemsize > 2:
         return drawn_floats(pattern, rng, shape, np.dtype(ml_dtypes.bfloat16)).astype(dtype)
     codes: np.ndarray = PATTERNS[pattern](rng, shape, codes_of(dtype)).astype(f"u{dtype.itemsize}")
@@ -172,23 +139,13 @@ def drawn_floats(pattern: str, rng: Rng, shape: Shape, dtype: np.dtype) -> np.nd
 
 
 def drawn_codes(pattern: str, name: str, rng: Rng, shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """Return random codes of a float format, one per byte, that follow a pattern.
-
-    pattern: a key of PATTERNS, such as "near 1".
-    name: the name of the format, a key of FORMATS.
-    dtype: the dtype of the result, always uint8.
-    """
+    """Return random codes of a float format, one per byte, that follow a pattern."""
     codes: np.ndarray = PATTERNS[pattern](rng, shape, codes_of(np.dtype(FORMATS[name]))).astype(dtype)
     return codes
 
 
 def drawn_scales(low: int, high: int, rng: Rng, shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """Return random block scales: bytes from ``low`` to ``high`` - 1.
-
-    In a third of the draws, about 2 % of the scales are replaced by 0 or by a random byte.
-
-    dtype: the dtype of the result, always uint8.
-    """
+    """Return random block scales: bytes from ``low`` to ``high`` - 1."""
     scales = rng.integers(low, high, shape).astype(dtype)
     other = np.where(rng.random(shape) < 0.5, 0, rng.integers(0, 256, shape)).astype(dtype)
     return np.where(rng.random(shape) < rng.choice([0, 0, 0.02]), other, scales)

@@ -107,9 +107,8 @@ class DrawnCase:
         return [f.name for f in fields(DrawnOptions) if f.name != "seed" and getattr(self.options, f.name) != f.default]
 
     def __str__(self) -> str:
-        """Return the case as one line: operation, recipe and its changes, arrays, axis and options with their values.
-
-        Options that have their default are left out. For a matrix product, the line describes the product instead.
+        """Return the case as one line: operation, recipe and its changes, arrays, axis and options with their
+        values.
         """
         if self.product is not None:
             return f"{self.operation} {self.product}"
@@ -132,11 +131,7 @@ class Draw(Picks):
         self.refused = 0
 
     def case(self) -> DrawnCase:
-        """Return a random fuzz case whose options fit its operation and recipe.
-
-        Unless the pool excludes faults, a few cases have a fault (a deliberate mistake), so that their call must be
-        rejected. Matrix products and plans get no faults.
-        """
+        """Return a random fuzz case whose options fit its operation and recipe."""
         operation = self.pick(tuple(_supported(self.pool)))
         recipe = self.variant(operation)
         if operation == "matmul":
@@ -156,11 +151,7 @@ class Draw(Picks):
         return DrawnCase(operation, recipe, arrays, axis, options)
 
     def variant(self, operation: str) -> Variant:
-        """Return a recipe of the pool that supports the operation, or a valid variant of it (with changed fields).
-
-        A variant that Recipe rejects is counted in ``refused`` and drawn again. After 50 rejected variants, an
-        unchanged entry of the pool is returned.
-        """
+        """Return a recipe of the pool that supports the operation, or a valid variant of it (with changed fields)."""
         variants = _supported(self.pool)[operation]
         for _ in range(50):
             variant = self.pick(variants)
@@ -175,22 +166,14 @@ class Draw(Picks):
         return self.pick(variants)
 
     def target(self, r: Recipe) -> Variant:
-        """Return a recipe to requantize to, for the source recipe ``r``.
-
-        For MXFP4, half of the draws choose among the pool's recipes with E4M3 scales, if it has any. Requantizing to
-        them may keep the codes.
-        """
+        """Return a recipe to requantize to, for the source recipe ``r``."""
         nvfp4 = [one for one in _supported(self.pool)["requantize"] if one.recipe.scale == E4M3]
         if nvfp4 and r.element == E2M1 and r.scale == E8M0 and self.chance(0.5):
             return self.pick(nvfp4)
         return self.variant("requantize")
 
     def options(self, operation: str, r: Recipe) -> DrawnOptions:
-        """Return random options that the operation and the recipe support. Other options keep their defaults.
-
-        operation: a name in pool.OPERATIONS.
-        r: the recipe.
-        """
+        """Return random options that the operation and the recipe support."""
         scaled, floats = r.scale is not None and not r.fake_only, not (r.element.is_integer or r.four_over_six)
         coded, fake = (
             operation in _CODES,
@@ -238,10 +221,7 @@ class Draw(Picks):
     # ---- arrays ----
 
     def array(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> DrawnArray:
-        """Return a description of a random array that suits the operation, the recipe and the options.
-
-        If options.stacked is True, the array has one more axis than ``ndim``, the first, which counts experts.
-        """
+        """Return a description of a random array that suits the operation, the recipe and the options."""
         shape = self.shape(operation, r, ndim, axis % ndim, options)
         if options.stacked:
             shape = (int(self.rng.integers(1, 5)), *shape)
@@ -253,14 +233,7 @@ class Draw(Picks):
         return DrawnArray(kind, dtype, shape, int(self.rng.integers(1 << 40)), view)
 
     def shape(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> tuple[int, ...]:
-        """Return ``ndim`` random axis lengths near multiples of the tile sizes of kernels.
-
-        The length of the quantized axis is a multiple of the block size. If the operation quantizes along both axes,
-        both lengths are such multiples. Options such as hadamard and target require further multiples. A few shapes
-        have an axis of length 0. Shapes with more elements than the pool allows are made smaller.
-
-        axis: the quantized axis, from 0 to ndim - 1.
-        """
+        """Return ``ndim`` random axis lengths near multiples of the tile sizes of kernels."""
         shape = [int(self.pick(LENGTHS)) for _ in range(ndim)]
         multiple = lcm(r.length_multiple, 16 if options.hadamard else 1, 2 if operation == "pack" else 1)
         if options.target is not None:
@@ -305,10 +278,7 @@ _ROWS = ("quantize_both", "pack", "swizzle_bytes", *FLATTENED)
 
 
 def _supports(operation: str, r: Recipe) -> bool:
-    """Return True if a recipe supports an operation, so that fuzz cases with both are drawn.
-
-    operation: a name in pool.OPERATIONS.
-    """
+    """Return True if a recipe supports an operation, so that fuzz cases with both are drawn."""
     if r.fake_only and operation not in VALUES_ONLY:
         return False
     if operation in FLATTENED:
@@ -322,10 +292,7 @@ def _supports(operation: str, r: Recipe) -> bool:
 
 @cache
 def _supported(pool: Pool) -> dict[str, tuple[Variant, ...]]:
-    """Return {operation: the recipes and variants in the pool that support it}.
-
-    Operations without such a recipe are left out. Raises ValueError if no operation is left.
-    """
+    """Return {operation: the recipes and variants in the pool that support it}."""
     variants = (*map(Variant, pool.recipes), *pool.variants)
     supported = {
         name: tuple(variant for variant in variants if _supports(name, variant.recipe)) for name in pool.operations
@@ -339,9 +306,6 @@ def _supported(pool: Pool) -> dict[str, tuple[Variant, ...]]:
 
 
 def draw(seed: int, pool: Pool) -> tuple[DrawnCase, int]:
-    """Return a fuzz case drawn from the integer ``seed``, and the number of recipe variants rejected meanwhile.
-
-    Equal arguments give equal cases. Raises ValueError if no recipe of the pool supports any operation of the pool.
-    """
+    """Return a fuzz case drawn from the integer ``seed``, and the number of recipe variants rejected meanwhile."""
     d = Draw(seed, pool)
     return d.case(), d.refused

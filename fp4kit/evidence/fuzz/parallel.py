@@ -37,17 +37,8 @@ class WorkerTask(NamedTuple):
 
 
 def run(work: WorkerTask, seed: int, processes: int, progress: Callable[[int, int], None]) -> fuzz.Report:
-    """Run the fuzzer in several processes with the seeds seed, seed + 1, ... and return the merged report.
-
-    Processes are spawned, because a CUDA context does not survive a fork. An exception in a process is raised here,
-    after all processes have ended.
-
-    Args:
-        work: the work of each process.
-        seed: seed of the first process.
-        processes: number of processes, at least 1.
-        progress: called every 0.2 s with the numbers of calls and failures since its previous call.
-    """
+    """Run the fuzzer in several processes with the seeds seed, seed + 1, ..."""
+    # Processes are spawned, because a CUDA context does not survive a fork.
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", 2)
     with ProcessPoolExecutor(processes, context, _start, (counters,)) as executor:
@@ -67,11 +58,7 @@ def _start(counters: Any) -> None:
 
 
 def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable[[int, int], None]) -> None:
-    """Call ``progress`` about every 0.2 s with the increase of the shared counters, until all processes have ended.
-
-    running: the pending results, one per process.
-    counters: the shared numbers [calls, failures].
-    """
+    """Call ``progress`` about every 0.2 s with the increase of the shared counters, until all processes have ended."""
     seen = (0, 0)
     while running:
         running = wait(running, _EVERY).not_done
@@ -81,13 +68,7 @@ def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable
 
 
 def _work(work: WorkerTask, seed: int) -> fuzz.Report:
-    """Run the fuzzer in this process with the given seed, and return its report.
-
-    Calls and failures are added to the shared counters on the way. Raises OSError if the work is for a GPU and this
-    process finds none.
-
-    work: the engine, limits and pool, which are the same for all processes.
-    """
+    """Run the fuzzer in this process with the given seed, and return its report."""
     engine = {"gpu": fuzz.device_engine, "host": fuzz.host_engine}[work.device]()[0] if work.device else None
     if work.device == "gpu" and engine is None:
         raise OSError("fuzz: this process finds no GPU, although the first process found one; run with --processes 1")

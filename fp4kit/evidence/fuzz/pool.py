@@ -109,11 +109,7 @@ class Picks:
         return bool(self.rng.random() < probability)
 
     def view(self, ndim: int, flat: bool) -> View:
-        """Return a random memory layout of an array of ``ndim`` axes.
-
-        Half of the layouts are contiguous, without an offset. The others may have an offset and, unless ``flat`` is
-        True, permuted axes and steps other than 1.
-        """
+        """Return a random memory layout of an array of ``ndim`` axes."""
         view = View.plain(ndim)
         if self.chance(0.5):
             offset = int(self.rng.integers(0, 9)) if self.chance(0.6) else 0

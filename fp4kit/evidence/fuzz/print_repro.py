@@ -47,13 +47,7 @@ _HELPERS = {
 
 
 def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> str:
-    """Return a Python program that reproduces a failing case.
-
-    The program raises an error as long as the failure exists. Once the failure is fixed, it ends without an error.
-
-    verdict: what failed and in which statement; later statements are left out.
-    engine: the engine that is compared with the specification, or None if the specification alone ran.
-    """
+    """Return a Python program that reproduces a failing case."""
     statements = program(case)[: verdict.step + 1]
     used_statements = statements if verdict.kind == "written" else needed(statements)
     writable = written_names(used_statements)
@@ -70,14 +64,7 @@ def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> 
 
 
 def _imports(text: str, module: str | None) -> list[str]:
-    """Return the import statements that a printed program needs, as lines.
-
-    These are the imports of all names that occur in the program's text.
-
-    text: the program.
-    module: the name of the engine's array library, such as "cupy", which is imported too; or None if the case was run
-        on the specification alone.
-    """
+    """Return the import statements that a printed program needs, as lines."""
     used = set(re.findall(r"[A-Za-z_]\w*", text))
     lines = [line for name, line in _IMPORTS if name in used]
     lines += [f"import {module}"] if module not in (None, "np") else []
@@ -89,10 +76,8 @@ def _imports(text: str, module: str | None) -> list[str]:
 
 
 def needed(statements: list[Statement]) -> list[Statement]:
-    """Return the last statement and the statements that it depends on, in order. ``statements`` must not be empty.
-
-    Other statements, and all earlier Same statements, are not needed to reproduce a failure of the last one.
-    """
+    """Return the last statement and the statements that it depends on, in order."""
+    # ``statements`` must not be empty.
     needed_statements = [statements[-1]]
     names = _names(statements[-1])
     for statement in reversed(statements[:-1]):
@@ -106,12 +91,7 @@ def needed(statements: list[Statement]) -> list[Statement]:
 
 
 def _names(statement: Any) -> set[str]:
-    """Return the names of the earlier results that a statement or an argument refers to.
-
-    - For a ProgramCall, the first part of the function's name is among them, such as "plan" in "plan.quantize".
-    - A list gives the names of all its entries.
-    - A Make statement, a number, a string or None gives set().
-    """
+    """Return the names of the earlier results that a statement or an argument refers to."""
     if isinstance(statement, Ref):
         return {statement.name}
     if isinstance(statement, Same):
@@ -122,13 +102,7 @@ def _names(statement: Any) -> set[str]:
 
 
 def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
-    """Yield the lines of Python source for a statement.
-
-    If the statement is a call whose result is compared between engines, the last line is a ``yield`` of the result. If
-    only the specification runs the statement, the lines stand under "if on.host:".
-
-    writable: the names of arrays that calls may write to.
-    """
+    """Yield the lines of Python source for a statement."""
     if isinstance(statement, Make):
         yield f"{statement.target} = {_made(statement, writable)}"
         return
@@ -145,12 +119,9 @@ def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
 
 
 def _made(statement: Make, writable: set[str]) -> str:
-    """Return the Python expression for the array or recipe of a Make statement.
-
-    An array is made by on.writable(...) if its name is in `writable`, otherwise by on.array(...), which detects writes.
-
-    writable: the names of the arrays that a call of the program writes to.
-    """
+    """Return the Python expression for the array or recipe of a Make statement."""
+    # An array is made by on.writable(...) if its name is in `writable`, otherwise by on.array(...), which detects
+    # writes.
     value = statement.value
     if isinstance(value, Variant):
         return text(value)
@@ -159,11 +130,9 @@ def _made(statement: Make, writable: set[str]) -> str:
 
 
 def _values(a: DrawnArray) -> str:
-    """Return the Python call that makes the elements of an array.
-
-    For an array with given bits, it is given(...), with the nonzero elements if there are at most MAX_LISTED, otherwise
-    with all bytes. For any other array, it is drawn(...).
-    """
+    """Return the Python call that makes the elements of an array."""
+    # For an array with given bits, it is given(...), with the nonzero elements if there are at most MAX_LISTED,
+    # otherwise with all bytes.
     if a.kind != "given":
         return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed})"
     bits = np.frombuffer(a.bits, unsigned(a.values().dtype))

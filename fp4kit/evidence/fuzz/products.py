@@ -113,10 +113,7 @@ def changes_of(u: Unit) -> dict[str, Any]:
 
 
 def units_for(a: Variant | str, b: Variant | str) -> tuple[str, ...]:
-    """Return the ids of the matrix units that can multiply two operands, each given by its recipe or by its dtype.
-
-    The ids are in the order of UNITS. The unit "dequantized" is always among them.
-    """
+    """Return the ids of the matrix units that can multiply two operands, each given by its recipe or by its dtype."""
     return _units_for(_operand_kind(a), _operand_kind(b))
 
 
@@ -146,21 +143,14 @@ def _operand_kind(kind: Variant | str) -> _Kind:
 
 @cache
 def _units_for(a: _Kind, b: _Kind) -> tuple[str, ...]:
-    """Return the ids of the matrix units that can multiply operands of the kinds a and b, in the order of UNITS.
-
-    The unit "dequantized" multiplies operands of all kinds, so it is always included. The result is cached.
-    """
+    """Return the ids of the matrix units that can multiply operands of the kinds a and b, in the order of UNITS."""
     x, y = (_empty(kind) for kind in (a, b))
     # "dequantized" decodes both operands first, so it takes every recipe.
     return tuple(id for id in UNITS if id == "dequantized" or (x and y and _accepts(x, y, id)))
 
 
 def _empty(kind: _Kind) -> Operand | None:
-    """Return an Operand of the given kind without arrays, to ask which matrix units multiply such operands.
-
-    Return None if only the unit "dequantized" does: for integer elements, for element formats that no unit has, and for
-    one tensor scale per block.
-    """
+    """Return an Operand of the given kind without arrays, to ask which matrix units multiply such operands."""
     if kind.element is None:
         return Operand(None, ARRAYS[kind.dtype] or kind.dtype, None, None, 1, None, 0)
     if kind.per_block or kind.element.is_integer or kind.element.name not in FORMATS:
@@ -178,12 +168,7 @@ def _accepts(a: Operand, b: Operand, id: str) -> bool:
 
 
 def draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
-    """Return one of the matrix units with the given ids, at random. In about a quarter of the draws, return a variant.
-
-    A variant has changed steps (the groups of products that one addition sums), a changed ``promote`` (the length of
-    the chains of steps), or both. If the unit has an order of addition instead of steps, or if the pool allows no
-    changes, the unit itself is returned.
-    """
+    """Return one of the matrix units with the given ids, at random."""
     u = UNITS[d.pick(ids)]
     if u.order is not None or not d.pool.changes or not d.chance(0.35):
         return u
@@ -194,11 +179,7 @@ def draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
 
 
 def _other_step(d: Picks, step: Any) -> Any:
-    """Return a copy of ``step`` with random bit counts and a random zero_exponent.
-
-    In a third of the draws, k is doubled. The bit counts are fraction_bits, and output_bits for a DotAdd or sum_bits
-    for other steps.
-    """
+    """Return a copy of ``step`` with random bit counts and a random zero_exponent."""
     changes: dict[str, Any] = {"k": step.k * int(d.pick((1, 1, 2))), "zero_exponent": -int(d.pick((900, 139, 120, 2)))}
     if isinstance(step, DotAdd):
         changes |= {"fraction_bits": int(d.rng.integers(1, 41)), "output_bits": int(d.rng.integers(1, 24))}
@@ -211,14 +192,7 @@ def _other_step(d: Picks, step: Any) -> Any:
 
 
 def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
-    """Return a random matrix product. If operand ``a`` is a Quantized, it has the given recipe.
-
-    The matrix unit is one of the pool that supports both operands. In two cases, it is any unit of the pool, so that
-    the call may have to be rejected:
-
-    - The pool has no unit for any of the 20 pairs of operands that were drawn.
-    - The pool allows faults: in 3 % of the draws.
-    """
+    """Return a random matrix product."""
     for _ in range(20):
         kinds = _kinds(d, recipe)
         wanted = tuple(id for id in units_for(*kinds) if id in d.pool.units)
@@ -241,13 +215,7 @@ def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
 
 
 def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
-    """Return the kinds of two operands, as a pair. A kind is the dtype of an array, or the recipe of a Quantized.
-
-    - In 30 % of the draws, both kinds are dtypes. They are equal, but a float8 dtype may be paired with another one of
-      its family (fnuz or not).
-    - Otherwise, both are recipes: the first is `recipe`, and the second is `recipe` too, or one with which a matrix
-      unit of real hardware can multiply it.
-    """
+    """Return the kinds of two operands, as a pair."""
     if d.chance(0.3):
         kind = d.pick(tuple(ARRAYS))
         family = [other for other in FLOAT8 if other.endswith("fnuz") == kind.endswith("fnuz")]
@@ -258,21 +226,15 @@ def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
 
 @cache
 def _partners(pool: Pool, kind: _Kind) -> tuple[Variant, ...]:
-    """Return the recipes of a pool that can quantize the other operand of a product with an operand of `kind`.
-
-    At least one matrix unit of real hardware must be able to multiply the two; an order of addition is not enough.
-    Recipes for fake quantizers alone are left out. The result is () if no recipe is left.
-    """
+    """Return the recipes of a pool that can quantize the other operand of a product with an operand of `kind`."""
     hardware = {id for id, u in UNITS.items() if u.order is None}
     others = [each for each in (*map(Variant, pool.recipes), *pool.variants) if not each.recipe.fake_only]
     return tuple(each for each in others if hardware & set(_units_for(kind, _operand_kind(each))))
 
 
 def draw_patterns(d: Picks) -> tuple[str, str]:
-    """Return the names of code patterns (keys of PATTERNS) for two operands, as a pair.
-
-    In a quarter of the draws, the patterns are chosen so that products of the two operands cancel.
-    """
+    """Return the names of code patterns (keys of PATTERNS) for two operands, as a pair."""
+    # In a quarter of the draws, the patterns are chosen so that products of the two operands cancel.
     if d.chance(0.25):
         return d.pick(_PAIRS)
     return d.pick(tuple(PATTERNS)), d.pick(tuple(PATTERNS))
@@ -281,12 +243,8 @@ def draw_patterns(d: Picks) -> tuple[str, str]:
 def _shapes(
     d: Picks, kinds: tuple[Variant | str, Variant | str], u: Unit
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes (..., rows, K) of two operands, and the leading axes of their product (all but the last two).
-
-    K is a multiple of the length that each recipe requires. In some draws one or both operands are stacks. If one
-    is, its leading axes are those of the product. In a few draws M, N or K is 0.
-
-    kinds: the dtype or the recipe of each operand. u: the matrix unit, whose step determines the choice of K.
+    """Return the shapes (..., rows, K) of two operands, and the leading axes of their product (all but the last
+    two).
     """
     multiple = lcm(*(1 if isinstance(kind, str) else kind.recipe.length_multiple for kind in kinds))
     step = d.pick([step.k for step in u.steps().values()] or [32])
@@ -305,11 +263,7 @@ def _shapes(
 
 
 def _length(d: Picks, step: int, limit: int) -> int:
-    """Return a random K for a product: a small multiple of ``step``, a number below 700, or, rarely, ``limit``.
-
-    step: number of products that the matrix unit sums in one step.
-    limit: the largest K. No result is larger.
-    """
+    """Return a random K for a product: a small multiple of ``step``, a number below 700, or, rarely, ``limit``."""
     kind = d.rng.random()
     if kind < 0.03:
         return limit
@@ -319,10 +273,8 @@ def _length(d: Picks, step: int, limit: int) -> int:
 
 
 def draw_operand(d: Picks, kind: Variant | str, shape: tuple[int, ...], pattern: str) -> DrawnOperand:
-    """Return a random operand with the shape (..., rows, K), either a Quantized with a recipe or an array of a dtype.
-
-    kind: the recipe or the dtype. pattern: how codes are drawn, a key of code_patterns.PATTERNS. It is ignored for
-    integer elements and other formats that matrix units lack. Scales are random.
+    """Return a random operand with the shape (..., rows, K), either a Quantized with a recipe or an array of a
+    dtype.
     """
     view = d.view(len(shape), flat=False)
     if isinstance(kind, str):

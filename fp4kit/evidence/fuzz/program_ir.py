@@ -27,10 +27,7 @@ class Ref:
     path: tuple[Any, ...] = ()
 
     def __getitem__(self, part: Any) -> Ref:
-        """Return a reference to a part of this result.
-
-        A string means an attribute, as in ref["packed"]; an index or slice means an item.
-        """
+        """Return a reference to a part of this result."""
         return Ref(self.name, (*self.path, part))
 
     def __repr__(self) -> str:
@@ -39,10 +36,7 @@ class Ref:
 
 
 def _access(part: Any) -> str:
-    """Return Python source that takes a part of a value, to append to the value's name.
-
-    A name gives an attribute (".packed"), an int an index ("[0]"), and a slice its bounds ("[1:3]"), without its step.
-    """
+    """Return Python source that takes a part of a value, to append to the value's name."""
     if isinstance(part, slice):
         return f"[{part.start}:{part.stop}]"
     return f".{part}" if isinstance(part, str) else f"[{part}]"
@@ -107,10 +101,7 @@ class Program:
         return Ref(target)
 
     def call(self, target: str, function: str, *arguments: Any, **options: Any) -> Ref:
-        """Append the statement target = function(*arguments, **options). Return a reference to the result.
-
-        Options that are None are left out; positional arguments that are None are kept.
-        """
+        """Append the statement target = function(*arguments, **options)."""
         given = {name: value for name, value in options.items() if value is not None}
         self.statements.append(ProgramCall(target, function, arguments, given))
         return Ref(target)

@@ -37,10 +37,7 @@ from fp4kit.recipes.schema import faking
 
 
 def program(case: DrawnCase) -> list[Statement]:
-    """Return the program of a fuzz case: its calls and required equalities, as a list of statements.
-
-    Equal cases give equal programs. Nothing is called yet.
-    """
+    """Return the program of a fuzz case: its calls and required equalities, as a list of statements."""
     p = Program()
     if case.product is not None:
         matmul(p, case)
@@ -54,14 +51,7 @@ def program(case: DrawnCase) -> list[Statement]:
 
 
 def _quantize(p: Program, case: DrawnCase) -> None:
-    """Append calls that quantize and decode x.
-
-    Some cases get further calls. Their results must equal the result of the first call, or the expert's part of it:
-
-    - If x is strided, a contiguous copy of x is quantized.
-    - If the case has the option ``out``, x is quantized twice into a preallocated output.
-    - If the case has an amax per expert, up to three experts are quantized separately (see _experts).
-    """
+    """Append calls that quantize and decode x."""
     x = p.make("x", case.x)
     options = codes_options(p, case) | {"tensor_amax": tensor_amax(p, case), "block_amax": block_amax(p, case)}
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **options)
@@ -75,14 +65,8 @@ def _quantize(p: Program, case: DrawnCase) -> None:
 
 
 def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any]) -> None:
-    """Append calls that quantize up to three experts of x separately, each with its own amax.
-
-    Each result must equal the expert's part of ``q``, the result for the whole x. Calls are appended only if the case
-    has several experts, an amax per expert and no block amaxes. The case must also round to nearest, and not quantize
-    along the axis of experts.
-
-    options: the options of the call that quantized x.
-    """
+    """Append calls that quantize up to three experts of x separately, each with its own amax."""
+    # The case must also round to nearest, and not quantize along the axis of experts.
     amax, ndim = options["tensor_amax"], case.x.ndim
     alone = isinstance(amax, Ref) and case.r.tensor_scaling == "tensor" and case.x.shape[0] > 1 and case.axis % ndim > 0
     if not alone or case.options.rounding != "nearest" or options["block_amax"] is not None:
@@ -96,11 +80,8 @@ def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any
 
 
 def _quantize_both(p: Program, case: DrawnCase) -> None:
-    """Append calls that quantize along both axes: one call of quantize_both, and two calls of quantize.
-
-    The results must be equal. As in quantize_both, only the call of quantize along columns has the Hadamard transform,
-    and its seed is larger by 1 than that of the call along rows.
-    """
+    """Append calls that quantize along both axes: one call of quantize_both, and two calls of quantize."""
+    # The results must be equal.
     x = p.make("x", case.x)
     options = codes_options(p, case)
     del options["axis"]
@@ -116,11 +97,8 @@ def _quantize_both(p: Program, case: DrawnCase) -> None:
 
 
 def _decode(p: Program, case: DrawnCase) -> None:
-    """Append calls that decode random codes under random block scales (if the recipe has any).
-
-    Padding in swizzled scales holds random bytes too. If the case has the option ``out``, decoding into a preallocated
-    output must give the same values.
-    """
+    """Append calls that decode random codes under random block scales (if the recipe has any)."""
+    # If the case has the option ``out``, decoding into a preallocated output must give the same values.
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     moved, r = moved_shape(case, case.x), case.r
@@ -136,11 +114,9 @@ def _decode(p: Program, case: DrawnCase) -> None:
 
 
 def _fake_quantize(p: Program, case: DrawnCase) -> None:
-    """Append calls that fake-quantize x.
-
-    The result must equal dequantize(quantize(x)), unless the recipe has a fake rule, has no codes, or decodes by
-    another rule in fake_quantize.
-    """
+    """Append calls that fake-quantize x."""
+    # The result must equal dequantize(quantize(x)), unless the recipe has a fake rule, has no codes, or decodes by
+    # another rule in fake_quantize.
     x, r = p.make("x", case.x), case.r
     options = {
         "axis": case.axis,
@@ -155,11 +131,7 @@ def _fake_quantize(p: Program, case: DrawnCase) -> None:
 
 
 def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
-    """Append the statements that make the arrays of a group. Return (argument xs of a grouped function, references).
-
-    The argument is one stacked array, or a list of arrays. There is one reference per array of the group; for a stacked
-    array, it refers to a part of it.
-    """
+    """Append the statements that make the arrays of a group."""
     if case.options.stacked:
         x = p.make("x", case.x)
         return x, [x[i] for i in range(case.x.shape[0])]
@@ -168,26 +140,14 @@ def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
 
 
 def _per_member(p: Program, case: DrawnCase, make: Callable[..., Any], name: str, count: int) -> list[Any] | None:
-    """Return one argument of a grouped function, such as its amaxes: a list with one entry per array of the group.
-
-    Return None if the case does not pass this argument, or if the group is empty.
-
-    Args:
-        p: the program.
-        case: the case.
-        make: the function tensor_amax or block_amax of arguments.py, which is called for each array.
-        name: the beginning of the entries' names in the program.
-        count: number of arrays.
-    """
+    """Return one argument of a grouped function, such as its amaxes: a list with one entry per array of the group."""
     found = [make(p, case, i, f"{name}{i}") for i in range(count)]
     return None if not found or found[0] is None else found
 
 
 def _grouped(p: Program, case: DrawnCase) -> None:
-    """Append a call that quantizes or fake-quantizes a group of arrays at once, and a call for each array by itself.
-
-    The results must be equal. The case's operation says whether the calls fake-quantize.
-    """
+    """Append a call that quantizes or fake-quantizes a group of arrays at once, and a call for each array by itself."""
+    # The results must be equal.
     xs, members = _members(p, case)
     fake = case.operation == "fake_quantize_grouped"
     options = {"axis": case.axis, **rounding_options(p, case)} if fake else codes_options(p, case)
@@ -208,10 +168,8 @@ def _at(values: list[Any] | None, i: int) -> Any:
 
 
 def _amax_grouped(p: Program, case: DrawnCase) -> None:
-    """Append calls that compute the amaxes of a group of arrays at once, and of each array by itself.
-
-    The results must be equal.
-    """
+    """Append calls that compute the amaxes of a group of arrays at once, and of each array by itself."""
+    # The results must be equal.
     xs, members = _members(p, case)
     recipe, axis = _reduced(case)
     found = p.call("found", "fp4kit.amax_grouped", xs, *recipe, axis=axis)
@@ -219,11 +177,7 @@ def _amax_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
-    """Return the arguments of a call of amax besides x: (positional arguments after x, argument axis).
-
-    - If the case divides a matrix into shards (options.cuts): the recipe, and the quantized axis.
-    - Otherwise: no positional argument, and the axes to reduce: None, one axis, or a tuple of all axes.
-    """
+    """Return the arguments of a call of amax besides x: (positional arguments after x, argument axis)."""
     if case.options.cuts:
         return (Ref("r"),), case.axis
     ndim = case.x.ndim - case.options.stacked
@@ -231,10 +185,8 @@ def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
 
 
 def _plan(p: Program, case: DrawnCase) -> None:
-    """Append calls that make a GroupedPlan and run it twice.
-
-    The results must equal the results of single calls. Before the second run, the plan's arrays are overwritten.
-    """
+    """Append calls that make a GroupedPlan and run it twice."""
+    # The results must equal the results of single calls.
     o = case.options
     xs, members = _members(p, case)
     options = codes_options(p, case)
@@ -254,10 +206,7 @@ def _plan(p: Program, case: DrawnCase) -> None:
 
 
 def _overwrite(p: Program, case: DrawnCase, members: list[Ref]) -> None:
-    """Append calls that overwrite the arrays of a group in place with new random values, of normal distribution.
-
-    The calls are marked as writing to the arrays. members: references to the arrays, as _members returns them.
-    """
+    """Append calls that overwrite the arrays of a group in place with new random values, of normal distribution."""
     for i, x in enumerate(members):
         stacked = case.options.stacked
         a = case.arrays[0 if stacked else i]
@@ -267,11 +216,7 @@ def _overwrite(p: Program, case: DrawnCase, members: list[Ref]) -> None:
 
 
 def _requantize(p: Program, case: DrawnCase) -> None:
-    """Append calls that quantize with one recipe, requantize to another recipe, and decode the result.
-
-    If the case has no target recipe, its own recipe is the target. The program requires no equal results by itself; the
-    results are compared between engines.
-    """
+    """Append calls that quantize with one recipe, requantize to another recipe, and decode the result."""
     x, o = p.make("x", case.x), case.options
     target = p.make("target", o.target or case.recipe)
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
@@ -280,10 +225,8 @@ def _requantize(p: Program, case: DrawnCase) -> None:
 
 
 def _backward(p: Program, case: DrawnCase) -> None:
-    """Append a call that computes the gradient of fake_quantize from a random incoming gradient.
-
-    The incoming gradient may hold NaN and infinities. With pass_through, the result must equal the incoming gradient.
-    """
+    """Append a call that computes the gradient of fake_quantize from a random incoming gradient."""
+    # With pass_through, the result must equal the incoming gradient.
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
     # fake_quantize_backward accepts a single amax, not one per expert.
@@ -295,10 +238,8 @@ def _backward(p: Program, case: DrawnCase) -> None:
 
 
 def _backward_grouped(p: Program, case: DrawnCase) -> None:
-    """Append a call that computes the gradients of fake_quantize for a group at once, and a call for each array.
-
-    The results must be equal. The incoming gradients are random bits, which may be NaN and infinities.
-    """
+    """Append a call that computes the gradients of fake_quantize for a group at once, and a call for each array."""
+    # The results must be equal.
     xs, members = _members(p, case)
     o = case.options
     grads = [p.make(f"grad{i}", replace(a, kind="bits", seed=o.seed + i, bits=b"")) for i, a in enumerate(case.arrays)]
@@ -315,15 +256,9 @@ def _backward_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _transpose(p: Program, case: DrawnCase) -> None:
-    """Append calls that transpose a Quantized.
-
-    Transposing again must give the Quantized back. Quantizing x along the other axis must give the transpose.
-
-    The second comparison is left out for recipes whose codes depend on the direction:
-
-    - recipes that treat even and odd lanes separately for NaN
-    - recipes with 4over6, because the order in which they sum errors depends on the direction
-    """
+    """Append calls that transpose a Quantized."""
+    # Transposing again must give the Quantized back.
+    # Quantizing x along the other axis must give the transpose.
     x, o = p.make("x", case.x), case.options
     options = {"scale_layout": o.layout if o.layout != "linear" else None, "tensor_amax": tensor_amax(p, case)}
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), axis=case.axis, **options)
@@ -334,14 +269,7 @@ def _transpose(p: Program, case: DrawnCase) -> None:
 
 
 def _swizzle(p: Program, case: DrawnCase) -> None:
-    """Append calls that convert the block scales of a Quantized to the layout ``target_layout``, and back.
-
-    Three equalities are required:
-
-    - Unswizzling the converted Quantized gives the same result as unswizzling the original.
-    - Converting that result to the original layout gives the original Quantized again.
-    - The converted Quantized decodes to the values of the original.
-    """
+    """Append calls that convert the block scales of a Quantized to the layout ``target_layout``, and back."""
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     s = p.call("s", "fp4kit.swizzle", q, o.target_layout)
@@ -366,10 +294,7 @@ def _pack(p: Program, case: DrawnCase) -> None:
 
 
 def _amax_program(p: Program, case: DrawnCase) -> None:
-    """Append a call that computes the amax of x and, if x is strided, one for a contiguous copy of x.
-
-    The two results must be equal.
-    """
+    """Append a call that computes the amax of x and, if x is strided, one for a contiguous copy of x."""
     x = p.make("x", case.x)
     recipe, axis = _reduced(case)
     a = p.call("a", "fp4kit.amax", x, *recipe, axis=axis)
@@ -378,20 +303,15 @@ def _amax_program(p: Program, case: DrawnCase) -> None:
 
 
 def _pieces(case: DrawnCase) -> list[tuple[int, int]]:
-    """Return the shards of the flattened matrix as ranges [start, stop) of elements, in order.
-
-    The case's cuts, which are fractions of the number of elements, separate the shards. A shard may be empty.
-    """
+    """Return the shards of the flattened matrix as ranges [start, stop) of elements, in order."""
     ends = [0, *(int(cut * case.x.size) for cut in case.options.cuts), case.x.size]
     return list(pairwise(ends))
 
 
 def _partial(p: Program, case: DrawnCase) -> None:
-    """Append calls that compute amaxes and codes shard by shard, with cuts at arbitrary elements.
-
-    The maximum of the shards' amaxes must be the amax of x, and the shards' codes must be those that quantize gives for
-    x. In some cases one shard is left out. Then its codes must stay unchanged.
-    """
+    """Append calls that compute amaxes and codes shard by shard, with cuts at arbitrary elements."""
+    # The maximum of the shards' amaxes must be the amax of x, and the shards' codes must be those that quantize gives
+    # for x.
     x, r, shape = p.make("x", case.x), case.r, case.x.shape
     flat = p.call("flat", "x.reshape", -1)
     pieces = _pieces(case)
@@ -413,20 +333,16 @@ def _partial(p: Program, case: DrawnCase) -> None:
 
 
 def _scales_by_finite(case: DrawnCase) -> bool:
-    """Return True if the tensor scale comes from an amax without infinities while the block amaxes contain infinities.
-
-    The result is True if x has infinities, and if the recipe has one tensor scale per tensor and amax_nan "lanes",
-    which leaves out infinities from the tensor amax.
+    """Return True if the tensor scale comes from an amax without infinities while the block amaxes contain
+    infinities.
     """
     finite = case.r.amax_nan == "lanes" and case.r.tensor_scaling == "tensor"
     return finite and bool(np.isinf(case.x.values().astype(np.float32)).any())
 
 
 def _master_weights(p: Program, case: DrawnCase) -> None:
-    """Append a call of cast_master_weights that casts several weights in one process, and one quantize per weight.
-
-    The results must be equal. With the option ``columnwise``, for square blocks, the transposes are compared too.
-    """
+    """Append a call of cast_master_weights that casts several weights in one process, and one quantize per weight."""
+    # The results must be equal.
     columnwise = case.options.columnwise and case.r.block_rows == case.r.block_size
     shards, singles = [], []
     for i, a in enumerate(case.arrays):

@@ -10,12 +10,7 @@ from fp4kit.evidence.fuzz.program_ir import Dtype, Program, Ref
 
 
 def matmul(p: Program, case: DrawnCase) -> None:
-    """Append a call that multiplies two operands, and calls whose results must agree with its result.
-
-    - If product.swapped is set, a further call exchanges the operands. Its result must be the transpose.
-    - If both operands are arrays, another call computes only the first row, or the first matrix of a stack. Its result
-      must equal this part of the whole result.
-    """
+    """Append a call that multiplies two operands, and calls whose results must agree with its result."""
     product = case.product
     assert product is not None
     a, b = (_operand(p, x, name) for x, name in ((product.a, "a"), (product.b, "b")))
@@ -34,21 +29,13 @@ def matmul(p: Program, case: DrawnCase) -> None:
 
 
 def _first(product: DrawnProduct, a: Ref, b: Ref) -> tuple[Ref, Ref]:
-    """Return references to the parts of operands `a` and `b` that give one matrix or one row of their product.
-
-    - If an operand is a stack, the parts give the first matrix of the product: the first matrix of each stack, and the
-      whole of an operand that is not a stack.
-    - Otherwise, they give the first row of the product: the first row of ``a``, and the whole of ``b``.
-    """
+    """Return references to the parts of operands `a` and `b` that give one matrix or one row of their product."""
     is_stack_a, is_stack_b = (x.codes.ndim > 2 for x in (product.a, product.b))
     return a[0:1] if is_stack_a or not is_stack_b else a, b[0:1] if is_stack_b else b
 
 
 def _operand(p: Program, x: DrawnOperand, name: str) -> Ref:
-    """Append the statements that make an operand of matmul: an array or a Quantized. Return a reference to it.
-
-    name: the operand's name in the program. Names of its parts begin with it.
-    """
+    """Append the statements that make an operand of matmul: an array or a Quantized."""
     if x.recipe is None and not x.dtype.startswith("float8"):
         return p.make(name, x.codes)
     codes = p.make(f"{name}_codes", x.codes)

@@ -17,12 +17,7 @@ SOME_CODES, SOME_POWERS, SOME_MULTIPLES = (-5, 3), (-3, 1), (0.5, 1.25, 0.25)
 
 
 def search_scales(p: Program, case: DrawnCase) -> None:
-    """Append calls to search_scales, and Same statements for the results that must be equal.
-
-    - If x is strided, a contiguous copy of x must give the same result.
-    - Weights of 1 must give the result of a search without weights. This call is left out for cases with weights or a
-      Hessian.
-    """
+    """Append calls to search_scales, and Same statements for the results that must be equal."""
     x, o, K = p.make("x", case.x), case.options, moved_shape(case, case.x)[-1]
     options = {"axis": case.axis, "tensor_amax": tensor_amax(p, case), "candidates": _candidates(case)}
     terms: dict[str, Any] = {"objective": o.objective if o.objective != "mse" else None}
@@ -40,12 +35,7 @@ def search_scales(p: Program, case: DrawnCase) -> None:
 
 
 def _candidates(case: DrawnCase) -> Any:
-    """Return the argument ``candidates`` of search_scales: None, "near", or limits that fit the recipe's search.
-
-    - The option "" gives None.
-    - The option "near" gives "near", or None for recipes whose search tries a grid of multiples of the amax.
-    - The option "some" gives a tuple of limits: of multiples, of powers of two, or of E4M3 codes.
-    """
+    """Return the argument ``candidates`` of search_scales: None, "near", or limits that fit the recipe's search."""
     o, r = case.options, case.r
     if o.candidates == "near" and has_grid(r):
         return None

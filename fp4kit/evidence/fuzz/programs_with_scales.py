@@ -27,13 +27,8 @@ SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # tensor s
 
 
 def with_scales(p: Program, case: DrawnCase) -> None:
-    """Append calls that quantize x: first as usual, then with the scales of the first result, then with random scales.
-
-    - The second result must hold the scales that were passed.
-    - The second result must also have the codes of the first result if gives_back(recipe, dtype) is True. There is an
-      exception: the second call computes block amaxes from x. If the first call had other block amaxes (given, searched
-      or random), and the recipe computes factors from amaxes or flushes subnormals, the codes may differ.
-    - Results with random scales are decoded and compared between engines.
+    """Append calls that quantize x: first as usual, then with the scales of the first result, then with random
+    scales.
     """
     x, o, moved, r = p.make("x", case.x), case.options, moved_shape(case, case.x), case.r
     options, amax = codes_options(p, case), tensor_amax(p, case)
@@ -67,13 +62,5 @@ def _scales_of(r: Recipe) -> dict[str, bool]:
 
 
 def gives_back(r: Recipe, dtype: str) -> bool:
-    """Return True if quantizing with the scales of an earlier result must give that result's codes again.
-
-    There are two cases:
-
-    - Elements are not multiplied by the encode scale, so that the scales alone determine the codes.
-    - x has a 16-bit dtype, because the stored tensor scale then determines the amax. The tensor rule te_primary_weight
-      is excluded: it makes the tensor scale 1 both from an infinite amax and from the amax 2688, with different encode
-      scales.
-    """
+    """Return True if quantizing with the scales of an earlier result must give that result's codes again."""
     return not encodes_by_amax(r) or (dtype != "float32" and r.tensor_rule != "te_primary_weight")

@@ -47,18 +47,12 @@ class Variant:
 
     @lazy_property
     def recipe(self) -> Recipe:
-        """Return the Recipe with the changes applied, or the recipe of the table itself if there are none.
-
-        Raises ValueError or TypeError if Recipe rejects the changes. The result is cached.
-        """
+        """Return the Recipe with the changes applied, or the recipe of the table itself if there are none."""
         base = RECIPES[self.id]
         return replace(base, **dict(self.changes)) if self.changes else base
 
     def simpler(self) -> Iterator[Variant]:
-        """Yield variants with fewer changes: first without any, then without one of them.
-
-        A variant with one change yields only the unchanged recipe, and a variant without changes yields none.
-        """
+        """Yield variants with fewer changes: first without any, then without one of them."""
         if len(self.changes) > 1:
             yield Variant(self.id)
         for i in range(len(self.changes)):
@@ -66,11 +60,7 @@ class Variant:
 
 
 def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
-    """Return recipe ``id`` as a Variant, changed by up to ``changes`` different functions of CHANGES.
-
-    A change that does not apply to the recipe, or that gives the recipe's own value, is left out. So the variant may
-    have fewer changes or none. Recipe may still reject the variant.
-    """
+    """Return recipe ``id`` as a Variant, changed by up to ``changes`` different functions of CHANGES."""
     r: Any = RECIPES[id]
     found: dict[str, Any] = {}
     names = list(CHANGES)
@@ -82,10 +72,7 @@ def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
 
 
 def _changed(r: Any, changes: dict[str, Any]) -> Any:
-    """Return an object with the fields of the recipe ``r``, some of them replaced as ``changes`` says.
-
-    Unlike a Recipe, the object is not checked, so it may be invalid until further changes are made.
-    """
+    """Return an object with the fields of the recipe ``r``, some of them replaced as ``changes`` says."""
     return SimpleNamespace(**{name: getattr(r, name) for name in FIELDS} | changes)
 
 
@@ -95,11 +82,7 @@ def _pick(rng: Rng, choices: Any) -> Any:
 
 
 def _block(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random block shape as {"block": (rows, columns)}, or {} if the recipe has no blocks.
-
-    Blocks of several rows need one factor for all their rows. So the block has one row if the recipe has a tensor scale
-    per row, a fake rule, a search or random scales. Otherwise it has one row in half of the draws.
-    """
+    """Return a random block shape as {"block": (rows, columns)}, or {} if the recipe has no blocks."""
     if r.block is None:
         return {}
     one_row = r.fake_rule or r.search or r.tensor_scaling == "row" or r.stochastic == "mslk"
@@ -109,11 +92,7 @@ def _block(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _element(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random element format as {"element": format}: an integer format for integers, else a float format.
-
-    Return {} for float recipes with E4M3 scales, with a nonzero code for NaN, with fouroversix's rounding ("rnw"), or
-    with stochastic rounding for E2M1 alone.
-    """
+    """Return a random element format as {"element": format}: an integer format for integers, else a float format."""
     if r.element.is_integer:
         return {"element": _pick(rng, (INT4, INT8))}
     if r.scale == E4M3 or r.nan_code or r.rounding == "rnw" or r.stochastic in rules.NOISE_STOCHASTICS:
@@ -122,11 +101,7 @@ def _element(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.tensor_scaling as {field: value}.
-
-    The value says what shares one tensor scale: the whole tensor, a row or, for recipes without block scales, a block.
-    Return {} if the recipe has no tensor rule, blocks of several rows, or 4over6.
-    """
+    """Return a random value of Recipe.tensor_scaling as {field: value}."""
     if r.tensor_rule is None or r.four_over_six or (r.block is not None and r.block[0] > 1):
         return {}
     if r.scale is None and r.block is not None:
@@ -135,12 +110,7 @@ def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.rounding, how scaled elements are rounded to codes, as {field: value}.
-
-    - Under 4over6, the value is "rn" or "rnw". With fast_error, {} is returned.
-    - If the recipe compares elements with scaled values (apply "compare"), {} is returned.
-    - The rounding "first" comes with "nan_code": 0, because it determines the code of NaN.
-    """
+    """Return a random value of Recipe.rounding, how scaled elements are rounded to codes, as {field: value}."""
     if r.four_over_six or r.apply == "compare":
         return {} if r.fast_error or not r.four_over_six else {"rounding": _pick(rng, ("rn", "rnw"))}
     unfit = {"first"} if r.element.is_integer or r.nan_is_max else set()
@@ -150,49 +120,32 @@ def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _sign(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.sign, a key of rules.SIGNS, as {"sign": value}; {} for integer elements.
-
-    The field says which elements get the sign bit.
-    """
+    """Return a random value of Recipe.sign, a key of rules.SIGNS, as {"sign": value}; {} for integer elements."""
     return {} if r.element.is_integer else {"sign": _pick(rng, rules.SIGNS)}
 
 
 def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.nan_code, the code of a NaN element, as {field: value}.
-
-    The value None stands for the nan_code of the element format. Return {} if the rounding is "first", which determines
-    the code.
-    """
+    """Return a random value of Recipe.nan_code, the code of a NaN element, as {field: value}."""
     return (
         {} if r.rounding == "first" else {"nan_code": _pick(rng, (None, 0, 3, r.element.max_code, r.element.sign_bit))}
     )
 
 
 def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.amax_nan, which says how NaN elements affect an amax, as {"amax_nan": value}.
-
-    The value is "ignore", "propagate" or, for recipes with blocks, "lanes".
-    """
+    """Return a random value of Recipe.amax_nan, which says how NaN elements affect an amax, as {"amax_nan": value}."""
     return {"amax_nan": _pick(rng, ("ignore", "propagate", "lanes") if r.block else ("ignore", "propagate"))}
 
 
 def _static(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.static as {field: value}. The field says whether the caller gives block amaxes.
-
-    Return {} for recipes without block scales, and for recipes whose block rule reads the amax. Also return {} for
-    recipes with 4over6 or a search, because these recipes choose scales themselves.
-    """
+    """Return a random value of Recipe.static as {field: value}."""
+    # Also return {} for recipes with 4over6 or a search, because these recipes choose scales themselves.
     if r.four_over_six or r.search or r.scale is None or rules.BLOCK_RULES[r.block_rule].reads_amax:
         return {}
     return {"static": bool(rng.random() < 0.5)}
 
 
 def _search(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random search of block scales (Recipe.search) as {field: value}. The value may be "", for no search.
-
-    Return {} if the recipe has no block scales, or if another rule or the caller chooses the block amax. Also return {}
-    if blocks have several rows, or a size that is not a multiple of 8.
-    """
+    """Return a random search of block scales (Recipe.search) as {field: value}."""
     plain = r.block and r.block[0] == 1 and not (r.four_over_six or r.static or r.fake_rule or r.block[1] % 8)
     if not plain or r.scale is None:
         return {}
@@ -200,34 +153,24 @@ def _search(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return the opposite of Recipe.narrow as {field: value}, or {} for float elements.
-
-    The field says whether the range of integer codes is symmetric.
-    """
+    """Return the opposite of Recipe.narrow as {field: value}, or {} for float elements."""
     return {"narrow": not r.narrow} if r.element.is_integer else {}
 
 
 def _scale_max(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return {"scale_max": 448} or {"scale_max": 256} at random; {} unless the block scales are E4M3.
-
-    The field is the largest block scale. The tensor scale is computed from it.
-    """
+    """Return {"scale_max": 448} or {"scale_max": 256} at random; {} unless the block scales are E4M3."""
     return {"scale_max": _pick(rng, (448, 256))} if r.scale == E4M3 else {}
 
 
 def _apply(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return {"apply": "multiply"} or {"apply": "divide"} at random; {} if the recipe has a block rule, which fixes it.
-
-    The field says whether elements are multiplied or divided by the factor.
+    """Return {"apply": "multiply"} or {"apply": "divide"} at random; {} if the recipe has a block rule, which fixes
+    it.
     """
     return {"apply": _pick(rng, ("multiply", "divide"))} if r.block_rule is None else {}
 
 
 def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random decode rule that fits the recipe's scale format, as {"decode_rule": name}. It is never {}.
-
-    Rules that read the tensor amax are drawn only for E4M3 scales with a tensor scale.
-    """
+    """Return a random decode rule that fits the recipe's scale format, as {"decode_rule": name}."""
     if r.scale == E8M0:
         return {"decode_rule": _pick(rng, E8M0_DECODE)}
     if r.scale is None:
@@ -237,13 +180,9 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random block rule for the recipe's scale format, and the fields that depend on it, as {field: value}.
-
-    The dependent fields are apply and, for rules that compare elements with scaled values, rounding and nan_code.
-
-    Return {} for recipes without block scales. Also return {} for recipes with FlashInfer's rules or 4over6, because
-    other fields of these recipes depend on the rule.
-    """
+    """Return a random block rule for the recipe's scale format, and the fields that depend on it, as {field: value}."""
+    # Also return {} for recipes with FlashInfer's rules or 4over6, because other fields of these recipes depend on the
+    # rule.
     if r.block_rule is None or r.flush or r.four_over_six:
         return {}
     with_tensor = r.tensor_scaling != "none"
@@ -264,19 +203,12 @@ def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return the opposite of Recipe.round_scaled as {field: value}.
-
-    The field says whether scaled elements are rounded to the input dtype before encoding. Return {} for 4over6. Also
-    return {} for recipes that compare elements with scaled values (apply "compare") instead of scaling the elements.
-    """
+    """Return the opposite of Recipe.round_scaled as {field: value}."""
     return {} if r.four_over_six or r.apply == "compare" else {"round_scaled": not r.round_scaled}
 
 
 def _stochastic(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random kind of stochastic rounding as {"stochastic": name}; {} for integer elements and for MS-EDEN.
-
-    ComfyUI's kinds are drawn only for E2M1, and "mslk" only for E2M1 with E8M0 scales in blocks of one row.
-    """
+    """Return a random kind of stochastic rounding as {"stochastic": name}; {} for integer elements and for MS-EDEN."""
     if r.element.is_integer or r.stochastic == "ms_eden":
         return {}
     is_e2m1 = r.element == E2M1
@@ -286,27 +218,17 @@ def _stochastic(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _repacked(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return the opposite of Recipe.repacked as {field: value}, or {} if can_be_repacked(r) is False.
-
-    The field says whether codes are computed again from decoded values, as auto-round's packing does.
-    """
+    """Return the opposite of Recipe.repacked as {field: value}, or {} if can_be_repacked(r) is False."""
     return {"repacked": not r.repacked} if can_be_repacked(r) else {}
 
 
 def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return the opposite of Recipe.nan_is_max as {field: value}.
-
-    The field says whether a NaN element becomes the largest value. Return {} for 4over6, for integer elements, and for
-    the rounding "first", which do not allow a change.
-    """
+    """Return the opposite of Recipe.nan_is_max as {field: value}."""
     return {} if r.four_over_six or r.element.is_integer or r.rounding == "first" else {"nan_is_max": not r.nan_is_max}
 
 
 def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random error measure of 4over6, and how errors are added, as {field: value}.
-
-    Return {} for recipes without 4over6. IF4 adds errors in eight lanes only.
-    """
+    """Return a random error measure of 4over6, and how errors are added, as {field: value}."""
     if not r.four_over_six:
         return {}
     if isinstance(r.element, IntegerOrFloat):

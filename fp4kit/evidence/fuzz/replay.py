@@ -39,31 +39,19 @@ class EngineArrays:
         self._fixed: list[tuple[str, Any, np.ndarray]] = []
 
     def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
-        """Return a new array in the engine's library with the given values, for calls that must not write to it.
-
-        The method written() finds such writes.
-
-        view: the layout in memory; None gives a contiguous array.
-        name: the name that written() returns for this array.
-        """
+        """Return a new array in the engine's library with the given values, for calls that must not write to it."""
         flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
         moved = self.engine.module.asarray(flat)
         self._fixed.append((name, moved, flat.copy()))
         return cut(moved)
 
     def writable(self, values: np.ndarray, view: View | None = None) -> Any:
-        """Return a new array in the engine's library with the given values, for calls that may write to it.
-
-        view: the memory layout of the array; None gives a contiguous array.
-        """
+        """Return a new array in the engine's library with the given values, for calls that may write to it."""
         flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
         return cut(self.engine.module.asarray(flat))
 
     def written(self) -> str:
-        """Return the name of the first array made by array() that has been changed, or "" if none has been.
-
-        Memory between and around the elements counts, too. Arrays made by writable() are not checked.
-        """
+        """Return the name of the first array made by array() that has been changed, or "" if none has been."""
         for name, moved, before in self._fixed:
             now = np.ascontiguousarray(self.engine.get(moved))
             if (now.view(np.uint8) != before.view(np.uint8)).any():
@@ -72,28 +60,14 @@ class EngineArrays:
 
 
 def same(a: Any, b: Any) -> None:
-    """Raise AssertionError unless two results of a reproduction agree bit for bit.
-
-    The results are arrays, numbers, Quantized objects, or lists of them. Any NaN equals any other NaN, except in dtypes
-    of one byte.
-    """
+    """Raise AssertionError unless two results of a reproduction agree bit for bit."""
     get = ComparedEngine(np).get
     outcome = compare(get(a), get(b), "result")
     assert not outcome.differing, f"broken: {outcome.first}"
 
 
 def agree(program: Callable[[EngineArrays], Iterator[tuple[str, Any]]], *modules: Any) -> None:
-    """Raise AssertionError unless a program gives equal results on every engine and writes to no input.
-
-    The program ends early if the engines reject a call with the same message, or if an engine declines a call with
-    NotImplementedError. Then no error is raised, and inputs are not checked. Warnings count as errors.
-
-    Args:
-        program: a generator function. It takes an EngineArrays, makes calls on that engine and yields (name, result)
-            pairs.
-        modules: numpy for the specification, then the libraries of the engines to compare with it: cupy, or numpy again
-            for the host's compiled engine.
-    """
+    """Raise AssertionError unless a program gives equal results on every engine and writes to no input."""
     places = [
         EngineArrays(ComparedEngine(module) if i else SPECIFICATION, host=i == 0) for i, module in enumerate(modules)
     ]
@@ -116,13 +90,8 @@ def agree(program: Callable[[EngineArrays], Iterator[tuple[str, Any]]], *modules
 
 
 def _next(steps: Iterator[tuple[str, Any]], place: EngineArrays) -> Any:
-    """Run a program up to its next ``yield``. Return what it yields, None at its end, or the exception that it raises.
-
-    An AssertionError is not returned but raised, because it means that a check in the program failed.
-
-    steps: the running program on one engine.
-    place: the engine that it runs on.
-    """
+    """Run a program up to its next ``yield``."""
+    # An AssertionError is not returned but raised, because it means that a check in the program failed.
     try:
         with place.engine.computing():
             return next(steps, None)
@@ -133,13 +102,7 @@ def _next(steps: Iterator[tuple[str, Any]], place: EngineArrays) -> Any:
 
 
 def _compare(steps: list[Any], places: list[EngineArrays]) -> None:
-    """Raise AssertionError unless the results of one step of a program are equal, bit for bit, on all engines.
-
-    Any two NaNs are equal, see `compare`.
-
-    steps: what the program yielded, (name, result), per engine.
-    places: the engines in the same order. The first one gives the expected result.
-    """
+    """Raise AssertionError unless the results of one step of a program are equal, bit for bit, on all engines."""
     (name, expected), *others = (
         (name, place.engine.get(value)) for (name, value), place in zip(steps, places, strict=True)
     )
@@ -149,19 +112,7 @@ def _compare(steps: list[Any], places: list[EngineArrays]) -> None:
 
 
 def ended(raised: list[Exception | None]) -> Ended:
-    """Return (kind, text) of the verdict for a call that raised an exception on at least one engine.
-
-    The first condition that holds decides the kind, which is one of those of check.Verdict:
-
-    - "warning" or "raised": an exception is not a ValueError, TypeError or NotImplementedError.
-    - "declined": an engine raises NotImplementedError.
-    - "raised": the second engine rejects the call, and the specification does not.
-    - "not refused": only the specification rejects the call.
-    - "message": both engines reject the call, with different messages or types.
-    - "refused": both engines reject the call with equal messages and types, or only one engine runs.
-
-    raised: one entry per engine, the specification's first. None means that the call returned.
-    """
+    """Return (kind, text) of the verdict for a call that raised an exception on at least one engine."""
     first, last = raised[0], raised[-1]
     unexpected = [
         e for e in raised if e is not None and not isinstance(e, (ValueError, TypeError, NotImplementedError))
@@ -181,8 +132,5 @@ def ended(raised: list[Exception | None]) -> Ended:
 
 
 def _text(error: Exception | None) -> str:
-    """Return the type and the message of an exception as one text, such as "ValueError: no such recipe".
-
-    None gives "NoneType: None".
-    """
+    """Return the type and the message of an exception as one text, such as "ValueError: no such recipe"."""
     return f"{type(error).__name__}: {error}"

@@ -85,17 +85,11 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
 
     def total(self, name: str) -> int:
-        """Return the sum of a count over all operations; 0 if no case was counted.
-
-        name: one of COUNTED, such as "cases" or "failed".
-        """
+        """Return the sum of a count over all operations; 0 if no case was counted."""
         return sum(counts[name] for counts in self.operations.values())
 
     def count(self, case: DrawnCase, verdict: Verdict, refused: int) -> None:
-        """Add a case and its verdict to the counts of the report. A failure is counted, but not added to ``failures``.
-
-        refused: the number of variants that Recipe rejected while the case was drawn.
-        """
+        """Add a case and its verdict to the counts of the report."""
         counts = self.operations.setdefault(case.operation, Counter())
         counts.update(cases=1, calls=verdict.calls, values=verdict.values, failed=int(verdict.failed))
         self.redrawn += refused
@@ -106,11 +100,7 @@ class Report:
             self.reasons[f"{verdict.kind}: {verdict.reason}"] += 1
 
     def add(self, other: Report) -> None:
-        """Add the report of another process to this report, in place.
-
-        Counts are added, and ``seconds`` becomes the longer running time. Each failure that `wants` accepts is appended
-        to ``failures``.
-        """
+        """Add the report of another process to this report, in place."""
         for operation, counts in other.operations.items():
             self.operations.setdefault(operation, Counter()).update(counts)
         self.sums.update(other.sums)
@@ -122,10 +112,8 @@ class Report:
                 self.failures.append(failure)
 
     def wants(self, failure: Failure | Verdict) -> bool:
-        """Return True if a failure should be added to the report.
-
-        The report must not have a failure with this kind and function yet, and must have fewer than MAX_FAILURES.
-        """
+        """Return True if a failure should be added to the report."""
+        # The report must not have a failure with this kind and function yet, and must have fewer than MAX_FAILURES.
         reported = {(f.kind, f.function) for f in self.failures}
         return len(reported) < MAX_FAILURES and (failure.kind, failure.function) not in reported
 
@@ -151,23 +139,7 @@ def run(
     shrink_seconds: float = 10.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Draw and check cases for ``seconds``, or until ``cases`` of them were checked, and return the Report.
-
-    A warning counts as a failure. Failures raise no exception. All are counted; those that Report.wants accepts, at
-    most MAX_FAILURES, are shrunk and reported with a program that reproduces them.
-
-    Args:
-        engine: the engine to compare with the specification, or None to run the specification alone.
-        seconds: running time without shrinking.
-        seed: case i is drawn from seed * CASES_PER_SEED + i.
-        cases: number of cases, or None for no limit.
-        pool: what cases are drawn from, or None for Pool().
-        shrink_seconds: time for shrinking each reported failure, in addition to ``seconds``.
-        progress: called after each case with its number of calls, and 1 if it failed or 0.
-
-    Raises:
-        ValueError: if no recipe of the pool supports any operation of the pool.
-    """
+    """Draw and check cases for ``seconds``, or until ``cases`` of them were checked, and return the Report."""
     report, start, spent = Report(), time.monotonic(), 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -190,16 +162,7 @@ def run(
 def run_case(
     engine: ComparedEngine | None, number: int, *, pool: Pool | None = None, shrink_seconds: float = 10.0
 ) -> Report:
-    """Draw one fuzz case from the integer ``number``, check it, and return the Report.
-
-    If the case fails, the report holds the failure with a program that reproduces it. No exception is raised for it.
-
-    Args:
-        engine: the engine to compare with the specification, or None to run the specification alone.
-        number: the integer to draw the case from.
-        pool: what the case is drawn from, or None for Pool().
-        shrink_seconds: the time limit for making a failing case smaller.
-    """
+    """Draw one fuzz case from the integer ``number``, check it, and return the Report."""
     report, start = Report(), time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -211,13 +174,7 @@ def run_case(
 
 
 def checked(report: Report, engine: ComparedEngine | None, number: int, pool: Pool) -> tuple[DrawnCase, Verdict]:
-    """Draw one fuzz case from the integer ``number``, check it, and add it to the report. Return (case, verdict).
-
-    The report gets the counts only; the caller adds failures.
-
-    engine: the engine to compare with the specification, or None to run the specification alone.
-    pool: what the case is drawn from.
-    """
+    """Draw one fuzz case from the integer ``number``, check it, and add it to the report."""
     case, refused = draw(number, pool)
     verdict = check(case, engine)
     report.count(case, verdict, refused)
@@ -227,14 +184,8 @@ def checked(report: Report, engine: ComparedEngine | None, number: int, pool: Po
 def reproduced(
     case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None, number: int, seconds: float
 ) -> Failure:
-    """Return the Failure of a failing case, shrunk for at most ``seconds``, with a Python program that reproduces it.
-
-    If the shrunk case does not fail again in the same way, the case itself is reported.
-
-    Args:
-        verdict: how the case failed.
-        engine: the engine that was compared with the specification, or None.
-        number: the integer that the case was drawn from.
+    """Return the Failure of a failing case, shrunk for at most ``seconds``, with a Python program that reproduces
+    it.
     """
     smaller = shrink_case(case, verdict, engine, seconds)
     last = check(smaller, engine)
@@ -246,14 +197,7 @@ def reproduced(
 
 
 def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcome:
-    """Draw and check ``cases`` cases on an engine, and return the counts as an Outcome, for `fp4kit selftest`.
-
-    Each failing case counts as at least one differing value. Cases that the engine declines are listed as skipped.
-    Failures are not shrunk.
-
-    pool: what the cases are drawn from.
-    seed: case i is drawn from seed * CASES_PER_SEED + i.
-    """
+    """Draw and check ``cases`` cases on an engine, and return the counts as an Outcome, for `fp4kit selftest`."""
     total, report = Outcome(), Report()
     for number in range(seed * CASES_PER_SEED, seed * CASES_PER_SEED + cases):
         case, verdict = checked(report, engine, number, pool)
@@ -264,10 +208,10 @@ def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcom
 
 
 def device_engine() -> tuple[ComparedEngine | None, str]:
-    """Return (engine of the current GPU, description), where the description is text like "NVIDIA H200, CuPy 14.0.1".
-
-    If no GPU can be used, for example because CuPy is not installed, return (None, reason). No exception is raised.
+    """Return (engine of the current GPU, description), where the description is text like "NVIDIA H200, CuPy
+    14.0.1".
     """
+    # If no GPU can be used, for example because CuPy is not installed, return (None, reason).
     try:
         cupy = imports.cupy()
         name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()

@@ -24,17 +24,7 @@ T = TypeVar("T")
 
 
 def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], bool], seconds: float) -> T:
-    """Simplify a failing value as long as a simpler value fails too, and return the result.
-
-    If no simpler value fails, return ``value`` itself. If ``seconds`` run out, return the simplest failing value so
-    far.
-
-    Args:
-        value: a failing value.
-        simpler: returns simpler values to try, the simplest first.
-        fails: returns True if a value fails.
-        seconds: time limit.
-    """
+    """Simplify a failing value as long as a simpler value fails too, and return the result."""
     end = time.monotonic() + seconds
     again = True
     while again:
@@ -49,13 +39,7 @@ def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], b
 
 
 def shrink_case(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None, seconds: float) -> DrawnCase:
-    """Return a simpler case that fails with a verdict of the same kind from the same function.
-
-    Return the case itself if no simpler case is found in ``seconds``.
-
-    verdict: how the case failed.
-    engine: the engine that is compared with the specification, or None.
-    """
+    """Return a simpler case that fails with a verdict of the same kind from the same function."""
 
     def fails(candidate: DrawnCase) -> bool:
         try:
@@ -67,11 +51,7 @@ def shrink_case(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None
 
 
 def simpler_cases(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases that are simpler in one respect, the largest simplifications first.
-
-    The order is: fewer arrays, a recipe with fewer changes, default options, smaller arrays, fewer axes, simpler
-    values. For a matrix product, only the product is simplified (see simpler_products). A case may be invalid.
-    """
+    """Yield cases that are simpler in one respect, the largest simplifications first."""
     if case.product is not None:
         yield from (replace(case, product=product) for product in simpler_products(case.product))
         return
@@ -102,10 +82,7 @@ def _fewer_arrays(case: DrawnCase) -> Iterator[DrawnCase]:
 
 
 def _simpler_options(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases with one option set to its default, a simpler recipe to requantize to, or one cut removed.
-
-    A case whose options all have their defaults yields none.
-    """
+    """Yield cases with one option set to its default, a simpler recipe to requantize to, or one cut removed."""
     defaults: dict[str, Any] = {f.name: f.default for f in fields(DrawnOptions)}
     for name in case.changed_options():
         yield replace(case, options=replace(case.options, **{name: defaults[name]}))
@@ -118,14 +95,7 @@ def _simpler_options(case: DrawnCase) -> Iterator[DrawnCase]:
 
 
 def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArray]:
-    """Yield simpler forms of `a`, which is array ``i`` of the case.
-
-    The forms come in this order:
-
-    - with a simpler memory layout, if the array is not contiguous
-    - with fewer elements along one axis; the quantized axis keeps whole blocks
-    - converted to float32, if the dtype is float16 or bfloat16
-    """
+    """Yield simpler forms of `a`, which is array ``i`` of the case."""
     if not a.view.is_plain:
         yield replace(a, view=View.plain(a.ndim))
         if a.view.offset:
@@ -144,14 +114,7 @@ def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArr
 
 
 def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
-    """Return the step for shortening an axis of an array: its length may change by multiples of this number.
-
-    For the quantized axis, the step consists of whole blocks of the recipe and of the target recipe, if there is one.
-    With a Hadamard transform, it is also a multiple of 16. For every other axis, the step is 1.
-
-    a: an array of the case.
-    axis: the axis of ``a``. In a stack of experts, axis 0 counts experts.
-    """
+    """Return the step for shortening an axis of an array: its length may change by multiples of this number."""
     shift = case.options.stacked
     along = case.axis % (a.ndim - shift) + shift if a.ndim > shift else 0
     if axis != along:
@@ -166,10 +129,7 @@ def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
 
 
 def _fewer_axes(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases without one of the axes of length 1 of the case's only array. The quantized axis is kept.
-
-    The array becomes contiguous, and ``axis`` becomes negative.
-    """
+    """Yield cases without one of the axes of length 1 of the case's only array."""
     a, along = case.x, case.axis % case.x.ndim
     for axis in range(a.ndim):
         if a.shape[axis] == 1 and axis != along and a.ndim > 1:

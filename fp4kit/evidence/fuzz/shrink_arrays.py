@@ -16,12 +16,7 @@ MAX_ONE_BY_ONE = 24  # elements are set to 1 one by one if at most this many are
 
 
 def parts(n: int, unit: int) -> Iterator[slice]:
-    """Yield slices of an axis of length ``n``, to try keeping only that part of the axis.
-
-    A unit is ``unit`` elements. The slices are the first unit, each half (divided at a multiple of the unit), all but
-    the last unit, and all but the first unit. If ``n`` is above 16, the same slices follow for a unit that is the least
-    common multiple of ``unit`` and 16. Slices that are empty or keep the whole axis are left out.
-    """
+    """Yield slices of an axis of length ``n``, to try keeping only that part of the axis."""
     for step in sorted({unit, lcm(unit, 16) if n > 16 else unit}):
         half = n // 2 // step * step
         for part in (slice(0, step), slice(0, half), slice(half, n), slice(0, n - step), slice(step, n)):
@@ -30,10 +25,8 @@ def parts(n: int, unit: int) -> Iterator[slice]:
 
 
 def simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
-    """Yield arrays with more zeros: first without nonzero elements, then with ever smaller groups of elements set to 0.
-
-    If at most MAX_ONE_BY_ONE (24) elements are nonzero, also yield arrays in which one of them is set to 1. An array of
-    +0 yields none; -0 counts as nonzero.
+    """Yield arrays with more zeros: first without nonzero elements, then with ever smaller groups of elements set
+    to 0.
     """
     values = a.values()
     bits = bit_patterns(values).reshape(-1)
@@ -50,10 +43,7 @@ def simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
 
 
 def _ones(a: DrawnArray, bits: np.ndarray) -> np.ndarray:
-    """Return the bit patterns of an array in which every element except +0 is replaced by 1. -0 is replaced, too.
-
-    bits: the bit patterns of the elements of ``a``.
-    """
+    """Return the bit patterns of an array in which every element except +0 is replaced by 1."""
     return np.where(bits != 0, np.ones((), DTYPES[a.dtype]).view(bits.dtype), bits)
 
 

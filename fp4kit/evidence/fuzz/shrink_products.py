@@ -20,10 +20,7 @@ _WHOLE = slice(None)
 
 
 def simpler_products(product: DrawnProduct) -> Iterator[DrawnProduct]:
-    """Yield products that are simpler in one respect, the largest simplifications first.
-
-    The order is: default arguments, single matrices, fewer rows, a shorter K, simpler operands, simpler values of c.
-    """
+    """Yield products that are simpler in one respect, the largest simplifications first."""
     yield from _simpler_calls(product)
     yield from _one_matrix(product)
     yield from _fewer_rows(product)
@@ -48,10 +45,7 @@ def _simpler_calls(product: DrawnProduct) -> Iterator[DrawnProduct]:
 
 
 def _cut(a: DrawnArray | None, *index: slice | int) -> DrawnArray | None:
-    """Return the part of an array that ``index`` selects on its last axes, as a contiguous array. None gives None.
-
-    index: a slice or an int per axis, for the last axes. An int removes its axis.
-    """
+    """Return the part of an array that ``index`` selects on its last axes, as a contiguous array."""
     if a is None:
         return None
     values = a.values()[(..., *index)]
@@ -59,10 +53,7 @@ def _cut(a: DrawnArray | None, *index: slice | int) -> DrawnArray | None:
 
 
 def _cut_operand(x: DrawnOperand, *index: slice | int) -> DrawnOperand:
-    """Return the part of an operand (codes, block scales and tensor scales) that ``index`` selects, for shrinking.
-
-    index: a slice or an int per axis, for the last axes before K. An int removes its axis.
-    """
+    """Return the part of an operand (codes, block scales and tensor scales) that ``index`` selects, for shrinking."""
     codes = _cut(x.codes, *index, _WHOLE)
     assert codes is not None
     tensor = x.tensor_scale
@@ -74,10 +65,7 @@ def _cut_operand(x: DrawnOperand, *index: slice | int) -> DrawnOperand:
 
 
 def _one_matrix(product: DrawnProduct) -> Iterator[DrawnProduct]:
-    """Yield products of two matrices from a product of stacks: that of the first matrices, then that of the last.
-
-    Yield nothing for a product of two single matrices.
-    """
+    """Yield products of two matrices from a product of stacks: that of the first matrices, then that of the last."""
     lead = max(product.a.codes.shape[:-2], product.b.codes.shape[:-2], key=len)
     for i in (0, -1) if lead else ():
         index: tuple[slice | int, ...] = (*[i] * len(lead), _WHOLE)
@@ -100,10 +88,7 @@ def _shorter(product: DrawnProduct) -> Iterator[DrawnProduct]:
 
 
 def _along_k(x: DrawnOperand, part: slice) -> DrawnOperand:
-    """Return the operand with only those elements along K (the summed axis) that ``part`` selects, and their scales.
-
-    part: a slice of the elements along K. Its bounds must be multiples of x.multiple, so that it contains whole blocks.
-    """
+    """Return the operand with only those elements along K (the summed axis) that ``part`` selects, and their scales."""
     start, stop, _ = part.indices(x.codes.shape[-1])
     blocks = slice(start // x.multiple, stop // x.multiple)
     codes, tensor = _cut(x.codes, part), x.tensor_scale
@@ -114,10 +99,7 @@ def _along_k(x: DrawnOperand, part: slice) -> DrawnOperand:
 
 
 def _simpler_operands(x: DrawnOperand) -> Iterator[DrawnOperand]:
-    """Yield simpler variants of an operand, to try while shrinking.
-
-    Each has a simpler recipe, memory layout or scale layout, tensor scales of 1, or more zeros or ones.
-    """
+    """Yield simpler variants of an operand, to try while shrinking."""
     if x.recipe is not None:
         yield from (replace(x, recipe=recipe) for recipe in x.recipe.simpler())
     simpler: dict[str, Any] = {"columns": False, "layout": "linear"}

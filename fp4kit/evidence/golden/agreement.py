@@ -20,10 +20,8 @@ DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat1
 
 
 def ordinary_data(dtype: Any) -> list[np.ndarray]:
-    """Return the five arrays that recipes are compared on: weights, normal values, heavy tails, wide ranges and ties.
-
-    Each array has shape (256, 512) and the given dtype. Every call returns equal values. They are finite, and none is
-    0, -0 or a subnormal: numbers with a magnitude below 2^-13 are replaced by +2^-13.
+    """Return the five arrays that recipes are compared on: weights, normal values, heavy tails, wide ranges and
+    ties.
     """
     rng = np.random.default_rng(20)
     shape = (256, 512)
@@ -37,25 +35,14 @@ def ordinary_data(dtype: Any) -> list[np.ndarray]:
 
 @cache
 def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
-    """Return groups of two or more recipe ids that give equal codes and block scales on ordinary_data(dtype).
-
-    Groups and ids are in the order of RECIPES. The specification computes the result once per dtype; later calls return
-    it from a cache. Recipes without block scales, fake quantizers and searches are in no group.
-    """
+    """Return groups of two or more recipe ids that give equal codes and block scales on ordinary_data(dtype)."""
     data = ordinary_data(dtype)
     with specification():
         return tuple(_agreeing(data))
 
 
 def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
-    """Yield groups of two or more recipe ids that give the same bytes on all arrays of ``data``.
-
-    Recipes are grouped by their codes and block scales for the first array. Each group is then split by those for the
-    next array, and so on. Groups and ids are in the order of RECIPES.
-
-    Three kinds of recipes are left out: those without block scales, those that only fake-quantize, and those with a
-    search. No other recipe gives the bytes of a search, and searches take long.
-    """
+    """Yield groups of two or more recipe ids that give the same bytes on all arrays of ``data``."""
     groups = [[r for r in RECIPES.values() if not r.fake_only and r.scale is not None and not r.search]]
     order = {r.id: i for i, r in enumerate(groups[0])}
     for x in data:
@@ -64,11 +51,7 @@ def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
 
 
 def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
-    """Split a group of recipes into groups that give equal codes and block scales for ``x``.
-
-    A group may have a single recipe. Recipes within a group keep their order, and groups are in the order of their
-    first recipes.
-    """
+    """Split a group of recipes into groups that give equal codes and block scales for ``x``."""
     found: dict[bytes, list[Recipe]] = {}
     for r in group:
         q = quantize(x, r)
@@ -79,10 +62,7 @@ def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
 
 
 def agreement_rows() -> list[tuple[str, ...]]:
-    """Return the rows of a table with the header COLUMNS, one per group of recipes that give equal bytes.
-
-    A row has the input dtypes that give equal bytes, and the ids of the recipes.
-    """
+    """Return the rows of a table with the header COLUMNS, one per group of recipes that give equal bytes."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name, dtype in DTYPES.items():
         for group in agreeing(dtype):

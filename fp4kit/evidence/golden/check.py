@@ -65,10 +65,7 @@ SPECIFIED = EngineOperations.of(SPECIFICATION)
 
 
 def _block_amax(case: RecordedCase) -> np.ndarray:
-    """Return, for each element of the case's input x, the largest magnitude of its block of one row, as float32.
-
-    A block with a NaN gives NaN. If the recipe's blocks span several rows, each row is treated as a block of its own.
-    """
+    """Return, for each element of the case's input x, the largest magnitude of its block of one row, as float32."""
     x = np.abs(case.x.astype(np.float32))
     size = case.recipe.block_size
     return np.repeat(np.max(x.reshape(len(x), -1, size), axis=-1), size, axis=1)
@@ -81,49 +78,33 @@ def _skip_nan_scale(case: RecordedCase) -> Mask:
 
 
 def _skip_nan_value(case: RecordedCase) -> Mask:
-    """Return a mask that excuses codes whose combined scale is NaN, because any code then decodes to NaN.
-
-    The combined scale is block scale times tensor scale. It is NaN if the block scale is NaN, or if the block scale is
-    0 and the tensor scale is infinite.
-    """
+    """Return a mask that excuses codes whose combined scale is NaN, because any code then decodes to NaN."""
     with np.errstate(all="ignore"):
         scale = decode(case.q.block_scale, case.recipe.scale or E8M0) * case.q.tensor_scale
     return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
 
 
 def _skip_nonfinite_block(case: RecordedCase) -> Mask:
-    """Return a mask that excuses all elements of blocks that contain inf or NaN.
-
-    The producer casts such values to uint8, which is undefined in C.
-    """
+    """Return a mask that excuses all elements of blocks that contain inf or NaN."""
     return ~np.isfinite(_block_amax(case))
 
 
 def _skip_nonfinite_group(case: RecordedCase) -> Mask:
-    """Return a mask that excuses all elements in groups of 32 elements of a row that contain inf or NaN.
-
-    FP-Quant multiplies each group by an identity matrix. In the product, inf * 0 makes other elements of the group NaN.
-    """
+    """Return a mask that excuses all elements in groups of 32 elements of a row that contain inf or NaN."""
     groups = np.abs(case.x.astype(np.float32)).reshape(len(case.x), -1, 32)
     return np.repeat(~np.isfinite(groups.max(axis=-1)), 32, axis=1)
 
 
 def _skip_overflowing_block(case: RecordedCase) -> Mask:
-    """Return a mask that excuses blocks that compressed-tensors corrupts.
-
-    compressed-tensors rounds an amax up to a power of two. For an amax of at least 1.75 * 2^15 (float16) or 1.75 *
-    2^127 (other dtypes), the input dtype cannot hold that power. Blocks that contain inf or NaN are excused too.
-    """
+    """Return a mask that excuses blocks that compressed-tensors corrupts."""
+    # For an amax of at least 1.75 * 2^15 (float16) or 1.75 * 2^127 (other dtypes), the input dtype cannot hold that
+    # power.
     limit = 1.75 * 2.0 ** (15 if case.x.dtype == np.float16 else 127)
     return ~(_block_amax(case) < limit)
 
 
 def _skip_uncertain(case: RecordedCase) -> Mask:
-    """Return a mask that excuses blocks whose codes depend on how the GPU instruction rcp.approx rounds.
-
-    The recorded array "codes_certain" has a 1 for each block whose codes do not depend on it. All other blocks are
-    excused. If that array was not recorded, nothing is excused.
-    """
+    """Return a mask that excuses blocks whose codes depend on how the GPU instruction rcp.approx rounds."""
     certain = case.part("codes_certain")
     if certain is None:
         return np.zeros(case.x.shape, bool)
@@ -131,20 +112,13 @@ def _skip_uncertain(case: RecordedCase) -> Mask:
 
 
 def _skip_undefined(case: RecordedCase) -> Mask:
-    """Return a mask that excuses NaN elements, because the producer reads an uninitialized variable for them.
-
-    The recorded array "valid" is False for these elements. If that array was not recorded, nothing is excused.
-    """
+    """Return a mask that excuses NaN elements, because the producer reads an uninitialized variable for them."""
     valid = case.part("valid")
     return np.zeros(case.x.shape, bool) if valid is None else ~valid
 
 
 def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
-    """Return a mask that excuses rows of fp8-modelopt-channel whose result differs between a CPU and a GPU.
-
-    PyTorch on a CPU evaluates 448 / amax as (1 / amax) * 448. Rows are excused only for inputs that were recorded on a
-    CPU alone. For other recipes, nothing is excused.
-    """
+    """Return a mask that excuses rows of fp8-modelopt-channel whose result differs between a CPU and a GPU."""
     cpu_only = case.recipe.id == "fp8-modelopt-channel" and case.part("amax") is None
     amax = np.max(np.abs(case.x.astype(np.float32)), axis=1, keepdims=True)
     with np.errstate(all="ignore"):
@@ -153,40 +127,24 @@ def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
 
 
 def _skip_nonfinite_tensor(case: RecordedCase) -> Mask:
-    """Return a mask that excuses all elements of a fouroversix tensor with inf or NaN, in two cases.
-
-    - The tensor is float32: the sign of a NaN scale then depends on the processor.
-    - Blocks have 16x16 elements: fouroversix's Triton kernels leave out rows with inf or NaN.
-    """
+    """Return a mask that excuses all elements of a fouroversix tensor with inf or NaN, in two cases."""
     undecided = case.x.dtype == np.float32 or (case.recipe.keep_infinity and case.recipe.block_rows > 1)
     return np.full(case.x.shape, undecided and not np.isfinite(_block_amax(case)).all())
 
 
 def _skip_signed_nan(case: RecordedCase) -> Mask:
-    """Return a mask that excuses the elements of blocks whose scale was recorded as 0xFF from fouroversix's IF4.
-
-    That scale is a NaN with its sign bit set. The sign of a NaN depends on the processor, but fouroversix takes it for
-    the bit that selects INT4.
-    """
+    """Return a mask that excuses the elements of blocks whose scale was recorded as 0xFF from fouroversix's IF4."""
     scales = case.part("scales")
     return np.repeat(_crop(scales, case.q.block_scale) == 0xFF, case.recipe.block_size, axis=1)
 
 
 def _skip_nan_element(case: RecordedCase) -> Mask:
-    """Return a mask that excuses the elements of x that are not finite, for recordings of triton_kernels.
-
-    If such an element is NaN, or becomes NaN as inf * 0, the sign of its code is undefined.
-    """
+    """Return a mask that excuses the elements of x that are not finite, for recordings of triton_kernels."""
     return ~np.isfinite(case.x.astype(np.float32))
 
 
 def _skip_infinite_quotient(case: RecordedCase) -> Mask:
-    """Return a mask that excuses elements that Quark turns into infinities. Quark packs an infinity as the value 4.
-
-    - If the recorded tensor scale is infinite or NaN, or was not recorded, all elements are excused.
-    - Otherwise, elements are excused that lie in a block with the scale code 0, and overflow when they are divided by
-      2^-23.
-    """
+    """Return a mask that excuses elements that Quark turns into infinities."""
     scale = case.part("global_scale")
     if scale is None or not np.isfinite(scale).all():
         return np.ones(case.x.shape, bool)
@@ -195,23 +153,12 @@ def _skip_infinite_quotient(case: RecordedCase) -> Mask:
 
 
 def _skip_flushed_block(case: RecordedCase) -> Mask:
-    """Return a mask that excuses blocks with an amax below 2^-124. Their FP-Quant scale is subnormal.
-
-    A GPU flushes such a scale to zero, and so does the recipe. The outputs were recorded in Triton's interpreter, which
-    does not.
-    """
+    """Return a mask that excuses blocks with an amax below 2^-124."""
     return _block_amax(case) < 2.0**-124
 
 
 def _skip_applied_scale(case: RecordedCase) -> Mask:
-    """Return a mask of the elements that are not compared, because Quark did not scale them by the stored scale.
-
-    The mask covers two kinds of blocks:
-
-    - blocks in which the recorded array "scale_applied", the scale that Quark used, differs from the stored scale;
-      there are none if that array was not recorded
-    - blocks with inf or NaN
-    """
+    """Return a mask of the elements that are not compared, because Quark did not scale them by the stored scale."""
     skip, applied = _skip_nonfinite_block(case), case.part("scale_applied")
     if applied is None:
         return skip
@@ -249,13 +196,7 @@ class RecordedCase:
         return f"{self.name}/{self.row.variant}/{part}"
 
     def part(self, part: str) -> np.ndarray | None:
-        """Return the recorded array named ``part``, or None if it was not recorded.
-
-        If the array was recorded both on a CPU and on a GPU, return the array from the GPU. Arrays stored as uint16 are
-        bfloat16 bit patterns, and are returned as bfloat16.
-
-        part: the name of the array, such as "codes", "scales" or "global_amax".
-        """
+        """Return the recorded array named ``part``, or None if it was not recorded."""
         places = [(f"{self.row.file.removesuffix('_fake')}_h200", self.key(part)), (self.row.file, self.key(part))]
         if self.row.on_gpu:
             places.insert(0, ("producers_h200", f"{self.name}/{self.row.on_gpu}/{part}"))
@@ -266,35 +207,19 @@ class RecordedCase:
         return None
 
     def recorded_codes(self) -> np.ndarray | None:
-        """Return the recorded codes in fp4kit's nibble order, or None if none were recorded.
-
-        If the producer stores the element with even index in the high nibble, the nibbles of each byte are exchanged.
-        """
+        """Return the recorded codes in fp4kit's nibble order, or None if none were recorded."""
         codes, high_first = self.part("codes"), self.part("codes_hi_first")
         return codes if high_first is None else (high_first << 4 | high_first >> 4).astype(np.uint8)
 
     def global_scale(self) -> np.ndarray:
-        """Return the recorded array "global_scale" of MLX, which is an amax.
-
-        If a variant recorded with Metal has none, return the array of the CPU variant, whose name lacks "_metal".
-        Raises KeyError if neither was recorded.
-        """
+        """Return the recorded array "global_scale" of MLX, which is an amax."""
         own = self.part("global_scale")
         key = f"{self.name}/{self.row.variant.removesuffix('_metal')}/global_scale"
         return self.golden.get(self.row.file, key) if own is None else own
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments for the call of quantize or fake_quantize in this case.
-
-        They are the row's options, random numbers for stochastic rounding if the row has a torch_seed, and recorded
-        amaxes. The field ``row.given_amaxes`` says which amaxes:
-
-        - "tensor" or "global_scale": tensor_amax
-        - "static": tensor_amax and block_amax
-        - "": none
-
-        An amax that was not recorded or holds NaN is left out, so that the call computes it.
-        """
+        """Return the keyword arguments for the call of quantize or fake_quantize in this case."""
+        # An amax that was not recorded or holds NaN is left out, so that the call computes it.
         options = dict(self.row.options)
         if self.row.torch_seed is not None:
             words = torch_words(self.row.torch_seed, self.x.size).reshape(self.x.shape)
@@ -338,13 +263,7 @@ SKIPPED_SCALES = (
 
 
 def cases(row: GoldenRow, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> Iterator[RecordedCase]:
-    """Yield a RecordedCase for each input that the golden set has recorded outputs for, in the variant of a row.
-
-    Inputs whose names do not end with ``row.inputs`` are left out. Yield nothing if the set lacks the row's file or
-    variant.
-
-    ops: the functions to compare.
-    """
+    """Yield a RecordedCase for each input that the golden set has recorded outputs for, in the variant of a row."""
     r = recipe(row.recipe)
     r = r if row.block is None else replace(r, block=row.block)
     for name in golden.variants(row.file).get(row.variant, ()):
@@ -354,15 +273,7 @@ def cases(row: GoldenRow, golden: GoldenSet, ops: EngineOperations = SPECIFIED) 
 
 
 def check_recipe(name: str, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> GoldenResult:
-    """Compare all recorded arrays of a recipe with the results of ``ops``, and return the counts and differences.
-
-    The arrays are the outputs of all GoldenRows of the recipe, and the arrays that check_bytes compares. A recipe
-    without recorded arrays gives a GoldenResult with the count 0.
-
-    name: the recipe's id.
-    golden: the recorded arrays.
-    ops: the engine's functions. By default, the specification's results are compared.
-    """
+    """Compare all recorded arrays of a recipe with the results of ``ops``, and return the counts and differences."""
     results = [check_row(row, golden, ops) for row in ROWS if row.recipe == name]
     results.append(check_bytes(name, golden, ops))
     differences = tuple(difference for result in results for difference in result.differences)
@@ -370,25 +281,13 @@ def check_recipe(name: str, golden: GoldenSet, ops: EngineOperations = SPECIFIED
 
 
 def check_bytes(name: str, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> GoldenResult:
-    """Compare recorded arrays that a producer computed from codes and scales, not from input values.
-
-    The arrays are decoded values of all codes, and blocks as stored in GGUF files. Return the counts and differences.
-    The count is 0 if the recipe has no such arrays.
-
-    name: the recipe's id.
-    golden: the recorded arrays.
-    ops: the functions to compare. Only dequantize is used.
-    """
+    """Compare recorded arrays that a producer computed from codes and scales, not from input values."""
     return result_of(name, byte_arrays(name, golden, ops.dequantize))
 
 
 def check_row(row: GoldenRow, golden: GoldenSet, ops: EngineOperations = SPECIFIED) -> GoldenResult:
-    """Compare every recorded array of a GoldenRow with the results of ``ops``, and return the counts and differences.
-
-    The row says whether quantize, fake_quantize or search_scales is compared. If the golden set lacks the file or
-    variant of the row, nothing is compared, and the count is 0.
-
-    golden: the recorded arrays.
+    """Compare every recorded array of a GoldenRow with the results of ``ops``, and return the counts and
+    differences.
     """
     arrays = searched_arrays if row.searched else _fake_arrays if row.fake else _arrays
     return result_of(
@@ -397,12 +296,7 @@ def check_row(row: GoldenRow, golden: GoldenSet, ops: EngineOperations = SPECIFI
 
 
 def _arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Quantize a case, and yield one item per recorded array: codes, scales, amaxes and stored bytes.
-
-    An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
-
-    Arrays that were not recorded are left out. The result of quantize is kept in case.q.
-    """
+    """Quantize a case, and yield one item per recorded array: codes, scales, amaxes and stored bytes."""
     case.q = case.ops.quantize(case.x, case.recipe, **case.arguments())
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.q.moved_shape, bool)
     codes, scales = case.recorded_codes(), case.part("scales")
@@ -422,10 +316,7 @@ def _arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (fp4kit's codes, recorded codes) of a case, one code per element, with the sign of NaN codes removed.
-
-    recorded: the recorded array "codes", in the packing of the producer.
-    """
+    """Return (fp4kit's codes, recorded codes) of a case, one code per element, with the sign of NaN codes removed."""
     if case.recipe.element.packing.codes > 1:
         return unpack(case.q.packed), unpack(recorded)
     ours = case.q.packed.T if case.row.columnwise_in_place else case.q.packed
@@ -435,14 +326,7 @@ def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray
 
 
 def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Yield one item per recorded array of a case: the tensor amax, tensor scales and block amaxes.
-
-    An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
-
-    A producer stores either its tensor scale or the reciprocal of it. fp4kit's scale is converted to the producer's
-    form before the comparison. Arrays that were not recorded, and amaxes that the row takes from the file, are left
-    out.
-    """
+    """Yield one item per recorded array of a case: the tensor amax, tensor scales and block amaxes."""
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
     nothing = np.False_
     if amax is not None and not case.row.given_amaxes:
@@ -466,12 +350,7 @@ def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Yield one item for each recorded result of fake_quantize, and for the recorded gradient.
-
-    An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
-
-    Arrays that were not recorded are left out.
-    """
+    """Yield one item for each recorded result of fake_quantize, and for the recorded gradient."""
     arguments = case.arguments()
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.x.shape, bool)
     for name in case.row.values:
@@ -489,19 +368,12 @@ def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _crop(recorded: np.ndarray, ours: np.ndarray) -> np.ndarray:
-    """Return the recorded scales in the shape of ``ours``, fp4kit's scales.
-
-    If both have equally many elements, the recorded scales are reshaped. Otherwise, their padding is cut off: only the
-    first rows and columns are kept.
-    """
+    """Return the recorded scales in the shape of ``ours``, fp4kit's scales."""
     if recorded.size == ours.size:
         return recorded.reshape(ours.shape)
     return recorded[: ours.shape[0], : ours.shape[1]]
 
 
 def _unsign_nan(codes: np.ndarray, fmt: Any) -> np.ndarray:
-    """Return codes of the format ``fmt`` in which every NaN is replaced by fmt.nan_code, the NaN without a sign.
-
-    Codes of a format without NaN are unchanged.
-    """
+    """Return codes of the format ``fmt`` in which every NaN is replaced by fmt.nan_code, the NaN without a sign."""
     return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)

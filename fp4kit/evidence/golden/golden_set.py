@@ -40,14 +40,7 @@ class GoldenSet:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GoldenSet:
-        """Open a directory of files, or one file together with the `inputs.npz` beside it.
-
-        A file is read when its contents are first requested. For a packed file that stores differences to arrays of
-        other files, these files are read too.
-
-        Raises:
-            FileNotFoundError: if `path` is neither a .npz file nor a directory with such files.
-        """
+        """Open a directory of files, or one file together with the `inputs.npz` beside it."""
         path = Path(path)
         is_one = path.is_file() and path.suffix == ".npz"
         directory = path.parent if is_one else path
@@ -62,10 +55,7 @@ class GoldenSet:
 
     @classmethod
     def find(cls) -> GoldenSet:
-        """Open the recorded outputs that the package contains, fp4kit/evidence/recorded.
-
-        Raises FileNotFoundError if they are missing.
-        """
+        """Open the recorded outputs that the package contains, fp4kit/evidence/recorded."""
         return cls.open(RECORDED)
 
     def files(self) -> tuple[str, ...]:
@@ -77,11 +67,7 @@ class GoldenSet:
         return tuple(self._file(file))
 
     def get(self, file: str, key: str) -> NumpyArray:
-        """Return the array under `key` in `file`.
-
-        Raises:
-            KeyError: if the set has no such file or key.
-        """
+        """Return the array under `key` in `file`."""
         arrays = self._file(file)
         if key not in arrays:
             near = f"the file has {len(arrays)} keys" if arrays else f"files: {', '.join(self.files())}"
@@ -93,23 +79,13 @@ class GoldenSet:
         return self.keys(INPUTS)
 
     def input(self, name: str, file: str = INPUTS) -> NumpyArray:
-        """Return the input array `name`: float32, float16 or, if the name ends in "__bf16", bfloat16.
-
-        If `file` stores an input of its own with this name (under `<name>/input/values`), that input is
-        returned. Otherwise, the array comes from `inputs.npz`.
-
-        Raises:
-            KeyError: if the set has no such input.
-        """
+        """Return the input array `name`: float32, float16 or, if the name ends in "__bf16", bfloat16."""
         own = name + _OWN_INPUT
         array = self.get(file, own) if own in self.keys(file) else self.get(INPUTS, name)
         return array.view(ml_dtypes.bfloat16) if name.endswith(_BF16_SUFFIX) else array
 
     def variants(self, file: str) -> dict[str, tuple[str, ...]]:
-        """Return {variant: names of inputs with outputs for it} for one file, or {} if the set has no such file.
-
-        Keys that do not begin with the name of an input are left out.
-        """
+        """Return {variant: names of inputs with outputs for it} for one file, or {} if the set has no such file."""
         own = (key.removesuffix(_OWN_INPUT) for key in self.keys(file) if key.endswith(_OWN_INPUT))
         inputs = frozenset((*self.inputs(), *own))
         found: dict[str, dict[str, None]] = {}

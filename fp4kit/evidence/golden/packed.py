@@ -40,11 +40,7 @@ def is_packed(path: Path) -> bool:
 
 
 def references(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return {key: (base file, base key)} for all arrays of a packed file.
-
-    The value is () for an array that is stored whole, not as a difference to a base. For a plain file (numpy.savez),
-    return {}.
-    """
+    """Return {key: (base file, base key)} for all arrays of a packed file."""
     if not is_packed(path):
         return {}
     with zipfile.ZipFile(path) as archive:
@@ -53,11 +49,7 @@ def references(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def read_packed(path: Path, base: Callable[[str], Mapping[str, NumpyArray]]) -> dict[str, NumpyArray]:
-    """Return {key: read-only array} of one packed file. If the file stores one array for several keys, they share it.
-
-    base: base(file) returns {key: array} of another file of the directory. It is called only for arrays that are stored
-        as differences.
-    """
+    """Return {key: read-only array} of one packed file."""
     with np.load(path, allow_pickle=False) as npz:
         index = json.loads(npz[INDEX])
         members = {name: npz[name] for name in npz.files if name != INDEX}
@@ -68,14 +60,7 @@ def read_packed(path: Path, base: Callable[[str], Mapping[str, NumpyArray]]) -> 
 def _array(
     members: Mapping[str, NumpyArray], entry: list[Any], base: Callable[[str], Mapping[str, NumpyArray]]
 ) -> NumpyArray:
-    """Return the array that an entry of the index describes, read-only.
-
-    Args:
-        members: {dtype: array} of the file. Each array holds all stored elements of one dtype.
-        entry: [dtype, start, shape]. An array that is stored as its XOR with another array has [dtype, start, shape,
-            file, key], where file and key name the other array.
-        base: base(file) returns {key: array} of another file of the directory.
-    """
+    """Return the array that an entry of the index describes, read-only."""
     dtype, start, shape = entry[:3]
     array = members[dtype][start : start + math.prod(shape)].reshape(shape)
     if len(entry) > 3:

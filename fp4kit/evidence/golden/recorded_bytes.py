@@ -44,15 +44,7 @@ BYTES = (
 
 
 def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Compared]]:
-    """Yield (file, item) for each recorded array that was computed from codes and scales of the recipe ``name``.
-
-    An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
-
-    Recipes that are not in BYTES yield none.
-
-    golden: the recorded arrays.
-    dequantize: the function whose decoded values are compared.
-    """
+    """Yield (file, item) for each recorded array that was computed from codes and scales of the recipe ``name``."""
     for each in BYTES:
         if each.recipe == name:
             for key, ours, recorded in (*_values(each, golden, dequantize), *_blocks(each, golden)):
@@ -60,14 +52,7 @@ def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) ->
 
 
 def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, fp4kit's values, recorded values) for all codes with all scales, one tuple per recorded dtype.
-
-    The dtypes are float32, bfloat16 and float16. A dtype that was not recorded gives no tuple.
-
-    each: the entry of BYTES.
-    golden: the recorded arrays.
-    dequantize: the function that decodes fp4kit's values.
-    """
+    """Yield (key, fp4kit's values, recorded values) for all codes with all scales, one tuple per recorded dtype."""
     for part, dtype in _TYPES.items():
         key = f"all_bytes/{each.variant}/{part}"
         if key in golden.keys(each.file):
@@ -77,14 +62,7 @@ def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> I
 
 
 def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, fp4kit's array, recorded array) for blocks as stored in GGUF files.
-
-    Recorded blocks are compared with those that pack_gguf makes from the recorded codes and scales. Blocks that a
-    converter made are also unpacked, and compared with these codes and scales.
-
-    each: the entry of BYTES, which names the blocks.
-    golden: the recorded arrays.
-    """
+    """Yield (key, fp4kit's array, recorded array) for blocks as stored in GGUF files."""
     for key in golden.keys(each.file):
         head, _, part = key.rpartition("/")
         variant = head.rpartition("/")[2]
@@ -98,14 +76,7 @@ def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
 
 
 def all_bytes(r: Recipe, dtype: np.dtype) -> Quantized:
-    """Return a Quantized of 256 rows that pairs every element code with every scale code, to test decoding.
-
-    Row i has the scale code i and all element codes in ascending order. If a block is longer than the number of codes,
-    they are repeated. If the recipe has a tensor scale, it is 1.
-
-    r: a recipe with block scales.
-    dtype: the dtype of the Quantized.
-    """
+    """Return a Quantized of 256 rows that pairs every element code with every scale code, to test decoding."""
     count = 2**r.element.bits
     length = max(count, r.block_size)
     codes = np.ascontiguousarray(np.broadcast_to(np.arange(length) % count, (256, length)).astype(np.uint8))

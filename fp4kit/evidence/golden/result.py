@@ -45,15 +45,7 @@ class GoldenResult(NamedTuple):
 
 
 def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResult:
-    """Compare arrays and return the GoldenResult.
-
-    An element counts as a difference if it differs and the mask of its array does not excuse it. If the shapes of two
-    arrays differ, all elements count, also excused ones.
-
-    recipe: the recipe's id.
-    arrays: yields (file, item), where an item is a tuple (key, fp4kit's array, recorded array, mask of elements that
-    are not compared). In the result, the key of a difference begins with the file.
-    """
+    """Compare arrays and return the GoldenResult."""
     compared, values, differences = 0, 0, []
     for file, (key, ours, recorded, skip) in arrays:
         compared, values = compared + 1, values + np.size(recorded)
@@ -66,11 +58,7 @@ def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResu
 
 
 def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
-    """Return a mask, in the shape of ``recorded``, of the elements whose bits differ in two arrays.
-
-    -0 differs from +0. A NaN value equals any other NaN. Codes (uint8) must be equal, even codes of NaN. If shape or
-    dtype differs, all elements differ.
-    """
+    """Return a mask, in the shape of ``recorded``, of the elements whose bits differ in two arrays."""
     if ours.shape != recorded.shape or ours.dtype != recorded.dtype:
         return np.ones(recorded.shape, bool)
     bits = bit_patterns(ours) != bit_patterns(recorded)

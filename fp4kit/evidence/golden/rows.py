@@ -160,16 +160,7 @@ def _torchao_rows() -> Iterator[GoldenRow]:
 
 
 def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of torchao's function to_mx in one scale mode.
-
-    The rows cover MXFP4 with blocks of 16, 32 and 64 elements, MXFP8 and, for the modes "floor" and "rceil", MXFP6.
-
-    Args:
-        mode: the mode, such as "floor". Its MXFP4 recipe is mxfp4-ocp for "floor" without release, and otherwise
-            mxfp4-torchao-<mode><release>.
-        file: the file with the outputs of a torchao release.
-        release: the suffix of the recipe ids for this release: "" or "-018".
-    """
+    """Yield the GoldenRow objects for recorded outputs of torchao's function to_mx in one scale mode."""
     name = "mxfp4-ocp" if mode == "floor" and not release else f"mxfp4-torchao-{mode}{release}"
     yield GoldenRow(name, file, f"mxfp4_{mode}", skip="nan_scale")
     for size in (16, 64):

@@ -13,10 +13,7 @@ GoldenRows = Iterator[Any]
 
 
 def serving_rows(row: Callable[..., Any]) -> GoldenRows:
-    """Yield the GoldenRow objects of all producers of this module, one producer after the other.
-
-    row: the class GoldenRow, which makes the objects.
-    """
+    """Yield the GoldenRow objects of all producers of this module, one producer after the other."""
     for family in (_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _comfy_kitchen, _mslk, _others):
         yield from family(row)
 
@@ -137,10 +134,7 @@ def _mslk(row: Callable[..., Any]) -> GoldenRows:
 
 
 def _others(row: Callable[..., Any]) -> GoldenRows:
-    """Yield the GoldenRow objects for recorded outputs of SGLang, DeepGEMM, qwix, aiter and FP-Quant.
-
-    ``row`` is the class GoldenRow.
-    """
+    """Yield the GoldenRow objects for recorded outputs of SGLang, DeepGEMM, qwix, aiter and FP-Quant."""
     yield row("mxfp4-sglang-util", "sglang", "mxfp4")
     yield row("mxfp4-sglang-kv", "sglang", "kv_mxfp4_b16")
     for name in ("mxfp4", "mxfp8"):

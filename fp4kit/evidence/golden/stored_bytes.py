@@ -30,13 +30,7 @@ DECODED = {"dequant": None, "dequant_i32": "fouroversix_float32"}
 
 
 def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield items to compare for a RecordedCase: stored bytes, decoded values, and arrays that are not stored.
-
-    Each item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared). Arrays that were
-    not recorded give no item.
-
-    skip: the mask of the elements that the case excuses.
-    """
+    """Yield items to compare for a RecordedCase: stored bytes, decoded values, and arrays that are not stored."""
     raw = case.part("raw")
     if case.row.raw and raw is not None:
         yield case.key("raw"), RAW[case.row.raw](case.q), raw, np.False_
@@ -48,12 +42,7 @@ def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, 
 
 
 def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield items to compare for a RecordedCase: the block amaxes that search_scales chooses, and the tensor amax.
-
-    An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
-
-    The tensor amax comes first. It is left out if it was not recorded.
-    """
+    """Yield items to compare for a RecordedCase: the block amaxes that search_scales chooses, and the tensor amax."""
     amax, key = case.part("global_amax"), f"hessian_{case.x.shape[-1]}"
     terms = {"hessian": case.golden.get(case.row.file, key)} if case.row.searched == "by hessian" else {}
     if amax is not None:
@@ -67,13 +56,7 @@ def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield items to compare for arrays of a RecordedCase that the producer computed but does not store.
-
-    An item is a tuple (key, fp4kit's array, recorded array, mask of elements that are not compared).
-
-    The arrays are "scale_applied" and "scale" (scales that the producer applied or keeps as float32) and "values"
-    (element values that were recorded instead of codes). Arrays that were not recorded give no item.
-    """
+    """Yield items to compare for arrays of a RecordedCase that the producer computed but does not store."""
     for part in ("scale_applied", "scale"):
         if (applied := case.part(part)) is not None:
             has_blocks = case.recipe.block_rule is not None
@@ -91,11 +74,7 @@ def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 @np.errstate(all="ignore")
 def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
-    """Return the scales that a recipe divides the elements of a matrix x by: float32 (rows, blocks).
-
-    For some recipes, this scale differs from the value of the stored scale byte. If the recipe multiplies by a factor,
-    the scale is 1 / factor. Recipes with a tensor scale are not supported.
-    """
+    """Return the scales that a recipe divides the elements of a matrix x by: float32 (rows, blocks)."""
     amax, tensor = block_amax(x.astype(np.float32), r), tensor_scale(None, r, x.dtype)
     rule = BLOCK_RULES[r.block_rule or ""]
     factor = rule.factor(rule.code(amax, tensor, r, x.dtype), amax, tensor, r, x.dtype)
@@ -103,11 +82,8 @@ def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 
 def unpack_fp6(packed: np.ndarray) -> np.ndarray:
-    """Return uint8 codes from compressed-tensors' 6-bit packing: 4 codes in 3 bytes, little-endian.
-
-    The first code is in the lowest bits. The length of the last axis must be a multiple of 3. The last axis of the
-    result is 4/3 times as long.
-    """
+    """Return uint8 codes from compressed-tensors' 6-bit packing: 4 codes in 3 bytes, little-endian."""
+    # The length of the last axis must be a multiple of 3.
     b = packed.reshape(*packed.shape[:-1], -1, 3).astype(np.uint32)
     word = b[..., 0] | b[..., 1] << 8 | b[..., 2] << 16
     return (

@@ -20,10 +20,7 @@ def to_torch(x: np.ndarray) -> Any:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """Return a NumPy array with the elements and dtype of a torch tensor on the CPU, bfloat16 included.
-
-    8-bit floats become uint8 bit patterns. If the tensor is contiguous, the array shares its memory.
-    """
+    """Return a NumPy array with the elements and dtype of a torch tensor on the CPU, bfloat16 included."""
     import torch
 
     tensor = tensor.detach().contiguous()
@@ -35,17 +32,7 @@ def to_numpy(tensor: Any) -> np.ndarray:
 
 
 def codes_of(values: np.ndarray, format: str) -> np.ndarray:
-    """Convert values to codes (uint8, one per value), for producers that return decoded values instead of codes.
-
-    -0 gives the code with the sign bit.
-
-    Args:
-        values: values that the element format represents exactly.
-        format: lower-case name of a format in formats.ELEMENT_FORMATS.
-
-    Raises:
-        ValueError: if the format cannot represent a value, such as NaN.
-    """
+    """Convert values to codes (uint8, one per value), for producers that return decoded values instead of codes."""
     fmt = next(f for f in ELEMENT_FORMATS if f.name.lower() == format)
     magnitudes = np.asarray(fmt.magnitudes, np.float64)
     size = np.abs(values.astype(np.float64))

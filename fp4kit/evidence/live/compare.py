@@ -73,19 +73,7 @@ class ProducerComparison:
 
 
 def compare(id: str, x: np.ndarray, call: ProducerCall, theirs: Parts | None = None) -> ProducerComparison:
-    """Compare every array that a producer returns for x with fp4kit's array, and return a ProducerComparison.
-
-    The result holds the differences, and how often exceptions excused one. Errors of the producer or fp4kit are raised.
-
-    Args:
-        id: id of the recipe.
-        x: the input.
-        call: the producer's call.
-        theirs: the producer's parts, or None to call the producer.
-
-    Raises:
-        KeyError: if ``theirs`` has a part that is not in PARTS.
-    """
+    """Compare every array that a producer returns for x with fp4kit's array, and return a ProducerComparison."""
     theirs = call.function(x) if theirs is None else theirs
     r = fp4kit.recipe(id)
     q = None if r.fake_only else fp4kit.quantize(x, r)
@@ -108,18 +96,7 @@ def _mask(
     ours: np.ndarray,
     excused: Counter[str],
 ) -> np.ndarray:
-    """Return a mask of the elements of a part whose difference is excused by an exception of the call.
-
-    The mask is all False if the call has no exceptions, or if the two arrays are equal or differ in shape.
-
-    Args:
-        part: the name of the part, a key of PARTS.
-        x, q: the input and fp4kit's result. Exceptions use them to compute what they excuse.
-        call: the producer's call, which has the exceptions.
-        r: the recipe.
-        theirs, ours: the part from the producer and from fp4kit.
-        excused: gets 1 added for each exception that excuses a difference.
-    """
+    """Return a mask of the elements of a part whose difference is excused by an exception of the call."""
     shape = np.shape(theirs)
     masked = np.zeros(shape, bool)
     if not call.exempt or shape != np.shape(ours):
@@ -137,18 +114,7 @@ def _mask(
 
 
 def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> np.ndarray | None:
-    """Convert a mask of the elements of x to a mask of a part, such as the block scales.
-
-    - For block and tensor scales, return None if ``scales`` is False. Otherwise, a block scale is masked if any element
-      of its block is masked, and the tensor scale is masked if all elements are masked; its mask has the shape ().
-    - For any other part, which has one entry per element, ``where`` itself is returned.
-
-    Args:
-        part: the name of the part, a key of PARTS.
-        where: the mask over elements.
-        scales: True if the exception applies to scales, too.
-        r: the recipe, which determines the size of a block.
-    """
+    """Convert a mask of the elements of x to a mask of a part, such as the block scales."""
     if part in ("block_scale", "tensor_scale") and not scales:
         return None
     if part == "block_scale":
@@ -157,14 +123,7 @@ def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> 
 
 
 def _differing(part: str, theirs: np.ndarray, ours: np.ndarray, r: fp4kit.Recipe) -> np.ndarray:
-    """Return a mask of the elements whose bits differ in two arrays of equal shape. Any NaN equals any other NaN.
-
-    Args:
-        part: the name of the part, which says whether the elements are codes, block scales or values.
-        theirs: the producer's array.
-        ours: fp4kit's array.
-        r: the recipe, which determines the formats of codes and scales.
-    """
+    """Return a mask of the elements whose bits differ in two arrays of equal shape."""
     fmt = {"codes": r.element, "block_scale": r.scale}.get(part)
     a, b = np.asarray(theirs), np.asarray(ours)
     differ = np.asarray(bit_patterns(a) != bit_patterns(b))
@@ -174,10 +133,7 @@ def _differing(part: str, theirs: np.ndarray, ours: np.ndarray, r: fp4kit.Recipe
 
 
 def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
-    """Return a mask of the elements that are NaN.
-
-    fmt: the format if the elements are codes; None if they are values.
-    """
+    """Return a mask of the elements that are NaN."""
     numbers = a.astype(np.float64) if fmt is None else decode(a, fmt)
     return np.isnan(numbers)
 
@@ -185,16 +141,8 @@ def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
 def difference_of(
     part: str, theirs: np.ndarray, ours: Any, masked: np.ndarray, r: fp4kit.Recipe
 ) -> PartDifference | None:
-    """Return the difference between the producer's and fp4kit's arrays of a part; None if no compared element differs.
-
-    Any NaN equals any other NaN, but -0 differs from +0.
-
-    Args:
-        part: the name of the part, a key of PARTS.
-        theirs, ours: the arrays of the producer and of fp4kit. If their shapes or dtypes differ, all elements count as
-            different, and ``masked`` is ignored.
-        masked: True for elements that are not compared.
-        r: the recipe, which determines the formats of codes and scales.
+    """Return the difference between the producer's and fp4kit's arrays of a part; None if no compared element
+    differs.
     """
     ours = np.asarray(ours)
     if theirs.shape != ours.shape or theirs.dtype != ours.dtype:

@@ -24,18 +24,7 @@ EDGES = (0, 1, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)  # the smallest, largest and NaN sc
 
 
 def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) -> fp4kit.Quantized:
-    """Return a Quantized with random codes and scales, determined by ``seed``, ``number`` and the recipe's id.
-
-    Half of the blocks have an ordinary scale, from 2^-8 to 2^7 for E8M0 and from 0.5 to 1.875 for E4M3. The others have
-    a random scale byte, or one of EDGES (the smallest, largest and NaN scales). If the recipe has a tensor scale, it is
-    random, from 2^-16 to 2^4.
-
-    Args:
-        r: the recipe.
-        call: the producer's call, which has the number of columns and the dtypes that the producer can decode to.
-        seed: the seed of the run.
-        number: the number of the input. Each dtype is used for four consecutive numbers, in turns.
-    """
+    """Return a Quantized with random codes and scales, determined by ``seed``, ``number`` and the recipe's id."""
     rng = np.random.default_rng([seed, number, zlib.crc32(r.id.encode())])
     rows, blocks = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * max(1, call.columns // r.block_size)
     codes = rng.integers(0, 1 << r.element.bits, (rows, blocks * r.block_size), np.uint8)
@@ -49,22 +38,15 @@ def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) ->
 
 
 def _stored(codes: np.ndarray, scales: np.ndarray, tensor: Any, dtype: np.dtype, r: fp4kit.Recipe) -> fp4kit.Quantized:
-    """Return a Quantized with the given codes (one per byte), block scales and tensor scale, in the linear layout.
-
-    tensor: the tensor scale, or None if the recipe has none.
-    dtype: the dtype of the decoded values.
-    """
+    """Return a Quantized with the given codes (one per byte), block scales and tensor scale, in the linear layout."""
     packed = fp4kit.pack(codes) if r.is_packed else codes
     tensor = None if tensor is None else np.asarray(tensor)
     return fp4kit.Quantized(packed, scales, tensor, None, codes.shape, dtype, -1, r)
 
 
 def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> ProducerComparison:
-    """Decode q with the producer and with fp4kit, compare the values, and return a ProducerComparison.
-
-    Its ``differences`` are empty or hold one difference, of the part "decoded". Errors of the producer are not caught.
-    ``call.decode`` must not be None.
-    """
+    """Decode q with the producer and with fp4kit, compare the values, and return a ProducerComparison."""
+    # ``call.decode`` must not be None.
     assert call.decode is not None
     with np.errstate(all="ignore"):
         theirs, ours = call.decode(q), fp4kit.dequantize(q)
@@ -73,16 +55,8 @@ def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> ProducerComparis
 
 
 def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:
-    """Return a simpler Quantized for which ``differs`` still holds, or q itself if none is found.
-
-    First, q is replaced by the first slice of few blocks (see _smaller) that still differs, if there is one. Then the
-    columns of codes are set to 0 one after the other. A column keeps its codes if q would no longer differ.
-
-    Args:
-        q: the Quantized to shrink.
-        call: the producer's call, which says how many columns the producer accepts.
-        differs: a function that returns True for a Quantized that the producer decodes differently.
-    """
+    """Return a simpler Quantized for which ``differs`` still holds, or q itself if none is found."""
+    # A column keeps its codes if q would no longer differ.
     for candidate in _smaller(q, call):
         if differs(candidate):
             q = candidate
@@ -107,18 +81,7 @@ def _smaller(q: fp4kit.Quantized, call: ProducerCall) -> Iterator[fp4kit.Quantiz
 
 
 def script(id: str, call: ProducerCall, q: fp4kit.Quantized, difference: PartDifference | str, versions: str) -> str:
-    """Return a Python program that reproduces a difference between a producer's decoder and fp4kit.dequantize.
-
-    The program raises AssertionError as long as the decoder gives other values for q. If ``difference`` is a text about
-    the producer's error, the program only calls the decoder, and so raises this error as long as the producer does.
-
-    Args:
-        id: the recipe of q.
-        call: the producer's call, with a decoder.
-        q: the codes and scales to decode.
-        difference: the difference in the values, or the text about the producer's error. It becomes a comment.
-        versions: the name and version of the producer, for a comment.
-    """
+    """Return a Python program that reproduces a difference between a producer's decoder and fp4kit.dequantize."""
     assert call.decode is not None
     parts = ["packed", "block_scale"] + ["tensor_scale"] * (q.tensor_scale is not None)
     body = [line for name in parts for line in lines_of(name, np.asarray(getattr(q, name)))]

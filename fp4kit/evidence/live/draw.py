@@ -38,17 +38,7 @@ class DrawnInput(NamedTuple):
 
 
 def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, columns: int = 16) -> DrawnInput:
-    """Return random input array ``number`` for a recipe, with the name of its kind.
-
-    Dtypes and kinds take turns. Everything else is random and depends only on the seed, the number and the recipe's id.
-
-    Args:
-        r: the recipe. The row length is a multiple of its block size.
-        dtypes: the dtypes to draw from.
-        seed: the seed of the run.
-        number: number of the array.
-        columns: the row length is a multiple of this number too.
-    """
+    """Return random input array ``number`` for a recipe, with the name of its kind."""
     rng = np.random.default_rng([seed, number, zlib.crc32(r.id.encode())])
     kind = tuple(KINDS)[number // len(dtypes) % len(KINDS)]
     dtype = arrays.DTYPES[dtypes[number % len(dtypes)]]
@@ -58,11 +48,7 @@ def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, column
 
 
 def _shape(rng: np.random.Generator, r: fp4kit.Recipe, multiple: int) -> Shape:
-    """Return a random shape (rows, columns) of at most MAX_ELEMENTS elements.
-
-    If four blocks have more elements than that, a shape may have up to four blocks. The number of columns is a multiple
-    of the block and of ``multiple``. The number of blocks is often odd.
-    """
+    """Return a random shape (rows, columns) of at most MAX_ELEMENTS elements."""
     while True:
         rows, columns = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * lcm(r.length_multiple, multiple)
         if rows * columns <= max(MAX_ELEMENTS, 4 * r.block_rows * r.block_size):
@@ -75,10 +61,7 @@ InputKind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.n
 
 
 def _fuzzed(name: str) -> InputKind:
-    """Return a function for KINDS that draws values of the kind ``name`` of fuzz/arrays.py (a key of VALUES there).
-
-    The function ignores the recipe.
-    """
+    """Return a function for KINDS that draws values of the kind ``name`` of fuzz/arrays.py (a key of VALUES there)."""
 
     def kind(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
         return arrays.VALUES[name](rng, shape, dtype)
@@ -103,19 +86,13 @@ def _heavy_tails(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _narrow(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return normally distributed values rounded to bfloat16 or float16 and then cast to ``dtype``.
-
-    So they have few mantissa bits. The magnitude varies from row to row.
-    """
+    """Return normally distributed values rounded to bfloat16 or float16 and then cast to ``dtype``."""
     narrow = rng.choice([np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)])
     return arrays.VALUES["ordinary"](rng, shape, narrow).astype(np.float32).astype(dtype)
 
 
 def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return the bit patterns of subnormals and zeros of either sign, as unsigned integers.
-
-    The caller views them as ``dtype``. The largest magnitude varies from block to block.
-    """
+    """Return the bit patterns of subnormals and zeros of either sign, as unsigned integers."""
     bits = unsigned(dtype)
     largest = np.exp2(rng.uniform(0, ml_dtypes.finfo(dtype).nmant, _blocks(shape, r))).astype(np.int64)
     magnitudes = rng.integers(0, _per_element(largest, shape, r) + 1).astype(bits)
@@ -123,10 +100,7 @@ def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4ki
 
 
 def _powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return powers of two with random signs, over the whole range of the dtype.
-
-    Within a block, exponents differ by less than 12. Powers below the dtype's smallest subnormal become zeros.
-    """
+    """Return powers of two with random signs, over the whole range of the dtype."""
     info = ml_dtypes.finfo(dtype)
     top = rng.integers(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
     exponents = _per_element(top, shape, r) - rng.integers(0, 12, shape)
@@ -134,10 +108,7 @@ def _powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.R
 
 
 def _wide(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return normally distributed values whose magnitude varies from block to block over the dtype's whole range.
-
-    Values beyond the range are clipped, and values below it become zeros or subnormals.
-    """
+    """Return normally distributed values whose magnitude varies from block to block over the dtype's whole range."""
     info = ml_dtypes.finfo(dtype)
     exponents = rng.uniform(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
     return _finite(rng.standard_normal(shape) * np.exp2(_per_element(exponents, shape, r)), dtype)
@@ -157,11 +128,7 @@ def _one_outlier(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return random elements in blocks whose amax is near a power of two, or near a multiple of one.
-
-    The amax of a block is f * 2^n, or differs from it by at most ULPS bit patterns. The integer n is random, and f is
-    1, 1.5, 1.75 or the mantissa of the format's largest element value.
-    """
+    """Return random elements in blocks whose amax is near a power of two, or near a multiple of one."""
     info = ml_dtypes.finfo(dtype)
     mantissas = (1.0, 1.0, float(np.frexp(float(r.element.max))[0]) * 2, 1.75, 1.5)
     exponents = rng.integers(info.minexp - 2, info.maxexp, _blocks(shape, r)).astype(np.float64)
@@ -170,10 +137,7 @@ def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _near_thresholds(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return blocks whose amax is at most ULPS bit patterns from a value at which the recipe's block scale changes.
-
-    For recipes without block scales and for fake quantizers, return the values of _near_powers.
-    """
+    """Return blocks whose amax is at most ULPS bit patterns from a value at which the recipe's block scale changes."""
     if r.fake_only or r.scale is None:
         return _near_powers(rng, shape, dtype, r)
     rows, columns = _blocks(shape, r)
@@ -205,27 +169,18 @@ KINDS: dict[str, InputKind] = {
 
 
 def _blocks(shape: Shape, r: fp4kit.Recipe) -> Shape:
-    """Return (rows of blocks, blocks per row) of an array with the given shape.
-
-    If the recipe has no blocks, the blocks have 1 x 16 elements.
-    """
+    """Return (rows of blocks, blocks per row) of an array with the given shape."""
     return shape[0] // r.block_rows, shape[1] // max(r.block_size, 16 if r.block is None else 1)
 
 
 def _per_element(per_block: np.ndarray, shape: Shape, r: fp4kit.Recipe) -> np.ndarray:
-    """Return an array of the given shape in which each element has the value of its block in ``per_block``.
-
-    per_block: one value per block, (rows of blocks, blocks per row). The shape must be a multiple of this shape.
-    """
+    """Return an array of the given shape in which each element has the value of its block in ``per_block``."""
     rows, columns = (shape[i] // per_block.shape[i] for i in (0, 1))
     return np.repeat(np.repeat(per_block, rows, axis=0), columns, axis=1)
 
 
 def _near(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
-    """Return floats at random distances of at most ULPS bit patterns from `numbers`, which must be nonnegative.
-
-    The result has the dtype of `numbers`. It is clipped to the range from +0 to the dtype's largest value.
-    """
+    """Return floats at random distances of at most ULPS bit patterns from `numbers`, which must be nonnegative."""
     bits = numbers.view(unsigned(numbers.dtype)).astype(np.int64) + rng.integers(-ULPS, ULPS + 1, numbers.shape)
     top = int(ml_dtypes.finfo(numbers.dtype).max.view(unsigned(numbers.dtype)))
     return np.clip(bits, 0, top).astype(unsigned(numbers.dtype)).view(numbers.dtype)
@@ -234,18 +189,7 @@ def _near(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
 def _blocks_with_amaxes(
     rng: np.random.Generator, amaxes: np.ndarray, shape: Shape, r: fp4kit.Recipe, tensor: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return random values in blocks with the given amaxes.
-
-    In each block, an element at a random position has the amax. If ``tensor`` is given, the first block may get another
-    amax.
-
-    Args:
-        rng: the source of random numbers.
-        amaxes: one amax per block, (rows of blocks, blocks per row). Their dtype is the dtype of the result.
-        shape: the shape of the result, a multiple of the shape of ``amaxes``.
-        r: the recipe.
-        tensor: the tensor amax. The first element is set to it; None leaves this element as it is.
-    """
+    """Return random values in blocks with the given amaxes."""
     x = (rng.uniform(-1, 1, shape) * _per_element(amaxes.astype(np.float64), shape, r)).astype(amaxes.dtype)
     rows, columns = amaxes.shape
     height, width = shape[0] // rows, shape[1] // columns
@@ -260,17 +204,7 @@ def _blocks_with_amaxes(
 def _thresholds(
     rng: np.random.Generator, blocks: Shape, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None
 ) -> np.ndarray:
-    """Return one amax per block at which the recipe's scale code changes, found by bisection from random starts.
-
-    If the code does not change between a random start and twice this amax, the upper end of the search is returned.
-
-    Args:
-        rng: the source of random numbers.
-        blocks: the shape of the result, (rows of blocks, blocks per row).
-        dtype: the dtype of the amaxes.
-        r: the recipe, which must have block scales.
-        tensor: the tensor amax; None if the recipe has no tensor scale.
-    """
+    """Return one amax per block at which the recipe's scale code changes, found by bisection from random starts."""
     bits = unsigned(dtype)
     span = 1 << ml_dtypes.finfo(dtype).nmant
     bottom, top = _amax_range(rng, dtype, r, tensor)
@@ -287,18 +221,7 @@ def _thresholds(
 def _amax_range(
     rng: np.random.Generator, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None
 ) -> tuple[int, int]:
-    """Return (lowest, highest) bit pattern of the block amaxes that _thresholds considers.
-
-    The range covers the 20 powers of two below the highest amax. For scales other than E4M3 it begins at 0 in half of
-    the draws.
-
-    Args:
-        rng: the source of random numbers.
-        dtype: the dtype of the amaxes.
-        r: the recipe.
-        tensor: the tensor amax, used as the highest amax. None uses the highest amax that the dtype or the scale format
-            allows.
-    """
+    """Return (lowest, highest) bit pattern of the block amaxes that _thresholds considers."""
     span = 1 << ml_dtypes.finfo(dtype).nmant
     largest = ml_dtypes.finfo(dtype).max if tensor is None else tensor
     if tensor is None and r.scale is E4M3:
@@ -308,13 +231,7 @@ def _amax_range(
 
 
 def _scale_codes(amaxes: np.ndarray, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None) -> np.ndarray:
-    """Return the block scale code that the recipe gives to each amax, in the shape of ``amaxes``.
-
-    To find it, the recipe quantizes blocks that contain only zeros and the amax.
-
-    amaxes: bit patterns of ``dtype`` (rows, columns).
-    tensor: the tensor amax; None if the recipe has no tensor scale.
-    """
+    """Return the block scale code that the recipe gives to each amax, in the shape of ``amaxes``."""
     rows, columns = amaxes.shape
     x = np.zeros((rows * r.block_rows, (columns + 1) * r.block_size), dtype)
     x[:: r.block_rows, r.block_size :: r.block_size] = amaxes.astype(unsigned(dtype)).view(dtype)

@@ -31,10 +31,7 @@ class Exempt(NamedTuple):
 
 
 def block_amax(x: np.ndarray, size: int) -> np.ndarray:
-    """Return, for each element of x, the largest magnitude in its block of ``size`` elements of one row, as float32.
-
-    A block with a NaN gives NaN.
-    """
+    """Return, for each element of x, the largest magnitude in its block of ``size`` elements of one row, as float32."""
     blocks = np.abs(x.astype(np.float32)).reshape(*x.shape[:-1], -1, size)
     return np.repeat(blocks.max(axis=-1), size, axis=-1)
 
@@ -56,10 +53,8 @@ def _nan_scale(x: np.ndarray, q: Any) -> np.ndarray:
 
 
 def _nan_value(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of elements whose block scale times tensor scale is NaN, so that any code decodes to NaN.
-
-    q must have a tensor scale.
-    """
+    """Return a mask of elements whose block scale times tensor scale is NaN, so that any code decodes to NaN."""
+    # q must have a tensor scale.
     with np.errstate(all="ignore"):
         return np.isnan(_scale(x, q) * np.asarray(q.tensor_scale))
 
@@ -70,29 +65,20 @@ def _zero_of_zeros(x: np.ndarray, q: Any) -> np.ndarray:
 
 
 def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of elements in blocks whose amax overflows the dtype of x when compressed-tensors rounds it.
-
-    compressed-tensors rounds an amax up to a power of two. Elements of blocks with infinities or NaN are in the mask
-    too.
-    """
+    """Return a mask of elements in blocks whose amax overflows the dtype of x when compressed-tensors rounds it."""
     limit = 1.9375 if q.recipe.element is E2M3 else 1.75
     return ~(_amax(x, q) < limit * 2.0 ** (15 if x.dtype == np.float16 else 127))
 
 
 def _smallest_scale(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of elements that Quark may divide by the scale 2^-127, which it stores as 2^-126.
-
-    The mask covers all elements with a stored scale of at most 2^-126, because a stored 2^-126 does not tell which of
-    the two scales was used.
-    """
+    """Return a mask of elements that Quark may divide by the scale 2^-127, which it stores as 2^-126."""
+    # The mask covers all elements with a stored scale of at most 2^-126, because a stored 2^-126 does not tell which of
+    # the two scales was used.
     return _scale(x, q) <= 2.0**-126
 
 
 def _infinite_quotient(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of elements in blocks with the scale code 0 that overflow when Quark divides them by 2^-23.
-
-    Quark replaces the scale 0 by 2^-23, and packs an infinity as the value 4.
-    """
+    """Return a mask of elements in blocks with the scale code 0 that overflow when Quark divides them by 2^-23."""
     return (_scale(x, q) == 0) & (np.abs(x.astype(np.float64)) * 2.0**23 >= 2.0**128)
 
 

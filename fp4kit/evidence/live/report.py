@@ -23,10 +23,7 @@ def rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
 
 
 def differing_rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
-    """Return one row per recipe for which its producer differed on at least one input, or raised an error.
-
-    The headings of the columns are RECIPE_COLUMNS.
-    """
+    """Return one row per recipe for which its producer differed on at least one input, or raised an error."""
     return [
         (id, f"{tally.arrays:,}", f"{tally.differing:,}", exceptions(tally.exceptions))
         for result in results
@@ -36,10 +33,7 @@ def differing_rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
 
 
 def left_out_rows(results: list[ProducerResult], ids: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return one (recipes, reason) row per reason why recipes of ``ids`` were not run.
-
-    The first entry joins the ids of the recipes with ", ". The headings of the columns are LEFT_OUT_COLUMNS.
-    """
+    """Return one (recipes, reason) row per reason why recipes of ``ids`` were not run."""
     reasons: dict[str, list[str]] = {}
     for id, reason in not_run(results, ids).items():
         reasons.setdefault(reason, []).append(id)
@@ -47,8 +41,5 @@ def left_out_rows(results: list[ProducerResult], ids: tuple[str, ...]) -> list[t
 
 
 def exceptions(used: dict[str, int]) -> str:
-    """Return the names of exceptions as one line, such as "NaN (3), zeros (1,024)", or "" if none were used.
-
-    used: {name of an exception: number of parts in which it excused a difference}. The line is sorted by name.
-    """
+    """Return the names of exceptions as one line, such as "NaN (3), zeros (1,024)", or "" if none were used."""
     return ", ".join(f"{name} ({count:,})" for name, count in sorted(used.items()))

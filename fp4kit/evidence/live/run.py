@@ -128,21 +128,7 @@ def run(
     seed: int,
     tick: Callable[[int], None] = lambda differing: None,
 ) -> ProducerResult:
-    """Run the adapter's calls for the recipes ``ids`` in turns, for ``seconds``, and return the result.
-
-    - If the adapter has no call for these recipes, nothing is imported.
-    - If the producer is not installed or cannot be imported, the result has a reason and no counts.
-    - If a recipe makes no claim for the installed version, it is stored in result.left_out.
-    - At least one input per recipe is compared, even if the time is over.
-    - An error that a producer raises on an input counts as a difference.
-
-    Args:
-        adapter: the producer's adapter.
-        ids: ids of the recipes to run.
-        seconds: running time. It does not count shrinking and the first input of each recipe and dtype.
-        seed: seed of the random inputs.
-        tick: called after each input with the number of inputs that differ so far.
-    """
+    """Run the adapter's calls for the recipes ``ids`` in turns, for ``seconds``, and return the result."""
     result = ProducerResult(adapter.title or adapter.name)
     result.left_out = {id: reason for id, reason in adapter.left_out.items() if id in ids}
     if not adapter.calls.keys() & set(ids):
@@ -171,28 +157,14 @@ def run(
 
 
 def _not_run(result: ProducerResult, adapter: Adapter, ids: tuple[str, ...], reason: str) -> ProducerResult:
-    """Store the reason why the producer did not run in ``result``, and return ``result``.
-
-    Args:
-        result: the result to change.
-        adapter: the producer's adapter.
-        ids: the requested recipes. Those that the adapter has calls for are stored as left out.
-        reason: the reason, as a predicate such as "is not installed".
-    """
+    """Store the reason why the producer did not run in ``result``, and return ``result``."""
     result.reason = reason
     result.left_out |= {id: f"{result.producer} {reason}" for id in adapter.calls if id in ids}
     return result
 
 
 def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
-    """Return (version of the installed producer, {distribution: version} of the producer and its dependencies).
-
-    The version is "unknown" if the producer can be imported but has no metadata. Dependencies without metadata are left
-    out.
-
-    Raises:
-        NotRun: if the producer is not installed.
-    """
+    """Return (version of the installed producer, {distribution: version} of the producer and its dependencies)."""
     if importlib.util.find_spec(adapter.module) is None:
         raise NotRun("is not installed")
     versions = {}
@@ -203,11 +175,7 @@ def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
 
 
 def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult) -> Iterator[tuple[str, ProducerCall]]:
-    """Yield (recipe id, call) for each recipe in ``ids`` whose claims cover the installed versions.
-
-    If a recipe makes no claim for the installed versions, its call is not yielded, and the reason is stored in
-    result.left_out. For each call that is yielded, empty counts are added to result.recipes first.
-    """
+    """Yield (recipe id, call) for each recipe in ``ids`` whose claims cover the installed versions."""
     for id, call in adapter.calls.items():
         if id not in ids:
             continue
@@ -226,22 +194,14 @@ def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult
 
 
 def _between(first: str, version: str, last: str) -> bool:
-    """Return True if a version is from ``first`` to ``last``, both included; "" stands for no limit.
-
-    The version "unknown" is accepted. Versions are compared by their leading numbers (see _key), so "0.19.0" is above
-    "0.19".
-    """
+    """Return True if a version is from ``first`` to ``last``, both included; "" stands for no limit."""
     if version == UNKNOWN:
         return True
     return (not first or _key(first) <= _key(version)) and (not last or _key(version) <= _key(last))
 
 
 def _key(version: str) -> tuple[int, ...]:
-    """Return a key to compare versions by: the leading numbers, such as (0, 19, 0) for "0.19.0.dev3+cpu".
-
-    A part that is not a number ends the key, so "1.0rc1" gives (1,). Return () if the version does not begin with a
-    number.
-    """
+    """Return a key to compare versions by: the leading numbers, such as (0, 19, 0) for "0.19.0.dev3+cpu"."""
     numbers = []
     for part in version.split("+")[0].split("."):
         if not part.isdigit():
@@ -251,19 +211,7 @@ def _key(version: str) -> tuple[int, ...]:
 
 
 def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerResult) -> float:
-    """Compare the producer with fp4kit on input ``number`` of the recipe ``id``, and count the result in ``result``.
-
-    Return the seconds spent on shrinking, or 0 if nothing was shrunk. A difference is shrunk and stored in result.found
-    if it is the first of its dtype and set of parts, and if fewer than MAX_SHRUNK differences of the recipe were
-    shrunk.
-
-    Args:
-        id: id of the recipe.
-        call: the producer's call for the recipe.
-        seed: seed of the random inputs.
-        number: number of the input.
-        result: the result of the producer, which is changed.
-    """
+    """Compare the producer with fp4kit on input ``number`` of the recipe ``id``, and count the result in ``result``."""
     case = _drawn(id, call, seed, number)
     compared, failure = case.attempt(case.value)
     tally = result.recipes[id]
@@ -287,10 +235,7 @@ def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerR
 
 
 def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:
-    """Return input ``number`` of the recipe ``id`` as a LiveCase, drawn with the given seed.
-
-    If the producer has a decoder, every fourth input is a Quantized to decode. The others are arrays to quantize.
-    """
+    """Return input ``number`` of the recipe ``id`` as a LiveCase, drawn with the given seed."""
     r = fp4kit.recipe(id)
     if call.decode is not None and number % 4 == 3:
         q = decoders.draw_stored(r, call, seed, number)
@@ -319,12 +264,7 @@ class LiveCase:
     dtype: str
 
     def attempt(self, value: Any) -> tuple[ProducerComparison, str]:
-        """Compare the producer with fp4kit on a value, an array or a Quantized. Return (comparison, error text).
-
-        The error text is "" unless the producer raises an exception. After an exception, the comparison has no
-        differences. An exception of fp4kit itself is raised if the value is an array. For a Quantized, it counts as one
-        of the producer.
-        """
+        """Compare the producer with fp4kit on a value, an array or a Quantized."""
         try:
             with quiet():
                 if isinstance(value, fp4kit.Quantized):
@@ -335,41 +275,21 @@ class LiveCase:
         return compare(self.id, value, self.call, theirs), ""
 
     def shrink(self, differs: Callable[[Any], bool], seconds: float) -> Any:
-        """Return a simpler value for which ``differs`` holds, or the case's own value if none is found.
-
-        Args:
-            differs: a function that returns True for a value that shows the difference.
-            seconds: the time limit. It applies to arrays only, because a Quantized shrinks in few steps.
-        """
+        """Return a simpler value for which ``differs`` holds, or the case's own value if none is found."""
         if isinstance(self.value, fp4kit.Quantized):
             return decoders.shrunk(self.value, self.call, differs)
         r = fp4kit.recipe(self.id)
         return shrink(self.value, r.block_rows, lcm(r.length_multiple, self.call.columns), differs, seconds)
 
     def script(self, value: Any, difference: PartDifference | str, versions: str) -> str:
-        """Return a Python program that shows a difference on this value, or the producer's error.
-
-        difference: the difference to show, or the text about the error.
-        versions: the installed versions, for a comment.
-        """
+        """Return a Python program that shows a difference on this value, or the producer's error."""
         if isinstance(value, fp4kit.Quantized):
             return decoders.script(self.id, self.call, value, difference, versions)
         return script(self.id, self.call.function, value, difference, versions)
 
 
 def _shrunk(case: LiveCase, compared: ProducerComparison, failure: str, result: ProducerResult) -> tuple[str, str]:
-    """Shrink the value of a case that differs. Return (the difference as text, a Python program that shows it).
-
-    The program raises AssertionError as long as the difference exists. If the producer raised an error, the program
-    raises this error instead.
-
-    Args:
-        case: the input that the producer differs on, or raises an error for.
-        compared: the comparison in which the case differed.
-        failure: the producer's error, or "" if it raised none.
-        result: the result of the producer. Its field ``shrinking``, the time spent so far, limits the time for this
-            case, and the program names its ``versions``.
-    """
+    """Shrink the value of a case that differs."""
     parts = differing_parts(compared.differences)
 
     def differs(candidate: Any) -> bool:
@@ -392,10 +312,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress what producers print, log and warn about inside the ``with`` statement, also NumPy's warnings.
-
-    Output written to sys.stdout and sys.stderr is lost. Exceptions are not suppressed.
-    """
+    """Suppress what producers print, log and warn about inside the ``with`` statement, also NumPy's warnings."""
     level = logging.root.manager.disable
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -418,16 +335,7 @@ def adapters() -> tuple[Adapter, ...]:
 
 
 def document(results: list[ProducerResult], ids: tuple[str, ...], seconds: float, seed: int) -> dict[str, Any]:
-    """Return the results as JSON data, for `fp4kit recipes --live --json`.
-
-    Producers that ran no recipe are left out. The entry "not_run" gives the reason for each recipe that did not run.
-
-    Args:
-        results: the results of all producers.
-        ids: the requested recipes.
-        seconds: the running time.
-        seed: the seed of the random inputs.
-    """
+    """Return the results as JSON data, for `fp4kit recipes --live --json`."""
     return {
         "fp4kit": fp4kit.__version__,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

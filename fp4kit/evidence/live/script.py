@@ -23,17 +23,7 @@ PER_LINE = 8
 def script(
     id: str, function: Callable[..., Any], x: np.ndarray, difference: PartDifference | str, versions: str
 ) -> str:
-    """Return a Python program that raises AssertionError as long as a producer and fp4kit differ on x.
-
-    If the producer raises an error, the program raises this error as long as the producer does.
-
-    Args:
-        id: id of the recipe.
-        function: the adapter's function that calls the producer.
-        x: the input.
-        difference: the difference to show, or the text about the producer's error.
-        versions: the installed versions, for the first line.
-    """
+    """Return a Python program that raises AssertionError as long as a producer and fp4kit differ on x."""
     body = [*lines_of("x", x), "", "theirs = {call}"]
     if not isinstance(difference, str):
         body.append(f'r, v = fp4kit.recipe("{id}"), theirs["{difference.part}"]')
@@ -51,15 +41,8 @@ def program(
     narrow: bool,
     argument: str,
 ) -> str:
-    """Return the text of the whole program: a description, imports, the source of the adapter's function, and the body.
-
-    Args:
-        title: the first line of the description.
-        difference: the difference or the producer's error, for the second line.
-        function: the adapter's function that calls the producer.
-        body: lines in which {call} stands for the call of the function.
-        narrow: True if the program uses bfloat16 and so needs an import of ml_dtypes.
-        argument: name of the variable that is passed to the function.
+    """Return the text of the whole program: a description, imports, the source of the adapter's function, and the
+    body.
     """
     call, name = _call(function, argument)
     imports = ["import ml_dtypes"] * narrow + ["import numpy as np"]
@@ -75,10 +58,7 @@ def _function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(function: Callable[..., Any], argument: str) -> tuple[str, str]:
-    """Return (source of a call to the function, name of the function), such as ("_mx(x, bits=4)", "_mx").
-
-    argument: the name of the variable to pass. The arguments of a functools.partial are passed too.
-    """
+    """Return (source of a call to the function, name of the function), such as ("_mx(x, bits=4)", "_mx")."""
     name = _function(function).__name__
     given = [repr(a) for a in function.args] if isinstance(function, partial) else []
     named = [f"{k}={v!r}" for k, v in function.keywords.items()] if isinstance(function, partial) else []
@@ -86,9 +66,8 @@ def _call(function: Callable[..., Any], argument: str) -> tuple[str, str]:
 
 
 def lines_of(name: str, x: np.ndarray) -> list[str]:
-    """Return the source lines of a statement that sets the variable ``name`` to the array x, written as bit patterns.
-
-    The array has the dtype and the shape of x.
+    """Return the source lines of a statement that sets the variable ``name`` to the array x, written as bit
+    patterns.
     """
     bits = bit_patterns(x)
     width = 2 * x.dtype.itemsize
@@ -104,10 +83,7 @@ def lines_of(name: str, x: np.ndarray) -> list[str]:
 
 
 def _sorted(imports: set[str]) -> list[str]:
-    """Return import statements as lines in the usual order: standard library, installed packages, fp4kit.
-
-    Groups are separated by empty lines. An empty group is left out.
-    """
+    """Return import statements as lines in the usual order: standard library, installed packages, fp4kit."""
     groups: tuple[list[str], ...] = ([], [], [])
     for line in sorted(imports, key=lambda line: (line.startswith("from"), line)):
         package = line.split()[1].split(".")[0]
@@ -116,14 +92,7 @@ def _sorted(imports: set[str]) -> list[str]:
 
 
 def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
-    """Return (imports, source lines) that a program needs to define a function of an adapter.
-
-    The lines define the function and, in the order of its module, all functions, classes and constants of the module
-    that it uses, directly or indirectly.
-
-    function: any function of the module.
-    name: the name of the function to define.
-    """
+    """Return (imports, source lines) that a program needs to define a function of an adapter."""
     text = inspect.getsource(sys.modules[function.__module__])
     statements = ast.parse(text).body
     needed_names, used = {name}, set()
@@ -144,11 +113,7 @@ def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str
 
 
 def _defines(statement: ast.stmt) -> set[str]:
-    """Return the names that a module-level statement of an adapter defines.
-
-    These are names from def, class, import, and assignments to plain names. For any other statement, such as an
-    assignment to a tuple of names, return an empty set.
-    """
+    """Return the names that a module-level statement of an adapter defines."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return {statement.name}
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -158,10 +123,7 @@ def _defines(statement: ast.stmt) -> set[str]:
 
 
 def _import(statement: ast.Import | ast.ImportFrom, wanted: set[str]) -> str:
-    """Return an import statement as text, with only those names of ``statement`` that are wanted.
-
-    A statement such as ``import numpy as np`` is returned whole.
-    """
+    """Return an import statement as text, with only those names of ``statement`` that are wanted."""
     if isinstance(statement, ast.Import):
         return ast.unparse(statement)
     names = [ast.unparse(alias) for alias in statement.names if (alias.asname or alias.name) in wanted]

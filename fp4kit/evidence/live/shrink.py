@@ -15,13 +15,7 @@ MAX_ONE_BY_ONE = 40  # limit on elements simplified one by one, and on blocks re
 
 
 def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray], bool], seconds: float) -> np.ndarray:
-    """Return the simplest array found within ``seconds`` for which ``differs`` holds, or x itself if none is found.
-
-    A simpler array has fewer blocks, more zeros or simpler elements. It consists of whole blocks of ``rows`` x
-    ``columns`` elements of x. If ``differs`` raises an error, the array counts as not differing.
-
-    x: a matrix for which ``differs`` holds.
-    """
+    """Return the simplest array found within ``seconds`` for which ``differs`` holds, or x itself if none is found."""
 
     def holds(candidate: np.ndarray) -> bool:
         try:
@@ -33,10 +27,8 @@ def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray
 
 
 def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
-    """Yield arrays that are simpler than x: first with fewer blocks, then with more zeros, then with simpler elements.
-
-    Blocks have ``rows`` x ``columns`` elements. Single elements are made simpler only if x has at most MAX_ONE_BY_ONE
-    (40) nonzero elements. Every array is a copy.
+    """Yield arrays that are simpler than x: first with fewer blocks, then with more zeros, then with simpler
+    elements.
     """
     for axis, unit in ((0, rows), (1, columns)):
         for blocks in _block_subsets(x.shape[axis] // unit):
@@ -53,11 +45,7 @@ def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
 
 
 def _block_subsets(blocks: int) -> Iterator[np.ndarray]:
-    """Yield the subsets of blocks to try while shrinking: each half of ``blocks`` blocks, then all blocks but one.
-
-    Each subset is an array with the indices of the blocks to keep. At most MAX_ONE_BY_ONE blocks are left out one by
-    one. For a single block, nothing is yielded.
-    """
+    """Yield the subsets of blocks to try while shrinking: each half of ``blocks`` blocks, then all blocks but one."""
     every = np.arange(blocks)
     if blocks > 1:
         yield every[: blocks // 2]
@@ -67,12 +55,7 @@ def _block_subsets(blocks: int) -> Iterator[np.ndarray]:
 
 
 def _simpler_elements(x: np.ndarray, nonzero: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield copies of x in which one element is made positive, or the lower half of its bits is cleared.
-
-    For each element, both changes are tried. A change that has no effect, or that makes the element +0, is left out.
-
-    nonzero: the flat indices of the elements to change.
-    """
+    """Yield copies of x in which one element is made positive, or the lower half of its bits is cleared."""
     flat = x.reshape(-1)
     for i in nonzero:
         bits = int(bit_patterns(flat[i : i + 1])[0])

@@ -29,11 +29,7 @@ class Anything(ModuleType):
         self.__path__ = []  # marks a package, so that its modules can be imported
 
     def __getattr__(self, name: str) -> Any:
-        """Create, store and return another stand-in as the attribute `name`, which this stand-in does not have yet.
-
-        Raises:
-            AttributeError: for a name with two leading underscores.
-        """
+        """Create, store and return another stand-in as the attribute `name`, which this stand-in does not have yet."""
         if name.startswith("__"):
             raise AttributeError(name)
         attribute = Anything(f"{self.__name__}.{name}")
@@ -54,13 +50,7 @@ def triton() -> dict[str, ModuleType]:
 
 @contextlib.contextmanager
 def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """Return a context manager that puts modules into sys.modules for the time of a ``with`` statement.
-
-    At its end, the entries of sys.modules for the packages of these modules are as before. So modules of these packages
-    that were imported meanwhile are removed, too.
-
-    modules: {name: module}, such as {"vllm.logger": a stand-in}.
-    """
+    """Return a context manager that puts modules into sys.modules for the time of a ``with`` statement."""
     before = dict(sys.modules)
     tops = {name.partition(".")[0] for name in modules}
     sys.modules.update(modules)
@@ -74,11 +64,7 @@ def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
 
 
 def directory(package: str) -> Path:
-    """Return the directory of an installed package without importing the package.
-
-    Raises:
-        ImportError: if the package is not installed, or is a single file without a directory of its own.
-    """
+    """Return the directory of an installed package without importing the package."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"No module named {package!r}")
@@ -86,17 +72,7 @@ def directory(package: str) -> Path:
 
 
 def load(package: str, file: str, modules: Mapping[str, ModuleType] = {}) -> ModuleType:
-    """Load one file of an installed package and return its module, such as load("vllm", "scalar_type.py").
-
-    Args:
-        package: the package.
-        file: path of the file in the package.
-        modules: {name: stand-in} for modules that the file imports. The stand-ins are in sys.modules only while the
-            file is loaded.
-
-    Raises:
-        ImportError: if the package or the file is missing, or if the file imports a missing module without stand-in.
-    """
+    """Load one file of an installed package and return its module, such as load("vllm", "scalar_type.py")."""
     path = directory(package) / file
     name = ".".join([package, *Path(file).with_suffix("").parts])
     spec = importlib.util.spec_from_file_location(name, path)
@@ -113,8 +89,5 @@ cached = lru_cache(None)  # decorator for functions that load a file, so that ea
 
 @cached
 def packages(*names: str) -> dict[str, ModuleType]:
-    """Return {name: stand-in} for modules with the given names, as the argument ``modules`` of ``load``.
-
-    The result is cached: calls with equal names return one and the same dict.
-    """
+    """Return {name: stand-in} for modules with the given names, as the argument ``modules`` of ``load``."""
     return {name: Anything(name) for name in names}

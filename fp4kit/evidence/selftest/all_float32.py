@@ -65,13 +65,7 @@ SWEEPS = (
 
 
 def codes(module: Any, sweep: Float32Sweep, bits: Any) -> Any:
-    """Quantize float32 bit patterns with the sweep's recipe and a scale of 1. Return their codes, one code per byte.
-
-    Args:
-        module: numpy or cupy.
-        sweep: the sweep.
-        bits: 1-d uint32 array of ``module``, of any length.
-    """
+    """Quantize float32 bit patterns with the sweep's recipe and a scale of 1."""
     r = sweep.target
     size = r.block_size if r.block is not None else r.length_multiple
     used = size if sweep.anchor is None else size - 1
@@ -89,16 +83,7 @@ def codes(module: Any, sweep: Float32Sweep, bits: Any) -> Any:
 
 
 def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
-    """Return the amax arguments to pass to quantize, so that every block scale and the tensor scale become 1.
-
-    - Return {} if the recipe has no tensor scale. Then the sweep's anchor (an added element) sets the block scale.
-    - Return {"tensor_amax": ...} if the recipe has a tensor scale, and also "block_amax" if it is static.
-
-    Args:
-        module: the library of the arrays, numpy or cupy.
-        sweep: the sweep.
-        rows: the number of blocks, one per row.
-    """
+    """Return the amax arguments to pass to quantize, so that every block scale and the tensor scale become 1."""
     r = sweep.target
     if r.tensor_scaling == "none":
         return {}
@@ -109,22 +94,8 @@ def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
 
 
 def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
-    """Find the runs: the ranges of adjacent magnitudes to which the specification gives equal codes.
-
-    Return two arrays (starts, codes) with one entry per run. Two neighboring runs may have the same code, because the
-    smallest and the largest magnitudes always begin a run.
-
-    Args:
-        sweep: the sweep.
-        sign: 0 for positive values, SIGN for negative values.
-
-    Returns:
-        starts: the first bit pattern of each run without its sign, uint32, ascending.
-        codes: the code of each run.
-
-    Raises:
-        ValueError: if a code decreases as the magnitude grows. This is checked on a sample of magnitudes.
-    """
+    """Find the runs: the ranges of adjacent magnitudes to which the specification gives equal codes."""
+    # Two neighboring runs may have the same code, because the smallest and the largest magnitudes always begin a run.
 
     def specified(bits: np.ndarray) -> np.ndarray:
         with specification():
@@ -146,16 +117,8 @@ def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: int) -> np.ndarray:
-    """Return the bit patterns at which the specification's code rises, found by bisection: int64, ascending.
-
-    There is one entry per code c that is larger than the code of bit pattern 1 and at most the code of ``last``. The
-    entry is the smallest bit pattern whose code is at least c. The code must not decrease as the bit pattern grows.
-
-    Args:
-        specified: a function from an array of bit patterns (without signs) to their codes in the specification.
-        last: the largest bit pattern to consider.
-        sign_bit: the sign bit of a code, which is ignored.
-    """
+    """Return the bit patterns at which the specification's code rises, found by bisection: int64, ascending."""
+    # The code must not decrease as the bit pattern grows.
     first, top = (int(code) & ~sign_bit for code in specified(np.array([1, last])))
     codes_above_first = np.arange(first + 1, top + 1)
     low, high = np.ones(len(codes_above_first), np.int64), np.full(len(codes_above_first), last, np.int64)
@@ -169,22 +132,7 @@ def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: i
 def differences(
     module: Any, sweep: Float32Sweep, chunk: int = CHUNK, chunks: slice = slice(None), quick: bool = False
 ) -> tuple[int, int, str]:
-    """Compare the codes of a sweep on a device with the codes of the specification.
-
-    Args:
-        module: numpy to run the CPU engine, cupy to run the GPU.
-        sweep: the sweep.
-        chunk: the number of values per call of quantize.
-        chunks: a slice that selects some of these calls for each sign; by default, all calls are made.
-        quick: True to compare only every STEP-th magnitude, and the magnitudes near the start of a run.
-
-    Returns:
-        A tuple of three: the number of values compared, the number of values whose codes differ, and a description of
-        the first difference. The description is "" if no code differs.
-
-    Raises:
-        ValueError: if a code in the specification decreases as the magnitude grows.
-    """
+    """Compare the codes of a sweep on a device with the codes of the specification."""
     compared, differing, first = 0, 0, ""
     for sign in (0, SIGN):
         host_starts, host_codes = runs(sweep, sign)
@@ -207,23 +155,11 @@ def differences(
 
 
 def _pieces(limit: int, chunk: int, step: int = 1) -> Iterator[range]:
-    """Yield ranges of bit patterns that together contain 0, step, 2 * step, ... below ``limit``.
-
-    Each range has up to ``chunk`` patterns. If limit is 0, nothing is yielded.
-    """
+    """Yield ranges of bit patterns that together contain 0, step, 2 * step, ..."""
     yield from (range(low, min(low + chunk * step, limit), step) for low in range(0, limit, chunk * step))
 
 
 def _quick_pieces(limit: int, chunk: int, starts: np.ndarray) -> Iterator[range]:
-    """Yield ranges of bit patterns for a quick sweep.
-
-    The first ranges contain every STEP-th pattern below ``limit``, with up to ``chunk`` patterns per range. Further
-    ranges follow, one per entry of ``starts``, with the NEAR patterns on each side of the entry.
-
-    Args:
-        limit: the bit pattern after the last one to cover.
-        chunk: the largest number of patterns in each of the first ranges.
-        starts: the bit patterns at which the code changes: the first pattern of each run of equal codes.
-    """
+    """Yield ranges of bit patterns for a quick sweep."""
     yield from _pieces(limit, chunk, STEP)
     yield from (range(max(start - NEAR, 0), min(start + NEAR, limit)) for start in map(int, starts))

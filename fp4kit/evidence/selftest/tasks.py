@@ -87,10 +87,7 @@ class Finished(NamedTuple):
 
 
 def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return normally distributed values of the given dtype and shape. Equal seeds give equal arrays.
-
-    Each row is multiplied by a random power of two from 2^-6 to 2^6.
-    """
+    """Return normally distributed values of the given dtype and shape."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape, np.float32)
     x *= np.exp2(rng.integers(-6, 7, (*shape[:-1], 1))).astype(np.float32)
@@ -98,20 +95,13 @@ def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool) -> np.ndarray:
-    """Return an array of random bit patterns, all equally likely, with the given dtype and shape.
-
-    Equal seeds give equal arrays. If ``finite`` is True, infinities and NaN are replaced by zeros.
-    """
+    """Return an array of random bit patterns, all equally likely, with the given dtype and shape."""
     x = np.random.default_rng(seed).integers(0, 1 << 8 * dtype.itemsize, shape, unsigned(dtype)).view(dtype)
     return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype)) if finite else x
 
 
 def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, array) for the inputs that every recipe is tested on: arrays of ``dtype`` with 512 columns.
-
-    There are four inputs: adversarial blocks, normally distributed values, random bits of finite numbers, and random
-    bits that include infinities and NaN.
-    """
+    """Yield (name, array) for the inputs that every recipe is tested on: arrays of ``dtype`` with 512 columns."""
     yield "adversarial blocks", np.resize(adversarial_blocks(dtype), (128, 512))
     yield "normal values", ordinary(dtype, (64, 512), 1)
     yield "random bits", random_bits(dtype, (64, 512), 2, finite=True)
@@ -122,15 +112,7 @@ def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
-    """Compare an engine's results with every recorded producer output of the recipe ``id``.
-
-    If the engine has no kernel for a recording, the recording is listed in ``Outcome.skipped``.
-
-    Args:
-        engine: the engine to test.
-        golden: the recordings.
-        id: the recipe.
-    """
+    """Compare an engine's results with every recorded producer output of the recipe ``id``."""
     ops, total = EngineOperations.of(engine), Outcome()
     for row in ROWS:
         if row.recipe == id:
@@ -139,24 +121,15 @@ def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
 
 
 def _checked(check: Callable[..., GoldenResult], *arguments: Any) -> Outcome:
-    """Call ``check(*arguments)``, a comparison with recorded outputs, and return its GoldenResult as an Outcome.
-
-    The Outcome has the number of values, the number of those that differ, and the first array that differs.
-    """
+    """Call ``check(*arguments)``, a comparison with recorded outputs, and return its GoldenResult as an Outcome."""
     result = check(*arguments)
     first = "".join(f"{d.key}: {d.differing} of {d.size}" for d in result.differences[:1])
     return Outcome(result.values, sum(d.differing for d in result.differences), first)
 
 
 def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
-    """Compare quantize and dequantize of an engine with the specification, for the recipe ``id``; return the Outcome.
-
-    The arrays that the function ``inputs`` yields are quantized, for each dtype: float32, float16 and bfloat16.
-
-    - If ``quick`` is True, each result is decoded to the input's dtype only.
-    - Otherwise it is decoded to all three dtypes, and fake_quantize of the arrays is compared too.
-
-    If the engine has no kernel for a call, the call is listed in ``Outcome.skipped``.
+    """Compare quantize and dequantize of an engine with the specification, for the recipe ``id``; return the
+    Outcome.
     """
     total = Outcome()
     for dtype in FLOATS:
@@ -171,13 +144,7 @@ def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
 def round_trip(
     engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str, decoded: Iterable[np.dtype], **options: Any
 ) -> Outcome:
-    """Compare an engine with the specification: quantize x, then dequantize to each dtype in ``decoded``.
-
-    Return the sum of the Outcomes. Both engines dequantize the specification's result, so that an error in quantize
-    does not show as one in dequantize. If the engine has no kernel for a call, NotImplementedError is raised.
-
-    ``what`` names the comparison, and ``options`` are passed to quantize.
-    """
+    """Compare an engine with the specification: quantize x, then dequantize to each dtype in ``decoded``."""
     expected = SPECIFICATION.call(quantize, x, r, **options)
     total = compare(engine.call(quantize, x, r, **options), expected, what)
     for dtype in decoded:
@@ -187,60 +154,29 @@ def round_trip(
 
 
 def _fake(engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
-    """Compare an engine's fake_quantize of x with the specification's, and return the Outcome.
-
-    r: the recipe. what: the beginning of the description of a difference.
-    """
+    """Compare an engine's fake_quantize of x with the specification's, and return the Outcome."""
     return compare(engine.call(fake_quantize, x, r), SPECIFICATION.call(fake_quantize, x, r), f"{what}: fake_quantize")
 
 
 def fuzzed(engine: ComparedEngine, ids: tuple[str, ...], seed: int, count: int, changes: int = 0) -> Outcome:
-    """Compare an engine with the specification on ``count`` random calls of public functions, and return the Outcome.
-
-    Args:
-        engine: the engine to test.
-        ids: the recipes of the calls.
-        seed: seed of the random calls.
-        count: number of calls.
-        changes: a call may use a variant of its recipe with up to this many changed fields.
+    """Compare an engine with the specification on ``count`` random calls of public functions, and return the
+    Outcome.
     """
     return fuzz.outcome(engine, Pool(recipes=ids, changes=changes), seed, count)
 
 
 def products(engine: ComparedEngine, id: str, seed: int, count: int) -> Outcome:
-    """Compare an engine's matmul with the specification's, on random products of operands that a unit can multiply.
-
-    Args:
-        engine: the engine to test.
-        id: the id of the matrix unit to model. If the unit has steps, about a quarter of the products use variants of
-            it.
-        seed: seed of the random products.
-        count: the number of products.
-    """
+    """Compare an engine's matmul with the specification's, on random products of operands that a unit can multiply."""
     return fuzz.outcome(engine, Pool(operations=("matmul",), units=(id,), faults=False), seed, count)
 
 
 def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
-    """Compare an engine's quantize and dequantize with the specification on a large array, and return the Outcome.
-
-    The array has normally distributed values. It is decoded to bfloat16.
-
-    Args:
-        engine: the engine to test.
-        id: the recipe.
-        dtype: the dtype of the array.
-        shape: the shape of the array.
-    """
+    """Compare an engine's quantize and dequantize with the specification on a large array, and return the Outcome."""
     return round_trip(engine, ordinary(dtype, shape, 4), RECIPES[id], f"{id} {dtype} {shape}", (BF16,))
 
 
 def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
-    """Compare an engine's quantize with the specification's for all bfloat16 values, with nearly every block scale.
-
-    All 65536 values are quantized once per block scale. Each block consists of some of them and a last element, the
-    anchor, whose magnitude as the amax of the block gives this scale. Scales that need an anchor beyond the range of
-    bfloat16 are left out. If a block contains a value larger than its anchor, or NaN, the block gets another scale.
-    """
+    """Compare an engine's quantize with the specification's for all bfloat16 values, with nearly every block scale."""
     r = RECIPES[id]
     size = r.block_size
     bits = np.resize(np.arange(1 << 16, dtype=np.uint16), (-(-(1 << 16) // (size - 1)), size - 1))
@@ -254,11 +190,7 @@ def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
 
 
 def _anchors(r: Recipe) -> np.ndarray:
-    """Return block amaxes for every_bfloat16, one per block scale: scale * largest element value, as float32.
-
-    The scales are all numbers of the scale format except NaN: E4M3 scales from 0 to 448 if the recipe has a tensor
-    scale, otherwise E8M0 scales. Scales whose amax exceeds the range of bfloat16 are left out.
-    """
+    """Return block amaxes for every_bfloat16, one per block scale: scale * largest element value, as float32."""
     scale = np.arange(255, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
     if r.tensor_scaling != "none":
         scale = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
@@ -267,9 +199,8 @@ def _anchors(r: Recipe) -> np.ndarray:
 
 
 def every_code(engine: ComparedEngine, id: str) -> Outcome:
-    """Compare an engine's dequantize with the specification's for all codes under all scale bytes, in each float dtype.
-
-    If two codes share a byte, every byte of codes is used. The tensor scale is 3.7 if the recipe has one.
+    """Compare an engine's dequantize with the specification's for all codes under all scale bytes, in each float
+    dtype.
     """
     r = RECIPES[id]
     width = 256 * r.element.packing.codes
@@ -286,10 +217,7 @@ def every_code(engine: ComparedEngine, id: str) -> Outcome:
 
 
 def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool) -> Outcome:
-    """Compare an engine's quantize with the specification's for every float32 of a sweep, and return the Outcome.
-
-    If ``quick`` is True, a sample of the numbers is compared, which includes all numbers near a change of the code.
-    """
+    """Compare an engine's quantize with the specification's for every float32 of a sweep, and return the Outcome."""
     return Outcome(*differences(engine.module, sweep, quick=quick))
 
 
@@ -297,13 +225,7 @@ def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool) -> Outcome:
 
 
 def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[Task]:
-    """Return all tasks of the self-test, without running them, roughly the long ones first.
-
-    Args:
-        engine: the engine to test.
-        golden: recorded outputs of producers, or None to leave them out.
-        quick: True for fewer and smaller tasks.
-    """
+    """Return all tasks of the self-test, without running them, roughly the long ones first."""
     with_codes = tuple(id for id, r in RECIPES.items() if not r.fake_only)
     ids = QUICK if quick else with_codes
     shape = (1024, 8192) if quick else (4096, 16384)
@@ -331,15 +253,7 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
 
 
 def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
-    """Run the tasks on several threads, and yield each result when it is ready, in the order of completion.
-
-    GPU kernels then compile while the specification computes. A task that raises an error yields a Finished with the
-    error's text.
-
-    Args:
-        tasks: the tasks, started in this order.
-        threads: the number of threads; None for one per processor, at most 16.
-    """
+    """Run the tasks on several threads, and yield each result when it is ready, in the order of completion."""
     with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 16)) as pool:
         for future in as_completed([pool.submit(_finish, task) for task in tasks]):
             yield future.result()

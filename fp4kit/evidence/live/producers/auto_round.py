@@ -26,18 +26,7 @@ def _prepare() -> None:
 def _packed(
     values: Any, scales: Any, bits: int, size: int, kind: str, global_scale: Any = None
 ) -> dict[str, np.ndarray]:
-    """Pack quantized weights with auto-round's QuantLinear, and return what it stores.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, one row per row of the weights}.
-
-    Args:
-        values: the quantized weights, decoded: a torch matrix.
-        scales: the block scales or exponents that the quantization function returned.
-        bits: bits per element, 4 or 8.
-        size: elements per block.
-        kind: QuantLinear's data type, such as "nv_fp4".
-        global_scale: the tensor scale of NVFP4, or None.
-    """
+    """Pack quantized weights with auto-round's QuantLinear, and return what it stores."""
     import torch
     from auto_round.export.export_to_autoround.qlinear_fp import QuantLinear
 
@@ -50,15 +39,7 @@ def _packed(
 
 
 def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
-    """Quantize x to MXFP4 or MXFP8 with a function of auto_round.data_type.mxfp, and pack the result.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales}.
-
-    Args:
-        x: the input.
-        function: the name of the function, such as "quant_mx".
-        bits: the number of bits per element, 4 or 8.
-    """
+    """Quantize x to MXFP4 or MXFP8 with a function of auto_round.data_type.mxfp, and pack the result."""
     from auto_round.data_type import mxfp
 
     values, exponents, _ = getattr(mxfp, function)(to_torch(x), bits=bits, group_size=32)
@@ -66,16 +47,7 @@ def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
 
 
 def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
-    """Quantize x to NVFP4 with a function of auto_round.data_type.nvfp.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, "tensor_scale": the tensor scale, float32}. If
-    ``fake`` is True, return {"fake": fake-quantized values} instead.
-
-    Args:
-        x: the input.
-        function: the name of the function, such as "nv_fp4".
-        fake: True to leave out packing.
-    """
+    """Quantize x to NVFP4 with a function of auto_round.data_type.nvfp."""
     import torch
     from auto_round.data_type import nvfp
 
@@ -89,10 +61,7 @@ def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
 
 
 def _mx_call(function: str, bits: int) -> ProducerCall:
-    """Return the ProducerCall for a function of auto_round.data_type.mxfp, such as "quant_mx".
-
-    bits: the number of bits per element, 4 or 8.
-    """
+    """Return the ProducerCall for a function of auto_round.data_type.mxfp, such as "quant_mx"."""
     return ProducerCall(partial(_mx, function=function, bits=bits))
 
 

@@ -33,14 +33,7 @@ def _linear(scales: Any, rows: int, blocks: int) -> np.ndarray:
 
 
 def _nvfp4(x: np.ndarray, is_given: bool) -> Parts:
-    """Quantize and dequantize x to NVFP4 as TensorCoreNVFP4Layout does.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, "tensor_scale": amax / 2688, "values" and
-    "values_bfloat16": values decoded to float32 and bfloat16}.
-
-    is_given: True to compute the tensor scale amax / 2688 in float32 and pass it. False to compute it in the dtype of
-    x, as the producer does without a given scale.
-    """
+    """Quantize and dequantize x to NVFP4 as TensorCoreNVFP4Layout does."""
     import torch
 
     t = to_torch(x)
@@ -59,11 +52,7 @@ def _nvfp4(x: np.ndarray, is_given: bool) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Quantize x to MXFP8 with comfy-kitchen, and dequantize the result.
-
-    Return {"codes": codes, "block_scale": block scales, "values" and "values_bfloat16": values decoded to float32 and
-    bfloat16}.
-    """
+    """Quantize x to MXFP8 with comfy-kitchen, and dequantize the result."""
     import torch
 
     codes, scales = _eager().quantize_mxfp8(to_torch(x))
@@ -77,13 +66,7 @@ def _mxfp8(x: np.ndarray) -> Parts:
 
 
 def _fp8(x: np.ndarray, name: str) -> Parts:
-    """Quantize and dequantize x to FP8 with the scale that ComfyUI computes: amax / max, in float32.
-
-    Return {"codes": codes, "tensor_scale": the scale, "values" and "values_bfloat16": values decoded to float32 and
-    bfloat16}.
-
-    name: the name of the torch dtype, "float8_e4m3fn" or "float8_e5m2".
-    """
+    """Quantize and dequantize x to FP8 with the scale that ComfyUI computes: amax / max, in float32."""
     import torch
 
     t, dtype = to_torch(x), getattr(torch, name)
@@ -99,10 +82,7 @@ def _fp8(x: np.ndarray, name: str) -> Parts:
 
 
 def _swizzled(q: fp4kit.Quantized) -> Any:
-    """Return the block scales of q, which are in the linear layout, as the swizzled torch tensor for comfy-kitchen.
-
-    It is uint8 (rows, columns), with rows padded to a multiple of 128 and columns to a multiple of 4.
-    """
+    """Return the block scales of q, which are in the linear layout, as the swizzled torch tensor for comfy-kitchen."""
     rows = -(-q.block_scale.shape[0] // 128) * 128
     return to_torch(np.asarray(swizzle_scales(q.block_scale, LAYOUT)).reshape(rows, -1))
 

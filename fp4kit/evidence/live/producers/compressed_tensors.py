@@ -22,10 +22,7 @@ def _prepare() -> None:
 
 
 def _scheme(bits: int) -> Any:
-    """Return compressed-tensors' QuantizationScheme for weights in an MX format (blocks of 32).
-
-    bits: the number of bits per element: 4, 6 or 8.
-    """
+    """Return compressed-tensors' QuantizationScheme for weights in an MX format (blocks of 32)."""
     import torch
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
@@ -35,11 +32,7 @@ def _scheme(bits: int) -> Any:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Compress and decompress x in NVFP4.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, "tensor_scale": the reciprocal of the divisor
-    that compressed-tensors stores, "values_bfloat16": decoded values}.
-    """
+    """Compress and decompress x in NVFP4."""
     import torch
     from compressed_tensors.compressors import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -63,16 +56,7 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _stored(x: np.ndarray, bits: int, compressor: Any) -> tuple[Any, Any]:
-    """Compress x in MXFP4, MXFP6 or MXFP8, and decompress the result.
-
-    Return (stored, values): the dict {name: torch tensor} that the compressor stores, and the torch tensor of values
-    that it decodes from it.
-
-    Args:
-        x: the input.
-        bits: the number of bits per element: 4, 6 or 8.
-        compressor: the class of compressed-tensors for the format, such as MXFP4PackedCompressor.
-    """
+    """Compress x in MXFP4, MXFP6 or MXFP8, and decompress the result."""
     from compressed_tensors.quantization.utils import calculate_qparams
 
     scheme, weight = _scheme(bits), to_torch(x)
@@ -83,10 +67,7 @@ def _stored(x: np.ndarray, bits: int, compressor: Any) -> tuple[Any, Any]:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Compress x to MXFP4 with compressed-tensors, and decompress the result.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, "values_bfloat16": decoded values}.
-    """
+    """Compress x to MXFP4 with compressed-tensors, and decompress the result."""
     from compressed_tensors.compressors import MXFP4PackedCompressor
 
     stored, values = _stored(x, 4, MXFP4PackedCompressor)
@@ -95,11 +76,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp6(x: np.ndarray) -> Parts:
-    """Compress and decompress x in MXFP6 E2M3.
-
-    Return {"codes": codes, "block_scale": block scales, "values_bfloat16": decoded values}. The producer packs 4 codes
-    in 3 bytes; they are unpacked to one code per byte.
-    """
+    """Compress and decompress x in MXFP6 E2M3."""
     from compressed_tensors.compressors import MXFP6PackedCompressor
 
     stored, values = _stored(x, 6, MXFP6PackedCompressor)
@@ -110,11 +87,7 @@ def _mxfp6(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Compress and decompress x in MXFP8.
-
-    Return {"codes": codes, "block_scale": block scales, and decoded values}. The producer chooses the dtype of the
-    values, which determines their name: "values" for float32, "values_bfloat16", or "values_float16".
-    """
+    """Compress and decompress x in MXFP8."""
     from compressed_tensors.compressors import MXFP8QuantizationCompressor
 
     stored, values = _stored(x, 8, MXFP8QuantizationCompressor)

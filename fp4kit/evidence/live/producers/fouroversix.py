@@ -22,10 +22,8 @@ _QUANTIZE = "fouroversix.quantize"
 
 @cached
 def _modules() -> dict[str, ModuleType]:
-    """Load fouroversix's plain PyTorch modules, and return {module name: module}, stand-ins (empty modules) included.
-
-    A stand-in replaces a module that the PyTorch modules import but that may be missing on this machine. Raise
-    ImportError if fouroversix is not installed.
+    """Load fouroversix's plain PyTorch modules, and return {module name: module}, stand-ins (empty modules)
+    included.
     """
     found = packages(
         "fouroversix", _QUANTIZE, f"{_QUANTIZE}.pytorch", "fouroversix.kernels", "fouroversix.kernels.triton"
@@ -38,16 +36,7 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = False) -> Parts:
-    """Quantize x with fouroversix's PyTorch code.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales}.
-
-    Args:
-        x: the input.
-        rule: the name of fouroversix's scale rule, such as "mse" or "static_6".
-        format: "nvfp4" or "mxfp4".
-        both: True for blocks of 16x16, False for blocks within a row.
-    """
+    """Quantize x with fouroversix's PyTorch code."""
     modules = _modules()
     kinds = modules["fouroversix.utils"]
     codes, scales, _ = modules[f"{_QUANTIZE}.pytorch.reference"].quantize_to_fp4(
@@ -65,15 +54,7 @@ def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = Fals
 
 
 def _call(*arguments: Any, **options: Any) -> ProducerCall:
-    """Return the ProducerCall for a scale rule of fouroversix, such as _call("mse").
-
-    For NVFP4, the default format, the call is compared only with a torch whose casts to E4M3 saturate
-    (SATURATING_CASTS).
-
-    Args:
-        arguments: the name of the scale rule, the only positional argument.
-        options: further arguments of _quantize, such as format="mxfp4".
-    """
+    """Return the ProducerCall for a scale rule of fouroversix, such as _call("mse")."""
     dependency_versions = {} if options.get("format") == "mxfp4" else SATURATING_CASTS
     return ProducerCall(partial(_quantize, rule=arguments[0], **options), dependency_versions=dependency_versions)
 

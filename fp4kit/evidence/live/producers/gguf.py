@@ -12,10 +12,7 @@ from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x in MXFP4 with the gguf package.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, "values": decoded float32 values}.
-    """
+    """Quantize and dequantize x in MXFP4 with the gguf package."""
     from gguf import quants
 
     blocks = quants.quantize(x, quants.GGMLQuantizationType.MXFP4)
@@ -29,10 +26,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized) -> np.ndarray:
-    """Return the float32 values that the gguf package decodes from q, a Quantized in MXFP4.
-
-    The codes and scales of q are first packed into GGUF blocks, which the package decodes.
-    """
+    """Return the float32 values that the gguf package decodes from q, a Quantized in MXFP4."""
     from gguf import quants
 
     codes = fp4kit.unpack(q.packed).reshape(*q.block_scale.shape, 2, 16)

@@ -21,14 +21,7 @@ def _prepare() -> None:
 
 
 def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -> Parts:
-    """Fake-quantize x with quantize_mx_op, and return {"fake": values}.
-
-    Args:
-        x: the input.
-        element: the element format, such as "fp4_e2m1".
-        rounding: the rounding mode, such as "nearest".
-        flush: True to replace float32 subnormals by zero first.
-    """
+    """Fake-quantize x with quantize_mx_op, and return {"fake": values}."""
     from mx.mx_ops import quantize_mx_op
     from mx.specs import finalize_mx_specs
 
@@ -45,13 +38,7 @@ def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -
 
 
 def _call(element: str, rounding: str, **options: Any) -> ProducerCall:
-    """Return the ProducerCall for an element format and a rounding mode. It accepts float32 and bfloat16.
-
-    Args:
-        element: the element format in microxcaling's terms, such as "fp4_e2m1".
-        rounding: the rounding mode, such as "nearest".
-        options: further arguments of _quantize.
-    """
+    """Return the ProducerCall for an element format and a rounding mode."""
     return ProducerCall(partial(_quantize, element=element, rounding=rounding, **options), ("float32", "bfloat16"))
 
 

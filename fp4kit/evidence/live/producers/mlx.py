@@ -34,17 +34,7 @@ def _numpy(a: Any) -> np.ndarray:
 
 
 def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
-    """Quantize and dequantize x in a mode of MLX, on the CPU.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, "values", "values_float16" and "values_bfloat16":
-    values decoded to float32, float16 and bfloat16}.
-
-    Args:
-        x: the input.
-        mode: MLX's name of the format: "nvfp4", "mxfp4" or "mxfp8".
-        with_global: True to pass the amax of x as MLX's global_scale, and to return only "values" of the three decoded
-            arrays.
-    """
+    """Quantize and dequantize x in a mode of MLX, on the CPU."""
     import mlx.core as mx
 
     with mx.stream(mx.cpu):
@@ -59,12 +49,7 @@ def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
-    """Return the values that mx.dequantize decodes from q, in q's dtype.
-
-    Args:
-        q: codes and block scales. A tensor scale would be ignored.
-        mode: MLX's name of the format, such as "mxfp4".
-    """
+    """Return the values that mx.dequantize decodes from q, in q's dtype."""
     import mlx.core as mx
 
     with mx.stream(mx.cpu):
@@ -73,16 +58,7 @@ def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
 
 
 def _call(mode: str, first: str, last: str = "", **options: Any) -> ProducerCall:
-    """Return the ProducerCall for a mode and for MLX versions from ``first`` to ``last``.
-
-    A version that is "" sets no limit. Decoding is compared only if there are no options.
-
-    Args:
-        mode: MLX's name of the format, such as "mxfp4".
-        first: the first version of MLX that the recipe claims to match.
-        last: the last such version.
-        options: further arguments of _quantize.
-    """
+    """Return the ProducerCall for a mode and for MLX versions from ``first`` to ``last``."""
     decode = None if options else partial(_decode, mode=mode)
     return ProducerCall(partial(_quantize, mode=mode, **options), columns=32, first=first, last=last, decode=decode)
 

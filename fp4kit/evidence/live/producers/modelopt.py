@@ -21,14 +21,7 @@ def _prepare() -> None:
 
 
 def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
-    """Decode a quantized tensor of Model-Optimizer to float32, float16 and bfloat16.
-
-    Return {"values": ..., "values_float16": ..., "values_bfloat16": ...} in this order.
-
-    Args:
-        t: the quantized tensor.
-        scales: the keyword arguments of the method ``dequantize`` of t.
-    """
+    """Decode a quantized tensor of Model-Optimizer to float32, float16 and bfloat16."""
     import torch
 
     names = {"values": torch.float32, "values_float16": torch.float16, "values_bfloat16": torch.bfloat16}
@@ -36,11 +29,7 @@ def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Quantize x with NVFP4QTensor.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, "tensor_scale": the tensor scale} and the decoded
-    values that _values returns.
-    """
+    """Quantize x with NVFP4QTensor."""
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     t, scale, double_scale = NVFP4QTensor.quantize(to_torch(x), 16)
@@ -53,10 +42,7 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize x with MXFP4QTensor.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales} and the decoded values that _values returns.
-    """
+    """Quantize x with MXFP4QTensor."""
     from modelopt.torch.quantization.qtensor import MXFP4QTensor
 
     t, scale = MXFP4QTensor.quantize(to_torch(x), 32)
@@ -68,10 +54,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Quantize x with MXFP8QTensor.
-
-    Return {"codes": codes, "block_scale": block scales} and the decoded values that _values returns.
-    """
+    """Quantize x with MXFP8QTensor."""
     from modelopt.torch.quantization.qtensor import MXFP8QTensor
 
     t, scale = MXFP8QTensor.quantize(to_torch(x))
@@ -79,12 +62,7 @@ def _mxfp8(x: np.ndarray) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized, kind: str) -> np.ndarray:
-    """Return the values that Model-Optimizer decodes from q, in q's dtype and shape.
-
-    Args:
-        q: codes and scales.
-        kind: the name of Model-Optimizer's class for the format: "NVFP4QTensor", "MXFP4QTensor" or "MXFP8QTensor".
-    """
+    """Return the values that Model-Optimizer decodes from q, in q's dtype and shape."""
     import torch
     from modelopt.torch.quantization import qtensor
 

@@ -38,10 +38,8 @@ def _observed(t: Any, config: Any) -> Any:
 
 
 def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
-    """Return the object with which Quark exports the weight ``t``.
-
-    ``quantizer`` must have computed its scales from ``t``.
-    """
+    """Return the object with which Quark exports the weight ``t``."""
+    # ``quantizer`` must have computed its scales from ``t``.
     import torch
     from quark.torch.export.nn.modules.realquantizer import get_real_quantizer
 
@@ -50,16 +48,7 @@ def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
 
 
 def _mx(x: np.ndarray, spec: str, mode: str) -> Parts:
-    """Quantize and fake-quantize x to MXFP4, MXFP6 or MXFP8 with Quark.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, "fake": fake-quantized values}. For MXFP8, return
-    {"fake": values} only.
-
-    Args:
-        x: the input.
-        spec: the name of a class in Quark's configuration, such as "OCP_MXFP4Spec".
-        mode: how the amax is rounded to a power of two: "even", "floor" or "ceil".
-    """
+    """Quantize and fake-quantize x to MXFP4, MXFP6 or MXFP8 with Quark."""
     from quark.torch.quantization.config import config as specs
 
     t = to_torch(x)
@@ -83,15 +72,7 @@ def _six_bits(packed: np.ndarray) -> np.ndarray:
 
 
 def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
-    """Quantize x to NVFP4 with Quark.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, "tensor_scale": the tensor scale, float32}.
-
-    Args:
-        x: the input.
-        realigned: True to follow Quark's flow for models, which realigns quantizers after calibration. False to follow
-            its file-to-file flow.
-    """
+    """Quantize x to NVFP4 with Quark."""
     from quark.torch.quantization.config.template import FP4Block16ScaleE4M3Scheme
     from quark.torch.quantization.post_calibration import realign_single_sequential_quantizer
 
@@ -109,15 +90,9 @@ def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
 
 
 def _mx_call(spec: str, mode: str = "even") -> ProducerCall:
-    """Return the ProducerCall for MXFP4, MXFP6 or MXFP8 of Quark.
-
-    Differences are excused in elements whose stored scale is 2^-126 or less, because Quark may have divided them by
-    2^-127.
-
-    Args:
-        spec: the format: "FP4", "FP6E2M3", "FP6E3M2" or "FP8E4M3".
-        mode: how the amax is rounded to a power of two: "even", "floor" or "ceil".
-    """
+    """Return the ProducerCall for MXFP4, MXFP6 or MXFP8 of Quark."""
+    # Differences are excused in elements whose stored scale is 2^-126 or less, because Quark may have divided them by
+    # 2^-127.
     return ProducerCall(partial(_mx, spec=f"OCP_MX{spec}Spec", mode=mode), exempt=(QUARK_SMALLEST_SCALE,))
 
 

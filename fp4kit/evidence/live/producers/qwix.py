@@ -22,26 +22,14 @@ def _prepare() -> None:
 
 
 def _padded(x: np.ndarray, size: int) -> np.ndarray:
-    """Return an array whose rows are the blocks of x (`size` elements each), padded with rows of zeros.
-
-    The result has MAX_ELEMENTS elements, or as many as x if x has more; then no rows are added. So its shape is equal
-    for every smaller x of a dtype, and XLA compiles only once.
-    """
+    """Return an array whose rows are the blocks of x (`size` elements each), padded with rows of zeros."""
     blocks = np.zeros((max(MAX_ELEMENTS // size, x.size // size), size), x.dtype)
     blocks[: x.size // size] = x.reshape(-1, size)
     return blocks
 
 
 def _quantize(x: np.ndarray, kind: str) -> Parts:
-    """Quantize x with qarray.quantize, as XLA computes it on a CPU.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales}. For the MX formats, the dict also has "fake",
-    the decoded values.
-
-    Args:
-        x: the input.
-        kind: the format: "nvfp4", "mxfp4" or "mxfp8".
-    """
+    """Quantize x with qarray.quantize, as XLA computes it on a CPU."""
     import jax
     import jax.numpy as jnp
     from qwix._src.core import qarray

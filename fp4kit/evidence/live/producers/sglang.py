@@ -26,10 +26,7 @@ def _mxfp4_tensor() -> Any:
 
 @cached
 def _kvfp4_tensor() -> Any:
-    """Return SGLang's module kvfp4_tensor, which the first call loads. Raise ImportError if it is missing.
-
-    Stand-ins (empty modules) replace the modules of SGLang that it imports.
-    """
+    """Return SGLang's module kvfp4_tensor, which the first call loads."""
     return load(
         "sglang", f"{_QUANTIZATION}/kvfp4_tensor.py", packages("sglang", "sglang.srt", "sglang.srt.runtime_context")
     )
@@ -37,10 +34,7 @@ def _kvfp4_tensor() -> Any:
 
 @cached
 def _stored() -> Any:
-    """Return a subclass of SGLang's MXFP4QuantizeUtil with a constructor (shape, dtype, data), which keeps data.
-
-    The methods of MXFP4QuantizeUtil call such a constructor, but the class itself has none.
-    """
+    """Return a subclass of SGLang's MXFP4QuantizeUtil with a constructor (shape, dtype, data), which keeps data."""
 
     def keep(self: Any, shape: Any, dtype: Any, data: Any) -> None:
         self.data = data
@@ -50,10 +44,7 @@ def _stored() -> Any:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x to MXFP4 with SGLang's class MXFP4QuantizeUtil.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, "values": decoded float32 values}.
-    """
+    """Quantize and dequantize x to MXFP4 with SGLang's class MXFP4QuantizeUtil."""
     import torch
 
     t, scale = _stored().quantize(to_torch(x), 32)
@@ -66,10 +57,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _kv(x: np.ndarray) -> Parts:
-    """Quantize x to blocks of 16 with SGLang's utility for key-value caches, without torch.compile.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales}.
-    """
+    """Quantize x to blocks of 16 with SGLang's utility for key-value caches, without torch.compile."""
     quantize = inspect.unwrap(_kvfp4_tensor().FP4MXBlock16KVQuantizeUtil.batched_quantize)
     codes, scale = quantize(to_torch(x)[None])
     return {"codes": fp4kit.unpack(to_numpy(codes[0])), "block_scale": to_numpy(scale).reshape(len(x), -1)}

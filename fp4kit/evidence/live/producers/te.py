@@ -24,10 +24,7 @@ _RECIPES = "transformer_engine.pytorch.custom_recipes"
 
 @cached
 def _reference() -> Any:
-    """Return TE's module reference_nvfp4, which the first call loads. Raise ImportError if it is missing.
-
-    Stand-ins replace the modules of TE that it imports, except reference_utils, which is loaded too.
-    """
+    """Return TE's module reference_nvfp4, which the first call loads."""
 
     class Quantizer:  # stands in for the class in transformer_engine.pytorch.quantized_tensor
         def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
@@ -44,15 +41,7 @@ def _reference() -> Any:
 
 
 def _nvfp4(x: np.ndarray, tile: tuple[int, int] = (1, 16), **options: Any) -> Parts:
-    """Quantize x to NVFP4 with Transformer Engine's class NVFP4QuantizerRef.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales}.
-
-    Args:
-        x: the input.
-        tile: the shape (rows, columns) of a block.
-        options: further arguments of NVFP4QuantizerRef.
-    """
+    """Quantize x to NVFP4 with Transformer Engine's class NVFP4QuantizerRef."""
     module = _reference()
     kind = module.reference_utils.Fp4Formats.E2M1
     quantizer = module.NVFP4QuantizerRef(kind, rowwise=True, columnwise=False, quant_tile_shape=tile, **options)
@@ -61,10 +50,7 @@ def _nvfp4(x: np.ndarray, tile: tuple[int, int] = (1, 16), **options: Any) -> Pa
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize x to MXFP4 with NVFP4QuantizerRef and power-of-two scales. TE has no other MXFP4 quantizer.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, as E8M0 codes}.
-    """
+    """Quantize x to MXFP4 with NVFP4QuantizerRef and power-of-two scales."""
     quantize = _reference().NVFP4QuantizerRef._quantize_blockwise_reference
     codes, scales = quantize(to_torch(x), None, 32, 1, pow_2_scales=True, eps=0.0)
     exponents = np.frexp(to_numpy(scales).astype(np.float64))[1] + 126  # the E8M0 code of a power of two
@@ -77,13 +63,7 @@ def _call(**options: Any) -> ProducerCall:
 
 
 def _four_over_six(error: str, scale_max: int, **options: Any) -> ProducerCall:
-    """Return the ProducerCall for a variant of TE's 4over6, which tries two scales per block and keeps the better.
-
-    Args:
-        error: the error measure, "mae" or "mse".
-        scale_max: the largest block scale, 448 or 256.
-        options: further arguments of _nvfp4.
-    """
+    """Return the ProducerCall for a variant of TE's 4over6, which tries two scales per block and keeps the better."""
     return _call(nvfp4_use_4over6=True, nvfp4_4over6_err_mode=error.upper(), nvfp4_e4m3_max=scale_max, **options)
 
 

@@ -18,16 +18,7 @@ from fp4kit.evidence.live.exceptions import NAN_SCALE
 
 
 def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
-    """Quantize and dequantize x to MXFP4, MXFP6 or MXFP8 with torchao's class MXTensor.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, "values" and "values_bfloat16": values decoded to
-    float32 and bfloat16}.
-
-    Args:
-        x: the input.
-        element: torchao's name of the element dtype, such as "float4_e2m1fn_x2" or "fp6_e2m3".
-        mode: the scale mode: "floor", "rceil", "ceil" or "even".
-    """
+    """Quantize and dequantize x to MXFP4, MXFP6 or MXFP8 with torchao's class MXTensor."""
     import torch
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
 
@@ -43,15 +34,7 @@ def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
 
 
 def _nvfp4(x: np.ndarray, single: bool) -> Parts:
-    """Quantize and dequantize x to NVFP4 with torchao's class NVFP4Tensor.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, "values" and "values_bfloat16": values decoded to
-    float32 and bfloat16}. Unless ``single`` is True, the dict also has "tensor_scale".
-
-    Args:
-        x: the input.
-        single: True for block scales only, without a tensor scale.
-    """
+    """Quantize and dequantize x to NVFP4 with torchao's class NVFP4Tensor."""
     import torch
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
@@ -68,12 +51,7 @@ def _nvfp4(x: np.ndarray, single: bool) -> Parts:
 
 
 def _decode_mx(q: fp4kit.Quantized, element: str) -> np.ndarray:
-    """Return the values that torchao's function to_dtype decodes from q, a Quantized in an MX format, in q's dtype.
-
-    Args:
-        q: codes and block scales.
-        element: torchao's name of the element dtype, such as "float8_e4m3fn".
-    """
+    """Return the values that torchao's function to_dtype decodes from q, a Quantized in an MX format, in q's dtype."""
     import torch
     from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
@@ -95,11 +73,7 @@ def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
 
 
 def _calls() -> dict[str, ProducerCall]:
-    """Return {recipe id: ProducerCall} for all recipes of torchao.
-
-    If torchao 0.19 changed the bytes that a call returns, the dict has two recipes for the call. The id of the recipe
-    for earlier versions ends in -018. The installed version decides which of the two is compared.
-    """
+    """Return {recipe id: ProducerCall} for all recipes of torchao."""
     recipe_ids = fp4kit.recipes()
     nvfp4: dict[str, tuple[Any, Any]] = {
         id: (partial(_nvfp4, single=single), _decode_nvfp4)

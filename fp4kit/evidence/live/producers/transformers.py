@@ -21,12 +21,9 @@ def _prepare() -> None:
 
 
 def _quantize(x: np.ndarray) -> Parts:
-    """Quantize x to FP8 in blocks of 128x128 with transformers.
-
-    Return {"codes": codes (rows, columns), "tensor_scale": scales (rows, columns / 128)}. The scale of a block is
-    repeated for each of its rows. Before quantization, x is padded with rows of zeros to whole blocks, because
-    transformers leaves weights with partial blocks unquantized. The results have no padding.
-    """
+    """Quantize x to FP8 in blocks of 128x128 with transformers."""
+    # Before quantization, x is padded with rows of zeros to whole blocks, because transformers leaves weights with
+    # partial blocks unquantized.
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
     padded = np.zeros((-(-len(x) // SIZE) * SIZE, x.shape[1]), x.dtype)

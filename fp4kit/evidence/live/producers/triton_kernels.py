@@ -32,15 +32,7 @@ def _mxfp() -> Any:
 
 
 def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
-    """Quantize x to MXFP4 or MXFP8 with downcast_to_mxfp_torch.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales}.
-
-    Args:
-        x: the input.
-        element: the torch dtype of the codes: "uint8" for packed E2M1, "float8_e4m3fn" or "float8_e5m2".
-        mode: how the scale is rounded to a power of two: "ROUND_UP" or "ROUND_DOWN".
-    """
+    """Quantize x to MXFP4 or MXFP8 with downcast_to_mxfp_torch."""
     import torch
 
     rounding = getattr(_mxfp().DequantScaleRoundingMode, mode)
@@ -50,11 +42,7 @@ def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
 
 
 def _call(element: str, mode: str) -> ProducerCall:
-    """Return the ProducerCall that calls _downcast with the given element dtype and rounding mode of scales.
-
-    element: "uint8" for packed E2M1, "float8_e4m3fn" or "float8_e5m2".
-    mode: "ROUND_UP" or "ROUND_DOWN".
-    """
+    """Return the ProducerCall that calls _downcast with the given element dtype and rounding mode of scales."""
     return ProducerCall(partial(_downcast, element=element, mode=mode))
 
 

@@ -22,10 +22,7 @@ _NAMES = ("vllm", "vllm.utils", "vllm.utils.torch_utils")
 
 @cached
 def _emulation() -> Any:
-    """Return vLLM's module nvfp4_emulation_utils, which the first call loads. Raise ImportError if it is missing.
-
-    Stand-ins replace the modules of vLLM and Triton that it imports, except vllm.scalar_type, which is loaded too.
-    """
+    """Return vLLM's module nvfp4_emulation_utils, which the first call loads."""
     platform = ModuleType("vllm.platforms")
     platform.current_platform = _Cpu()  # type: ignore[attr-defined]
     tools = ModuleType("vllm.triton_utils")
@@ -52,14 +49,7 @@ def _mxfp8_utils() -> Any:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Quantize and fake-quantize x to NVFP4 with vLLM's emulation, which runs in PyTorch on a CPU.
-
-    Return {"codes": codes, one per byte, "block_scale": block scales, "tensor_scale": the tensor scale, "fake":
-    fake-quantized values}. A tensor amax below 1e-8 counts as 1e-8.
-
-    Raises:
-        ValueError: if vLLM returns a value that E2M1 does not have, such as NaN.
-    """
+    """Quantize and fake-quantize x to NVFP4 with vLLM's emulation, which runs in PyTorch on a CPU."""
     import torch
 
     t = to_torch(x)
@@ -76,10 +66,7 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x in MXFP8 with vLLM's PyTorch code.
-
-    Return {"codes": codes, "block_scale": block scales, "values_bfloat16": decoded values}.
-    """
+    """Quantize and dequantize x in MXFP8 with vLLM's PyTorch code."""
     codes, scales = _mxfp8_utils()._mxfp8_e4m3_quantize_torch(to_torch(x))
     decoded = _mxfp8_utils().dequant_mxfp8_to_bf16(codes, scales)
     return {"codes": to_numpy(codes), "block_scale": to_numpy(scales), "values_bfloat16": to_numpy(decoded)}
