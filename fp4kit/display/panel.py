@@ -74,20 +74,13 @@ class Panel:
         return "".join(parts) + "</div>"
 
     def _totals(self) -> tuple[int, int]:
-        """Return (largest, total): the largest count of a bar, and the sum of all counts. Both are arguments of _bar.
-
-        There must be at least one bar.
-        """
+        """Return (largest, total): the largest count of a bar, and the sum of all counts."""
         counts = [count for _, count in self.bars]
         return max(counts), sum(counts)
 
 
 def share(count: int, total: int) -> str:
-    """Return ``count / total`` as text: a percentage with three significant digits.
-
-    The result is 0% only for a count of 0, and 100% only for a count of total (or more). For other counts, a share
-    below 0.001% gives "< 0.001%", and a share above 99.9% gives "> 99.9%".
-    """
+    """Return ``count / total`` as text: a percentage with three significant digits."""
     if not 0 < count < total:
         return "100%" if count else "0%"
     percent = 100 * count / total
@@ -95,13 +88,7 @@ def share(count: int, total: int) -> str:
 
 
 def _aligned(rows: list[Row] | tuple[Row, ...], right: tuple[int, ...] | None = None) -> list[str]:
-    """Return the rows of a table as lines of text that begin with two spaces.
-
-    Each cell is padded to the widest cell of its column, and two spaces separate the columns.
-
-    rows: at least one row, all with the same number of cells.
-    right: the indices of right-aligned columns; None right-aligns every column but the first.
-    """
+    """Return the rows of a table as lines of text that begin with two spaces."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = tuple(range(1, len(widths))) if right is None else right
     cells = ([f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows)
@@ -109,20 +96,13 @@ def _aligned(rows: list[Row] | tuple[Row, ...], right: tuple[int, ...] | None = 
 
 
 def _bar(label: str, count: int, largest: int, total: int) -> Row:
-    """Return a bar as cells of a text table: label, count, percentage of `total`, and a bar of block characters.
-
-    The bar of the count `largest` has the full length. Lengths are rounded to 1/8 character; a positive count has a bar
-    of at least 1/8.
-    """
+    """Return a bar as cells of a text table: label, count, percentage of `total`, and a bar of block characters."""
     eighths = max(round(8 * _BAR * count / largest), 1) if count else 0
     return label, f"{count:,}", share(count, total), "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def _html_bar(label: str, count: int, largest: int, total: int) -> str:
-    """Return a bar of the chart as a row of an HTML table: label, count, percentage of `total`, and the bar.
-
-    The bar of the count `largest` has the full length. A count of 0 has no bar. The texts of cells are escaped.
-    """
+    """Return a bar of the chart as a row of an HTML table: label, count, percentage of `total`, and the bar."""
     bar = f'<div class="bar" style="width:{16 * count / largest:.2f}em"></div>' if count else ""
     cells = (label, f"{count:,}", share(count, total))
     return "<tr>" + "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells) + f"<td>{bar}</td></tr>"

@@ -12,11 +12,7 @@ from fp4kit.quantized.container import PARTS, Quantized
 
 
 def panel(q: Quantized) -> Panel:
-    """Read all codes and scales of a Quantized, and return its panel.
-
-    The panel shows shapes, bits per value, the range of the scales, values at the largest code, zero blocks, NaN and a
-    histogram of the scales. Facts that do not apply are left out, such as the histogram for a single scale.
-    """
+    """Read all codes and scales of a Quantized, and return its panel."""
     found = statistics(q)
     facts = [
         ("array", f"{q.shape} {q.dtype}, blocks along axis {q.axis}"),
@@ -41,29 +37,21 @@ def panel(q: Quantized) -> Panel:
 
 
 def text_of(q: Quantized) -> str:
-    """Return the panel of a Quantized as text, for print. All codes are read.
-
-    If the arrays hold no values, for example because JAX traces them, return repr(q).
-    """
+    """Return the panel of a Quantized as text, for print."""
+    # If the arrays hold no values, for example because JAX traces them, return repr(q).
     panel = _panel_if_there(q)
     return repr(q) if panel is None else panel.text()
 
 
 def html_of(q: Quantized) -> str | None:
-    """Return the panel of a Quantized as HTML, for notebooks. All codes are read.
-
-    If the arrays hold no values, for example because JAX traces them, return None; a notebook then shows repr(q).
-    """
+    """Return the panel of a Quantized as HTML, for notebooks."""
+    # If the arrays hold no values, for example because JAX traces them, return None; a notebook then shows repr(q).
     panel = _panel_if_there(q)
     return None if panel is None else panel.html()
 
 
 def _panel_if_there(q: Quantized) -> Panel | None:
-    """Return the panel of a Quantized, or None if its arrays hold no values.
-
-    Arrays hold no values if they are traced by JAX, deleted, on torch's meta device, or placeholders of a library that
-    handles trees of arrays.
-    """
+    """Return the panel of a Quantized, or None if its arrays hold no values."""
     try:
         q.imported()  # raises for traced arrays
         return panel(q)
@@ -79,14 +67,7 @@ def _held(array: Any) -> str:
 
 
 def _scale_facts(q: Quantized, found: Statistics) -> list[tuple[str, str]]:
-    """Return (name, text) pairs about the scales of q, for its panel.
-
-    - "block scales": their format, block and layout. Left out if q has no block scales.
-    - "scales": the smallest and the largest finite block scale, or tensor scale if q has no block scales. Left out if
-      there is only one scale, or no finite one.
-
-    found: the statistics of q.
-    """
+    """Return (name, text) pairs about the scales of q, for its panel."""
     facts = (
         [] if q.block_scale is None else [("block scales", f"{q.recipe.scale}, one per {_block(q)}, {q.scale_layout}")]
     )
@@ -103,8 +84,5 @@ def _block(q: Quantized) -> str:
 
 
 def _largest(q: Quantized) -> str:
-    """Return text for the magnitudes that the row "largest code" counts, such as "6 or more" for E2M1.
-
-    All formats have the words "or more", because the negative range of two's complement integers reaches one further.
-    """
+    """Return text for the magnitudes that the row "largest code" counts, such as "6 or more" for E2M1."""
     return f"{q.recipe.element.max:g} or more"

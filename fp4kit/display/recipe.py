@@ -22,10 +22,8 @@ _DESCRIBED = (
 
 
 def panel(r: Recipe) -> Panel:
-    """Return the panel of a recipe: its aliases, formats, rules and sources, and all other fields that are not default.
-
-    If the recipe is one of fp4kit's own table and not a variant, the row "formulas" names the call of fp4kit.explain
-    that applies the rules step by step.
+    """Return the panel of a recipe: its aliases, formats, rules and sources, and all other fields that are not
+    default.
     """
     names = [name for name, target in ALIASES.items() if target == r.id]
     kind = "in the table" if is_listed(r) else "a variant, not in the table"
@@ -57,10 +55,7 @@ def _scales(r: Recipe) -> str:
 
 
 def _rules(r: Recipe) -> list[tuple[str, str]]:
-    """Return (name of a field, its value as text) pairs: every rule, and every other field that is not its default.
-
-    Fields that are None, and fields that other lines of the panel show, such as the formats, are left out.
-    """
+    """Return (name of a field, its value as text) pairs: every rule, and every other field that is not its default."""
     shown = [field for field in fields(r) if field.name not in _DESCRIBED]
     rules = [field.name for field in shown if field.name.endswith("_rule")]
     names = [field.name for field in shown if field.name in rules or getattr(r, field.name) != field.default]

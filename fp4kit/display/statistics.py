@@ -42,10 +42,7 @@ class Statistics:
 
 
 def statistics(q: Quantized) -> Statistics:
-    """Return the statistics of a Quantized, counted over all of its codes and scales.
-
-    On a host with two cores, 4096 x 4096 values take 16 ms in NVFP4 and 45 ms in MXFP8.
-    """
+    """Return the statistics of a Quantized, counted over all of its codes and scales."""
     if isinstance(q.recipe.element, IntegerOrFloat):
         return _statistics_of_if4(q, q.recipe.element)
     (packed,) = import_arrays("statistics", packed=q.packed)
@@ -61,10 +58,7 @@ def statistics(q: Quantized) -> Statistics:
 
 
 def _statistics_of_if4(q: Quantized, fmt: IntegerOrFloat) -> Statistics:
-    """Return the statistics of a Quantized with elements IF4.
-
-    In IF4, the scale of each block says whether the block's codes are E2M1 or INT4.
-    """
+    """Return the statistics of a Quantized with elements IF4."""
     packed, stored = import_arrays("statistics", packed=q.packed, scales=q.block_scale)
     scales = unswizzle_scales(to_host(stored), q.scale_layout, q.scale_shape).reshape(-1, q.scale_shape[-1])
     row = saturated = blocks = zeros = 0
@@ -78,14 +72,7 @@ def _statistics_of_if4(q: Quantized, fmt: IntegerOrFloat) -> Statistics:
 
 
 def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
-    """Yield the stored codes in chunks (rows, bytes) of at most 1 MiB, as NumPy arrays.
-
-    A chunk consists of whole rows of blocks: at least one, even if it is larger than 1 MiB. The last row of blocks in a
-    matrix may have fewer rows than a block. If block_rows > 1, no chunk contains rows of two matrices. If there are no
-    codes, nothing is yielded.
-
-    block_rows: the number of rows per block.
-    """
+    """Yield the stored codes in chunks (rows, bytes) of at most 1 MiB, as NumPy arrays."""
     *_, rows, width = packed.shape if packed.ndim > 1 else (1, *packed.shape)
     if not packed.size:
         return
@@ -99,10 +86,7 @@ def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
 
 
 def _by_code(by_byte: np.ndarray, fmt: ElementFormat) -> np.ndarray:
-    """Convert counts per byte value (256 counts) to counts per element code of ``fmt``, in code order.
-
-    If two codes share a byte, both are counted.
-    """
+    """Convert counts per byte value (256 counts) to counts per element code of ``fmt``, in code order."""
     if fmt.packing.codes == 1:
         return by_byte[: 2**fmt.bits]
     pairs = by_byte.reshape(16, 16)  # high nibble, low nibble
@@ -110,10 +94,7 @@ def _by_code(by_byte: np.ndarray, fmt: ElementFormat) -> np.ndarray:
 
 
 def _zero_blocks(codes: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return a bool array (rows of blocks, blocks per row): True where a block has only zeros, of either sign.
-
-    codes: a chunk of stored codes, uint8 (rows, bytes).
-    """
+    """Return a bool array (rows of blocks, blocks per row): True where a block has only zeros, of either sign."""
     fmt = recipe.element
     if isinstance(fmt, Codebook):
         pairs = np.array([fmt.values[byte & 15] != 0 or fmt.values[byte >> 4] != 0 for byte in range(256)])
@@ -127,10 +108,7 @@ def _zero_blocks(codes: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def _zero_words(words: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return a bool array (rows of blocks, blocks per row): True where every word of a block is 0 or False.
-
-    words: (rows, blocks per row, words per block and row), of integers, numbers or bools.
-    """
+    """Return a bool array (rows of blocks, blocks per row): True where every word of a block is 0 or False."""
     used = np.asarray(words.any(-1))
     if recipe.block_rows > 1:
         used = np.logical_or.reduceat(used, np.arange(0, len(used), recipe.block_rows), axis=0)
@@ -138,10 +116,7 @@ def _zero_words(words: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct block scales of q as float32, and how often each occurs.
-
-    If q has no block scales, return the distinct tensor scales and their counts instead.
-    """
+    """Return the distinct block scales of q as float32, and how often each occurs."""
     part = q.block_scale if q.block_scale is not None else q.tensor_scale
     (part,) = import_arrays("statistics", scales=part)
     part = to_host(part)
@@ -156,13 +131,8 @@ def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
 
 
 def by_exponent(scales: np.ndarray, counts: np.ndarray, max_bars: int = 16) -> tuple[tuple[str, int], ...]:
-    """Return a histogram of the scales, grouped by floor(log2(|scale|)), as (label, count) bars in increasing order.
-
-    Zeros come first; inf and NaN come last. If there would be more than ``max_bars`` bars besides those, neighboring
-    exponents share a bar. Without scales, the histogram is empty.
-
-    scales: numbers. counts: how often each of them occurs.
-    """
+    """Return a histogram of the scales, grouped by floor(log2(|scale|)), as (label, count) bars in increasing order."""
+    # If there would be more than ``max_bars`` bars besides those, neighboring exponents share a bar.
     sizes = np.abs(scales)
     nonzero = (sizes > 0) & np.isfinite(sizes)
     exponents, place = np.unique(np.frexp(sizes[nonzero])[1] - 1, return_inverse=True)
@@ -174,14 +144,7 @@ def by_exponent(scales: np.ndarray, counts: np.ndarray, max_bars: int = 16) -> t
 
 
 def _binned(counts: dict[int, int], max_bars: int) -> Iterator[tuple[str, int]]:
-    """Yield the bars (label, count) of a histogram of exponents.
-
-    A bar covers 1, 2, 4 ... neighboring exponents: the smallest of these numbers with which at most ``max_bars`` bars
-    have counts. Bars with a count of 0 between two others are included if the total stays within ``max_bars``. Without
-    counts, nothing is yielded.
-
-    counts: {exponent: how often it occurs}.
-    """
+    """Yield the bars (label, count) of a histogram of exponents."""
     width = 1
     while len({e // width for e in counts}) > max_bars:
         width *= 2
