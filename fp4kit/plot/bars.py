@@ -51,13 +51,7 @@ def histogram(q: Quantized, *, ax: Any = None) -> Any:
 
 
 def _shares(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
-    """Return (values, shares): the distinct values of the elements of q in ascending order, and the share of each.
-
-    A share is relative to all elements. Values that q does not use have the share 0; NaN comes last. With elements IF4,
-    the values are those of E2M1 and of INT4.
-
-    q: a Quantized with NumPy arrays.
-    """
+    """Return (values, shares): the distinct values of the elements of q in ascending order, and the share of each."""
     element = q.recipe.element
     codes = unpacked(q.packed, element.packing)
     if isinstance(element, IntegerOrFloat) and q.block_scale is not None:

@@ -122,11 +122,7 @@ def error_against_scale(
 
 
 def _same_formats(op: str, recipes: list[Recipe]) -> Recipe:
-    """Return the first recipe, after checking that all recipes can be drawn in one picture.
-
-    Raise ValueError if there is no recipe, if the formats or blocks of two recipes differ, or if a recipe has no codes,
-    no blocks, or blocks of several rows.
-    """
+    """Return the first recipe, after checking that all recipes can be drawn in one picture."""
     if not recipes:
         raise ValueError(f"{op}: recipes is empty; needs at least one recipe")
     first = recipes[0]
@@ -140,23 +136,12 @@ def _same_formats(op: str, recipes: list[Recipe]) -> Recipe:
 
 
 def _quantized(x: np.ndarray, r: Recipe, tensor_amax: Any) -> Any:
-    """Quantize one block x by recipe r, and return a Quantized.
-
-    tensor_amax: used only if the recipe has one tensor scale per tensor or row; None for the amax of x.
-    """
+    """Quantize one block x by recipe r, and return a Quantized."""
     return quantize(x, r, tensor_amax=tensor_amax if r.tensor_scaling in ("tensor", "row") else None)
 
 
 def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return many possible scales of a block, and the block's decoded values under each scale.
-
-    The shapes are (scales,) and (scales, block). The scales depend on the recipe:
-
-    - Block scales of at most 8 bits: all positive values of the format, times the tensor scale of q. With elements IF4,
-      all scales come twice, first those of E2M1 and then those of INT4.
-    - Block scales of float32 or 16 bits: those that the recipe computes from 256 amaxes per octave, from 1/8 to 8 times
-      the amax of the block.
-    """
+    """Return many possible scales of a block, and the block's decoded values under each scale."""
     if r.scale is None:
         amaxes = np.float64(q.tensor_amax) * np.exp2(np.arange(-768, 769) / 256)
         amaxes = np.minimum(amaxes, np.finfo(np.float32).max).astype(np.float32)
@@ -176,20 +161,13 @@ def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scale_of(q: Any, r: Recipe) -> float:
-    """Return the scale of the only block of q: the number by which decoding multiplies the values of its codes.
-
-    It is the product of the block scale, without its sign, and the tensor scale. If q has only one of the two, it is
-    that scale.
-    """
+    """Return the scale of the only block of q: the number by which decoding multiplies the values of its codes."""
     tensor = 1.0 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
     return tensor if r.scale is None else abs(float(r.scale.values[int(q.block_scale.reshape(-1)[0])])) * tensor
 
 
 def _scale_name(r: Recipe) -> str:
-    """Return the label of the horizontal axis.
-
-    It is "block scale × tensor scale" if the recipe has both scales, otherwise "block scale".
-    """
+    """Return the label of the horizontal axis."""
     return "block scale × tensor scale" if r.scale is not None and r.tensor_scaling != "none" else "block scale"
 
 

@@ -20,10 +20,7 @@ STYLE = {  # matplotlib's rcParams for the notebooks
 
 
 def axes(ax: Any, width: float, height: float) -> Any:
-    """Return ``ax`` or, if it is None, the Axes of a new figure of width x height inches.
-
-    Raise ImportError if matplotlib is not installed.
-    """
+    """Return ``ax`` or, if it is None, the Axes of a new figure of width x height inches."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:

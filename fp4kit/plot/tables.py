@@ -84,21 +84,15 @@ def _check_blocks(op: str, recipes: Sequence[Recipe]) -> None:
 
 
 def _label(name: str, r: Recipe, recipes: Sequence[Recipe]) -> str:
-    """Return the label of a row in a table of steps: the name of the step, and the recipe if there are several.
-
-    The row "element" never names a recipe, because all recipes share that row.
-    """
+    """Return the label of a row in a table of steps: the name of the step, and the recipe if there are several."""
+    # The row "element" never names a recipe, because all recipes share that row.
     return name if len(recipes) == 1 or name == "element" else f"{name}, {r.id}"
 
 
 def _steps_of_block(
     x: np.ndarray, r: Recipe, index: Sequence[int], tensor_amax: Any
 ) -> tuple[int, str, dict[str, list[float]]]:
-    """Explain every element of the block that holds ``index``, and return (first column of the block, text, rows).
-
-    The text has the steps with one number for all elements. The rows are {name of the step: one number per element},
-    for all other steps (see _divided).
-    """
+    """Explain every element of the block that holds ``index``, and return (first column of the block, text, rows)."""
     found = explain(x, r, index, tensor_amax=tensor_amax)
     left = found.index[-1] // r.block_size * r.block_size
     columns = range(left, left + r.block_size)
@@ -106,11 +100,7 @@ def _steps_of_block(
 
 
 def _draw_rows(ax: Any, numbers: np.ndarray, differs: np.ndarray) -> None:
-    """Draw numbers as a heat map on ``ax``. In each row, the largest magnitude is the darkest.
-
-    numbers: float64 (rows, columns).
-    differs: bool in the shape of ``numbers``. Numbers with True are bold and framed.
-    """
+    """Draw numbers as a heat map on ``ax``."""
     with np.errstate(all="ignore"):
         magnitudes = np.abs(numbers)
         shades = np.nan_to_num(magnitudes / magnitudes.max(axis=1, keepdims=True))
@@ -122,12 +112,8 @@ def _draw_rows(ax: Any, numbers: np.ndarray, differs: np.ndarray) -> None:
 
 
 def _divided(found: list[Explanation]) -> tuple[str, dict[str, list[float]]]:
-    """Divide the steps of a block into those with one number for all elements, and those with one number per element.
-
-    Return the first kind as text, and the second kind as {name of the step: list of numbers}.
-
-    The element, the scaled element, the code and the result always count as the second kind. Steps that only some of
-    the elements have are left out. The last row, "error", is result minus element.
+    """Divide the steps of a block into those with one number for all elements, and those with one number per
+    element.
     """
     shared, rows = [], {}
     for name in found[0].names:
