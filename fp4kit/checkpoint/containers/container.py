@@ -67,7 +67,7 @@ class Container:
     Attributes:
         name: the container's unique name, as in the table at the head of table.py.
         format: the value of ``--format`` with which fp4kit writes this container; "" if fp4kit only reads it.
-        kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (128x128 blocks), "fp8 rows" or "fp8 tensor".
+        kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (square blocks of several rows), "fp8 rows" or "fp8 tensor".
         element: the element format of the codes.
         scale: the element format of the block scales; None for float32 scales.
         block: (rows, columns) that share one block scale. 0 columns stand for a whole row.
@@ -76,11 +76,12 @@ class Container:
         tensor_scale_shape: the shape of the tensor scale, and of the input scale, of a single layer.
         divides: True if decoding divides by the stored tensor scale; False if it multiplies.
         stack: how experts are stored: "" for separate layers, "rows" for [E, N, K] as in MLX and GGUF, "blocks" for [E,
-            N, K/32, 16], "columns" for [E, K/2, N].
+            N, K/32, 16] (single layers: [N, K/32, 16]), "columns" for [E, K/2, N].
         tensor_scale_unit: the stored value divided by the tensor scale; 1 for all containers except "mlx nvfp4 global".
         is_exact: True if a layer with scales of the wrong shape, or without its tensor scale, must not be read as this
             container, because it may belong to a similar container. If False, such a layer can be read, to report the
             damage.
+        own_dtype: True if block scales must have the dtype ``scales_dtype``, because bytes could be something else.
         in_blocks: True if one tensor holds both codes and scales, in blocks as in GGUF. This tensor has the layer's
             shape.
         high_first: True if a byte of 4-bit codes has the even element in the high nibble.
@@ -88,8 +89,8 @@ class Container:
         rounds: True if decoded values are rounded to the dtype in which the scales are stored.
         flat_scales: True if one scale per row is written as a vector [N]; False to write it as [N, 1].
         method: the ``quant_method`` of config.json that declares this container; "" if it equals ``format``.
-        algorithm: the ``quant_algo`` that config.json must declare before a layer is read as this container; "" if no
-            declaration is needed.
+        algorithm: the ``quant_algo`` or ``store_dtype`` that config.json must declare before a layer is read as this
+            container; "" if no declaration is needed.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Container:
     stack: str = ""
     tensor_scale_unit: float = 1.0
     is_exact: bool = False
+    own_dtype: bool = False
     in_blocks: bool = False
     high_first: bool = False
     swizzled: bool = False
@@ -277,8 +279,8 @@ class Container:
             if len(codes) != 3:
                 return None
             codes = (codes[0], codes[2], codes[1])
-        if self.stack == "blocks":
-            if len(codes) != 4 or codes[-1] != self.block[1] * self.element.bits // 8:
+        if self.stack == "blocks":  # [E, N, K/32, 16], or [N, K/32, 16] for a single layer
+            if len(codes) not in (3, 4) or codes[-1] != self.block[1] * self.element.bits // 8:
                 return None
             codes = (*codes[:-2], codes[-2] * codes[-1])
         if len(codes) not in (2, 3) or 0 in codes:
@@ -295,7 +297,7 @@ class Container:
         The first is the shape that ``specs`` gives. Further shapes exist in three cases:
 
         - One scale per row is [N, 1] or [N].
-        - Scales of 128x128 blocks are [rows, columns] or [rows, 1, columns, 1].
+        - Scales of square blocks are [rows, columns] or [rows, 1, columns, 1].
         - Swizzled scales, padded to whole tiles, are [rows, columns] or, in torchao, [rows / 4, columns * 4].
         """
         usual = self.specs(shape)[SCALES][1]

@@ -14,15 +14,20 @@ element 2j of a row is in the low nibble and element 2j + 1 in the high nibble:
 | compressed-tensors mxfp8-quantized      | P.weight F8_E4M3 [N, K]     | P.weight_scale U8      |                               |
 | sglang-mxfp8                            | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv U8  |                               |
 | gpt-oss                                 | P_blocks U8 [E,N,K/32,16]   | P_scales U8 [E,N,K/32] |                               |
+| gpt-oss (.blocks), (.weight_blocks)     | the same under P.blocks, P.weight_blocks | P.scales, P.weight_scales |               |
 | modelopt NVFP4 stacks                   | P U8 [E, K/2, N]            | P_weight_scale F8_E4M3 | P_weight_scale_2 F32 [] **    |
 | deepseek-v4                             | P.weight I8 [N, K/2]        | P.scale F8_E8M0        |                               |
 | deepseek-v4 nvfp4                       | as modelopt NVFP4           |                        |                               |
 | fp8 128x128                             | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv F32 |                               |
 | fp8 128x128 ue8m0                       | P.weight F8_E4M3 [N, K]     | P.scale F8_E8M0        |                               |
+| fp8 32x32, fp8 64x64                    | as fp8 128x128, in smaller tiles; "ue8m0": P.scale F8_E8M0, as DeepSeek-V4.1 has it  |
+| fp8 TILE ue8m0 weight_scale_inv         | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv F8_E8M0 |                           |
 | mlx mxfp4                               | P.weight U32 [N, K/8]       | P.scales U8            |                               |
 | mlx nvfp4, mlx nvfp4 global             | P.weight U32 [N, K/8]       | P.scales U8            | P.global_scale F32 [] ***     |
 | mlx mxfp8                               | P.weight U32 [N, K/4]       | P.scales U8            |                               |
 | modelopt NVFP4 group 32                 | P.weight U8 [N, K/2]        | P.weight_scale F8_E4M3 | P.weight_scale_2 F32 []       |
+| quark nvfp4, mimo mxfp4                 | as modelopt NVFP4, as modelopt mxfp4                                                 |
+| msmodelslim mxfp4, msmodelslim mxfp8    | as modelopt mxfp4, as modelopt MXFP8                                                 |
 | modelopt NVFP4_AWQ                      | as modelopt NVFP4, and P.pre_quant_scale [K], which multiplies the columns           |
 | modelopt NVFP4_SVD                      | as modelopt NVFP4_AWQ, and low-rank parts A [r, K] and B [N, r]; see slabs.values_of |
 | METHOD FP8                              | P.weight F8_E4M3 [N, K]     |                        | P.weight_scale []             |
@@ -202,6 +207,27 @@ MODELOPT_FP8, MODELOPT_FP8_ROWS, _, CT_FP8, CT_FP8_ROWS, CT_FP8_BLOCKS = FP8_LAY
 FP8_POWERS = Container(
     "fp8 128x128 ue8m0", "", "fp8", E4M3, E8M0, (128, 128), {CODES: ".weight", SCALES: ".scale"}, "F8_E4M3", "F8_E8M0"
 )
+_POWERS_INV = replace(
+    FP8_POWERS,
+    name="fp8 128x128 ue8m0 weight_scale_inv",
+    suffixes={CODES: ".weight", SCALES: ".weight_scale_inv"},
+    own_dtype=True,
+    method="fp8",
+)
+
+
+def _tiled(like: Container, size: int) -> Container:
+    """Return a variant of a container of FP8 in 128x128 tiles with tiles of another size, which is only read."""
+    return replace(
+        like, name=like.name.replace("128x128", f"{size}x{size}"), format="", block=(size, size), method="fp8"
+    )
+
+
+# The shape of the scales tells the size of the tiles. A layer that is a single tile has equal values in all sizes.
+FP8_TILES = (
+    _POWERS_INV,
+    *(_tiled(like, size) for size in (64, 32) for like in (FP8_POWERS, FP8_BLOCKS, _POWERS_INV)),
+)
 
 
 # Model-Optimizer's NVFP4 with one E4M3 scale per 32 elements (W4A8_NVFP4_FP8).
@@ -240,11 +266,24 @@ def _svdquant(name: str, prefix: str) -> Container:
 SVDQUANT = _svdquant("NVFP4_SVD", ".weight_quantizer._"), _svdquant("NVFP4_SVD of Diffusers", ".")
 
 
-# Containers of Quark and AutoRound, which store the tensors of the containers above under their own quant_method.
+# Containers of tools that store the tensors of the containers above under a quant_method of their own.
 QUARK_MXFP4 = replace(MODELOPT_MXFP4, name="quark mxfp4", format="", method="quark")
+QUARK_NVFP4 = replace(MODELOPT_NVFP4, name="quark nvfp4", format="", method="quark")
 AUTO_ROUND = tuple(
     replace(like, name=like.name.replace("compressed-tensors", "auto-round"), format="", method="auto-round")
     for like in (CT_NVFP4, CT_MXFP4, CT_MXFP8)
+)
+# MiMo's experts. Its other layers are FP8 in 128x128 tiles. The config declares them with "store_dtype": "mxfp4".
+MIMO_MXFP4 = replace(MODELOPT_MXFP4, name="mimo mxfp4", format="", method="fp8", algorithm="MXFP4")
+# Layers that quant_model_description.json declares (see declarations.py).
+MSMODELSLIM = (
+    replace(MODELOPT_MXFP4, name="msmodelslim mxfp4", format="", method="msmodelslim"),
+    replace(MODELOPT_MXFP8, name="msmodelslim mxfp8", format="", method="msmodelslim"),
+)
+# The layout of gpt-oss under other names: those of OpenAI's own release, and those of tools that keep ".weight".
+GPT_OSS_NAMES = tuple(
+    replace(GPT_OSS, name=f"gpt-oss ({codes})", format="", suffixes={CODES: codes, SCALES: scales}, method="gpt-oss")
+    for codes, scales in ((".weight_blocks", ".weight_scales"), (".blocks", ".scales"))
 )
 
 
@@ -368,14 +407,19 @@ CONTAINERS = (
     CT_MXFP4,
     CT_MXFP8,
     SGLANG_MXFP8,
+    *GPT_OSS_NAMES,
     GPT_OSS,
     DEEPSEEK_V4,
     DEEPSEEK_V4_NVFP4,
     MODELOPT_STACKS,
     FP8_BLOCKS,
     FP8_POWERS,
+    *FP8_TILES,
     *FP8_LAYERS,
     QUARK_MXFP4,
+    QUARK_NVFP4,
+    MIMO_MXFP4,
+    *MSMODELSLIM,
     *AUTO_ROUND,
     *TORCHAO,
     MLX_MXFP4,

@@ -1,4 +1,4 @@
-"""Explain FP8 layers: E4M3 codes with float scales, one per tensor, per row or per 128x128 block. An explanation is a
+"""Explain FP8 layers: E4M3 codes with float scales, one per tensor, per row or per square block. An explanation is a
 Diagnosis, which names the recipe or rule that makes all codes and scales from the source (the original weight).
 
 The known rules are scale = amax / 448, in float32 or rounded to bfloat16, and code = the E4M3 value nearest to
@@ -11,7 +11,7 @@ Sources: Model-Optimizer 0.47 fp8_tensor.py and export/quant_utils.py; compresse
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +27,6 @@ from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.codec import encode
 
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-_SCALING = {"tensor": "per tensor", "row": "per row", "block": "per 128x128 block"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +34,20 @@ class Fp8Layer:
     """One FP8 layer as its file stores it.
 
     codes: uint8 (N, K), bit patterns of E4M3.
-    scales: float32 multipliers on decode, of shape (1, 1), (N, 1), or (ceil(N / 128), ceil(K / 128)).
-    scaling: "tensor", "row" or "block" (128x128), which determines the shape of ``scales``.
+    scales: float32 multipliers on decode, of shape (1, 1), (N, 1), or (ceil(N / side), ceil(K / side)).
+    scaling: "tensor", "row" or "block" (square), which determines the shape of ``scales``.
+    side: the number of rows and columns of a block.
     """
 
     codes: np.ndarray
     scales: np.ndarray
     scaling: str
+    side: int = 128
+
+    @property
+    def name(self) -> str:
+        """The words for the layer's format, such as "FP8 per row"."""
+        return f"FP8 per {f'{self.side}x{self.side} block' if self.scaling == 'block' else self.scaling}"
 
     def amaxes(self, x: np.ndarray) -> np.ndarray:
         """Return, for each scale, the amax of the elements of ``x`` (N, K) that share this scale.
@@ -53,18 +59,18 @@ class Fp8Layer:
             return magnitudes.max(initial=0).reshape(1, 1)
         if self.scaling == "row":
             return magnitudes.max(axis=1, initial=0)[:, None]
-        rows, columns = (np.arange(0, length, 128) for length in x.shape)
+        rows, columns = (np.arange(0, length, self.side) for length in x.shape)
         return np.maximum.reduceat(np.maximum.reduceat(magnitudes, rows, axis=0), columns, axis=1)
 
     def spread(self, scales: np.ndarray) -> np.ndarray:
         """Return the scales in a shape that broadcasts against the codes.
 
-        Scales of 128x128 blocks are repeated to (N, K). Scales per tensor or per row are returned unchanged.
+        Scales of blocks are repeated to (N, K). Scales per tensor or per row are returned unchanged.
         """
         if self.scaling != "block":
             return scales
         rows, columns = self.codes.shape
-        return np.repeat(np.repeat(scales, 128, axis=0)[:rows], 128, axis=1)[:, :columns]
+        return np.repeat(np.repeat(scales, self.side, axis=0)[:rows], self.side, axis=1)[:, :columns]
 
 
 def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) -> Diagnosis:
@@ -84,7 +90,7 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
     amaxes: amaxes of groups of layers that may share the layer's scale, besides its own amax.
     """
     total = layer.codes.size + layer.scales.size
-    name = f"FP8 {_SCALING[layer.scaling]}"
+    name = layer.name
     if layer.codes.shape != x.shape:
         return _unexplained(
             f"nothing explains these bytes: {name}, codes have shape {layer.codes.shape}; the source has shape"
@@ -129,7 +135,7 @@ def _are_reciprocals(layer: Fp8Layer, x: np.ndarray) -> bool:
     x: the source (the original weight), of shape (N, K).
     """
     with np.errstate(all="ignore"):
-        inverted = Fp8Layer(layer.codes, np.float32(1) / layer.scales, layer.scaling)
+        inverted = replace(layer, scales=np.float32(1) / layer.scales)
     return max(_quotients(inverted, x).values()) >= _NEARLY_ALL * layer.codes.size
 
 
@@ -169,7 +175,7 @@ def _recipes(layer: Fp8Layer) -> Iterator[Recipe]:
     """
     for r in RECIPES.values():
         is_fp8 = r.element == E4M3 and r.scale is None and not r.fake_only
-        if is_fp8 and r.tensor_scaling == layer.scaling and (r.block is None or r.block_rows > 1):
+        if is_fp8 and r.tensor_scaling == layer.scaling and r.block in (None, (layer.side, layer.side)):
             yield r
 
 
@@ -225,9 +231,9 @@ def _quotients(layer: Fp8Layer, x: np.ndarray) -> dict[str, int]:
     found = dict.fromkeys(_DTYPES, 0)
     step = max(CHUNK // max(x.shape[1], 1) // 128, 1) * 128
     for rows in (slice(start, start + step) for start in range(0, len(x), step)):
-        scales = layer.scales[rows.start // 128 : -(-rows.stop // 128)] if layer.scaling == "block" else layer.scales
-        scales = scales[rows] if layer.scaling == "row" else scales
-        part = Fp8Layer(layer.codes[rows], scales, layer.scaling)
+        tall = {"block": layer.side, "row": 1}.get(layer.scaling)  # rows per scale
+        scales = layer.scales if tall is None else layer.scales[rows.start // tall : -(-rows.stop // tall)]
+        part = replace(layer, codes=layer.codes[rows], scales=scales)
         with np.errstate(all="ignore"):
             quotient = x[rows].astype(np.float32) / part.spread(part.scales)
             for dtype, kind in _DTYPES.items():

@@ -464,7 +464,7 @@ def stored_layer(weight: Weight, expert: int, readers: Readers) -> StoredLayer |
 
 
 def _fp8_layer(weight: Weight, expert: int, readers: Readers) -> Fp8Layer:
-    """Read one layer of FP8 codes with one scale per tensor, per row or per 128x128 block.
+    """Read one layer of FP8 codes with one scale per tensor, per row or per square block.
 
     weight: the quantized weight that holds the layer.
     expert: the number of the matrix in a stack of experts; 0 for a single layer.
@@ -477,7 +477,7 @@ def _fp8_layer(weight: Weight, expert: int, readers: Readers) -> Fp8Layer:
     if TENSOR_SCALE in weight.parts:
         return Fp8Layer(codes, np.asarray(slab.tensor_scale, np.float32).reshape(1, 1), "tensor")
     scales = np.asarray(scales_of(form, np.asarray(slab.scales)), np.float32)
-    return Fp8Layer(codes, scales, "block" if form.block[0] > 1 else "row")
+    return Fp8Layer(codes, scales, "block", form.block[0]) if form.block[0] > 1 else Fp8Layer(codes, scales, "row")
 
 
 def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.ndarray:

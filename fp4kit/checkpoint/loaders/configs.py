@@ -259,9 +259,11 @@ def _deepseek_v4(container: str, config: Mapping[str, Any]) -> Iterator[Finding]
     container: the container of the tensors, one of ``containers.CONTAINERS``.
     config: the content of config.json.
     """
-    method = quantization_config(config).get("quant_method")
+    method, model_type = quantization_config(config).get("quant_method"), config.get("model_type")
+    if model_type == "deepseek_v41":
+        yield finding("vLLM", "warning", _CONFIG, "model_type is 'deepseek_v41', which was not tried with this engine")
     for key, value, needed in (
-        ("model_type", config.get("model_type"), "deepseek_v4"),
+        ("model_type", "deepseek_v4" if model_type == "deepseek_v41" else model_type, "deepseek_v4"),
         ("quantization_config.quant_method", method, "fp8"),
         ("expert_dtype", config.get("expert_dtype", "fp4"), "fp4"),
     ):

@@ -132,7 +132,6 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "deepseek-v4 nvfp4": _nvfp4(".weight", ".weight_scale_2", ".input_scale"),
     "bf16": (),
 }
-_FP8_BLOCKS = (Required(".weight", "F8_E4M3", "N, K"), Required(".scale", "F8_E8M0", "N/128, K/128"))
 # Suffixes of scalars that a layer may have even if its container does not require them.
 _OPTIONAL = {".input_scale", ".input_global_scale"}
 # True for NVFP4, False for other containers -> the input scale that compressed-tensors requires.
@@ -192,7 +191,9 @@ def _required(container: str, parts: LayerTensors, config: Mapping[str, Any]) ->
     """
     dtype = parts.get(".weight", ("",))[0]
     if container.startswith("deepseek-v4") and dtype == "F8_E4M3":
-        return _FP8_BLOCKS
+        tiles = configs.quantization_config(config).get("weight_block_size")
+        side = tiles[0] if isinstance(tiles, list) and tiles in ([64, 64], [32, 32]) else 128  # V4.1 has 32
+        return Required(".weight", "F8_E4M3", "N, K"), Required(".scale", "F8_E8M0", f"N/{side}, K/{side}")
     if container == "deepseek-v4 nvfp4" and dtype == "I8":  # MXFP4 experts of multi-token prediction
         return REQUIRED["deepseek-v4"]
     is_nvfp4 = CONTAINERS[container].kind == "nvfp4"

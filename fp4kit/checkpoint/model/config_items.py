@@ -16,7 +16,7 @@ from fp4kit.arguments import is_one_of
 from fp4kit.checkpoint.containers.container import COLUMN_SCALE, Container
 from fp4kit.checkpoint.model.declarations import KEYS, declared, sections, with_declaration
 from fp4kit.checkpoint.model.items import CARRIED, REFUSED, UNDERSTOOD, Item
-from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG
+from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, MSMODELSLIM
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.storage.errors import shown
 
@@ -154,10 +154,19 @@ def _group_size(value: Any, layers: _Layers) -> str:
     return f"is {brief(value)}, but the tensors have blocks of {', '.join(map(str, sizes))}"
 
 
+def _mxfp4_block_size(value: Any, layers: _Layers) -> str:
+    """Return the reason to refuse MiMo's ``mxfp4_block_size``, or "" to accept it: null or that of the MXFP4 layers."""
+    sizes = sorted({form.group_size for form in layers.forms.values() if form.kind == "mxfp4"})
+    if value is None or value in sizes:
+        return ""
+    has = f"MXFP4 layers have blocks of {sizes[0]}" if sizes else "there is no MXFP4 layer"
+    return f"is {brief(value)}, but {has}"
+
+
 def _block_size(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse ``weight_block_size``, or "" to accept it.
 
-    It is refused if the checkpoint has MXFP8 layers or FP8 layers in 128x128 blocks, and no such layer has blocks of
+    It is refused if the checkpoint has MXFP8 layers or FP8 layers in square blocks, and no such layer has blocks of
     this size. The value None is accepted.
 
     Args:
@@ -167,6 +176,29 @@ def _block_size(value: Any, layers: _Layers) -> str:
     if value is None or not blocks or (isinstance(value, list) and tuple(value) in blocks):
         return ""
     return f"is {brief(value)}, but the tensors have blocks of {sorted(blocks)}"
+
+
+def _expert_dtype(value: Any, layers: _Layers) -> str:
+    """Return the reason to refuse DeepSeek's ``expert_dtype``, or "" to accept it.
+
+    It is "fp4" or "fp8", and some quantized layer must have such codes.
+    """
+    bits = {"fp4": 4, "fp8": 8}.get(str(value))
+    if bits is None:
+        return f'is {brief(value)}, which is not supported; known is "fp4" or "fp8"'
+    return "" if any(form.element.bits == bits for form in layers.forms.values()) else _no_such_layer(value, layers)
+
+
+def _store_dtype(value: Any, layers: _Layers) -> str:
+    """Return the reason to refuse MiMo's ``store_dtype``, or "" to accept it: "mxfp4", if some layer is stored so."""
+    if value != "mxfp4":
+        return f'is {brief(value)}, which is not supported; known is "mxfp4"'
+    return "" if any(form.kind == "mxfp4" for form in layers.forms.values()) else _no_such_layer(value, layers)
+
+
+def _no_such_layer(value: Any, layers: _Layers) -> str:
+    """Return the reason to refuse an entry that declares layers of a format that the checkpoint does not have."""
+    return f"is {brief(value)}, but there are only layers of {_kinds_beside((), layers)}"
 
 
 _SCHEME: dict[str, EntryCheck] = {
@@ -181,7 +213,7 @@ _SCHEME: dict[str, EntryCheck] = {
     "observer": _any,
     "observer_kwargs": _any,
     "actorder": _only(None, "static", "weight", False),
-    "block_structure": _only(None, [128, 128]),
+    "block_structure": _only(None, [128, 128], [64, 64], [32, 32]),
 }
 
 
@@ -507,7 +539,7 @@ def _quark_layers(value: Any, layers: _Layers) -> str:
         specs = specs or [*of_types.values(), value.get("global_quant_config")]
         weights = [one for spec in specs if isinstance(spec, Mapping) for one in [_quark_weight(spec)] if one]
         if weights and not any(_quark_fits(one, form) for one in weights):
-            declared = {key: weights[0].get(key) for key in ("dtype", "group_size")}
+            declared = {key: weights[0][key] for key in ("dtype", "group_size", "block_size") if weights[0].get(key)}
             return f"declares {brief(declared)} for {shown(name)}, but its tensors are {form}"
     return ""
 
@@ -515,19 +547,26 @@ def _quark_layers(value: Any, layers: _Layers) -> str:
 def _quark_weight(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the scheme of weights in an entry of quark's config, or None if the entry has no such object.
 
-    If the entry has a list of schemes, which are the stages of one quantization, return the last: it describes the
-    codes.
+    An entry may have a list of schemes. If one of them has block scales in FP8 (NVFP4), the others describe the scale
+    of these scales. Otherwise, the list holds the stages of one quantization, and the last describes the codes.
     """
     found = spec.get("weight")
-    found = found[-1] if isinstance(found, list) and found else found
+    if isinstance(found, list) and found:
+        blocks = (one for one in found if isinstance(one, Mapping) and _has_fp8_scales(one))
+        found = next(blocks, found[-1])
     return found if isinstance(found, Mapping) else None
+
+
+def _has_fp8_scales(scheme: Mapping[str, Any]) -> bool:
+    """Return whether a scheme of quark declares block scales in FP8, as NVFP4 has them."""
+    return str(scheme.get("scale_format", "")).startswith(("float8", "fp8"))
 
 
 def _quark_fits(scheme: Mapping[str, Any], form: Container) -> bool:
     """Return whether dtype and group_size in a scheme of quark fit layers of a container. A missing key fits.
 
     If ``mx_element_dtype`` is present, it is compared instead of ``dtype``. ``group_size`` is compared only for NVFP4,
-    MXFP4 and MXFP8, where the values null, -1 and 0 fit too.
+    MXFP4 and MXFP8, where the values null, -1 and 0 fit too. ``block_size`` is compared only for FP8 in square blocks.
 
     Args:
         scheme: the scheme of weights.
@@ -535,6 +574,10 @@ def _quark_fits(scheme: Mapping[str, Any], form: Container) -> bool:
     """
     dtype = scheme.get("mx_element_dtype") or scheme.get("dtype")
     if dtype is not None and form.kind not in _QUARK_DTYPES.get(str(dtype), ()):
+        return False
+    if form.kind == "fp8" and scheme.get("block_size") not in (None, list(form.block)):
+        return False
+    if form.kind == "mxfp4" and _has_fp8_scales(scheme):
         return False
     return form.kind not in _MX_KINDS or scheme.get("group_size") in (None, -1, 0, form.group_size)
 
@@ -668,6 +711,9 @@ METHODS: dict[str, dict[str, _Entry]] = {
     # therefore not compared with them.
     "fp8": {
         **_MODELOPT,
+        "expert_dtype": (UNDERSTOOD, "agrees with the tensors", _expert_dtype),
+        "store_dtype": (UNDERSTOOD, "agrees with the tensors", _store_dtype),
+        "mxfp4_block_size": (UNDERSTOOD, "agrees with the tensors", _mxfp4_block_size),
         **{key: (CARRIED, _LISTED, _any) for key in ("ignore", "exclude_modules")},
         "config_groups": (UNDERSTOOD, "agrees with the tensors", _known_groups),
     },
@@ -793,6 +839,9 @@ def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
         yield from _entries(nested, f"{path}.quantization", CONFIG, {**_COMMON, **_MODELOPT}, layers)
         value = {key: one for key, one in value.items() if key != "quantization"} | {"quant_method": "modelopt"}
     method = str(value.get("quant_method", "modelopt" if "quant_algo" in value else "compressed-tensors"))
+    if method == MSMODELSLIM:
+        yield from _description(value, layers)
+        return
     if method not in METHODS:
         yield Item(REFUSED, CONFIG, f"{path}.quant_method", f"is {brief(method)}, which fp4kit does not know")
         return
@@ -800,6 +849,31 @@ def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     why = _WHOLE[method](value, layers) if method in _WHOLE else ""
     if why:
         yield Item(REFUSED, CONFIG, path, why)
+
+
+# What msmodelslim calls a kind of layers, such as "W4A4_MXFP4".
+_MX_TYPE = re.compile(r"W([48])A\d+_MXFP[48]?")
+
+
+def _description(value: Mapping[str, Any], layers: _Layers) -> Iterator[Item]:
+    """Yield the items of msmodelslim's description: a refused one per layer that it contradicts, and one for the file.
+
+    It names the type of every tensor. "FLOAT" is unquantized. Other entries, such as "version", say how it was made.
+    """
+    file, seen = str(value.get("file")), set()
+    for key, one in value.items():
+        module = key.rpartition(".")[0]
+        form = layers.forms.get(module)
+        if form is None or module in seen:
+            continue
+        match = _MX_TYPE.fullmatch(str(one))
+        kind = match and f"mxfp{match[1]}"
+        if kind != form.kind and not (str(one) == "FLOAT" and key.endswith(".bias")):
+            seen.add(module)
+            yield Item(REFUSED, file, key, f"is {brief(one)}, but the tensors of {shown(module)} are {form}")
+    sizes = value.get("group_size")
+    why = _group_size(sizes, layers) if sizes else ""
+    yield Item(REFUSED if why else UNDERSTOOD, file, "group_size" if why else "types", why or "agrees with the tensors")
 
 
 def _entries(

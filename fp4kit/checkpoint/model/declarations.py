@@ -55,9 +55,9 @@ def with_declaration(config: Mapping[str, Any], hf_quant_config: Mapping[str, An
 def without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of config.json, and of the configs nested in it, without the entries that declare quantization.
 
-    The entries under KEYS and mlx-lm's entry ``quantization`` are left out.
+    The entries under KEYS, mlx-lm's entry ``quantization`` and DeepSeek's ``expert_dtype`` are left out.
     """
-    return _without(config, (*KEYS, "quantization"))
+    return _without(config, (*KEYS, "quantization", "expert_dtype"))
 
 
 def _without(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

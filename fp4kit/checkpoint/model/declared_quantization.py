@@ -8,7 +8,7 @@ from typing import Any
 from fp4kit.arguments import is_one_of
 from fp4kit.checkpoint.model.config_items import METHODS
 from fp4kit.checkpoint.model.declarations import KEYS, sections
-from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, Source
+from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, MSMODELSLIM, Source
 from fp4kit.checkpoint.model.weights import Weight, any_quantized
 from fp4kit.storage.errors import CheckpointError, shown
 
@@ -51,7 +51,9 @@ def _declarations(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] 
         for key in KEYS:
             value = section.get(key)
             method = value.get("quant_method") if isinstance(value, Mapping) else None
-            if method is not None and not is_one_of(method, METHODS):
+            if isinstance(value, Mapping) and method == MSMODELSLIM:
+                yield f"{value['file']}: describes quantized weights, {what}"
+            elif method is not None and not is_one_of(method, METHODS):
                 yield (
                     f"{CONFIG}: {prefix}{key} declares quant_method {shown(repr(method))}, which fp4kit does not read;"
                     " convert the unquantized release of the model"

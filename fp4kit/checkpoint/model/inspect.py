@@ -21,6 +21,7 @@ from fp4kit.checkpoint.model.model_files import (
     check_kind_of_file,
     existing_file,
     hint_on_path,
+    load_config,
     open_model_files,
     resolved,
 )
@@ -116,7 +117,8 @@ def inspect_checkpoint(path: str | Path) -> Checkpoint:
     place = Path(path)
     if resolved(place).is_dir():
         files = open_model_files(place)[0]
-        return Checkpoint(place, files, _optional(place, CONFIG), _optional(place, HF_QUANT_CONFIG))
+        config = load_config(place) if os.path.lexists(place / CONFIG) else None
+        return Checkpoint(place, files, config, _optional(place, HF_QUANT_CONFIG))
     if not os.path.lexists(place) and not first_parts_of(place):
         raise CheckpointError(
             f"{place}: does not exist; a model directory, a .safetensors or a GGUF file is needed{hint_on_path(place)}"

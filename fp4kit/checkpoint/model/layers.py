@@ -133,10 +133,15 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
 
     Raises:
         CheckpointError: if the rows of a gate_up stack alternate, so that gate is no range of rows. This does not
-            happen if ``weight.order`` undoes the alternation.
+            happen if ``weight.order`` undoes the alternation. Also if the stack has the names of OpenAI's own release.
     """
     parent, _, leaf = weight.name.rpartition(".")
     rows = weight.shape[-2]
+    if weight.tensor.endswith(".blocks"):
+        raise CheckpointError(
+            f"{shown(weight.name)}: has OpenAI's own names, for which no engine reads separate experts; convert the"
+            " release of gpt-oss for transformers, or use --format bf16"
+        )
     if leaf not in _HALVES:
         yield expert_name(weight.name, expert), (0, rows)
         return

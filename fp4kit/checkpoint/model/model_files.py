@@ -36,6 +36,9 @@ DIFFUSERS_INDEX = "diffusion_pytorch_model.safetensors.index.json"
 CONFIG = "config.json"
 MODEL_INDEX = "model_index.json"  # lists the components of a Diffusers pipeline, each a directory
 HF_QUANT_CONFIG = "hf_quant_config.json"
+DESCRIPTION = "quant_model_description"  # msmodelslim: DESCRIPTION.json, or in older versions DESCRIPTION_TYPE.json
+MSMODELSLIM = "msmodelslim"
+_ASCEND = ("ascend", "modelslim", MSMODELSLIM)  # what engines call the method
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -399,8 +402,35 @@ def open_source(root: Path) -> Source:
     files, ignored, has_index = open_model_files(root)
     if not os.path.lexists(root / CONFIG):
         raise CheckpointError(f"{CONFIG}: is missing in {root}; {_hint_on_config(root)}")
+    return Source(root, load_config(root), files, ignored, has_index)
+
+
+def load_config(root: Path) -> dict[str, Any]:
+    """Return the content of config.json, with msmodelslim's description of the weights as ``quantization_config``.
+
+    msmodelslim declares quantization in a file of its own, so that config.json usually has no such entry.
+
+    Raises:
+        CheckpointError: if a file is not a JSON object, or if there are several descriptions.
+    """
     config = load_object(existing_file(root, CONFIG), CONFIG)
-    return Source(root, config, files, ignored, has_index)
+    names = sorted(name for name in os.listdir(root) if name.startswith(DESCRIPTION) and name.endswith(".json"))
+    if not names:
+        return config
+    if len(names) > 1:
+        raise CheckpointError(f"{listed(names)}: each describes the weights; remove those of other weights")
+    description = {
+        "quant_method": MSMODELSLIM,
+        "file": names[0],
+        **load_object(existing_file(root, names[0]), names[0]),
+    }
+    own = config.get("quantization_config")
+    if isinstance(own, Mapping) and own.get("quant_method") not in (*_ASCEND, None):
+        raise CheckpointError(
+            f"{CONFIG}: declares quant_method {shown(repr(own['quant_method']))}, but {names[0]} declares"
+            f" {MSMODELSLIM}; remove the one that does not belong to the weights"
+        )
+    return {**config, "quantization_config": description}
 
 
 def _open_file(path: Path) -> Source:

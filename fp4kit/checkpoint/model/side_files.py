@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fp4kit.checkpoint.model.manifest import MANIFEST
-from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, contained, resolved
+from fp4kit.checkpoint.model.model_files import CONFIG, DESCRIPTION, HF_QUANT_CONFIG, contained, resolved
 from fp4kit.contract.to_json import FILE as CONTRACT
 from fp4kit.storage.errors import CheckpointError, shown
 
@@ -34,7 +34,8 @@ WEIGHT_SUFFIXES = (
     ".npz",
 )
 WRITTEN_AT_ROOT = (CONFIG, HF_QUANT_CONFIG, MANIFEST, CONTRACT)  # never copied, because a conversion writes its own
-# Files beside the config in which auto-round, GPTQ and AWQ tools declare how a model is quantized.
+# Files beside the config in which auto-round, GPTQ and AWQ tools declare how a model is quantized; msmodelslim's file
+# is DESCRIPTION.
 _DECLARATIONS = ("quantization_config.json", "quantize_config.json", "quant_config.json")
 
 
@@ -154,7 +155,8 @@ def scan(root: Path, model_files: set[str], keeps_layers: bool = True) -> Auxili
         if name in model_files or name in WRITTEN_AT_ROOT:
             continue
         reason = _skip_reason(name, path, root)
-        if reason is None and name in _DECLARATIONS and not keeps_layers:
+        declares = name in _DECLARATIONS or name.startswith(DESCRIPTION)
+        if reason is None and declares and not keeps_layers:
             reason = "describes how the source is quantized"
         if reason is None:
             if not os.access(path, os.R_OK):

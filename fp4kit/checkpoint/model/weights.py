@@ -294,11 +294,14 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
     """Return the containers to try for the layers of a checkpoint, those of the declared ``quant_method`` first.
 
     The order matters for MXFP8 layers of Model-Optimizer and of compressed-tensors, whose tensors are identical: the
-    first container that fits is taken. A container that needs a certain ``quant_algo`` is left out if the config does
-    not declare it.
+    first container that fits is taken. A container that needs a certain ``quant_algo`` or ``store_dtype`` is left out
+    if the config does not declare it.
     """
     found = declared(config)
-    method, algorithm = str(found.get("quant_method", "")), str(found.get("quant_algo", "")).upper()
+    method, algorithm = (
+        str(found.get("quant_method", "")),
+        str(found.get("quant_algo") or found.get("store_dtype")).upper(),
+    )
     usable = [candidate for candidate in CONTAINERS if candidate.algorithm in ("", algorithm)]
     return sorted(usable, key=lambda candidate: not method or (candidate.method or candidate.format) != method)
 
@@ -339,6 +342,7 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
         if part == CODES and entry.dtype == "F4":
             continue
         plain = part == CODES and container.scale is None  # bytes under float scales could also be integers
+        plain = plain or (part == SCALES and container.own_dtype)
         exponents = part == SCALES and container.scale == E8M0 and (entry.dtype, dtype) == ("F8_E8M0", "U8")
         if not fits or (
             entry.dtype != dtype and (damaged or plain or not (exponents or _holds(entry.dtype, dtype, part)))

@@ -10,6 +10,7 @@ from fp4kit.checkpoint.containers.configs import awq_declarations, declarations,
 from fp4kit.checkpoint.containers.ggml_names import PARTLY_CARRIED
 from fp4kit.checkpoint.containers.table import MODELOPT_AWQ
 from fp4kit.checkpoint.model import transforms
+from fp4kit.checkpoint.model.declarations import declared as declared_in
 from fp4kit.checkpoint.model.declarations import without_declarations
 from fp4kit.checkpoint.model.model_files import CONFIG, DIFFUSERS_INDEX, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.plan.plan import Plan
@@ -53,6 +54,9 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     else:
         layers = plan.layers_of_forms.get(plan.form, [])
         declared, beside = declarations(plan.form, plan.ignore, plan.has_input_scale, own, layers)
+    if plan.form.format == "deepseek-v4":  # layers in FP8 stay as they are
+        tiles = declared_in(plan.source.config).get("weight_block_size")
+        declared |= {"weight_block_size": tiles} if tiles else {}
     if MODELOPT_AWQ in plan.layers_of_forms and not plan.is_mixed:
         declared, beside = awq_declarations(declared, beside)
     if plan.kv_cache is not None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from fp4kit import __version__
 from fp4kit.checkpoint.containers import mlx
 from fp4kit.checkpoint.containers.container import (
+    CODES,
     INPUT_SCALE,
     ROTATION,
     SCALES,
@@ -27,7 +28,7 @@ from fp4kit.checkpoint.containers.ggml_names import (
 from fp4kit.checkpoint.model import closed_world, transforms
 from fp4kit.checkpoint.model.layers import Piece, pieces, unquantized_pieces
 from fp4kit.checkpoint.model.model_files import is_gguf_config
-from fp4kit.checkpoint.model.weights import Weight, is_interleaved, located, part_names
+from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, is_interleaved, located, part_names
 from fp4kit.checkpoint.plan.borrowed_codes import (
     mixes_codes,
     recorded_patterns,
@@ -186,14 +187,20 @@ def _copied_whole(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
 def _decoded(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
     """Return the plan to decode a weight to BF16.
 
-    A stack is written as [E, K, N] if the source stores it so, or if the model is gpt-oss; otherwise as [E, N, K].
+    A stack is written as [E, K, N] if the source stores it so, or if models of this type have such stacks and the
+    source has the layout of gpt-oss. OpenAI's own release (".blocks") and all other models have [E, N, K].
 
     Args:
         facts: the decisions about the model.
         weight: the weight, quantized.
         reason: why the weight is decoded, for the user.
     """
-    transposed = len(weight.shape) == 3 and (weight.transposed or is_interleaved(facts.config))
+    form = weight.container
+    of_type = is_interleaved(facts.config) or (
+        form is not None and form.stack == "blocks" and has_transposed_stacks(facts.config)
+    )
+    own_release = form is not None and form.suffixes[CODES] == ".blocks"
+    transposed = len(weight.shape) == 3 and (weight.transposed or (of_type and not own_release))
     found = tuple(unquantized_pieces(weight, "BF16", transposed))
     return TensorPlan(weight.tensor, weight.dtype, weight.shape, DEQUANTIZE, reason, weight.nbytes, found)
 

@@ -404,5 +404,5 @@ def experts_only(form: Container | None) -> bool:
 
 
 def is_deepseek_v4(config: Mapping[str, Any]) -> bool:
-    """Return whether a model is DeepSeek-V4, judged by ``model_type`` in its config.json."""
-    return config.get("model_type") == "deepseek_v4"
+    """Return whether a model is DeepSeek-V4 or V4.1, judged by ``model_type`` in its config.json."""
+    return config.get("model_type") in ("deepseek_v4", "deepseek_v41")
