@@ -53,6 +53,15 @@ def test_amax_of_the_producer(case, arguments, bits):
     assert (found.dtype, int(found.view(np.uint32))) == (np.dtype(np.float32), bits)
 
 
+@pytest.mark.parametrize("percentile, found", [(50.0, 200), (50.1, 300), (100.0, 300)])
+def test_a_percentile_is_the_first_bin_that_reaches_it(percentile, found):
+    histogram = np.zeros(BINS, np.int64)
+    histogram[[200, 300]] = 50
+    anchor = 2.0 ** (-40 + (found + 0.5) * 80 / BINS)
+    rule = Headroom(anchor_percentile=percentile, upper_percentile=100.0, rho=1024.0)
+    assert rule.amax(histogram, np.float32(2**-30)) == np.float32(1024 * anchor)
+
+
 def test_the_default_is_the_rule_by_name():
     collector = Collector()
     collector.collect("a", inputs("tail"))

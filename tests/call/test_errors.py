@@ -302,6 +302,23 @@ def test_error(call, error, text):
         call()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, one: fp4kit.quantize(x, "nvfp4-te", axis=one),
+        lambda x, one: fp4kit.fake_quantize(x, "nvfp4-te", axis=one),
+        lambda x, one: fp4kit.amax(x, "nvfp4-te", axis=one),
+    ],
+)
+def test_a_cached_call_checks_the_types_of_arguments(call):
+    """axis=True is rejected, although it equals axis=1, whose call is cached."""
+    x = np.ones((32, 32), np.float32)
+    for _ in range(2):
+        call(x, 1)
+    with pytest.raises(TypeError, match="axis is True"):
+        call(x, True)
+
+
 def test_one_dimension_has_no_rows_to_swizzle():
     with pytest.raises(ValueError, match=r"quantize: .*swizzled_128x4.*x\.reshape\(1, -1\)"):
         fp4kit.quantize(X[0], "nvfp4-te", scale_layout="swizzled_128x4")

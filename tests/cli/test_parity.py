@@ -44,6 +44,20 @@ def test_a_mismatch_is_explained(files, capsys):
     assert found["contracts"]["differences"][0].startswith("shared_amax: ")
 
 
+def test_every_option_is_passed_on(files, monkeypatch):
+    given = {"weights": "w", "inputs": "i", "kv": "k", "elements": 5, "layers": 2, "seconds": 3.0}
+    found = []
+
+    def parity(train, rollout, **options):
+        found.append((train, rollout, options))
+        return fp4kit.parity("train.json", "train.json")
+
+    monkeypatch.setattr("fp4kit.cli.parity.parity", parity)
+    options = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    assert main(["parity", "a", "b", *options]) == 0
+    assert found == [("a", "b", given)]
+
+
 def test_errors_have_exit_code_2(files, capsys):
     for arguments, message in (
         (["train.json", "none"], "none: does not exist"),

@@ -112,6 +112,8 @@ def test_halves_of_different_experts_are_no_pair() -> None:
         ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"],  # no gates: Nemotron, Arcee
         ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj", "backbone.layers.0.mixer.up_proj"],
         ["model.layers.0.self_attn.gate_proj", "model.layers.0.self_attn.q_proj"],  # gated attention: AFMoE
+        ["encoder.layer.0.attention.gate_proj"],
+        ["encoder.layer.0.SelfAttention.gate_proj"],
         ["transformer.h.0.mlp.w1", "transformer.h.0.mlp.w2", "transformer.h.0.mlp.c_proj"],  # Qwen
         ["blocks.0.mlp.w12", "blocks.0.mlp.w3"],
         ["m.experts.gate_up_proj", "m.experts.down_proj"],
