@@ -15,6 +15,7 @@ from fp4kit.checkpoint.containers.container import INPUT_SCALE, TENSOR_SCALE
 from fp4kit.checkpoint.convert.put_scalars import input_scale_of
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.loaders.containers import CONTAINERS, MIXTURES
+from fp4kit.checkpoint.loaders.requirements import REJECTS
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.layers import Piece
@@ -34,7 +35,6 @@ from fp4kit.checkpoint.verify.integrity import (
     loader_issue,
     loader_issues,
     refused_items,
-    swapped_nibbles,
     unusable_tensor_scales,
     wrapped_names,
 )
@@ -56,14 +56,14 @@ def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collec
 def findings_of_files(
     model: Checkpoint, ignore: Iterable[str] = ()
 ) -> tuple[list[Issue], Checkpoint, transforms.Undone, dict[str, float]]:
-    """Return the findings about a checkpoint on disk; scalars and the first rows of 4-bit layers are read.
+    """Return the findings about a checkpoint on disk. Of the tensors, only scalars and matrices of transforms are read.
 
     Return (findings, the checkpoint without the matrices of transforms, its undone transforms, its scalars).
     """
     turned = transforms.resolved(model, model.weights, ignore)
     model = model.without(turned.matrices)
     scalars = scalars_of(model.layers.values())
-    found = [*refused_items(turned.items), *findings_of(model, scalars, turned.rotations), *swapped_nibbles(model)]
+    found = [*refused_items(turned.items), *findings_of(model, scalars, turned.rotations)]
     found += unusable_tensor_scales(model.layers.values())
     found += [Issue(*trouble) for trouble in kv_cache.troubles(model.tensors)]
     return found, model, turned, scalars
@@ -107,7 +107,7 @@ def _planned(plan: Plan) -> Checkpoint:
         )
         for file in plan.files
     )
-    written = configs(plan)
+    written = {CONFIG: plan.source.config} if plan.is_file else configs(plan)
     return Checkpoint(Path(), files, written[CONFIG], written.get(HF_QUANT_CONFIG))
 
 
@@ -156,8 +156,8 @@ def lines_of(issues: Iterable[Issue]) -> list[tuple[str, str]]:
 def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Iterable[Issue]) -> tuple[str, ...]:
     """Return the serving engines that load a checkpoint, according to the table of engines and to its findings.
 
-    An engine does not load it if a finding about this engine is an error, or is about the whole model. The result is ()
-    for a Diffusers model and for a format that the table does not have.
+    An engine does not load it if a finding about this engine is an error, is about the whole model, or says that the
+    engine rejects a layer. The result is () for a Diffusers model and for a format that the table does not have.
 
     format_name: the name of the format, such as "modelopt NVFP4".
     config: the content of config.json.
@@ -165,10 +165,19 @@ def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Itera
     """
     if class_of(config) or (format_name not in CONTAINERS and format_name not in MIXTURES):
         return ()
-    doubted = {issue.loader.partition(" ")[0] for issue in issues if _rejects(issue)}
+    issues = [*issues]
+    doubted = {*rejections_of(issues), *(issue.loader for issue in issues if issue.subject == "model")}
+    doubted = {loader.partition(" ")[0] for loader in doubted}
     return tuple(each for each in support.engines_for(format_name, support.family_of(config)) if each not in doubted)
 
 
-def _rejects(issue: Issue) -> bool:
-    """Return whether an issue says that its engine cannot use the checkpoint."""
-    return issue.severity == "error" or issue.subject == "model"
+def rejections_of(issues: Iterable[Issue]) -> dict[str, str]:
+    """Return a dict from engine, with its version, to the reason why it rejects the checkpoint, as "subject: text".
+
+    The reason is the first finding that is an error about this engine, or says that it rejects a layer.
+    """
+    found: dict[str, str] = {}
+    for issue in issues:
+        if issue.loader and (issue.severity == "error" or issue.text.endswith(REJECTS)):
+            found.setdefault(issue.loader, f"{shown(issue.subject)}: {shown(issue.sentence)}")
+    return found

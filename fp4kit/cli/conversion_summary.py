@@ -14,15 +14,13 @@ from fp4kit.checkpoint.containers import comfy, ggml_names, mlx
 from fp4kit.checkpoint.containers.configs import MIXED
 from fp4kit.checkpoint.containers.table import MODELOPT_AWQ
 from fp4kit.checkpoint.convert.convert import ConversionReport
+from fp4kit.checkpoint.findings import engines_that_load, rejections_of
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.loaders.configs import KNOWN_TO
-from fp4kit.checkpoint.loaders.containers import CONTAINERS, MIXTURES
 from fp4kit.checkpoint.loaders.engines import VERSIONS
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.plan import input_rotation
 from fp4kit.checkpoint.plan.job import QUANTIZE, REQUANTIZE
 from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.checkpoint.selection.diffusers_classes import class_of
 from fp4kit.checkpoint.verify.sampled_error import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
 from fp4kit.storage.errors import CheckpointError, shown
@@ -45,11 +43,13 @@ class Summary:
     """A summary of what a conversion made.
 
     engines: the names of the engines that load the result; () if none is known.
+    rejections: engine with version -> why it rejects the result, for engines that a finding is an error about.
     serve: the command that serves or loads the result; "" if none is known.
     error: the sampled error of the layers; None if no layer was quantized, or if it cannot be measured.
     """
 
     engines: tuple[str, ...]
+    rejections: Mapping[str, str]
     serve: str
     error: SampledError | None
 
@@ -59,8 +59,9 @@ def summary_of(report: ConversionReport) -> Summary:
 
     Some rows of the result and of the source are read to measure the error.
     """
-    engines = _engines(report.plan, report.destination)
-    return Summary(engines, serve_command(report.plan.source.config, report.destination, engines), _error(report))
+    engines, config = _engines(report), report.plan.source.config
+    rejections = rejections_of(report.findings)
+    return Summary(engines, rejections, serve_command(config, report.destination, engines), _error(report))
 
 
 def _error(report: ConversionReport) -> SampledError | None:
@@ -78,24 +79,22 @@ def _error(report: ConversionReport) -> SampledError | None:
     return found if found.layers else None
 
 
-def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
+def _engines(report: ConversionReport) -> tuple[str, ...]:
     """Return the names of the engines that load the result of a conversion; () if none is known.
 
-    - For a format that is made for one engine (GGUF, MLX, ComfyUI), return that engine.
-    - Otherwise, return () for a Diffusers model, and for a single file, because engines need a config.
-    - Otherwise, return the engines that load the format for models of this family. Engines that would misread rotated
-      layers are left out. If layers have AWQ's factors per column, return only engines that support AWQ, and () if
-      there are also layers in other formats.
+    - For a format that is made for one engine (GGUF, MLX, ComfyUI), return that engine, unless a finding is an error.
+    - Otherwise, return () for a single file, because engines need a config.
+    - Otherwise, return the engines that load the format for models of this family, and that no finding concerns (see
+      engines_that_load). If layers have AWQ's factors per column, return only engines that support AWQ, and () if there
+      are also layers in other formats.
     """
+    plan = report.plan
     format = "bf16" if plan.form is None else plan.form.format
     if format in _OWN_ENGINES:
-        return (_OWN_ENGINES[format],)
-    if plan.is_file or not destination.is_dir() or class_of(plan.source.config):
+        return () if any(issue.severity == "error" for issue in report.findings) else (_OWN_ENGINES[format],)
+    if plan.is_file or not report.destination.is_dir():
         return ()
-    known = plan.format_name in CONTAINERS or plan.format_name in MIXTURES
-    found = support.engines_for(plan.format_name, support.family_of(plan.source.config)) if known else ()
-    doubted = {each.engine for each in input_rotation.findings(plan.rotated_layers, plan.source.tensors)}
-    found = tuple(each for each in found if each not in doubted)
+    found = engines_that_load(plan.format_name, plan.source.config, report.findings)
     if MODELOPT_AWQ in plan.layers_of_forms:  # no engine is known to load AWQ layers in a mixture
         return tuple(each for each in found if "NVFP4_AWQ" in KNOWN_TO.get(each, ()) and not plan.is_mixed)
     return found
@@ -123,24 +122,20 @@ def serve_command(config: Mapping[str, Any], path: Path, engines: tuple[str, ...
 def verified_serve_command(report: VerifyReport) -> str:
     """Return the command that serves the model of a verify report; "" if no engine is known to load it.
 
-    Engines that an issue of the report concerns are left out. The result is also "" for a single file, for a Diffusers
-    model, and if the report says that the requirements of loaders are not known. The command is returned even if the
-    report lists errors.
+    Engines that reject the model, as issues of the report say, are left out. The result is also "" for a single file,
+    for a Diffusers model, and if the report says that the requirements of loaders are not known. The command is
+    returned even if the report lists errors.
     """
     if not report.path.is_dir() or any(_UNKNOWN in issue.text for issue in report.issues):
         return ""
     config = inspect_checkpoint(report.path).config or {}
     methods = {name.partition(" ")[0] for name in report.formats}
     form = report.formats[0] if len(report.formats) == 1 else MIXED.get(methods.pop()) if len(methods) == 1 else None
-    if (form not in CONTAINERS and form not in MIXTURES) or class_of(config):
-        return ""
-    doubted = {issue.loader.partition(" ")[0] for issue in report.issues}
-    engines = (each for each in support.engines_for(form, support.family_of(config)) if each not in doubted)
-    return serve_command(config, report.path, tuple(engines))
+    return "" if form is None else serve_command(config, report.path, engines_that_load(form, config, report.issues))
 
 
 def body_of(summary: Summary) -> dict[str, Any]:
-    """Return a summary as the entries "sqnr", "engines" and "serve" of a conversion's JSON document.
+    """Return a summary as the entries "sqnr", "engines", "rejections" and "serve" of a conversion's JSON document.
 
     "sqnr" is None if the error is not known. Otherwise it is a dict with the median SQNR, the SQNR of each sampled
     layer ("layers"), and the number of layers from which they were sampled ("of").
@@ -150,7 +145,7 @@ def body_of(summary: Summary) -> dict[str, Any]:
     if error is not None:
         layers = [{"name": name, "sqnr_db": db} for name, db in error.layers]
         sqnr = {"median_db": error.median, "layers": layers, "of": error.total}
-    return {"sqnr": sqnr, "engines": summary.engines, "serve": summary.serve}
+    return {"sqnr": sqnr, "engines": summary.engines, "rejections": summary.rejections, "serve": summary.serve}
 
 
 def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
@@ -172,6 +167,8 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
                 "note: transformers decodes these layers to bfloat16, so the forward pass of this float32 model fails"
                 " unless you load it with dtype=torch.bfloat16"
             )
+    for engine, why in summary.rejections.items():
+        yield f"rejected by {engine}: {why}"
     if summary.serve:
         yield f"serve: {summary.serve}"
     paths = " --source ".join(shlex.quote(str(path)) for path in (report.destination, plan.source.root))
@@ -217,6 +214,7 @@ def _error_lines(error: SampledError) -> Iterator[str]:
     """
     (worst, db), count = error.layers[0], len(error.layers)
     of = f"{count} layer{'s' * (count != 1)}" if count == error.total else f"{count} sampled layers of {error.total}"
+    of = of if error.is_whole or count != error.total else f"sampled rows of {of}"
     noise = 100 * 10 ** (-error.median / 20)
     yield (
         f"SQNR: median {error.median:.1f} dB over {of}, which is an error of {noise:.1f}% of the weights; worst"

@@ -30,6 +30,7 @@ from fp4kit.checkpoint.convert.convert import (
 )
 from fp4kit.checkpoint.convert.demo import demo_source
 from fp4kit.checkpoint.convert.demo_encoder import SENTENCES, cosines_of_embeddings
+from fp4kit.checkpoint.findings import lines_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.plan import scale_search
 from fp4kit.checkpoint.plan.activations import Activations
@@ -43,7 +44,9 @@ from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.executors import cluster
 from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
 from fp4kit.checkpoint.selection.selection import PRESETS, Wishes
+from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.cli import conversion_summary
+from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
 from fp4kit.cli.render import shape_text
@@ -337,7 +340,9 @@ def _device(text: str) -> int | None:
 
 
 def _convert(args: argparse.Namespace, out: Output) -> int:
-    """Run the command convert and return 0. Raise CheckpointError if the model cannot be converted as requested.
+    """Run the command convert. Return 0, or 1 if verify would report errors about headers, configs or scalars.
+
+    Raise CheckpointError if the model cannot be converted as requested.
 
     - With --remove-stale, one path and no --demo, only remove what a killed run left for that path.
     - With --dry-run, only print the plan; write and remove nothing.
@@ -362,25 +367,30 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
         out.document("convert.plan/1", {**_plan_body(plan, destination), "assignment": _assignment_body(assignment)})
         _print_plan(out, plan, destination)
         _print_assignment(out, assignment)
-        return 0
+        return _exit_code(plan.findings)
     with cluster(args.dask) as executor, out.progress("converting", bytes_to_read(plan)) as tick:
         report = execute(
             plan, destination, Options(args.workers, executor, devices_of(args), args.resume, tick, processes=True)
         )
     body = {**_report_body(report), "assignment": _assignment_body(assignment)}
-    summary = None if out.quiet and not out.json else conversion_summary.summary_of(report)
-    if summary is None:
-        return 0
+    if out.quiet and not out.json:
+        return _exit_code(report.findings)
+    summary = conversion_summary.summary_of(report)
     out.document("convert/1", {**body, **conversion_summary.body_of(summary)})
     _print_assignment(out, assignment)
     _print_gains(out, report)
-    _print_outcome(out, plan, destination, f"wrote {shown(str(destination))}", report.actions)
+    _print_outcome(out, plan, destination, f"wrote {shown(str(destination))}", report.actions, report.findings)
     _print_losses(out, report)
     for line in conversion_summary.lines_of(report, summary):
         out.line(line)
     if args.demo and out.text:
         _print_cosines(out, plan, destination)
-    return 0
+    return _exit_code(report.findings)
+
+
+def _exit_code(findings: Sequence[Issue]) -> int:
+    """Return 1 if engines would reject the result or decode wrong values, as verify does; otherwise 0."""
+    return DIFFERENT if any(issue.severity == "error" for issue in findings) else DONE
 
 
 def _print_cosines(out: Output, plan: Plan, destination: Path) -> None:
@@ -620,18 +630,37 @@ def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
     }
     return {
         "destination": destination,
-        **_outcome_body(plan, destination),
+        **_outcome_body(plan, destination, plan.findings),
         **needs,
         "ignore": plan.ignore,
         "tensors": tensors,
     }
 
 
-def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
+def _notes_of(
+    plan: Plan, destination: Path, findings: Sequence[Issue], doubts: Sequence[str] = ()
+) -> dict[str, list[str]]:
+    """Return the texts of a conversion's errors and warnings, {"error": [...], "warning": [...]}.
+
+    findings: the findings about the result, which replace those of the plan.
+    doubts: warnings about the values of the source.
+    """
+    planned = {text for _, text in lines_of(plan.findings)}
+    found = {"error": [], "warning": [text for text in plan.warnings if text not in planned]}
+    for severity, text in lines_of(issue for issue in findings if issue.text not in found["warning"]):
+        found[severity].append(text)
+    found["warning"] += [*notes_on_file(plan, destination), *doubts]
+    return found
+
+
+def _outcome_body(
+    plan: Plan, destination: Path, findings: Sequence[Issue], doubts: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return, as a dict, the entries that the JSON documents of a dry run and of a conversion have in common.
 
-    They are the source, the options, the files to write with their sizes, the skipped files and the warnings.
+    They are the source, the options, the files to write with their sizes, the skipped files, errors and warnings.
     """
+    notes = _notes_of(plan, destination, findings, doubts)
     return {
         "source": plan.source.root,
         "recipe": plan.recipe.id,
@@ -648,7 +677,8 @@ def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
         "converted": len(plan.converted),
         "copied": len(plan.tensors) - len(plan.converted),
         "skipped": [{"name": name, "reason": reason} for name, reason in _skipped(plan)],
-        "warnings": (*plan.warnings, *notes_on_file(plan, destination)),
+        "errors": notes["error"],
+        "warnings": [*notes["error"], *notes["warning"]],
     }
 
 
@@ -658,10 +688,11 @@ def _report_body(report: ConversionReport) -> dict[str, Any]:
     It has the destination, the entries of _outcome_body, the number of layers per action, what was lost, and the SQNR
     of layers with and without a scale search.
     """
-    body = {"destination": report.destination, **_outcome_body(report.plan, report.destination)}
+    outcome = _outcome_body(report.plan, report.destination, report.findings, report.doubts)
     searched = [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()]
-    return body | {
-        "warnings": (*body["warnings"], *report.doubts),
+    return {
+        "destination": report.destination,
+        **outcome,
         "actions": report.actions,
         "inexact": report.inexact,
         "changed": [{"name": name, **changes._asdict()} for name, changes in report.changes.items()],
@@ -705,16 +736,19 @@ def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
         " process"
     )
     out.line(f"disk: {decimal(bytes_to_write(plan))} needed, {decimal(staging.free_space(destination))} free")
-    _print_outcome(out, plan, destination, "would write", {})
+    _print_outcome(out, plan, destination, "would write", {}, plan.findings)
 
 
-def _print_outcome(out: Output, plan: Plan, destination: Path, verb: str, actions: dict[str, int]) -> None:
-    """Print the totals, the number of layers per action (except copies), the files, the skipped files and the warnings.
+def _print_outcome(
+    out: Output, plan: Plan, destination: Path, verb: str, actions: dict[str, int], findings: Sequence[Issue]
+) -> None:
+    """Print the totals, the number of layers per action (except copies), the files, skipped files, errors and warnings.
 
     plan: the plan of the conversion.
     destination: the directory or file of the result.
     verb: the start of the first line, such as "wrote DST" or "would write".
     actions: {action: number of layers}; empty in a dry run.
+    findings: the findings about the result, planned or written.
     """
     converted = len(plan.converted)
     out.line(
@@ -728,8 +762,9 @@ def _print_outcome(out: Output, plan: Plan, destination: Path, verb: str, action
         out.line(line)
     for name, reason in _skipped(plan):
         out.line(f"skipped {shown(name)}: {reason}")
-    for warning in (*plan.warnings, *notes_on_file(plan, destination)):
-        out.line(f"warning: {warning}")
+    for severity, texts in _notes_of(plan, destination, findings).items():
+        for text in texts:
+            out.line(f"{severity}: {text}")
 
 
 def _lines_on_files(plan: Plan, destination: Path) -> list[str]:

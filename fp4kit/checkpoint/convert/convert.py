@@ -22,7 +22,9 @@ from fp4kit.checkpoint.contract.of_plan import contract_of_plan
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
 from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts
 from fp4kit.checkpoint.convert.scheduler import JobScheduler
+from fp4kit.checkpoint.findings import findings_of_files
 from fp4kit.checkpoint.model.column_order import SWAPPED_NIBBLES, swapped_layers
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
@@ -40,6 +42,7 @@ from fp4kit.checkpoint.run.executors import executor_of, pending_limit, run_all,
 from fp4kit.checkpoint.run.leftovers import jobs_of_finished_run, remove_leftovers
 from fp4kit.checkpoint.run.prefetch import Prefetcher
 from fp4kit.checkpoint.selection.selection import Wishes
+from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.contract import to_json
 from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
@@ -139,6 +142,16 @@ class ConversionReport:
             if losses.signal:
                 found[name] = found.get(name, Losses()).plus(losses)
         return found
+
+    @lazy_property
+    def findings(self) -> tuple[Issue, ...]:
+        """The faults that verify, and engines, would find in the written result, from its headers, configs and scalars.
+
+        Each is an Issue, with a severity, a subject, a text and the engine that it concerns. An error means that an
+        engine rejects the result or decodes wrong values. Reading this attribute reads the result.
+        """
+        path = self.files[0] if self.files else self.destination
+        return tuple(findings_of_files(inspect_checkpoint(path))[0])
 
     @property
     def replaced(self) -> int:

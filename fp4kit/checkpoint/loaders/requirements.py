@@ -411,14 +411,15 @@ def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Findi
             yield finding(engine, "warning", "model", f"{each.status}: {each.note}")
 
 
+REJECTS = "and rejects the layer"  # the end of a warning about an engine that cannot use a sound checkpoint
 _TALL = {"compressed-tensors FP8 128x128": 128, "fp8 128x128": 128}  # container -> rows per block
 
 
 def partial_blocks(container: str, rows: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield warnings about layers that do not consist of whole blocks of 128 rows, for engines that need this.
+    """Yield findings about layers that do not consist of whole blocks of 128 rows, for engines that need this.
 
-    - vLLM and SGLang reject a fused layer if any part except the last has a shorter last block. One warning per engine
-      names the first such fused layer.
+    - vLLM and SGLang reject a fused layer if any part except the last has a shorter last block. One warning per
+      engine names the first such fused layer, and ends in REJECTS.
     - transformers without a GPU takes rows / scale rows as the height of a block of "fp8 128x128", which is wrong if
       the last of several blocks is shorter. One warning names the first such layer.
 
@@ -433,7 +434,7 @@ def partial_blocks(container: str, rows: Mapping[str, int]) -> Iterator[Finding]
         if partial := next((member for member in ordered[:-1] if rows[member] % height), None):
             text = (
                 f"{split_module(partial)[1]} has {rows[partial]} rows; the engine needs a multiple of {height} in every"
-                " part of a fused layer except the last, and rejects the layer"
+                f" part of a fused layer except the last, {REJECTS}"
             )
             yield from (finding(engine, "warning", group_name(parent, fusion), text) for engine in ("vLLM", "SGLang"))
             break

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp4kit.checkpoint.convert.journal import identity
+from fp4kit.checkpoint.findings import findings_of_plan, lines_of
 from fp4kit.checkpoint.model import closed_world, side_files, transforms, wrapper_names
 from fp4kit.checkpoint.model.config_items import lost_column_scales
 from fp4kit.checkpoint.model.declared_quantization import check_declared
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source
 from fp4kit.checkpoint.model.weights import any_quantized, weights_of
-from fp4kit.checkpoint.plan import input_rotation, kv_cache, layer_checks
+from fp4kit.checkpoint.plan import kv_cache, layer_checks
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.borrowed_codes import (
     borrow_codes,
@@ -25,7 +26,7 @@ from fp4kit.checkpoint.plan.output_files import parts_of
 from fp4kit.checkpoint.plan.plan import Plan, ShardPlan
 from fp4kit.checkpoint.plan.plan_facts import PlanFacts
 from fp4kit.checkpoint.plan.plan_tensors import recorded, shard_plan
-from fp4kit.checkpoint.plan.plan_warnings import different_tensor_scales, exclusions_of, unmeasured
+from fp4kit.checkpoint.plan.plan_warnings import exclusions_of, unmeasured
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
@@ -179,7 +180,6 @@ def _plan(facts: PlanFacts) -> Plan:
     warnings += unmeasured(facts, shards)
     form, has_scale = facts.form, facts.has_input_scale
     format = "" if form is None else form.format
-    warnings += tuple(different_tensor_scales(facts))
     warnings += tuple(layer_checks.all_doubts(facts.weights.values(), facts.config, facts.source.tensors))
     warnings += tuple(layer_checks.missing_experts(weight.name for weight in facts.weights.values()))
     warnings += tuple(layer_checks.wide_floats(facts.others()) if facts.form is not None else ())
@@ -187,14 +187,11 @@ def _plan(facts: PlanFacts) -> Plan:
     if any_quantized(facts.weights.values()):
         lost = lost_column_scales(facts.config, facts.source.hf_quant_config, facts.weights)
         warnings += (lost,) if lost else ()
-    rotated = [weight.name for weight in facts.selected.values() if weight.rotation]
-    if rotated:
-        warnings += tuple(str(found) for found in input_rotation.findings(rotated, facts.source.tensors))
     if facts.kv_cache.is_carried(format):
         found_troubles = kv_cache.troubles(facts.source.tensors)
         warnings += tuple(f"{shown(name)}: {why}" for _, name, why in found_troubles)
     warnings += tuple(kv_cache.warnings(facts.kv_cache, format, "bf16" if form is None else str(form)))
-    return Plan(
+    plan = Plan(
         facts.source,
         facts.request,
         form,
@@ -208,6 +205,8 @@ def _plan(facts: PlanFacts) -> Plan:
         facts.input_amaxes,
         facts.input_scaled,
     )
+    issues = tuple(issue for issue in findings_of_plan(plan) if issue.text not in warnings)
+    return replace(plan, findings=issues, warnings=(*warnings, *(text for _, text in lines_of(issues))))
 
 
 def _joined(shards: tuple[ShardPlan, ...]) -> ShardPlan:

@@ -31,6 +31,7 @@ from fp4kit.checkpoint.plan.borrowed_codes import (
 from fp4kit.checkpoint.plan.job import COPY, RENAME, Job, Target
 from fp4kit.checkpoint.plan.output_files import OutputFile, parts_of
 from fp4kit.checkpoint.plan.request import Request
+from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 
@@ -110,12 +111,13 @@ class Plan:
         has_input_scale: True if quantized layers in ``form`` have input scales. Experts that saw no token may lack one.
         shards: the tensors to write, by source file.
         ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
-        warnings: messages for the user.
+        warnings: messages for the user; those about ``findings`` come last.
         auxiliary: the other files of the model directory, such as tokenizers, to copy or to skip.
         items: everything in the source that may concern quantization (see model/items.py).
         kv_cache: the quantized KV cache of the source, if the output keeps its scales; otherwise None.
         input_amaxes: output layer -> amax of its inputs, for layers whose input scale is computed from activations.
         input_scaled: the names of the containers whose layers get an input scale.
+        findings: the faults that verify, and engines, would find in the output, as far as they are known.
     """
 
     source: Source
@@ -130,6 +132,7 @@ class Plan:
     kv_cache: kv_cache.KvCache | None = None
     input_amaxes: Mapping[str, np.float32] = field(default_factory=dict)
     input_scaled: frozenset[str] = frozenset()
+    findings: tuple[Issue, ...] = ()
 
     def __repr__(self) -> str:
         """Return one line with the source, the output format and the number of converted tensors.

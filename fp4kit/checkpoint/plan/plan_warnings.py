@@ -5,24 +5,19 @@ exclusion list in the output's config names the layers that loaders must treat a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from fp4kit.checkpoint.containers.configs import container_id
 from fp4kit.checkpoint.containers.container import (
     INPUT_SCALE,
-    TENSOR_SCALE,
 )
-from fp4kit.checkpoint.loaders import exclusions, requirements, support
+from fp4kit.checkpoint.loaders import exclusions
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.missing_tensors import consequence
 from fp4kit.checkpoint.model.layers import layer_names
-from fp4kit.checkpoint.model.slabs import Readers, scalar_of
-from fp4kit.checkpoint.plan.job import (
-    RENAME,
-)
 from fp4kit.checkpoint.plan.plan import ShardPlan
 from fp4kit.checkpoint.plan.plan_facts import PlanFacts
-from fp4kit.checkpoint.selection import diffusers_classes, fused_layers
+from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.name_rules import UNSUPPORTED_STACK
 from fp4kit.checkpoint.selection.selection import Decision, no_multiple
 from fp4kit.storage.errors import listed, shown
@@ -36,8 +31,7 @@ def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
     such list.
     """
     if facts.form is None:
-        family, names = support.family_of(facts.config), [weight.name for weight in facts.weights.values()]
-        return (), tuple(shown(str(found)) for found in support.split_experts("bf16", family, names))
+        return (), ()
     quantized = [
         w for name, w in facts.weights.items() if name in facts.selected or (w.container and facts.stays_quantized())
     ]
@@ -49,21 +43,13 @@ def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
     modules += [layer.name for layer in facts.split.values()]
     warnings = [shown(line) for line in fused_layers.partly_converted(modules, set(converted))]
     warnings += _kept_stacks(facts.decisions) + _restored_layers(facts)
-    ids = [container_id(form, form.name in facts.input_scaled) for form in facts.forms]
-    warnings += support.mixture_warnings(ids)
-    for form in (form for form in facts.forms if form.block[0] > 1):
-        rows = {w.name: w.shape[-2] for w in quantized if facts.form_of(w.name) is form}
-        warnings += [shown(str(found)) for found in requirements.partial_blocks(container_id(form, False), rows)]
-    warnings += [*_rows_of_other_length(facts), *filter(None, [diffusers_classes.warning(facts.config)])]
+    warnings += _rows_of_other_length(facts)
     # MIXED_PRECISION of Model-Optimizer lists the quantized layers, so it has no exclusion list.
     listless = len(facts.forms) > 1 and facts.form.format == "modelopt"
     if declared is None or declared.syntax is None or listless:
         return (), tuple(warnings)
     subtrees = sorted({found.subtree for found in facts.decisions.values() if found.subtree is not None})
     ignore = exclusions.exclusion_list(declared.syntax, modules, subtrees, converted)
-    warnings += [shown(str(found)) for found in exclusions.check(declared.id, ignore, modules, converted)]
-    separate = support.split_experts(declared.id, support.family_of(facts.config), converted)
-    warnings += [shown(str(found)) for found in separate]
     return ignore, tuple(warnings)
 
 
@@ -96,35 +82,6 @@ def _restored_layers(facts: PlanFacts) -> list[str]:
     names = [layer.name for layer in facts.split.values()]
     why = "put together from mlx-lm's embed_q and unembed_out, whose blocks run along another axis"
     return [f"{_several(names)}: {why}; unquantized in the output"] if names else []
-
-
-def different_tensor_scales(facts: PlanFacts) -> Iterator[str]:
-    """Yield one warning that names fused layers whose parts keep different tensor scales; nothing if there are none.
-
-    vLLM uses one tensor scale for all parts of a fused layer, so values would be wrong. FP8 layers and experts in
-    stacks are not checked, nor are output formats other than modelopt and compressed-tensors. The tensor scales are
-    read from the source.
-    """
-    if facts.form is None or facts.form.format not in ("modelopt", "compressed-tensors"):
-        return
-    # Engines re-encode the parts of a fused FP8 layer with their largest scale, so FP8 scales may differ.
-    kept = [
-        weight
-        for tensor, weight in facts.selected.items()
-        if facts.actions[tensor] == RENAME and len(weight.shape) == 2 and TENSOR_SCALE in weight.parts
-        if weight.container is not None and weight.container.scale is not None and weight.name in facts.groups
-    ]
-    stored: dict[str, set[float]] = defaultdict(set)
-    if kept:
-        with Readers() as readers:
-            for weight in kept:
-                stored[facts.groups[weight.name]].add(float(scalar_of(readers, weight, TENSOR_SCALE)))
-    names = [group for group, scales in stored.items() if len(scales) > 1]
-    if names:
-        yield (
-            f"{len(names)} fused layers have parts with different tensor scales ({listed(names)}); vLLM uses one"
-            " for all parts, so values would be wrong; run fp4kit reconcile on the result"
-        )
 
 
 def unmeasured(facts: PlanFacts, shards: Iterable[ShardPlan]) -> tuple[str, ...]:

@@ -29,10 +29,12 @@ class SampledError:
     layers: (name, SQNR in decibels) per sampled layer, smallest SQNR first. Each expert of a stack is a layer, with its
         number in brackets in the name. Layers without error, such as those whose codes were kept, are left out.
     total: the number of quantized matrices in the checkpoint that have a counterpart in the source.
+    is_whole: True if all rows of all layers were measured, so that verify finds the same numbers.
     """
 
     layers: tuple[tuple[str, float], ...]
     total: int
+    is_whole: bool = False
 
     @property
     def median(self) -> float:
@@ -68,12 +70,16 @@ def sampled_error(destination: str | Path, source: Source) -> SampledError:
         if check.origin is not None
     ]
     found: dict[str, float] = {}
+    sample = list(_sample(checks))
+    # verify gives one number per stack, not one per expert
+    is_whole = all(check.stored.experts == 1 and spans == ((0, check.stored.shape[-2]),) for check, spans in sample)
     with Readers() as readers:
-        for check, spans in _sample(checks):
+        for check, spans in sample:
             db = tally_of_rows(check, readers, spans).sqnr_db
             if db is not None and math.isfinite(db):
                 found[_name(check)] = db
-    return SampledError(tuple(sorted(found.items(), key=lambda item: item[1])), len(checks))
+    layers = tuple(sorted(found.items(), key=lambda item: item[1]))
+    return SampledError(layers, len(checks), is_whole and len(sample) == len(checks))
 
 
 def _sample(checks: Sequence[Check]) -> Iterator[tuple[Check, tuple[tuple[int, int], ...]]]:

@@ -40,7 +40,7 @@ from fp4kit.checkpoint.run.leftovers import leftovers_of
 from fp4kit.checkpoint.verify import reencode
 from fp4kit.checkpoint.verify.diagnosis import faults_of
 from fp4kit.checkpoint.verify.input_scales import unlike_activations
-from fp4kit.checkpoint.verify.integrity import Issue, stored_issues
+from fp4kit.checkpoint.verify.integrity import Issue, stored_issues, swapped_nibbles
 from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings
 from fp4kit.checkpoint.verify.smoothing import Smoothing, smoothing_of
 from fp4kit.lazy import lazy_property
@@ -278,6 +278,7 @@ def prepare(
     """
     model = _opened(Path(destination))
     issues, model, turned, scales = findings_of_files(model, ignore)
+    issues += swapped_nibbles(model)
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
     given = tuple((pattern, find_recipe(one)) for pattern, one in recipes)
     settings, settings_issues = _settings(model, recipe, options or Options(), search, given)

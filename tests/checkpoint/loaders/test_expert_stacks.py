@@ -61,7 +61,7 @@ def test_copied_stacks_are_named_and_excluded(tmp_path: Path, model_type: str, f
         f"{first}.weight",
         f"{second}.weight",
     }
-    assert plan.warnings == (
+    assert tuple(text for text in plan.warnings if ": model: " not in text) == (
         f"2 layers ({first}.weight, {second}.weight): kept unquantized, because expert stacks of such names are not"
         " supported",
     )
