@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from fp4kit.checkpoint.model.declarations import with_declaration
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, quantization_summary
 from fp4kit.checkpoint.model.items import CARRIED, REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.plan.layer_checks import all_doubts
@@ -75,7 +76,8 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
     They concern layers that seem to be transposed, or to lack rows, columns or tensors; biases and scales that do not
     fit their layer; and a quantized output head that is tied to the embedding.
     """
-    return [*all_doubts(checkpoint.weights.values(), checkpoint.config or {}, checkpoint.tensors)]
+    declared = with_declaration(checkpoint.config or {}, checkpoint.hf_quant_config)
+    return [*all_doubts(checkpoint.weights.values(), declared, checkpoint.tensors)]
 
 
 def _print(out: Output, checkpoint: Checkpoint) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from fp4kit.checkpoint.model.config_items import brief, config_items, hf_quant_i
 from fp4kit.checkpoint.model.items import CARRIED, IGNORED, REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.model.layer_sizes import named_twice
 from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.model.unlike_layers import role_of
 from fp4kit.checkpoint.model.weights import COMFY_METADATA, Weight, any_quantized, comfy_layers, looks_quantized
 from fp4kit.checkpoint.selection.adapters import adapter_trouble
 from fp4kit.storage.errors import CheckpointError, listed, shown
@@ -283,37 +285,44 @@ def is_attention_scale(name: str) -> bool:
 def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
     """Yield a warning about NVFP4 layers without a tensor scale if most layers have one, or the reverse.
 
-    The warning names the minority. Nothing is yielded if all layers have a tensor scale, if no layer has one, or if
-    exactly half of them have one.
+    The warning names the minority. It is yielded for all layers and, if these are half and half, per role of layers.
 
     Only layers of GGUF, torchao and mlx-lm are counted, because these formats allow NVFP4 layers without a tensor
-    scale. Stacks of mlx-lm are not counted, because mlx-lm stores tensor scales for experts and for no other layers.
+    scale. Stacks of mlx-lm are counted with stacks only, because mlx-lm stores tensor scales for experts and for no
+    other layers.
 
     Args:
         weights: the quantized layers of a checkpoint.
     """
     found = [w for w in weights if w.container is not None and w.container.kind == "nvfp4" and _may_lack_scale(w)]
-    without = [weight.name for weight in found if TENSOR_SCALE not in weight.parts]
-    have = [weight.name for weight in found if TENSOR_SCALE in weight.parts]
-    end = "values are wrong; run fp4kit verify with --source"
-    if 0 < len(without) < len(have):
-        counts = f"{len(have)} of {len(found)} NVFP4 layers have one"
-        yield f"{listed(without)}: no tensor scale, but {counts}; if it was lost, {end}"
-    elif 0 < len(have) < len(without):
-        counts = f"{len(without)} of {len(found)} NVFP4 layers have none"
-        yield f"{listed(have)}: has a tensor scale, but {counts}; if it belongs to another layer, {end}"
+    kinds: dict[str, list[Weight]] = defaultdict(list)  # all stacks of mlx-lm, all other layers, then each role
+    for weight in found:
+        kinds["stacks" if weight.dtype.startswith("mlx") and len(weight.shape) > 2 else ""].append(weight)
+    for weight in found:
+        kinds[role_of(weight.name)].append(weight)
+    named: set[str] = set()
+    for role, kind in kinds.items():
+        without = [weight.name for weight in kind if TENSOR_SCALE not in weight.parts]
+        have = [weight.name for weight in kind if TENSOR_SCALE in weight.parts]
+        end = "values are wrong; run fp4kit verify with --source"
+        half = role not in ("", "stacks") and len(without) == len(have)
+        if 0 < len(without) and (len(without) < len(have) or half) and not named & {*without}:
+            named |= {*without}
+            counts = f"{len(have)} of {len(kind)} NVFP4 layers have one"
+            yield f"{listed(without)}: no tensor scale, but {counts}; if it was lost, {end}"
+        elif 0 < len(have) < len(without) and not named & {*have}:
+            named |= {*have}
+            counts = f"{len(without)} of {len(kind)} NVFP4 layers have none"
+            yield f"{listed(have)}: has a tensor scale, but {counts}; if it belongs to another layer, {end}"
 
 
 def _may_lack_scale(weight: Weight) -> bool:
     """Return whether a layer is in a format whose NVFP4 layers may have no tensor scale: GGUF, torchao or mlx-lm.
 
-    Stacks of mlx-lm give False, because mlx-lm stores tensor scales for experts and for no other layers. Unquantized
-    layers give False, too.
+    Unquantized layers give False, too.
     """
     form = weight.container
-    if form is None or (form.format == "mlx" and len(weight.shape) > 2):
-        return False
-    return form.in_blocks or form.method == "torchao" or form.format == "mlx"
+    return form is not None and (form.in_blocks or form.method == "torchao" or form.format == "mlx")
 
 
 def check_no_adapter(tensors: Tensors, ignore: Iterable[str] = ()) -> None:

@@ -163,7 +163,7 @@ def doubtful_layers(
     entries = {name: entry for name, (_, entry) in tensors.items()}
     yield from layer_sizes.unfit_biases(weights, entries)
     if any_quantized(weights):
-        yield from unlike_layers(weights, entries)
+        yield from unlike_layers(weights, entries, config)
     names = {misfit.weight.name for misfit in cut}
     yield from transposed_layers((weight for weight in weights if weight.name not in names), config)
 

@@ -12,6 +12,7 @@ from fp4kit.checkpoint.convert.journal import identity
 from fp4kit.checkpoint.findings import findings_of_plan, lines_of
 from fp4kit.checkpoint.model import closed_world, side_files, transforms, wrapper_names
 from fp4kit.checkpoint.model.config_items import lost_column_scales
+from fp4kit.checkpoint.model.declarations import with_declaration
 from fp4kit.checkpoint.model.declared_quantization import check_declared
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source
 from fp4kit.checkpoint.model.weights import any_quantized, weights_of
@@ -180,7 +181,8 @@ def _plan(facts: PlanFacts) -> Plan:
     warnings += unmeasured(facts, shards)
     form, has_scale = facts.form, facts.has_input_scale
     format = "" if form is None else form.format
-    warnings += tuple(layer_checks.all_doubts(facts.weights.values(), facts.config, facts.source.tensors))
+    declared = with_declaration(facts.config, facts.source.hf_quant_config)
+    warnings += tuple(layer_checks.all_doubts(facts.weights.values(), declared, facts.source.tensors))
     warnings += tuple(layer_checks.missing_experts(weight.name for weight in facts.weights.values()))
     warnings += tuple(layer_checks.wide_floats(facts.others()) if facts.form is not None else ())
     warnings += tuple(closed_world.lost_tensor_scales(facts.weights.values()))

@@ -88,7 +88,7 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     lost = lost_column_scales(model.config or {}, model.hf_quant_config, model.layers)
     if lost:
         yield Issue("warning", "config.json", lost)
-    weights, config = [*model.weights.values()], model.config or {}
+    weights, config = [*model.weights.values()], with_declaration(model.config or {}, model.hf_quant_config)
     found = [*lost_tensor_scales(model.layers.values()), *doubtful_layers(weights, config, model.tensors)]
     yield from (Issue("warning", "model", text) for text in found)
     tied = tied_head(weights, config)
