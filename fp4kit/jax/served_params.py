@@ -5,13 +5,14 @@ These served values are the ones that a loader decodes from the checkpoint that 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 
-from fp4kit.arguments import as_flag
+from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.jax.functions import fake_quantize
-from fp4kit.qat.plan import QatChoice, QatPlan, TrainedWeight, make_plan
+from fp4kit.qat.plan import QatChoice, QatPlan, ServedDtype, TrainedWeight, make_plan
 from fp4kit.qat.table import table
 from fp4kit.recipes import Recipe
 from fp4kit.training.settings import naming
@@ -92,7 +93,11 @@ class ServedParams:
             amax = jax.numpy.stack([amaxes[name] for name in members]).max(0)
             amax = jax.numpy.where(amax == 0, 1, amax)  # zeros have no usable scale; they stay zeros
         with naming(leaf.weight.name):
-            return fake_quantize(w, self.plan.recipe, axis=leaf.axis, tensor_amax=amax, pass_through=self._pass_through)
+            values = fake_quantize(
+                w, self.plan.recipe, axis=leaf.axis, tensor_amax=amax, pass_through=self._pass_through
+            )
+        served = self.plan.served_dtype
+        return values if served in (None, str(values.dtype)) else _rounded(values, served)
 
 
 def fake_quantize_model(
@@ -105,6 +110,8 @@ def fake_quantize_model(
     include: Collection[str] = (),
     pass_through: bool = True,
     config: Any = None,
+    adapters: Literal["base"] = "base",
+    served_dtype: ServedDtype | None = None,
 ) -> ServedParams:
     """Return a function that maps a model's parameters to the values that the converted checkpoint would serve.
 
@@ -121,6 +128,10 @@ def fake_quantize_model(
 
     Layers that engines fuse (q, k and v; gate and up; w1 and w3) share one tensor amax, as in the converter.
 
+    Tensors of adapters, such as `lora_a` and `lora_b`, stay unquantized, so the model trains for an FP4 base with its
+    adapter in 16 bits. To train for a merged model, merge before the transformation: plan with the parameters without
+    adapters, and call the result with `kernel + scale * lora_a @ lora_b` in the place of each `kernel`.
+
     Args:
         params: a pytree of arrays, or of jax.ShapeDtypeStruct. It is not changed.
         recipe: a recipe id or a Recipe.
@@ -133,6 +144,9 @@ def fake_quantize_model(
         pass_through: True to use incoming gradients unchanged; False to set them to 0 where |w| > amax.
         config: the content of the model's config.json, from which the converter takes names and the model type; None if
             the model has no config.
+        adapters: "base": tensors of adapters stay unquantized and apart. For merged adapters, see above.
+        served_dtype: the dtype to which loaders decode the weights, such as "bfloat16". The decoded values are rounded
+            once to this dtype, and kept in the dtype of the array. None for the dtype of the array.
 
     Returns:
         A ServedParams. Call it with parameters; print it for a table.
@@ -153,9 +167,14 @@ def fake_quantize_model(
         (['Dense_0.kernel'], (32, 8))
     """
     pass_through = as_flag(_OP, "pass_through", pass_through)
+    if not is_one_of(adapters, ("base",)):
+        text = f'{_OP}: adapters is {adapters!r:.60}; needs "base"'
+        if is_one_of(adapters, ("merged",)):
+            text += "; to train a merged model, call the result with kernel + scale * lora_a @ lora_b for each kernel"
+        raise ValueError(text)
     leaves = [_leaf(path, array) for path, array in jax.tree_util.tree_flatten_with_path(params)[0]]
     wildcards = {"parameters": parameters, "exclude": exclude, "include": include}
-    choice = QatChoice.of(_OP, recipe, format, config, **wildcards)
+    choice = QatChoice.of(_OP, recipe, format, config, served_dtype, **wildcards)
     served = ServedParams(leaves, make_plan(_OP, [leaf.weight for leaf in leaves], choice), pass_through)
     jax.eval_shape(served, params)
     return served
@@ -186,6 +205,17 @@ def _leaf(path: Sequence[Any], array: Any) -> _Leaf:
 
 
 _KIND: dict[bool, Any] = {False: "matrix", True: "stack"}
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded(x: Any, dtype: str) -> Any:
+    """Round x to another dtype, and keep its own dtype. Gradients pass straight through."""
+    return x.astype(dtype).astype(x.dtype)
+
+
+@_rounded.defjvp
+def _rounded_jvp(dtype: str, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    return _rounded(primals[0], dtype), tangents[0]
 
 
 def _largest(w: Any, stack: bool) -> Any:

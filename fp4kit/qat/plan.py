@@ -21,6 +21,7 @@ from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.model.wrapper_names import unwrapped
 from fp4kit.checkpoint.plan.request import Request, experts_only
 from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.selection.adapters import adapter_tensor
 from fp4kit.checkpoint.selection.name_rules import Candidate, model_facts
 from fp4kit.checkpoint.selection.selection import Decision, Selector, Wishes, no_multiple
 from fp4kit.recipes import Recipe, recipe_of
@@ -28,6 +29,7 @@ from fp4kit.recipes.schema import as_stored
 from fp4kit.storage.errors import CheckpointError
 
 ParameterKind = Literal["matrix", "stack", "convolution", "embedding"]
+ServedDtype = Literal["float32", "float16", "bfloat16"]
 _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _UNNAMED = "not in parameters="
 _PRESET = " (preset linear)"
@@ -66,6 +68,7 @@ class QatChoice:
         exclude: wildcards of parameters that stay unquantized.
         include: wildcards of parameters that are quantized although the converter leaves them unquantized.
         config: the content of the model's config.json; None if the model has no config.
+        served_dtype: the dtype to which loaders decode the weights; None for that of each parameter.
     """
 
     recipe: Recipe
@@ -74,9 +77,12 @@ class QatChoice:
     exclude: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     config: Mapping[str, Any] | None = None
+    served_dtype: str | None = None
 
     @classmethod
-    def of(cls, op: str, recipe: str | Recipe, format: str | None, config: Any, **patterns: Any) -> QatChoice:
+    def of(
+        cls, op: str, recipe: str | Recipe, format: str | None, config: Any, served_dtype: Any, **patterns: Any
+    ) -> QatChoice:
         """Check the arguments of fp4kit.torch.fake_quantize_model, and return them as a QatChoice.
 
         Args:
@@ -84,13 +90,14 @@ class QatChoice:
             recipe: an id or a Recipe.
             format: the output format, or None. It is not checked here.
             config: the content of the model's config.json, or None.
+            served_dtype: the name of a dtype, a dtype such as torch.bfloat16, or None.
             patterns: the wildcards, as ``parameters=``, ``exclude=`` and ``include=``. One that is missing gets the
                 default of QatChoice.
 
         Raises:
             TypeError: if wildcards are not a collection of strings (one string is rejected), if the recipe is neither
                 a str nor a Recipe, or if config is neither a mapping nor None.
-            ValueError: if the recipe is unknown.
+            ValueError: if the recipe or served_dtype is unknown.
         """
         found = recipe_of(op, recipe)
         for name, given in patterns.items():
@@ -102,7 +109,11 @@ class QatChoice:
                 raise TypeError(f"{op}: {name} is {given!r:.60}; needs a tuple of wildcards, such as ('*.mlp.*',)")
         if config is not None and not isinstance(config, Mapping):
             raise TypeError(f"{op}: config is {type(config).__name__}; needs a dict, the content of config.json")
-        return cls(found, format, config=config, **{name: tuple(given) for name, given in patterns.items()})
+        dtype = None if served_dtype is None else str(getattr(served_dtype, "__name__", served_dtype))
+        if dtype is not None and (dtype := dtype.removeprefix("torch.")) not in _SAFETENSORS:
+            raise ValueError(f"{op}: served_dtype is {served_dtype!r:.60}; needs one of {', '.join(_SAFETENSORS)}")
+        given = {name: tuple(given) for name, given in patterns.items()}
+        return cls(found, format, config=config, served_dtype=dtype, **given)
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,8 @@ class QatPlan:
         rows: one ParameterPlan per parameter of the model.
         shares: True if every parameter of a group needs the largest amax of the group.
         note: why there is no format; "" if there is one.
+        served_dtype: the dtype to which the values are rounded; None for that of each parameter.
+        warns_of_float32: True if values of float32 parameters are trained, which loaders round to 16 bits.
     """
 
     recipe: Recipe
@@ -141,6 +154,8 @@ class QatPlan:
     rows: tuple[ParameterPlan, ...]
     shares: bool
     note: str = field(default="", repr=False)
+    served_dtype: str | None = None
+    warns_of_float32: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -173,7 +188,8 @@ def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> Q
             rows of gate and up alternate in a stack of experts that the format stores separately.
         ValueError: if a wildcard matches no parameter, no parameter is left to quantize, or a parameter of ``include``
             has fewer than two dimensions or rows that do not consist of whole blocks.
-        ValueError: if the gate and up rows of a stack of experts do not consist of whole blocks.
+        ValueError: if the gate and up rows of a stack of experts do not consist of whole blocks, or if the dtype of a
+            parameter cannot hold values of served_dtype.
 
     Warns:
         UserWarning: if some layers of a fused layer are quantized and others are not.
@@ -190,19 +206,21 @@ def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> Q
         raise ValueError(f"{op}: no parameter is left to quantize: {_reasons(decisions)}; {way_out}")
     for weight in selected:
         _check_stack(op, weight, choice, form)
+        _check_served_dtype(op, weight, choice)
     shares = form.has_tensor_scale if form is not None else choice.recipe.tensor_scaling == "tensor"
-    groups = fused_layers.shared_amax_groups(map(_module, selected)) if shares else {}
+    groups = fused_layers.shared_amax_groups(map(layer_of, selected)) if shares else {}
     _warn_of_halves(op, weights, selected)
     rows = tuple(
         ParameterPlan(
-            w.name, w.shape, d.converted, d.reason.removesuffix(_PRESET), groups.get(_module(w), "") * d.converted
+            w.name, w.shape, d.converted, d.reason.removesuffix(_PRESET), groups.get(layer_of(w), "") * d.converted
         )
         for w, d in ((w, decisions[w.name]) for w in weights)
     )
-    return QatPlan(stored, "" if form is None else form.format, rows, shares, note)
+    rounded = form is not None and choice.served_dtype is None and any(w.dtype == "float32" for w in selected)
+    return QatPlan(stored, "" if form is None else form.format, rows, shares, note, choice.served_dtype, rounded)
 
 
-def _module(weight: TrainedWeight) -> str:
+def layer_of(weight: TrainedWeight) -> str:
     """Return the name of the layer that a parameter belongs to, as the converter names it.
 
     This is the name of its tensor in a checkpoint, without the prefixes of wrapper modules and without ".weight".
@@ -232,7 +250,7 @@ def _decisions(
 
     The first rule that applies decides:
 
-    - A parameter that matches ``include`` is quantized.
+    - A parameter that matches ``include`` is quantized. A tensor of an adapter must not match it.
     - A parameter that matches ``exclude``, or does not match ``parameters``, stays unquantized.
     - A convolution stays unquantized if there is a config.
     - An embedding, and a parameter whose dtype is not float32, float16 or bfloat16, stays unquantized.
@@ -259,11 +277,11 @@ def _decisions(
             if weight.kind == "convolution" and choice.config is not None:
                 yield weight, Decision(False, "convolution, which fp4kit convert leaves unquantized")
                 continue
-            decision = selector.decide(Candidate(name, _module(weight), dtype, weight.shape, facts))
+            decision = selector.decide(Candidate(name, layer_of(weight), dtype, weight.shape, facts))
             if decision.converted and weight.dtype not in _SAFETENSORS:
                 decision = replace(decision, converted=False, reason=f"dtype {weight.dtype}")
             if decision.converted and weight.kind == "embedding":
-                why = f"embedding; fp4kit convert needs --keep {_module(weight)!r}"
+                why = f"embedding; fp4kit convert needs --keep {layer_of(weight)!r}"
                 decision = replace(decision, converted=False, reason=why)
             if decision.converted and weight.kind == "convolution":
                 decision = replace(decision, reason="convolution; fp4kit convert leaves it unquantized")
@@ -275,6 +293,12 @@ def _check_included(op: str, weight: TrainedWeight, multiple: int) -> None:
 
     It must have at least two dimensions, and the length of its last axis must be a multiple of ``multiple``.
     """
+    adapter = adapter_tensor(weight.saved)
+    if adapter is not None:
+        raise ValueError(
+            f"{op}: include= names {weight.name}, a tensor of an adapter ({adapter.kind}), which is never quantized;"
+            " correct the wildcard"
+        )
     if len(weight.shape) < 2:
         raise ValueError(f"{op}: include= names {weight.name}, which has shape {weight.shape}; needs two dimensions")
     if weight.shape[-1] % multiple:
@@ -292,12 +316,21 @@ def _check_stack(op: str, weight: TrainedWeight, choice: QatChoice, form: Contai
     """
     if weight.kind != "stack" or form is None:
         return
-    matrix = Weight(_module(weight), weight.saved, weight.shape, None, {})
+    matrix = Weight(layer_of(weight), weight.saved, weight.shape, None, {})
     parts = len(layer_names(matrix, form, choice.config or {})) // weight.shape[0]
     if parts > 1 and weight.shape[1] // parts % choice.recipe.block_rows:
         raise ValueError(
             f"{op}: {weight.name} holds gate and up of {weight.shape[1] // parts} rows each, and blocks of"
             f" {choice.recipe.id} have {choice.recipe.block_rows} rows; use a recipe with blocks of one row"
+        )
+
+
+def _check_served_dtype(op: str, weight: TrainedWeight, choice: QatChoice) -> None:
+    """Raise ValueError if the dtype of a parameter cannot hold all values of the dtype to which loaders decode."""
+    if choice.served_dtype not in (None, weight.dtype) and weight.dtype != "float32":
+        raise ValueError(
+            f"{op}: {weight.name} is {weight.dtype}, which cannot hold values of served_dtype={choice.served_dtype!r};"
+            f" train it in float32 or {choice.served_dtype}, or pass served_dtype={weight.dtype!r}"
         )
 
 
@@ -343,7 +376,11 @@ def _warn_of_halves(op: str, weights: Sequence[TrainedWeight], selected: Sequenc
 
     weights: all parameters. selected: those that are quantized.
     """
-    matrices = [weight for weight in weights if weight.kind in ("matrix", "stack") and len(weight.shape) > 1]
-    kept = [_module(weight) for weight in matrices if weight not in selected]
-    for line in fused_layers.partly_converted(kept, {_module(weight) for weight in selected}):
+    matrices = [
+        weight
+        for weight in weights
+        if weight.kind in ("matrix", "stack") and len(weight.shape) > 1 and adapter_tensor(weight.saved) is None
+    ]
+    kept = [layer_of(weight) for weight in matrices if weight not in selected]
+    for line in fused_layers.partly_converted(kept, {layer_of(weight) for weight in selected}):
         warnings.warn(f"{op}: {line}", stacklevel=4)

@@ -7,6 +7,7 @@ from collections import defaultdict
 
 from fp4kit.qat.plan import ParameterPlan, QatPlan
 
+_FLOAT32 = 'note: in float32; loaders usually decode to bfloat16; served_dtype="bfloat16" trains with these values'
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -32,6 +33,7 @@ def table(plan: QatPlan) -> str:
 
     The first line states the recipe and the format that serves the values. Quantized parameters come first. Parameters
     whose lines differ only in layer numbers share a line, with * in place of the numbers, and the line has their count.
+    The last line is a note if the parameters are float32, and loaders round their values further.
     """
     lines: dict[tuple[str, ...], int] = defaultdict(int)
     for row in sorted(plan.rows, key=lambda row: not row.quantized):
@@ -42,7 +44,7 @@ def table(plan: QatPlan) -> str:
     text = [
         " ".join(cell.ljust(width) for cell, width in zip(line, (*widths, 0), strict=True)).rstrip() for line in cells
     ]
-    return "\n".join([_head(plan), *text])
+    return "\n".join([_head(plan), *text, *[_FLOAT32] * plan.warns_of_float32])
 
 
 def _head(plan: QatPlan) -> str:
@@ -52,6 +54,8 @@ def _head(plan: QatPlan) -> str:
     """
     count = sum(row.quantized for row in plan.rows)
     served = f"values as served from --format {plan.format}" if plan.format else f"no checkpoint: {plan.note}"
+    if plan.served_dtype is not None:
+        served += f", decoded to {plan.served_dtype}"
     return f"{count} of {len(plan.rows)} parameters fake-quantized by {plan.recipe.id}; {served}"
 
 

@@ -8,11 +8,12 @@ import torch
 
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.to_string import to_spec
+from fp4kit.torch.adapter_layers import FakeQuantizing
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.training.settings import FakeQuantSettings
 
 
-class FakeQuantized(torch.nn.Module):
+class FakeQuantized(FakeQuantizing):
     """A parametrization that lets a layer read a fake-quantized parameter, while the optimizer updates the original.
 
     Register it with torch.nn.utils.parametrize.register_parametrization(layer, "weight", FakeQuantized(settings,
@@ -50,7 +51,9 @@ class FakeQuantized(torch.nn.Module):
         The result is fake_quantize(w) with blocks along the last axis, or w itself if the settings do not include the
         parameter. Raises what fake_quantize raises.
         """
-        return w if self._spec is None else fake_quantize(w, self._spec, pass_through=self.settings.pass_through)
+        if self._spec is None or self.is_paused:
+            return w
+        return fake_quantize(w, self._spec, pass_through=self.settings.pass_through)
 
 
 def check_kind(op: str, name: str, value: Any, kind: type) -> None:

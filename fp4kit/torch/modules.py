@@ -13,9 +13,11 @@ from torch.nn.utils import parametrize
 
 from fp4kit.arguments import as_flag
 from fp4kit.arrays.imports import is_distributed
-from fp4kit.qat.plan import similar
+from fp4kit.checkpoint.selection.adapters import adapter_tensor
+from fp4kit.qat.plan import ServedDtype, similar
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.to_string import to_spec
+from fp4kit.torch.adapter_layers import Adapters, adapter_layers_around, attach, fake_quantizing
 from fp4kit.torch.described_model import parameters_of
 from fp4kit.torch.fake_quantized import FakeQuantized, check_kind
 from fp4kit.torch.operators import check_fake
@@ -38,6 +40,8 @@ def fake_quantize_model(
     input_amaxes: Any = None,
     pass_through: bool = True,
     config: Any = None,
+    adapters: Adapters = "base",
+    served_dtype: ServedDtype | torch.dtype | None = None,
     settings: FakeQuantSettings | None = None,
 ) -> list[str]:
     """Fake-quantize the weights of a model, so that it trains with the values that the converted checkpoint serves.
@@ -54,6 +58,9 @@ def fake_quantize_model(
       transformers or Diffusers has a config, and `fp4kit convert` leaves its convolutions unquantized.
 
     Layers that engines fuse (q, k and v; gate and up; w1 and w3) share one tensor amax, as in the converter.
+
+    Tensors of adapters, such as LoRA, are never quantized. `adapters` says how the model will be served. PEFT's
+    get_peft_model may be called before or after this function.
 
     For a model that is sharded over ranks, the order of calls is parallelize_module, fake_quantize_model, fully_shard.
 
@@ -75,6 +82,12 @@ def fake_quantize_model(
             amax is that of w or of the layers that are fused with it, so only a weight with NaN gets zeros.
         config: the content of config.json; None for that of model.config. Names and model type decide which layers the
             converter quantizes.
+        adapters: "base" to serve the FP4 base and the adapter in 16 bits: the base is fake-quantized, and merging
+            raises an error. "merged" to serve the merged FP4 model: a layer computes with the fake-quantized
+            W + scale * B A, and gradients reach A, B and, if it is trained, W. This needs LoRA layers of PEFT without
+            dropout. Other adapters that change a quantized weight, such as DoRA, are rejected.
+        served_dtype: the dtype to which loaders decode the weights, such as "bfloat16". The decoded values are rounded
+            once to this dtype, and kept in the dtype of the parameter. None for the dtype of the parameter.
         settings: a FakeQuantSettings, in place of `recipe`.
 
     Returns:
@@ -95,13 +108,17 @@ def fake_quantize_model(
         ValueError: activations are given, but no torch.nn.Linear is quantized, or input_amaxes has no amax for one of
             them. Or an entry of input_amaxes is negative or NaN.
         ValueError: a shard of a DTensor would hold parts of blocks.
+        ValueError: include names a tensor of an adapter, an adapter is merged already, or adapters or served_dtype is
+            unknown. Or a parameter's dtype cannot hold values of served_dtype.
+        TypeError: adapters is "merged", and an adapter of a quantized parameter cannot be merged.
 
     Exact:
         In float32 the values equal, bit for bit, what a loader of the format decodes from the converted checkpoint. For
         "compressed-tensors" this is value * (scale / divisor), and otherwise value * (scale * tensor_scale). In
-        bfloat16 and float16 these values are rounded once. A layer of zeros is read as zeros with their signs. A weight
-        that contains NaN cannot be converted. If the recipe has a tensor scale, reading this weight, or one that shares
-        its tensor amax, raises ValueError on the CPU.
+        bfloat16 and float16 these values are rounded once, also by served_dtype. With adapters="merged", they are those
+        of the checkpoint that merge_and_unload() of PEFT gives. A layer of zeros is read as zeros with their signs. A
+        weight that contains NaN cannot be converted. If the recipe has a tensor scale, reading this weight, or one that
+        shares its tensor amax, raises ValueError on the CPU.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))
@@ -115,6 +132,7 @@ def fake_quantize_model(
         yes 1     2.weight  16 x 48 linear layer
         no  1     0.bias    48      not a weight
         no  1     2.bias    16      not a weight
+        note: in float32; loaders usually decode to bfloat16; served_dtype="bfloat16" trains with these values
     """
     check_kind(_OP, "model", model, torch.nn.Module)
     if settings is not None:
@@ -124,6 +142,7 @@ def fake_quantize_model(
     given = recipe if settings is None else settings
     if isinstance(given, FakeQuantSettings):
         options = {"format": format, "activations": activations, "input_amaxes": input_amaxes, "config": config}
+        options |= {"adapters": adapters != "base", "served_dtype": served_dtype}
         patterns = {"parameters": parameters != ("*",), "exclude": exclude != (), "include": include != ()}
         flags = {**patterns, "pass_through": not as_flag(_OP, "pass_through", pass_through)}
         _check_alone([name for name, value in {**options, **flags}.items() if value not in (None, False)])
@@ -132,7 +151,7 @@ def fake_quantize_model(
         raise TypeError(f"{_OP}: recipe is {given!r:.60}; needs a recipe id, such as 'nvfp4-te', or a Recipe")
     wildcards = {"parameters": parameters, "exclude": exclude, "include": include}
     inputs = activations, input_amaxes
-    return fake_quantize_served(model, given, format, wildcards, config, pass_through, inputs)
+    return fake_quantize_served(model, given, format, wildcards, config, pass_through, inputs, adapters, served_dtype)
 
 
 def _check_alone(options: list[str]) -> None:
@@ -152,6 +171,8 @@ def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[st
     matching = [place for place in places if settings.is_quantized(place[0])]
     if settings.recipe is not None:
         _check_patterns([name for name, _, _ in places], settings, bool(matching))
+        _check_adapters([name for name, _, _ in matching], settings)
+    matching = [place for place in matching if adapter_tensor(place[0]) is None]
     selected = list({(id(module), leaf): (name, module, leaf) for name, module, leaf in reversed(matching)}.values())[
         ::-1
     ]
@@ -169,9 +190,12 @@ def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[st
                 ("nearest", None),
                 (None, True),
             )
+    layers = adapter_layers_around(_OP, model, {id(module): name for name, module, _ in selected}, "base")
     _warn_of_vectors([name for name, module, leaf in selected if getattr(module, leaf).ndim < 2])
     for name, module, leaf in selected:
         parametrize.register_parametrization(module, leaf, FakeQuantized(settings, name))
+    for layer, base in layers:
+        attach(layer, fake_quantizing(base))
     return [name for name, _, _ in selected]
 
 
@@ -227,6 +251,20 @@ def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected:
                 f"fake_quantize_model: no parameter matches {pattern!r}, so it quantizes nothing; "
                 f"{similar(names, [pattern])}",
                 stacklevel=4,
+            )
+
+
+def _check_adapters(names: list[str], settings: FakeQuantSettings) -> None:
+    """Raise ValueError if all parameters that a wildcard of the settings matches are tensors of adapters.
+
+    names: the parameters that the settings include.
+    """
+    for pattern in settings.parameters:
+        matches = [name for name in names if fnmatchcase(name, pattern)]
+        if matches and all(map(adapter_tensor, matches)):
+            raise ValueError(
+                f"{_OP}: parameters={pattern!r} matches only tensors of adapters, such as {matches[0]}, which are"
+                " never quantized; leave the wildcard out"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,10 +12,20 @@ from torch.nn.utils import parametrize
 
 from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays.imports import is_distributed
-from fp4kit.qat.plan import QatChoice, QatPlan, make_plan
+from fp4kit.checkpoint.selection.adapters import adapter_tensor
+from fp4kit.qat.plan import QatChoice, QatPlan, layer_of, make_plan
 from fp4kit.qat.table import QuantizedNames
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.to_string import to_spec
+from fp4kit.torch.adapter_layers import (
+    FakeQuantizing,
+    adapter_layers_around,
+    adapters_of,
+    attach,
+    fake_quantizing,
+    pending,
+    restore,
+)
 from fp4kit.torch.described_model import ParameterPlace, config_of, parameters_of, places_of
 from fp4kit.torch.fake_quantized import FakeQuantized
 from fp4kit.torch.operators import check_fake
@@ -35,6 +46,8 @@ def fake_quantize_served(
     config: Any,
     pass_through: bool,
     inputs: tuple[Any, Any],
+    adapters: Any = "base",
+    served_dtype: Any = None,
 ) -> QuantizedNames:
     """Implement fake_quantize_model for a recipe. Result and errors are those of fake_quantize_model.
 
@@ -43,20 +56,59 @@ def fake_quantize_served(
     patterns: {"parameters": ..., "exclude": ..., "include": ...}.
     inputs: (activations, input_amaxes).
     """
-    pass_through = as_flag(OP, "pass_through", pass_through)
+    pass_through, adapters = as_flag(OP, "pass_through", pass_through), adapters_of(OP, adapters)
     _check_not_fsdp(model)
     config = config_of(model) if config is None else config
     places = {place.weight.name: place for place in places_of(model)}
-    choice = QatChoice.of(OP, recipe, format, config, **patterns)
+    choice = QatChoice.of(OP, recipe, format, config, served_dtype, **patterns)
     plan = make_plan(OP, [place.weight for place in places.values()], choice)
-    forms = {name: _form(places[name], plan, pass_through) for name in plan.names}
+    forms = {name: _form(places[name], plan, pass_through, adapters == "merged") for name in plan.names}
     for name, form in forms.items():
         _check(places[name], form, plan)
+    layers = adapter_layers_around(OP, model, {id(places[name].module): name for name in plan.names}, adapters)
+    if adapters == "merged":
+        _check_all_merged(places, plan, layers)
+        plan = _naming_merged(plan, places, layers)
     quantized_inputs = Inputs.of(OP, [places[name] for name in plan.names], *inputs)
     _register(places, forms, plan)
+    for layer, base in layers:
+        attach(layer, fake_quantizing(base))
     for place, hook in quantized_inputs.hooks.items():
         add_hook(places[place].module, hook)
     return QuantizedNames(plan, quantized_inputs.layers)
+
+
+def _check_all_merged(
+    places: Mapping[str, ParameterPlace], plan: QatPlan, layers: Sequence[tuple[torch.nn.Module, torch.nn.Module]]
+) -> None:
+    """Raise TypeError if a parameter to fake-quantize has an adapter that no adapter layer of PEFT merges into it."""
+    merged = {id(base) for _, base in layers}
+    adapted = {}
+    for place in places.values():
+        found = adapter_tensor(place.weight.saved)
+        if found is not None:
+            adapted[found.layer] = found.kind, place.weight.name
+    for name in plan.names:
+        kind, tensor = adapted.get(layer_of(places[name].weight), ("", ""))
+        if kind and id(places[name].module) not in merged:
+            raise TypeError(
+                f"{OP}: adapters='merged' needs LoRA layers of PEFT, and {tensor} ({kind}) is not merged into {name};"
+                f" pass adapters='base', or exclude=({name!r},)"
+            )
+
+
+def _naming_merged(
+    plan: QatPlan, places: Mapping[str, ParameterPlace], layers: Sequence[tuple[torch.nn.Module, torch.nn.Module]]
+) -> QatPlan:
+    """Return the plan with "with its adapter merged" in the reason of each parameter whose layer has an adapter."""
+    merged = {id(base) for _, base in layers}
+    rows = (
+        replace(row, reason=f"{row.reason}, with its adapter merged")
+        if row.quantized and id(places[row.name].module) in merged
+        else row
+        for row in plan.rows
+    )
+    return replace(plan, rows=tuple(rows))
 
 
 def _register(places: Mapping[str, ParameterPlace], forms: Mapping[str, Form], plan: QatPlan) -> None:
@@ -75,13 +127,15 @@ def _register(places: Mapping[str, ParameterPlace], forms: Mapping[str, Form], p
         parametrize.register_parametrization(place.module, place.leaf, ServedWeight(name, form, group), unsafe=True)
 
 
-def _form(place: ParameterPlace, plan: QatPlan, pass_through: bool) -> Form:
+def _form(place: ParameterPlace, plan: QatPlan, pass_through: bool, merged: bool) -> Form:
     """Return the Form (recipe, axis, gradient) by which a plan fake-quantizes the parameter at a place of the model.
 
-    pass_through: True if the gradient passes unchanged.
+    pass_through: True if the gradient passes unchanged. merged: True to fake-quantize weights with their adapters.
     """
     axis = -2 if place.transposed else -1
-    return Form(to_spec(plan.recipe), place.weight.kind, axis, plan.shares, pass_through, _parameter(place).dtype)
+    served = None if plan.served_dtype is None else getattr(torch, plan.served_dtype)
+    dtype = _parameter(place).dtype
+    return Form(to_spec(plan.recipe), place.weight.kind, axis, plan.shares, pass_through, dtype, merged, served)
 
 
 def _check(place: ParameterPlace, form: Form, plan: QatPlan) -> None:
@@ -179,7 +233,8 @@ def remove_fake_quantization(model: torch.nn.Module, *, keep: Kept = "original")
 
     Raises:
         TypeError: model is not a module.
-        ValueError: keep is unknown; or keep is "quantized", and a parameter has further parametrizations.
+        ValueError: keep is unknown; or keep is "quantized", and a parameter has further parametrizations, or an adapter
+            that is fake-quantized with it and not yet merged.
 
     Examples:
         >>> import fp4kit.torch
@@ -206,6 +261,7 @@ def remove_fake_quantization(model: torch.nn.Module, *, keep: Kept = "original")
         if value is not None:
             with torch.no_grad():
                 module._parameters[leaf].copy_(value)  # type: ignore[union-attr]
+    restore(model)
     for module in model.modules():
         remove_hook(module)
     return [name for name, *_ in found]
@@ -230,7 +286,12 @@ def _check_alone(op: str, found: Sequence[tuple[str, torch.nn.Module, str, torch
 
     op: the public function, with which the message begins. found: the entries that _fake_quantized yields.
     """
-    for name, module, leaf, _ in found:
+    for name, module, leaf, part in found:
+        if isinstance(part, FakeQuantizing) and pending(part):
+            raise ValueError(
+                f"{op}: the values of {name} contain its adapter; call merge_adapter() or merge_and_unload() of the"
+                ' PEFT model first, or use keep="original"'
+            )
         if len(parts_of(module, leaf)) > 1:
             raise ValueError(f'{op}: {name} has other parametrizations too; remove them first, or use keep="original"')
 
@@ -241,9 +302,20 @@ def _remove(module: torch.nn.Module, leaf: str, part: torch.nn.Module) -> None:
     The module then has the original parameter again, with its current (trained) values. Other parametrizations stay.
     """
     parts = parts_of(module, leaf)
+    _own_class(module)
     if len(parts) == 1:
         parametrize.remove_parametrizations(module, leaf, leave_parametrized=False)
     else:
         held: Any = module.parametrizations
         del held[leaf][[one is part for one in parts].index(True)]
     release_names(module, leaf)
+
+
+def _own_class(module: torch.nn.Module) -> None:
+    """Give a parametrized module a class of its own. Otherwise, copies of the module by copy.deepcopy share its class.
+
+    PyTorch removes the property of a parameter from the class, so that copies would lose the parameter.
+    """
+    shared = type(module)
+    own = {name: value for name, value in vars(shared).items() if name not in ("__dict__", "__weakref__")}
+    module.__class__ = type(shared.__name__, shared.__bases__, own)

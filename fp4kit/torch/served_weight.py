@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.recipes.to_string import from_spec
+from fp4kit.torch.adapter_layers import FakeQuantizing
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.training.settings import naming
 
@@ -30,6 +31,8 @@ class Form(NamedTuple):
         shares: True if the recipe has one tensor scale per matrix, so that an amax is needed.
         pass_through: True if the gradient passes unchanged; False if it is set to 0 where |w| > amax.
         dtype: the dtype of the parameter in the model; None if it is that of every call.
+        merged_adapters: True to fake-quantize the weight with its active LoRA adapter, as the merged weight is served.
+        served_dtype: the dtype to which the values are rounded, as loaders do; None for that of the parameter.
     """
 
     recipe: str
@@ -38,9 +41,11 @@ class Form(NamedTuple):
     shares: bool = True
     pass_through: bool = True
     dtype: torch.dtype | None = None
+    merged_adapters: bool = False
+    served_dtype: torch.dtype | None = None
 
 
-class ServedWeight(torch.nn.Module):
+class ServedWeight(FakeQuantizing):
     """A parametrization that gives a layer, in place of its weight, the values that a converted checkpoint will serve.
 
     The optimizer still updates the original weight.
@@ -53,7 +58,7 @@ class ServedWeight(torch.nn.Module):
 
     def __init__(self, name: str, form: Form, group: Sequence[tuple[torch.nn.Module, str]]) -> None:
         super().__init__()
-        self.name, self.form = name, form
+        self.name, self.form, self.merged_adapters = name, form, form.merged_adapters
         self._group = list(group)  # a list of tuples, so that PyTorch registers none of these modules as a child
 
     def extra_repr(self) -> str:
@@ -69,6 +74,9 @@ class ServedWeight(torch.nn.Module):
         Raises what fake_quantize raises, such as ValueError on the host if w or another weight of its group contains
         NaN. Messages begin with the name of the parameter.
         """
+        if self.is_paused:
+            return w
+        w = self.with_adapter(w)
         amax = self._amax(w) if self.form.shares else None
         if not is_distributed(w):
             return self._values(w, amax)
@@ -92,6 +100,8 @@ class ServedWeight(torch.nn.Module):
             values = fake_quantize(
                 matrix, self.form.recipe, axis=self.form.axis, tensor_amax=given, pass_through=self.form.pass_through
             )
+        if self.form.served_dtype not in (None, values.dtype):
+            values = _Rounded.apply(values, self.form.served_dtype)
         return values.view(w.shape)
 
     def _amax(self, w: Tensor) -> Tensor:
@@ -106,13 +116,32 @@ class ServedWeight(torch.nn.Module):
         found = largest(w, stack)
         for module, leaf in self._group:
             if not self._is_own(module, leaf):
-                other = largest(unquantized(module, leaf), stack)
+                with torch.no_grad():
+                    other = largest(unquantized(module, leaf), stack)
                 found = torch.maximum(found, other.to(w.dtype).float() if is_cast else other)
         return found
 
     def _is_own(self, module: torch.nn.Module, leaf: str) -> bool:
         """Return whether this object is one of the parametrizations of the parameter `leaf` of `module`."""
         return any(part is self for part in parts_of(module, leaf))
+
+
+class _Rounded(torch.autograd.Function):
+    """Round a tensor to another dtype, and keep its own dtype. The gradient passes straight through."""
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rounded values of x in the dtype of x."""
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save nothing: the gradient is that of the identity."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient unchanged."""
+        return gradient, None
 
 
 def parts_of(module: torch.nn.Module, leaf: str) -> Sequence[torch.nn.Module]:
@@ -127,7 +156,8 @@ def unquantized(module: torch.nn.Module, leaf: str) -> Tensor:
     """Return the parameter `leaf` of a module before it is fake-quantized by a ServedWeight.
 
     Without parametrizations, this is the parameter itself. Otherwise, all parametrizations before the first
-    ServedWeight, or all if there is none, are applied to the stored original.
+    ServedWeight, or all if there is none, are applied to the stored original. If the ServedWeight merges adapters, the
+    result contains them.
     """
     parts = parts_of(module, leaf)
     if not parts:
@@ -137,7 +167,7 @@ def unquantized(module: torch.nn.Module, leaf: str) -> Tensor:
     values = (held.original,) if held.is_tensor else tuple(getattr(held, f"original{i}") for i in range(held.ntensors))
     for part in parts:
         if isinstance(part, ServedWeight):
-            break
+            return part.with_adapter(values[0])
         values = (part(*values),)
     return values[0]
 

@@ -22,7 +22,7 @@ def planned(root, tensors, recipe, **options):
         stack = x.ndim == 3 and ".experts." in name
         shape = (x.shape[0], x.shape[2], x.shape[1]) if stack and has_transposed_stacks(config) else x.shape
         weights.append(plan.TrainedWeight(name, name, shape, x.dtype.name, "stack" if stack else "matrix"))
-    choice = plan.QatChoice.of("test", recipe, options.pop("format", None), config, **options)
+    choice = plan.QatChoice.of("test", recipe, options.pop("format", None), config, None, **options)
     return plan.make_plan("test", weights, choice)
 
 

@@ -437,7 +437,11 @@ def test_the_table():
     assert (
         lines[0] == "14 of 21 parameters fake-quantized by nvfp4-te; values as served from --format compressed-tensors"
     )
-    assert len(lines) == 14 and repr(names) == str(list(names))
+    assert len(lines) == 15 and repr(names) == str(list(names))
+    assert "loaders usually decode to bfloat16" in lines[-1]
+    rounded = ft.fake_quantize_model(a_llama(), "nvfp4-te", config=CONFIG, served_dtype="bfloat16")
+    assert str(rounded).splitlines()[0] == f"{lines[0]}, decoded to bfloat16" and "note:" not in str(rounded)
+    assert "note:" not in str(ft.fake_quantize_model(a_llama(torch.bfloat16), "nvfp4-te", config=CONFIG))
     shared = "shares the amax of model.layers.*.mlp.(gate_proj|up_proj)"
     assert f"yes 2 model.layers.*.mlp.up_proj.weight 96 x 64 dense MLP; {shared}" in [
         " ".join(x.split()) for x in lines

@@ -1,0 +1,342 @@
+"""Make adapters of PEFT, such as LoRA, and fake quantization fit together.
+
+An adapter layer is a module of PEFT that holds the layer that it changes as ``base_layer``. Here the base layer is
+fake-quantized. PEFT merges an adapter by writing to base_layer.weight, which reads as a new tensor while the weight is
+fake-quantized, so that a merge would be lost. The functions here take the place of methods of the adapter layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import MethodType
+from typing import Any, Literal, NoReturn, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.utils import parametrize
+
+from fp4kit.arguments import is_one_of
+from fp4kit.arrays.imports import is_distributed
+
+Adapters = Literal["base", "merged"]
+# The layers of LoRA in PEFT whose merged weight is W + scale * B A.
+_LORA_LAYERS = ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")
+
+
+def adapters_of(op: str, given: Any) -> Adapters:
+    """Return the argument ``adapters``. Raises ValueError if it is unknown."""
+    if not is_one_of(given, get_args(Adapters)):
+        raise ValueError(f'{op}: adapters is {given!r:.60}; needs "base" or "merged"')
+    return given
+
+
+class FakeQuantizing(torch.nn.Module):
+    """The base class of parametrizations that fake-quantize a parameter: it knows the adapter layers around the layer.
+
+    Attributes:
+        name: the name of the parameter.
+        merged_adapters: True if the weight with its adapter is fake-quantized; False if the adapter stays apart.
+        adapter_layers: the adapter layer whose base layer has the parameter, as a tuple; () if there is none.
+        is_paused: True while PEFT reads and writes the parameter itself.
+    """
+
+    name: str
+    merged_adapters = False
+    adapter_layers: tuple[torch.nn.Module, ...] = ()  # in a tuple, so that PyTorch does not register it as a child
+    is_paused = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        watch_registrations()
+
+    def with_adapter(self, w: Tensor) -> Tensor:
+        """Return the weight w with the active adapters, as merging them would store it.
+
+        Return w itself if there is nothing to merge. Raises ValueError or TypeError for adapters that cannot be merged.
+        """
+        if not self.merged_adapters:
+            return w
+        for layer in self.adapter_layers:
+            w = _merged(layer, w, self.name)
+        return w
+
+
+def fake_quantizing(module: torch.nn.Module) -> list[FakeQuantizing]:
+    """Return the parametrizations by which the parameters of a module itself are fake-quantized."""
+    held: Any = module.__dict__.get("_modules", {}).get("parametrizations")
+    return [part for leaf in held or () for part in held[leaf] if isinstance(part, FakeQuantizing)]
+
+
+def adapter_layers_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torch.nn.Module]]:
+    """Return (name, adapter layer, innermost base layer) for every module of a model that has a base layer."""
+    return [
+        (name, layer, _innermost(layer.base_layer))
+        for name, layer in model.named_modules()
+        if isinstance(layer._modules.get("base_layer"), torch.nn.Module)
+    ]
+
+
+def _innermost(layer: Any) -> torch.nn.Module:
+    while isinstance(layer._modules.get("base_layer"), torch.nn.Module):
+        layer = layer.base_layer
+    return layer
+
+
+def attach(layer: Any, parts: Sequence[FakeQuantizing]) -> None:
+    """Replace methods of an adapter layer whose base layer is fake-quantized by ``parts``."""
+    for part in parts:
+        part.adapter_layers = (layer,)
+    methods = _MERGED if parts[0].merged_adapters else _APART
+    for name, method in methods.items():
+        if callable(getattr(type(layer), name, None)):
+            layer.__dict__[name] = MethodType(method, layer)
+
+
+def restore(model: torch.nn.Module) -> None:
+    """Give the adapter layers of a model their own methods back."""
+    for _, layer, _ in adapter_layers_of(model):
+        for name in _MERGED:
+            method = getattr(layer.__dict__.get(name), "__func__", None)
+            if method is not None and method in (_MERGED[name], _APART.get(name)):
+                del layer.__dict__[name]
+
+
+def adapter_layers_around(
+    op: str, model: torch.nn.Module, names: Mapping[int, str], adapters: Adapters
+) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Return (adapter layer, base layer) for every adapter layer of a model around a layer to fake-quantize.
+
+    names: {id of a layer: name of its parameter}, for the layers to fake-quantize.
+
+    Raises ValueError or TypeError if an adapter layer does not fit.
+    """
+    found = [(layer, base) for _, layer, base in adapter_layers_of(model) if id(base) in names]
+    for layer, base in found:
+        _check_layer(op, names[id(base)], layer, adapters)
+    return found
+
+
+def _check_layer(op: str, name: str, layer: Any, adapters: Adapters) -> None:
+    """Raise ValueError or TypeError if an adapter layer around the fake-quantized parameter ``name`` does not fit."""
+    _check_parameter_adapter(op, layer, name)
+    if getattr(layer, "merged", False):
+        raise ValueError(f"{op}: an adapter is merged into {name}; call unmerge_adapter() of the PEFT model first")
+    if adapters == "merged":
+        _check_kind(op, layer, name)
+        held = layer.lora_A, layer.lora_embedding_A
+        _check_mergeable(op, layer, [adapter for group in held for adapter in group], name)
+        if isinstance(layer.base_layer._modules.get("base_layer"), torch.nn.Module):
+            raise TypeError(f"{op}: {name} has an adapter around another adapter; {_OTHERS}")
+
+
+def pending(part: FakeQuantizing) -> bool:
+    """Return whether the values of a fake-quantized parameter contain an adapter that is not merged into it."""
+    return part.merged_adapters and any(_active(layer) for layer in part.adapter_layers)
+
+
+_watching: list[Any] = []
+
+
+def watch_registrations() -> None:
+    """From now on, notice if a fake-quantized layer becomes the base layer of an adapter, or ceases to be one."""
+    if not _watching:
+        _watching.append(register_module_module_registration_hook(_registered))
+
+
+def _registered(parent: torch.nn.Module, name: str, child: Any) -> None:
+    """Adapt to the place that a fake-quantized layer gets in a model, as a hook of the registration of submodules."""
+    if not isinstance(child, torch.nn.Module):
+        return
+    if name == "base_layer":
+        parts = fake_quantizing(_innermost(child))
+        if parts:
+            _check_parameter_adapter("get_peft_model", parent, parts[0].name)
+            if any(part.adapter_layers and part.merged_adapters for part in parts):
+                raise ValueError(f"get_peft_model: {parts[0].name} has an adapter layer already; {_OTHERS}")
+            attach(parent, parts)
+        return
+    parts = fake_quantizing(child)
+    if parts and name == "original_module":
+        raise ValueError(
+            f"get_peft_model: modules_to_save names {parts[0].name}, which is fake-quantized; call get_peft_model"
+            " first, then fp4kit.torch.fake_quantize_model"
+        )
+    for part in parts:
+        part.adapter_layers = ()  # unload() puts the base layer in the place of the adapter layer
+
+
+_OTHERS = "to train with its adapter apart, pass adapters='base' to fp4kit.torch.fake_quantize_model"
+
+
+def _check_parameter_adapter(op: str, layer: torch.nn.Module, name: str) -> None:
+    """Raise TypeError for PEFT's adapter of a parameter (target_parameters), which parametrizes the parameter itself.
+
+    PEFT 0.21 does not remove this parametrization if the parameter has others, and would add the adapter again in each
+    call.
+    """
+    if type(layer).__name__ == "ParamWrapper":
+        raise TypeError(
+            f"{op}: {name} has an adapter by target_parameters of PEFT, which is not supported for fake-quantized"
+            " parameters; use target_modules, or leave the parameter out with exclude="
+        )
+
+
+def _active(layer: Any) -> list[str]:
+    """Return the names of the adapters that the forward pass of a LoRA layer adds to its base layer."""
+    if layer.disable_adapters or layer.merged:
+        return []
+    return [name for name in layer.active_adapters if name in layer.lora_A or name in layer.lora_embedding_A]
+
+
+def _check_kind(op: str, layer: Any, name: str) -> None:
+    """Raise TypeError unless an adapter layer is one of PEFT's layers with LoRA."""
+    kind = type(layer)
+    if not (kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ in _LORA_LAYERS):
+        raise TypeError(
+            f"{op}: {name} has an adapter of {kind.__module__}.{kind.__name__}, not LoRA of PEFT; {_OTHERS}"
+        )
+
+
+def _check_mergeable(op: str, layer: Any, adapters: Sequence[str], name: str) -> None:
+    """Raise TypeError or ValueError unless merging a LoRA layer gives W + scale * B A, also in training.
+
+    adapters: names of adapters of the layer. name: the name of the fake-quantized parameter.
+    """
+    kind = type(layer)
+    if not (kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ in _LORA_LAYERS):
+        raise TypeError(
+            f"{op}: {name} has an adapter of {kind.__module__}.{kind.__name__}, not LoRA of PEFT; {_OTHERS}"
+        )
+    for adapter in adapters:
+        variant = getattr(layer, "lora_variant", {}).get(adapter)
+        if getattr(layer, "use_dora", {}).get(adapter):
+            raise TypeError(f"{op}: adapter {adapter!r} of {name} is DoRA, not W + scale * B A; {_OTHERS}")
+        if variant is not None:
+            which = type(variant).__name__
+            raise TypeError(f"{op}: adapter {adapter!r} of {name} is {which}, not W + scale * B A; {_OTHERS}")
+        if getattr(layer, "lora_bias", {}).get(adapter):
+            raise TypeError(
+                f"{op}: adapter {adapter!r} of {name} has lora_bias=True, which changes the bias; {_OTHERS}"
+            )
+        dropout = getattr(layer.lora_dropout[adapter], "p", 0) if adapter in layer.lora_dropout else 0
+        if dropout:
+            raise ValueError(
+                f"{op}: adapter {adapter!r} of {name} has lora_dropout={dropout}, which a merged weight cannot have;"
+                f" pass lora_dropout=0 to LoraConfig, or {_OTHERS}"
+            )
+
+
+def _merged(layer: Any, w: Tensor, name: str) -> Tensor:
+    """Return w with the active adapters of a LoRA layer, bit for bit as its method merge stores it.
+
+    Gradients reach w and the tensors of the adapters.
+    """
+    if layer.disable_adapters or layer.merged:
+        return w
+    _check_kind("fake_quantize_model", layer, name)
+    adapters = _active(layer)
+    _check_mergeable("fake_quantize_model", layer, adapters, name)
+    if is_distributed(w):
+        raise TypeError(
+            f"fake_quantize_model: {name} is a DTensor; its adapter cannot be merged in training; {_OTHERS}"
+        )
+    # merge runs outside of autocast
+    with nullcontext() if w.is_meta else torch.autocast(w.device.type, enabled=False):
+        for adapter in adapters:
+            with _paused(layer):  # convolutions read the shape of the weight
+                delta = layer.get_delta_weight(adapter)
+            if adapter in layer.lora_embedding_A:
+                delta = delta.to(w.dtype)  # PEFT adds these in the dtype of the weight, others before they are rounded
+            w = (w + delta).to(w.dtype)
+    return w
+
+
+@contextmanager
+def _stored_weights(layer: Any) -> Iterator[None]:
+    """Let the base layer of an adapter layer read as its stored weight, so that PEFT can read and change it in place.
+
+    Raises RuntimeError within torch.nn.utils.parametrize.cached(), where the weight is read from a cache.
+    """
+    parts = fake_quantizing(_innermost(layer.base_layer))
+    if parts and bool(getattr(parametrize, "_cache_enabled", 0)):
+        raise RuntimeError(
+            f"merge: {parts[0].name} is cached; leave torch.nn.utils.parametrize.cached() before adapters are changed"
+        )
+    with _paused(layer):
+        yield
+
+
+@contextmanager
+def _paused(layer: Any) -> Iterator[None]:
+    parts = fake_quantizing(_innermost(layer.base_layer))
+    before = [part.is_paused for part in parts]
+    for part in parts:
+        part.is_paused = True
+    try:
+        yield
+    finally:
+        for part, paused in zip(parts, before, strict=True):
+            part.is_paused = paused
+
+
+def _forward(layer: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute an adapter layer by its base layer alone, whose weight contains the active adapters."""
+    if kwargs.pop("adapter_names", None) is not None:
+        raise ValueError(f"adapter_names: adapters of single samples cannot be merged; {_OTHERS}")
+    kwargs.pop("alora_offsets", None)
+    if layer.disable_adapters and layer.merged:
+        layer.unmerge()
+    _attached(layer)
+    return layer.base_layer(x, *args, **kwargs)
+
+
+def _attached(layer: Any) -> FakeQuantizing:
+    """Return the parametrization of the base layer, which must know the adapter layer."""
+    for part in fake_quantizing(layer.base_layer):
+        if any(one is layer for one in part.adapter_layers):
+            return part
+    raise RuntimeError(
+        f"{type(layer).__name__}: its base layer was put into another module, so its adapter is not in the weight; call"
+        " fp4kit.torch.remove_fake_quantization, then fake_quantize_model"
+    )
+
+
+def _merge(layer: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    """Merge adapters into the stored weight, with the rounding of the forward pass."""
+    part = _attached(layer)
+    _check_kind("merge", layer, part.name)
+    _check_mergeable("merge", layer, layer.active_adapters if adapter_names is None else adapter_names, part.name)
+    if safe_merge:
+        with torch.no_grad(), _stored_weights(layer):
+            if not torch.isfinite(_merged(layer, layer.base_layer.weight, part.name)).all():
+                raise ValueError(f"merge: the merged {part.name} contains NaN or infinity")
+    with _stored_weights(layer):  # with safe_merge, PEFT would round the adapter before it is added
+        type(layer).merge(layer, safe_merge=False, adapter_names=adapter_names)
+
+
+def _refuse_to_merge(layer: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise ValueError, because the model trains with an FP4 base and an adapter apart from it."""
+    name = fake_quantizing(_innermost(layer.base_layer))[0].name
+    raise ValueError(
+        f"merge: {name} is fake-quantized with adapters='base', so the model trains for an FP4 base with its adapter"
+        " apart in 16 bits, and merged weights would be rounded to FP4; to serve merged weights, train with"
+        " fake_quantize_model(..., adapters='merged'); to merge nevertheless, call"
+        " fp4kit.torch.remove_fake_quantization first"
+    )
+
+
+def _unmerge(layer: Any) -> None:
+    with _stored_weights(layer):
+        type(layer).unmerge(layer)
+
+
+def _update_layer(layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Add an adapter. Some initializations, such as PiSSA, read and change the stored weight."""
+    with _stored_weights(layer):
+        type(layer).update_layer(layer, *args, **kwargs)
+
+
+_APART: dict[str, Callable[..., Any]] = {"merge": _refuse_to_merge, "unmerge": _unmerge, "update_layer": _update_layer}
+_MERGED: dict[str, Callable[..., Any]] = {**_APART, "forward": _forward, "merge": _merge}

@@ -1,0 +1,378 @@
+"""Test that adapters of PEFT train on fake-quantized layers with the served values, and that merges are kept."""
+
+import copy
+import importlib
+import itertools
+import re
+
+import pytest
+import served
+from tensors import to_numpy
+
+import fp4kit
+from fp4kit.checkpoint import convert
+from fp4kit.evidence.testing import assert_same_bits
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+ft = importlib.import_module("fp4kit.torch")
+RECIPE = "nvfp4-te"
+TARGETS = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]  # o_proj has no adapter
+ATTENTION = "model.layers.0.self_attn"
+ORDERS = ("adapter first", "adapter last")
+IDS = torch.arange(8)[None]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT with transformers 5
+
+
+def a_llama(dtype=torch.float32, **config):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **config)).to(dtype)
+
+
+def adapt(model, r=8, kind=None, **options):
+    """Return the model in PEFT, with adapters that are not zero."""
+    config = (kind or peft.LoraConfig)(**{"target_modules": TARGETS, **options}, **({} if kind else {"r": r}))
+    model = peft.get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "lora_embedding_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def build(order, adapters, dtype=torch.float32, recipe=RECIPE, quantize=(), **options):
+    model, quantize = a_llama(dtype), {"adapters": adapters, **dict(quantize)}
+    if order == "adapter last":
+        ft.fake_quantize_model(model, recipe, **quantize)
+        return adapt(model, **options)
+    model = adapt(model, **options)
+    ft.fake_quantize_model(model, recipe, **quantize)
+    return model
+
+
+def quantized(model):
+    """Return {layer: the weight that it computes with} for all fake-quantized layers, as the checkpoint names them."""
+    found = {}
+    for name, module in model.named_modules():
+        if torch.nn.utils.parametrize.is_parametrized(module):
+            plain = name.removeprefix("base_model.model.").removesuffix(".base_layer")
+            found[plain] = module.weight.detach().clone()
+    return found
+
+
+def train(model, steps=2):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    return model
+
+
+def check_served(model, weights, folder, form=None, recipe=RECIPE):
+    """Check that the checkpoint of a plain model serves these weights, bit for bit."""
+    model.save_pretrained(folder / "trained")
+    convert(folder / "trained", folder / "served", recipe, format=form)
+    decoded = served.weights(folder / "served", fp4kit.recipe(recipe))
+    assert sorted(decoded) == sorted(weights)
+    for name, w in weights.items():
+        assert_same_bits(to_numpy(w), to_numpy(torch.from_numpy(decoded[name]).to(w.dtype)))
+
+
+def cases():
+    exhaustive = pytest.mark.exhaustive
+    for order, r, dtype in itertools.product(ORDERS, (8, 16), (torch.float32, torch.bfloat16)):
+        usual = (r == 8) == (dtype is torch.bfloat16)
+        yield pytest.param(order, dtype, {"r": r}, {}, marks=() if usual else exhaustive)
+    more = (
+        (torch.bfloat16, {"use_rslora": True, "lora_alpha": 13}, {"format": "modelopt"}),
+        (torch.bfloat16, {"init_lora_weights": "pissa"}, {}),
+        (torch.bfloat16, {"target_modules": ["q_proj", "o_proj"]}, {"recipe": "mxfp4-ocp"}),
+        (torch.float16, {"alpha_pattern": {"q_proj": 3}, "rank_pattern": {"q_proj": 4}}, {}),
+        (torch.bfloat16, {"autocast_adapter_dtype": False}, {}),
+    )
+    for i, (case, order) in enumerate(itertools.product(more, ORDERS)):
+        yield pytest.param(order, *case, marks=() if i % 4 in (0, 3) else exhaustive)
+
+
+@pytest.mark.parametrize(("order", "dtype", "options", "more"), list(cases()))
+def test_merged_adapters_train_with_served_weights(tmp_path, order, dtype, options, more):
+    recipe, form = more.get("recipe", RECIPE), more.get("format")
+    kept = options.pop("autocast_adapter_dtype", True)
+    model = build(order, "merged", dtype, recipe, {"format": form}, **options)
+    if not kept:  # adapters in the dtype of the model
+        model.to(dtype)
+    train(model)
+    adapters = {name: p.grad for name, p in model.named_parameters() if "lora_" in name}
+    assert len(adapters) == 2 * len(options.get("target_modules", TARGETS)) and all(g.any() for g in adapters.values())
+    weights, logits = quantized(model), model(IDS).logits
+    assert len(weights) == 7
+    plain = copy.deepcopy(model)  # merged by PEFT alone
+    ft.remove_fake_quantization(plain)
+    plain = plain.merge_and_unload()
+    merged = model.merge_and_unload()
+    assert torch.equal(merged(IDS).logits, logits)
+    for name, w in quantized(merged).items():
+        assert torch.equal(w, weights[name])
+        original = merged.get_submodule(name).parametrizations.weight.original
+        assert torch.equal(original, plain.get_submodule(name).weight)
+    check_served(merged, weights, tmp_path, form, recipe)
+
+
+def test_base_and_adapter_are_served_apart(tmp_path):
+    """The base is served in FP4, the adapter in 16 bits, and the adapter is never quantized."""
+    for order in ORDERS:
+        model = build(order, "base", r=16)
+        layer = model.base_model.model.get_submodule(f"{ATTENTION}.q_proj")
+        x = torch.randn(3, 64)
+        with torch.no_grad():
+            adapter = layer.lora_B["default"](layer.lora_A["default"](x)) * layer.scaling["default"]
+            assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.base_layer.weight) + adapter)
+        weights = quantized(train(model))
+        saved = peft.get_peft_model_state_dict(model)
+        assert len(saved) == 12 and all(torch.equal(p, saved[name]) for name, p in saved.items())
+        check_served(model.unload(), weights, tmp_path / order)
+
+
+def test_the_table_names_adapters():
+    model = adapt(a_llama(), r=16, use_dora=True, modules_to_save=["lm_head"])
+    names = ft.fake_quantize_model(model, RECIPE)
+    rows = {row.name: row for row in names.plan.rows}
+    tensors = [row for name, row in rows.items() if "lora_" in name or "modules_to_save" in name]
+    assert len(tensors) == 19 and not any(row.quantized for row in tensors)
+    assert {row.reason for row in tensors} == {
+        "adapter (LoRA), which stays in 16 bits",
+        "adapter (modules_to_save), which stays in 16 bits",
+    }
+    assert sum(row.quantized for row in rows.values()) == 7
+    assert rows[f"base_model.model.{ATTENTION}.q_proj.base_layer.weight"].group
+    merged = ft.fake_quantize_model(adapt(a_llama()), RECIPE, adapters="merged")
+    assert str(merged).count("with its adapter merged") == 6
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_merging_an_adapter_of_the_base_mode_raises(order):
+    model = build(order, "base")
+    weights = copy.deepcopy(model.state_dict())
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match=r"adapters='base'.*adapters='merged'.*remove_fake_quantization first"):
+            merge()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    ft.remove_fake_quantization(model)
+    before = {name: w.clone() for name, w in a_llama().state_dict().items()}
+    after = model.merge_and_unload().state_dict()
+    assert not torch.equal(after[f"{ATTENTION}.q_proj.weight"], before[f"{ATTENTION}.q_proj.weight"])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_peft_does_with_merged_adapters(order):
+    """Merge, unmerge, disable, switch and unload adapters while the weights with them are fake-quantized."""
+    model = build(order, "merged", r=16)
+    layer = model.base_model.model.get_submodule(f"{ATTENTION}.q_proj")
+    stored, values = layer.base_layer.parametrizations.weight.original, layer.base_layer.weight.clone()
+    base = stored.detach().clone()
+    logits = model(IDS).logits
+    model.merge_adapter(safe_merge=True)
+    assert torch.equal(layer.base_layer.weight, values) and torch.equal(model(IDS).logits, logits)
+    assert torch.equal(stored, base + layer.get_delta_weight("default"))
+    model.unmerge_adapter()
+    assert torch.allclose(stored, base, atol=1e-6)
+    stored.data.copy_(base)
+    with model.disable_adapter():
+        alone = layer.base_layer.weight
+        assert not torch.equal(alone, values)
+    assert torch.equal(layer.base_layer.weight, values)
+    model.add_adapter("second", peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    torch.nn.init.normal_(layer.lora_B["second"].weight, std=0.1)
+    assert torch.equal(layer.base_layer.weight, values)  # not active
+    model.base_model.set_adapter(["default", "second"])
+    both = layer.base_layer.weight
+    model.merge_adapter()
+    assert not torch.equal(both, values) and torch.equal(layer.base_layer.weight, both)
+    model.unmerge_adapter()
+    stored.data.copy_(base)
+    with torch.nn.utils.parametrize.cached(), pytest.raises(RuntimeError, match=r"leave .*cached"):
+        layer.base_layer.weight  # noqa: B018  # fills the cache
+        model.merge_adapter()
+    model.set_adapter("default")
+    with pytest.raises(ValueError, match="adapter_names: adapters of single samples cannot be merged"):
+        layer(torch.zeros(1, 64), adapter_names=["default"])
+    plain = model.unload()
+    assert torch.equal(plain.get_submodule(f"{ATTENTION}.q_proj").weight, alone)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_copies_and_state_dicts(tmp_path, order):
+    model = build(order, "merged")
+    weights, state = quantized(model), copy.deepcopy(model.state_dict())
+    assert list(state) == list(adapt(a_llama()).state_dict())
+    copied = train(copy.deepcopy(model))
+    assert all(torch.equal(w, weights[name]) for name, w in quantized(model).items())
+    assert not any(torch.equal(w, weights[name]) for name, w in quantized(copied).items() if "o_proj" not in name)
+    ft.remove_fake_quantization(copied)  # the model keeps its weights
+    copied.merge_and_unload()
+    assert all(torch.equal(w, weights[name]) for name, w in quantized(model).items())
+    train(model)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    other = build(order, "merged")
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert all(torch.equal(w, quantized(other)[name]) for name, w in quantized(model).items())
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(build_base("merged"), tmp_path / "adapter")
+    assert all(torch.equal(w, quantized(loaded)[name]) for name, w in quantized(model).items())
+    assert list(ft.remove_fake_quantization(model))
+    with torch.no_grad():
+        x = torch.randn(2, 64)
+        layer, plain = (m.base_model.model.get_submodule(f"{ATTENTION}.q_proj") for m in (model, adapt(a_llama())))
+        plain.load_state_dict(layer.state_dict())
+        assert torch.equal(layer(x), plain(x)) and "forward" not in vars(layer)
+
+
+def build_base(adapters):
+    model = a_llama()
+    ft.fake_quantize_model(model, RECIPE, adapters=adapters)
+    return model
+
+
+REFUSED = {
+    "DoRA": ({"use_dora": True}, TypeError, "adapter 'default' of .* is DoRA, not W"),
+    "dropout": ({"lora_dropout": 0.1}, ValueError, "has lora_dropout=0.1, which a merged weight cannot have"),
+    "bias": (
+        {"target_modules": ["q_proj"], "lora_bias": True, "biases": True},
+        TypeError,
+        "has lora_bias=True, which changes the bias",
+    ),
+    "IA3": (
+        {"kind": peft.IA3Config, "target_modules": ["q_proj"], "feedforward_modules": []},
+        TypeError,
+        "has an adapter of peft.tuners.ia3.layer.Linear, not LoRA",
+    ),
+    "LoHa": ({"kind": peft.LoHaConfig}, TypeError, "peft.tuners.loha.layer.Linear"),
+    "LoKr": ({"kind": peft.LoKrConfig}, TypeError, "peft.tuners.lokr.layer.Linear"),
+    "OFT": ({"kind": peft.OFTConfig, "oft_block_size": 16}, TypeError, "peft.tuners.oft.layer.Linear"),
+    "VeRA": ({"kind": peft.VeraConfig, "target_modules": ["q_proj"]}, TypeError, "peft.tuners.vera.layer.Linear"),
+    "AdaLoRA": ({"kind": peft.AdaLoraConfig, "total_step": 9}, TypeError, "peft.tuners.adalora.layer.SVDLinear"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of PEFT
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("which", REFUSED)
+def test_adapters_that_cannot_be_merged(which, order):
+    """Merged mode refuses them by name, at once or in the first forward pass. Base mode does not."""
+    options, error, text = copy.copy(REFUSED[which])
+    biases = {"attention_bias": True} if options.pop("biases", False) else {}
+    model = a_llama(**biases)
+    with pytest.raises(error, match=text):
+        if order == "adapter last":
+            ft.fake_quantize_model(model, RECIPE, adapters="merged")
+            adapt(model, **options)(IDS)
+        else:
+            model = adapt(model, **options)
+            ft.fake_quantize_model(model, RECIPE, adapters="merged")
+    if order == "adapter first":
+        assert not quantized(model)
+        ft.fake_quantize_model(model, RECIPE)
+        assert torch.isfinite(model(IDS).logits).all() and len(quantized(model)) == 7
+        with pytest.raises(ValueError, match="adapters='base'"):
+            model.merge_adapter()
+
+
+class OwnLora(torch.nn.Module):
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A, self.lora_B = torch.nn.Linear(64, 16, bias=False), torch.nn.Linear(16, 64, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def test_other_models_that_merged_mode_refuses():
+    own = torch.nn.ModuleDict({"q_proj": OwnLora(torch.nn.Linear(64, 64))})
+    with pytest.raises(TypeError, match=r"q_proj.base_layer.weight has an adapter of .*OwnLora, not LoRA of PEFT"):
+        ft.fake_quantize_model(own, RECIPE, adapters="merged")
+    assert ft.fake_quantize_model(own, RECIPE) == ["q_proj.base_layer.weight"]
+    inside = torch.nn.Linear(64, 64)
+    inside.lora_a = torch.nn.Linear(64, 16, bias=False)
+    with pytest.raises(TypeError, match=r"proj.lora_a.weight \(LoRA\) is not merged into proj.weight"):
+        ft.fake_quantize_model(torch.nn.ModuleDict({"proj": inside}), RECIPE, adapters="merged")
+    saved = adapt(a_llama(), modules_to_save=["o_proj"])
+    with pytest.raises(TypeError, match=r"o_proj.modules_to_save.* is not merged into .*o_proj.original_module.weight"):
+        ft.fake_quantize_model(saved, RECIPE, adapters="merged")
+    merged = adapt(a_llama())
+    merged.merge_adapter()
+    for adapters in ("base", "merged"):
+        with pytest.raises(ValueError, match=r"an adapter is merged into .*; call unmerge_adapter\(\)"):
+            ft.fake_quantize_model(merged, RECIPE, adapters=adapters)
+
+
+def test_adapters_that_peft_copies_or_parametrizes():
+    with pytest.raises(ValueError, match=r"modules_to_save names .*o_proj.weight, which is fake-quantized"):
+        adapt(build_base("base"), modules_to_save=["o_proj"])
+    model = a_llama()
+    with pytest.raises(ValueError, match=r"include= names .*lora_A.default.weight, a tensor of an adapter"):
+        ft.fake_quantize_model(adapt(model), RECIPE, include=("*.lora_A.*",))
+    with pytest.raises(ValueError, match='adapters is \'both\'; needs "base" or "merged"'):
+        ft.fake_quantize_model(model, RECIPE, adapters="both")
+    with pytest.raises(TypeError, match=re.escape("adapters, served_dtype cannot be given with a FakeQuantSettings")):
+        ft.fake_quantize_model(model, ft.FakeQuantSettings(RECIPE), adapters="merged", served_dtype="bfloat16")
+    experts = torch.nn.Module()
+    experts.gate_up_proj = torch.nn.Parameter(torch.randn(2, 64, 64))
+    model = torch.nn.ModuleDict({"experts": experts})
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.gate_up_proj"])
+    ft.fake_quantize_model(model, RECIPE)
+    with pytest.raises(TypeError, match=r"experts.gate_up_proj has an adapter by target_parameters"):
+        peft.inject_adapter_in_model(config, model)
+    model = torch.nn.ModuleDict({"experts": copy.deepcopy(experts)})
+    ft.remove_fake_quantization(model)
+    with pytest.raises(TypeError, match=r"experts.*gate_up_proj has an adapter by target_parameters"):
+        ft.fake_quantize_model(peft.inject_adapter_in_model(config, model), RECIPE)
+
+
+def test_quantized_values_are_kept_only_without_a_pending_adapter():
+    model = build("adapter first", "merged")
+    with pytest.raises(ValueError, match=r"contain its adapter; call merge_adapter\(\)"):
+        ft.remove_fake_quantization(model, keep="quantized")
+    weights = quantized(model)
+    model.merge_adapter()
+    ft.remove_fake_quantization(model, keep="quantized")
+    layer = model.base_model.model.get_submodule(f"{ATTENTION}.q_proj.base_layer")
+    assert torch.equal(layer.weight, weights[f"{ATTENTION}.q_proj"])
+
+
+def test_embeddings_and_convolutions_with_lora():
+    """Merged weights of other layers than linear ones equal those that PEFT merges."""
+    layers = {"embed": torch.nn.Embedding(32, 64), "conv": torch.nn.Conv2d(16, 32, 3)}
+    config = peft.LoraConfig(r=8, target_modules=list(layers), init_lora_weights=False)
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model = peft.inject_adapter_in_model(config, torch.nn.ModuleDict(copy.deepcopy(layers)).to(dtype))
+        ft.fake_quantize_model(model, RECIPE, adapters="merged", include=("embed.base_layer.weight",))
+        for name, x in (("embed", IDS), ("conv", torch.randn(1, 16, 5, 5, dtype=dtype))):
+            layer = model[name]
+            values, y = layer.base_layer.weight.clone(), layer(x)
+            layer.merge()
+            assert torch.equal(layer.base_layer.weight, values) and torch.equal(layer(x), y)
+
+
+def test_a_compiled_model_reads_merged_weights():
+    model = build("adapter last", "merged", target_modules=["q_proj"])
+    layer = model.base_model.model.get_submodule(f"{ATTENTION}.q_proj")
+    x = torch.randn(2, 64)
+    compiled = torch.compile(layer, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), layer(x))
+
+
+def test_settings_leave_adapters_alone():
+    model = adapt(a_llama())
+    names = ft.fake_quantize_model(model, ft.FakeQuantSettings(RECIPE, parameters=("*_proj.*weight",)))
+    assert len(names) == 7 and not any("lora" in name for name in names)
+    with pytest.raises(ValueError, match="adapters='base'"):
+        model.merge_and_unload()
+    ft.remove_fake_quantization(model)
+    with pytest.raises(ValueError, match=r"matches only tensors of adapters, .*lora_A.*never quantized"):
+        ft.fake_quantize_model(model, ft.FakeQuantSettings(RECIPE, parameters=("*lora_A*",)))
