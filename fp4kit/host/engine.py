@@ -36,7 +36,14 @@ from fp4kit.reference.matrices import is_per_expert, part_for_matrix, stack
 from fp4kit.reference.quantize import EncodeOptions as MatrixOptions
 from fp4kit.reference.quantize import encode_matrix, quantize_matrix
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
-from fp4kit.reference.requantize import changed_values, keep_codes, with_encoded_blocks
+from fp4kit.reference.requantize import (
+    changed_values,
+    differing,
+    keep_codes,
+    may_use_powers,
+    under_powers_of_two,
+    with_encoded_blocks,
+)
 from fp4kit.reference.search_factors import searched
 from fp4kit.reference.search_scales import search_matrix
 from fp4kit.reference.stochastic import GivenNumbers, MslkStream, RandomNumbers, ScaleStream, stream_of
@@ -301,8 +308,7 @@ def requantize(
     float32 = np.dtype(np.float32)
     values, kept = dequantize(q, float32, functions=functions), keep_codes(q, target)
     if kept is None:
-        call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout))
-        result = replace(quantize(call, functions), dtype=q.dtype)
+        result = replace(_requantized(q, target, values, functions), dtype=q.dtype)
     elif kept.in_range.all():
         result = kept.quantized
     else:
@@ -311,6 +317,22 @@ def requantize(
         result = with_encoded_blocks(kept, quantize(call, functions))
     changed, error = changed_values(values, dequantize(result, float32, functions=functions))
     return result, changed, np.asarray(error)  # an array, so that it comes back in the library of q
+
+
+def _requantized(q: Quantized, target: Recipe, values: np.ndarray, functions: MatrixFunctions) -> Quantized:
+    """Return the values of q, float32, quantized by the target, or exactly where powers of two as scales allow it."""
+    if not may_use_powers(q, target):
+        return quantize(quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout)), functions)
+    call = quantize_call("requantize", values, target, q.axis)
+    own, changed = quantize(call, functions), None
+    if target.scale is not None:
+        after = dequantize(own, values.dtype, functions=functions)
+        changed = np.moveaxis(differing(values, after), q.axis, -1)
+    result = under_powers_of_two(call.moved, own, changed)
+    if q.scale_layout == "linear" or result.block_scale is None:
+        return replace(result, scale_layout=q.scale_layout)
+    scales = swizzle_scales(result.block_scale, q.scale_layout)
+    return replace(result, block_scale=scales, scale_layout=q.scale_layout)
 
 
 def fake_quantize(call: Call) -> np.ndarray:

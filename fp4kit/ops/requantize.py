@@ -60,11 +60,19 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     If max(k) - min(k) <= 17, no block is out of range, and the conversion is exact, except that a recipe that decodes
     -0 to +0 changes the sign of zeros.
 
+    To FP8 and MXFP8, from an MX format or FP8: let 2^m be the smallest power of two under which the largest magnitude
+    of a block of the target does not exceed its element format. A block (such as 128x128 values, a row, or the whole
+    array) is exact if that format holds v / 2^m for every value v of the block, subnormal numbers included. Such a
+    block gets these codes and the scale 2^m. This is so for MXFP4 in E4M3 if the exponents k of the blocks with a
+    nonzero code differ by at most 14 within the block. For differences of 15 to 20, the codes decide. Each block of 32
+    alone is always exact, so MXFP4 to MXFP8 in blocks of 1x32 is. All other blocks get the codes and scales of the
+    recipe, as below; so do MXFP8 blocks that the recipe quantizes without any change.
+
     In all other cases, the result is quantize(dequantize(q, np.float32), recipe); values are not rounded to q's dtype
     in between. These cases are:
 
-    - The conversion is not from MXFP4 to NVFP4, or q is empty.
-    - The target does not have exactly one tensor scale per tensor.
+    - The conversion is none of the above, or q is empty.
+    - The target is NVFP4, and does not have exactly one tensor scale per tensor.
     - The blocks of q and of the target have different numbers of rows, or the number of columns per block of q is not a
       multiple of that of the target.
     - A scale of q is NaN.
@@ -85,13 +93,13 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
             the target's blocks.
 
     Source:
-        Model-Optimizer utils/numeric_utils.py, the closed-form cast of blocks in range.
+        Model-Optimizer utils/numeric_utils.py, the closed-form cast of blocks in range to NVFP4.
 
     Examples:
         >>> import fp4kit, numpy as np
         >>> q = fp4kit.quantize(np.linspace(-9, 9, 64, dtype=np.float32).reshape(2, 32), "mxfp4")
-        >>> fp4kit.requantize(q, "nvfp4").exact
-        True
+        >>> fp4kit.requantize(q, "nvfp4").exact, fp4kit.requantize(q, "fp8-modelopt-channel").exact
+        (True, True)
     """
     q = checks.check_quantized("requantize", q)
     target = recipe_of("requantize", recipe)

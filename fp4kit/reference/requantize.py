@@ -1,17 +1,19 @@
-"""Requantize MXFP4 to NVFP4: keep the element codes, and express the scales, powers of two, in NVFP4.
+"""Requantize without loss where the formats allow it.
 
-The tensor scale of the result is a power of two 2^m, and each block scale is the MXFP4 scale divided by 2^m. Only
-blocks whose scale E4M3 cannot hold get new codes.
+MXFP4 to NVFP4 keeps the element codes: the tensor scale is a power of two 2^m, and each block scale is the MXFP4 scale
+divided by 2^m. Blocks whose scale E4M3 cannot hold get new codes. To FP8 and MXFP8, a block is written under the scale
+2^m with which all its values are exact in the element format, if there is one (under_powers_of_two).
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.formats import E2M1, E4M3, E8M0
+from fp4kit.formats import E2M1, E4M3, E8M0, ElementFormat
 from fp4kit.layouts import pack, swizzle_scales, unpack, unswizzle_scales
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
@@ -117,12 +119,18 @@ def changed_values(before: np.ndarray, after: np.ndarray) -> tuple[int, np.float
     Values differ if their bits differ. So -0 differs from +0, with a difference of 0. All NaNs count as equal. The
     magnitude is 0 if no value differs, and NaN if a NaN became a number or a number became NaN.
     """
-    same = (before.view(np.uint32) == after.view(np.uint32)) | (np.isnan(before) & np.isnan(after))
-    if same.all():
+    differ = differing(before, after)
+    if not differ.any():
         return 0, np.float32(0)
     with np.errstate(over="ignore"):
-        error = np.float32(np.abs(after[~same] - before[~same]).max())
-    return int(same.size - np.count_nonzero(same)), np.float32(np.nan) if np.isnan(error) else error
+        error = np.float32(np.abs(after[differ] - before[differ]).max())
+    return int(np.count_nonzero(differ)), np.float32(np.nan) if np.isnan(error) else error
+
+
+def differing(before: Any, after: Any) -> Any:
+    """Return where two float32 arrays differ in any bit; NaN equals NaN."""
+    same = (before.view(np.uint32) == after.view(np.uint32)) | ((before != before) & (after != after))
+    return ~same
 
 
 def _kept_codes(q: Quantized) -> np.ndarray:
@@ -131,3 +139,157 @@ def _kept_codes(q: Quantized) -> np.ndarray:
         return q.packed.copy()
     codes = unpack(q.packed)
     return pack(np.where(codes == E2M1.sign_bit, np.uint8(0), codes))
+
+
+# ---- powers of two as scales of FP8 and MXFP8 ----
+
+_TOP = 1 << 10  # above all exponents
+
+
+def may_use_powers(q: Quantized, target: Recipe) -> bool:
+    """Return True if q's scales are, or may be, powers of two, and target has 8-bit floats whose scales can be.
+
+    q must be of an MX format, or of FP8 with float32 scales. target must be FP8 or MXFP8. The values are not read.
+    """
+    source, element = q.recipe, target.element
+    if not q.packed.size or (source.scale != E8M0 and not (source.scale is None and _is_fp8(source.element))):
+        return False
+    if not _is_fp8(element) or target.four_over_six:
+        return False
+    return target.tensor_scaling == "none" if target.scale == E8M0 else target.scale is None
+
+
+def _is_fp8(element: Any) -> bool:
+    return isinstance(element, ElementFormat) and element.bits == 8 and not element.is_integer and element.has_zero
+
+
+class _Powers(NamedTuple):
+    """One power of two per block: its exponent, and whether all values of the block are exact under it."""
+
+    exponent: Any
+    exact: Any
+
+
+def _in_blocks(array: Any, r: Recipe) -> Any:
+    """Return an array (..., K) as (..., row blocks, rows, column blocks, columns), with zeros below the last rows.
+
+    Without blocks, a block is a row, or the whole array if the recipe has one scale per tensor.
+    """
+    if r.block is None and r.tensor_scaling == "tensor":
+        return array.reshape(1, 1, 1, -1)
+    K = array.shape[-1]
+    height, width = r.block or (1, K)
+    lead, rows = array.shape[:-2], array.shape[-2] if array.ndim > 1 else 1
+    array = array.reshape(*lead, rows, K)
+    if missing := -rows % height:
+        xp = _namespace(array)
+        array = xp.concatenate([array, xp.zeros((*lead, missing, K), array.dtype)], axis=-2)
+    return array.reshape(*lead, -1, height, K // width, width)
+
+
+def _per_row(found: Any, shape: tuple[int, ...], r: Recipe) -> Any:
+    """Return one entry per block as one entry per row and block column, the shape of block scales of an array."""
+    if r.block is None and r.tensor_scaling == "tensor":
+        return found.reshape(())
+    rows = shape[-2] if len(shape) > 1 else 1
+    repeated = _namespace(found).repeat(found, r.block[0] if r.block else 1, axis=-2)[..., :rows, :]
+    return repeated.reshape(*shape[:-1], -1)
+
+
+def _namespace(array: Any) -> Any:
+    return np if isinstance(array, np.ndarray) else sys.modules["cupy"]
+
+
+def _bits_of(bits: Any) -> tuple[Any, Any, Any]:
+    """Return (exponent of the leading one bit, exponent of the last one bit, fraction) of float32 magnitudes.
+
+    The magnitudes are given as int32 bit patterns. The fraction has 23 bits, for subnormal numbers too. Integers are
+    used throughout, because kernels that CuPy compiles flush subnormals. A zero has arbitrary exponents.
+    """
+    xp = _namespace(bits)
+    field = bits >> 23
+    significand = (bits & 0x7FFFFF) | xp.where(field > 0, 1 << 23, 0).astype(bits.dtype)
+    length, lowest = (_length_of(n) for n in (significand, significand & -significand))
+    first = xp.maximum(field, 1) - 151
+    return first + length, first + lowest, (significand << (24 - length)) & 0x7FFFFF
+
+
+def _length_of(numbers: Any) -> Any:
+    """Return the number of bits of each positive int32, and 0 for 0, as the exponent of the number in float64."""
+    exponents = numbers.astype(np.float64).view(np.int64) >> 52
+    return _namespace(numbers).maximum(exponents - 1022, 0).astype(np.int32)
+
+
+def _powers_for(values: Any, r: Recipe) -> _Powers:
+    """Find the scale 2^m of each block: the smallest one with which the block's amax does not exceed the element.
+
+    All values v of a block are exact under it if v / 2^m needs no bit below the smallest subnormal number, and v has no
+    more significant bits than the element. No other power of two is better: a larger one loses lower bits. m is at
+    least -126: smaller float32 scales are subnormal, and some decoders read E8M0's code of 2^-127 as 0. For E2M1
+    values c * 2^k in E4M3, this is so if the k of the block's nonzero values differ by at most 14; the codes decide
+    for 15 to 20. m is 0 for a block of zeros.
+
+    values: float32 (..., K).
+    """
+    element, xp = r.element, _namespace(values)
+    bits = xp.ascontiguousarray(values).view(np.int32) & 0x7FFFFFFF
+    leading, last, _ = _bits_of(bits)
+    unfit = (bits >= 0x7F800000) | ((leading - last > element.mantissa_bits) & (bits > 0))
+    below = xp.where(bits > 0, _TOP - last, 0)  # a maximum, to which zeros and rows of padding add nothing
+    axes = (-3, -1)
+    amax = _in_blocks(bits, r).max(axis=axes)
+    lowest = _TOP - _in_blocks(below, r).max(axis=axes)
+    top, _, fraction = _bits_of(amax)
+    largest_fraction = int(element.max.view(np.int32)) & 0x7FFFFF
+    smallest, largest = -126, 127 if r.scale is not None else 127 - element.emax  # the amax is finite
+    m = xp.where(amax > 0, xp.maximum(top - element.emax + (fraction > largest_fraction), smallest), 0)
+    exact = ~_in_blocks(unfit, r).any(axis=axes) & (m <= largest)
+    exact &= m + int(np.log2(element.min_subnormal)) <= lowest
+    return _Powers(xp.minimum(xp.maximum(m, smallest), largest), exact)
+
+
+def under_powers_of_two(values: Any, own: Quantized, changed: Any = None) -> Quantized:
+    """Return `own` with every block that is exact under a power of two written under that power.
+
+    All other blocks keep the codes and scales of `own`. tensor_amax becomes the amax that gives the new scales.
+
+    values: the float32 values that `own` quantizes, with the quantized axis last.
+    own: the values, quantized by the target, with linear scales.
+    changed: bool, in the shape of the values: where `own` changed a value. If it is given, blocks in which nothing
+        changed stay as they are.
+    """
+    r, xp = own.recipe, _namespace(values)
+    m, exact = _powers_for(values, r)
+    if changed is not None:
+        exact &= _in_blocks(changed, r).any(axis=(-3, -1))
+    if xp is np and not exact.any():
+        return own
+    exact, m = _per_row(exact, values.shape, r), _per_row(m, values.shape, r)
+    shape = own.tensor_scale.shape if r.scale is None else own.block_scale.shape
+    exact, m = exact.reshape(shape), m.reshape(shape)
+    blocks = (*values.shape[:-1], -1, r.block_size) if r.block else values.shape
+    chosen, power = (a[..., None] if a.ndim else a for a in (exact, m))
+    codes = _codes_under(xp.ascontiguousarray(values).reshape(blocks), power, r.element)
+    packed = xp.where(chosen, codes, own.packed.reshape(blocks)).reshape(own.packed.shape)
+    if r.scale is not None:
+        return replace(
+            own, packed=packed, block_scale=xp.where(exact, (m + E8M0.bias).astype(np.uint8), own.block_scale)
+        )
+    scale = ((m + 127) << 23).astype(np.int32).view(np.float32)
+    amax = own.tensor_amax
+    if amax is not None:
+        amax = xp.where(exact, scale * r.element.max, amax)
+    return replace(own, packed=packed, tensor_scale=xp.where(exact, scale, own.tensor_scale), tensor_amax=amax)
+
+
+def _codes_under(values: Any, m: Any, element: ElementFormat) -> Any:
+    """Return the uint8 codes of values / 2^m. Where a quotient is no value of the element, the code has no meaning."""
+    xp = _namespace(values)
+    bits = values.view(np.int32)
+    leading, _, fraction = _bits_of(bits & 0x7FFFFFFF)
+    width, exponent = element.mantissa_bits, leading - m + element.bias
+    mantissa = fraction >> (23 - width)
+    subnormal = ((1 << width) | mantissa) >> xp.minimum(xp.maximum(1 - exponent, 0), 31)
+    codes = xp.where(exponent > 0, (exponent << width) | mantissa, subnormal)
+    codes = xp.where(bits & 0x7FFFFFFF, codes & 0x7F, 0) | xp.where(bits < 0, element.sign_bit, 0)
+    return codes.astype(np.uint8)

@@ -327,6 +327,23 @@ def test_other_targets(target) -> None:
     same_requantized(fp4kit.quantize(np.zeros((0, 64), np.float32), "nvfp4-te"), target)
 
 
+@pytest.mark.parametrize(
+    "target",
+    ["fp8-deepgemm-block", "fp8-deepseek-v4", "fp8-modelopt-channel", "fp8-modelopt", "mxfp8-te-2d", "mxfp8-deepgemm"],
+)
+def test_powers_of_two_as_scales_of_8_bit_floats(target) -> None:
+    rng = np.random.default_rng(9)
+    for lowest, top in ((113, 127), (100, 127), (60, 90), (0, 12), (243, 254), (250, 255)):
+        codes, scales = rng.integers(0, 256, (160, 64), np.uint8), rng.integers(lowest, top + 1, (160, 4), np.uint8)
+        codes[:128], scales[32:64] = np.where(rng.random((128, 64)) < 0.3, 0x80, codes[:128]), lowest
+        q = fp4kit.Quantized.from_parts(codes, scales, None, recipe="mxfp4-ocp", dtype=np.float32)
+        same_requantized(q, target, exact=True if (lowest, top) == (113, 127) else None)
+        same_requantized(
+            fp4kit.swizzle(fp4kit.quantize(fp4kit.dequantize(q[:128]), "mxfp8-te"), "swizzled_8x4"), target
+        )
+    same_requantized(fp4kit.quantize(ordinary(6, (2, 128, 160)), "mxfp4-ocp", axis=1), target)
+
+
 def test_compare_and_identify_take_what_is_on_a_gpu() -> None:
     x = ordinary(6, (64, 256), ml_dtypes.bfloat16)
     a, b = (fp4kit.quantize(x, name) for name in ("nvfp4-te", "nvfp4-torchao"))

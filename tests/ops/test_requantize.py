@@ -13,6 +13,7 @@ from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import E4M3, E5M2, ElementFormat
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.requantize import may_keep_codes
@@ -261,3 +262,124 @@ def test_values_are_not_rounded_to_16_bits_between(dtype) -> None:
         assert_same_bits(result.packed, fp4kit.quantize(fp4kit.dequantize(q, np.float32), "mxfp8-te").packed)
         differ += not np.array_equal(result.packed, fp4kit.quantize(fp4kit.dequantize(q), "mxfp8-te").packed)
     assert differ
+
+
+# ---- powers of two as scales of FP8 and MXFP8 ----
+
+FLOAT8 = [
+    name
+    for name, r in RECIPES.items()
+    if r.element.bits == 8 and not r.element.is_integer and not r.fake_only and r.element in (E4M3, E5M2)
+]
+ELEMENT_VALUES = {
+    element: set(np.abs(element.values[np.isfinite(element.values)]).tolist()) for element in (E4M3, E5M2)
+}
+
+
+def _fits(values: np.ndarray, element: ElementFormat) -> bool:
+    """Return whether one power of two makes all values exact in the element format, by trying all that might."""
+    numbers = np.unique(np.abs(values[values != 0])).astype(np.float64)
+    around = np.floor(np.log2(numbers.max())).astype(int) if numbers.size else 0
+    return any(set((numbers / 2.0**m).tolist()) <= ELEMENT_VALUES[element] for m in range(around - 20, around + 20))
+
+
+@pytest.mark.parametrize("target", ["fp8-transformers-block", "fp8-deepgemm-block", "fp8-deepseek-v4"])
+def test_every_pair_of_codes_and_every_span_of_exponents(target) -> None:
+    """A block of FP8 is exact if and only if some power of two makes all its values FP8 numbers: by brute force.
+
+    For spans up to 14 it always is, for spans from 21 never. In between, the codes decide.
+    """
+    always, never = [], []
+    spans = [14, 15, 20, 21] if RECIPES[target].block == (128, 128) else range(23)
+    for span in spans:
+        pairs = np.array([(a, b) for a in range(1, 8) for b in range(1, 8)], np.uint8)
+        codes = np.zeros((len(pairs), 128), np.uint8)
+        codes[:, 0], codes[:, 32] = pairs.T
+        scales = np.tile(np.array([[127, 127 - span, 0, 254]], np.uint8), (len(pairs), 1))  # two blocks of zeros
+        codes = np.repeat(codes, 128, axis=0) if RECIPES[target].block == (128, 128) else codes
+        scales = np.repeat(scales, 128, axis=0) if RECIPES[target].block == (128, 128) else scales
+        q = Quantized.from_parts(fp4kit.pack(codes), scales, recipe="mxfp4-ocp", dtype=np.float32)
+        values, new = fp4kit.dequantize(q), fp4kit.requantize(q, target).quantized
+        after = fp4kit.dequantize(new)
+        step = len(values) // len(pairs)
+        exact = [np.array_equal(values[i : i + step], after[i : i + step]) for i in range(0, len(values), step)]
+        assert exact == [_fits(values[i], E4M3) for i in range(0, len(values), step)]
+        assert np.all(np.frexp(new.tensor_scale[::step][exact])[0] == 0.5)
+        always += [span] * all(exact)
+        never += [span] * (not any(exact))
+    assert always == [n for n in spans if n <= 14] and never == [n for n in spans if n > 20]
+
+
+@pytest.mark.parametrize("target", FLOAT8)
+def test_every_exponent_and_code_is_exact_in_fp8(target) -> None:
+    """A block of 32 with any scale and any codes is exact in every FP8 and MXFP8 recipe with blocks of one row.
+
+    The exceptions are subnormal results of the smallest scales, and values above float32's largest number. Other
+    recipes hold the values of one exponent, so each exponent makes one array.
+    """
+    r = RECIPES[target]
+    codes = np.tile(np.arange(16, dtype=np.uint8), (1, 16))
+    for k in range(255) if r.scale is None or r.block == (32, 32) else [None]:
+        scales = np.arange(255, dtype=np.uint8)[:, None] if k is None else np.full((1, 1), k, np.uint8)
+        packed = fp4kit.pack(np.repeat(codes, len(scales), 0))
+        q = Quantized.from_parts(packed, np.repeat(scales, 8, 1), recipe="mxfp4-ocp", dtype=np.float32)
+        with np.errstate(over="ignore"):
+            before = fp4kit.dequantize(q)
+            found = fp4kit.requantize(q, target)
+            after = fp4kit.dequantize(found.quantized)
+        if k is None:
+            finite = np.isfinite(before).all(axis=1)
+            assert finite.sum() >= 253 and np.array_equal(before[finite].view(np.uint32), after[finite].view(np.uint32))
+        elif np.isfinite(before).all():
+            assert found.exact, k
+
+
+@together("seed", range(8))
+@together("target", [*(n for n in FLOAT8 if n.startswith("fp8")), "mxfp8-te-2d", "mxfp8-deepgemm", "mxfp8-te-e5m2"])
+def test_blocks_are_exact_wherever_a_power_of_two_makes_them_so(target, seed) -> None:
+    """All axes, stacks, row counts and layouts; blocks that cannot be exact are those that the recipe quantizes."""
+    rng, r = np.random.default_rng(seed), RECIPES[target]
+    shape, axis = [((256, 128), 1), ((3, 64, 128), 2), ((128, 200), 0), ((1, 256), 1)][seed % 4]
+    moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
+    if moved[-2] % 32 and r.block == (32, 32):
+        return
+    source = ("mxfp4-ocp", "mxfp8-te")[seed // 4]
+    codes = rng.integers(0, 16, moved).astype(np.uint8) if source == "mxfp4-ocp" else rng.integers(0, 120, moved)
+    packed = fp4kit.pack(codes) if source == "mxfp4-ocp" else codes.astype(np.uint8)
+    scales = rng.integers(127 - rng.integers(2, 16), 128, (*moved[:-1], moved[-1] // 32)).astype(np.uint8)
+    q = Quantized.from_parts(packed, scales, recipe=source, dtype=np.float32, axis=axis, shape=shape)
+    found = fp4kit.requantize(fp4kit.swizzle(q, ("linear", "swizzled_8x4")[seed % 2]), target)
+    assert found.quantized.scale_layout == ("linear", "swizzled_8x4")[seed % 2]
+    before = np.moveaxis(fp4kit.dequantize(q), axis, -1)
+    after = np.moveaxis(fp4kit.dequantize(found.quantized), axis, -1)
+    own = np.moveaxis(fp4kit.dequantize(fp4kit.quantize(fp4kit.dequantize(q), target, axis=axis)), axis, -1)
+    assert found.changed == np.count_nonzero(before.view(np.uint32) != after.view(np.uint32))
+    height, width = r.block or (1, moved[-1])
+    whole = r.block is None and r.tensor_scaling == "tensor"
+    boxes = (
+        [(slice(None),) * len(moved)]
+        if whole
+        else [
+            (*lead, slice(i, i + height), slice(j, j + width))
+            for lead in np.ndindex(moved[:-2])
+            for i in range(0, moved[-2], height)
+            for j in range(0, moved[-1], width)
+        ]
+    )
+    for box in boxes:
+        same = np.array_equal(before[box].view(np.uint32), after[box].view(np.uint32))
+        assert same or not _fits(before[box], r.element)
+        assert same or np.array_equal(after[box], own[box])
+
+
+def test_mxfp4_in_fp8_blocks_with_scales_of_two() -> None:
+    """Weights of a normal distribution are exact in 128x128 blocks, with scales that are powers of two."""
+    x = np.random.default_rng(1).standard_normal((300, 256)).astype(np.float32) * 0.05
+    for recipe in ("fp8-transformers-block", "fp8-deepgemm-block"):
+        found = fp4kit.requantize(fp4kit.quantize(x, "mxfp4-compressed-tensors"), recipe)
+        assert found.exact and found.largest_error == 0 and found.quantized.tensor_scale.shape == (300, 2)
+        assert np.all(np.frexp(found.quantized.tensor_scale)[0] == 0.5)
+    x[200, 70] *= 1e-9
+    x[200, 64:96] *= np.arange(32) == 6
+    wide = fp4kit.requantize(fp4kit.quantize(x, "mxfp4-compressed-tensors"), "fp8-deepgemm-block")
+    assert not wide.exact and wide.changed < 128 * 128

@@ -17,7 +17,7 @@ from fp4kit.cuda.launch import requantize as kernels
 from fp4kit.cuda.launch.geometry import as_aligned
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
-from fp4kit.reference.requantize import may_keep_codes
+from fp4kit.reference.requantize import differing, may_keep_codes, may_use_powers, under_powers_of_two
 from fp4kit.types import ScaleLayout
 
 FLOAT32 = np.dtype(np.float32)
@@ -36,6 +36,12 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any, Any]:
 
 def _requantized(q: Quantized, target: Recipe, values: Any) -> tuple[Quantized, ScaleLayout]:
     """Return q quantized by the recipe `target`, and the layout of the new scales."""
+    if may_use_powers(q, target):
+        call = quantize_call("requantize", values, target, q.axis)
+        own, changed = quantize(call), None
+        if target.scale is not None:
+            changed = imports.cupy().moveaxis(differing(values, dequantize(own, FLOAT32)), q.axis, -1)
+        return replace(under_powers_of_two(call.moved, own, changed), dtype=q.dtype), "linear"
     if not may_keep_codes(q, target):
         call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout))
         return replace(quantize(call), dtype=q.dtype), q.scale_layout
@@ -50,5 +56,5 @@ def _requantized(q: Quantized, target: Recipe, values: Any) -> tuple[Quantized, 
 
 
 def _layout_changed(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Return scales copied from layout `source` to `target`, or the scales themselves if the layouts are equal."""
-    return scales if source == target else swizzle(scales, source, target, shape)
+    """Return scales copied from layout `source` to `target`; unchanged if they are equal, or there are no scales."""
+    return scales if scales is None or source == target else swizzle(scales, source, target, shape)
