@@ -810,7 +810,10 @@ def _print_losses(out: Output, report: ConversionReport) -> None:
     Print nothing if nothing was lost. At most five doubts about scales are printed; the rest are only counted.
     """
     again = [name for name in report.inexact if name not in report.changes]
-    total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + len(again)
+    rescaled = report.actions.get("rescale", 0)
+    total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + rescaled + len(again)
+    if rescaled and not report.changes:
+        out.line(f"all values of {rescaled} layers are unchanged: their new scales are powers of two")
     if again:
         out.line(
             f"{len(again)} of {total} layers could not keep their codes, because the new format cannot hold their"
@@ -826,7 +829,7 @@ def _print_losses(out: Output, report: ConversionReport) -> None:
         )
         out.line(
             f"{len(report.changes)} of {total} layers have blocks whose scales the new format cannot hold;"
-            " only these blocks have new codes"
+            f" only {'the values of these blocks were rounded' if rescaled else 'these blocks have new codes'}"
         )
     for doubt in report.doubts[:_MOST_DOUBTS]:
         out.line(f"warning: {doubt}")

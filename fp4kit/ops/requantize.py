@@ -60,13 +60,13 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     If max(k) - min(k) <= 17, no block is out of range, and the conversion is exact, except that a recipe that decodes
     -0 to +0 changes the sign of zeros.
 
-    To FP8 and MXFP8, from an MX format or FP8: let 2^m be the smallest power of two under which the largest magnitude
-    of a block of the target does not exceed its element format. A block (such as 128x128 values, a row, or the whole
-    array) is exact if that format holds v / 2^m for every value v of the block, subnormal numbers included. Such a
-    block gets these codes and the scale 2^m. This is so for MXFP4 in E4M3 if the exponents k of the blocks with a
-    nonzero code differ by at most 14 within the block. For differences of 15 to 20, the codes decide. Each block of 32
-    alone is always exact, so MXFP4 to MXFP8 in blocks of 1x32 is. All other blocks get the codes and scales of the
-    recipe, as below; so do MXFP8 blocks that the recipe quantizes without any change.
+    To FP8 and MXFP8, from an MX format or FP8, a block (such as 128x128 values, a row, or the whole array) gets the
+    smallest power of two 2^m as its scale under which its largest magnitude does not exceed the element format. A value
+    v is exact if that format holds v / 2^m, subnormal numbers included; all other values are rounded to nearest even.
+    MXFP4 in E4M3 is exact if the exponents k of the blocks with a nonzero code differ by at most 14 within a block of
+    the target. For differences of 15 to 20, the codes decide. Each block of 32 alone is exact, so MXFP4 to MXFP8 in
+    blocks of 1x32 is. Two kinds of blocks get the codes and scales of the recipe, as below: those with infinities, NaN
+    or values of more significant bits than the element, and MXFP8 blocks that the recipe quantizes without any change.
 
     In all other cases, the result is quantize(dequantize(q, np.float32), recipe); values are not rounded to q's dtype
     in between. These cases are:

@@ -2,7 +2,7 @@
 
 MXFP4 to NVFP4 keeps the element codes: the tensor scale is a power of two 2^m, and each block scale is the MXFP4 scale
 divided by 2^m. Blocks whose scale E4M3 cannot hold get new codes. To FP8 and MXFP8, a block is written under the scale
-2^m with which all its values are exact in the element format, if there is one (under_powers_of_two).
+2^m with which the most of its values are exact in the element format (under_powers_of_two).
 """
 
 from __future__ import annotations
@@ -143,8 +143,6 @@ def _kept_codes(q: Quantized) -> np.ndarray:
 
 # ---- powers of two as scales of FP8 and MXFP8 ----
 
-_TOP = 1 << 10  # above all exponents
-
 
 def may_use_powers(q: Quantized, target: Recipe) -> bool:
     """Return True if q's scales are, or may be, powers of two, and target has 8-bit floats whose scales can be.
@@ -164,13 +162,13 @@ def _is_fp8(element: Any) -> bool:
 
 
 class _Powers(NamedTuple):
-    """One power of two per block: its exponent, and whether all values of the block are exact under it."""
+    """One power of two per block: its exponent, and whether it is of use: see _powers_for."""
 
     exponent: Any
-    exact: Any
+    usable: Any
 
 
-def _in_blocks(array: Any, r: Recipe) -> Any:
+def in_blocks(array: Any, r: Recipe) -> Any:
     """Return an array (..., K) as (..., row blocks, rows, column blocks, columns), with zeros below the last rows.
 
     Without blocks, a block is a row, or the whole array if the recipe has one scale per tensor.
@@ -223,11 +221,13 @@ def _length_of(numbers: Any) -> Any:
 def _powers_for(values: Any, r: Recipe) -> _Powers:
     """Find the scale 2^m of each block: the smallest one with which the block's amax does not exceed the element.
 
-    All values v of a block are exact under it if v / 2^m needs no bit below the smallest subnormal number, and v has no
-    more significant bits than the element. No other power of two is better: a larger one loses lower bits. m is at
-    least -126: smaller float32 scales are subnormal, and some decoders read E8M0's code of 2^-127 as 0. For E2M1
-    values c * 2^k in E4M3, this is so if the k of the block's nonzero values differ by at most 14; the codes decide
-    for 15 to 20. m is 0 for a block of zeros.
+    2^m is usable if no value of the block is infinite or NaN, or has more significant bits than the element. A value v
+    is then exact unless v / 2^m needs a bit below the smallest subnormal number. No other power of two is exact for
+    more values: a larger one loses more low bits, and a smaller one the amax. m is 0 for a block of zeros, and at least
+    -126: smaller float32 scales are subnormal, and some decoders read E8M0's code of 2^-127 as 0.
+
+    E2M1 values c * 2^k are all exact in E4M3 if the k of the block's nonzero values differ by at most 14. For
+    differences of 15 to 20, the codes c decide.
 
     values: float32 (..., K).
     """
@@ -235,23 +235,20 @@ def _powers_for(values: Any, r: Recipe) -> _Powers:
     bits = xp.ascontiguousarray(values).view(np.int32) & 0x7FFFFFFF
     leading, last, _ = _bits_of(bits)
     unfit = (bits >= 0x7F800000) | ((leading - last > element.mantissa_bits) & (bits > 0))
-    below = xp.where(bits > 0, _TOP - last, 0)  # a maximum, to which zeros and rows of padding add nothing
-    axes = (-3, -1)
-    amax = _in_blocks(bits, r).max(axis=axes)
-    lowest = _TOP - _in_blocks(below, r).max(axis=axes)
+    amax = in_blocks(bits, r).max(axis=(-3, -1))
     top, _, fraction = _bits_of(amax)
     largest_fraction = int(element.max.view(np.int32)) & 0x7FFFFF
     smallest, largest = -126, 127 if r.scale is not None else 127 - element.emax  # the amax is finite
     m = xp.where(amax > 0, xp.maximum(top - element.emax + (fraction > largest_fraction), smallest), 0)
-    exact = ~_in_blocks(unfit, r).any(axis=axes) & (m <= largest)
-    exact &= m + int(np.log2(element.min_subnormal)) <= lowest
-    return _Powers(xp.minimum(xp.maximum(m, smallest), largest), exact)
+    usable = ~in_blocks(unfit, r).any(axis=(-3, -1)) & (m <= largest)
+    return _Powers(xp.minimum(m, largest), usable)
 
 
 def under_powers_of_two(values: Any, own: Quantized, changed: Any = None) -> Quantized:
-    """Return `own` with every block that is exact under a power of two written under that power.
+    """Return `own` with blocks written under powers of two where those are usable (_powers_for).
 
-    All other blocks keep the codes and scales of `own`. tensor_amax becomes the amax that gives the new scales.
+    Values that are not exact under them are rounded to nearest even. All other blocks keep the codes and scales of
+    `own`. tensor_amax becomes the amax that gives the new scales.
 
     values: the float32 values that `own` quantizes, with the quantized axis last.
     own: the values, quantized by the target, with linear scales.
@@ -259,37 +256,43 @@ def under_powers_of_two(values: Any, own: Quantized, changed: Any = None) -> Qua
         changed stay as they are.
     """
     r, xp = own.recipe, _namespace(values)
-    m, exact = _powers_for(values, r)
+    m, usable = _powers_for(values, r)
     if changed is not None:
-        exact &= _in_blocks(changed, r).any(axis=(-3, -1))
-    if xp is np and not exact.any():
+        usable &= in_blocks(changed, r).any(axis=(-3, -1))
+    if xp is np and not usable.any():
         return own
-    exact, m = _per_row(exact, values.shape, r), _per_row(m, values.shape, r)
+    usable, m = _per_row(usable, values.shape, r), _per_row(m, values.shape, r)
     shape = own.tensor_scale.shape if r.scale is None else own.block_scale.shape
-    exact, m = exact.reshape(shape), m.reshape(shape)
+    usable, m = usable.reshape(shape), m.reshape(shape)
     blocks = (*values.shape[:-1], -1, r.block_size) if r.block else values.shape
-    chosen, power = (a[..., None] if a.ndim else a for a in (exact, m))
+    chosen, power = (a[..., None] if a.ndim else a for a in (usable, m))
     codes = _codes_under(xp.ascontiguousarray(values).reshape(blocks), power, r.element)
     packed = xp.where(chosen, codes, own.packed.reshape(blocks)).reshape(own.packed.shape)
     if r.scale is not None:
         return replace(
-            own, packed=packed, block_scale=xp.where(exact, (m + E8M0.bias).astype(np.uint8), own.block_scale)
+            own, packed=packed, block_scale=xp.where(usable, (m + E8M0.bias).astype(np.uint8), own.block_scale)
         )
     scale = ((m + 127) << 23).astype(np.int32).view(np.float32)
     amax = own.tensor_amax
     if amax is not None:
-        amax = xp.where(exact, scale * r.element.max, amax)
-    return replace(own, packed=packed, tensor_scale=xp.where(exact, scale, own.tensor_scale), tensor_amax=amax)
+        amax = xp.where(usable, scale * r.element.max, amax)
+    return replace(own, packed=packed, tensor_scale=xp.where(usable, scale, own.tensor_scale), tensor_amax=amax)
 
 
 def _codes_under(values: Any, m: Any, element: ElementFormat) -> Any:
-    """Return the uint8 codes of values / 2^m. Where a quotient is no value of the element, the code has no meaning."""
+    """Return the uint8 codes of values / 2^m, rounded to nearest even below the smallest normal number of the element.
+
+    The code has no meaning for a value that is too large, or that has more significant bits than the element.
+    """
     xp = _namespace(values)
     bits = values.view(np.int32)
     leading, _, fraction = _bits_of(bits & 0x7FFFFFFF)
     width, exponent = element.mantissa_bits, leading - m + element.bias
     mantissa = fraction >> (23 - width)
-    subnormal = ((1 << width) | mantissa) >> xp.minimum(xp.maximum(1 - exponent, 0), 31)
+    significand, shift = (1 << width) | mantissa, xp.minimum(xp.maximum(1 - exponent, 0), width + 2)
+    lost = significand & ((1 << shift) - 1)
+    kept, half = significand >> shift, (1 << shift) >> 1
+    subnormal = kept + ((lost > half) | ((lost == half) & (half > 0) & ((kept & 1) > 0)))
     codes = xp.where(exponent > 0, (exponent << width) | mantissa, subnormal)
     codes = xp.where(bits & 0x7FFFFFFF, codes & 0x7F, 0) | xp.where(bits < 0, element.sign_bit, 0)
     return codes.astype(np.uint8)

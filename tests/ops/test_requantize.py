@@ -301,10 +301,10 @@ def test_every_pair_of_codes_and_every_span_of_exponents(target) -> None:
         q = Quantized.from_parts(fp4kit.pack(codes), scales, recipe="mxfp4-ocp", dtype=np.float32)
         values, new = fp4kit.dequantize(q), fp4kit.requantize(q, target).quantized
         after = fp4kit.dequantize(new)
+        assert np.all(np.frexp(new.tensor_scale)[0] == 0.5)
         step = len(values) // len(pairs)
         exact = [np.array_equal(values[i : i + step], after[i : i + step]) for i in range(0, len(values), step)]
         assert exact == [_fits(values[i], E4M3) for i in range(0, len(values), step)]
-        assert np.all(np.frexp(new.tensor_scale[::step][exact])[0] == 0.5)
         always += [span] * all(exact)
         never += [span] * (not any(exact))
     assert always == [n for n in spans if n <= 14] and never == [n for n in spans if n > 20]
@@ -337,7 +337,9 @@ def test_every_exponent_and_code_is_exact_in_fp8(target) -> None:
 @together("seed", range(8))
 @together("target", [*(n for n in FLOAT8 if n.startswith("fp8")), "mxfp8-te-2d", "mxfp8-deepgemm", "mxfp8-te-e5m2"])
 def test_blocks_are_exact_wherever_a_power_of_two_makes_them_so(target, seed) -> None:
-    """All axes, stacks, row counts and layouts; blocks that cannot be exact are those that the recipe quantizes."""
+    """All axes, stacks, row counts and layouts. Blocks that cannot be exact are rounded under the same power of two,
+    or are those of the recipe if the element has too few significant bits.
+    """
     rng, r = np.random.default_rng(seed), RECIPES[target]
     shape, axis = [((256, 128), 1), ((3, 64, 128), 2), ((128, 200), 0), ((1, 256), 1)][seed % 4]
     moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
@@ -369,7 +371,11 @@ def test_blocks_are_exact_wherever_a_power_of_two_makes_them_so(target, seed) ->
     for box in boxes:
         same = np.array_equal(before[box].view(np.uint32), after[box].view(np.uint32))
         assert same or not _fits(before[box], r.element)
-        assert same or np.array_equal(after[box], own[box])
+        if not same and not (r.element == E5M2 and source == "mxfp8-te"):
+            m = np.ceil(np.log2(np.abs(before[box]).max() / r.element.max))
+            dtype = ml_dtypes.float8_e5m2 if r.element == E5M2 else ml_dtypes.float8_e4m3fn
+            assert np.array_equal(after[box], (before[box] / 2.0**m).astype(dtype).astype(np.float64) * 2.0**m)
+        assert same or r.element != E5M2 or source != "mxfp8-te" or np.array_equal(after[box], own[box])
 
 
 def test_mxfp4_in_fp8_blocks_with_scales_of_two() -> None:
@@ -382,4 +388,4 @@ def test_mxfp4_in_fp8_blocks_with_scales_of_two() -> None:
     x[200, 70] *= 1e-9
     x[200, 64:96] *= np.arange(32) == 6
     wide = fp4kit.requantize(fp4kit.quantize(x, "mxfp4-compressed-tensors"), "fp8-deepgemm-block")
-    assert not wide.exact and wide.changed < 128 * 128
+    assert not wide.exact and wide.changed == 1

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.checkpoint.containers.container import ROTATION, TAG, VALUES
-from fp4kit.checkpoint.convert import fp8_to_mxfp8, mxfp4_to_nvfp4, quantize_rows, rename
+from fp4kit.checkpoint.convert import fp8_to_mxfp8, mxfp4_to_nvfp4, powers_of_two, quantize_rows, rename
 from fp4kit.checkpoint.model.doubtful_codes import doubt_of
 from fp4kit.checkpoint.model.slabs import (
     Readers,
@@ -38,6 +38,7 @@ from fp4kit.checkpoint.plan.job import (
     QUANTIZE,
     RENAME,
     REQUANTIZE,
+    RESCALE,
     Changes,
     Done,
     Job,
@@ -177,7 +178,7 @@ class Made(NamedTuple):
 def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
     """Convert the weight of a job, write the bytes of the result to ``output``, and return what was done.
 
-    The actions "cast" and "carry" keep the codes. In two cases, the weight is requantized instead:
+    The actions "cast" and "carry" keep the codes, and "rescale" the values. The weight is requantized in two cases:
 
     - The new format cannot hold the scales. A cast to NVFP4 is an exception: if its tensor scale is usable, only blocks
       out of range get new codes.
@@ -201,6 +202,8 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
         fp8_to_mxfp8.write(job, readers, output)
     elif action == CAST and shared is not None and values_are_kept and _is_castable(job, shared):
         changes = mxfp4_to_nvfp4.write(job, readers, output, shared.high)
+    elif action == RESCALE and values_are_kept:
+        changes = powers_of_two.write(job, readers, output)
     else:
         action = REQUANTIZE if action != QUANTIZE else action
         assert shared is not None

@@ -8,6 +8,7 @@ Actions, the values of Job.action:
   rename: keep codes and scales. Only their names, their layout or the direction of the tensor scale change.
   cast: convert MXFP4 to NVFP4. Codes are kept, except in blocks whose scales NVFP4 cannot hold.
   carry: convert FP8 with 128x128 scales to MXFP8. Codes are kept, which needs scales that are powers of two.
+  rescale: convert MXFP4 or MXFP8 to FP8 or MXFP8. Values are kept where powers of two as scales allow it.
   requantize: decode, then quantize.
   dequantize: decode to unquantized values.
 """
@@ -26,18 +27,20 @@ from fp4kit.checkpoint.plan.imatrix import ChannelWeights
 from fp4kit.recipes import Recipe
 
 NONFINITE = ("error", "keep", "saturate")
-COPY, QUANTIZE, RENAME, CAST, CARRY, REQUANTIZE, DEQUANTIZE = (
+COPY, QUANTIZE, RENAME, CAST, CARRY, RESCALE, REQUANTIZE, DEQUANTIZE = (
     "copy",
     "quantize",
     "rename",
     "cast",
     "carry",
+    "rescale",
     "requantize",
     "dequantize",
 )
 # Actions that may compute new codes. A search of block scales applies to these actions only.
 SEARCHED = (QUANTIZE, REQUANTIZE, CAST)
 DEVICE_SLAB_BYTES = 32 << 20  # bytes of source elements per slab that is sent to a GPU
+_RESCALED = {(have, form) for have in ("mxfp4", "mxfp8") for form in ("fp8", "fp8 rows")} | {("mxfp4", "mxfp8")}
 Tick = Callable[[int], None]  # reports progress: called after each read with the number of bytes read
 
 
@@ -76,7 +79,8 @@ def action_of(weight: Weight, form: Container | None) -> str:
        16 bits, ``form`` must round them too.
     5. MXFP4 is cast to NVFP4 if ``form`` has a tensor scale, otherwise requantized.
     6. FP8 with 128x128 blocks is carried to MXFP8.
-    7. Any other weight is requantized.
+    7. MXFP4 and MXFP8 are rescaled to MXFP8 and to FP8, unless that has one scale per layer.
+    8. Any other weight is requantized.
 
     Args:
         weight: the weight to convert.
@@ -93,7 +97,9 @@ def action_of(weight: Weight, form: Container | None) -> str:
         return RENAME
     if (have.kind, form.kind) == ("mxfp4", "nvfp4"):  # only a tensor scale brings exponents into the range of E4M3
         return CAST if form.has_tensor_scale else REQUANTIZE
-    return CARRY if (have.kind, form.kind) == ("fp8", "mxfp8") else REQUANTIZE
+    if (have.kind, form.kind) == ("fp8", "mxfp8"):
+        return CARRY
+    return RESCALE if (have.kind, form.kind) in _RESCALED else REQUANTIZE
 
 
 def is_rounded(weight: Weight) -> bool:
@@ -130,7 +136,8 @@ class Job:
 
     Attributes:
         key: identifies the job within a run and in the journal, which records finished jobs.
-        action: what to do: "copy", "quantize", "rename", "cast", "carry", "requantize" or "dequantize".
+        action: what to do: "copy", "quantize", "rename", "cast", "carry", "rescale", "requantize" or
+            "dequantize".
         source: the weight to read; for "copy", the tensor to read.
         targets: where to write each part of the output (codes, scales, ...).
         expert: the index of the matrix to read; 0 for a single layer.
@@ -221,13 +228,13 @@ class Job:
     def is_measured(self) -> bool:
         """True if the job reads its source twice. The first pass finds the amax, scale exponents, NaN and infinity.
 
-        - For quantize, cast, carry and requantize: True.
+        - For quantize, cast, carry, rescale and requantize: True.
         - For dequantize: True unless ``nonfinite`` is "keep".
         - For rename: True if ``nonfinite`` is "error".
         - For copy: False.
         """
         checked = {DEQUANTIZE: self.nonfinite != "keep", RENAME: self.nonfinite == "error"}
-        return self.action in (QUANTIZE, CAST, CARRY, REQUANTIZE) or checked.get(self.action, False)
+        return self.action in (QUANTIZE, CAST, CARRY, RESCALE, REQUANTIZE) or checked.get(self.action, False)
 
 
 class Measured(NamedTuple):
@@ -257,10 +264,11 @@ class Measured(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """The numbers of blocks and values that a cast from MXFP4 to NVFP4 changed.
+    """The numbers of blocks and values that a cast to NVFP4 or a rescaling to FP8 changed.
 
     Attributes:
-        blocks: the number of MXFP4 blocks (32 values each) that got new codes, because NVFP4 cannot hold their scales.
+        blocks: the number of blocks that the recipe quantized again: MXFP4 blocks of 32 values whose scales NVFP4
+            cannot hold, or blocks of the new format that are not exact.
         values: the number of values that changed in these blocks.
         largest_error: the largest |new - old| of these values; 0 if none changed.
     """
@@ -287,7 +295,7 @@ class Done(NamedTuple):
         action: the action that was taken. It may differ from ``Job.action``: a cast may become a requantization.
         replaced: the number of NaN and infinite values that were replaced.
         losses: the fields of scale_search.Losses; zeros if the job searched no block scales.
-        changes: the fields of Changes; zeros if the action was not "cast".
+        changes: the fields of Changes; zeros if the action was neither "cast" nor "rescale".
     """
 
     key: str

@@ -17,7 +17,7 @@ from fp4kit.checkpoint.containers.container import (
     INPUT_SCALE,
     Container,
 )
-from fp4kit.checkpoint.convert import fp8_to_mxfp8
+from fp4kit.checkpoint.convert import fp8_to_mxfp8, powers_of_two
 from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.items import IGNORED, Item
 from fp4kit.checkpoint.model.layers import Piece, layer_names
@@ -26,7 +26,7 @@ from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.weights import Q8_0, Weight, part_names
 from fp4kit.checkpoint.plan import gguf, input_rotation, kv_cache, layer_checks
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
-from fp4kit.checkpoint.plan.job import CARRY, QUANTIZE, RENAME, REQUANTIZE, action_of, target_of
+from fp4kit.checkpoint.plan.job import CARRY, QUANTIZE, RENAME, REQUANTIZE, RESCALE, action_of, target_of
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, split_layers
 from fp4kit.checkpoint.plan.mixture import LayerQuantization
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
@@ -123,6 +123,10 @@ class PlanFacts:
         carried = [self.selected[tensor] for tensor, action in self.actions.items() if action == CARRY]
         if carried and not request.requantize:
             fp8_to_mxfp8.check(carried)
+        if not request.requantize:
+            rescaled = [self.selected[tensor] for tensor, action in self.actions.items() if action == RESCALE]
+            choices = [self.mixture.of(weight.name) for weight in rescaled]
+            powers_of_two.check((w, _written(one), one.recipe) for w, one in zip(rescaled, choices, strict=True))
 
     def _decisions(self) -> dict[str, Decision]:
         """Decide for each tensor whether to convert it, and return the decisions by tensor name.

@@ -42,6 +42,7 @@ from fp4kit.checkpoint.plan.job import (
     QUANTIZE,
     RENAME,
     REQUANTIZE,
+    RESCALE,
     SEARCHED,
     is_rounded,
     target_of,
@@ -56,6 +57,7 @@ _WORDS = {
     RENAME: "same codes",
     CAST: "same codes where exponents allow",
     CARRY: "same codes where scales are powers of two",
+    RESCALE: "same values where powers of two as scales allow it",
     REQUANTIZE: "decoded and quantized again",
     DEQUANTIZE: "decoded",
 }

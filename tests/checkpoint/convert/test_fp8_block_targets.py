@@ -206,3 +206,90 @@ def test_scales_that_no_engine_can_use(tmp_path: Path) -> None:
     synthetic.write_model(tmp_path / "inf", CONFIG, {"mlp.down_proj.weight": x})
     with refused("1 of 16384 values are NaN or infinite"):
         convert(tmp_path / "inf", tmp_path / "z", RECIPES[0], format="fp8")
+
+
+# ---- MXFP4 and MXFP8 sources, whose values stay where powers of two as scales allow it ----
+
+SOURCES = {  # (format, recipe) of the quantized source
+    "compressed-tensors": "mxfp4-compressed-tensors",
+    "mlx": "mxfp4-mlx-cpu",
+}
+TARGETS = [  # (recipe, format)
+    *((recipe, format) for recipe in RECIPES for format in FORMATS),
+    ("fp8-modelopt-channel", "modelopt"),
+    ("mxfp8-te", "modelopt"),
+    ("mxfp8-compressed-tensors", "compressed-tensors"),
+]
+
+
+@pytest.fixture(scope="module")
+def wide(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a copy of the model with a block of 32 in one layer whose exponent is 30 below its neighbours'."""
+    root = tmp_path_factory.mktemp("wide") / "m"
+    tensors = oracle.arrays(load(model))
+    up = tensors[f"{LAYER}.mlp.up_proj.weight"] = tensors[f"{LAYER}.mlp.up_proj.weight"].copy()
+    up[5, 64:96] = 2.0**-40
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    synthetic.write_model(root, CONFIG, tensors)
+    return root
+
+
+def decoded(path: Path, out: Path) -> dict[str, bytes]:
+    convert(path, out, format="bf16")
+    return {name: stored[2] for name, stored in load(out).items()}
+
+
+@pytest.mark.parametrize("source", ["compressed-tensors", pytest.param("mlx", marks=pytest.mark.exhaustive)])
+def test_mxfp4_to_8_bits_keeps_every_value(source: str, model: Path, tmp_path: Path, capsys: Any) -> None:
+    convert(model, tmp_path / "mx", SOURCES[source], format=source)
+    expected = decoded(tmp_path / "mx", tmp_path / "mx-bf16")
+    for i, (recipe, format) in enumerate(TARGETS):
+        out = tmp_path / f"out{i}"
+        assert main(["convert", str(tmp_path / "mx"), str(out), "--recipe", recipe, "--format", format]) == 0
+        layers = len(SHAPES) + (fp4kit.recipe(recipe).block_size < 128)  # K = 96 of one layer is no multiple of 128
+        assert f"all values of {layers} layers are unchanged" in capsys.readouterr().out, (recipe, format)
+        assert decoded(out, tmp_path / f"bf16-{i}") == expected, (recipe, format)
+        assert verify(out, tmp_path / "mx").clean
+        if recipe in RECIPES:
+            scales = [stored for name, stored in load(out).items() if name.endswith(FORMATS[format])]
+            assert all(np.all(np.frexp(np.frombuffer(raw, "<f4"))[0] == 0.5) for _, _, raw in scales)
+
+
+def test_blocks_that_no_power_of_two_holds(wide: Path, tmp_path: Path, capsys: Any) -> None:
+    """The refusal counts values and blocks before anything is written; --requantize rounds these values alone."""
+    convert(wide, tmp_path / "mx", "mxfp4-compressed-tensors")
+    arguments = ["convert", str(tmp_path / "mx"), str(tmp_path / "out"), "--recipe", RECIPES[0], "--format", "fp8"]
+    for extra in ([], ["--dry-run"]):
+        assert main([*arguments, *extra]) == 2
+        error = capsys.readouterr().err
+        assert "mlp.up_proj.weight_packed: 32 values in 1 of 4 blocks of 128x128 would change, because" in error
+        assert "use --requantize" in error and not (tmp_path / "out").exists()
+    for recipe, format in (("fp8-modelopt-channel", "modelopt"), ("mxfp8-te", "modelopt")):
+        if recipe == "mxfp8-te":
+            assert main([*arguments[:2], str(tmp_path / "mx8"), "--recipe", recipe, "--format", format]) == 0
+        else:
+            with refused("32 values in 1 of 256 rows would change"):
+                convert(tmp_path / "mx", tmp_path / "out", recipe, format=format)
+    report = convert(tmp_path / "mx", tmp_path / "out", RECIPES[0], format="fp8", requantize=True)
+    name = f"{LAYER}.mlp.up_proj"
+    assert report.actions["rescale"] == len(SHAPES) and report.inexact == (name,)
+    assert report.changes[name][:2] == (1, 32)
+    before, after = decoded(tmp_path / "mx", tmp_path / "a"), decoded(tmp_path / "out", tmp_path / "b")
+    a, b = (np.frombuffer(one[f"{name}.weight"], BF16).reshape(256, 256) for one in (before, after))
+    assert np.count_nonzero(a != b) == 32 and np.all(a[5, 64:96] != b[5, 64:96])
+    assert {**before, f"{name}.weight": b""} == {**after, f"{name}.weight": b""}
+    assert verify(tmp_path / "out", tmp_path / "mx").clean
+
+
+def test_mxfp8_to_fp8(model: Path, tmp_path: Path) -> None:
+    """MXFP8 in FP8 blocks is refused where values change; --requantize changes only those below E4M3's range."""
+    convert(model, tmp_path / "mx8", "mxfp8-te", format="modelopt")
+    with refused("values in"):
+        convert(tmp_path / "mx8", tmp_path / "no", RECIPES[0], format="fp8")
+    report = convert(tmp_path / "mx8", tmp_path / "out", RECIPES[0], format="fp8", requantize=True)
+    changed = sum(changes.values for changes in report.changes.values())
+    before, after = decoded(tmp_path / "mx8", tmp_path / "a"), decoded(tmp_path / "out", tmp_path / "b")
+    pairs = [(np.frombuffer(before[name], BF16), np.frombuffer(after[name], BF16)) for name in after]
+    differ = sum(int(np.count_nonzero(a != b)) for a, b in pairs)
+    assert 0 < differ <= changed < 0.01 * sum(a.size for a, _ in pairs)
+    assert verify(tmp_path / "out", tmp_path / "mx8").clean
