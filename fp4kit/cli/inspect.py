@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from fp4kit.checkpoint.model.declarations import with_declaration
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, quantization_summary
-from fp4kit.checkpoint.model.items import CARRIED, REFUSED, UNDERSTOOD, Item
+from fp4kit.checkpoint.model.items import CARRIED, DOUBTFUL, REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.plan.layer_checks import all_doubts
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
@@ -109,7 +109,7 @@ def _print_items(out: Output, items: Iterable[Item]) -> None:
     names: dict[tuple[str, str, str], list[str]] = {}
     for item in items:
         names.setdefault((item.group, item.place, item.why), []).append(item.name)
-    order = (REFUSED, UNDERSTOOD, CARRIED)
+    order = (REFUSED, DOUBTFUL, UNDERSTOOD, CARRIED)
     rows = [
         (group, place, _brief(found), shown(why))
         for (group, place, why), found in sorted(names.items(), key=lambda pair: order.index(pair[0][0]))

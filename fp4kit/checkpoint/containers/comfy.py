@@ -15,20 +15,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fp4kit.checkpoint.containers.container import Container
-from fp4kit.checkpoint.containers.table import COMFY_MXFP8, COMFY_NVFP4
+from fp4kit.checkpoint.containers.table import COMFY_E5M2, COMFY_FP8, COMFY_MXFP8, COMFY_NVFP4
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.errors import CheckpointError, shown
 
 FORMAT, ENGINE = COMFY_NVFP4.format, "ComfyUI"
-FORMS = (COMFY_NVFP4, COMFY_MXFP8)
-_ROWS = {"nvfp4": 16, "mxfp8": 32}  # kind -> ComfyUI pads the number of rows of a layer to a multiple of this
+FORMS = (COMFY_NVFP4, COMFY_MXFP8, COMFY_FP8, COMFY_E5M2)
+# kind -> ComfyUI pads the number of rows of a layer to a multiple of this
+_ROWS = {"nvfp4": 16, "mxfp8": 32, "fp8 tensor": 1}
 
 
 def form_for(recipe: Recipe) -> Container:
-    """Return the container in which ComfyUI stores a recipe's codes and scales: COMFY_NVFP4 or COMFY_MXFP8.
+    """Return the container in FORMS in which ComfyUI stores a recipe's codes and scales.
 
     Raises:
-        CheckpointError: if neither can store them.
+        CheckpointError: if none can store them.
     """
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
@@ -49,6 +50,17 @@ def check(form: Container, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """
     for name, text in troubles({name: (form, shape) for name, shape in shapes.items()}):
         raise CheckpointError(f"{shown(name)}: {text}; leave it out with --keep")
+
+
+def wrong_dtypes(scales: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield (tensor name, fault as text) for each tensor scale or input scale that is not F32, as ComfyUI needs it.
+
+    Args:
+        scales: tensor name -> safetensors dtype, for the tensor scales and the input scales.
+    """
+    for name, dtype in scales.items():
+        if dtype != "F32":
+            yield name, f"is {dtype}; {ENGINE} needs F32; fp4kit convert --format {FORMAT} writes it"
 
 
 def troubles(layers: Mapping[str, tuple[Container, tuple[int, ...]]]) -> Iterator[tuple[str, str]]:

@@ -67,7 +67,8 @@ class Container:
     Attributes:
         name: the container's unique name, as in the table at the head of table.py.
         format: the value of ``--format`` with which fp4kit writes this container; "" if fp4kit only reads it.
-        kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (square blocks of several rows), "fp8 rows" or "fp8 tensor".
+        kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (square blocks of several rows), "fp8 rows" or "fp8 tensor"; for
+            integers "int8 rows" or "int8 tensor".
         element: the element format of the codes.
         scale: the element format of the block scales; None for float32 scales.
         block: (rows, columns) that share one block scale. 0 columns stand for a whole row.
@@ -183,6 +184,16 @@ class Container:
         return bool(self.stack)
 
     @property
+    def is_cast(self) -> bool:
+        """True if a layer is its codes alone, which are the values."""
+        return set(self.suffixes) == {CODES} and not self.in_blocks
+
+    @property
+    def tag_format(self) -> str:
+        """The name of a layer's format in ComfyUI's tag, such as "nvfp4"."""
+        return self.name.removeprefix("comfy ").partition(" ")[0]
+
+    @property
     def has_tensor_scale(self) -> bool:
         """True if a float32 tensor scale is stored."""
         return TENSOR_SCALE in self.suffixes
@@ -244,7 +255,7 @@ class Container:
 
         An example is ``{"format": "nvfp4", "orig_shape": [256, 512]}``, as bytes.
         """
-        return json.dumps({"format": self.name.removeprefix("comfy "), "orig_shape": list(shape)}).encode()
+        return json.dumps({"format": self.tag_format, "orig_shape": list(shape)}).encode()
 
     @property
     def slab_rows(self) -> int:

@@ -34,7 +34,11 @@ element 2j of a row is in the low nibble and element 2j + 1 in the high nibble:
 | METHOD FP8 per row                      | P.weight F8_E4M3 [N, K]     | P.weight_scale [N, 1]  |                               |
 | METHOD FP8 128x128                      | P.weight F8_E4M3 [N, K]     | P.weight_scale         |                               |
 | comfy nvfp4                             | P.weight U8 [N, K/2], high nibble first | P.weight_scale F8_E4M3, swizzled | P.weight_scale_2  |
-| comfy mxfp8, comfy float8_e4m3fn        | P.weight F8_E4M3 [N, K]     | P.weight_scale, swizzled | P.weight_scale (float8)     |
+| comfy mxfp8                             | P.weight F8_E4M3 [N, K]     | P.weight_scale, swizzled |                             |
+| comfy float8_e4m3fn, float8_e5m2, int8_tensorwise | P.weight F8_E4M3, F8_E5M2, I8 |                | P.weight_scale []             |
+| comfy int8_tensorwise per row           | P.weight I8 [N, K]          | P.weight_scale [N]     |                               |
+| comfy scaled_fp8, scaled_fp8 e5m2       | P.weight F8_E4M3, F8_E5M2   |                        | P.scale_weight []             |
+| cast to float8_e4m3fn, float8_e5m2      | P.weight F8_E4M3, F8_E5M2; codes are the values                                      |
 | torchao NVFP4, MXFP4, MXFP8             | P._weight_qdata             | P._weight_scale, swizzled | P._weight_per_tensor_scale |
 | gguf MXFP4                              | P.weight MXFP4 [N, K]       | in its blocks          |                               |
 | gguf NVFP4, gguf NVFP4 scaled           | P.weight NVFP4 [N, K]       | in its blocks          | P.scale F32 [1]               |
@@ -70,7 +74,7 @@ from fp4kit.checkpoint.containers.container import (
     TENSOR_SCALE,
     Container,
 )
-from fp4kit.formats import E2M1, E4M3, E8M0, NVFP4, ElementFormat
+from fp4kit.formats import E2M1, E4M3, E5M2, E8M0, INT8, NVFP4, ElementFormat
 from fp4kit.layouts import GGUF_BLOCKS
 
 _Pair = tuple[str, str]
@@ -307,7 +311,23 @@ def _comfy(like: Container, name: str, format: str = "comfy", **more: Any) -> Co
 COMFY_NVFP4 = _comfy(MODELOPT_NVFP4, "nvfp4", high_first=True)
 COMFY_AWQ = _comfy(MODELOPT_AWQ, "nvfp4 with pre_quant_scale", "", high_first=True)
 COMFY_MXFP8 = _comfy(MODELOPT_MXFP8, "mxfp8")
-COMFY_FP8 = _comfy(MODELOPT_FP8, "float8_e4m3fn", "")
+COMFY_FP8 = _comfy(MODELOPT_FP8, "float8_e4m3fn")
+COMFY_E5M2 = _comfy(MODELOPT_FP8, "float8_e5m2", element=E5M2, codes_dtype="F8_E5M2")
+_INT8: dict[str, Any] = {"format": "", "element": INT8, "codes_dtype": "I8"}
+COMFY_INT8 = _comfy(MODELOPT_FP8, "int8_tensorwise", kind="int8 tensor", **_INT8)
+COMFY_INT8_ROWS = _comfy(MODELOPT_FP8_ROWS, "int8_tensorwise per row", kind="int8 rows", **_INT8)
+# The older spelling of FP8 in ComfyUI, without tags.
+COMFY_OLD = replace(
+    MODELOPT_FP8,
+    name="comfy scaled_fp8",
+    format="",
+    suffixes={CODES: ".weight", TENSOR_SCALE: ".scale_weight", INPUT_SCALE: ".scale_input"},
+    method="",
+)
+COMFY_OLD_E5M2 = replace(COMFY_OLD, name="comfy scaled_fp8 e5m2", element=E5M2, codes_dtype="F8_E5M2")
+# Weights that were cast to FP8, so that the codes are the values.
+CAST_E4M3 = replace(COMFY_OLD, name="cast to float8_e4m3fn", suffixes={CODES: ".weight"})
+CAST_E5M2 = replace(COMFY_OLD_E5M2, name="cast to float8_e5m2", suffixes={CODES: ".weight"})
 
 
 def _torchao(name: str, like: Container, tensor_scale: bool = False) -> Container:
@@ -397,6 +417,11 @@ CONTAINERS = (
     COMFY_NVFP4,
     COMFY_MXFP8,
     COMFY_FP8,
+    COMFY_E5M2,
+    COMFY_INT8,
+    COMFY_INT8_ROWS,
+    COMFY_OLD,
+    COMFY_OLD_E5M2,
     *SVDQUANT,
     MODELOPT_AWQ,
     MODELOPT_NVFP4,
@@ -429,6 +454,8 @@ CONTAINERS = (
     GGUF_MXFP4,
     GGUF_SCALED,
     GGUF_NVFP4,
+    CAST_E4M3,
+    CAST_E5M2,
 )
 
 

@@ -20,7 +20,7 @@ from fp4kit.checkpoint.identify.calibrated import LEAST_DB
 from fp4kit.checkpoint.identify.diagnose import Diagnosis
 from fp4kit.checkpoint.identify.hypotheses import CHUNK
 from fp4kit.checkpoint.model.statistics import sqnr_db
-from fp4kit.formats import E4M3
+from fp4kit.formats import E4M3, ElementFormat
 from fp4kit.ops.identify import either
 from fp4kit.ops.quantize import quantize
 from fp4kit.recipes import RECIPES, Recipe
@@ -37,17 +37,22 @@ class Fp8Layer:
     scales: float32 multipliers on decode, of shape (1, 1), (N, 1), or (ceil(N / side), ceil(K / side)).
     scaling: "tensor", "row" or "block" (square), which determines the shape of ``scales``.
     side: the number of rows and columns of a block.
+    element: the format of the codes.
+    is_cast: True if the file has no scales, so that the codes are the values.
     """
 
     codes: np.ndarray
     scales: np.ndarray
     scaling: str
     side: int = 128
+    element: ElementFormat = E4M3
+    is_cast: bool = False
 
     @property
     def name(self) -> str:
         """The words for the layer's format, such as "FP8 per row"."""
-        return f"FP8 per {f'{self.side}x{self.side} block' if self.scaling == 'block' else self.scaling}"
+        words = {"E4M3": "FP8", "E5M2": "FP8 E5M2"}.get(self.element.name, self.element.name)
+        return f"{words} per {f'{self.side}x{self.side} block' if self.scaling == 'block' else self.scaling}"
 
     def amaxes(self, x: np.ndarray) -> np.ndarray:
         """Return, for each scale, the amax of the elements of ``x`` (N, K) that share this scale.
@@ -90,7 +95,7 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
     amaxes: amaxes of groups of layers that may share the layer's scale, besides its own amax.
     """
     total = layer.codes.size + layer.scales.size
-    name = layer.name
+    name, most = layer.name, float(layer.element.max)
     if layer.codes.shape != x.shape:
         return _unexplained(
             f"nothing explains these bytes: {name}, codes have shape {layer.codes.shape}; the source has shape"
@@ -104,14 +109,19 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
     found = _quotients(layer, x)
     equal_codes = max(found.values())
     quotients = [dtype for dtype, equal in found.items() if equal == layer.codes.size]
-    rules = tuple(_rule(name, scales, quotient) for scales in dtypes for quotient in quotients)
+    rules = tuple(_rule(name, most, scales, quotient) for scales in dtypes for quotient in quotients)
     if recipes or rules:
         sentence = f"{either(recipes)} made these bytes" if recipes else f"{either(rules)}; no recipe has this rule"
         first = recipes[0] if recipes else None
         return Diagnosis(first, None, layer.codes.size, layer.scales.size, total, sentence, recipes, rules=rules)
+    if quotients and layer.is_cast:
+        text = f"a cast to {layer.element.name} without scales"
+        return Diagnosis(None, None, layer.codes.size, 0, layer.codes.size, text, (), rules=(text,))
     if quotients:
-        text = f"{name} under given scales, which are not amax / 448; codes nearest to the quotient in {quotients[0]}"
-        cause = f"{name} under given scales: codes are nearest, and scales are not amax / 448"
+        text = (
+            f"{name} under given scales, which are not amax / {most:g}; codes nearest to the quotient in {quotients[0]}"
+        )
+        cause = f"{name} under given scales: codes are nearest, and scales are not amax / {most:g}"
         method = "given scales" if _has_signal(layer, x) else None
         return Diagnosis(None, None, equal_codes, equal_scales, total, text, searched=True, cause=cause, method=method)
     if _are_reciprocals(layer, x):
@@ -142,20 +152,21 @@ def _are_reciprocals(layer: Fp8Layer, x: np.ndarray) -> bool:
 def _has_signal(layer: Fp8Layer, x: np.ndarray) -> bool:
     """Return whether the decoded values have a signal-to-noise ratio of at least 12 dB, with x as the signal."""
     with np.errstate(all="ignore"):
-        values = E4M3.values[layer.codes] * layer.spread(layer.scales)
+        values = layer.element.values[layer.codes] * layer.spread(layer.scales)
         noise = np.sum(np.square(values - x.astype(np.float32), dtype=np.float64))
     return sqnr_db(float(np.sum(np.square(x, dtype=np.float64))), float(noise)) >= LEAST_DB
 
 
-def _rule(name: str, scales: str, quotient: str) -> str:
+def _rule(name: str, most: float, scales: str, quotient: str) -> str:
     """Return a text that describes one rule by which tools quantize to FP8, for a Diagnosis.
 
     name: the format, such as "FP8 per row".
+    most: the largest number that a code stands for.
     scales: the dtype to which scales are rounded.
     quotient: the dtype to which quotients are rounded.
     """
     rounded = " rounded to bfloat16" * (scales == "bfloat16")
-    return f"{name} (amax / 448{rounded}, codes nearest to the quotient in {quotient})"
+    return f"{name} (amax / {most:g}{rounded}, codes nearest to the quotient in {quotient})"
 
 
 def _unexplained(text: str, codes: int, scales: int, total: int) -> Diagnosis:
@@ -174,7 +185,7 @@ def _recipes(layer: Fp8Layer) -> Iterator[Recipe]:
     Recipes with blocks of one row are left out, because checkpoints have one scale per square block.
     """
     for r in RECIPES.values():
-        is_fp8 = r.element == E4M3 and r.scale is None and not r.fake_only
+        is_fp8 = r.element == layer.element and r.scale is None and not r.fake_only
         if is_fp8 and r.tensor_scaling == layer.scaling and r.block in (None, (layer.side, layer.side)):
             yield r
 
@@ -217,7 +228,7 @@ def _scale_rules(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...]) -> t
     candidates = [own, *(np.full_like(own, max(a, float(own.max()))) for a in amaxes if own.size == 1)]
     found = {}
     for dtype, kind in _DTYPES.items():
-        made = [(a / np.float32(E4M3.max)).astype(kind).astype(np.float32) for a in candidates]
+        made = [(a / np.float32(layer.element.max)).astype(kind).astype(np.float32) for a in candidates]
         found[dtype] = max(int(np.count_nonzero(scales == layer.scales)) for scales in made)
     return [dtype for dtype, equal in found.items() if equal == layer.scales.size], max(found.values())
 
@@ -237,6 +248,6 @@ def _quotients(layer: Fp8Layer, x: np.ndarray) -> dict[str, int]:
         with np.errstate(all="ignore"):
             quotient = x[rows].astype(np.float32) / part.spread(part.scales)
             for dtype, kind in _DTYPES.items():
-                codes = encode(quotient.astype(kind).astype(np.float32), E4M3)
+                codes = encode(quotient.astype(kind).astype(np.float32), layer.element)
                 found[dtype] += int(np.count_nonzero(codes == part.codes))
     return found

@@ -474,10 +474,17 @@ def _fp8_layer(weight: Weight, expert: int, readers: Readers) -> Fp8Layer:
     assert form is not None
     slab = next(slabs(readers, weight, expert, max_bytes=1 << 40))
     codes = np.asarray(slab.codes).view(np.uint8).reshape(weight.shape[-2:])
+    if form.is_cast:
+        return Fp8Layer(codes, np.ones((1, 1), np.float32), "tensor", element=form.element, is_cast=True)
     if TENSOR_SCALE in weight.parts:
-        return Fp8Layer(codes, np.asarray(slab.tensor_scale, np.float32).reshape(1, 1), "tensor")
+        tensor_scale = np.asarray(slab.tensor_scale, np.float32).reshape(1, 1)
+        return Fp8Layer(codes, tensor_scale, "tensor", element=form.element)
     scales = np.asarray(scales_of(form, np.asarray(slab.scales)), np.float32)
-    return Fp8Layer(codes, scales, "block", form.block[0]) if form.block[0] > 1 else Fp8Layer(codes, scales, "row")
+    return (
+        Fp8Layer(codes, scales, "block", form.block[0])
+        if form.block[0] > 1
+        else Fp8Layer(codes, scales, "row", element=form.element)
+    )
 
 
 def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.ndarray:

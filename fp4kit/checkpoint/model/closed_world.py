@@ -1,7 +1,7 @@
 """Account for everything in a checkpoint that may concern quantization, so that nothing is silently ignored. Each such
 tensor, config key and metadata entry is an item. An item is understood (fp4kit uses it, or it agrees with the tensors),
-carried (known not to change the decoded weights), refused (unknown, or contradicts the tensors) or ignored (it would be
-refused, but the user named it with ``--ignore``).
+carried (known not to change the decoded weights), doubtful (read in the likely way, with a warning), refused (unknown,
+or contradicts the tensors) or ignored (it would be doubtful or refused, but the user named it with ``--ignore``).
 
 Reading is closed-world: an entry that fp4kit does not know is refused, not skipped. No command computes values while an
 item is refused. A conversion copies or replaces carried items.
@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
+import numpy as np
+
 from fp4kit.checkpoint.containers.container import (
     CODES,
     COLUMN_SCALE,
@@ -27,13 +29,21 @@ from fp4kit.checkpoint.containers.container import (
     TENSOR_SCALE,
     Container,
 )
-from fp4kit.checkpoint.containers.table import CONTAINERS
+from fp4kit.checkpoint.containers.table import COMFY_OLD, COMFY_OLD_E5M2, CONTAINERS
 from fp4kit.checkpoint.model.config_items import brief, config_items, hf_quant_items
-from fp4kit.checkpoint.model.items import CARRIED, IGNORED, REFUSED, UNDERSTOOD, Item
+from fp4kit.checkpoint.model.items import CARRIED, DOUBTFUL, IGNORED, REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.model.layer_sizes import named_twice
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.unlike_layers import role_of
-from fp4kit.checkpoint.model.weights import COMFY_METADATA, Weight, any_quantized, comfy_layers, looks_quantized
+from fp4kit.checkpoint.model.weights import (
+    COMFY_METADATA,
+    Located,
+    Weight,
+    any_quantized,
+    cast_of,
+    comfy_layers,
+    looks_quantized,
+)
 from fp4kit.checkpoint.selection.adapters import adapter_trouble
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import GgufFile
@@ -117,14 +127,14 @@ def account(
         CheckpointError: if ComfyUI's metadata or a tag of ComfyUI is not a JSON object.
     """
     patterns = tuple(ignore)
-    found = [*_tensor_items(tensors, weights), *_layers_named_twice(weights)]
+    found = [*_tensor_items(tensors, weights), *_layers_named_twice(weights), *_scales_of_casts(weights.values())]
     if any_quantized(weights.values()):  # otherwise the plan refuses declarations (see check_declared)
         found += config_items(config or {}, weights)
         found += hf_quant_items(hf_quant_config or {}, config or {}, weights)
         found += _metadata_items(tensors, weights)
     return tuple(
         item._replace(group=IGNORED)
-        if item.group == REFUSED and any(fnmatchcase(item.name, pattern) for pattern in patterns)
+        if item.group in (DOUBTFUL, REFUSED) and any(fnmatchcase(item.name, pattern) for pattern in patterns)
         else item
         for item in found
     )
@@ -223,6 +233,7 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
     """
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
     parts = {place.entry.name: (weight, part) for weight in quantized.values() for part, place in weight.parts.items()}
+    plain = {weight.name: weight for weight in weights.values() if weight.container is None}
     tagged = comfy_layers(tensors)
     for name, (file, entry) in tensors.items():
         if name in parts:
@@ -238,7 +249,13 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
             yield Item(REFUSED, "tensor", name, adapter, f"{entry.dtype} {list(entry.shape)}")
             continue
         above = layer_above(name, quantized)
-        if above is not None:
+        owner = plain.get(name.removesuffix(".input_scale").removesuffix(".scale_input"))
+        if owner is not None and owner.name != name and quantized and entry.dtype in FLOAT_DTYPES:
+            why = "a scale of inputs beside a layer that is not quantized; it is left out"
+            yield Item(DOUBTFUL, "tensor", name, why, f"{entry.dtype} {list(entry.shape)}")
+        elif name.rpartition(".")[2] == "scaled_fp8" and any(one.dtype in _OLD for one in quantized.values()):
+            yield Item(UNDERSTOOD, "tensor", name, MARKER)
+        elif above is not None:
             weight, rest = above
             yield _beside(name, rest, entry, weight)
         elif is_attention_scale(name) and not _is_integer(entry):
@@ -249,9 +266,36 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
         elif quantized and _TRANSFORMS.fullmatch(name.removesuffix(".weight").rpartition(".")[2]):
             why = "may transform weights or the inputs of quantized layers, which is not supported"
             yield Item(REFUSED, "tensor", name, why, f"{entry.dtype} {list(entry.shape)}")
+        elif cast_of(Located(file, entry), quantized.values()) is not None:
+            yield Item(UNDERSTOOD, "tensor", name, "cast to FP8, so that the codes are the values")
         elif looks_quantized(entry):
             what = f"{entry.dtype} {list(entry.shape)}"
             yield Item(REFUSED, "tensor", name, _unknown_format(name, tensors), what)
+
+
+# A matrix of FP8 that has lost its scale has values near 100; trained weights are below 1.
+_MOST_OF_CASTS, _SAMPLED = 8.0, 1 << 16
+
+
+def _scales_of_casts(weights: Iterable[Weight]) -> Iterator[Item]:
+    """Yield a refused item for each of some layers without scales whose codes are too large to be values.
+
+    The first bytes of eight layers are read.
+    """
+    casts = [weight for weight in weights if weight.container is not None and weight.container.is_cast]
+    with Readers() as readers:
+        for weight in casts[:: max(len(casts) // 8, 1)]:
+            assert weight.container is not None
+            count = min(weight.located.entry.nbytes, _SAMPLED)
+            values = weight.container.element.values[readers.bytes(weight.located, 0, count)].astype(np.float64)
+            size = float(np.sqrt(np.mean(np.square(values[np.isfinite(values)])))) if count else 0.0
+            if size > _MOST_OF_CASTS:
+                why = (
+                    f"8-bit floats without scales, whose root mean square of {size:.3g} is too large for weights; their"
+                    " scales are missing; take the file from another copy"
+                )
+                entry = weight.located.entry
+                yield Item(REFUSED, "tensor", entry.name, why, f"{entry.dtype} {list(entry.shape)}")
 
 
 def _layers_named_twice(weights: Mapping[str, Weight]) -> Iterator[Item]:
@@ -266,6 +310,8 @@ def _layers_named_twice(weights: Mapping[str, Weight]) -> Iterator[Item]:
         yield Item(REFUSED, "tensor", entry.name, why, f"{entry.dtype} {list(entry.shape)}")
 
 
+MARKER = "marks a file of ComfyUI with layers in scaled FP8; the scales say the same"
+_OLD = (COMFY_OLD.name, COMFY_OLD_E5M2.name)
 _PART_NAMES = {
     CODES: "codes",
     SCALES: "block scales",
@@ -600,11 +646,24 @@ _SUFFIXES = (
 # ComfyUI -------------------------------------------------------------------------------------------------------------
 
 _COMFY_KEYS = ("format", "group_size", "orig_dtype", "orig_shape", "full_precision_matrix_mult", "params")
-_COMFY_KINDS = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "float8_e4m3fn": "fp8 tensor"}
+_NO_ROTATION = ("convrot", "convrot_groupsize")  # rotate the weights, unless they are false, 0 or null
 _NIBBLES = (
-    "files with this tag exist in two orders of nibbles, and this file does not say which order it has; with --ignore"
-    " '*.comfy_quant' it is read as ComfyUI's loader reads it, with the even element in the high nibble"
+    "files with this tag exist in two orders of nibbles, and this file does not say which order it has; it is read as"
+    " ComfyUI reads it, with the even element in the high nibble"
 )
+
+
+def _comfy_verdict(weight: Weight, entry: Any) -> tuple[str, str]:
+    """Return (group, reason) of the item for what ComfyUI's tag or metadata says about a layer.
+
+    The item is DOUBTFUL if the layer has 4-bit codes, and the entry has neither ``orig_shape`` nor ``orig_dtype``.
+    """
+    assert weight.container is not None
+    why = _comfy_trouble(weight, entry)
+    if why:
+        return REFUSED, why
+    unsaid = weight.container.high_first and "orig_shape" not in entry and "orig_dtype" not in entry
+    return (DOUBTFUL, _NIBBLES) if unsaid else (UNDERSTOOD, "")
 
 
 def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) -> Item:
@@ -622,8 +681,8 @@ def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) 
     place = weight.parts[TAG]
     with Readers() as readers:
         text = readers.array(place).tobytes()
-    why = _comfy_trouble(weight, tagged.get(weight.name) or parse_object(text, shown(place.entry.name)))
-    return Item(REFUSED if why else UNDERSTOOD, "tensor", place.entry.name, why or "tag of ComfyUI")
+    group, why = _comfy_verdict(weight, tagged.get(weight.name) or parse_object(text, shown(place.entry.name)))
+    return Item(group, "tensor", place.entry.name, why or "tag of ComfyUI")
 
 
 def _comfy_trouble(weight: Weight, entry: Any) -> str:
@@ -633,8 +692,6 @@ def _comfy_trouble(weight: Weight, entry: Any) -> str:
 
     - It is not a JSON object, or has an unknown key.
     - It declares a format or shape that the tensors do not have.
-    - The layer has 4-bit codes, and the entry has neither ``orig_shape`` nor ``orig_dtype``. The order of nibbles is
-      then unknown.
 
     Args:
         weight: the layer.
@@ -643,17 +700,15 @@ def _comfy_trouble(weight: Weight, entry: Any) -> str:
     assert weight.container is not None
     if not isinstance(entry, Mapping):
         return f"{shown(json.dumps(entry))}, where an object with the key format is needed"
-    unknown = [key for key in entry if key not in _COMFY_KEYS]
+    unknown = [key for key in entry if key not in _COMFY_KEYS and not (key in _NO_ROTATION and not entry[key])]
     if unknown:
         return f"has the key {shown(unknown[0])}, which fp4kit does not know"
-    if _COMFY_KINDS.get(str(entry.get("format"))) != weight.container.kind:
+    if entry.get("format") != weight.container.tag_format:
         return f"declares {shown(str(entry.get('format')))}, but the tensors are {weight.dtype}"
     shape = entry.get("orig_shape")
     if shape is not None and shape != list(weight.shape):
         what = f"declares the shape {brief(shape)}, but the tensors hold {list(weight.shape)}"
         return f"{what}; padded layers are not supported"
-    if weight.container.high_first and "orig_shape" not in entry and "orig_dtype" not in entry:
-        return _NIBBLES
     return ""
 
 
@@ -748,10 +803,8 @@ def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item
                 REFUSED, "metadata", f"{COMFY_METADATA}.{name}", "names a layer that is missing or is not quantized"
             )
         elif TAG not in weight.parts:
-            why = _comfy_trouble(weight, entry)
-            yield Item(
-                REFUSED if why else UNDERSTOOD, "metadata", f"{COMFY_METADATA}.{name}.comfy_quant", why or "agrees"
-            )
+            group, why = _comfy_verdict(weight, entry)
+            yield Item(group, "metadata", f"{COMFY_METADATA}.{name}.comfy_quant", why or "agrees")
     yield Item(UNDERSTOOD, "metadata", COMFY_METADATA, "agrees with the tensors")
 
 

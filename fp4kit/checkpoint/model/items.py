@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-UNDERSTOOD, CARRIED, REFUSED, IGNORED = "understood", "carried", "refused", "ignored"
+UNDERSTOOD, CARRIED, DOUBTFUL, REFUSED, IGNORED = "understood", "carried", "doubtful", "refused", "ignored"
 
 
 class Item(NamedTuple):
@@ -14,7 +14,7 @@ class Item(NamedTuple):
 
     Attributes:
         group: UNDERSTOOD (fp4kit uses it, or it agrees with the tensors), CARRIED (it does not change the decoded
-            weights), REFUSED or IGNORED (see the head of closed_world.py).
+            weights), DOUBTFUL, REFUSED or IGNORED (see the head of closed_world.py).
         place: where the item is: "tensor", the name of a config file, or "metadata".
         name: the tensor's name, or the path of the key, such as "quantization_config.transform_config".
         why: why the item belongs to this group, in words for the user.

@@ -8,7 +8,7 @@ A weight may also be composed of members. A member is a range of rows of another
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from fp4kit.checkpoint.containers.container import (
     Container,
 )
 from fp4kit.checkpoint.containers.ggml_names import STACKS as GGUF_STACKS
-from fp4kit.checkpoint.containers.table import CONTAINERS
+from fp4kit.checkpoint.containers.table import CAST_E4M3, CAST_E5M2, CONTAINERS
 from fp4kit.checkpoint.model.declarations import declared
 from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.selection.name_rules import STACKS
@@ -254,8 +254,9 @@ def weights_of(
     taken: set[str] = set()
     tagged = comfy_layers(tensors)
     named: dict[str, list[str]] = {}  # suffix -> the tensors whose names end with it
+    containers = [candidate for candidate in _by_config(config) if not candidate.is_cast]
     for accept_damaged in (False, True) if damaged else (False,):
-        for container in _by_config(config):
+        for container in containers:
             suffix = container.key_suffix
             if suffix not in named:
                 named[suffix] = [name for name in places if name.endswith(suffix)]
@@ -267,9 +268,66 @@ def weights_of(
                 if weight is not None:
                     found[weight.tensor] = weight
                     taken |= {part.entry.name for part in weight.parts.values()}
+    found |= {weight.tensor: weight for weight in _casts(places, found.values(), taken, config)}
     plain = (_plain(name, place, places, config) for name, place in places.items() if name not in taken)
     found |= {weight.tensor: weight for weight in plain if weight is not None}
     return {name: found[name] for name in places if name in found}
+
+
+def _casts(
+    places: Mapping[str, Located], quantized: Iterable[Weight], taken: Collection[str], config: Mapping[str, Any]
+) -> Iterator[Weight]:
+    """Yield the matrices whose FP8 codes are their values, because somebody cast a model to FP8.
+
+    FP8 without scales may also have lost its scales. It is a cast only if no config declares quantization, no other
+    layer has 8-bit codes (ComfyUI tags such layers), and no tensor is left that looks like scales.
+
+    Args:
+        places: tensor name -> place, for all tensors of the checkpoint.
+        quantized: the quantized layers in the other containers.
+        taken: the names of their tensors.
+        config: the content of config.json.
+    """
+    left = [place.entry for name, place in places.items() if name not in taken]
+    scales = any(
+        (looks_quantized(entry) and not _is_fp8_weight(entry)) or entry.name.endswith("scaled_fp8") for entry in left
+    )
+    scaled = any(w.container and w.container.element.bits == 8 and TAG not in w.container.suffixes for w in quantized)
+    if declared(config) or scales or scaled:
+        return
+    for entry in left:
+        for form in (CAST_E4M3, CAST_E5M2) if _is_fp8_weight(entry) else ():
+            weight = _stored(entry.name.removesuffix(".weight"), form, places, False)
+            if weight is not None:
+                yield weight
+
+
+def cast_of(place: Located, weights: Iterable[Weight]) -> Weight | None:
+    """Return a tensor of a model that was cast to FP8 as a weight of one matrix; None if it is not such a tensor.
+
+    These are the tensors that are no linear layers, such as norms, biases and convolutions. Their axes after the first
+    are joined to one, or a vector is one row.
+
+    Args:
+        place: the tensor, which belongs to none of the weights.
+        weights: the weights of the model. The model may have such tensors if one of them was cast, or is tagged
+            by ComfyUI.
+    """
+    entry = place.entry
+    form = {"F8_E4M3": CAST_E4M3, "F8_E5M2": CAST_E5M2}.get(entry.dtype)
+    if form is None or not entry.shape or 0 in entry.shape:
+        return None
+    forms = (weight.container for weight in weights)
+    if not any(own is not None and (own.is_cast or TAG in own.suffixes) for own in forms):
+        return None
+    rows = entry.shape[0] if len(entry.shape) > 1 else 1
+    shape = (rows, prod(entry.shape) // rows)
+    return Weight(entry.name, entry.name, shape, form.for_columns(shape[1]), {CODES: place})
+
+
+def _is_fp8_weight(entry: TensorEntry) -> bool:
+    """Return whether a tensor is called ``.weight`` and has an FP8 dtype."""
+    return entry.dtype in ("F8_E4M3", "F8_E5M2") and entry.name.endswith(".weight")
 
 
 def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> dict[str, Any]:

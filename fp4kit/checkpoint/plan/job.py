@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fp4kit.checkpoint.containers.container import SCALES, TENSOR_SCALE, Container
-from fp4kit.checkpoint.containers.table import MODELOPT_AWQ, MODELOPT_NVFP4
+from fp4kit.checkpoint.containers.table import COMFY_AWQ, COMFY_NVFP4, MODELOPT_AWQ, MODELOPT_NVFP4
 from fp4kit.checkpoint.model.weights import Located, Weight
 from fp4kit.checkpoint.plan.imatrix import ChannelWeights
 from fp4kit.recipes import Recipe
@@ -57,14 +57,17 @@ class Sink(Protocol):
 def target_of(have: Container | None, form: Container) -> Container:
     """Return the container to write for a weight: ``form``, except for AWQ layers.
 
-    If ``have`` is MODELOPT_AWQ and ``form`` is Model-Optimizer's NVFP4, return MODELOPT_AWQ, so that the layer keeps
-    its factors per column.
+    If ``have`` is AWQ, of Model-Optimizer or of ComfyUI, and ``form`` is NVFP4 of one of them, return the container of
+    AWQ that belongs to ``form``, so that the layer keeps its factors per column.
 
     Args:
         have: the container of the weight; None if it is unquantized.
         form: the container of the output.
     """
-    return MODELOPT_AWQ if have is MODELOPT_AWQ and form is MODELOPT_NVFP4 else form
+    return _AWQ.get(form, form) if have in _AWQ.values() else form
+
+
+_AWQ = {MODELOPT_NVFP4: MODELOPT_AWQ, COMFY_NVFP4: COMFY_AWQ}
 
 
 def action_of(weight: Weight, form: Container | None) -> str:

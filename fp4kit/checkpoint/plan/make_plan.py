@@ -14,6 +14,7 @@ from fp4kit.checkpoint.model import closed_world, side_files, transforms, wrappe
 from fp4kit.checkpoint.model.config_items import lost_column_scales
 from fp4kit.checkpoint.model.declarations import with_declaration
 from fp4kit.checkpoint.model.declared_quantization import check_declared
+from fp4kit.checkpoint.model.items import DOUBTFUL
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source
 from fp4kit.checkpoint.model.weights import any_quantized, weights_of
 from fp4kit.checkpoint.plan import kv_cache, layer_checks
@@ -186,6 +187,7 @@ def _plan(facts: PlanFacts) -> Plan:
     warnings += tuple(layer_checks.missing_experts(weight.name for weight in facts.weights.values()))
     warnings += tuple(layer_checks.wide_floats(facts.others()) if facts.form is not None else ())
     warnings += tuple(closed_world.lost_tensor_scales(facts.weights.values()))
+    warnings += tuple(closed_world.reasons(item for item in facts.items if item.group == DOUBTFUL))
     if any_quantized(facts.weights.values()):
         lost = lost_column_scales(facts.config, facts.source.hf_quant_config, facts.weights)
         warnings += (lost,) if lost else ()

@@ -15,15 +15,18 @@ import numpy as np
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.container import (
     INPUT_SCALE,
+    TAG,
     Container,
 )
+from fp4kit.checkpoint.containers.table import COMFY_OLD, COMFY_OLD_E5M2
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, powers_of_two
 from fp4kit.checkpoint.model import closed_world
-from fp4kit.checkpoint.model.items import IGNORED, Item
+from fp4kit.checkpoint.model.items import DOUBTFUL, IGNORED, Item
 from fp4kit.checkpoint.model.layers import Piece, layer_names
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.rotation import WeightRotation
-from fp4kit.checkpoint.model.weights import Q8_0, Weight, part_names
+from fp4kit.checkpoint.model.slabs import Readers, scalar_of
+from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, cast_of, part_names
 from fp4kit.checkpoint.plan import gguf, input_rotation, kv_cache, layer_checks
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
 from fp4kit.checkpoint.plan.job import CARRY, QUANTIZE, RENAME, REQUANTIZE, RESCALE, action_of, target_of
@@ -51,7 +54,7 @@ class PlanFacts:
         weights: tensor name -> weight of the source, except weights that go into ``restored``. With --codes, some
             weights have codes of another model.
         items: the items of the source: everything that may concern quantization (see model/items.py).
-        left_out: the names of tensors that are not written, such as ignored ones.
+        left_out: the names of tensors that are not written, such as ignored ones and scales without a layer.
         mixture: the recipe and the container of every layer.
         form: the container to write; with several containers, that of layers that no pattern matches. None for
             unquantized output.
@@ -83,7 +86,8 @@ class PlanFacts:
         self.source, self.request = source, request
         self.config = source.config
         self.items = items
-        self.left_out = {item.name for item in items if item.group == IGNORED} | left_out
+        self.left_out = {item.name for item in items if item.group in (DOUBTFUL, IGNORED)} | left_out
+        self.left_out |= {item.name for item in items if item.why == closed_world.MARKER}
         self.mixture = request.mixture_for(self.config)
         self.form = self.mixture.default.form
         for_mlx = self.form is not None and self.form.format == mlx.FORMAT
@@ -220,12 +224,23 @@ class PlanFacts:
         """
         return name in self.weights and bool(self.weights[name].members)
 
-    def stays_quantized(self) -> bool:
-        """Return whether quantized layers that are not selected stay as they are. If not, they are decoded.
+    def stays_quantized(self, weight: Weight) -> bool:
+        """Return whether a quantized layer that is not selected stays as it is. If not, it is decoded.
 
-        They stay only if the experts of DeepSeek-V4 are converted, because its loaders expect FP8 layers beside them.
+        A layer stays in two cases:
+
+        - The experts of DeepSeek-V4 are converted, because its loaders expect FP8 layers beside them.
+        - A file for ComfyUI is written, which reads every layer by its own tag, and a cast without a tag.
         """
+        form = weight.container
+        for_comfy = self.form is not None and self.form.format == comfy.FORMAT
+        if form is not None and for_comfy and (TAG in form.suffixes or form.is_cast):
+            return True
         return is_deepseek_v4(self.config) and experts_only(self.form)
+
+    def cast_of(self, place: Located) -> Weight | None:
+        """Return a tensor beside the weights of a model that was cast to FP8 as a weight (see weights.cast_of)."""
+        return cast_of(place, self.weights.values()) if place.entry.dtype.startswith("F8") else None
 
     def _check_engine(self) -> None:
         """Raise CheckpointError if the only engine that reads the output format could not load the selected layers.
@@ -324,7 +339,7 @@ class PlanFacts:
         if self.request.gives_input_scales:
             return True
         same = [w for w in own.values() if w.container is not None and w.container.kind == form.kind]
-        have = [weight for weight in same if INPUT_SCALE in weight.parts]
+        have = [weight for weight in same if INPUT_SCALE in weight.parts and not _is_unused_input_scale(weight)]
         if have and len(have) < len(own):
             without = next(name for name, weight in own.items() if weight not in have)
             raise CheckpointError(
@@ -392,6 +407,14 @@ class PlanFacts:
         """
         measured = self.request.activations is not None and piece.module not in self.input_amaxes
         return measured and self._gets_input_scale(weight) and not self._keeps_input_scale(weight.tensor)
+
+
+def _is_unused_input_scale(weight: Weight) -> bool:
+    """Return whether a layer has ComfyUI's older ``scale_input`` of 1, which ComfyUI ignores."""
+    if weight.dtype not in (COMFY_OLD.name, COMFY_OLD_E5M2.name):
+        return False
+    with Readers() as readers:
+        return bool(scalar_of(readers, weight, INPUT_SCALE) == 1)
 
 
 def _actions_of(

@@ -8,13 +8,14 @@ import json
 from dataclasses import replace
 
 from fp4kit import __version__
-from fp4kit.checkpoint.containers import mlx
+from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.container import (
     CODES,
     INPUT_SCALE,
     ROTATION,
     SCALES,
     TENSOR_SCALE,
+    VALUES,
     OutputTensor,
 )
 from fp4kit.checkpoint.containers.ggml_names import (
@@ -134,7 +135,8 @@ def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> Tens
        decoded.
     2. A selected weight is converted.
     3. Any other quantized weight is decoded; for DeepSeek-V4, it stays in its container.
-    4. Any other tensor is copied. Scales of the KV cache get the name that the output format uses.
+    4. Any other tensor of a model that was cast to FP8 is decoded, except in a file for ComfyUI.
+    5. Any other tensor is copied. Scales of the KV cache get the name that the output format uses.
 
     Args:
         facts: the decisions about the model.
@@ -149,7 +151,7 @@ def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> Tens
     reason = facts.decisions[entry.name].reason if entry.name in facts.decisions else "not a weight"
     # If --codes gave a layer codes, but the layer is not converted, its own values are copied.
     weight = None if facts.has_codes(entry.name) else weight
-    if weight is not None and weight.container is not None and not facts.stays_quantized():
+    if weight is not None and weight.container is not None and not facts.stays_quantized(weight):
         return _decoded(facts, weight, f"{reason}; decoded, because the output has another container")
     if weight is not None and weight.container is not None:
         return _copied_whole(facts, weight, reason)
@@ -157,6 +159,13 @@ def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> Tens
     if facts.form is not None and entry.name in facts.kv_cache.tensors:
         renamed, reason = facts.kv_cache.name(entry.name, facts.form.format), "scale of the KV cache"
     place = located(file, entry)
+    cast = None if facts.form is not None and facts.form.format == comfy.FORMAT else facts.cast_of(place)
+    if cast is not None:
+        output = OutputTensor(entry.name, "BF16", entry.shape, VALUES)
+        piece = Piece(cast, 0, (0, cast.shape[0]), entry.name, None, (output,), cast.shape[0])
+        return TensorPlan(
+            entry.name, cast.dtype, entry.shape, DEQUANTIZE, f"{cast.dtype}: decoded", entry.nbytes, (piece,)
+        )
     return TensorPlan(entry.name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), place, renamed=renamed)
 
 

@@ -33,7 +33,7 @@ def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if facts.form is None:
         return (), ()
     quantized = [
-        w for name, w in facts.weights.items() if name in facts.selected or (w.container and facts.stays_quantized())
+        w for name, w in facts.weights.items() if name in facts.selected or (w.container and facts.stays_quantized(w))
     ]
     converted = [name for weight in quantized for name in layer_names(weight, facts.form, facts.config)]
     stay = {weight.tensor for weight in quantized}

@@ -14,7 +14,7 @@ import numpy as np
 
 from fp4kit.checkpoint.containers import comfy, ggml_names, mlx
 from fp4kit.checkpoint.containers.configs import container_id
-from fp4kit.checkpoint.containers.container import INPUT_SCALE, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.container import INPUT_SCALE, TAG, TENSOR_SCALE, Container
 from fp4kit.checkpoint.containers.table import DEEPSEEK_V4_NVFP4, FP8_LAYERS, MODELOPT_NVFP4, MODELOPT_STACKS, container
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.loaders.configs import declared_for, is_mixed, unlisted_layers
@@ -28,7 +28,7 @@ from fp4kit.checkpoint.model.config_items import lost_column_scales
 from fp4kit.checkpoint.model.declarations import with_declaration
 from fp4kit.checkpoint.model.declared_quantization import unfulfilled
 from fp4kit.checkpoint.model.inspect import Checkpoint
-from fp4kit.checkpoint.model.items import IGNORED, REFUSED, Item
+from fp4kit.checkpoint.model.items import DOUBTFUL, IGNORED, REFUSED, Item
 from fp4kit.checkpoint.model.layer_sizes import tied_head
 from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers
@@ -39,6 +39,7 @@ from fp4kit.checkpoint.plan.request import is_deepseek_v4
 from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.checkpoint.selection.name_rules import candidate, is_embedding_table, model_facts
 from fp4kit.checkpoint.selection.selection import Wishes, decide
+from fp4kit.storage.errors import listed
 
 
 @dataclass(frozen=True)
@@ -127,15 +128,15 @@ _CHECKED_FORMATS = ("modelopt", "compressed-tensors", "deepseek-v4")
 
 
 def refused_items(items: Iterable[Item]) -> Iterator[Issue]:
-    """Yield an error for every item that fp4kit refuses to read, and a warning for every item that is left out.
+    """Yield an error for every item that fp4kit refuses to read, and a warning for every doubtful or ignored item.
 
     All other items give no issue.
 
     items: the tensors, config keys and metadata entries of a checkpoint, each with the group that it belongs to.
     """
     for item in items:
-        if item.group in (REFUSED, IGNORED):
-            why = item.why if item.group == REFUSED else f"left out by --ignore; {item.why}"
+        if item.group in (DOUBTFUL, REFUSED, IGNORED):
+            why = f"left out by --ignore; {item.why}" if item.group == IGNORED else item.why
             yield Issue("error" if item.group == REFUSED else "warning", item.subject, why)
 
 
@@ -196,7 +197,9 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
             for n, w in model.layers.items()
             if w.container and w.container.format == comfy.FORMAT
         }
-        return [Issue("error", name, text, comfy.ENGINE) for name, text in comfy.troubles(own)]
+        faults = [*comfy.troubles(own), *comfy.wrong_dtypes(_scalar_dtypes(model.layers.values()))]
+        issues = [Issue("error", name, text, comfy.ENGINE) for name, text in faults]
+        return [*issues, *_partial_input_scales(model.layers.values())]
     unloaded = diffusers_classes.warning(config)
     if form is not None and unloaded is not None:
         return [Issue("warning", "model", unloaded)]
@@ -228,6 +231,25 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     declared = declared_for(form.kind, name, config) if others and form is not None else config
     findings = requirements.findings(name, tensors, scales, declared, model.hf_quant_config)
     return [*(loader_issue(one) for one in (*findings, *_exclusions(model, name, form, config))), *unknown]
+
+
+def _scalar_dtypes(weights: Iterable[Weight]) -> dict[str, str]:
+    """Return the safetensors dtype of each tensor scale and input scale of layers of ComfyUI, by tensor name."""
+    own = [
+        weight.parts for weight in weights if TAG in weight.parts or TAG in getattr(weight.container, "suffixes", ())
+    ]
+    entries = [parts[part].entry for parts in own for part in (TENSOR_SCALE, INPUT_SCALE) if part in parts]
+    return {entry.name: entry.dtype for entry in entries}
+
+
+def _partial_input_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
+    """Yield a warning if only some of the NVFP4 layers for ComfyUI have an input scale."""
+    own = [w for w in weights if w.container is not None and w.container.tag_format == "nvfp4"]
+    without = [weight.name for weight in own if INPUT_SCALE not in weight.parts]
+    if 0 < len(without) < len(own):
+        text = f"no input_scale, but {len(own) - len(without)} of {len(own)} NVFP4 layers have one"
+        what = "without one, the engine computes a scale for each input; if it was lost, take it from another copy"
+        yield Issue("warning", listed(without), f"{text}; {what}", comfy.ENGINE)
 
 
 _ONE_FILE = "is one file without config.json, so what engines make of it was not checked; they load directories"

@@ -517,12 +517,6 @@ def test_layers_of_other_tools_are_refused_by_name(suffix: str, beside: str, too
         make_plan(write(tmp_path / "m", {**plain, **tensors}, {"model_type": "llama"}, {"format": "pt"}))
 
 
-def test_plain_casts_to_8_bits(tmp_path: Path) -> None:
-    tensors = {"blocks.0.qkv.weight": ("F8_E4M3", (16, 64), bytes(1024))}
-    with refused("8-bit floats without scales, as a plain cast writes them"):
-        make_plan(write(tmp_path / "m", tensors, {}, {"format": "pt"}), format="bf16")
-
-
 @pytest.mark.parametrize(
     "name",
     [

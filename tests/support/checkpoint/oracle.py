@@ -87,9 +87,14 @@ def load(root: Path) -> Loaded:
     """Return {name: (dtype, shape, bytes)} of every tensor in a directory, as the safetensors library reads it."""
     found: Loaded = {}
     for path in sorted(root.glob("*.safetensors")):
-        for name, item in safetensors.deserialize(path.read_bytes()):
-            found[name] = (item["dtype"], tuple(item["shape"]), bytes(item["data"]))
+        found |= load_file(path)
     return found
+
+
+def load_file(path: Path) -> Loaded:
+    """Return {name: (dtype, shape, bytes)} of every tensor in a file, as the safetensors library reads it."""
+    items = safetensors.deserialize(path.read_bytes())
+    return {name: (item["dtype"], tuple(item["shape"]), bytes(item["data"])) for name, item in items}
 
 
 def arrays(loaded: Loaded) -> Tensors:

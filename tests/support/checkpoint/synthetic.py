@@ -31,6 +31,7 @@ DTYPE_NAMES = {
     np.dtype("i1"): "I8",
     E4M3: "F8_E4M3",
     E8M0: "F8_E8M0",
+    np.dtype(ml_dtypes.float8_e5m2): "F8_E5M2",
 }
 HIDDEN, VOCABULARY, EXPERTS = 64, 128, 4
 Tensors = dict[str, np.ndarray]
