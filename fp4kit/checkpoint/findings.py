@@ -6,6 +6,8 @@ here: in ``findings_of`` if headers, configs and scalars suffice, otherwise in `
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from math import prod
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from fp4kit.checkpoint.loaders.requirements import REJECTS
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.layers import Piece
-from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG
-from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, existing_file, open_source
+from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan import input_rotation, kv_cache
 from fp4kit.checkpoint.plan.job import RENAME
@@ -32,6 +34,7 @@ from fp4kit.checkpoint.verify.integrity import (
     Issue,
     doubtful_declarations,
     grouped,
+    is_one_file,
     loader_issue,
     loader_issues,
     refused_items,
@@ -39,6 +42,7 @@ from fp4kit.checkpoint.verify.integrity import (
     wrapped_names,
 )
 from fp4kit.storage.errors import listed, shown
+from fp4kit.storage.json_object import load_object
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 
@@ -69,6 +73,18 @@ def findings_of_files(
     return found, model, turned, scalars
 
 
+def opened(root: Path) -> Checkpoint:
+    """Open a model directory or file as a Checkpoint, with its config and the content of hf_quant_config.json, if any.
+
+    A directory must have a config, unlike in ``fp4kit inspect``. Raise CheckpointError if the model cannot be opened.
+    """
+    found = open_source(root)
+    beside = (
+        load_object(existing_file(root, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if lexists(root / HF_QUANT_CONFIG) else None
+    )
+    return Checkpoint(root, found.files, found.config, beside)
+
+
 def scalars_of(weights: Iterable[Weight]) -> dict[str, float]:
     """Return the stored tensor scales and input scales, as a dict: tensor name -> number. Stacks are left out.
 
@@ -80,17 +96,18 @@ def scalars_of(weights: Iterable[Weight]) -> dict[str, float]:
         return {place.entry.name: float(readers.array(place).reshape(-1)[0]) for place in places}
 
 
-def findings_of_plan(plan: Plan) -> list[Issue]:
+def findings_of_plan(plan: Plan, destination: Path = Path()) -> list[Issue]:
     """Return the findings about the checkpoint that a plan would write, as far as they can be known before.
 
     The scalars are those that the conversion carries over from the source or gets from the user; the scales of newly
-    quantized layers are not known yet. For a result that is one file, the findings are those of a directory with the
-    config that belongs to the file.
+    quantized layers are not known yet.
+
+    destination: the directory or file to write; by default, a directory.
     """
-    return findings_of(_planned(plan), dict(_planned_scalars(plan)), plan.rotated_layers)
+    return findings_of(_planned(plan, destination), dict(_planned_scalars(plan)), plan.rotated_layers)
 
 
-def _planned(plan: Plan) -> Checkpoint:
+def _planned(plan: Plan, destination: Path) -> Checkpoint:
     """Return the checkpoint that a plan would write: its headers and configs, without any data."""
     matrices = {transforms.matrix_name(layer) for layer in plan.rotated_layers}
     files = tuple(
@@ -107,8 +124,10 @@ def _planned(plan: Plan) -> Checkpoint:
         )
         for file in plan.files
     )
-    written = {CONFIG: plan.source.config} if plan.is_file else configs(plan)
-    return Checkpoint(Path(), files, written[CONFIG], written.get(HF_QUANT_CONFIG))
+    written: dict[str, Any] = {CONFIG: plan.source.config if plan.is_file else {}}
+    if not plan.is_file and not is_one_file(destination):
+        written = configs(plan)
+    return Checkpoint(destination, files, written[CONFIG], written.get(HF_QUANT_CONFIG))
 
 
 def _planned_scalars(plan: Plan) -> Iterator[tuple[str, float]]:
@@ -116,8 +135,8 @@ def _planned_scalars(plan: Plan) -> Iterator[tuple[str, float]]:
     pieces = [(tensor, piece) for tensor in plan.converted for piece in tensor.pieces if piece.form is not None]
     with Readers() as readers:
         for tensor, piece in pieces:
-            for output in piece.outputs if len(piece.weight.shape) == 2 else ():
-                value = _planned_scalar(plan, tensor, piece, output.part, readers)
+            for output in piece.outputs:
+                value = _planned_scalar(plan, tensor, piece, output.part, readers) if prod(output.shape) == 1 else None
                 if value is not None:
                     yield output.name, float(value)
 
@@ -131,10 +150,12 @@ def _planned_scalar(
     if part not in (TENSOR_SCALE, INPUT_SCALE):
         return None
     if tensor.action == RENAME and part in weight.parts and weight.container is not None:
-        stored = np.float32(readers.array(weight.parts[part]).reshape(-1)[0])
+        stored = np.float32(scalar_of(readers, weight, part, piece.expert))
         if weight.container.direction == form.direction:
             return stored
         scale = weight.container.multiplier(stored)
+    elif tensor.action == RENAME and part == TENSOR_SCALE:
+        scale = np.float32(1)
     elif part == INPUT_SCALE and piece.module in plan.input_amaxes:
         return input_scale_of(form, plan.input_amaxes[piece.module])
     elif part == INPUT_SCALE and plan.request.input_scale is not None:

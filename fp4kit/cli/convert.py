@@ -30,7 +30,7 @@ from fp4kit.checkpoint.convert.convert import (
 )
 from fp4kit.checkpoint.convert.demo import demo_source
 from fp4kit.checkpoint.convert.demo_encoder import SENTENCES, cosines_of_embeddings
-from fp4kit.checkpoint.findings import lines_of
+from fp4kit.checkpoint.findings import findings_of_plan, lines_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.plan import scale_search
 from fp4kit.checkpoint.plan.activations import Activations
@@ -44,7 +44,7 @@ from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.executors import cluster
 from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
 from fp4kit.checkpoint.selection.selection import PRESETS, Wishes
-from fp4kit.checkpoint.verify.integrity import Issue
+from fp4kit.checkpoint.verify.integrity import Issue, is_one_file
 from fp4kit.cli import conversion_summary
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
@@ -364,10 +364,12 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
         _remove_leftovers(destination, out)
     check(plan, destination, args.resume, args.remove_stale)
     if args.dry_run:
-        out.document("convert.plan/1", {**_plan_body(plan, destination), "assignment": _assignment_body(assignment)})
-        _print_plan(out, plan, destination)
+        findings = findings_of_plan(plan, destination) if is_one_file(destination) else plan.findings
+        body = _plan_body(plan, destination, findings)
+        out.document("convert.plan/1", {**body, "assignment": _assignment_body(assignment)})
+        _print_plan(out, plan, destination, findings)
         _print_assignment(out, assignment)
-        return _exit_code(plan.findings)
+        return _exit_code(findings)
     with cluster(args.dask) as executor, out.progress("converting", bytes_to_read(plan)) as tick:
         report = execute(
             plan, destination, Options(args.workers, executor, devices_of(args), args.resume, tick, processes=True)
@@ -603,7 +605,7 @@ def _source(paths: Sequence[str], demo: bool) -> Path:
     return demo_source() if demo else Path(paths[0])
 
 
-def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
+def _plan_body(plan: Plan, destination: Path, findings: Sequence[Issue]) -> dict[str, Any]:
     """Return a plan as a dict for the JSON document of a dry run.
 
     It has the destination, the entries of _outcome_body, the bytes and the memory that the conversion needs, the
@@ -630,7 +632,7 @@ def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
     }
     return {
         "destination": destination,
-        **_outcome_body(plan, destination, plan.findings),
+        **_outcome_body(plan, destination, findings),
         **needs,
         "ignore": plan.ignore,
         "tensors": tensors,
@@ -714,7 +716,7 @@ def _skipped(plan: Plan) -> list[tuple[str, str]]:
     return [*((name, "not named by the index") for name in plan.source.ignored), *plan.auxiliary.skipped]
 
 
-def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
+def _print_plan(out: Output, plan: Plan, destination: Path, findings: Sequence[Issue]) -> None:
     """Print a plan: a table of tensors with actions and reasons, the memory and disk space needed, and the result."""
     rows = [
         (
@@ -736,7 +738,7 @@ def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
         " process"
     )
     out.line(f"disk: {decimal(bytes_to_write(plan))} needed, {decimal(staging.free_space(destination))} free")
-    _print_outcome(out, plan, destination, "would write", {}, plan.findings)
+    _print_outcome(out, plan, destination, "would write", {}, findings)
 
 
 def _print_outcome(

@@ -22,9 +22,8 @@ from fp4kit.checkpoint.contract.of_plan import contract_of_plan
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
 from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts
 from fp4kit.checkpoint.convert.scheduler import JobScheduler
-from fp4kit.checkpoint.findings import findings_of_files
+from fp4kit.checkpoint.findings import findings_of_files, opened
 from fp4kit.checkpoint.model.column_order import SWAPPED_NIBBLES, swapped_layers
-from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
@@ -151,7 +150,7 @@ class ConversionReport:
         engine rejects the result or decodes wrong values. Reading this attribute reads the result.
         """
         path = self.files[0] if self.files else self.destination
-        return tuple(findings_of_files(inspect_checkpoint(path))[0])
+        return tuple(findings_of_files(opened(path))[0])
 
     @property
     def replaced(self) -> int:

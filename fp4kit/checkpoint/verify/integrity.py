@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -203,7 +204,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     unloaded = diffusers_classes.warning(config)
     if form is not None and unloaded is not None:
         return [Issue("warning", "model", unloaded)]
-    if form is not None and model.path.is_file():
+    if form is not None and is_one_file(model.path):
         return [Issue("warning", "model", _ONE_FILE)]
     if form is None and model.unrecognised:
         return [Issue("warning", "model", "the requirements of loaders are not known for this format, so not checked")]
@@ -250,6 +251,11 @@ def _partial_input_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
         text = f"no input_scale, but {len(own) - len(without)} of {len(own)} NVFP4 layers have one"
         what = "without one, the engine computes a scale for each input; if it was lost, take it from another copy"
         yield Issue("warning", listed(without), f"{text}; {what}", comfy.ENGINE)
+
+
+def is_one_file(path: Path) -> bool:
+    """Return whether a path names a single file rather than a directory; the path need not exist yet."""
+    return path.is_file() or (path.suffix.lower() == ".safetensors" and not path.is_dir())
 
 
 _ONE_FILE = "is one file without config.json, so what engines make of it was not checked; they load directories"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE
 from fp4kit.checkpoint.containers.table import container
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
-from fp4kit.checkpoint.findings import findings_of_files
+from fp4kit.checkpoint.findings import findings_of_files, opened
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.closed_world import check_model, is_attention_scale
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.manifest import MANIFEST, differences, load_manifest
-from fp4kit.checkpoint.model.model_files import HF_QUANT_CONFIG, Source, existing_file, open_source
+from fp4kit.checkpoint.model.model_files import Source, open_source
 from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
@@ -49,7 +48,7 @@ from fp4kit.recipes import recipe as find_recipe
 from fp4kit.recipes.to_dict import from_data
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import GgufFile
-from fp4kit.storage.json_object import load_object, parse_object
+from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES
 from fp4kit.storage.split_gguf import whole_path
 
@@ -276,7 +275,7 @@ def prepare(
     Raises:
         CheckpointError, ValueError, TypeError: as for ``verify``.
     """
-    model = _opened(Path(destination))
+    model = opened(Path(destination))
     issues, model, turned, scales = findings_of_files(model, ignore)
     issues += swapped_nibbles(model)
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
@@ -305,18 +304,6 @@ def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
         check_model(original, weights)
         return frozenset()
     return transforms.undo(original, weights).matrices
-
-
-def _opened(root: Path) -> Checkpoint:
-    """Open a model directory or file as a Checkpoint, with its config and the content of hf_quant_config.json, if any.
-
-    A directory must have a config, unlike in ``fp4kit inspect``. Raise CheckpointError if the model cannot be opened.
-    """
-    found = open_source(root)
-    beside = (
-        load_object(existing_file(root, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if lexists(root / HF_QUANT_CONFIG) else None
-    )
-    return Checkpoint(root, found.files, found.config, beside)
 
 
 def _settings(

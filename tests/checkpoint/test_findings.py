@@ -1,0 +1,134 @@
+"""Test that the plan of a conversion, the report on its result, and verify find the same faults."""
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import pytest
+import synthetic
+from exhaustive import exhaustive
+from together import together
+
+from fp4kit.checkpoint import CheckpointError, Wishes, execute, make_plan
+from fp4kit.checkpoint.findings import engines_that_load, findings_of_plan
+from fp4kit.checkpoint.verify.integrity import Issue
+from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.cli.conversion_summary import summary_of
+
+TARGETS = (
+    ("nvfp4-te", "modelopt"),
+    ("nvfp4-te", "compressed-tensors"),
+    ("mxfp4-ocp", "compressed-tensors"),
+    ("mxfp4-ocp", "gpt-oss"),
+    ("mxfp4-ocp", "deepseek-v4"),
+    ("mxfp4-ocp", "mlx"),
+    ("mxfp8-te", "modelopt"),
+    ("mxfp8-te", "sglang-mxfp8"),
+    ("fp8-modelopt", "modelopt"),
+    ("fp8-transformers-block", "fp8"),
+    ("fp8-transformers-block", "compressed-tensors"),
+    ("nvfp4-comfy-kitchen", "comfy"),
+    ("nvfp4-te", "bf16"),
+)
+# Layers to convert: all; one layer of a fused one is left out; one expert alone; one part of each expert is left out.
+CHOICES = (
+    Wishes(),
+    Wishes(keep=("*.k_proj", "*.key")),
+    Wishes(only=("*.experts.1.*", "*.q_proj")),
+    Wishes(keep=("*.experts.*.down_proj", "*.w2")),
+)
+OPTIONS = {"fp8-modelopt": {"input_scale": 1.0}}
+FAMILIES = ("wide", "dense", "moe", "vlm_moe", "gpt_oss_mxfp4", "deepseek_v4")
+OTHERS = ("fused", "deepseek", "bert", "vlm", "mixtral", "gpt_oss", "deepseek_fp8")
+
+
+def facts(issues: Iterable[Issue]) -> set[tuple[str, str, str, str]]:
+    return {(one.severity, one.loader, one.subject, one.text) for one in issues}
+
+
+def check(source: Path, out: Path, recipe: str, **options: Any) -> bool | None:
+    """Convert a model, and compare the findings of plan, report and verify.
+
+    Return whether the result is clean, or None if the conversion is refused.
+    """
+    try:
+        plan = make_plan(source, recipe, requantize=True, **options)
+    except CheckpointError:
+        return None
+    report = execute(plan, out)
+    found = verify(report.files[0] if report.files else out)
+    # make_plan leaves out what its own warnings say already
+    own = {one for one in facts(report.findings) if one[3] not in plan.warnings}
+    assert facts(plan.findings) <= own <= facts(found.issues)
+    assert {one for one in own if one[0] == "error"} <= facts(plan.findings)
+    assert any(one.severity == "error" for one in report.findings) == (not found.clean), found.issues
+    summary = summary_of(report)
+    doubted = {one.loader.partition(" ")[0] for one in found.issues if one.severity == "error"}
+    assert doubted.isdisjoint(summary.engines) and doubted == {name.partition(" ")[0] for name in summary.rejections}
+    if out.is_dir() and plan.form is not None and plan.form.format not in ("mlx", "comfy"):
+        assert summary.engines == engines_that_load(plan.format_name, plan.source.config, found.issues)
+    return found.clean
+
+
+def wide(root: Path) -> None:
+    """Write a model whose layers have whole blocks of 128 columns, except down_proj. Some have 192 rows."""
+    sizes = {"gate_proj": (192, 128), "up_proj": (192, 128), "down_proj": (128, 192)}
+    tensors = {f"{{}}.{name}.weight": shape for name, shape in sizes.items()}
+    modules = ("model.layers.0.mlp", *(f"model.layers.1.mlp.experts.{i}" for i in range(2)))
+    values = {
+        name.format(module): synthetic.random(name.format(module), shape)
+        for module in modules
+        for name, shape in tensors.items()
+    }
+    for name in "qkvo":
+        values[f"model.layers.0.self_attn.{name}_proj.weight"] = synthetic.random(name, (128, 128))
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 2, "hidden_size": 128}
+    synthetic.write_model(root, config, values)
+
+
+@cache
+def model(folder: Path, family: str) -> Path:
+    (wide if family == "wide" else getattr(synthetic, family))(folder / family)
+    return folder / family
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("families", [FAMILIES, *exhaustive([OTHERS])], ids=["some", "others"])
+def test_what_convert_calls_loadable_verify_accepts(families: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+    made = set()
+    for recipe, format in TARGETS:
+        for family in families:
+            out = tmp_path / f"{family}-{recipe}-{format}"
+            if check(model(folder, family), out, recipe, format=format, **OPTIONS.get(recipe, {})) is not None:
+                made.add((recipe, format))
+    assert families == OTHERS or made == {*TARGETS}, {*TARGETS} - made
+
+
+@together("format", ["modelopt", "compressed-tensors", "fp8"])
+def test_what_verify_rejects_convert_does_not_call_loadable(format: str, folder: Path, tmp_path: Path) -> None:
+    """Layers that engines load as one, only some of which are converted, are found before and after the run."""
+    recipe = {"fp8": "fp8-transformers-block"}.get(format, "nvfp4-te")
+    found = [
+        check(model(folder, family), tmp_path / f"{family}{i}{format}", recipe, format=format, wishes=wishes)
+        for i, wishes in enumerate(CHOICES)
+        for family in ("wide", "dense", "moe", "mixtral")
+    ]
+    assert False in found and (True in found or format == "fp8")
+
+
+def test_files(tmp_path: Path) -> None:
+    """Results that are one file have the same findings before and after the run, too."""
+    gguf_files.write_model(tmp_path / "m.gguf")
+    assert check(tmp_path / "m.gguf", tmp_path / "q.gguf", "nvfp4-te")
+    values = {f"fc{i}.weight": synthetic.random(f"fc{i}", (64, 64)) for i in range(2)}
+    synthetic.write_file(tmp_path / "m.safetensors", values)
+    for destination in ("q.safetensors", "q"):
+        report = execute(make_plan(tmp_path / "m.safetensors", "nvfp4-te"), tmp_path / destination)
+        assert facts(findings_of_plan(report.plan, tmp_path / destination)) == facts(report.findings)
+        assert facts(report.findings) <= facts(verify(tmp_path / destination).issues)
