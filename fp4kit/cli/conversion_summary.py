@@ -19,7 +19,7 @@ from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.loaders.configs import KNOWN_TO
 from fp4kit.checkpoint.loaders.engines import VERSIONS
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.plan.job import QUANTIZE, REQUANTIZE
+from fp4kit.checkpoint.plan.job import MERGE, QUANTIZE, REQUANTIZE
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.verify.sampled_error import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
@@ -70,10 +70,10 @@ def _error(report: ConversionReport) -> SampledError | None:
     Return None if the conversion quantized no layer, if no sampled layer has a finite SQNR, or if the files cannot be
     read again.
     """
-    if not {QUANTIZE, REQUANTIZE} & report.actions.keys():
+    if not {QUANTIZE, REQUANTIZE, MERGE} & report.actions.keys():
         return None
     try:
-        found = sampled_error(report.destination, report.plan.source)
+        found = sampled_error(report.destination, report.plan.source, report.plan.request.adapter)
     except (CheckpointError, OSError):
         return None
     return found if found.layers else None
@@ -172,7 +172,8 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
     if summary.serve:
         yield f"serve: {summary.serve}"
     paths = " --source ".join(shlex.quote(str(path)) for path in (report.destination, plan.source.root))
-    yield f"next: fp4kit verify {paths}"
+    adapter = plan.request.adapter
+    yield f"next: fp4kit verify {paths}{'' if adapter is None else f' --adapter {shlex.quote(str(adapter.root))}'}"
 
 
 def _fails_in_float32(plan: Plan) -> bool:

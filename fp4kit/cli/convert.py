@@ -5,7 +5,7 @@ With --bits, an assignment first chooses a recipe for each layer, within a budge
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -34,9 +34,10 @@ from fp4kit.checkpoint.findings import findings_of_plan, lines_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.plan import scale_search
 from fp4kit.checkpoint.plan.activations import Activations
+from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES
 from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign_recipes
 from fp4kit.checkpoint.plan.bit_budget import shown_points
-from fp4kit.checkpoint.plan.job import NONFINITE
+from fp4kit.checkpoint.plan.job import NONFINITE, Survival
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
@@ -254,6 +255,14 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         help="rotate only modules whose name matches, such as '*.down_proj'; repeatable (default: all that are"
         " quantized)",
     )
+    add_adapter(group, "add the updates of this LoRA adapter, a directory that PEFT wrote, to the weights first")
+    group.add_argument(
+        "--adapter-scales",
+        choices=ADAPTER_SCALES,
+        default=ADAPTER_SCALES[0],
+        help="block scales of quantized layers with an update: nearest: per block the scale of SRC or a new one,"
+        " whichever has the smaller error; base: those of SRC; new: all new (default: %(default)s)",
+    )
     group.add_argument(
         "--input-scale",
         type=float,
@@ -261,6 +270,11 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         help="write this uncalibrated input scale, such as 1.0, for every layer. Engines then quantize activations"
         " too (NVFP4 instead of W4A16_NVFP4)",
     )
+
+
+def add_adapter(parser: Any, does: str) -> None:
+    """Add the option --adapter, which the commands convert and verify share; ``does`` is its help."""
+    parser.add_argument("--adapter", metavar="DIR", help=does)
 
 
 def add_activations(parser: argparse.ArgumentParser, does: str) -> None:
@@ -383,6 +397,7 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
     _print_gains(out, report)
     _print_outcome(out, plan, destination, f"wrote {shown(str(destination))}", report.actions, report.findings)
     _print_losses(out, report)
+    _print_survival(out, report)
     for line in conversion_summary.lines_of(report, summary):
         out.line(line)
     if args.demo and out.text:
@@ -544,6 +559,8 @@ def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
         hadamard=args.hadamard,
         hadamard_seed=args.hadamard_seed,
         hadamard_only=args.hadamard_only,
+        adapter=args.adapter,
+        adapter_scales=args.adapter_scales,
     )
 
 
@@ -672,6 +689,7 @@ def _outcome_body(
         "hadamard": plan.request.hadamard,
         "hadamard_seed": plan.request.hadamard_seed,
         "hadamard_only": plan.request.hadamard_only,
+        "adapter": plan.request.adapter and {**plan.request.adapter.facts, "scales": plan.request.adapter_scales},
         "format": plan.format_name,
         "files": tuple(paths_to_write(plan, destination).values()),
         "bytes_in": plan.bytes_in,
@@ -700,6 +718,8 @@ def _report_body(report: ConversionReport) -> dict[str, Any]:
         "changed": [{"name": name, **changes._asdict()} for name, changes in report.changes.items()],
         "replaced": report.replaced,
         "searched": searched,
+        "merged": _merged_body(report.survival),
+        "displaced": report.displaced,
     }
 
 
@@ -801,6 +821,42 @@ def _print_gains(out: Output, report: ConversionReport) -> None:
     out.table(("layer", f"#{kind}SQNR dB by amax", f"#{kind}SQNR dB searched"), rows)
     before, after = _decibels(reduce(Losses.plus, report.gains.values(), Losses())).values()
     out.line(f"scales {search.words}: {kind}SQNR {before:.2f} dB by amax, {after:.2f} dB searched")
+
+
+_MOST_MERGED = 10  # how many merged layers are listed, those first of which the least survived
+
+
+def _merged_body(survival: Mapping[str, Survival]) -> list[dict[str, Any]]:
+    """Return, for JSON, how much of the update of each layer survived."""
+    return [
+        {
+            "name": name,
+            "survived": one.share,
+            "relative_error": one.relative_error,
+            "relative_size": one.relative_size,
+            "changed_codes": one.changed,
+            "codes": one.codes,
+        }
+        for name, one in survival.items()
+    ]
+
+
+def _print_survival(out: Output, report: ConversionReport) -> None:
+    """Print how much of the adapter's updates is left in the result: the worst layers, the total, and a warning."""
+    if not report.survival:
+        return
+    worst = sorted(report.survival.items(), key=lambda item: item[1].share)
+    rows = [
+        (shown(name), f"{one.relative_size:.3g}", f"{one.share:.3f}", f"{one.relative_error:.3g}", _changed(one))
+        for name, one in worst[:_MOST_MERGED]
+    ]
+    out.table(("layer", "#update/weights", "#survived", "#error/update", "#changed codes"), rows)
+    for line in report.survival_lines:
+        out.line(line)
+
+
+def _changed(one: Survival) -> str:
+    return f"{one.changed} of {one.codes}" if one.codes else "-"
 
 
 _MOST_DOUBTS = 5  # how many layers with doubtful scales are listed

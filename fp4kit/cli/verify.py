@@ -16,7 +16,15 @@ from fp4kit.checkpoint.verify.report_html import write_report
 from fp4kit.checkpoint.verify.summary import summary_of, unchecked
 from fp4kit.checkpoint.verify.verify import LayerReport, Verification, VerifyReport, execute, prepare
 from fp4kit.cli.conversion_summary import verified_serve_command
-from fp4kit.cli.convert import activations_of, add_activations, add_scale_search, add_workers, devices_of, recipes_of
+from fp4kit.cli.convert import (
+    activations_of,
+    add_activations,
+    add_adapter,
+    add_scale_search,
+    add_workers,
+    devices_of,
+    recipes_of,
+)
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
@@ -53,6 +61,7 @@ def register(subparsers: Any) -> None:
         " layers of SRC that match PATTERN, as in convert, and replaces the recorded patterns; repeatable"
     )
     parser.add_argument("--recipe", action="append", metavar="[PATTERN=]RECIPE", help=text)
+    add_adapter(parser, "the LoRA adapter that was merged into SRC")
     add_scale_search(parser)
     add_ignore(parser)
     parser.add_argument(
@@ -84,7 +93,9 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
     with cluster(args.dask) as executor:
         options = Options(args.workers, executor, devices_of(args))
         default, recipes = recipes_of(args.recipe or ())
-        prepared = prepare(args.path, args.source, default, options, search, args.ignore, activations, recipes)
+        prepared = prepare(
+            args.path, args.source, default, options, search, args.ignore, activations, recipes, args.adapter
+        )
         report = _run(prepared, options, out)
     if args.html is not None:
         write_report(report, args.html)

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from fp4kit.checkpoint.model.slabs import SLAB_BYTES
 from fp4kit.checkpoint.model.statistics import doubt_about
 from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.plan.job import CARRY, REQUANTIZE, Changes, Done, Job, Measured
+from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES
+from fp4kit.checkpoint.plan.job import CARRY, MERGE, REQUANTIZE, Changes, Done, Job, Measured, Survival
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.output_configs import configs
 from fp4kit.checkpoint.plan.output_files import OutputFile, check_target, final_path
@@ -47,7 +49,7 @@ from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
 from fp4kit.ops.engines import is_compiled
 from fp4kit.recipes import Recipe
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import GgufFile, read_gguf
 from fp4kit.storage.json_object import dump_object
 from fp4kit.storage.safetensors_file import read_header
@@ -59,6 +61,11 @@ _SLABS_IN_MEMORY = 12  # size of a slab (rows converted at a time) with all its 
 # about a second to start, but threads of one interpreter wait for each other. On 16 cores, four or eight threads
 # convert 1.2 GB/s, eight processes 2.0 and fifteen processes 2.7 (November 2026).
 FROM_WORKERS, FROM_BYTES, MOST_PROCESSES = 4, 4 << 30, 8
+SURVIVES = 0.5  # a layer of whose update less survives is named in a warning
+_WAYS_OUT = (
+    'serve the model and the adapter side by side, merge into the unquantized model, or train with adapters="merged"'
+    " (docs/guides/adapters.md)"
+)
 Progress = Callable[[int], None]  # called with the number of bytes of source tensors processed since the last call
 
 
@@ -106,13 +113,13 @@ class ConversionReport:
         """The names of the layers whose values changed although the plan was to keep them; () if there are none.
 
         Their values changed because the new format cannot hold all scales of the layer. Either the whole layer was
-        requantized, or only the blocks with such scales (see ``changes``). Layers that the plan itself requantizes are
-        not included.
+        requantized, or only the blocks with such scales (see ``changes``). Layers that the plan itself requantizes or
+        merges are not included.
         """
         planned = {piece.module: tensor.action for tensor in self.plan.tensors for piece in tensor.pieces}
         done = ((one.key.rpartition("#")[0], one) for one in self.done)
         lossy = (name for name, one in done if one.action == REQUANTIZE or Changes(*one.changes).values)
-        return tuple(dict.fromkeys(name for name in lossy if planned[name] != REQUANTIZE))
+        return tuple(dict.fromkeys(name for name in lossy if planned[name] not in (REQUANTIZE, MERGE)))
 
     @lazy_property
     def changes(self) -> dict[str, Changes]:
@@ -152,6 +159,49 @@ class ConversionReport:
         path = self.files[0] if self.files else self.destination
         return tuple(findings_of_files(opened(path))[0])
 
+    @lazy_property
+    def survival(self) -> dict[str, Survival]:
+        """Layer name -> how much of its adapter's update is left in the result; {} without an adapter."""
+        found: dict[str, Survival] = {}
+        for one in self.done:
+            survival, name = Survival(*one.survival), one.key.rpartition("#")[0]
+            if any(survival):
+                found[name] = found.get(name, Survival()).plus(survival)
+        return found
+
+    @property
+    def survival_lines(self) -> list[str]:
+        """Lines for the user about the adapter: how much of it survived, what else changed, and what to do."""
+        if not self.survival:
+            return []
+        total = reduce(Survival.plus, self.survival.values())
+        lines = [
+            f"adapter: {len(self.survival)} layers merged; {100 * total.share:.1f}% of the updates survived (projection"
+            f" of the stored on the wanted change), error {total.relative_error:.2f} of their size"
+        ]
+        if self.displaced:
+            lines.append(
+                f"{len(self.displaced)} layers without an update have new codes, because they share a tensor scale with"
+                f" merged layers: {listed([shown(name) for name in self.displaced])}"
+            )
+        lost = [name for name, one in self.survival.items() if one.share < SURVIVES]
+        if lost:
+            lines.append(
+                f"warning: less than half of the update survived in {len(lost)} of {len(self.survival)} layers"
+                f" ({listed([shown(name) for name in lost])}): it is smaller than the steps of the format; {_WAYS_OUT}"
+            )
+        return lines
+
+    @property
+    def displaced(self) -> tuple[str, ...]:
+        """The names of the layers without an update that got new codes because merged layers share their tensor scale.
+
+        Only merged values that exceed what the tensor scale of the source holds cause this, or adapter_scales="new".
+        """
+        plans = {piece.module: (tensor.action, piece.weight) for tensor in self.plan.tensors for piece in tensor.pieces}
+        done = (one.key.rpartition("#")[0] for one in self.done if one.action == REQUANTIZE)
+        return tuple(name for name in dict.fromkeys(done) if plans[name][0] == MERGE and not plans[name][1].update)
+
     @property
     def replaced(self) -> int:
         """The number of NaN and infinite values that were replaced, over all tensors.
@@ -181,6 +231,8 @@ def convert(
     hadamard: int | None = None,
     hadamard_seed: int | None = None,
     hadamard_only: Iterable[str] = (),
+    adapter: str | Path | None = None,
+    adapter_scales: str = ADAPTER_SCALES[0],
 ) -> ConversionReport:
     """Convert the model directory ``source`` into the new directory ``destination``, or a file into a new file.
 
@@ -210,6 +262,8 @@ def convert(
             rotation.
         hadamard_seed: the seed of random signs for this transform; None for no signs.
         hadamard_only: globs of the names of the layers to rotate; () for all that are quantized.
+        adapter: the directory of a LoRA adapter whose updates are added to the weights first; None for none.
+        adapter_scales: "nearest", "base" or "new": the block scales of quantized layers with an update.
 
     The function make_plan describes ``format`` and all later arguments in full.
 
@@ -252,6 +306,8 @@ def convert(
         hadamard=hadamard,
         hadamard_seed=hadamard_seed,
         hadamard_only=hadamard_only,
+        adapter=adapter,
+        adapter_scales=adapter_scales,
     )
     return execute(plan, destination, options)
 

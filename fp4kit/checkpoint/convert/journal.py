@@ -59,8 +59,8 @@ def request_facts(request: Request) -> dict[str, Any]:
     """Return a request as an object for JSON, for the key of a run and for the manifest.
 
     Optional fields of the request (codes, recipes, search, activations, ignore, split_max_size, hadamard,
-    hadamard_seed, hadamard_only) are left out if they are not used. If codes are copied from another model, "recipe" is
-    the id of the recipe that made them, and "recipe_of_form" is the recipe of the request.
+    hadamard_seed, hadamard_only, adapter) are left out if they are not used. If codes are copied from another model,
+    "recipe" is the id of the recipe that made them, and "recipe_of_form" is the recipe of the request.
     """
     recipe = as_data(request.recipe)
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
@@ -71,6 +71,9 @@ def request_facts(request: Request) -> dict[str, Any]:
     hadamard |= {"hadamard_only": list(request.hadamard_only)} if request.hadamard_only else {}
     recipes = {"recipes": [[pattern, as_data(one)] for pattern, one in request.recipes]} if request.recipes else {}
     ignore = {"ignore": list(request.ignore)} if request.ignore else {}
+    adapter: dict[str, Any] = {}
+    if request.adapter is not None:
+        adapter = {"adapter": {**request.adapter.facts, "scales": request.adapter_scales}}
     activations = {} if request.activations is None else {"activations": dict(request.activations.facts)}
     return {
         "recipe": recipe,
@@ -86,6 +89,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         **ignore,
         **split,
         **hadamard,
+        **adapter,
     }
 
 

@@ -10,16 +10,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import making_current, to_device
 from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.convert import searched_rows
 from fp4kit.checkpoint.convert.put_rows import put_rows
 from fp4kit.checkpoint.convert.put_scalars import put_scalars
-from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
+from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
+from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.imatrix import ChannelWeights
-from fp4kit.checkpoint.plan.job import Job, Sink
+from fp4kit.checkpoint.plan.job import MERGE, Job, Sink, Survival
 from fp4kit.checkpoint.plan.scale_search import Losses
 from fp4kit.formats import FLT_MAX, FLT_MIN
+from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.zeros import of_zeros
@@ -28,14 +31,14 @@ from fp4kit.reference.tensor_rules import tensor_scale
 from fp4kit.storage.errors import CheckpointError, shown
 
 
-def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses]:
+def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses, Survival]:
     """Quantize the weight of a job, and write its codes and the scales of its blocks or rows.
 
     If the recipe has a tensor scale, write the tensor scale and, if the output has one, the input scale too.
 
-    Return (number of NaN and infinite values that were replaced, Losses of the job's scale search). The Losses are 0 if
-    nothing was searched. Raise CheckpointError if a scale is unusable, or if an input scale is needed but missing (see
-    check_scales and put_scalars).
+    Return (number of NaN and infinite values that were replaced, Losses of the job's scale search, Survival of the
+    weight's update). Sums are 0 if nothing was searched, or if there is no update. Raise CheckpointError if a scale is
+    unusable, or if an input scale is needed but missing (see check_scales and put_scalars).
 
     job: the job, which gives the weight and the recipe.
     readers, output: where to read the weight from, and where to write the result.
@@ -43,8 +46,8 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
         infinities.
     """
     tensor_amax = amax if job.new_recipe.tensor_scaling == "tensor" else None
-    replaced, q, losses = 0, None, Losses()
-    weights = _column_weights(job, readers)
+    replaced, q, losses, survival = 0, None, Losses(), Survival()
+    weights = column_weights(job, readers)
     height = lcm(job.new_recipe.block_rows, job.container.slab_rows)
     for slab in slabs(readers, job.weight, job.expert, job.span, height, job.slab_bytes):
         x = values_of(job.weight, slab)
@@ -60,9 +63,37 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
             q = quantized(x, job, tensor_amax)
         check_scales(job, q)
         put_rows(job, output, q.packed, stored_scales(q))
+        if slab.update is not None:
+            packed = q.packed if job.action == MERGE else None
+            survival = survival.plus(survival_of(job.weight, slab, dequantize(q, np.float32), packed))
     if q is not None and q.recipe.tensor_scaling == "tensor":
         put_scalars(job, output, np.float32(q.tensor_scale), divisor_of(job.new_recipe, job.container, amax, x.dtype))
-    return replaced, losses
+    return replaced, losses, survival
+
+
+@ieee("merge_adapter")
+def survival_of(weight: Weight, slab: Slab, stored: np.ndarray, packed: Any = None) -> Survival:
+    """Return how much of the update of a slab is left in the values that were stored for it.
+
+    packed: the new codes, if those of the source are in the same format; None for no comparison of codes.
+    """
+    if slab.update is None:
+        return Survival()
+    base = values_of(weight, slab._replace(update=None)).astype(np.float64)
+    delta = slab.update.delta if slab.rotation is None else slab.rotation.of(slab.update.delta)
+    delta = delta.astype(np.float64)
+    moved = stored.astype(np.float64) - base
+    changed = codes = 0
+    if packed is not None and slab.codes is not None and weight.container is not None:
+        apart = np.asarray(packed) ^ slab.codes
+        bits = weight.container.element.bits
+        halves = (apart & 15, apart >> 4) if bits == 4 else (apart,)
+        changed = sum(int(np.count_nonzero(half)) for half in halves)
+        codes = base.size
+    with np.errstate(over="ignore", invalid="ignore"):
+        kept, wanted, signal = (float(np.vdot(a, b)) for a, b in ((moved, delta), (delta, delta), (base, base)))
+        error = float(np.square(moved - delta).sum())
+    return Survival(kept, wanted, error, signal, changed, codes)
 
 
 def stored_scales(q: Quantized) -> Any:
@@ -79,7 +110,7 @@ def stored_scales(q: Quantized) -> Any:
     return q.tensor_scale if q.recipe.block is None else q.tensor_scale[:: q.recipe.block_rows]
 
 
-def _column_weights(job: Job, readers: Readers) -> np.ndarray | None:
+def column_weights(job: Job, readers: Readers) -> np.ndarray | None:
     """Read and return the column weights of a job's scale search, or None if all columns have equal weights."""
     if isinstance(job.columns, ChannelWeights):
         return job.columns.read()

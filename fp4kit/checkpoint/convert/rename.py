@@ -6,6 +6,8 @@ containers stores them as divisors.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from fp4kit.checkpoint.containers.container import COLUMN_SCALE, INPUT_SCALE, SCALES
@@ -49,7 +51,27 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
         if job.container.scale is None and scales is not None and SCALES in dtypes:
             scales = scales.astype(dtypes[SCALES])
         put_rows(job, output, slab.codes, scales)
+    write_scalars(job, readers, output)
+    if output.has(COLUMN_SCALE):
+        place = job.weight.parts[COLUMN_SCALE]
+        if place.entry.dtype != "BF16":
+            raise CheckpointError(
+                f"{shown(place.entry.name)}: is {place.entry.dtype}; BF16 is needed to keep the scales of AWQ; store"
+                " them as BF16, or leave the layer out with --keep"
+            )
+        output.put(COLUMN_SCALE, readers.bytes(place))
+
+
+def write_scalars(
+    job: Job, readers: Readers, output: Sink, parts: Collection[str] = (TENSOR_SCALE, INPUT_SCALE)
+) -> None:
+    """Write the tensor scale and the input scale of the source, or those of ``parts``, as ``write`` does."""
+    source_form = job.weight.container
+    assert source_form is not None
+    dtypes = {target.part: NUMPY_DTYPES[target.dtype] for target in job.targets if target.part == TENSOR_SCALE}
     for part, put in ((TENSOR_SCALE, put_tensor_scale), (INPUT_SCALE, put_input_scale)):
+        if part not in parts:
+            continue
         if output.has(part) and part in job.weight.parts:
             stored = scalar_of(readers, job.weight, part, job.expert)
             if part == INPUT_SCALE:
@@ -62,11 +84,3 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
             put_tensor_scale(job, output, np.float32(1))
         elif output.has(part):
             put_given_input_scale(job, output)
-    if output.has(COLUMN_SCALE):
-        place = job.weight.parts[COLUMN_SCALE]
-        if place.entry.dtype != "BF16":
-            raise CheckpointError(
-                f"{shown(place.entry.name)}: is {place.entry.dtype}; BF16 is needed to keep the scales of AWQ; store"
-                " them as BF16, or leave the layer out with --keep"
-            )
-        output.put(COLUMN_SCALE, readers.bytes(place))

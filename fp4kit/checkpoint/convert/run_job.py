@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.checkpoint.containers.container import ROTATION, TAG, VALUES
-from fp4kit.checkpoint.convert import fp8_to_mxfp8, mxfp4_to_nvfp4, powers_of_two, quantize_rows, rename
+from fp4kit.checkpoint.convert import (
+    fp8_to_mxfp8,
+    merge_rows,
+    mxfp4_to_nvfp4,
+    powers_of_two,
+    quantize_rows,
+    rename,
+)
 from fp4kit.checkpoint.model.doubtful_codes import doubt_of
 from fp4kit.checkpoint.model.slabs import (
     Readers,
@@ -35,6 +42,7 @@ from fp4kit.checkpoint.plan.job import (
     CARRY,
     CAST,
     DEQUANTIZE,
+    MERGE,
     QUANTIZE,
     RENAME,
     REQUANTIZE,
@@ -44,6 +52,7 @@ from fp4kit.checkpoint.plan.job import (
     Job,
     Measured,
     Sink,
+    Survival,
     Target,
     Tick,
 )
@@ -167,12 +176,14 @@ class Made(NamedTuple):
     replaced: the number of NaN and infinite values that were replaced.
     losses: the squared errors without and with the scale search; zeros without a search.
     changes: how many blocks and values a cast changed, and the largest change; zeros without a cast.
+    survival: how much of an adapter's update is left; zeros without an update.
     """
 
     action: str
     replaced: int = 0
     losses: Losses = Losses()
     changes: Changes = Changes()
+    survival: Survival = Survival()
 
 
 def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
@@ -190,14 +201,17 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
         measurements.
     readers: where to read the weight from.
     """
-    action, replaced, losses, changes = job.action, 0, Losses(), Changes()
+    action, replaced, losses, changes, survival = job.action, 0, Losses(), Changes(), Survival()
     values_are_kept = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
     if isinstance(job.source, Located):
         _copy(job.source, readers, output)
     elif action == DEQUANTIZE:
-        replaced = _dequantize(job, readers, output, None if values_are_kept else shared)
+        replaced, survival = _dequantize(job, readers, output, None if values_are_kept else shared)
     elif action == RENAME:
         rename.write(job, readers, output)
+    elif action == MERGE:
+        assert shared is not None
+        action, losses, survival = merge_rows.write(job, readers, output, np.float32(shared.amax))
     elif action == CARRY and shared is not None and values_are_kept and shared.exact:
         fp8_to_mxfp8.write(job, readers, output)
     elif action == CAST and shared is not None and values_are_kept and _is_castable(job, shared):
@@ -207,13 +221,13 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
     else:
         action = REQUANTIZE if action != QUANTIZE else action
         assert shared is not None
-        replaced, losses = quantize_rows.write(job, readers, output, np.float32(shared.amax))
+        replaced, losses, survival = quantize_rows.write(job, readers, output, np.float32(shared.amax))
     if output.has(TAG):
         output.put(TAG, np.frombuffer(job.container.tag(job.shape), np.uint8))
     if output.has(ROTATION):
         assert job.weight.rotation is not None
         output.put(ROTATION, job.weight.rotation.matrix)
-    return Made(action, replaced, losses, changes)
+    return Made(action, replaced, losses, changes, survival)
 
 
 def _is_castable(job: Job, shared: Measured) -> bool:
@@ -235,24 +249,26 @@ def _copy(source: Located, readers: Readers, output: Sink) -> None:
         output.put(VALUES, readers.bytes(source, start, min(PIECE, source.entry.nbytes - start)))
 
 
-def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> int:
+def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> tuple[int, Survival]:
     """Decode a weight, round its values to the dtype of the output tensor, and write them.
 
-    Return the number of NaN and infinite values that were replaced. A matrix that the output stores transposed is
-    written some columns at a time.
+    Return the number of NaN and infinite values that were replaced, and how much of the weight's update is left. A
+    matrix that the output stores transposed is written some columns at a time.
 
     job: the job of the weight.
     readers, output: where to read the weight from, and where to write its values.
     shared: the measurements of the weight, to replace NaN by 0 and infinities by its amax; None to keep them.
     """
     dtype = NUMPY_DTYPES[job.targets[0].dtype]
-    replaced = 0
+    replaced, survival = 0, Survival()
     if not job.transposed:
         for slab in slabs(readers, job.weight, job.expert, job.span):
             values, count = _rounded(values_of(job.weight, slab), dtype, shared)
             replaced += count
             output.put(VALUES, values)
-        return replaced
+            if slab.update is not None:
+                survival = survival.plus(quantize_rows.survival_of(job.weight, slab, values))
+        return replaced, survival
     rows, columns = job.shape
     width = lcm(1 if job.weight.container is None else job.weight.container.block[1], job.weight.rotated_columns)
     step = max(TURNED // (rows * dtype.itemsize * width), 1) * width
@@ -265,7 +281,7 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
             replaced += count
             part[:, at : at + len(values)] = values.T
         output.put(VALUES, part)
-    return replaced
+    return replaced, survival
 
 
 def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tuple[np.ndarray, int]:

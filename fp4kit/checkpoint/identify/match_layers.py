@@ -25,6 +25,7 @@ from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.decode import scales_of
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.layers import expert_name, pieces
+from fp4kit.checkpoint.model.low_rank_update import LowRankUpdate
 from fp4kit.checkpoint.model.model_files import Source, open_source
 from fp4kit.checkpoint.model.quantized_layers import recorded
 from fp4kit.checkpoint.model.rotation import WeightRotation
@@ -71,6 +72,11 @@ class Origin:
     def rotated(self, rotation: WeightRotation | None) -> Origin:
         """Return an Origin that applies a rotation to the rows when it reads them; self if the rotation is None."""
         return self if rotation is None else replace(self, weight=replace(self.weight, rotation=rotation))
+
+    def updated(self, updates: Mapping[str, LowRankUpdate]) -> Origin:
+        """Return an Origin that adds an adapter's update when it reads the rows: that of the tensor's name, if any."""
+        update = updates.get(self.weight.tensor)
+        return self if update is None else replace(self, weight=replace(self.weight, update=update))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from fp4kit.checkpoint.containers.container import (
     VALUES,
 )
 from fp4kit.checkpoint.model.decode import decode_rows, scales_of
+from fp4kit.checkpoint.model.low_rank_update import UpdateRows
 from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight
 from fp4kit.layouts import unpack_gguf, unswizzle_scales
@@ -113,6 +114,7 @@ class Slab(NamedTuple):
         column_scale: float32 [K], the factors that decoded columns are multiplied by; None if there are none.
         low_rank: (B, A) of SVDQuant, float64 [n, r] and [r, K]; None if there are none. The product B A is added to the
             decoded values before the columns are multiplied.
+        update: the update of an adapter to these rows, which values_of adds (see Weight.update); None if there is none.
     """
 
     start: int
@@ -124,6 +126,7 @@ class Slab(NamedTuple):
     low_rank: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None
     divisor: np.float32 | None = None
     rotation: WeightRotation | None = None
+    update: UpdateRows | None = None
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
@@ -239,6 +242,7 @@ def slabs(
     step = max(max_bytes // (columns * itemsize * height), 1) * height
     tensor_scale, column_scale = tensor_scale_of(readers, weight, expert), column_scale_of(readers, weight)
     low_rank, divisor = _low_rank_of(readers, weight), _divisor_of(readers, weight, expert)
+    update = None if weight.update is None else weight.update.read(readers)
     transposed = {
         part: _TransposedReader(readers, weight.parts[part], rows, expert)
         for part in _ROWS & set(weight.parts)
@@ -249,6 +253,7 @@ def slabs(
         step = max(WHOLE_EXPERT // 4 // (columns * itemsize * height), 1) * height
     for start in range(first, end, step):
         count = min(step, end - start)
+        more = None if update is None else update.rows(slice(start, start + count))
         if weight.container is not None:
             codes, scales = (
                 (transposed[part].rows(start, count) for part in (CODES, SCALES))
@@ -257,12 +262,13 @@ def slabs(
             )
             part_of = None if low_rank is None else (low_rank[0][start : start + count], low_rank[1])
             factors = tensor_scale, column_scale, part_of, divisor
-            yield Slab(start, None, codes, scales, *factors, weight.rotation)
+            yield Slab(start, None, codes, scales, *factors, weight.rotation, more)
         else:
             yield Slab(
                 start,
                 transposed[VALUES].rows(start, count) if transposed else _values(readers, weight, expert, start, count),
                 rotation=weight.rotation,
+                update=more,
             )
 
 
@@ -296,7 +302,9 @@ def _in_order(
             None if part is None else part[index] for part in (slab.values, slab.codes, slab.scales)
         )
         low_rank = None if slab.low_rank is None else (slab.low_rank[0][index], slab.low_rank[1])
-        yield slab._replace(start=slab.start + low, values=values, codes=codes, scales=scales, low_rank=low_rank)
+        update = None if slab.update is None else slab.update.rows(index)
+        cut = slab._replace(start=slab.start + low, values=values, codes=codes, scales=scales)
+        yield cut._replace(low_rank=low_rank, update=update)
 
 
 def _of_members(
@@ -503,14 +511,15 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     3. Columns are multiplied by their factors.
     4. For FP8 of compressed-tensors, values are rounded to the dtype of the scales (Container.rounds).
 
-    If the slab has a rotation, it is applied at the end, and keeps the dtype of the values.
+    If the slab has an update, it is added to the values. If it has a rotation, it is applied at the end. Both keep the
+    dtype of the values.
 
     Args:
         weight: the weight that the slab was read from.
         slab: the slab.
     """
     if slab.values is not None:
-        return slab.values if slab.rotation is None else slab.rotation.of(slab.values)
+        return _changed(slab.values, slab)
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     with np.errstate(over="ignore", invalid="ignore"):  # infinite scales may overflow, or be multiplied by 0
         values = decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale, slab.divisor)
@@ -519,8 +528,12 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
             values = (values + b @ a).astype(np.float32)
         if slab.column_scale is not None:
             values *= slab.column_scale
-        values = _rounded(values, weight)
-        return values if slab.rotation is None else slab.rotation.of(values)
+        return _changed(_rounded(values, weight), slab)
+
+
+def _changed(values: np.ndarray, slab: Slab) -> np.ndarray:
+    values = values if slab.update is None else slab.update.added_to(values)
+    return values if slab.rotation is None else slab.rotation.of(values)
 
 
 def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.float32]:
@@ -552,15 +565,16 @@ def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
         first: the first column.
         end: the column after the last one.
     """
+    update = None if slab.update is None else slab.update._replace(a=slab.update.a[:, first:end])
     if slab.values is not None:
-        return slab._replace(values=slab.values[:, first:end])
+        return slab._replace(values=slab.values[:, first:end], update=update)
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     bits, wide = weight.container.element.bits, weight.container.block[1]
     codes = np.ascontiguousarray(slab.codes[:, first * bits // 8 : end * bits // 8])
     column_scale = None if slab.column_scale is None else slab.column_scale[first:end]
     scales = slab.scales[:, first // wide : -(-end // wide)]
     low_rank = None if slab.low_rank is None else (slab.low_rank[0], slab.low_rank[1][:, first:end])
-    return slab._replace(codes=codes, scales=scales, column_scale=column_scale, low_rank=low_rank)
+    return slab._replace(codes=codes, scales=scales, column_scale=column_scale, low_rank=low_rank, update=update)
 
 
 def trouble_with_scales(weight: Weight, slab: Slab) -> str:

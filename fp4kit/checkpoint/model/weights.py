@@ -32,6 +32,7 @@ from fp4kit.checkpoint.containers.container import (
 from fp4kit.checkpoint.containers.ggml_names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.containers.table import CAST_E4M3, CAST_E5M2, CONTAINERS
 from fp4kit.checkpoint.model.declarations import declared
+from fp4kit.checkpoint.model.low_rank_update import LowRankUpdate
 from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.selection.name_rules import STACKS
 from fp4kit.formats import E8M0
@@ -145,6 +146,7 @@ class Weight:
         order: a reordering to apply to the rows of every matrix when they are read; None to keep the stored order.
         rotation: a Hadamard transform that is applied to the values when they are read; None if there is none. It
             rotates a weight before it is quantized, or undoes the rotation of a stored weight (see transforms.py).
+        update: the update of an adapter, which is added to the values when they are read; None if there is none.
     """
 
     name: str
@@ -156,6 +158,7 @@ class Weight:
     members: tuple[Rows, ...] = ()
     order: HeadOrder | None = None
     rotation: WeightRotation | None = None
+    update: LowRankUpdate | None = None
 
     @property
     def located(self) -> Located:

@@ -21,7 +21,7 @@ from fp4kit.checkpoint.model.layers import members, parts_of, pieces
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, weights_of
-from fp4kit.checkpoint.plan.job import CARRY, CAST, RENAME, RESCALE
+from fp4kit.checkpoint.plan.job import CARRY, CAST, MERGE, RENAME, RESCALE
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.row_orders import (
     alternate_rows,
@@ -253,8 +253,8 @@ def mixes_codes(actions: Set[str], request: Request, source: Source) -> bool:
     """Return whether an output has codes of a recipe that may differ from the recorded recipe and patterns.
 
     - If all layers keep the codes of the source, or if all codes are copied from another model (--codes), return False.
-    - MXFP4 that is cast to NVFP4, FP8 that is carried to MXFP8, and rescaled layers have codes of an unknown recipe:
-      return True.
+    - MXFP4 that is cast to NVFP4, FP8 that is carried to MXFP8, rescaled layers, and layers into which an adapter is
+      merged have codes of an unknown recipe: return True.
     - Layers that keep the codes of the source, beside layers with new codes, have the recipe that the source records.
       Return False only if the source records the recipe and the patterns of the request.
 
@@ -265,7 +265,7 @@ def mixes_codes(actions: Set[str], request: Request, source: Source) -> bool:
     """
     if actions <= {RENAME}:
         return False
-    if request.codes or actions & {CAST, CARRY, RESCALE}:
+    if request.codes or actions & {CAST, CARRY, RESCALE, MERGE}:
         return True
     wanted = request.recorded, [[pattern, one.id] for pattern, one in request.recipes]
     return RENAME in actions and (recorded_recipe(source), recorded_patterns(source)) != wanted

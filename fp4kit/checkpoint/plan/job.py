@@ -10,24 +10,27 @@ Actions, the values of Job.action:
   carry: convert FP8 with 128x128 scales to MXFP8. Codes are kept, which needs scales that are powers of two.
   rescale: convert MXFP4 or MXFP8 to FP8 or MXFP8. Values are kept where powers of two as scales allow it.
   requantize: decode, then quantize.
+  merge: decode, add an adapter's update, and quantize again with the scales of the source or better ones. A layer
+    without an update is one that shares its tensor scale with such layers; it keeps its codes if the scale is kept.
   dequantize: decode to unquantized values.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fp4kit.checkpoint.containers.container import SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.container import COLUMN_SCALE, LOW_RANK_A, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.containers.table import COMFY_AWQ, COMFY_NVFP4, MODELOPT_AWQ, MODELOPT_NVFP4
 from fp4kit.checkpoint.model.weights import Located, Weight
 from fp4kit.checkpoint.plan.imatrix import ChannelWeights
 from fp4kit.recipes import Recipe
 
 NONFINITE = ("error", "keep", "saturate")
-COPY, QUANTIZE, RENAME, CAST, CARRY, RESCALE, REQUANTIZE, DEQUANTIZE = (
+COPY, QUANTIZE, RENAME, CAST, CARRY, RESCALE, REQUANTIZE, DEQUANTIZE, MERGE = (
     "copy",
     "quantize",
     "rename",
@@ -36,9 +39,10 @@ COPY, QUANTIZE, RENAME, CAST, CARRY, RESCALE, REQUANTIZE, DEQUANTIZE = (
     "rescale",
     "requantize",
     "dequantize",
+    "merge",
 )
 # Actions that may compute new codes. A search of block scales applies to these actions only.
-SEARCHED = (QUANTIZE, REQUANTIZE, CAST)
+SEARCHED = (QUANTIZE, REQUANTIZE, CAST, MERGE)
 DEVICE_SLAB_BYTES = 32 << 20  # bytes of source elements per slab that is sent to a GPU
 _RESCALED = {(have, form) for have in ("mxfp4", "mxfp8") for form in ("fp8", "fp8 rows")} | {("mxfp4", "mxfp8")}
 Tick = Callable[[int], None]  # reports progress: called after each read with the number of bytes read
@@ -75,9 +79,11 @@ def action_of(weight: Weight, form: Container | None) -> str:
 
     The first case that applies decides:
 
-    1. An unquantized weight is quantized, or copied if ``form`` is None.
+    1. An unquantized weight is quantized. If ``form`` is None, it is copied or, with an update, written again.
     2. A quantized weight is dequantized if ``form`` is None.
-    3. A weight with a rotation is requantized, because it cannot keep its codes.
+    3. A weight with a rotation is requantized, because it cannot keep its codes. A weight with an update is merged if
+       ``form`` can store its codes, and it has no factors of AWQ or SVDQuant and no scales in 16 bits; otherwise it is
+       requantized.
     4. A weight is renamed if ``form`` can store its codes and block scales unchanged. If decoding rounds its values to
        16 bits, ``form`` must round them too.
     5. MXFP4 is cast to NVFP4 if ``form`` has a tensor scale, otherwise requantized.
@@ -90,12 +96,17 @@ def action_of(weight: Weight, form: Container | None) -> str:
         form: the container to write; None to write unquantized values.
     """
     have = weight.container
+    if have is None and form is None:
+        return COPY if weight.update is None else DEQUANTIZE
     if have is None:
-        return COPY if form is None else QUANTIZE
+        return QUANTIZE
     if form is None:
         return DEQUANTIZE
     if weight.rotation:
         return REQUANTIZE
+    if weight.update is not None:
+        plain = not {COLUMN_SCALE, LOW_RANK_A} & weight.parts.keys() and not is_rounded(weight)
+        return MERGE if plain and have.same_codes(form) else REQUANTIZE
     if have.same_codes(form) and (form.rounds or not is_rounded(weight)):
         return RENAME
     if (have.kind, form.kind) == ("mxfp4", "nvfp4"):  # only a tensor scale brings exponents into the range of E4M3
@@ -139,8 +150,7 @@ class Job:
 
     Attributes:
         key: identifies the job within a run and in the journal, which records finished jobs.
-        action: what to do: "copy", "quantize", "rename", "cast", "carry", "rescale", "requantize" or
-            "dequantize".
+        action: what to do, one of the actions at the head of this file.
         source: the weight to read; for "copy", the tensor to read.
         targets: where to write each part of the output (codes, scales, ...).
         expert: the index of the matrix to read; 0 for a single layer.
@@ -157,6 +167,7 @@ class Job:
         columns: where the column weights of that error are; None weights all columns equally.
         input_amax: the amax of the layer's inputs, from which its input scale is computed; None if it was not measured.
             A layer that keeps its codes also keeps its own input scale if it has one.
+        merge_scales: for the action "merge", the block scales to use, one of ADAPTER_SCALES; otherwise "".
     """
 
     key: str
@@ -175,6 +186,7 @@ class Job:
     search: str = ""
     columns: Located | ChannelWeights | None = None
     input_amax: float | None = None
+    merge_scales: str = ""
 
     @property
     def name(self) -> str:
@@ -231,13 +243,14 @@ class Job:
     def is_measured(self) -> bool:
         """True if the job reads its source twice. The first pass finds the amax, scale exponents, NaN and infinity.
 
-        - For quantize, cast, carry, rescale and requantize: True.
+        - For quantize, cast, carry, rescale, merge and requantize: True.
         - For dequantize: True unless ``nonfinite`` is "keep".
         - For rename: True if ``nonfinite`` is "error".
         - For copy: False.
         """
         checked = {DEQUANTIZE: self.nonfinite != "keep", RENAME: self.nonfinite == "error"}
-        return self.action in (QUANTIZE, CAST, CARRY, RESCALE, REQUANTIZE) or checked.get(self.action, False)
+        changing = (QUANTIZE, CAST, CARRY, RESCALE, REQUANTIZE, MERGE)
+        return self.action in changing or checked.get(self.action, False)
 
 
 class Measured(NamedTuple):
@@ -289,6 +302,51 @@ class Changes(NamedTuple):
         return Changes(self.blocks + other.blocks, self.values + other.values, error)
 
 
+class Survival(NamedTuple):
+    """How much of an adapter's update is left in the stored values, as sums in float64 over the values of a layer.
+
+    base is the value before the merge, delta the update, stored the decoded value of the result.
+
+    Attributes:
+        kept: the sum of (stored - base) * delta.
+        wanted: the sum of delta^2.
+        error: the sum of (stored - base - delta)^2.
+        signal: the sum of base^2.
+        changed: the number of codes that differ from those of the source; 0 for an unquantized source.
+        codes: the number of codes that were compared; 0 for an unquantized source or another element format.
+    """
+
+    kept: float = 0.0
+    wanted: float = 0.0
+    error: float = 0.0
+    signal: float = 0.0
+    changed: int = 0
+    codes: int = 0
+
+    def plus(self, other: Survival) -> Survival:
+        """Return the sums over two parts of a layer, or over two layers."""
+        return Survival(*(a + b for a, b in zip(self, other, strict=True)))  # type: ignore[arg-type]
+
+    @property
+    def share(self) -> float:
+        """The projection of stored - base on the update: 1 if it survived, 0 if it vanished; 1 if it is zero."""
+        return self.kept / self.wanted if self.wanted else 1.0
+
+    @property
+    def relative_error(self) -> float:
+        """|stored - base - delta| / |delta|; 0 if nothing was to be added and nothing changed, otherwise inf."""
+        if not self.wanted:
+            return float("inf") if self.error else 0.0
+        return math.sqrt(self.error / self.wanted)
+
+    @property
+    def relative_size(self) -> float:
+        """|delta| / |base|, the size of the update beside the weights; inf if all weights are 0."""
+        if not self.signal:
+            return float("inf") if self.wanted else 0.0
+        return math.sqrt(self.wanted / self.signal)
+
+
 class Done(NamedTuple):
     """A record that a job has written its output.
 
@@ -299,6 +357,7 @@ class Done(NamedTuple):
         replaced: the number of NaN and infinite values that were replaced.
         losses: the fields of scale_search.Losses; zeros if the job searched no block scales.
         changes: the fields of Changes; zeros if the action was neither "cast" nor "rescale".
+        survival: the fields of Survival; zeros if the job added no update.
     """
 
     key: str
@@ -307,3 +366,4 @@ class Done(NamedTuple):
     replaced: int = 0
     losses: tuple[float, float, float] = (0.0, 0.0, 0.0)
     changes: tuple[int, int, float] = (0, 0, 0.0)
+    survival: tuple[float, float, float, float, int, int] = (0.0, 0.0, 0.0, 0.0, 0, 0)

@@ -19,6 +19,7 @@ from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_
 from fp4kit.checkpoint.model.weights import any_quantized, weights_of
 from fp4kit.checkpoint.plan import kv_cache, layer_checks
 from fp4kit.checkpoint.plan.activations import Activations
+from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, Adapter
 from fp4kit.checkpoint.plan.borrowed_codes import (
     borrow_codes,
     check_values_agree,
@@ -54,6 +55,8 @@ def make_plan(
     hadamard: int | None = None,
     hadamard_seed: int | None = None,
     hadamard_only: Iterable[str] = (),
+    adapter: str | Path | None = None,
+    adapter_scales: str = ADAPTER_SCALES[0],
 ) -> Plan:
     """Return the plan to convert a model. Nothing is written.
 
@@ -99,6 +102,18 @@ def make_plan(
             None for no signs.
         hadamard_only: globs of the names of the layers to rotate. Other layers are quantized without a rotation. Every
             glob must match a layer. () rotates all layers that are quantized.
+        adapter: the directory of a LoRA adapter, as PEFT saves it. Its updates are added to the weights before they are
+            quantized. A quantized layer with an update is quantized again, even without ``requantize``; all other
+            layers keep their codes. None adds nothing.
+        adapter_scales: how such a quantized layer gets its block scales, if the output can hold its codes:
+
+            - "nearest" keeps the tensor scale, and gives every block the scale of the source or the one that the recipe
+              computes, whichever has the smaller squared error.
+            - "base" keeps all scales.
+            - "new" computes all scales by the recipe, also for layers that share the tensor scale with such a layer.
+
+            If merged values exceed what the tensor scale can hold, "nearest" and "base" act like "new" for the layers
+            that share it.
 
     Returns:
         The plan, for ``execute``.
@@ -124,13 +139,19 @@ def make_plan(
         hadamard=hadamard,
         hadamard_seed=hadamard_seed,
         hadamard_only=tuple(hadamard_only),
+        adapter=None if adapter is None else Adapter.of(adapter),
+        adapter_scales=adapter_scales,
     )
+    if adapter is not None and codes is not None:
+        raise CheckpointError("--adapter: codes of another model have no update; leave --codes out")
     if hadamard is not None and codes is not None:
         raise CheckpointError(f"--hadamard {hadamard}: the codes of another model cannot be rotated; leave --codes out")
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
     closed_world.check_no_adapter(model.tensors, request.ignore)
     wrapper_names.check(model.tensors)
+    if request.adapter is not None:
+        weights = request.adapter.attach(weights, model.config)
     if codes is None and request.format == UNQUANTIZED:
         weights, items, matrices = transforms.undo(model, weights, request.ignore)
         check_declared(model, weights)

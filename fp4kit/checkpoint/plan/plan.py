@@ -28,7 +28,7 @@ from fp4kit.checkpoint.plan.borrowed_codes import (
     recorded_patterns,
     recorded_recipe,
 )
-from fp4kit.checkpoint.plan.job import COPY, RENAME, Job, Target
+from fp4kit.checkpoint.plan.job import COPY, MERGE, RENAME, Job, Target
 from fp4kit.checkpoint.plan.output_files import OutputFile, parts_of
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.verify.integrity import Issue
@@ -345,4 +345,5 @@ def _job(
         device,
         *searched,
         None if input_amax is None else float(input_amax),
+        request.adapter_scales if tensor.action == MERGE else "",
     )

@@ -29,7 +29,17 @@ from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, cast_of, part_names
 from fp4kit.checkpoint.plan import gguf, input_rotation, kv_cache, layer_checks
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
-from fp4kit.checkpoint.plan.job import CARRY, QUANTIZE, RENAME, REQUANTIZE, RESCALE, action_of, target_of
+from fp4kit.checkpoint.plan.job import (
+    CARRY,
+    MERGE,
+    QUANTIZE,
+    RENAME,
+    REQUANTIZE,
+    RESCALE,
+    action_of,
+    is_rounded,
+    target_of,
+)
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, split_layers
 from fp4kit.checkpoint.plan.mixture import LayerQuantization
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
@@ -143,7 +153,8 @@ class PlanFacts:
             CheckpointError: if the user's patterns do not fit the tensors (see selection.check).
         """
         if self.form is None:
-            return {name: Decision(w.container is not None, "already unquantized") for name, w in self.weights.items()}
+            changes = {name: w.container is not None or w.update is not None for name, w in self.weights.items()}
+            return {name: Decision(converted, "already unquantized") for name, converted in changes.items()}
         wishes = self.request.wishes
         if experts_only(self.form) and wishes.preset != "experts":
             wishes = replace(wishes, preset="experts")
@@ -386,7 +397,7 @@ class PlanFacts:
         Args:
             tensor: the name of the tensor with the weight's values or codes.
         """
-        return self.actions[tensor] == RENAME and INPUT_SCALE in self.selected[tensor].parts
+        return self.actions[tensor] in (RENAME, MERGE) and INPUT_SCALE in self.selected[tensor].parts
 
     @property
     def matrix_holder(self) -> Weight | None:
@@ -426,7 +437,8 @@ def _actions_of(
     """Return the action for each weight to convert (one of those in job.py), by tensor name.
 
     If weights that share a tensor scale would get different actions, the quantized ones among them are requantized. The
-    unquantized ones are quantized as always.
+    unquantized ones are quantized as always. If an adapter is merged into some of them, and the others would keep their
+    codes, all get the action "merge". Requantizing needs no permission where an adapter asks for it.
 
     Args:
         selected: the weights to convert, by the name of the tensor with their values or codes.
@@ -447,10 +459,15 @@ def _actions_of(
     for group, names in groups.items():
         for name in names:
             _check_dtypes(group, [selected[one] for one in names], choices[name].recipe)
-        if len({found[name] for name in names}) > 1:
+        actions = {found[name] for name in names}
+        if MERGE in actions and actions <= {MERGE, RENAME} and not any(is_rounded(selected[name]) for name in names):
+            found |= dict.fromkeys(names, MERGE)
+        elif len(actions) > 1:
             mixed |= {name: group for name in names if found[name] != QUANTIZE}
     found |= dict.fromkeys(mixed, REQUANTIZE)
-    lossy = next((name for name, action in found.items() if action == REQUANTIZE), None)
+    wanted = {name for name in found if selected[name].update is not None}
+    wanted |= {name for names in groups.values() if wanted & {*names} for name in names}
+    lossy = next((name for name, action in found.items() if action == REQUANTIZE and name not in wanted), None)
     if lossy is not None and not requantize:
         raise CheckpointError(_loss(selected[lossy], forms[lossy], mixed.get(lossy)))
     return found

@@ -40,6 +40,7 @@ from fp4kit.checkpoint.plan.job import (
     CAST,
     COPY,
     DEQUANTIZE,
+    MERGE,
     QUANTIZE,
     RENAME,
     REQUANTIZE,
@@ -50,6 +51,7 @@ from fp4kit.checkpoint.plan.job import (
 )
 from fp4kit.checkpoint.plan.plan import ShardPlan, TensorPlan
 from fp4kit.checkpoint.plan.plan_facts import PlanFacts
+from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 # Action -> the words that describe it in TensorPlan.reason.
@@ -61,6 +63,7 @@ _WORDS = {
     RESCALE: "same values where powers of two as scales allow it",
     REQUANTIZE: "decoded and quantized again",
     DEQUANTIZE: "decoded",
+    MERGE: "decoded, and quantized again with an adapter's update",
 }
 
 
@@ -154,7 +157,14 @@ def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> Tens
     if weight is not None and weight.container is not None and not facts.stays_quantized(weight):
         return _decoded(facts, weight, f"{reason}; decoded, because the output has another container")
     if weight is not None and weight.container is not None:
+        if weight.update is not None:
+            raise CheckpointError(
+                f"{shown(weight.name)}: the adapter has an update of this layer, which stays {weight.container};"
+                " leave the layer out of the adapter, or use --format bf16"
+            )
         return _copied_whole(facts, weight, reason)
+    if weight is not None and weight.update is not None:
+        return _decoded(facts, weight, f"{reason}; an adapter's update is added")
     renamed = ""
     if facts.form is not None and entry.name in facts.kv_cache.tensors:
         renamed, reason = facts.kv_cache.name(entry.name, facts.form.format), "scale of the KV cache"
@@ -196,14 +206,14 @@ def _copied_whole(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
 
 
 def _decoded(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
-    """Return the plan to decode a weight to BF16.
+    """Return the plan to decode a weight to BF16, or to write an unquantized one with its update in its own dtype.
 
     A stack is written as [E, K, N] if the source stores it so, or if models of this type have such stacks and the
     source has the layout of gpt-oss. OpenAI's own release (".blocks") and all other models have [E, N, K].
 
     Args:
         facts: the decisions about the model.
-        weight: the weight, quantized.
+        weight: the weight, quantized or with an update.
         reason: why the weight is decoded, for the user.
     """
     form = weight.container
@@ -212,7 +222,7 @@ def _decoded(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
     )
     own_release = form is not None and form.suffixes[CODES] == ".blocks"
     transposed = len(weight.shape) == 3 and (weight.transposed or (of_type and not own_release))
-    found = tuple(unquantized_pieces(weight, "BF16", transposed))
+    found = tuple(unquantized_pieces(weight, "BF16" if form is not None else weight.dtype, transposed))
     return TensorPlan(weight.tensor, weight.dtype, weight.shape, DEQUANTIZE, reason, weight.nbytes, found)
 
 
@@ -224,7 +234,8 @@ def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
         weight: the selected weight.
     """
     if facts.form is None:
-        return _decoded(facts, weight, f"{weight.dtype}: decoded")
+        words = ", an adapter's update is added" if weight.update is not None else ""
+        return _decoded(facts, weight, f"{weight.dtype}{': decoded' if weight.container is not None else ''}{words}")
     action, form = facts.actions[weight.tensor], facts.form_of(weight.name)
     assert form is not None
     has_input_scale = form.name in facts.input_scaled
@@ -243,9 +254,12 @@ def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
     shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
     made_by = facts.mixture.of(weight.name).recipe
     words = "" if weight.rotation is None else f"rotated in blocks of {weight.rotation.size}, "
-    words += _WORDS[action] + (f" by {made_by.id}" if facts.request.recipes and action in SEARCHED else "")
+    shares = action == MERGE and weight.update is None
+    words += "same codes, if merged layers keep the tensor scale" if shares else _WORDS[action]
+    words += ", with an adapter's update" if weight.update is not None and action in (QUANTIZE, REQUANTIZE) else ""
+    words += f" by {made_by.id}" if facts.request.recipes and action in SEARCHED else ""
     search = facts.request.search
-    words += "" if search is None else search.words_for(action, made_by)
+    words += "" if search is None or shares else search.words_for(action, made_by)
     reason = f"{facts.decisions[weight.tensor].reason}: {words}{shared}"
     about = (weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found)
     return TensorPlan(*about, group=groups, recipe=made_by)

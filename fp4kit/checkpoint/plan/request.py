@@ -19,6 +19,7 @@ from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.plan import gguf, input_rotation
 from fp4kit.checkpoint.plan.activations import Activations
+from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, Adapter
 from fp4kit.checkpoint.plan.job import NONFINITE
 from fp4kit.checkpoint.plan.mixture import LayerQuantization, Mixture
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
@@ -57,6 +58,8 @@ class Request:
             input_rotation.py); None for no rotation.
         hadamard_seed: the seed of the transform's random signs; None for no signs.
         hadamard_only: globs of the names of the layers to rotate; () for all that are quantized.
+        adapter: the adapter whose updates are added to the weights (see adapter.py); None for none.
+        adapter_scales: the block scales of quantized layers with an update, one of ADAPTER_SCALES in adapter.py.
 
     Raises:
         CheckpointError: if an option is unknown or out of range, if two options exclude each other, or if a recipe is
@@ -79,6 +82,8 @@ class Request:
     hadamard: int | None = None
     hadamard_seed: int | None = None
     hadamard_only: tuple[str, ...] = ()
+    adapter: Adapter | None = None
+    adapter_scales: str = ADAPTER_SCALES[0]
 
     @property
     def rotation(self) -> WeightRotation | None:
@@ -135,7 +140,26 @@ class Request:
             raise CheckpointError(f"split_max_size: got {self.split_max_size!r}; a positive number of bytes is needed")
         if self.input_scale is not None and self.activations is not None:
             raise CheckpointError("activations: are given with an input scale for all layers; use only one of them")
+        self._check_adapter()
         self._check_hadamard()
+
+    def _check_adapter(self) -> None:
+        """Raise CheckpointError if the options about the adapter are invalid, or conflict with another option."""
+        if self.adapter_scales not in ADAPTER_SCALES:
+            raise CheckpointError(
+                f"adapter scales {self.adapter_scales}: unknown; use one of {', '.join(ADAPTER_SCALES)}"
+            )
+        if self.adapter is None:
+            if self.adapter_scales != ADAPTER_SCALES[0]:
+                raise CheckpointError(
+                    f"adapter scales {self.adapter_scales}: is about layers with an update; add --adapter DIR"
+                )
+            return
+        if self.nonfinite != "error":
+            raise CheckpointError(
+                f"--adapter: is added to finite weights only; repair the source, and leave --nonfinite {self.nonfinite}"
+                " out"
+            )
 
     def _check_hadamard(self) -> None:
         """Raise CheckpointError if an option about rotations is invalid, or if it conflicts with another option.

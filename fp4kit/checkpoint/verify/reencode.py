@@ -27,8 +27,19 @@ from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, Weight
+from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, Adapter, updates_of
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack
-from fp4kit.checkpoint.plan.job import DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Measured, Target, action_of
+from fp4kit.checkpoint.plan.job import (
+    DEQUANTIZE,
+    MERGE,
+    QUANTIZE,
+    RENAME,
+    REQUANTIZE,
+    Job,
+    Measured,
+    Target,
+    action_of,
+)
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer
 from fp4kit.checkpoint.plan.mixture import first_match
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
@@ -43,7 +54,10 @@ _MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)
 
 
 def origins_of(
-    stored: Iterable[Weight], original: Source, rotations: Mapping[str, WeightRotation]
+    stored: Iterable[Weight],
+    original: Source,
+    rotations: Mapping[str, WeightRotation],
+    adapter: Adapter | None = None,
 ) -> dict[tuple[str, int], Origin]:
     """Find the source rows from which each matrix was made. Return a dict with the keys (layer name, expert number).
 
@@ -57,9 +71,12 @@ def origins_of(
     original: the source.
     rotations: layer name -> rotation, for the rotated layers of the checkpoint. Their rows of the source are rotated in
         the same way when they are read.
+    adapter: the adapter that was merged; None for none. Its updates are added to the rows when they are read.
     """
     stored = list(stored)
-    whole = {weight.name: weight for weight in decodable(original.tensors, original.config).values()}
+    weights = decodable(original.tensors, original.config)
+    updates = updates_of(adapter, weights, original.config)
+    whole = {weight.name: weight for weight in weights.values()}
     forms = {weight.container for weight in stored if weight.container is not None}
     by_form = {form: origins(original, form) for form in forms}
     counterparts = Counterparts(original)
@@ -75,7 +92,7 @@ def origins_of(
                 is_made = weight.container is not None or (other is not None and other.weight.container is not None)
                 origin = None if isinstance(other, TurnedOrigin) or not is_made else other
             if origin is not None and origin.shape == weight.shape[-2:]:
-                found[weight.name, e] = origin.rotated(rotations.get(weight.name))
+                found[weight.name, e] = origin.rotated(rotations.get(weight.name)).updated(updates)
     return found
 
 
@@ -105,7 +122,9 @@ class Settings:
     search: the search that determined the block scales; None if they were not searched.
     weighted: True if the search had column weights. ``search`` contains the weights only if the user gave them.
     patterns: (pattern, recipe) pairs for layers of other recipes. The first pattern that matches a layer's name in the
-        source decides.
+        decides.
+    adapter: the adapter that was merged; None for none.
+    adapter_scales: the block scales of layers with an update, one of ADAPTER_SCALES in plan/adapter.py.
     """
 
     recipe: Recipe | None = None
@@ -115,6 +134,8 @@ class Settings:
     search: ScaleSearch | None = None
     weighted: bool = False
     patterns: tuple[tuple[str, Recipe], ...] = ()
+    adapter: Adapter | None = None
+    adapter_scales: str = ADAPTER_SCALES[0]
 
     def recipe_of(self, original: str) -> Recipe | None:
         """Return the recipe of a layer: that of the first pattern that matches its name, otherwise ``recipe``.
@@ -214,17 +235,20 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
     """
     stored = list(stored)
     groups = fused_groups(stored)
+    merged = {groups.get(name, "") for (name, _), origin in found.items() if origin.weight.update is not None} - {""}
     number = 0
     for weight in stored:
         for e in range(weight.experts):
             origin = found.get((weight.name, e))
-            if origin is None or (weight.container is None and origin.weight.container is None):
+            is_copy = origin is not None and origin.weight.container is None and origin.weight.update is None
+            if origin is None or (weight.container is None and is_copy):
                 if weight.container is not None:
                     yield Check(weight, e)
                 continue
             device = settings.devices[number % len(settings.devices)]
             number += 1
-            job, why = _job(weight, e, origin, groups.get(weight.name, weight.name), settings, device)
+            group = groups.get(weight.name, weight.name)
+            job, why = _job(weight, e, origin, group, settings, device, group in merged)
             yield Check(weight, e, origin, job, why, settings.nonfinite is None)
 
 
@@ -276,7 +300,7 @@ def fused_groups(stored: Iterable[Weight]) -> dict[str, str]:
 
 
 def _job(
-    stored: Weight, expert: int, origin: Origin, group: str, settings: Settings, device: int | None
+    stored: Weight, expert: int, origin: Origin, group: str, settings: Settings, device: int | None, shares: bool
 ) -> tuple[Job | None, str]:
     """Return (the job that re-encodes a matrix, ""), or (None, the reason as text) if this is not possible.
 
@@ -285,11 +309,13 @@ def _job(
     group: the name of the group of layers that share its tensor scale.
     settings: how the checkpoint was made.
     device: the CUDA device that computes; None for the CPU.
+    shares: True if an adapter was merged into a layer that shares the tensor scale.
     """
     form, recipe = stored.container, settings.recipe_of(origin.weight.name)
     if form is not None and form.stack == "columns":
         return None, f"fp4kit reads {form}, but does not write it"
     action = action_of(origin.weight, form)
+    action = MERGE if action == RENAME and shares else action
     if action not in (RENAME, DEQUANTIZE):
         if recipe is None:
             return None, "no recipe is recorded; give one with --recipe"
@@ -311,7 +337,7 @@ def _job(
         () if search is None else (search.objective, search.columns_of((stored.name, origin.weight), origin.expert))
     )
     nonfinite = "keep" if action == DEQUANTIZE else settings.nonfinite or "keep"
-    kept = action == RENAME and INPUT_SCALE in origin.weight.parts
+    kept = action in (RENAME, MERGE) and INPUT_SCALE in origin.weight.parts
     targets = _targets(stored, expert, settings.input_scale is not None or kept)
     return Job(
         f"{stored.name}#{expert}",
@@ -327,7 +353,8 @@ def _job(
         nonfinite,
         stored.transposed,
         device,
-        *searched,
+        *(searched or ("", None)),
+        merge_scales=settings.adapter_scales if action == MERGE else "",
     ), ""
 
 

@@ -15,6 +15,7 @@ from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.plan.adapter import Adapter
 from fp4kit.checkpoint.verify.reencode import Check, Settings, checks_of, origins_of, tally_of_rows
 
 _MOST_MATRICES, _MOST_ELEMENTS = 256, 1 << 23  # the largest sample, so that a conversion reports its error at once
@@ -50,7 +51,7 @@ class SampledError:
         return tuple(name for name, db in self.layers if db <= self.median - _OUTLIER_DB)
 
 
-def sampled_error(destination: str | Path, source: Source) -> SampledError:
+def sampled_error(destination: str | Path, source: Source, adapter: Adapter | None = None) -> SampledError:
     """Measure the SQNR of the layers of a checkpoint on some rows of each.
 
     At most 256 matrices are measured, and fewer if they are large; they are evenly spaced among all matrices. Layers
@@ -58,6 +59,7 @@ def sampled_error(destination: str | Path, source: Source) -> SampledError:
 
     destination: the quantized checkpoint.
     source: the model from which it was made.
+    adapter: the adapter that was merged into the source; None for none.
 
     Raises CheckpointError if a file cannot be read.
     """
@@ -66,7 +68,7 @@ def sampled_error(destination: str | Path, source: Source) -> SampledError:
     rotations = transforms.resolved(made, made.weights).rotations
     checks = [
         check
-        for check in checks_of(weights, origins_of(weights, source, rotations), Settings())
+        for check in checks_of(weights, origins_of(weights, source, rotations, adapter), Settings())
         if check.origin is not None
     ]
     found: dict[str, float] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, located, weights_of
 from fp4kit.checkpoint.plan.activations import Activations
+from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, Adapter
 from fp4kit.checkpoint.plan.borrowed_codes import patterns_in
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, RENAME
@@ -199,6 +200,7 @@ def verify(
     ignore: Iterable[str] = (),
     activations: Activations | None = None,
     recipes: Iterable[tuple[str, str | Recipe]] = (),
+    adapter: str | Path | None = None,
 ) -> VerifyReport:
     """Verify a checkpoint, and return a report of everything that is wrong with it.
 
@@ -223,6 +225,8 @@ def verify(
             check only.
         recipes: (pattern, recipe) pairs for layers of other recipes than ``recipe``, as for make_plan. Patterns match
             the names of layers in the source. They replace the patterns that the checkpoint records.
+        adapter: the directory of the LoRA adapter that was merged into the source; None for none. It must be given with
+            a source if the checkpoint records one.
 
     Returns:
         A VerifyReport. Its ``clean`` is True if there are no errors.
@@ -232,6 +236,8 @@ def verify(
 
             - The checkpoint or the source cannot be opened.
             - The recipe does not support the search.
+            - The checkpoint records a merged adapter, a source is given, and the adapter is not.
+            - The adapter does not fit the source, or is given without one.
             - The activations do not fit the layers.
             - A pattern of ``recipes`` matches no layer that has a counterpart in the source, or other patterns take
               precedence for all layers that it matches.
@@ -240,7 +246,8 @@ def verify(
         TypeError: a recipe is neither an id nor a Recipe.
         ChildProcessError: a worker process died.
     """
-    return execute(prepare(destination, source, recipe, options, search, ignore, activations, recipes), options)
+    prepared = prepare(destination, source, recipe, options, search, ignore, activations, recipes, adapter)
+    return execute(prepared, options)
 
 
 def prepare(
@@ -252,6 +259,7 @@ def prepare(
     ignore: Iterable[str] = (),
     activations: Activations | None = None,
     recipes: Iterable[tuple[str, str | Recipe]] = (),
+    adapter: str | Path | None = None,
 ) -> Verification:
     """Prepare a verification for ``execute``: make all checks that do not compare values.
 
@@ -268,6 +276,7 @@ def prepare(
         activations: measured activations to compare the input scales with; None for no comparison.
         recipes: (pattern, recipe) pairs for layers of other recipes than ``recipe``. They replace the patterns that the
             checkpoint records.
+        adapter: the directory of the LoRA adapter that was merged into the source; None for none.
 
     Returns:
         A Verification with the issues found so far, and the values to compare.
@@ -281,6 +290,8 @@ def prepare(
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
     given = tuple((pattern, find_recipe(one)) for pattern, one in recipes)
     settings, settings_issues = _settings(model, recipe, options or Options(), search, given)
+    settings, adapter_issues = _with_adapter(model, settings, adapter, source is not None)
+    settings_issues += adapter_issues
     if source is None:
         checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))
         return Verification(model.path, None, settings, checks, (), (*issues, *settings_issues))
@@ -357,6 +368,32 @@ def _settings(
     return Settings(found, scale, nonfinite, devices, search_used, weighted, given or patterns), issues
 
 
+def _with_adapter(
+    model: Checkpoint, settings: Settings, adapter: str | Path | None, has_source: bool
+) -> tuple[Settings, list[Issue]]:
+    """Return the settings with the adapter, and a warning if it is not the one that the checkpoint records."""
+    request = (load_manifest(model.path) or {}).get("request")
+    recorded = request.get("adapter") if isinstance(request, dict) else None
+    recorded = recorded if isinstance(recorded, dict) else {}
+    if adapter is None and not (recorded and has_source):
+        return settings, []
+    if adapter is None:
+        raise CheckpointError(
+            f"{shown(str(model.path))}: the adapter {shown(str(recorded.get('directory')))} was merged into the source;"
+            " add --adapter DIR, which gives the values to compare with"
+        )
+    if not has_source:
+        raise CheckpointError("--adapter: was merged into a source; add --source SRC")
+    found, scales = Adapter.of(adapter), str(recorded.get("scales"))
+    settings = replace(
+        settings, adapter=found, adapter_scales=scales if scales in ADAPTER_SCALES else settings.adapter_scales
+    )
+    if recorded.get("sha256") in (None, found.facts["sha256"]):
+        return settings, []
+    text = "is not the adapter that was merged: its files differ from those that the checkpoint records"
+    return settings, [Issue("warning", str(adapter), text)]
+
+
 def _check_patterns(checks: Iterable[Check], patterns: Sequence[str]) -> None:
     """Raise CheckpointError for the first pattern that sets the recipe of no layer with a counterpart in the source.
 
@@ -417,15 +454,17 @@ def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
     ]
 
 
-def _restored(model: Checkpoint, original: Source) -> list[SplitLayer | ExpertStack]:
+def _restored(model: Checkpoint, original: Source, adapter: Adapter | None) -> list[SplitLayer | ExpertStack]:
     """Return the layers that a conversion to unquantized values may have put together from several weights.
 
     Such layers are stacks made of separate experts, and kv_b_proj layers made of mlx-lm's embed_q and unembed_out.
 
     model: the checkpoint. If it stores embed_q or unembed_out itself, kv_b_proj layers are left out.
     original: the source.
+    adapter: the adapter that was merged; None for none.
     """
     weights = decodable(original.tensors, original.config)
+    weights = weights if adapter is None else adapter.attach(weights, original.config)
     found: list[SplitLayer | ExpertStack] = [*expert_stacks(weights, original.config).values()]
     if not any(is_split(name) for name in model.tensors):
         found += split_layers(original.tensors, weights).values()
@@ -453,10 +492,15 @@ class _SourceComparison:
     ) -> None:
         self._model, self._original = model, original
         weights = model.weights.values()
-        checks = list(reencode.checks_of(weights, reencode.origins_of(weights, original, rotations), settings))
+        checks = list(
+            reencode.checks_of(weights, reencode.origins_of(weights, original, rotations, settings.adapter), settings)
+        )
         checked = {check.stored.name for check in checks}
         rest = [weight for weight in weights if weight.name not in checked]
-        self.checks = (*checks, *reencode.checks_of_restored(rest, _restored(model, original), settings))
+        self.checks = (
+            *checks,
+            *reencode.checks_of_restored(rest, _restored(model, original, settings.adapter), settings),
+        )
         self._made = {part.entry.name for check in self.checks for part in check.stored.parts.values()}
         self._used = {name for check in self.checks if check.origin is not None for name in check.origin.names}
         self._transposed = reencode.transposed_from(weights, original)

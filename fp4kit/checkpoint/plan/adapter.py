@@ -1,0 +1,309 @@
+"""Read a LoRA adapter as PEFT saves it, and add its updates to the weights of the model that it was trained on.
+
+Everything in the adapter is understood or refused by name: an option of its config that changes the merged weights in
+another way than W + s (B A), a tensor that is no half of such an update, an update that fits no layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp4kit.checkpoint.model.low_rank_update import LowRankUpdate
+from fp4kit.checkpoint.model.manifest import file_digest
+from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.model.weights import Located, Weight, located
+from fp4kit.checkpoint.model.wrapper_names import unwrapped
+from fp4kit.checkpoint.selection.adapters import adapter_tensor
+from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.json_object import load_object
+from fp4kit.storage.safetensors_file import FLOAT_DTYPES, read_header
+
+CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+# How merged FP4 layers get their block scales: per block the better of the model's scale and a new one, only the
+# model's, or only new ones.
+ADAPTER_SCALES = ("nearest", "base", "new")
+_IN_16_BITS = "merge it with merge_and_unload() in 16 bits, and convert the result"
+# Initializations that change the weights of the model, so that the adapter belongs to other weights.
+_CHANGES_BASE = r"pissa(_niter_\d+)?|corda|olora|loftq|lora_ga"
+# What options of LoRA must be, because any other value makes another update. A value of None stands for "off".
+_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "peft_type": (lambda v: v == "LORA", f"only LORA is merged; {_IN_16_BITS}"),
+    "init_lora_weights": (
+        lambda v: not (isinstance(v, str) and re.fullmatch(_CHANGES_BASE, v)),
+        "changes the weights of the model too; save the adapter with path_initial_model_for_weight_conversion",
+    ),
+    "bias": (lambda v: v == "none", f"biases were trained too; {_IN_16_BITS}"),
+    "fan_in_fan_out": (lambda v: not v, f"layers with transposed weights (Conv1D) are not merged; {_IN_16_BITS}"),
+    "use_rslora": (lambda v: isinstance(v, bool), "needs true or false"),
+    "rank_pattern": (lambda v: isinstance(v, dict), "needs an object of ranks by layer"),
+    "alpha_pattern": (lambda v: isinstance(v, dict), "needs an object of lora_alpha by layer"),
+} | {
+    name: (lambda v: not v, f"{why}; {_IN_16_BITS}")
+    for name, why in (
+        ("use_dora", "DoRA scales the rows of the merged weights"),
+        ("lora_bias", "the update has a bias"),
+        ("modules_to_save", "whole modules were trained too"),
+        ("target_parameters", "stacks of experts are not merged"),
+        ("layer_replication", "layers were copied"),
+        ("trainable_token_indices", "rows of embeddings were trained too"),
+        ("alora_invocation_tokens", "the update applies to some tokens only (aLoRA)"),
+        ("use_qalora", "QALoRA sums groups of inputs"),
+        ("use_bdlora", "BD-LoRA has block-diagonal updates"),
+        ("arrow_config", "Arrow chooses updates by token"),
+        ("kasa_config", "KaSA changes the weights of the model"),
+        ("velora_config", "VeLoRA is not known"),
+        ("monteclora_config", "MonteCLoRA draws its updates"),
+    )
+}
+# Options that do not change the merged weights: what was trained is seen from the tensors.
+_IRRELEVANT = frozenset(
+    "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules inference_mode"
+    " layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_config megatron_core"
+    " peft_version qalora_group_size revision runtime_config target_modules task_type lora_alpha r".split()
+)
+# part of a tensor's name -> (the half of the update that it is, True for embeddings)
+_HALVES = {
+    "lora_A": ("A", False),
+    "lora_B": ("B", False),
+    "lora_embedding_A": ("A", True),
+    "lora_embedding_B": ("B", True),
+}
+_WORDS_OF_WRAPPERS = {"model", "language_model"}  # components that a multimodal model may add to, or drop from, names
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter.
+
+    Attributes:
+        root: the directory.
+        updates: name of a layer, as the adapter names it -> its update.
+        copies: name of a layer -> a copy of the layer's own weight, which must equal the model's.
+        facts: what the manifest and the key of a run record: the directory's name, hashes of its files, and the model
+            that the config names.
+    """
+
+    root: Path
+    updates: Mapping[str, LowRankUpdate]
+    copies: Mapping[str, Located] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: str | Path) -> Adapter:
+        """Read an adapter's config and header, and check that every update is finite and of the rank that is declared.
+
+        Raises:
+            CheckpointError: if a file is missing or damaged, or if anything in it is not understood.
+        """
+        root = Path(path)
+        label = f"adapter {shown(str(root))}"
+        for name in (CONFIG, TENSORS):
+            if not (root / name).is_file():
+                more = (
+                    f"; {PICKLED} is pickled: load it with PEFT and call save_pretrained, which writes {TENSORS}"
+                    if name == TENSORS and (root / PICKLED).is_file()
+                    else "; a directory that PEFT's save_pretrained wrote is needed"
+                )
+                raise CheckpointError(f"{label}: has no {name}{more}")
+        config = load_object(root / CONFIG, CONFIG)
+        _check_options(label, config)
+        file = read_header(root / TENSORS)
+        halves: dict[tuple[str, bool], dict[str, Located]] = defaultdict(dict)
+        copies: dict[str, Located] = {}
+        for entry in file.entries:
+            name = entry.name
+            found, place = adapter_tensor(name), located(file, entry)
+            half = None if found is None else _HALVES.get(found.part)
+            if half is None and name.endswith(".base_layer.weight"):
+                copies[unwrapped(name.removesuffix(".weight"))] = place
+                continue
+            ending = name.rpartition(f".{found.part}")[2] if found is not None else ""
+            if found is None or half is None or not found.layer or ending != ("" if half[1] else ".weight"):
+                kind = "a tensor that is no part of a LoRA update" if found is None else f"{found.part} ({found.kind})"
+                raise CheckpointError(f"{label}: {shown(name)}: is {kind}; {_IN_16_BITS}")
+            if entry.dtype not in FLOAT_DTYPES or len(entry.shape) != 2 or 0 in entry.shape:
+                raise CheckpointError(
+                    f"{label}: {shown(name)}: is {entry.dtype} {list(entry.shape)}; needs a matrix of F32, F16 or BF16;"
+                    f" {_IN_16_BITS}"
+                )
+            halves[found.layer, half[1]][half[0]] = place
+        updates = {
+            layer: _update(label, layer, turned, parts, config) for (layer, turned), parts in sorted(halves.items())
+        }
+        if not updates:
+            raise CheckpointError(f"{label}: has no update of a layer; an adapter with lora_A and lora_B is needed")
+        found_facts = {
+            "directory": root.resolve().name,
+            "sha256": {name: file_digest(root / name) for name in (CONFIG, TENSORS)},
+            "base_model": config.get("base_model_name_or_path"),
+        }
+        return cls(root, updates, copies, found_facts)
+
+    def attach(self, weights: Mapping[str, Weight], config: Mapping[str, Any]) -> dict[str, Weight]:
+        """Return the weights of a model, with the updates of this adapter: tensor name -> weight.
+
+        Args:
+            weights: tensor name -> weight of the model.
+            config: the content of the model's config.json.
+
+        Raises:
+            CheckpointError: if an update fits no layer or several, if its shape differs, or if the adapter holds a
+                weight of its own that differs from the model's.
+        """
+        by_name = _Names(weights)
+        label = f"adapter {shown(str(self.root))}"
+        for layer, place in self.copies.items():
+            if layer in self.updates:
+                _check_copy(label, layer, place, weights[by_name.find(label, layer)])
+            else:
+                raise CheckpointError(f"{label}: {shown(place.entry.name)}: is a whole weight; {_IN_16_BITS}")
+        found = dict(weights)
+        for layer, update in self.updates.items():
+            tensor = by_name.find(label, layer)
+            weight = weights[tensor]
+            _check_fits(label, layer, update, weight, config)
+            if found[tensor].update is not None:
+                raise CheckpointError(f"{label}: {shown(layer)}: a second update of {shown(weight.name)}; keep one")
+            found[tensor] = replace(weight, update=update)
+        return found
+
+
+def updates_of(
+    adapter: Adapter | None, weights: Mapping[str, Weight], config: Mapping[str, Any]
+) -> dict[str, LowRankUpdate]:
+    """Return tensor name -> update, for the weights of a model that an adapter changes; {} without an adapter."""
+    found = {} if adapter is None else adapter.attach(weights, config)
+    return {name: weight.update for name, weight in found.items() if weight.update is not None}
+
+
+class _Names:
+    """Find the weights of a model by the names that an adapter uses for its layers."""
+
+    def __init__(self, weights: Mapping[str, Weight]) -> None:
+        self._exact = {weight.name: tensor for tensor, weight in weights.items()}
+        self._loose: dict[str, list[str]] = defaultdict(list)
+        for tensor, weight in weights.items():
+            self._loose[_loose(weight.name)].append(tensor)
+
+    def find(self, label: str, layer: str) -> str:
+        """Return the tensor name of the weight of a layer; raise CheckpointError if there is none, or several."""
+        if layer in self._exact:
+            return self._exact[layer]
+        found = self._loose.get(_loose(layer), [])
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise CheckpointError(f"{label}: {shown(layer)}: may be {listed(found)}; rename the adapter's tensors")
+        near = get_close_matches(layer, self._exact, 1, 0.0)
+        raise CheckpointError(
+            f"{label}: {shown(layer)}: the model has no such layer, but {shown(near[0]) if near else 'none'};"
+            " use the model that the adapter was trained on, with layers stored one by one"
+        )
+
+
+def _loose(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WORDS_OF_WRAPPERS)
+
+
+def _check_options(label: str, config: Mapping[str, Any]) -> None:
+    for key, (is_known, why) in _OPTIONS.items():
+        value = config.get(key)
+        if (value is not None or key == "peft_type") and not is_known(value):
+            raise CheckpointError(f"{label}: {key} is {shown(json.dumps(value))}: {why}")
+    unknown = [key for key, value in config.items() if value and key not in _OPTIONS and key not in _IRRELEVANT]
+    if unknown:
+        raise CheckpointError(
+            f"{label}: {CONFIG}: {listed([shown(key) for key in unknown])}: not known to fp4kit; {_IN_16_BITS}"
+        )
+
+
+def _update(
+    label: str, layer: str, turned: bool, parts: Mapping[str, Located], config: Mapping[str, Any]
+) -> LowRankUpdate:
+    """Return the update of a layer with its factor. Raise CheckpointError if a half is missing, or not as declared."""
+    label = f"{label}: {shown(layer)}"
+    if len(parts) != 2:
+        missing = next(half for half in "AB" if half not in parts)
+        raise CheckpointError(f"{label}: has no lora_{'embedding_' * turned}{missing}, the other half of its update")
+    a, b = parts["A"], parts["B"]
+    rank = a.entry.shape[0]
+    declared, alpha = (
+        _by_pattern(config.get(f"{name}_pattern") or {}, layer, config.get(key))
+        for name, key in (("rank", "r"), ("alpha", "lora_alpha"))
+    )
+    if type(declared) is not int or rank != declared or b.entry.shape[1] != rank:
+        raise CheckpointError(
+            f"{label}: lora_A is {list(a.entry.shape)} and lora_B {list(b.entry.shape)}; {CONFIG} declares the rank"
+            f" {shown(json.dumps(declared))}; the files do not belong together"
+        )
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise CheckpointError(f"{label}: lora_alpha is {shown(json.dumps(alpha))}; a finite number is needed")
+    with Readers() as readers:
+        for place in (a, b):
+            values = readers.array(place).astype(np.float32)
+            bad = int(np.count_nonzero(~np.isfinite(values)))
+            if bad:
+                raise CheckpointError(
+                    f"{label}: {bad} of {values.size} values of {shown(place.entry.name)} are NaN or infinite; use"
+                    " another state of the training"
+                )
+    return LowRankUpdate(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), turned)
+
+
+def _by_pattern(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches a layer, as PEFT's get_pattern_key does, or ``default``."""
+    for pattern, value in patterns.items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", layer):
+                return value
+        except re.error:
+            raise CheckpointError(f"{CONFIG}: {shown(pattern)}: is no regular expression") from None
+    return default
+
+
+def _check_fits(label: str, layer: str, update: LowRankUpdate, weight: Weight, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless an update can be added to a weight."""
+    label, (a, b) = f"{label}: {shown(layer)}", (update.a.entry.shape, update.b.entry.shape)
+    shape = (a[1], b[0]) if update.turned else (b[0], a[1])
+    is_embedding = weight.name.rpartition(".")[2] in ("embed_tokens", "wte", "word_embeddings")
+    if shape != weight.shape:
+        raise CheckpointError(
+            f"{label}: the update is {list(shape)}, but the layer is {list(weight.shape)}; use the model that the"
+            " adapter was trained on"
+        )
+    if weight.rotation is not None or weight.order is not None or weight.members:
+        raise CheckpointError(f"{label}: the stored layer is transformed; {_IN_16_BITS}")
+    if update.turned and not is_embedding and weight.container is not None:
+        raise CheckpointError(f"{label}: is an update of an embedding, but the layer is {weight.container}")
+    if is_embedding and config.get("tie_word_embeddings"):
+        raise CheckpointError(
+            f"{label}: the output head shares this weight (tie_word_embeddings), so merging would change it too;"
+            " leave the embedding out of the adapter"
+        )
+
+
+def _check_copy(label: str, layer: str, place: Located, weight: Weight) -> None:
+    """Raise CheckpointError unless a weight in the adapter equals the model's own."""
+    with Readers() as readers:
+        same = (
+            weight.container is None
+            and place.entry.shape == weight.located.entry.shape
+            and np.array_equal(
+                readers.array(place).astype(np.float32), readers.array(weight.located).astype(np.float32)
+            )
+        )
+    if not same:
+        raise CheckpointError(
+            f"{label}: {shown(place.entry.name)}: differs from the weight of {shown(layer)} in the model; save the"
+            f" adapter with save_embedding_layers=False, or {_IN_16_BITS}"
+        )
