@@ -25,14 +25,13 @@ from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.decode import scales_of
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.layers import expert_name, pieces
-from fp4kit.checkpoint.model.low_rank_update import LowRankUpdate
 from fp4kit.checkpoint.model.model_files import Source, open_source
 from fp4kit.checkpoint.model.quantized_layers import recorded
 from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
 from fp4kit.checkpoint.model.transforms import decodable, undo
-from fp4kit.checkpoint.model.weights import Located, Weight, weights_of
+from fp4kit.checkpoint.model.weights import Located, LowRankUpdate, Weight, weights_of
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.storage.errors import CheckpointError

@@ -2,25 +2,24 @@
 
 Numerics: A, B, W and s are taken as float32. B A is NumPy's float32 product, in which every element is a chain of fused
 multiply-adds in the order of the rank (with NumPy's OpenBLAS on x86-64). It is multiplied by s, then added to W in
-float32. An unquantized W keeps its dtype: the sum is rounded to it, once. Source: peft 0.21 tuners/lora/layer.py merge.
+float32. An unquantized W keeps its dtype: the sum is rounded to it, once. For an embedding, PEFT also rounds the update
+to the dtype of W before it adds it. Source: peft 0.21 tuners/lora/layer.py merge, with the adapter in float32 (default).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fp4kit.arithmetic import ieee
 
-if TYPE_CHECKING:
-    from fp4kit.checkpoint.model.slabs import Readers
-    from fp4kit.checkpoint.model.weights import Located
-
 
 class UpdateRows(NamedTuple):
     """The update of some rows: b float32 [n, r], a float32 [r, K], and the factor of their product.
+
+    With ``rounded``, the update is rounded to the dtype of the values before it is added.
 
     Values (n, K) that it is added to may be those of any rows, because row i of b belongs to row i of the values.
     """
@@ -28,6 +27,7 @@ class UpdateRows(NamedTuple):
     b: npt.NDArray[np.float32]
     a: npt.NDArray[np.float32]
     scale: np.float32
+    rounded: bool = False
 
     @property
     def delta(self) -> npt.NDArray[np.float32]:
@@ -39,30 +39,9 @@ class UpdateRows(NamedTuple):
     def added_to(self, values: np.ndarray) -> np.ndarray:
         """Return values + delta, computed in float32 and rounded to the dtype of ``values``."""
         with np.errstate(over="ignore", invalid="ignore"):
-            return (values.astype(np.float32, copy=False) + self.delta).astype(values.dtype, copy=False)
+            delta = self.delta.astype(values.dtype).astype(np.float32) if self.rounded else self.delta
+            return (values.astype(np.float32, copy=False) + delta).astype(values.dtype, copy=False)
 
     def rows(self, index: Any) -> UpdateRows:
         """Return the update of the rows that ``index``, a slice or an array, selects."""
         return self._replace(b=self.b[index])
-
-
-class LowRankUpdate(NamedTuple):
-    """The update of a whole weight: where A and B are stored, and its factor.
-
-    Attributes:
-        a, b: the places of A [r, K] and B [N, r].
-        scale: the factor of B A.
-        turned: True for embeddings, for which PEFT stores A [r, N] and B [K, r]: the update is (B A)^T.
-    """
-
-    a: Located
-    b: Located
-    scale: float
-    turned: bool = False
-
-    def read(self, readers: Readers) -> UpdateRows:
-        """Read both matrices, and return the update of all rows."""
-        a, b = (readers.array(place).astype(np.float32) for place in (self.a, self.b))
-        if self.turned:
-            a, b = np.ascontiguousarray(b.T), np.ascontiguousarray(a.T)
-        return UpdateRows(b, a, np.float32(self.scale))

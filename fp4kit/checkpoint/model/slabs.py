@@ -28,7 +28,7 @@ from fp4kit.checkpoint.containers.container import (
 from fp4kit.checkpoint.model.decode import decode_rows, scales_of
 from fp4kit.checkpoint.model.low_rank_update import UpdateRows
 from fp4kit.checkpoint.model.rotation import WeightRotation
-from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight
+from fp4kit.checkpoint.model.weights import Q8_0, Located, LowRankUpdate, Weight
 from fp4kit.layouts import unpack_gguf, unswizzle_scales
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
 
@@ -203,6 +203,13 @@ def _low_rank_of(readers: Readers, weight: Weight) -> tuple[npt.NDArray[np.float
     return b, a
 
 
+def _read_update(readers: Readers, update: LowRankUpdate) -> UpdateRows:
+    a, b = (readers.array(place).astype(np.float32) for place in (update.a, update.b))
+    if update.turned:
+        a, b = np.ascontiguousarray(b.T), np.ascontiguousarray(a.T)
+    return UpdateRows(b, a, np.float32(update.scale), update.turned)
+
+
 def slabs(
     readers: Readers,
     weight: Weight,
@@ -242,7 +249,7 @@ def slabs(
     step = max(max_bytes // (columns * itemsize * height), 1) * height
     tensor_scale, column_scale = tensor_scale_of(readers, weight, expert), column_scale_of(readers, weight)
     low_rank, divisor = _low_rank_of(readers, weight), _divisor_of(readers, weight, expert)
-    update = None if weight.update is None else weight.update.read(readers)
+    update = None if weight.update is None else _read_update(readers, weight.update)
     transposed = {
         part: _TransposedReader(readers, weight.parts[part], rows, expert)
         for part in _ROWS & set(weight.parts)

@@ -32,7 +32,6 @@ from fp4kit.checkpoint.containers.container import (
 from fp4kit.checkpoint.containers.ggml_names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.containers.table import CAST_E4M3, CAST_E5M2, CONTAINERS
 from fp4kit.checkpoint.model.declarations import declared
-from fp4kit.checkpoint.model.low_rank_update import LowRankUpdate
 from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.selection.name_rules import STACKS
 from fp4kit.formats import E8M0
@@ -92,6 +91,21 @@ class Located(NamedTuple):
 
     file: SafetensorsFile
     entry: TensorEntry
+
+
+class LowRankUpdate(NamedTuple):
+    """The update of a weight by an adapter: scale (B A). See low_rank_update.py for its arithmetic.
+
+    Attributes:
+        a, b: the places of A [r, K] and B [N, r].
+        scale: the factor of B A.
+        turned: True for embeddings, for which PEFT stores A [r, N] and B [K, r]: the update is scale (B A)^T.
+    """
+
+    a: Located
+    b: Located
+    scale: float
+    turned: bool = False
 
 
 class Rows(NamedTuple):

@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.model.low_rank_update import LowRankUpdate
 from fp4kit.checkpoint.model.manifest import file_digest
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.weights import Located, Weight, located
+from fp4kit.checkpoint.model.weights import Located, LowRankUpdate, Weight, located
 from fp4kit.checkpoint.model.wrapper_names import unwrapped
 from fp4kit.checkpoint.selection.adapters import adapter_tensor
 from fp4kit.storage.errors import CheckpointError, listed, shown
@@ -82,7 +81,7 @@ _WORDS_OF_WRAPPERS = {"model", "language_model"}  # components that a multimodal
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraAdapter:
     """A LoRA adapter.
 
     Attributes:
@@ -99,7 +98,7 @@ class Adapter:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, path: str | Path) -> Adapter:
+    def of(cls, path: str | Path) -> LoraAdapter:
         """Read an adapter's config and header, and check that every update is finite and of the rank that is declared.
 
         Raises:
@@ -179,7 +178,7 @@ class Adapter:
 
 
 def updates_of(
-    adapter: Adapter | None, weights: Mapping[str, Weight], config: Mapping[str, Any]
+    adapter: LoraAdapter | None, weights: Mapping[str, Weight], config: Mapping[str, Any]
 ) -> dict[str, LowRankUpdate]:
     """Return tensor name -> update, for the weights of a model that an adapter changes; {} without an adapter."""
     found = {} if adapter is None else adapter.attach(weights, config)

@@ -19,7 +19,7 @@ from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_
 from fp4kit.checkpoint.model.weights import any_quantized, weights_of
 from fp4kit.checkpoint.plan import kv_cache, layer_checks
 from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, Adapter
+from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.borrowed_codes import (
     borrow_codes,
     check_values_agree,
@@ -139,7 +139,7 @@ def make_plan(
         hadamard=hadamard,
         hadamard_seed=hadamard_seed,
         hadamard_only=tuple(hadamard_only),
-        adapter=None if adapter is None else Adapter.of(adapter),
+        adapter=None if adapter is None else LoraAdapter.of(adapter),
         adapter_scales=adapter_scales,
     )
     if adapter is not None and codes is not None:

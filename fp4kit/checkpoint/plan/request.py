@@ -19,7 +19,7 @@ from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.plan import gguf, input_rotation
 from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, Adapter
+from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.job import NONFINITE
 from fp4kit.checkpoint.plan.mixture import LayerQuantization, Mixture
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
@@ -82,7 +82,7 @@ class Request:
     hadamard: int | None = None
     hadamard_seed: int | None = None
     hadamard_only: tuple[str, ...] = ()
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
     adapter_scales: str = ADAPTER_SCALES[0]
 
     @property

@@ -27,7 +27,7 @@ from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, Weight
-from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, Adapter, updates_of
+from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter, updates_of
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack
 from fp4kit.checkpoint.plan.job import (
     DEQUANTIZE,
@@ -57,7 +57,7 @@ def origins_of(
     stored: Iterable[Weight],
     original: Source,
     rotations: Mapping[str, WeightRotation],
-    adapter: Adapter | None = None,
+    adapter: LoraAdapter | None = None,
 ) -> dict[tuple[str, int], Origin]:
     """Find the source rows from which each matrix was made. Return a dict with the keys (layer name, expert number).
 
@@ -134,7 +134,7 @@ class Settings:
     search: ScaleSearch | None = None
     weighted: bool = False
     patterns: tuple[tuple[str, Recipe], ...] = ()
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
     adapter_scales: str = ADAPTER_SCALES[0]
 
     def recipe_of(self, original: str) -> Recipe | None:

@@ -15,7 +15,7 @@ from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.plan.adapter import Adapter
+from fp4kit.checkpoint.plan.adapter import LoraAdapter
 from fp4kit.checkpoint.verify.reencode import Check, Settings, checks_of, origins_of, tally_of_rows
 
 _MOST_MATRICES, _MOST_ELEMENTS = 256, 1 << 23  # the largest sample, so that a conversion reports its error at once
@@ -51,7 +51,7 @@ class SampledError:
         return tuple(name for name, db in self.layers if db <= self.median - _OUTLIER_DB)
 
 
-def sampled_error(destination: str | Path, source: Source, adapter: Adapter | None = None) -> SampledError:
+def sampled_error(destination: str | Path, source: Source, adapter: LoraAdapter | None = None) -> SampledError:
     """Measure the SQNR of the layers of a checkpoint on some rows of each.
 
     At most 256 matrices are measured, and fewer if they are large; they are evenly spaced among all matrices. Layers

@@ -28,7 +28,7 @@ from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, located, weights_of
 from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, Adapter
+from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.borrowed_codes import patterns_in
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, RENAME
@@ -384,7 +384,7 @@ def _with_adapter(
         )
     if not has_source:
         raise CheckpointError("--adapter: was merged into a source; add --source SRC")
-    found, scales = Adapter.of(adapter), str(recorded.get("scales"))
+    found, scales = LoraAdapter.of(adapter), str(recorded.get("scales"))
     settings = replace(
         settings, adapter=found, adapter_scales=scales if scales in ADAPTER_SCALES else settings.adapter_scales
     )
@@ -454,7 +454,7 @@ def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
     ]
 
 
-def _restored(model: Checkpoint, original: Source, adapter: Adapter | None) -> list[SplitLayer | ExpertStack]:
+def _restored(model: Checkpoint, original: Source, adapter: LoraAdapter | None) -> list[SplitLayer | ExpertStack]:
     """Return the layers that a conversion to unquantized values may have put together from several weights.
 
     Such layers are stacks made of separate experts, and kv_b_proj layers made of mlx-lm's embed_q and unembed_out.
