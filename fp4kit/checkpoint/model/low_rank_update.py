@@ -3,7 +3,7 @@
 Numerics: A, B, W and s are taken as float32. B A is NumPy's float32 product, in which every element is a chain of fused
 multiply-adds in the order of the rank (with NumPy's OpenBLAS on x86-64). It is multiplied by s, then added to W in
 float32. An unquantized W keeps its dtype: the sum is rounded to it, once. For an embedding, PEFT also rounds the update
-to the dtype of W before it adds it. Source: peft 0.21 tuners/lora/layer.py merge, with the adapter in float32 (default).
+to the dtype of W before it adds it. Source: peft 0.21 tuners/lora/layer.py merge, with adapters in float32 (default).
 """
 
 from __future__ import annotations
