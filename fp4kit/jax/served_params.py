@@ -195,13 +195,14 @@ def _leaf(path: Sequence[Any], array: Any) -> _Leaf:
         raise TypeError(f"{_OP}: {name or 'params'} is {type(array).__name__}; needs a pytree of arrays")
     shape, dtype = tuple(array.shape), str(array.dtype)
     stack, kernel = len(shape) == 3 and "experts" in parts[:-1], leaf == "kernel"
-    parent = name.rpartition(".")[0]
+    saved = ".".join(part for part in parts if part != "base_module")  # nnx.LoRA calls the layer inside it so
+    parent = saved.rpartition(".")[0]
     if kernel and (stack or len(shape) == 2):
         turned = (*shape[:-2], shape[-1], shape[-2])
         return _Leaf(TrainedWeight(name, parent if stack else f"{parent}.weight", turned, dtype, _KIND[stack]), -2)
     if leaf == "embedding" and len(shape) == 2:
         return _Leaf(TrainedWeight(name, f"{parent}.weight", shape, dtype, "embedding"), -1)
-    return _Leaf(TrainedWeight(name, name, shape, dtype, _KIND[stack]), -1)
+    return _Leaf(TrainedWeight(name, saved, shape, dtype, _KIND[stack]), -1)
 
 
 _KIND: dict[bool, Any] = {False: "matrix", True: "stack"}

@@ -22,13 +22,13 @@ from fp4kit.checkpoint.model.wrapper_names import unwrapped
 from fp4kit.checkpoint.plan.request import Request, experts_only
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.adapters import adapter_tensor
-from fp4kit.checkpoint.selection.name_rules import Candidate, model_facts
-from fp4kit.checkpoint.selection.selection import Decision, Selector, Wishes, no_multiple
+from fp4kit.checkpoint.selection.name_rules import Candidate, is_transposed, model_facts
+from fp4kit.checkpoint.selection.selection import CONV1D, Decision, Selector, Wishes, no_multiple
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.schema import as_stored
 from fp4kit.storage.errors import CheckpointError
 
-ParameterKind = Literal["matrix", "stack", "convolution", "embedding"]
+ParameterKind = Literal["matrix", "stack", "convolution", "embedding", "conv1d"]
 ServedDtype = Literal["float32", "float16", "bfloat16"]
 _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _UNNAMED = "not in parameters="
@@ -46,7 +46,8 @@ class TrainedWeight:
             convolution, (filters, elements per filter). All other parameters, such as biases, keep their shape.
         dtype: the name of the dtype, such as "float32".
         kind: "stack" for a stack of experts, "convolution" for the weight of a convolution, "embedding" for the weight
-            of an embedding, and "matrix" for every other parameter, also for a bias.
+            of an embedding, "conv1d" for the weight of Conv1D of transformers, and "matrix" for every other parameter,
+            also for a bias.
     """
 
     name: str
@@ -186,6 +187,7 @@ def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> Q
     Raises:
         CheckpointError: if the format that the user names is unknown, or cannot store the recipe or the model; or if
             rows of gate and up alternate in a stack of experts that the format stores separately.
+        ValueError: if a parameter to quantize is the weight of Conv1D of transformers, which is stored transposed.
         ValueError: if a wildcard matches no parameter, no parameter is left to quantize, or a parameter of ``include``
             has fewer than two dimensions or rows that do not consist of whole blocks.
         ValueError: if the gate and up rows of a stack of experts do not consist of whole blocks, or if the dtype of a
@@ -257,13 +259,18 @@ def _decisions(
     - For all others, the decision is that of `fp4kit convert` (Selector.decide).
 
     Raises ValueError if an included parameter has fewer than two dimensions, or rows that do not consist of whole
-    blocks.
+    blocks. Also if a parameter to quantize is stored transposed.
     """
     multiple = choice.recipe.length_multiple if form is None else form.row_multiple
     facts = model_facts(choice.config or {})
     selector = Selector(Wishes(preset="experts" if experts_only(form) else "linear"), multiple)
     for weight in weights:
+        name, dtype = unwrapped(weight.saved), _SAFETENSORS.get(weight.dtype, weight.dtype)
+        decision = selector.decide(Candidate(name, layer_of(weight), dtype, weight.shape, facts))
+        is_conv1d = is_transposed(decision.reason) or weight.kind == "conv1d"
         if any(fnmatchcase(weight.name, pattern) for pattern in choice.include):
+            if is_conv1d:
+                raise ValueError(f"{op}: include= names {weight.name}, which {_no_conv1d(weight)}")
             _check_included(op, weight, multiple)
             yield weight, Decision(True, "include")
             continue
@@ -273,11 +280,11 @@ def _decisions(
         elif not any(fnmatchcase(weight.name, p) for p in choice.parameters):
             yield weight, Decision(False, f"{_UNNAMED}{choice.parameters!r}")
         else:
-            name, dtype = unwrapped(weight.saved), _SAFETENSORS.get(weight.dtype, weight.dtype)
             if weight.kind == "convolution" and choice.config is not None:
                 yield weight, Decision(False, "convolution, which fp4kit convert leaves unquantized")
                 continue
-            decision = selector.decide(Candidate(name, layer_of(weight), dtype, weight.shape, facts))
+            if is_conv1d:
+                raise ValueError(f"{op}: {weight.name} {_no_conv1d(weight)}")
             if decision.converted and weight.dtype not in _SAFETENSORS:
                 decision = replace(decision, converted=False, reason=f"dtype {weight.dtype}")
             if decision.converted and weight.kind == "embedding":
@@ -286,6 +293,12 @@ def _decisions(
             if decision.converted and weight.kind == "convolution":
                 decision = replace(decision, reason="convolution; fp4kit convert leaves it unquantized")
             yield weight, decision
+
+
+def _no_conv1d(weight: TrainedWeight) -> str:
+    """Return text for an error message about the weight of Conv1D of transformers, as in GPT-2."""
+    leaf = layer_of(weight).rpartition(".")[2]
+    return f"is stored transposed; {CONV1D}; to leave it unquantized, pass exclude=('*.{leaf}.*',)"
 
 
 def _check_included(op: str, weight: TrainedWeight, multiple: int) -> None:

@@ -121,10 +121,11 @@ def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter:
 
 
 def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> ParameterKind:
-    """Return the kind of a parameter: "convolution", "embedding", "stack" or "matrix".
+    """Return the kind of a parameter: "convolution", "embedding", "conv1d", "stack" or "matrix".
 
     - "convolution": the parameter "weight" of a torch.nn.Conv1d, Conv2d or Conv3d, if it has more than two axes.
     - "embedding": the parameter "weight" of a torch.nn.Embedding or EmbeddingBag.
+    - "conv1d": the parameter "weight" of Conv1D of transformers, a linear layer that stores (in, out).
     - "stack": any other parameter with three axes whose dotted name has the part "experts".
     - "matrix": all other parameters, also vectors.
 
@@ -134,7 +135,16 @@ def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor
         return "convolution"
     if leaf == "weight" and isinstance(module, _EMBEDDINGS):
         return "embedding"
+    if leaf == "weight" and is_conv1d(module):
+        return "conv1d"
     return "stack" if parameter.ndim == 3 and "experts" in name.split(".") else "matrix"
+
+
+def is_conv1d(module: torch.nn.Module) -> bool:
+    """Return whether a module is Conv1D of transformers, the linear layer of GPT-2, whose weight is (in, out)."""
+    return any(
+        one.__name__ == "Conv1D" and one.__module__ == "transformers.pytorch_utils" for one in type(module).mro()
+    )
 
 
 def _is_transposed(module: torch.nn.Module) -> bool:

@@ -14,11 +14,12 @@ from torch.nn.utils import parametrize
 from fp4kit.arguments import as_flag
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.checkpoint.selection.adapters import adapter_tensor
+from fp4kit.checkpoint.selection.selection import CONV1D
 from fp4kit.qat.plan import ServedDtype, similar
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.to_string import to_spec
 from fp4kit.torch.adapter_layers import Adapters, adapter_layers_around, attach, fake_quantizing
-from fp4kit.torch.described_model import parameters_of
+from fp4kit.torch.described_model import is_conv1d, parameters_of
 from fp4kit.torch.fake_quantized import FakeQuantized, check_kind
 from fp4kit.torch.operators import check_fake
 from fp4kit.torch.served_model import fake_quantize_served
@@ -107,7 +108,8 @@ def fake_quantize_model(
             fake-quantized or does not fit the recipe. After any error the model is unchanged.
         ValueError: activations are given, but no torch.nn.Linear is quantized, or input_amaxes has no amax for one of
             them. Or an entry of input_amaxes is negative or NaN.
-        ValueError: a shard of a DTensor would hold parts of blocks.
+        ValueError: a shard of a DTensor would hold parts of blocks, or a weight is stored transposed by Conv1D of
+            transformers, as in GPT-2.
         ValueError: include names a tensor of an adapter, an adapter is merged already, or adapters or served_dtype is
             unknown. Or a parameter's dtype cannot hold values of served_dtype.
         TypeError: adapters is "merged", and an adapter of a quantized parameter cannot be merged.
@@ -190,6 +192,9 @@ def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[st
                 ("nearest", None),
                 (None, True),
             )
+    for name, module, leaf in selected:
+        if leaf == "weight" and is_conv1d(module):
+            raise ValueError(f"{_OP}: {name} is stored transposed; {CONV1D}; to leave it unquantized, pass exclude=")
     layers = adapter_layers_around(_OP, model, {id(module): name for name, module, _ in selected}, "base")
     _warn_of_vectors([name for name, module, leaf in selected if getattr(module, leaf).ndim < 2])
     for name, module, leaf in selected:

@@ -156,3 +156,83 @@ def test_nan_in_a_fused_weight_is_an_error():
 def test_the_config_is_a_mapping():
     with pytest.raises(TypeError, match=r"config is str; needs a dict, the content of config.json"):
         fj.fake_quantize_model(a_llama(), "nvfp4-te", config=json.dumps(CONFIG))
+
+
+def with_lora(params, spelling):
+    """Add LoRA of rank 16 to q, k and v of the first layer of a Llama, as a library spells it. Return the pytree."""
+    rng, attention = np.random.default_rng(1), params["model"]["layers"][0]["self_attn"]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        a, b = (jax.numpy.asarray(rng.standard_normal(shape).astype(np.float32)) / 99 for shape in ((64, 16), (16, 64)))
+        layer = attention[name]
+        attention[name] = {
+            "flax LoRALinear": {**layer, "lora": {"lora_a": a, "lora_b": b}},
+            "flax LoRA": {"base_module": layer, "lora_a": a, "lora_b": b},
+            "qwix": {**layer, "kernel_lora_a": a, "kernel_lora_b": b},
+            "tunix": {**layer, "w_lora_a": a, "w_lora_b": b},
+            "gemma": {**layer, "lora": {"a": a, "b": b}},
+        }[spelling]
+    return params
+
+
+@pytest.mark.parametrize("spelling", ["flax LoRALinear", "flax LoRA", "qwix", "tunix", "gemma"])
+def test_adapters_stay_unquantized(spelling):
+    params = with_lora(a_llama(), spelling)
+    transform = fj.fake_quantize_model(params, "nvfp4-te", config=CONFIG)
+    plain = fj.fake_quantize_model(a_llama(), "nvfp4-te", config=CONFIG)(a_llama())
+    rows = [row for row in transform.plan.rows if "adapter (LoRA), which stays in 16 bits" in row.reason]
+    assert len(rows) == 6 and len(transform.names) == 14
+    attention = transform(params)["model"]["layers"][0]["self_attn"]
+    for name, layer in attention.items():
+        base = layer.get("base_module", layer)["kernel"]
+        assert_same_bits(np.asarray(base), np.asarray(plain["model"]["layers"][0]["self_attn"][name]["kernel"]))
+    given = jax.tree.leaves(params["model"]["layers"][0]["self_attn"]["q_proj"])
+    kept = jax.tree.leaves(attention["q_proj"])
+    assert sum(any(x is y for y in given) for x in kept) == 2
+    with pytest.raises(ValueError, match=r"include= names .*lora.*, a tensor of an adapter \(LoRA\)"):
+        fj.fake_quantize_model(params, "nvfp4-te", config=CONFIG, include=("*lora*",))
+    with pytest.raises(ValueError, match=r"adapters is 'merged'; needs \"base\"; to train a merged model, call"):
+        fj.fake_quantize_model(params, "nvfp4-te", config=CONFIG, adapters="merged")
+
+
+def test_a_model_that_is_merged_before_it_is_served(tmp_path):
+    """Gradients reach lora_a and lora_b, and the converted merged model has the trained values."""
+    base = a_llama()
+    adapters = {
+        name: {"lora_a": jax.numpy.ones((64, 8)) / 9, "lora_b": jax.numpy.ones((8, 64)) / 7}
+        for name in ("q_proj", "k_proj", "v_proj")
+    }
+    transform = fj.fake_quantize_model(base, "nvfp4-te", config=CONFIG)
+
+    def merged(adapters):
+        tree = jax.tree.map(lambda x: x, base)
+        for name, ab in adapters.items():
+            layer = tree["model"]["layers"][0]["self_attn"][name]
+            layer["kernel"] = layer["kernel"] + 2 * ab["lora_a"] @ ab["lora_b"]
+        return tree
+
+    def loss(adapters):
+        return sum((x**2).sum() for x in jax.tree.leaves(transform(merged(adapters))))
+
+    gradients = jax.grad(loss)(adapters)
+    assert all(np.asarray(g).any() for g in jax.tree.leaves(gradients))
+    tree = merged(adapters)
+    modules = [name.removesuffix(".kernel") for name in transform.names]
+    tensors = {f"{module}.weight": np.ascontiguousarray(of_layer(tree, module)) for module in modules}
+    synthetic.write_model(tmp_path / "trained", CONFIG, tensors)
+    convert(tmp_path / "trained", tmp_path / "served", "nvfp4-te")
+    values = transform(tree)
+    for module, decoded in served.weights(tmp_path / "served", fp4kit.recipe("nvfp4-te")).items():
+        assert_same_bits(np.ascontiguousarray(of_layer(values, module)), decoded)
+
+
+def test_conv1d_of_gpt2_is_refused():
+    """Flax's GPT-2 stores its kernels as (N, K), unlike other models of Flax."""
+    kernels = {
+        "c_attn": {"kernel": np.ones((192, 64), np.float32)},
+        "c_proj": {"kernel": np.ones((64, 64), np.float32)},
+    }
+    params = {"transformer": {"h": {"0": {"attn": kernels}}}, "up_proj": {"kernel": np.ones((64, 64), np.float32)}}
+    for config in (None, {"model_type": "gpt2", "n_layer": 1}):
+        with pytest.raises(ValueError, match=r"h.0.attn.c_attn.kernel is stored transposed; Conv1D"):
+            fj.fake_quantize_model(params, "nvfp4-te", config=config)
+        assert fj.fake_quantize_model(params, "nvfp4-te", config=config, exclude=("*.c_*",)).names == ["up_proj.kernel"]

@@ -586,3 +586,30 @@ def test_a_model_in_a_wrapper_has_the_config_of_the_model():
     assert len(names) == 14 and names[0] == "module.model.layers.0.self_attn.q_proj.weight"
     reasons = {row.name: row.reason for row in names.plan.rows}
     assert reasons["module.conv.weight"] == "convolution, which fp4kit convert leaves unquantized"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "parts of it", "settings"])
+def test_conv1d_of_transformers_is_refused(tmp_path, kind):
+    """GPT-2 stores its weights as (in, out). Training and conversion refuse them by name."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    part = model.transformer.h if kind == "parts of it" else model
+    recipe = ft.FakeQuantSettings("nvfp4-te", parameters=("*c_fc.weight",)) if kind == "settings" else "nvfp4-te"
+    with pytest.raises(ValueError, match=r"\.c_\w+\.weight is stored transposed; Conv1D of transformers holds"):
+        ft.fake_quantize_model(part, recipe)
+    if kind == "settings":
+        return
+    with pytest.raises(ValueError, match=r"include= names .*c_attn.weight, which is stored transposed; Conv1D"):
+        ft.fake_quantize_model(part, recipe, include=("*.c_attn.weight",))
+    with_linear = torch.nn.ModuleDict({"h": model.transformer.h, "up_proj": torch.nn.Linear(64, 64)})
+    assert ft.fake_quantize_model(with_linear, recipe, exclude=("*.c_*",)) == ["up_proj.weight"]
+    model.save_pretrained(tmp_path / "gpt2")
+    for options in ({}, {"format": "modelopt"}):
+        with pytest.raises(CheckpointError, match=r"c_attn: gpt2 stores its layers transposed .*; Conv1D .*--keep"):
+            convert(tmp_path / "gpt2", tmp_path / "out", "nvfp4-te", **options)
+    config = {"model_type": "gpt2", "n_layer": 1}
+    rules = fp4kit.checkpoint.Rules.of("nvfp4-te", format="modelopt", config=config)
+    state = ((name, to_numpy(w.detach())) for name, w in model.state_dict().items())
+    with pytest.raises(CheckpointError, match=r"c_attn: gpt2 stores its layers transposed"):
+        dict(fp4kit.checkpoint.convert_tensors(state, rules))

@@ -17,7 +17,7 @@ from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.mixture import LayerQuantization, Mixture
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only
 from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
-from fp4kit.checkpoint.selection.selection import Decision, Wishes, decide, no_multiple
+from fp4kit.checkpoint.selection.selection import Decision, Wishes, check_transposed, decide, no_multiple
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError
@@ -161,7 +161,11 @@ class Rules:
         Args:
             tensors: (Hugging Face name, safetensors dtype such as "BF16", shape) per tensor.
         """
-        return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
+        candidates = [self._candidate(*one) for one in tensors]
+        decisions = decide(candidates, self._wishes, self.form.row_multiple)
+        for one in candidates:
+            check_transposed(one, self._wishes, decisions[one.name])
+        return decisions
 
     def why_not_in_blocks(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
         """Return a text that says so if a tensor stays unquantized only because its rows are not whole blocks, else "".

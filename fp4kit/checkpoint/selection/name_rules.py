@@ -76,7 +76,10 @@ _MLPS = {
     "dense_4h_to_h",
 }
 _DRAFT_INPUTS = {"eh_proj", "e_proj", "h_proj"}
-_CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt"}
+# Model types of transformers with Conv1D modules, and the names of these modules.
+_CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
+_CONV1D_NAMES = {"c_attn", "q_attn", "c_fc", "c_proj"}
+_TRANSPOSED = "stores its layers transposed ([K, N])"
 
 Role = ggml_names.Role
 LayerKind = Literal["routed expert", "shared expert", "dense MLP", "attention", "linear layer"]
@@ -121,6 +124,7 @@ class ModelFacts:
             layer.
         is_gguf: True if the model is a GGUF file, whose tensors have llama.cpp's names.
         diffusers: the name of the Diffusers class; "" if it is not a Diffusers model.
+        conv1d: the model type of the model or of one of its parts that has Conv1D modules, such as "gpt2"; "" if none.
     """
 
     layers: int | None
@@ -128,6 +132,7 @@ class ModelFacts:
     has_encoder: bool = False
     is_gguf: bool = False
     diffusers: str = ""
+    conv1d: str = ""
 
 
 @dataclass(frozen=True)
@@ -301,7 +306,16 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
         has_encoder,
         is_gguf_config(config),
         diffusers_classes.class_of(config),
+        _conv1d_model(config),
     )
+
+
+def _conv1d_model(config: Mapping[str, Any]) -> str:
+    """Return the first model type with Conv1D modules in a config or its sections, such as "decoder"; "" if none."""
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in _CONV1D_MODELS:
+        return kind
+    return next(filter(None, (_conv1d_model(part) for part in config.values() if isinstance(part, dict))), "")
 
 
 # The functions below are rules, except _tower_prefix, _mtp_prefix and is_embedding_table. A rule returns the reason why
@@ -460,12 +474,26 @@ def _ggml(tensor: Candidate) -> str | None:
 
 
 def _conv1d(tensor: Candidate) -> str | None:
-    """Return the reason why a weight of a model with Conv1D modules, such as GPT-2, stays unquantized.
+    """Return the reason why the weight of a Conv1D module of transformers, as in GPT-2, stays unquantized.
 
-    Conv1D stores weights as [K, N], which fp4kit cannot convert. Return None for models without Conv1D.
+    Conv1D stores weights as [K, N], which fp4kit cannot convert. It is recognized by its name and the model type, or by
+    its name and a shape with fewer rows than the layer has (more for the second layer of an MLP). Otherwise None.
     """
-    transposed = tensor.model.model_type in _CONV1D_MODELS
-    return f"{tensor.model.model_type} stores its layers transposed ([K, N])" if transposed else None
+    leaf = tensor.parts[-1]
+    if leaf not in _CONV1D_NAMES or len(tensor.shape) != 2:
+        return None
+    model = tensor.model.conv1d or (tensor.model.model_type if tensor.model.model_type in _CONV1D_MODELS else "")
+    rows, columns = tensor.shape
+    if leaf == "c_proj":
+        turned = rows > columns and "mlp" in tensor.parts
+    else:
+        turned = leaf != "q_attn" and rows < columns
+    return f"{model or leaf} {_TRANSPOSED}" if model or turned else None
+
+
+def is_transposed(reason: str) -> bool:
+    """Return whether a layer stays unquantized for this reason because its weight is stored as [K, N]."""
+    return reason.endswith(_TRANSPOSED)
 
 
 def _dtype(tensor: Candidate) -> str | None:

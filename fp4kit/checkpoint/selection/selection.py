@@ -10,10 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import translate
+from fnmatch import fnmatchcase, translate
 from functools import lru_cache
 
-from fp4kit.checkpoint.selection.name_rules import FIRST_RULES, RULES, Candidate, LayerKind, ModelFacts, Rule
+from fp4kit.checkpoint.selection.name_rules import (
+    FIRST_RULES,
+    RULES,
+    Candidate,
+    LayerKind,
+    ModelFacts,
+    Rule,
+    is_transposed,
+)
 from fp4kit.storage.errors import CheckpointError, listed, shown
 
 # Preset -> the kinds of layers that it quantizes.
@@ -93,6 +101,11 @@ class Decision:
     subtree: str | None = None
 
 
+# Why weights of Conv1D are refused, and what to do.
+CONV1D = (
+    "Conv1D of transformers holds (in, out), so that blocks would run along the wrong axis; use a model whose layers"
+    " are torch.nn.Linear, which holds (out, in)"
+)
 _decision = lru_cache(1 << 12)(Decision)
 _NOT_NAMED = Decision(False, "not named by --only", True)
 
@@ -259,6 +272,7 @@ def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[st
     - A pattern matches no module, or the modules of an --only pattern all stay unquantized.
     - A layer that --keep-first or --keep-last names has no tensors.
     - Nothing is left to quantize.
+    - A layer to quantize is stored transposed (see check_transposed).
 
     Args:
         candidates: the candidates of the whole model.
@@ -268,6 +282,8 @@ def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[st
     candidates = list(candidates)
     weights = [tensor for tensor in candidates if tensor.is_weight]
     _check_layers(weights, wishes)
+    for tensor in weights:
+        check_transposed(tensor, wishes, decisions[tensor.name])
     for pattern in wishes.keep:
         _first_hit("--keep", pattern, weights)
     for pattern in wishes.only:
@@ -275,6 +291,24 @@ def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[st
         if not decisions[first.name].converted and not any(decisions[tensor.name].converted for tensor in hits):
             raise CheckpointError(_nothing_converted(pattern, first, decisions[first.name]))
     _check_not_empty(candidates, decisions)
+
+
+def check_transposed(tensor: Candidate, wishes: Wishes, decision: Decision) -> None:
+    """Raise CheckpointError if a layer stays unquantized only because its weight is transposed, as Conv1D stores it.
+
+    Otherwise a conversion of GPT-2 would leave all its layers unquantized. Layers that the user's choice leaves
+    unquantized pass.
+    """
+    if not is_transposed(decision.reason) or tensor.kind not in PRESETS[wishes.preset]:
+        return
+    if any(fnmatchcase(tensor.module, pattern) for pattern in wishes.keep):
+        return
+    if wishes.only and not any(fnmatchcase(tensor.module, pattern) for pattern in wishes.only):
+        return
+    leaf = tensor.parts[-1]
+    raise CheckpointError(
+        f"{shown(tensor.module)}: {decision.reason}; {CONV1D}; to leave it unquantized, --keep '*.{leaf}'"
+    )
 
 
 def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple[Candidate, Iterator[Candidate]]:

@@ -4,14 +4,24 @@ adds.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import published
 import pytest
 from synthetic import refused
 from together import together
 
-from fp4kit.checkpoint.selection.name_rules import STACKS, Candidate, LayerKind, ModelFacts, candidate, model_facts
+from fp4kit.checkpoint.selection.name_rules import (
+    STACKS,
+    Candidate,
+    LayerKind,
+    ModelFacts,
+    candidate,
+    is_transposed,
+    model_facts,
+)
 from fp4kit.checkpoint.selection.selection import Decision, Wishes, decide
 
 MODEL = ModelFacts(7)
@@ -225,6 +235,43 @@ def test_dtypes_and_shapes(name: str, shape: tuple[int, ...], dtype: str, expect
 def test_transposed_layers() -> None:
     found = decision("h.0.attn.c_attn.weight", model=ModelFacts(7, "gpt2"))
     assert found == Decision(False, "gpt2 stores its layers transposed ([K, N])", True)
+    assert decision("h.0.attn.q_proj.weight", model=ModelFacts(7, "gpt2")).converted
+
+
+@together(
+    "name, shape, transposed",
+    [
+        ("h.0.attn.c_attn.weight", (64, 192), True),
+        ("h.0.attn.c_attn.weight", (192, 64), False),  # nanoGPT, StarCoder, Qwen
+        ("h.0.attn.c_attn.weight", (96, 64), False),
+        ("h.0.mlp.c_fc.weight", (64, 256), True),
+        ("h.0.mlp.c_fc.weight", (256, 64), False),
+        ("h.0.mlp.c_proj.weight", (256, 64), True),
+        ("h.0.mlp.c_proj.weight", (64, 256), False),
+        ("h.0.attn.c_proj.weight", (64, 64), False),  # unknown
+    ],
+)
+def test_transposed_layers_without_a_model_type(name: str, shape: tuple[int, int], transposed: bool) -> None:
+    found = decision(name, shape)
+    assert is_transposed(found.reason) == transposed == (not found.converted)
+
+
+def test_every_model_of_transformers_with_conv1d() -> None:
+    """The table names every model type whose source imports Conv1D of transformers."""
+    transformers = pytest.importorskip("transformers")
+    models = Path(transformers.__file__).parent / "models"
+    folders = {
+        path.parent
+        for path in models.glob("*/modeling_*.py")
+        if re.search(r"pytorch_utils import [^\n]*\bConv1D\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(folders) == 5
+    for folder in folders:
+        config = next(folder.glob("configuration_*.py")).read_text(encoding="utf-8")
+        kinds = set(re.findall(r'model_type = "([\w-]+)"', config))
+        assert any(model_facts({"model_type": kind}).conv1d == kind for kind in kinds)
+    assert model_facts({"model_type": "vision-encoder-decoder", "decoder": {"model_type": "gpt2"}}).conv1d == "gpt2"
+    assert model_facts({"model_type": "llama", "text_config": {"model_type": "gpt_bigcode"}}).conv1d == ""
 
 
 @together(
