@@ -14,7 +14,7 @@ KINDS = ("nvfp4", "mxfp4", "mxfp8", "fp8 tensor", "fp8 rows", "fp8")
 _SYNTAX = {
     "modelopt": "modelopt",
     "compressed-tensors": "compressed-tensors",
-    "fp8": "dotted",
+    "fp8": "names",
     "sglang-mxfp8": "dotted",
     "gpt-oss": "mxfp4",
 }

@@ -212,6 +212,7 @@ _SYNTAXES: Mapping[str, Callable[[set[str], set[str], set[str], Collection[str]]
     "modelopt": _modelopt,
     "compressed-tensors": _compressed_tensors,
     "dotted": _dotted,
+    "names": _dotted,
     "mxfp4": _mxfp4,
 }
 
@@ -229,8 +230,9 @@ def exclusion_list(
     layers.
 
     syntax: "modelopt" (globs such as ``model.visual.*``), "compressed-tensors" (names, and patterns such as
-        ``re:model\\.visual\\..*``), "dotted" (SGLang's mxfp8, paths without wildcards such as ``model.visual``) or
-        "mxfp4" (``modules_to_not_convert`` of gpt-oss, for transformers).
+        ``re:model\\.visual\\..*``), "dotted" (SGLang's mxfp8, paths without wildcards such as ``model.visual``),
+        "names" (fp8: these paths, and the names of all layers below them, because vLLM compares whole names) or "mxfp4"
+        (``modules_to_not_convert`` of gpt-oss, for transformers).
     copied: names of the linear layers and stacks of experts that stay unquantized.
     subtrees: prefixes below which nothing is quantized.
     converted: names of the quantized layers.
@@ -250,6 +252,8 @@ def exclusion_list(
     covered = roots | containers
     names = {module for module in copied - containers if not _below(module, covered)}
     names |= {_HEAD, *_aliases(names, converted)} - converted
+    if syntax == "names":
+        names |= {container_of(module) or module for module in copied if _below(module, covered)}
     return tuple(sorted(_SYNTAXES[syntax](names, roots, containers, converted)))
 
 
@@ -257,6 +261,7 @@ _KEYS = {
     "modelopt": ("ignore",),
     "compressed-tensors": ("ignore",),
     "dotted": ("ignored_layers", "modules_to_not_convert"),
+    "names": ("ignored_layers", "modules_to_not_convert"),
     "mxfp4": ("modules_to_not_convert",),
 }
 
@@ -265,11 +270,11 @@ def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ..
     """Return the exclusion list in a ``quantization_config``, or () if it has none.
 
     The list is the value of a key that depends on the syntax: ``ignore`` for "modelopt" and "compressed-tensors",
-    ``modules_to_not_convert`` for "mxfp4". For "dotted", it is ``ignored_layers``, or ``modules_to_not_convert`` if
-    ``ignored_layers`` is absent. A key with null counts as absent. Raises ValueError if the value is not a list of
-    strings, because engines fail on such a value.
+    ``modules_to_not_convert`` for "mxfp4". For "dotted" and "names", it is ``ignored_layers``, or
+    ``modules_to_not_convert`` if ``ignored_layers`` is absent. A key with null counts as absent. Raises ValueError if
+    the value is not a list of strings, because engines fail on such a value.
 
-    syntax: "modelopt", "compressed-tensors", "dotted" or "mxfp4"; KeyError for any other.
+    syntax: one of those of ``exclusion_list``; KeyError for any other.
     """
     for key in _KEYS[syntax]:
         patterns = quantization_config.get(key)

@@ -182,7 +182,7 @@ def test_names_that_are_expressions_are_escaped() -> None:
 
 
 def test_unknown_syntax() -> None:
-    message = "exclusion_list: syntax 'regex'; one of modelopt, compressed-tensors, dotted, mxfp4 is needed"
+    message = "exclusion_list: syntax 'regex'; one of modelopt, compressed-tensors, dotted, names, mxfp4 is needed"
     with pytest.raises(ValueError, match=f"^{message}$"):
         exclusion_list("regex", [], [], [])
 
@@ -242,7 +242,8 @@ def test_mla_leaves_are_named_plainly_where_none_is_converted() -> None:
 
 # Draw random models and selections of layers, for which every engine must understand the exclusion list.
 
-units = st.sampled_from(["mlp", "attention", "mla", "experts", "shared", "mixtral", "router", "visual", "stack"])
+KINDS = ("mlp", "attention", "mla", "experts", "shared", "mixtral", "router", "visual", "stack")
+units = st.sampled_from(KINDS)
 
 
 def modules_of(kind: str, layer: str) -> list[list[str]]:
@@ -305,6 +306,23 @@ def test_every_engine_understands_every_list(
     patterns = exclusion_list(container.syntax, copied, subtrees, converted)
     assert not wrong(container.id, patterns, copied, converted)
     assert not any(pattern.endswith(".") for pattern in patterns) and patterns == tuple(sorted(set(patterns)))
+
+
+@together("container", LINEARS, ids=lambda container: container.id)
+@together("kind, beside", [(kind, beside) for kind in KINDS for beside in KINDS])
+def test_every_engine_understands_a_list_with_a_subtree(kind: str, beside: str, container: LoaderContainer) -> None:
+    """Layer 0 is copied as a whole. In layer 1, one kind of module is copied, and the other is quantized."""
+    below = [name for each in {kind, beside} for group in modules_of(each, "model.layers.0") for name in group]
+    copied = [name for group in modules_of(kind, "model.layers.1") for name in group]
+    converted = [name for group in modules_of(beside, "model.layers.1") for name in group]
+    if beside in ("visual", "router", kind):  # these are not quantized
+        copied, converted = copied + converted, mlp("model.layers.1.other")
+    converted = [name for name in converted if name not in copied]
+    if router_hides_gate(copied, converted):
+        copied = [name for name in copied if not name.endswith("mlp.gate")]
+    subtrees = ["model.layers.0", *["model.visual"] * ("visual" in (kind, beside))]
+    patterns = exclusion_list(container.syntax, below + copied, subtrees, converted)
+    assert not wrong(container.id, patterns, below + copied, converted)
 
 
 @together("container", LINEARS, ids=lambda container: container.id)
