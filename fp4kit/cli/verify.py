@@ -67,6 +67,18 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a report with charts: one HTML file, readable offline"
     )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        metavar="N",
+        help="check that vLLM and SGLang can split every layer over N ranks without cutting a block",
+    )
+    parser.add_argument(
+        "--ep",
+        type=int,
+        metavar="N",
+        help="N of these ranks share the experts, and each of them holds whole experts (--tp defaults to N)",
+    )
     add_activations(parser, "compare the stored input scales with those of these activations")
     add_workers(parser)
 
@@ -90,11 +102,12 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
     activations = activations_of(args, *recorded_activations(Path(args.path))) if _names_activations(args) else None
     if args.html is not None:
         _check_page(args.html, Path(args.path))
+    ranks = {"tp": args.tp, "ep": args.ep}
     with cluster(args.dask) as executor:
         options = Options(args.workers, executor, devices_of(args))
         default, recipes = recipes_of(args.recipe or ())
         prepared = prepare(
-            args.path, args.source, default, options, search, args.ignore, activations, recipes, args.adapter
+            args.path, args.source, default, options, search, args.ignore, activations, recipes, args.adapter, **ranks
         )
         report = _run(prepared, options, out)
     if args.html is not None:
@@ -151,6 +164,8 @@ def _print(out: Output, report: VerifyReport) -> None:
         out.line(f"note: {_NO_LAYERS}")
     for line in summary_of(report):
         out.line(line)
+    if report.parallel is not None:
+        out.line(report.parallel.line)
     missing = unchecked(report)
     if missing:
         out.line(f"not checked: {'; '.join(missing)}")

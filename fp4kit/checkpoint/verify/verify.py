@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fp4kit.arguments import as_index
 from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES
 from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE
 from fp4kit.checkpoint.containers.table import container
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
 from fp4kit.checkpoint.findings import findings_of_files, opened
+from fp4kit.checkpoint.loaders.sharding import Sharding, obstacles, sharding_of
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.closed_world import check_model, is_attention_scale
 from fp4kit.checkpoint.model.inspect import Checkpoint
@@ -116,6 +118,7 @@ class VerifyReport:
     copied: the number of unconverted tensors that were compared with the source.
     changed: (name, number of differing bytes) of the unconverted tensors that differ from the source.
     issues: errors, then warnings.
+    parallel: the sizes of tensor parallelism that the checkpoint allows; None for one that vLLM and SGLang do not load.
     """
 
     path: Path
@@ -128,6 +131,7 @@ class VerifyReport:
     copied: int
     changed: tuple[tuple[str, int], ...]
     issues: tuple[Issue, ...]
+    parallel: Sharding | None = None
 
     def __repr__(self) -> str:
         """Return the checkpoint and the numbers of its layers, errors and warnings, in one line."""
@@ -161,6 +165,7 @@ class VerifyReport:
         whole = {**asdict(self.total), "sqnr_db": self.total.sqnr_db}
         changed = [{"name": name, "bytes": count} for name, count in self.changed]
         more = {"clean": self.clean, "errors": self.errors, "total": whole, "layers": layers, "changed": changed}
+        more["parallel"] = None if self.parallel is None else self.parallel.as_data()
         return {**asdict(self), **more}
 
 
@@ -173,6 +178,7 @@ class Verification:
     checks: the matrices to check.
     copies: (stored, source) pairs of unconverted tensors to compare.
     issues: the issues found in headers, configs and scalars.
+    parallel: the sizes of tensor parallelism that the checkpoint allows; None for one that vLLM and SGLang do not load.
     """
 
     root: Path
@@ -181,6 +187,7 @@ class Verification:
     checks: tuple[Check, ...]
     copies: tuple[tuple[Located, Located], ...]
     issues: tuple[Issue, ...]
+    parallel: Sharding | None = None
 
     @property
     def nbytes(self) -> int:
@@ -201,6 +208,9 @@ def verify(
     activations: Activations | None = None,
     recipes: Iterable[tuple[str, str | Recipe]] = (),
     adapter: str | Path | None = None,
+    *,
+    tp: int | None = None,
+    ep: int | None = None,
 ) -> VerifyReport:
     """Verify a checkpoint, and return a report of everything that is wrong with it.
 
@@ -227,6 +237,10 @@ def verify(
             the names of layers in the source. They replace the patterns that the checkpoint records.
         adapter: the directory of the LoRA adapter that was merged into the source; None for none. It must be given with
             a source if the checkpoint records one.
+        tp: the number of ranks over which vLLM or SGLang splits the model (tensor parallelism). A layer that cannot be
+            split so is an error. None checks none; the report says which sizes are allowed.
+        ep: the number of ranks that share the experts (expert parallelism); None for no sharing. If tp is None, it is
+            ep, so that every rank holds whole experts.
 
     Returns:
         A VerifyReport. Its ``clean`` is True if there are no errors.
@@ -242,11 +256,14 @@ def verify(
             - A pattern of ``recipes`` matches no layer that has a counterpart in the source, or other patterns take
               precedence for all layers that it matches.
             - A device of ``options`` does not exist.
+            - tp or ep is below 1, tp is no multiple of ep, or vLLM and SGLang do not load the checkpoint.
         ValueError: an id is not the id of any recipe.
         TypeError: a recipe is neither an id nor a Recipe.
         ChildProcessError: a worker process died.
     """
-    prepared = prepare(destination, source, recipe, options, search, ignore, activations, recipes, adapter)
+    prepared = prepare(
+        destination, source, recipe, options, search, ignore, activations, recipes, adapter, tp=tp, ep=ep
+    )
     return execute(prepared, options)
 
 
@@ -260,6 +277,9 @@ def prepare(
     activations: Activations | None = None,
     recipes: Iterable[tuple[str, str | Recipe]] = (),
     adapter: str | Path | None = None,
+    *,
+    tp: int | None = None,
+    ep: int | None = None,
 ) -> Verification:
     """Prepare a verification for ``execute``: make all checks that do not compare values.
 
@@ -277,6 +297,7 @@ def prepare(
         recipes: (pattern, recipe) pairs for layers of other recipes than ``recipe``. They replace the patterns that the
             checkpoint records.
         adapter: the directory of the LoRA adapter that was merged into the source; None for none.
+        tp, ep: the ranks of tensor and expert parallelism, as for ``verify``.
 
     Returns:
         A Verification with the issues found so far, and the values to compare.
@@ -286,6 +307,8 @@ def prepare(
     """
     model = opened(Path(destination))
     issues, model, turned, scales = findings_of_files(model, ignore)
+    parallel = None if model.config is None else sharding_of(model.weights.values(), model.config)
+    issues += _cut_layers(model, tp, ep)
     issues += swapped_nibbles(model)
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
     given = tuple((pattern, find_recipe(one)) for pattern, one in recipes)
@@ -294,12 +317,24 @@ def prepare(
     settings_issues += adapter_issues
     if source is None:
         checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))
-        return Verification(model.path, None, settings, checks, (), (*issues, *settings_issues))
+        return Verification(model.path, None, settings, checks, (), (*issues, *settings_issues), parallel)
     original = open_source(Path(source))
     beside = _SourceComparison(model, original, settings, _check_source(model, original), turned.rotations)
     _check_patterns(beside.checks, [pattern for pattern, _ in given])
     found = (*issues, *settings_issues, *_other_source(model, original), *beside.issues())
-    return Verification(model.path, original.root, settings, beside.checks, beside.copies, found)
+    return Verification(model.path, original.root, settings, beside.checks, beside.copies, found, parallel)
+
+
+def _cut_layers(model: Checkpoint, tp: int | None, ep: int | None) -> list[Issue]:
+    """Return an error per layer that cannot be split over `tp` ranks, of which `ep` share the experts; [] for None."""
+    if tp is None and ep is None:
+        return []
+    for name, ranks in (("tp", tp), ("ep", ep)):
+        if ranks is not None and as_index("verify", name, ranks) < 1:
+            raise CheckpointError(f"--{name} {ranks}: a number of ranks of at least 1 is needed")
+    found = obstacles(model.weights.values(), model.config or {}, tp, ep)
+    size = f"tensor parallelism over {tp or ep} ranks" + (f", {ep} sharing the experts" if ep else "")
+    return [Issue("error", one.layer, f"{size}: {one.text}") for one in found]
 
 
 def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
@@ -654,6 +689,7 @@ def _report(
         len(prepared.copies),
         tuple(changed),
         tuple(sorted(dict.fromkeys(issues), key=lambda issue: issue.severity)),
+        prepared.parallel,
     )
 
 
