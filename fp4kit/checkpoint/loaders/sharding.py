@@ -139,7 +139,7 @@ def obstacles(
     return tuple(_obstacles(layers, config, tp, ep))
 
 
-class _Layer(NamedTuple):
+class _SplitLayer(NamedTuple):
     """A linear layer or stack: its logical rows and columns, its block (1, 1 if it has none), and its container."""
 
     name: str
@@ -157,7 +157,7 @@ class _Layer(NamedTuple):
         return bool(self.container)
 
 
-def _layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[_Layer] | None:
+def _layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[_SplitLayer] | None:
     """Return the linear layers of the language model; None if vLLM and SGLang do not load the containers."""
     facts, found = model_facts(config), []
     for weight in weights:
@@ -172,7 +172,7 @@ def _layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[_Layer
         is_attention = "attention" in roles and "linear_attn" not in weight.name
         form, block = "" if container is None else container.name, (height, width or 1)
         places = rows, columns, block, form, weight.experts, "experts" in roles, is_attention
-        found.append(_Layer(weight.name, leaf, *places))
+        found.append(_SplitLayer(weight.name, leaf, *places))
     return found if any(one.is_quantized for one in found) and not class_of(config) else None
 
 
@@ -180,7 +180,7 @@ def _is_served(container: Container) -> bool:
     return container.name.partition(" ")[0] not in _OF_OTHER_ENGINES
 
 
-def _obstacles(layers: list[_Layer], config: Mapping[str, Any], tp: int, ep: int) -> Iterator[Obstacle]:
+def _obstacles(layers: list[_SplitLayer], config: Mapping[str, Any], tp: int, ep: int) -> Iterator[Obstacle]:
     """Yield the obstacles for tensor parallelism over `tp` ranks, of which each `ep` share the experts."""
     if tp > 1 and any(one.is_attention for one in layers):
         yield from _of_heads(config, tp)
@@ -219,7 +219,7 @@ def _heads(config: Mapping[str, Any]) -> tuple[int, int]:
     return heads, 0 if latent else keys or heads
 
 
-def _expert_count(layers: list[_Layer]) -> int:
+def _expert_count(layers: list[_SplitLayer]) -> int:
     """Return the number of routed experts of one MLP, the largest if MLPs differ; 0 if there are none."""
     stacks = [one.matrices for one in layers if one.is_expert and one.matrices > 1]
     single: dict[str, set[str]] = {}
@@ -230,7 +230,7 @@ def _expert_count(layers: list[_Layer]) -> int:
     return max([0, *stacks, *map(len, single.values())])
 
 
-def _parts(one: _Layer, config: Mapping[str, Any], ranks: int) -> list[tuple[int, int]]:
+def _parts(one: _SplitLayer, config: Mapping[str, Any], ranks: int) -> list[tuple[int, int]]:
     """Return (rows, number of ranks that they are split over) of each part of a layer whose rows are split."""
     heads, keys = _heads(config) if one.is_attention else (0, 0)
     shared = min(ranks, keys) if keys else ranks  # fewer key heads than ranks are repeated
@@ -244,7 +244,7 @@ def _parts(one: _Layer, config: Mapping[str, Any], ranks: int) -> list[tuple[int
     return [(one.rows, ranks)]
 
 
-def _cut(one: _Layer, config: Mapping[str, Any], ranks: int) -> str | None:
+def _cut(one: _SplitLayer, config: Mapping[str, Any], ranks: int) -> str | None:
     """Return what the split of one layer over some ranks would cut; None if nothing."""
     axis, (height, width) = SPLITS.get(one.leaf, _WHOLE), one.block
     if one.container == _GPT_OSS and axis != _WHOLE:
