@@ -6,6 +6,7 @@
 - fake_quantize_model lets a model train with the weights that the converted checkpoint serves, and on request with
   fake-quantized activations. remove_fake_quantization undoes it.
 - FakeQuantized parametrizes one parameter. FakeQuantSettings says which parameters, and with which recipe.
+- merge_adapter merges a LoRA adapter into quantized weights, and says how much of it survives rounding.
 - collect measures the inputs of a model's layers, from which input scales follow.
 
 The operations are custom operators. So torch.compile(fullgraph=True), torch.export, torch.func, checkpointing, autocast
@@ -19,6 +20,7 @@ from fp4kit.torch.fake_quantized import FakeQuantized
 from fp4kit.torch.functions import dequantize, fake_quantize, fake_quantize_grouped, quantize
 from fp4kit.torch.input_hooks import collect
 from fp4kit.torch.linear import linear
+from fp4kit.torch.merge_adapter import MergedAdapter, merge_adapter
 from fp4kit.torch.modules import fake_quantize_model
 from fp4kit.torch.served_model import remove_fake_quantization
 from fp4kit.training.settings import FakeQuantSettings
@@ -26,12 +28,14 @@ from fp4kit.training.settings import FakeQuantSettings
 __all__ = [
     "FakeQuantSettings",
     "FakeQuantized",
+    "MergedAdapter",
     "collect",
     "dequantize",
     "fake_quantize",
     "fake_quantize_grouped",
     "fake_quantize_model",
     "linear",
+    "merge_adapter",
     "quantize",
     "remove_fake_quantization",
 ]

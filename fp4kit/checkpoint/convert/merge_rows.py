@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import lcm
 from typing import Any
 
@@ -46,19 +47,20 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[s
         return RENAME, Losses(), Survival()
     losses, survival = Losses(), Survival()
     weights = quantize_rows.column_weights(job, readers)
-    fits = None if job.merge_scales == "base" else amax_for(scale, job.new_recipe)
+    fits = amax_for(scale, job.new_recipe)
+    computes = job.merge_scales == "nearest" and (scale is None or fits is not None)
     for slab in slabs(readers, job.weight, job.expert, job.span, slab_rows_of(job), job.slab_bytes):
         x = values_of(job.weight, slab)
 
         def new(x: np.ndarray = x) -> Quantized:
             nonlocal losses
-            if not job.search or not (fits or scale is None):
+            if not job.search:
                 return quantize_rows.quantized(x, job, fits)
             q, more = searched_rows.quantized(x, job, np.float32(fits or 0), weights)
             losses = losses.plus(more)
             return q
 
-        q = nearest(x, slab.scales, scale, job.new_recipe, None if job.merge_scales == "base" else fits, new, weights)
+        q = nearest(x, slab.scales, scale, job.new_recipe, new if computes else None, weights)
         put_rows(job, output, q.packed, quantize_rows.stored_scales(q))
         survival = survival.plus(quantize_rows.survival_of(job.weight, slab, dequantize(q, np.float32), q.packed))
     rename.write_scalars(job, readers, output)
@@ -119,19 +121,17 @@ def nearest(
     scales: Any,
     scale: np.float32 | None,
     recipe: Recipe,
-    fits: np.float32 | None,
     new: Callable[[], Quantized] | None,
     weights: np.ndarray | None,
 ) -> Quantized:
     """Quantize rows with the tensor scale ``scale``, and per block the better of two block scales.
 
     scales: the block scales of the source, as in a Slab.
-    fits: the amax that gives the tensor scale; None if no new block scales can be computed with a tensor scale.
-    new: computes the rows with new scales.
+    new: computes the rows with new block scales; None to keep those of the source.
     weights: the weight of each column in the squared error; None for equal weights.
     """
     base = _with_scales(x, recipe, scales, scale)
-    if new is None or (scale is not None and fits is None) or (recipe.scale is None and scale is not None):
+    if new is None or (recipe.scale is None and scale is not None):
         return base
     found = new()
     other = _with_scales(x, recipe, found.block_scale if recipe.scale is not None else found.tensor_scale, scale)
@@ -162,3 +162,35 @@ def _with_scales(x: np.ndarray, recipe: Recipe, scales: Any, scale: np.float32 |
     if recipe.block is not None and len(rows) != len(x):
         rows = np.repeat(rows, recipe.block_rows, 0)[: len(x)]
     return quantize(x, recipe, tensor_scale=rows.reshape(len(x)) if recipe.block is None else rows)
+
+
+def keeps(q: Quantized, largest: np.float32) -> bool:
+    """Return whether the tensor scale of a quantized matrix fits merged values whose amax is ``largest``."""
+    scale = np.float32(np.asarray(q.tensor_scale).item()) if q.recipe.tensor_scaling == "tensor" else None
+    return keeps_tensor_scale(q.recipe.element, scale, q.recipe, largest)
+
+
+def merged(q: Quantized, x: np.ndarray, scales: str, largest: np.float32) -> Quantized:
+    """Quantize merged values as ``write`` does, with the scales of ``q`` if they fit, all as NumPy arrays.
+
+    q: the matrix before the merge.
+    x: the merged values, float32.
+    scales: one of ADAPTER_SCALES.
+    largest: the largest merged amax of the matrices that share the tensor scale.
+    """
+    recipe = q.recipe
+    by_tensor = recipe.tensor_scaling == "tensor"
+    if scales == "new" or not keeps(q, largest):
+        return replace(quantize(x, recipe, tensor_amax=largest if by_tensor else None), dtype=q.dtype)
+    scale = np.float32(np.asarray(q.tensor_scale).item()) if by_tensor else None
+    fits = amax_for(scale, recipe)
+    computes = scales == "nearest" and (scale is None or fits is not None)
+    own = q.block_scale if recipe.scale is not None else q.tensor_scale
+    new = partial(quantize, x, recipe, tensor_amax=fits) if computes else None
+    return replace(nearest(x, own, scale, recipe, new, None), dtype=q.dtype)
+
+
+def survival_of_merge(q: Quantized, base: np.ndarray, delta: np.ndarray, made: Quantized) -> Survival:
+    """Return how much of the update ``delta`` of the values ``base`` of ``q`` is left in the result ``made``."""
+    kept = quantize_rows.survival(base, delta, dequantize(made, np.float32))
+    return quantize_rows.with_codes(kept, q.packed, made.packed, q.recipe.element.bits)

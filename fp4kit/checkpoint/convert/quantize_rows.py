@@ -71,7 +71,6 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
     return replaced, losses, survival
 
 
-@ieee("merge_adapter")
 def survival_of(weight: Weight, slab: Slab, stored: np.ndarray, packed: Any = None) -> Survival:
     """Return how much of the update of a slab is left in the values that were stored for it.
 
@@ -79,21 +78,30 @@ def survival_of(weight: Weight, slab: Slab, stored: np.ndarray, packed: Any = No
     """
     if slab.update is None:
         return Survival()
-    base = values_of(weight, slab._replace(update=None)).astype(np.float64)
     delta = slab.update.delta if slab.rotation is None else slab.rotation.of(slab.update.delta)
-    delta = delta.astype(np.float64)
+    found = survival(values_of(weight, slab._replace(update=None)), delta, stored)
+    if packed is None or slab.codes is None or weight.container is None:
+        return found
+    return with_codes(found, slab.codes, packed, weight.container.element.bits)
+
+
+@ieee("merge_adapter")
+def survival(base: np.ndarray, delta: np.ndarray, stored: np.ndarray) -> Survival:
+    """Return the sums that tell how much of the update ``delta`` is left in the values ``stored``, without codes."""
+    base, delta = base.astype(np.float64), delta.astype(np.float64)
     moved = stored.astype(np.float64) - base
-    changed = codes = 0
-    if packed is not None and slab.codes is not None and weight.container is not None:
-        apart = np.asarray(packed) ^ slab.codes
-        bits = weight.container.element.bits
-        halves = (apart & 15, apart >> 4) if bits == 4 else (apart,)
-        changed = sum(int(np.count_nonzero(half)) for half in halves)
-        codes = base.size
     with np.errstate(over="ignore", invalid="ignore"):
         kept, wanted, signal = (float(np.vdot(a, b)) for a, b in ((moved, delta), (delta, delta), (base, base)))
         error = float(np.square(moved - delta).sum())
-    return Survival(kept, wanted, error, signal, changed, codes)
+    return Survival(kept, wanted, error, signal)
+
+
+def with_codes(found: Survival, before: np.ndarray, after: np.ndarray, bits: int) -> Survival:
+    """Return ``found`` with the number of codes, and of those that differ, in two arrays of packed codes."""
+    apart = np.asarray(before) ^ np.asarray(after)
+    halves = (apart & 15, apart >> 4) if bits == 4 else (apart,)
+    changed = sum(int(np.count_nonzero(half)) for half in halves)
+    return found._replace(changed=changed, codes=apart.size * len(halves))
 
 
 def stored_scales(q: Quantized) -> Any:

@@ -203,7 +203,8 @@ def _low_rank_of(readers: Readers, weight: Weight) -> tuple[npt.NDArray[np.float
     return b, a
 
 
-def _read_update(readers: Readers, update: LowRankUpdate) -> UpdateRows:
+def read_update(readers: Readers, update: LowRankUpdate) -> UpdateRows:
+    """Read both matrices of an update, and return the update of all rows."""
     a, b = (readers.array(place).astype(np.float32) for place in (update.a, update.b))
     if update.turned:
         a, b = np.ascontiguousarray(b.T), np.ascontiguousarray(a.T)
@@ -249,7 +250,7 @@ def slabs(
     step = max(max_bytes // (columns * itemsize * height), 1) * height
     tensor_scale, column_scale = tensor_scale_of(readers, weight, expert), column_scale_of(readers, weight)
     low_rank, divisor = _low_rank_of(readers, weight), _divisor_of(readers, weight, expert)
-    update = None if weight.update is None else _read_update(readers, weight.update)
+    update = None if weight.update is None else read_update(readers, weight.update)
     transposed = {
         part: _TransposedReader(readers, weight.parts[part], rows, expert)
         for part in _ROWS & set(weight.parts)

@@ -97,6 +97,11 @@ class LoraAdapter:
     copies: Mapping[str, Located] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def label(self) -> str:
+        """The beginning of error messages."""
+        return f"adapter {shown(str(self.root))}"
+
     @classmethod
     def of(cls, path: str | Path) -> LoraAdapter:
         """Read an adapter's config and header, and check that every update is finite and of the rank that is declared.
@@ -139,6 +144,9 @@ class LoraAdapter:
         updates = {
             layer: _update(label, layer, turned, parts, config) for (layer, turned), parts in sorted(halves.items())
         }
+        for layer, place in copies.items():
+            if layer not in updates:
+                raise CheckpointError(f"{label}: {shown(place.entry.name)}: is a whole weight; {_IN_16_BITS}")
         if not updates:
             raise CheckpointError(f"{label}: has no update of a layer; an adapter with lora_A and lora_B is needed")
         found_facts = {
@@ -159,21 +167,28 @@ class LoraAdapter:
             CheckpointError: if an update fits no layer or several, if its shape differs, or if the adapter holds a
                 weight of its own that differs from the model's.
         """
-        by_name = _Names(weights)
-        label = f"adapter {shown(str(self.root))}"
-        for layer, place in self.copies.items():
-            if layer in self.updates:
-                _check_copy(label, layer, place, weights[by_name.find(label, layer)])
-            else:
-                raise CheckpointError(f"{label}: {shown(place.entry.name)}: is a whole weight; {_IN_16_BITS}")
+        label, names = self.label, {tensor: weight.name for tensor, weight in weights.items()}
         found = dict(weights)
-        for layer, update in self.updates.items():
-            tensor = by_name.find(label, layer)
-            weight = weights[tensor]
+        for layer, tensor in self.matched(names).items():
+            weight, update = weights[tensor], self.updates[layer]
             _check_fits(label, layer, update, weight, config)
-            if found[tensor].update is not None:
-                raise CheckpointError(f"{label}: {shown(layer)}: a second update of {shown(weight.name)}; keep one")
+            if layer in self.copies:
+                _check_copy(label, layer, self.copies[layer], weight)
             found[tensor] = replace(weight, update=update)
+        return found
+
+    def matched(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Return the adapter's name of each layer -> the key of the layer in ``names``, which are the model's names.
+
+        Raises:
+            CheckpointError: if a layer has no counterpart or several, or if two layers have the same one.
+        """
+        found, by_name = {layer: "" for layer in self.updates}, _Names(names)
+        for layer in found:
+            key = by_name.find(self.label, layer)
+            if key in found.values():
+                raise CheckpointError(f"{self.label}: {shown(layer)}: a second update of {shown(names[key])}; keep one")
+            found[layer] = key
         return found
 
 
@@ -188,14 +203,14 @@ def updates_of(
 class _Names:
     """Find the weights of a model by the names that an adapter uses for its layers."""
 
-    def __init__(self, weights: Mapping[str, Weight]) -> None:
-        self._exact = {weight.name: tensor for tensor, weight in weights.items()}
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._exact = {name: key for key, name in names.items()}
         self._loose: dict[str, list[str]] = defaultdict(list)
-        for tensor, weight in weights.items():
-            self._loose[_loose(weight.name)].append(tensor)
+        for key, name in names.items():
+            self._loose[_loose(name)].append(key)
 
     def find(self, label: str, layer: str) -> str:
-        """Return the tensor name of the weight of a layer; raise CheckpointError if there is none, or several."""
+        """Return the key of a layer; raise CheckpointError if the model has no such layer, or several."""
         if layer in self._exact:
             return self._exact[layer]
         found = self._loose.get(_loose(layer), [])
