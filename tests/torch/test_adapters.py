@@ -367,6 +367,95 @@ def test_a_compiled_model_reads_merged_weights():
         assert torch.equal(compiled(x), layer(x))
 
 
+def test_convert_merges_the_saved_adapter_into_the_trained_weights(tmp_path):
+    """fp4kit convert --adapter gives the trained weights, from the saved base and the saved adapter. W trains too."""
+    base = a_llama(torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    model = adapt(base, r=16)
+    ft.fake_quantize_model(model, RECIPE, adapters="merged")
+    train(model)
+    model.save_pretrained(tmp_path / "adapter")
+    convert(tmp_path / "base", tmp_path / "served", RECIPE, adapter=tmp_path / "adapter")
+    decoded = served.weights(tmp_path / "served", fp4kit.recipe(RECIPE))
+    for name, w in quantized(model).items():
+        assert torch.equal(torch.from_numpy(decoded[name]).to(w.dtype), w)
+    original = model.base_model.model.get_submodule(f"{ATTENTION}.q_proj.base_layer").parametrizations.weight.original
+    original.requires_grad_()
+    model(IDS, labels=IDS).loss.backward()
+    assert original.grad.any()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+def test_every_kind_of_peft_in_base_mode():
+    """Parameters that PEFT adds stay unquantized, and the others compute with the served base."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    options = (
+        {"token_indices": [1, 2], "target_modules": ["embed_tokens"]},
+        {"target_modules": ["q_proj"]},
+        {"target_modules": ["q_proj"], "feedforward_modules": []},
+        {"target_modules": ["q_proj"], "total_step": 9},
+        {"target_modules": ["q_proj"], "oft_block_size": 16},
+        {"target_modules": ["q_proj"], "num_vectors": 16, "vector_length": 16},
+        {"target_modules": ["q_proj"], "n_frequency": 10},
+        {"num_virtual_tokens": 4},
+        {"num_virtual_tokens": 4, "num_tasks": 2},
+        {"adapter_layers": 1, "adapter_len": 4},
+        {},
+    )
+    names, tested = {name for name, _ in a_llama().named_parameters()}, []
+    for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items():
+        for one in options:
+            try:
+                model = peft.get_peft_model(a_llama(), config(task_type="CAUSAL_LM", **one)).eval()
+            except Exception:  # these options do not suit this kind, or it needs another package
+                continue
+            tested.append(kind)
+            rows = ft.fake_quantize_model(model, RECIPE).plan.rows
+            plain = [re.sub(r"\.base_layer|(?<=self_attn)\.model", "", row.name) for row in rows]
+            base = [
+                row
+                for row, name in zip(rows, plain, strict=True)
+                if {name.removeprefix("base_model."), name.removeprefix("base_model.model.")} & names
+            ]
+            added = {row.name for row in rows} - {row.name for row in base}
+            assert sum(row.quantized for row in rows) == 7 and not any(r.quantized for r in rows if r.name in added), (
+                kind,
+                added,
+            )
+            assert all("adapter (" in row.reason for row in rows if row.name in added), (kind, added)
+            plain = copy.deepcopy(model)
+            ft.remove_fake_quantization(plain, keep="quantized")
+            if kind in ("MULTITASK_PROMPT_TUNING", "POLY", "CPT", "SHADOW"):  # need other arguments
+                continue
+            with torch.no_grad():
+                assert torch.equal(model(IDS).logits, plain(IDS).logits), kind
+            break
+    assert len(tested) > 30
+
+
+@pytest.mark.exhaustive
+def test_mixture_of_experts_with_lora(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+    plain = ft.fake_quantize_model(copy.deepcopy(model), RECIPE).plan.rows
+    model = adapt(model, target_modules=["q_proj", "v_proj"])
+    rows = ft.fake_quantize_model(model, RECIPE, adapters="merged").plan.rows
+    shown = {(r.name.removeprefix("base_model.model.").replace(".base_layer", ""), r.quantized, r.group) for r in rows}
+    assert {(row.name, row.quantized, row.group) for row in plain} <= shown
+    train(model)
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "trained")
+    convert(tmp_path / "trained", tmp_path / "served", RECIPE)
+    decoded = served.weights(tmp_path / "served", fp4kit.recipe(RECIPE))
+    for name in "qkvo":
+        layer = f"{ATTENTION}.{name}_proj"
+        assert_same_bits(to_numpy(merged.get_submodule(layer).weight), decoded[layer])
+
+
 def test_settings_leave_adapters_alone():
     model = adapt(a_llama())
     names = ft.fake_quantize_model(model, ft.FakeQuantSettings(RECIPE, parameters=("*_proj.*weight",)))

@@ -33,6 +33,8 @@ _PARTS = tuple(
         # PEFT, kohya's scripts, Flax NNX; kernel_lora_a and w_lora_a are of Qwix and Tunix.
         ("LoRA", r"(?!_?svdquant_)(lora_\w+|\w+_lora_[abAB])"),
         ("DoRA", r"dora_scale"),
+        ("AdaLoRA", r"ranknum"),
+        ("X-LoRA", r"(internal_)?xlora_classifier"),
         ("IA3", r"ia3_\w+"),
         ("LoHa", r"hada_\w+"),
         ("LoKr", r"lokr_\w+"),
@@ -53,7 +55,7 @@ _PARTS = tuple(
         ("Lily", r"lily_(A|B|router)"),
         ("LN tuning", r"ln_tuning_layers"),
         ("OSF", r"osf_svd_params"),
-        ("shadow", r"shadow_(down|up|dropout|update_\w+)"),
+        ("shadow", r"shadow_(down|up|dropout|update_\w+|backbone|head|projection)"),
         ("supertuning", r"supertuning_values"),
         ("PEFT", r"(adamss|beft|deft|delora|frod|glora|gralora|peanut|psoft|tinylora|unilora)_\w+"),
         ("LLaMA-Adapter", r"adaption_(prompt|gate)"),
@@ -66,7 +68,9 @@ _PARTS = tuple(
 _FIRST = re.compile(r"(\w+_)?(lora|LoRA)|lora_linear_layer")
 _SECOND = ("a", "b", "A", "B", "up", "down")
 # The prompt encoder of PEFT, which has the name of its adapter. SAM has a prompt encoder too, without these names.
-_PROMPT_ENCODER = re.compile(r"prompt_encoder\.[^.]+\.(embedding|transform|mlp_head|lstm_head|prefix_task_\w+)(\..*)?")
+_PROMPT_ENCODER = re.compile(
+    r"prompt_encoder\.[^.]+\.((frozen_|trainable_|delta_)?embedding|transform|mlp_head|lstm_head|prefix_task_\w+)(\..*)?"
+)
 
 
 @lru_cache(1 << 14)

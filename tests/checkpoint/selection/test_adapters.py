@@ -30,6 +30,9 @@ LAYER = "model.layers.0.self_attn.q_proj"
          "model.embed_tokens.token_adapter", "trainable_tokens_delta"),
         ("prompt_encoder.default.embedding.weight", "prompt tuning", "", "prompt_encoder"),
         ("prompt_embeddings", "prompt tuning", "", "prompt_embeddings"),
+        ("prompt_encoder.default.delta_embedding.weight", "prompt tuning", "", "prompt_encoder"),
+        ("internal_xlora_classifier.inner.0.weight", "X-LoRA", "", "internal_xlora_classifier"),
+        ("base_model.shadow_backbone.default.layers.0.q_proj.weight", "shadow", "base_model", "shadow_backbone"),
     ],
 )  # fmt: skip
 def test_tensors_of_adapters(name: str, kind: str, layer: str, part: str) -> None:
