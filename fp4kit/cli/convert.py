@@ -463,6 +463,8 @@ def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
         raise CheckpointError(f"--bits: assigns a recipe to every layer; leave {other} out, or use --candidates")
     if args.hadamard is not None:
         raise CheckpointError("--bits: measures errors without a rotation; leave --hadamard out, or --bits")
+    if args.adapter is not None:
+        raise CheckpointError("--bits: measures errors without an adapter; leave --adapter out, or --bits")
     columns = None
     if args.column_weights is not None or args.imatrix is not None:
         columns = ScaleSearch.of("mse", args.column_weights, args.imatrix)

@@ -45,7 +45,7 @@ EXECUTED = re.findall(r"<!-- executed -->\n```python\n(.*?)```", PAGES, re.DOTAL
 )
 def test_other_examples_run(code, tmp_path, monkeypatch) -> None:
     """The other examples of the README run without an error. One calls torch.compile and is slow."""
-    for optional in ("torch", "jax"):
+    for optional in ("torch", "jax", "peft"):
         if re.search(rf"^(import|from) .*\b{optional}\b", code, re.MULTILINE):
             pytest.importorskip(optional)
     monkeypatch.chdir(tmp_path)

@@ -64,7 +64,6 @@ FROM_WORKERS, FROM_BYTES, MOST_PROCESSES = 4, 4 << 30, 8
 SURVIVES = 0.5  # a layer of whose update less survives is named in a warning
 _WAYS_OUT = (
     'serve the model and the adapter side by side, merge into the unquantized model, or train with adapters="merged"'
-    " (docs/guides/adapters.md)"
 )
 Progress = Callable[[int], None]  # called with the number of bytes of source tensors processed since the last call
 

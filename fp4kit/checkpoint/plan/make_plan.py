@@ -151,6 +151,10 @@ def make_plan(
     closed_world.check_no_adapter(model.tensors, request.ignore)
     wrapper_names.check(model.tensors)
     if request.adapter is not None:
+        if is_gguf_config(model.config):
+            raise CheckpointError(
+                "--adapter: is not merged into a GGUF file; merge it into the model, then make the file"
+            )
         weights = request.adapter.attach(weights, model.config)
     if codes is None and request.format == UNQUANTIZED:
         weights, items, matrices = transforms.undo(model, weights, request.ignore)

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import lora
 import numpy as np
 import pytest
@@ -334,6 +335,14 @@ def test_options_that_conflict_are_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "pickled" / "adapter_model.bin").write_bytes(b"x")
     with refused("adapter_model.bin is pickled"):
         make_plan(base, adapter=tmp_path / "pickled")
+
+
+def test_gguf_files_and_budgets_are_refused(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gguf_files.write_model(tmp_path / "m.gguf")
+    with refused("is not merged into a GGUF file"):
+        make_plan(tmp_path / "m.gguf", "nvfp4-gguf", adapter=root / "adapter")
+    assert main(["convert", str(root / "base"), str(tmp_path / "x"), "--bits", "5", "--adapter", str(tmp_path)]) == 2
+    assert "measures errors without an adapter" in capsys.readouterr().err
 
 
 def test_an_adapter_without_updates_is_refused(root: Path, tmp_path: Path) -> None:
