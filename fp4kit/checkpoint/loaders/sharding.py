@@ -39,6 +39,7 @@ _KEYS = ("k_proj", "v_proj", "key", "value", "wk", "wv")  # repeated if there ar
 _FUSED_QKV = ("qkv_proj", "query_key_value", "Wqkv")
 _HALVES = ("gate_up_proj", "w13")
 _GPT_OSS = "gpt-oss"
+_WHOLE_ROWS = ("fp8 rows", "fp8 tensor")  # kinds whose scales are not per block: each rank gets all of them
 # Roles of layers that are not checked: towers are often not split, and engines pad the vocabulary to a multiple of 64.
 _NOT_SPLIT: set[Any] = {"tower", "embedding", "head", "router"}
 
@@ -168,9 +169,9 @@ def _layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[_Split
         if len(weight.shape) < 2 or _NOT_SPLIT & set(roles) or (container is None and leaf not in SPLITS):
             continue
         rows, columns = weight.shape[-2:]
-        height, width = (1, 1) if container is None else container.block
+        height, width = (1, 1) if container is None or container.kind in _WHOLE_ROWS else container.block
         is_attention = "attention" in roles and "linear_attn" not in weight.name
-        form, block = "" if container is None else container.name, (height, width or 1)
+        form, block = "" if container is None else container.name, (height, width)
         places = rows, columns, block, form, weight.experts, "experts" in roles, is_attention
         found.append(_SplitLayer(weight.name, leaf, *places))
     return found if any(one.is_quantized for one in found) and not class_of(config) else None

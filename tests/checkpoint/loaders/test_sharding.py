@@ -26,8 +26,6 @@ HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
 
 def layer(name: str, shape: tuple[int, ...], container: str | None = NVFP4) -> Weight:
     form = None if container is None else NAMED[container].for_columns(shape[-1])
-    if container == PER_ROW:
-        form = NAMED[container]
     return Weight(name, f"{name}.weight", shape, form, {})
 
 
