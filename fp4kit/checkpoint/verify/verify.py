@@ -307,7 +307,7 @@ def prepare(
     """
     model = opened(Path(destination))
     issues, model, turned, scales = findings_of_files(model, ignore)
-    parallel = None if model.config is None else sharding_of(model.weights.values(), model.config)
+    parallel = None if model.path.is_file() else sharding_of(model.weights.values(), model.config or {})
     issues += _cut_layers(model, tp, ep)
     issues += swapped_nibbles(model)
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)

@@ -1,0 +1,323 @@
+"""Test public reports of users of other tools, each as a small checkpoint: the right outcome, or a refusal by name.
+
+Reports about the same kinds that are tested elsewhere: blocks out of range (ops/test_requantize.py), torch.compile and
+DTensor (torch/), JAX's 4-bit elements (quantized/test_from_checkpoint.py), shards that cut blocks
+(loaders/test_sharding.py), and paths that are no model (model/test_model_files.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import synthetic
+from numpy_formats import fp8, mxfp4, nvfp4, swizzled
+from synthetic import BF16, E4M3, E8M0, refused
+
+from fp4kit.__main__ import main
+from fp4kit.checkpoint import Rules, convert_tensors
+from fp4kit.checkpoint.convert.convert import convert
+
+CONFIG: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+CONFIG |= {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
+SHAPES = {f"{ATTENTION}.{n}_proj": (128, 128) for n in "qkvo"}
+SHAPES |= {f"{MLP}.gate_proj": (256, 128), f"{MLP}.up_proj": (256, 128), f"{MLP}.down_proj": (128, 256)}
+DOWN, QUERY = f"{MLP}.down_proj", f"{ATTENTION}.q_proj"
+Tensors = dict[str, np.ndarray]
+Edit = Callable[[Tensors], Tensors]
+
+
+def llama(columns: int = 128) -> Tensors:
+    found = {f"{n}.weight": synthetic.random(n, (64, 128)) for n in ("model.embed_tokens", "lm_head")}
+    found["model.norm.weight"] = np.ones(128, BF16)
+    shapes = {name: (rows, columns if k == 128 else k) for name, (rows, k) in SHAPES.items()}
+    return found | {f"{name}.weight": synthetic.random(name, shape) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("source") / "m"
+    synthetic.write_model(root, CONFIG, llama())
+    return root
+
+
+@pytest.fixture(scope="module")
+def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return {recipe: the source, quantized by it for the producer that its id names}."""
+    root = tmp_path_factory.mktemp("written")
+    for recipe, format in (
+        ("nvfp4-modelopt", "modelopt"),
+        ("mxfp4-compressed-tensors", "compressed-tensors"),
+        ("mxfp8-modelopt", "modelopt"),
+        ("nvfp4-compressed-tensors", "compressed-tensors"),
+    ):
+        scales = {"input_scale": 0.01} if recipe == "nvfp4-modelopt" else {}
+        convert(source, root / recipe, recipe, format=format, **scales)
+    return {path.name: path for path in root.iterdir()}
+
+
+def edited(path: Path, out: Path, edit: Edit, quantization: dict[str, Any] | None = None) -> Path:
+    """Write a copy of a model whose tensors are edit(tensors), without what fp4kit records about itself."""
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"].pop("fp4kit", None)
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    found = {name: np.asarray(array) for name, array in edit(oracle.arrays(oracle.load(path))).items()}
+    synthetic.write_model(out, config, found)
+    return out
+
+
+def replaced(name: str, new: Callable[[np.ndarray], Any]) -> Edit:
+    return lambda tensors: tensors | {name: np.asarray(new(tensors[name]))}
+
+
+def negated(scales: np.ndarray) -> np.ndarray:
+    codes = scales.view(np.uint8).copy()
+    codes[0, 0] |= 128
+    return codes.view(E4M3)
+
+
+REFUSED: list[tuple[str, Edit, str]] = [  # (kind, how the NVFP4 checkpoint is damaged, key phrase of convert)
+    ("scale 0", replaced(f"{DOWN}.weight_scale_2", np.zeros_like), "tensor scale is 0.0, which makes all values 0"),
+    ("scale -1", replaced(f"{DOWN}.weight_scale_2", lambda a: -np.ones_like(a)), "tensor scale is -1.0"),
+    (
+        "negative blocks",
+        replaced(f"{DOWN}.weight_scale", negated),
+        "1 block scales are negative, which turns the signs",
+    ),
+    ("input scale 0", replaced(f"{DOWN}.input_scale", np.zeros_like), "input scale is 0.0; a positive normal float32"),
+    (
+        "no input scale",
+        lambda tensors: {name: a for name, a in tensors.items() if name != f"{DOWN}.input_scale"},
+        "down_proj.weight: has no input scale, but 6 of 7 layers have one",
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "text"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_damaged_scales_are_refused_by_name(edit: Edit, text: str, written: dict[str, Path], tmp_path: Path) -> None:
+    bad = edited(written["nvfp4-modelopt"], tmp_path / "bad", edit)
+    with refused(text):
+        convert(bad, tmp_path / "out", format="modelopt")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("inverted", marks=pytest.mark.exhaustive), "swapped"])
+def test_wrong_values_of_a_file_without_a_recipe_are_errors(
+    kind: str, source: Path, written: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
+    def edit(tensors: Tensors) -> Tensors:
+        if kind == "inverted":
+            return {name: 1 / a if name.endswith("scale_2") else a for name, a in tensors.items()}
+        return {name: a << 4 | a >> 4 if a.dtype == np.uint8 else a for name, a in tensors.items()}
+
+    bad = edited(written["nvfp4-modelopt"], tmp_path / "bad", edit)
+    assert main(["verify", str(bad), "--source", str(source)]) == 1
+    printed = capsys.readouterr().out
+    assert "below what 4 bits usually give" in printed and "next: fp4kit identify" in printed
+
+
+def test_identify_names_scales_of_half_the_width(
+    source: Path, written: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
+    bad = edited(written["nvfp4-modelopt"], tmp_path / "bad", replaced(f"{QUERY}.weight_scale", lambda a: a[:, ::2]))
+    assert main(["identify", str(bad), "--source", str(source)]) == 1
+    assert "block scales have shape (128, 4); codes of shape (128, 128) need (128, 8)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("recipe", "suffix", "dtype"),
+    [
+        ("mxfp4-compressed-tensors", "weight_scale", E8M0),
+        ("mxfp8-modelopt", "weight_scale", E8M0),
+        ("nvfp4-modelopt", "weight_scale", np.uint8),
+    ],
+)
+def test_equal_bytes_under_another_dtype_are_read(
+    recipe: str, suffix: str, dtype: Any, written: dict[str, Path], tmp_path: Path
+) -> None:
+    def edit(tensors: Tensors) -> Tensors:
+        return {name: a.view(dtype) if name.endswith(suffix) else a for name, a in tensors.items()}
+
+    convert(edited(written[recipe], tmp_path / "in", edit), tmp_path / "out", format="bf16")
+    convert(written[recipe], tmp_path / "usual", format="bf16")
+    assert oracle.load(tmp_path / "out") == oracle.load(tmp_path / "usual")
+
+
+def decoded(path: Path, out: Path) -> Tensors:
+    convert(path, out, format="bf16")
+    return oracle.arrays(oracle.load(out))
+
+
+def coded(kind: Callable[..., Any]) -> tuple[Tensors, Tensors]:
+    """Return (the tensors of the model, parts of quantized layers under their suffixes; the values of these layers)."""
+    tensors, values = {name: a for name, a in llama().items() if "proj" not in name}, {}
+    for name in SHAPES:
+        parts, values[f"{name}.weight"] = kind(name, llama()[f"{name}.weight"].astype(np.float32))
+        tensors |= {f"{name}.{suffix}": np.asarray(a) for suffix, a in parts.items()}
+    return tensors, values
+
+
+def awq(name: str, x: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    factors = np.exp2(np.arange(x.shape[1]) % 3 - 1).astype(BF16)
+    made = nvfp4(x / factors.astype(np.float32))
+    parts = {"weight": made.codes, "weight_scale": made.scales, "weight_scale_2": made.tensor_scale}
+    more = {"pre_quant_scale": factors, "input_scale": np.float32(0.01)}
+    return {**parts, **more}, made.values * factors.astype(np.float32)
+
+
+def fp8_blocks(name: str, x: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    made = fp8(x, (128, 128))
+    scales = made.scales.astype(BF16)  # as Qwen3-FP8 stores them
+    spread = scales.astype(np.float32).repeat(128, 0).repeat(128, 1)
+    return {"weight": made.codes, "weight_scale_inv": scales}, made.codes.astype(np.float32) * spread
+
+
+def per_row_and_nvfp4(name: str, x: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    if "mlp" in name:
+        made = nvfp4(x)
+        divisor = np.float32([1]) / np.asarray(made.tensor_scale)
+        values = (made.values / np.asarray(made.tensor_scale)) / divisor
+        return {"weight_packed": made.codes, "weight_scale": made.scales, "weight_global_scale": divisor}, values
+    scales = (np.abs(x).max(1, keepdims=True) / 448).astype(BF16)
+    codes = (x / scales.astype(np.float32)).astype(E4M3)
+    values = (codes.astype(np.float32) * scales.astype(np.float32)).astype(BF16)
+    return {"weight": codes, "weight_scale": scales}, values
+
+
+FOUR = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+EIGHT = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+MIXED = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "format": "float-quantized",
+            "targets": [r"re:.*self_attn\.(q|k|v|o)_proj$"],
+            "weights": EIGHT,
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "token",
+                "dynamic": True,
+                "symmetric": True,
+            },
+        },
+        "group_1": {
+            "format": "nvfp4-pack-quantized",
+            "targets": [r"re:.*mlp\.(gate|up|down)_proj$"],
+            "weights": {**FOUR, "dynamic": False, "scale_dtype": "torch.float8_e4m3fn"},
+            "input_activations": None,
+        },
+    },
+}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+FP8["modules_to_not_convert"] = ["lm_head"]
+SOUND = [  # (kind, how layers are stored, quantization_config)
+    ("awq", awq, {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "group_size": 16, "ignore": ["lm_head"]}),
+    ("bf16 scales", fp8_blocks, FP8),
+    ("mixed", per_row_and_nvfp4, MIXED),
+]
+
+
+@pytest.mark.parametrize(("kind", "quantization"), [case[1:] for case in SOUND], ids=[case[0] for case in SOUND])
+def test_sound_files_decode_to_their_values(kind: Any, quantization: dict[str, Any], tmp_path: Path) -> None:
+    tensors, values = coded(kind)
+    synthetic.write_model(tmp_path / "m", {**CONFIG, "quantization_config": quantization}, tensors)
+    assert main(["verify", str(tmp_path / "m")]) == 0
+    found = decoded(tmp_path / "m", tmp_path / "out")
+    assert not [name for name in found if not name.endswith(".weight")]
+    for name, x in values.items():
+        assert np.array_equal(found[name], x.astype(BF16)), name
+
+
+def test_awq_is_refused_where_its_factors_have_no_place(tmp_path: Path) -> None:
+    synthetic.write_model(tmp_path / "m", {**CONFIG, "quantization_config": SOUND[0][2]}, coded(awq)[0])
+    with refused("quantizing it as compressed-tensors nvfp4-pack-quantized would change its values"):
+        convert(tmp_path / "m", tmp_path / "out", format="compressed-tensors")
+
+
+def test_swizzled_scales_of_comfyui_are_put_in_order(tmp_path: Path) -> None:
+    """ComfyUI stores block scales in cuBLAS's order, and reads the even element from the high nibble."""
+    x = llama()[f"{MLP}.up_proj.weight"].astype(np.float32) * np.exp2(np.arange(256) % 5)[:, None].astype(np.float32)
+    made = nvfp4(x, high_first=True)
+    tag = np.frombuffer(b'{"format": "nvfp4"}', np.uint8)
+    parts = {"weight": made.codes, "weight_scale": swizzled(made.scales), "weight_scale_2": made.tensor_scale}
+    tensors = {f"blocks.0.up.{suffix}": np.asarray(a) for suffix, a in {**parts, "comfy_quant": tag}.items()}
+    layers = {"format_version": "1.0", "layers": {"blocks.0.up": {"format": "nvfp4"}}}
+    synthetic.write_file(tmp_path / "m.safetensors", tensors, {"_quantization_metadata": json.dumps(layers)})
+    found = decoded(tmp_path / "m.safetensors", tmp_path / "out")
+    assert np.array_equal(found["blocks.0.up.weight"], made.values.astype(BF16))
+
+
+FOREIGN = [
+    (
+        "weight",
+        {
+            "quant_method": "quark",
+            "exclude": ["lm_head"],
+            "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32, "scale_format": "e8m0"}},
+        },
+    ),
+    ("weight_packed", {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "mx_fp"}),
+]
+FOREIGN[1][1]["packing_format"] = "auto_round:llm_compressor"
+
+
+@pytest.mark.parametrize(("suffix", "quantization"), FOREIGN)
+def test_methods_whose_loaders_are_not_known_are_warned_of(
+    suffix: str, quantization: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    def kind(name: str, x: np.ndarray) -> tuple[Tensors, np.ndarray]:
+        made = mxfp4(x)
+        return {suffix: made.codes, "weight_scale": made.scales}, made.values
+
+    tensors, values = coded(kind)
+    synthetic.write_model(tmp_path / "m", {**CONFIG, "quantization_config": quantization}, tensors)
+    assert main(["verify", str(tmp_path / "m")]) == 0
+    assert "the requirements of loaders are not known, so 7 layers are not checked" in capsys.readouterr().out
+    found = decoded(tmp_path / "m", tmp_path / "out")
+    assert all(np.array_equal(found[name], x.astype(BF16)) for name, x in values.items())
+
+
+@pytest.mark.parametrize("arguments", [(), ("--dry-run",)])
+def test_layers_that_stay_in_16_bits_are_named(arguments: tuple[str, ...], tmp_path: Path, capsys: Any) -> None:
+    synthetic.write_model(tmp_path / "m", CONFIG, llama(columns=120))
+    assert main(["convert", str(tmp_path / "m"), str(tmp_path / "out"), "--recipe", "nvfp4-te", *arguments]) == 0
+    assert "6 layers (" in (printed := capsys.readouterr().out)
+    assert "K = 120 is not a multiple of 16; they stay BF16" in printed
+
+
+def test_single_files_are_taken(tmp_path: Path, capsys: Any) -> None:
+    made = nvfp4(llama()[f"{DOWN}.weight"].astype(np.float32))
+    parts = {"weight": made.codes, "weight_scale": made.scales, "weight_scale_2": made.tensor_scale}
+    synthetic.write_file(tmp_path / "a.safetensors", {f"blocks.0.down.{s}": np.asarray(a) for s, a in parts.items()})
+    assert main(["verify", str(tmp_path / "a.safetensors")]) == 0
+    printed = capsys.readouterr().out
+    assert "is one file without config.json, so what engines make of it was not checked" in printed
+    assert "tensor parallel" not in printed
+    found = decoded(tmp_path / "a.safetensors", tmp_path / "out")
+    assert np.array_equal(found["blocks.0.down.weight"], made.values.astype(BF16))
+
+
+def test_tensors_in_memory_that_cannot_be_converted_are_refused() -> None:
+    """A trainer that sends quantized tensors, a name twice, or q and v without k gets an error, as convert gives."""
+    layers = {name: a for name, a in llama().items() if "proj" in name}
+    quantized = {name: a.astype(E4M3) for name, a in layers.items()}
+    scales = [(f"{name}_scale_inv", np.ones((1, 1), np.float32)) for name in layers]
+    without = [(name, a) for name, a in layers.items() if "k_proj" not in name]
+    for tensors, text in (
+        ([*quantized.items()], "is float8_e4m3fn [128, 128], a part of a layer that is quantized already"),
+        ([*quantized.items(), *scales], "a part of a layer that is quantized already; send the unquantized tensors"),
+        ([*layers.items(), (f"{QUERY}.weight", layers[f"{QUERY}.weight"] * 10)], "q_proj.weight: came twice"),
+        (without, f"{ATTENTION}.(q_proj|k_proj|v_proj): these layers share one tensor scale, but only"),
+    ):
+        with refused(text):
+            list(convert_tensors(tensors, Rules.of("nvfp4-te", format="modelopt", config=CONFIG)))
