@@ -58,6 +58,11 @@ GGML_TYPES: dict[int, GgmlType] = {
     39: GgmlType("MXFP4", GGUF_BLOCKS["mxfp4"].elements, GGUF_BLOCKS["mxfp4"].bytes),
     40: GgmlType("NVFP4", GGUF_BLOCKS["nvfp4"].elements, GGUF_BLOCKS["nvfp4"].bytes),
 }
+# Types that llama.cpp had in earlier versions.
+REMOVED = {
+    **{4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
+    **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
+}
 NUMBER_OF = {kind.name: number for number, kind in GGML_TYPES.items()}
 # Types with blocks of several elements, which only GGUF files have.
 BLOCKED = {kind.name: kind for kind in GGML_TYPES.values() if kind.elements > 1}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fp4kit.storage.errors import CheckpointError, other_file, shown
-from fp4kit.storage.ggml_types import GGML_TYPES, ggml_nbytes
+from fp4kit.storage.ggml_types import GGML_TYPES, REMOVED, ggml_nbytes
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 MAGIC = b"GGUF"
@@ -312,8 +312,13 @@ class _HeaderReader:
         found: dict[str, TensorEntry] = {}
         end = 0
         for name, shape, number, offset in infos:
+            if number in REMOVED:
+                what = f"type {number} ({REMOVED[number]}), which llama.cpp no longer has; make the file again"
+                raise CheckpointError(f"{shown(self._name)}: {shown(name)} has {what} from the unquantized model")
             if number not in GGML_TYPES:
-                raise self._unusable(f"{shown(name)} has type {number}, which is unknown")
+                raise self._unusable(
+                    f"{shown(name)} has type {number}, which is unknown to llama.cpp; forks have others"
+                )
             kind = GGML_TYPES[number]
             if (1, *shape)[-1] % kind.elements:
                 row = (1, *shape)[-1]

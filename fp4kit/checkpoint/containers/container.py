@@ -90,8 +90,8 @@ class Container:
         rounds: True if decoded values are rounded to the dtype in which the scales are stored.
         flat_scales: True if one scale per row is written as a vector [N]; False to write it as [N, 1].
         method: the ``quant_method`` of config.json that declares this container; "" if it equals ``format``.
-        algorithm: the ``quant_algo`` or ``store_dtype`` that config.json must declare before a layer is read as this
-            container; "" if no declaration is needed.
+        algorithm: the ``quant_algo``, ``store_dtype`` or ``quant_method``, in capitals, that config.json must declare
+            before a layer is read as this container; "" if no declaration is needed.
     """
 
     name: str

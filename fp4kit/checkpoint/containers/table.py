@@ -27,6 +27,7 @@ element 2j of a row is in the low nibble and element 2j + 1 in the high nibble:
 | mlx mxfp8                               | P.weight U32 [N, K/4]       | P.scales U8            |                               |
 | modelopt NVFP4 group 32                 | P.weight U8 [N, K/2]        | P.weight_scale F8_E4M3 | P.weight_scale_2 F32 []       |
 | quark nvfp4, mimo mxfp4                 | as modelopt NVFP4, as modelopt mxfp4                                                 |
+| vllm fused mxfp4                        | P_weight U8 [E, N, K/2]     | P_weight_scale U8      |                               |
 | msmodelslim mxfp4, msmodelslim mxfp8    | as modelopt mxfp4, as modelopt MXFP8                                                 |
 | modelopt NVFP4_AWQ                      | as modelopt NVFP4, and P.pre_quant_scale [K], which multiplies the columns           |
 | modelopt NVFP4_SVD                      | as modelopt NVFP4_AWQ, and low-rank parts A [r, K] and B [N, r]; see slabs.values_of |
@@ -279,6 +280,22 @@ AUTO_ROUND = tuple(
 )
 # MiMo's experts. Its other layers are FP8 in 128x128 tiles. The config declares them with "store_dtype": "mxfp4".
 MIMO_MXFP4 = replace(MODELOPT_MXFP4, name="mimo mxfp4", format="", method="fp8", algorithm="MXFP4")
+# The form of experts in vLLM's memory: w13_weight holds the rows of w1 and of w3.
+VLLM_EXPERTS = Container(
+    "vllm fused mxfp4",
+    "",
+    "mxfp4",
+    E2M1,
+    E8M0,
+    (1, 32),
+    {CODES: "_weight", SCALES: "_weight_scale"},
+    "U8",
+    "U8",
+    stack="rows",
+    is_exact=True,
+    method="mxfp4",
+    algorithm="MXFP4",
+)
 # Layers that quant_model_description.json declares (see declarations.py).
 MSMODELSLIM = (
     replace(MODELOPT_MXFP4, name="msmodelslim mxfp4", format="", method="msmodelslim"),
@@ -444,6 +461,7 @@ CONTAINERS = (
     QUARK_MXFP4,
     QUARK_NVFP4,
     MIMO_MXFP4,
+    VLLM_EXPERTS,
     *MSMODELSLIM,
     *AUTO_ROUND,
     *TORCHAO,

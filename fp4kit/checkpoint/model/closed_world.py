@@ -21,7 +21,6 @@ import numpy as np
 from fp4kit.checkpoint.containers.container import (
     CODES,
     COLUMN_SCALE,
-    INPUT_SCALE,
     LOW_RANK_A,
     LOW_RANK_B,
     SCALES,
@@ -29,8 +28,10 @@ from fp4kit.checkpoint.containers.container import (
     TENSOR_SCALE,
     Container,
 )
-from fp4kit.checkpoint.containers.table import COMFY_OLD, COMFY_OLD_E5M2, CONTAINERS
+from fp4kit.checkpoint.containers.table import COMFY_OLD, COMFY_OLD_E5M2, CONTAINERS, VLLM_EXPERTS
 from fp4kit.checkpoint.model.config_items import brief, config_items, hf_quant_items
+from fp4kit.checkpoint.model.declarations import declared, sections
+from fp4kit.checkpoint.model.foreign_formats import ForeignLayers
 from fp4kit.checkpoint.model.items import CARRIED, DOUBTFUL, IGNORED, REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.model.layer_sizes import named_twice
 from fp4kit.checkpoint.model.slabs import Readers
@@ -42,10 +43,11 @@ from fp4kit.checkpoint.model.weights import (
     any_quantized,
     cast_of,
     comfy_layers,
-    looks_quantized,
+    is_interleaved,
 )
 from fp4kit.checkpoint.selection.adapters import adapter_trouble
 from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.ggml_types import BLOCKED
 from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
@@ -127,7 +129,12 @@ def account(
         CheckpointError: if ComfyUI's metadata or a tag of ComfyUI is not a JSON object.
     """
     patterns = tuple(ignore)
-    found = [*_tensor_items(tensors, weights), *_layers_named_twice(weights), *_scales_of_casts(weights.values())]
+    found = [
+        *_tensor_items(tensors, weights, config or {}),
+        *_layers_named_twice(weights),
+        *_scales_of_casts(weights.values()),
+        *_fused_experts(weights.values(), config or {}),
+    ]
     if any_quantized(weights.values()):  # otherwise the plan refuses declarations (see check_declared)
         found += config_items(config or {}, weights)
         found += hf_quant_items(hf_quant_config or {}, config or {}, weights)
@@ -138,6 +145,16 @@ def account(
         else item
         for item in found
     )
+
+
+def check_integers(items: Iterable[Item]) -> None:
+    """Raise CheckpointError if a tensor is in a type of llama.cpp that fp4kit cannot decode, such as Q4_K."""
+    found = [item.subject for item in items if item.why == INTEGERS]
+    if found:
+        raise CheckpointError(
+            f"{listed(found)}: in a type of llama.cpp that fp4kit does not decode; convert the GGUF file of the"
+            " unquantized model"
+        )
 
 
 def check(items: Iterable[Item], ignore: Iterable[str] = ()) -> None:
@@ -166,7 +183,7 @@ def refused_in(items: Iterable[Item], ignore: Iterable[str] = ()) -> list[Item]:
 def refusal(refused: list[Item]) -> str:
     """Return the error message for refused items.
 
-    For each of the first four different reasons, the message names the first item and counts the other items with that
+    For each of the first four different reasons, the message names the first items and counts the other items with that
     reason. Items with other reasons are only counted. The message ends with a hint at ``--ignore``.
 
     Args:
@@ -178,14 +195,11 @@ def refusal(refused: list[Item]) -> str:
 
 
 def reasons(refused: Iterable[Item]) -> list[str]:
-    """Return one text per reason of refused items: the first item, the number of other items, and the reason."""
+    """Return one text per reason of refused items: the first items, the number of other items, and the reason."""
     by_reason: dict[str, list[str]] = {}
     for item in refused:
         by_reason.setdefault(item.why, []).append(item.subject)
-    return [
-        shown(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {shown(why)}"
-        for why, names in by_reason.items()
-    ]
+    return [f"{listed(names)}: {shown(why)}" for why, names in by_reason.items()]
 
 
 # Tensors -------------------------------------------------------------------------------------------------------------
@@ -220,7 +234,7 @@ _TRANSFORMS = re.compile(
 )
 
 
-def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[Item]:
+def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight], config: Mapping[str, Any]) -> Iterator[Item]:
     """Yield an item for each tensor that concerns quantization. Skip other tensors, such as unquantized weights.
 
     These tensors give an item:
@@ -235,6 +249,8 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
     parts = {place.entry.name: (weight, part) for weight in quantized.values() for part, place in weight.parts.items()}
     plain = {weight.name: weight for weight in weights.values() if weight.container is None}
     tagged = comfy_layers(tensors)
+    unread = {name: entry for name, (_, entry) in tensors.items() if name not in parts}
+    foreign = ForeignLayers(unread, str(declared(config).get("quant_method", "")))
     for name, (file, entry) in tensors.items():
         if name in parts:
             weight, part = parts[name]
@@ -251,8 +267,7 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
         above = layer_above(name, quantized)
         owner = plain.get(name.removesuffix(".input_scale").removesuffix(".scale_input"))
         if owner is not None and owner.name != name and quantized and entry.dtype in FLOAT_DTYPES:
-            why = "a scale of inputs beside a layer that is not quantized; it is left out"
-            yield Item(DOUBTFUL, "tensor", name, why, f"{entry.dtype} {list(entry.shape)}")
+            yield Item(DOUBTFUL, "tensor", name, STRAY, f"{entry.dtype} {list(entry.shape)}")
         elif name.rpartition(".")[2] == "scaled_fp8" and any(one.dtype in _OLD for one in quantized.values()):
             yield Item(UNDERSTOOD, "tensor", name, MARKER)
         elif above is not None:
@@ -266,11 +281,28 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
         elif quantized and _TRANSFORMS.fullmatch(name.removesuffix(".weight").rpartition(".")[2]):
             why = "may transform weights or the inputs of quantized layers, which is not supported"
             yield Item(REFUSED, "tensor", name, why, f"{entry.dtype} {list(entry.shape)}")
-        elif cast_of(Located(file, entry), quantized.values()) is not None:
-            yield Item(UNDERSTOOD, "tensor", name, "cast to FP8, so that the codes are the values")
-        elif looks_quantized(entry):
-            what = f"{entry.dtype} {list(entry.shape)}"
-            yield Item(REFUSED, "tensor", name, _unknown_format(name, tensors), what)
+        elif item := _unread_item(name, (file, entry), quantized, foreign):
+            yield item
+
+
+def _unread_item(
+    name: str, place: tuple[SafetensorsFile, TensorEntry], quantized: Mapping[str, Weight], foreign: ForeignLayers
+) -> Item | None:
+    """Return the item for a tensor that belongs to no layer that fp4kit reads; None if it is no codes and no scales.
+
+    Args:
+        name: the name of the tensor.
+        place: its file and its header entry.
+        quantized: module name -> quantized weight.
+        foreign: the layers that are not read.
+    """
+    entry, what = place[1], f"{place[1].dtype} {list(place[1].shape)}"
+    if cast_of(Located(*place), quantized.values()) is not None:
+        return Item(UNDERSTOOD, "tensor", name, "cast to FP8, so that the codes are the values")
+    if entry.dtype in BLOCKED:
+        return None if entry.dtype in ("Q8_0", "MXFP4", "NVFP4") else Item(CARRIED, "tensor", name, INTEGERS, what)
+    why = foreign.why(name)
+    return Item(REFUSED, "tensor", name, why, what) if why else None
 
 
 # A matrix of FP8 that has lost its scale has values near 100; trained weights are below 1.
@@ -298,6 +330,29 @@ def _scales_of_casts(weights: Iterable[Weight]) -> Iterator[Item]:
                 yield Item(REFUSED, "tensor", entry.name, why, f"{entry.dtype} {list(entry.shape)}")
 
 
+def _fused_experts(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[Item]:
+    """Yield a refused item for each stack in vLLM's form of experts that does not have the shapes of its model.
+
+    Engines may have padded or swizzled such stacks, or have put the rows of gate and up in another order.
+    """
+    found = {weight.name: weight for weight in weights if weight.dtype == VLLM_EXPERTS.name}
+    sizes = [section["hidden_size"] for _, section in sections(config) if isinstance(section.get("hidden_size"), int)]
+    for name, weight in found.items():
+        pair = [found.get(f"{name.rpartition('.')[0]}.{one}") for one in ("w13", "w2")]
+        shapes = [one.shape for one in pair if one is not None and len(one.shape) == 3]
+        fits = weight in pair and len(shapes) == 2
+        if fits:
+            (experts, rows, hidden), (_, _, inner) = shapes
+            fits = shapes[1] == (experts, hidden, inner) and rows == 2 * inner and hidden in (sizes or [hidden])
+        if not fits or is_interleaved(config):
+            why = (
+                "vLLM's fused form of experts, but w13_weight [E, 2I, H/2] and w2_weight [E, H, I/2] do not have the"
+                " sizes of this model, or its order of rows is not known; convert the unquantized release of the model"
+            )
+            entry = weight.located.entry
+            yield Item(REFUSED, "tensor", entry.name, why, f"{entry.dtype} {list(entry.shape)}")
+
+
 def _layers_named_twice(weights: Mapping[str, Weight]) -> Iterator[Item]:
     """Yield refused items for weights that are stored twice.
 
@@ -310,6 +365,8 @@ def _layers_named_twice(weights: Mapping[str, Weight]) -> Iterator[Item]:
         yield Item(REFUSED, "tensor", entry.name, why, f"{entry.dtype} {list(entry.shape)}")
 
 
+INTEGERS = "in a type of llama.cpp that fp4kit does not decode; it stays as it is"
+STRAY = "a scale of inputs beside a layer that is not quantized; it is left out"
 MARKER = "marks a file of ComfyUI with layers in scaled FP8; the scales say the same"
 _OLD = (COMFY_OLD.name, COMFY_OLD_E5M2.name)
 _PART_NAMES = {
@@ -467,186 +524,11 @@ def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:
     return Item(REFUSED, "tensor", name, known, f"{entry.dtype} {list(entry.shape)}")
 
 
-def _unknown_format(name: str, tensors: Tensors) -> str:
-    """Return the reason to refuse a tensor that looks quantized but belongs to no container that fp4kit reads.
-
-    Args:
-        name: the name of the tensor.
-        tensors: tensor name -> (its file, its header entry), for the whole checkpoint.
-    """
-    known = _recognized(name, tensors)
-    what = "packed weights or scales in a format that fp4kit does not know"
-    return f"{what}{f' ({known})' if known else ''}; convert the unquantized release of the model"
-
-
-def _recognized(name: str, tensors: Tensors) -> str:
-    """Return what is known about the unsupported format of a tensor's layer, for a message.
-
-    - If the format is recognized, return its name, such as "GPTQ or AWQ integers".
-    - Otherwise, return the container that the layer nearly fits, and why it does not fit (see _nearest_container).
-    - Return "" if no container is near.
-
-    Args:
-        name: the name of the tensor.
-        tensors: tensor name -> (its file, its header entry), for the whole checkpoint.
-    """
-    module = next((name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix)), name)
-    tool = next((tool for suffix, tool in _OTHER_TOOLS.items() if module + suffix in tensors), "")
-    if tool:
-        return tool
-    has = {suffix: tensors[module + suffix][1] for suffix in _SUFFIXES if module + suffix in tensors}
-    if ".biases" in has and ".scales" in has:
-        return "MLX affine integers"
-    if ".qzeros" in has or ".qweight" in has:
-        return "GPTQ or AWQ integers"
-    if ".weight_packed" in has and has[".weight_packed"].dtype == "I32":
-        return "packed integers of compressed-tensors"
-    if name.endswith("_weight_scale") and _blocks_along_outputs(name.removesuffix("_weight_scale"), tensors):
-        return "MXFP4 stacks of Model-Optimizer for gpt-oss, whose blocks run along the output axis"
-    scale = has.get(".weight_scale")
-    packed = has.get(".weight")
-    if scale is not None and packed is not None and _holds_two_rows_per_byte(packed, scale):
-        return "INT4 of Model-Optimizer"
-    if scale is not None and ".weight" in has and _is_mxfp6(has[".weight"], scale):
-        return "MXFP6"
-    if set(has) == {".weight"} and has[".weight"].dtype.startswith("F8_"):
-        return "8-bit floats without scales, as a plain cast writes them"
-    if ".comfy_quant" in has:
-        return "a ComfyUI format other than nvfp4, mxfp8 and float8_e4m3fn"
-    return _nearest_container(module, tensors)
-
-
-def _holds_two_rows_per_byte(codes: TensorEntry, scales: TensorEntry) -> bool:
-    """Return whether a layer looks like 4-bit integers of Model-Optimizer: U8 codes [N/2, K] and float scales [N, ...].
-
-    Each byte of the codes holds elements of two rows. Only the first axes are compared.
-    """
-    is_float = scales.dtype in ("F32", "BF16", "F16")
-    return is_float and codes.dtype == "U8" and scales.shape[:1] == tuple(2 * rows for rows in codes.shape[:1])
-
-
-def _is_mxfp6(codes: TensorEntry, scales: TensorEntry) -> bool:
-    """Return whether a layer looks like MXFP6: U8 codes with 24 times as many columns as the U8 scales.
-
-    All other axes must be equal. A block of MXFP6 has 32 elements of 6 bits, which are 24 bytes.
-    """
-    rows_and_columns = (*scales.shape[:-1], scales.shape[-1] * 24) if scales.shape else ()
-    return (codes.dtype, scales.dtype) == ("U8", "U8") and codes.shape == rows_and_columns
-
-
-def _blocks_along_outputs(stack: str, tensors: Tensors) -> bool:
-    """Return whether a stack of packed 4-bit codes [E, K, N/2] has one scale byte per 32 elements along N.
-
-    N is the output axis. fp4kit reads no such stack: in its containers, blocks run along the input axis K. Return False
-    if there is no tensor ``stack``.
-
-    Args:
-        stack: the tensor name of the codes. The scales must be in ``{stack}_weight_scale``.
-        tensors: all tensors of the checkpoint.
-    """
-    if stack not in tensors:
-        return False
-    codes, scales = tensors[stack][1], tensors[f"{stack}_weight_scale"][1]
-    shape = (*codes.shape[:-1], codes.shape[-1] // 16) if codes.shape else ()
-    return (codes.dtype, scales.dtype) == ("U8", "U8") and len(codes.shape) == 3 and scales.shape == shape
-
-
-def _nearest_container(module: str, tensors: Tensors) -> str:
-    """Return which container a layer nearly fits, and why it does not fit, as text for an error message.
-
-    An example is "modelopt NVFP4, but P.weight_scale_2 is missing". Instead of missing, a tensor may have a wrong dtype
-    or shape. Return "" if no container is near.
-
-    Args:
-        module: the name of the layer.
-        tensors: tensor name -> (its file, its header entry), for the whole checkpoint.
-    """
-    best = ""
-    for container in CONTAINERS:
-        names = {part: module + suffix for part, suffix in container.suffixes.items()}
-        if names[CODES] not in tensors or container.in_blocks or {TAG, COLUMN_SCALE} & set(names):
-            continue
-        missing = [names[part] for part in (SCALES, TENSOR_SCALE) if part in names and names[part] not in tensors]
-        shape = container.shape_of(tensors[names[CODES]][1].shape)
-        if tensors[names[CODES]][1].dtype != container.codes_dtype or shape is None:
-            continue
-        if SCALES in names and names[SCALES] in tensors:
-            scales = tensors[names[SCALES]][1]
-            usual = container.specs(shape)[SCALES]
-            if missing and scales.dtype == usual[0] and scales.shape in container.shapes_of_scales(shape):
-                return f"{container}, but {missing[0]} is missing"
-            best = best or ("" if missing else _unfitting_part(container, names, shape, tensors))
-        elif missing and SCALES in names and not best:
-            best = f"{container}, but {missing[0]} is missing"
-    return best
-
-
-def _unfitting_part(container: Container, names: Mapping[str, str], shape: tuple[int, ...], tensors: Tensors) -> str:
-    """Return which tensor keeps a layer from fitting a container, as a clause for an error message.
-
-    Return "" if all tensors fit, or if the scales have neither the dtype nor a shape that the container needs. In the
-    latter case, the layer is not similar enough for a useful message.
-
-    Args:
-        container: the container to compare the layer with.
-        names: part -> tensor name. The codes and scales must exist.
-        shape: the shape of the layer.
-        tensors: tensor name -> (its file, its header entry), for the whole checkpoint.
-    """
-    specs = container.specs(shape, INPUT_SCALE in names and names[INPUT_SCALE] in tensors)
-    found = {part: tensors[names[part]][1] for part in specs if names[part] in tensors}
-    scales = found[SCALES]
-    if scales.dtype != specs[SCALES][0] and scales.shape not in container.shapes_of_scales(shape):
-        return ""
-    for part, entry in found.items():
-        dtype, needed = specs[part]
-        if (entry.dtype, entry.shape) != (dtype, needed):
-            what = f"{container} needs {dtype} {list(needed)}"
-            return f"{what}, but {names[part]} is {entry.dtype} {list(entry.shape)}"
-    return ""
-
-
-# Suffix of a tensor beside codes -> the tool or format that stores such layers. None of them is read.
-_OTHER_TOOLS = {
-    ".weight.absmax": "bitsandbytes",
-    ".SCB": "bitsandbytes INT8",
-    ".W_q": "HQQ",
-    ".q_weight": "EXL2",
-    ".trellis": "EXL3",
-    ".codebooks": "AQLM",
-    ".weight._data": "quanto",
-    ".wscales": "SVDQuant of Nunchaku",
-    ".forward_hadamard_matrix": "FP-Quant, whose weights are rotated",
-    ".scale_weight": "scaled FP8 of older ComfyUI versions",
-}
-
-_SUFFIXES = (
-    ".weight_packed",
-    ".weight_scale_inv",
-    ".weight_scale_2",
-    ".weight_global_scale",
-    ".weight_scale",
-    ".weight_zero_point",
-    ".weight",
-    ".scales",
-    ".biases",
-    ".qweight",
-    ".qzeros",
-    ".input_scale",
-    ".comfy_quant",
-    ".pre_quant_scale",
-    ".W_q",
-    ".q_weight",
-    ".trellis",
-    ".codes",
-    ".weight._data",
-)
-
-
 # ComfyUI -------------------------------------------------------------------------------------------------------------
 
 _COMFY_KEYS = ("format", "group_size", "orig_dtype", "orig_shape", "full_precision_matrix_mult", "params")
 _NO_ROTATION = ("convrot", "convrot_groupsize")  # rotate the weights, unless they are false, 0 or null
+_TAG_FORMATS = {form.tag_format for form in CONTAINERS if TAG in form.suffixes}
 _NIBBLES = (
     "files with this tag exist in two orders of nibbles, and this file does not say which order it has; it is read as"
     " ComfyUI reads it, with the even element in the high nibble"
@@ -703,6 +585,8 @@ def _comfy_trouble(weight: Weight, entry: Any) -> str:
     unknown = [key for key in entry if key not in _COMFY_KEYS and not (key in _NO_ROTATION and not entry[key])]
     if unknown:
         return f"has the key {shown(unknown[0])}, which fp4kit does not know"
+    if entry.get("format") not in _TAG_FORMATS:
+        return f"is ComfyUI's {shown(str(entry.get('format')))}, a format that fp4kit does not read"
     if entry.get("format") != weight.container.tag_format:
         return f"declares {shown(str(entry.get('format')))}, but the tensors are {weight.dtype}"
     shape = entry.get("orig_shape")

@@ -294,7 +294,15 @@ def _hint_on_other_models(root: Path) -> str:
     If the directory holds model files of other kinds, such as .bin or .gguf, the advice says what to do with the first
     of them in alphabetical order. It begins with "; ".
     """
+    config = root / CONFIG
+    declared = load_object(config, CONFIG).get("quantization_config") if config.is_file() else None
+    torchao = isinstance(declared, Mapping) and declared.get("quant_method") == "torchao"
     for name in sorted(os.listdir(root)):
+        if torchao and Path(name).suffix.lower() in (".bin", ".pt"):
+            return (
+                f"; there is {shown(name)}, which holds pickled tensors of torchao: convert the unquantized release, or"
+                " save the model with transformers after model.dequantize()"
+            )
         if Path(name).suffix.lower() in _OTHER_MODELS:
             return f"; there is {shown(name)}: {_OTHER_MODELS[Path(name).suffix.lower()]}"
     return ""

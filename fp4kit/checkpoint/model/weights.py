@@ -71,6 +71,10 @@ _QUANTIZED_NAMES = (
 )
 COMFY_TAG = ".comfy_quant"
 COMFY_METADATA = "_quantization_metadata"
+_PACKED = ("U8", "I8", "U16", "I16", "U32", "I32", "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3", "F8_E5M2")
+_LARGE = 1024  # elements
+# Names of matrices of integers that are not weights.
+_TABLES = ("bias", "masked_bias", "mask", "attn_mask", "causal_mask", "position_ids", "relative_position_index")
 _QUANTIZED_WEIGHTS = ("U8", "I8", "U32", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
 
@@ -237,10 +241,15 @@ def looks_quantized(entry: TensorEntry) -> bool:
     - The dtype is F8_E8M0.
     - The name ends like the names of codes or scales, such as ".weight_scale", and the dtype is not I64.
     - The name ends in ".weight", and the tensor has at least two axes and a dtype of codes, such as U8.
+    - The tensor is a large matrix of integers or of floats of at most 8 bits, and its name is not that of a mask or of
+      indices.
     """
     if entry.dtype == "F8_E8M0" or (entry.name.endswith(_QUANTIZED_NAMES) and not entry.dtype.startswith("I64")):
         return True
-    return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2
+    if entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2:
+        return True
+    is_large = len(entry.shape) >= 2 and prod(entry.shape) >= _LARGE
+    return is_large and entry.dtype in _PACKED and entry.name.rpartition(".")[2] not in _TABLES
 
 
 def any_quantized(weights: Iterable[Weight]) -> bool:
@@ -369,14 +378,12 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
     """Return the containers to try for the layers of a checkpoint, those of the declared ``quant_method`` first.
 
     The order matters for MXFP8 layers of Model-Optimizer and of compressed-tensors, whose tensors are identical: the
-    first container that fits is taken. A container that needs a certain ``quant_algo`` or ``store_dtype`` is left out
-    if the config does not declare it.
+    first container that fits is taken. A container that needs a certain declaration is left out if the config does not
+    have it.
     """
     found = declared(config)
-    method, algorithm = (
-        str(found.get("quant_method", "")),
-        str(found.get("quant_algo") or found.get("store_dtype")).upper(),
-    )
+    method = str(found.get("quant_method", ""))
+    algorithm = str(found.get("quant_algo") or found.get("store_dtype") or method).upper()
     usable = [candidate for candidate in CONTAINERS if candidate.algorithm in ("", algorithm)]
     return sorted(usable, key=lambda candidate: not method or (candidate.method or candidate.format) != method)
 

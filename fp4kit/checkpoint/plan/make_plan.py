@@ -158,6 +158,8 @@ def make_plan(
         weights = request.adapter.attach(weights, model.config)
     if codes is None and request.format == UNQUANTIZED:
         weights, items, matrices = transforms.undo(model, weights, request.ignore)
+        if not any_quantized(weights.values()):
+            closed_world.check_integers(items)
         check_declared(model, weights)
         return _plan(PlanFacts(model, request, weights, items, matrices))
     items = closed_world.check_model(model, weights, request.ignore)
@@ -212,7 +214,8 @@ def _plan(facts: PlanFacts) -> Plan:
     warnings += tuple(layer_checks.missing_experts(weight.name for weight in facts.weights.values()))
     warnings += tuple(layer_checks.wide_floats(facts.others()) if facts.form is not None else ())
     warnings += tuple(closed_world.lost_tensor_scales(facts.weights.values()))
-    warnings += tuple(closed_world.reasons(item for item in facts.items if item.group == DOUBTFUL))
+    told = (item for item in facts.items if item.group == DOUBTFUL or item.why == closed_world.INTEGERS)
+    warnings += tuple(closed_world.reasons(told))
     if any_quantized(facts.weights.values()):
         lost = lost_column_scales(facts.config, facts.source.hf_quant_config, facts.weights)
         warnings += (lost,) if lost else ()

@@ -21,7 +21,7 @@ from fp4kit.checkpoint.containers.container import (
 from fp4kit.checkpoint.containers.table import COMFY_OLD, COMFY_OLD_E5M2
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, powers_of_two
 from fp4kit.checkpoint.model import closed_world
-from fp4kit.checkpoint.model.items import DOUBTFUL, IGNORED, Item
+from fp4kit.checkpoint.model.items import IGNORED, Item
 from fp4kit.checkpoint.model.layers import Piece, layer_names
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.rotation import WeightRotation
@@ -96,8 +96,8 @@ class PlanFacts:
         self.source, self.request = source, request
         self.config = source.config
         self.items = items
-        self.left_out = {item.name for item in items if item.group in (DOUBTFUL, IGNORED)} | left_out
-        self.left_out |= {item.name for item in items if item.why == closed_world.MARKER}
+        self.left_out = {item.name for item in items if item.group == IGNORED} | left_out
+        self.left_out |= {item.name for item in items if item.why in (closed_world.MARKER, closed_world.STRAY)}
         self.mixture = request.mixture_for(self.config)
         self.form = self.mixture.default.form
         for_mlx = self.form is not None and self.form.format == mlx.FORMAT

@@ -493,7 +493,7 @@ def test_a_method_that_is_not_read(method: object, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("suffix", "beside", "tool"),
     [
-        (".weight", ".weight.absmax", "bitsandbytes"),
+        (".weight", ".weight.absmax", "bitsandbytes, 4 bits"),
         (".weight", ".SCB", "bitsandbytes INT8"),
         (".W_q", ".W_q", "HQQ"),
         (".q_weight", ".q_weight", "EXL2"),
@@ -653,7 +653,7 @@ def test_exponents_are_no_codes_and_no_e4m3_scales(
             {"weight": ("U32", (32, 8)), "scales": ("BF16", (32, 1)), "biases": ("BF16", (32, 1))},
             "MLX affine integers",
         ),
-        ({"qweight": ("I32", (8, 32)), "qzeros": ("I32", (1, 4)), "scales": ("F16", (1, 32))}, "GPTQ or AWQ integers"),
+        ({"qweight": ("I32", (8, 32)), "qzeros": ("I32", (1, 4)), "scales": ("F16", (1, 32))}, "GPTQ integers"),
     ],
 )
 def test_formats_that_are_refused_by_name(

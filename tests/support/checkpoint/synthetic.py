@@ -29,6 +29,8 @@ DTYPE_NAMES = {
     np.dtype("u4"): "U32",
     np.dtype("u1"): "U8",
     np.dtype("i1"): "I8",
+    np.dtype("i2"): "I16",
+    np.dtype("i4"): "I32",
     E4M3: "F8_E4M3",
     E8M0: "F8_E8M0",
     np.dtype(ml_dtypes.float8_e5m2): "F8_E5M2",
