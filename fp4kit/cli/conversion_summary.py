@@ -155,7 +155,7 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
     """
     plan = report.plan
     if plan.form is not None:
-        yield _recipe_line(plan)
+        yield recipe_line(plan)
     if summary.error is not None:
         yield from _error_lines(summary.error)
     if summary.engines:
@@ -188,17 +188,19 @@ def _fails_in_float32(plan: Plan) -> bool:
     return blocks and "float32" in dtypes
 
 
-def _recipe_line(plan: Plan) -> str:
+def recipe_line(plan: Plan) -> str:
     """Return the line of the summary that names the recipes and says whether engines also quantize activations.
 
-    If the codes of the source were kept, the line says so in place of the names.
+    If the user named no recipe, the line says why this one was chosen. If the codes of the source were kept, the line
+    says so in place of the names.
     """
     ids = [plan.recipe.id, *(one.id for _, one in plan.request.recipes)]
-    start = f"recipe: {', '.join(dict.fromkeys(ids))}"
+    chosen = f" ({plan.request.chosen})" if plan.request.chosen else ""
+    start = f"recipe: {', '.join(dict.fromkeys(ids))}{chosen}"
     form = plan.form
     assert form is not None
     if plan.carries_codes:
-        start = "recipe: that of the source, whose codes are kept"
+        start = f"recipe: that of the source, whose codes are kept{chosen}"
     if plan.has_input_scale:
         source = "measured" if plan.request.activations else "from the source or --input-scale"
         return f"{start}; weights and activations: an input scale per layer is stored ({source})"

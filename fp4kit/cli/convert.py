@@ -37,6 +37,7 @@ from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES
 from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign_recipes
 from fp4kit.checkpoint.plan.bit_budget import shown_points
+from fp4kit.checkpoint.plan.default_recipe import DEFAULTS
 from fp4kit.checkpoint.plan.job import NONFINITE, Survival
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
@@ -55,7 +56,6 @@ from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.gguf_file import is_gguf
 from fp4kit.storage.split_gguf import bytes_of_text
 
-_RECIPE = "nvfp4-te"
 _TO_GGUF = "; make a GGUF file of the directory with convert_hf_to_gguf.py of llama.cpp, then convert that file"
 _BY_ENGINE = "; leave --format out, which writes the format that most engines load"
 # option that users may try although it does not exist -> the end of the error message
@@ -133,14 +133,17 @@ def register(subparsers: Any) -> None:
     )
     text = (
         "how layers are quantized; `fp4kit recipes` lists the recipes"
-        f" (default: {_RECIPE}; with --scale-search {scale_search.RECIPE}). PATTERN=RECIPE sets the recipe of the"
+        f" (default: that of a quantized SRC, whose layers keep their codes if the format can store them; otherwise"
+        f" {DEFAULTS[0]}, or, where the format cannot store it, a recipe that it can; with --scale-search"
+        f" {scale_search.RECIPE}). PATTERN=RECIPE sets the recipe of the"
         " modules that match PATTERN, a GLOB as in --only; repeatable; the first pattern that matches decides"
     )
     parser.add_argument("--recipe", action="append", default=[], metavar="[PATTERN=]RECIPE", help=text)
     form: Any = parser.add_argument(
         "--format",
         choices=ALL_FORMATS,
-        help="container format of DST (default: the one that most engines load); bf16 decodes a quantized model",
+        help="container format of DST (default: that of a quantized SRC if it can store the recipe; otherwise the one"
+        " that most engines load); bf16 decodes a quantized model",
     )
     form.hints = _FORMAT_HINTS
     parser.add_argument(
@@ -197,7 +200,7 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose which layers are converted.
 
-    The options are --preset, --keep-first, --keep-last, --keep and --only.
+    The options are --preset, --keep-first, --keep-last, --keep, --only and --include.
     """
     group = parser.add_argument_group("which layers")
     text = "which kinds of layers to convert (default: %(default)s)"
@@ -209,6 +212,11 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     for option, text in (
         ("--keep", "do not convert modules whose name matches"),
         ("--only", "convert only modules whose name matches"),
+        (
+            "--include",
+            "convert also modules whose name matches. If SRC has quantized layers, its other layers stay unquantized"
+            " unless this option names them",
+        ),
     ):
         text += ", such as 'model.layers.*.mlp.*'; repeatable"
         group.add_argument(option, action="append", default=[], metavar="GLOB", help=text)
@@ -475,8 +483,9 @@ def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
 
 
 def _wishes(args: argparse.Namespace) -> Wishes:
-    """Return the user's choice of layers, from the options --preset, --keep-first, --keep-last, --keep and --only."""
-    return Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
+    """Return the user's choice of layers, from the options that _add_selection adds."""
+    patterns = map(tuple, (args.keep, args.only, args.include))
+    return Wishes(args.preset, args.keep_first, args.keep_last, *patterns)
 
 
 def _assignment_body(assignment: Assignment | None) -> dict[str, Any] | None:
@@ -531,8 +540,7 @@ def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
     """Return the plan of the conversion that the arguments describe. Raise CheckpointError if there is none.
 
     With an assignment, layers get the recipes that it assigns, and layers to which it assigns none stay unquantized.
-    Without an assignment, the recipes are those of --recipe. The default is nvfp4-te or, with --scale-search, the
-    recipe for scale search.
+    Without an assignment, the recipes are those of --recipe.
 
     args: the parsed arguments.
     assignment: the recipes that --bits assigns to layers, or None.
@@ -546,7 +554,7 @@ def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
         wishes = replace(wishes, keep=(*wishes.keep, *assignment.kept))
     return make_plan(
         _source(args.paths, args.demo),
-        default or (scale_search.RECIPE if search else _RECIPE),
+        default,
         format=args.format,
         wishes=wishes,
         input_scale=args.input_scale,
@@ -685,6 +693,7 @@ def _outcome_body(
     return {
         "source": plan.source.root,
         "recipe": plan.recipe.id,
+        "recipe_chosen": plan.request.chosen,
         "recipes": [{"pattern": pattern, "recipe": one.id} for pattern, one in plan.request.recipes],
         "scale_search": plan.request.search and plan.request.search.facts(),
         "activations": plan.request.activations and plan.request.activations.facts,
@@ -698,6 +707,8 @@ def _outcome_body(
         "bytes_out": plan.bytes_out,
         "converted": len(plan.converted),
         "copied": len(plan.tensors) - len(plan.converted),
+        "notes": plan.notes,
+        "as_in_source": [{"name": name, "declared": declared} for name, declared in plan.as_in_source.items()],
         "skipped": [{"name": name, "reason": reason} for name, reason in _skipped(plan)],
         "errors": notes["error"],
         "warnings": [*notes["error"], *notes["warning"]],
@@ -755,6 +766,8 @@ def _print_plan(out: Output, plan: Plan, destination: Path, findings: Sequence[I
     out.table(("tensor", "shape", "dtype", "action", "#in", "#out", "reason"), rows)
     for name in plan.ignore:
         out.line(f"ignore: {shown(name)}")
+    if plan.form is not None:
+        out.line(conversion_summary.recipe_line(plan))
     out.line(
         f"would read {decimal(bytes_to_read(plan))}, using about {decimal(memory_per_process(plan))} of memory per"
         " process"
@@ -782,6 +795,8 @@ def _print_outcome(
     layers = ", ".join(f"{count} {action}" for action, count in sorted(actions.items()) if action != "copy")
     if layers:
         out.line(f"layers: {layers}")
+    for note in plan.notes:
+        out.line(note)
     for line in _lines_on_files(plan, destination):
         out.line(line)
     for name, reason in _skipped(plan):

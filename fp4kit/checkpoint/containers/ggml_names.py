@@ -21,6 +21,7 @@ RECIPE, VERSION, SCALE_SEARCH = "fp4kit.recipe", "fp4kit.version", "fp4kit.scale
 PATTERNS = "fp4kit.recipes"  # JSON: the recipes of layers that match patterns
 KEPT_CODES = "fp4kit.codes"  # PARTLY_CARRIED, if the recorded recipe did not make the codes of all layers
 PARTLY_CARRIED = "partly carried"
+INCLUDED = "fp4kit.include"  # JSON: the globs of --include
 
 # Metadata that accompanies RECIPE -> its key in fp4kit's record in a config.
 _ALSO_RECORDED = {SCALE_SEARCH: "scale_search", KEPT_CODES: "codes"}

@@ -213,7 +213,7 @@ class ConversionReport:
 def convert(
     source: str | Path,
     destination: str | Path,
-    recipe: str | Recipe = "nvfp4-te",
+    recipe: str | Recipe | None = None,
     *,
     format: str | None = None,
     wishes: Wishes | None = None,
@@ -240,9 +240,10 @@ def convert(
         destination: the directory or file to create. A GGUF file becomes a GGUF file, or, with ``split_max_size``,
             files such as DST-00001-of-00003.gguf for a destination DST.gguf. A safetensors file becomes a safetensors
             file if the name ends in .safetensors, otherwise a directory.
-        recipe: the recipe for newly quantized tensors, or its id.
-        format: the output format, such as "modelopt", or "bf16" to decode all layers. None chooses the format that most
-            engines load.
+        recipe: the recipe for newly quantized tensors, or its id. None follows a quantized source, whose layers then
+            keep their codes, and is nvfp4-te otherwise.
+        format: the output format, such as "modelopt", or "bf16" to decode all layers. None chooses that of a quantized
+            source or, if it cannot store the recipe or there is none, the format that most engines load.
         wishes: which layers to quantize; None for all linear layers.
         input_scale: a positive activation scale to write for every layer; None to write none.
         requantize: True to allow changing the values of layers that are already quantized.
@@ -264,7 +265,7 @@ def convert(
         adapter: the directory of a LoRA adapter whose updates are added to the weights first; None for none.
         adapter_scales: "nearest", "base" or "new": the block scales of quantized layers with an update.
 
-    The function make_plan describes ``format`` and all later arguments in full.
+    The function make_plan describes ``recipe``, ``format`` and all later arguments in full.
 
     Returns:
         A ConversionReport with the plan and what was done.

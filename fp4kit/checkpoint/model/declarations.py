@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 KEYS = ("quantization_config", "compression_config")
+# The entries that list unquantized layers, in the configs of all tools.
+EXCLUSIONS = ("ignore", "exclude", "exclude_modules", "modules_to_not_convert", "ignored_layers")
 
 
 def sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

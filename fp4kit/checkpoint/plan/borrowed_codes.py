@@ -14,7 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from fp4kit.checkpoint.containers.ggml_names import ARCHITECTURE, KEPT_CODES, PARTLY_CARRIED, PATTERNS, RECIPE
+from fp4kit.checkpoint.containers.ggml_names import (
+    ARCHITECTURE,
+    INCLUDED,
+    KEPT_CODES,
+    PARTLY_CARRIED,
+    PATTERNS,
+    RECIPE,
+)
 from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
 from fp4kit.checkpoint.identify.match_layers import Origin
 from fp4kit.checkpoint.model.layers import members, parts_of, pieces
@@ -33,6 +40,7 @@ from fp4kit.checkpoint.plan.row_orders import (
 )
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.json_object import parse_object
+from fp4kit.storage.safetensors_file import SafetensorsFile
 
 _Layer = tuple[str, int]  # (module, index of the expert in a stack of a GGUF file)
 _EXPERT = re.compile(r"(.*\.)(?:experts|switch_mlp)\.(\d+)\.(\w+)")  # mlx-lm calls its stacks switch_mlp
@@ -286,6 +294,13 @@ def recorded_patterns(source: Source) -> list[list[str]]:
         return patterns_in(own.get("recipes"))
     texts = (file.metadata[PATTERNS] for file in source.files if PATTERNS in file.metadata)
     return next((patterns_in(parse_object(text.encode(), PATTERNS).get("recipes")) for text in texts), [])
+
+
+def recorded_include(files: Iterable[SafetensorsFile]) -> list[str]:
+    """Return the globs of --include that the headers of converted files record; [] if they record none."""
+    texts = dict.fromkeys(file.metadata[INCLUDED] for file in files if INCLUDED in file.metadata)
+    found = [parse_object(text.encode(), INCLUDED).get("include") for text in texts]
+    return [one for patterns in found if isinstance(patterns, list) for one in patterns if isinstance(one, str)]
 
 
 def patterns_in(value: Any) -> list[list[str]]:

@@ -17,7 +17,7 @@ from fp4kit.checkpoint.model.declared_quantization import check_declared
 from fp4kit.checkpoint.model.items import DOUBTFUL
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source
 from fp4kit.checkpoint.model.weights import any_quantized, weights_of
-from fp4kit.checkpoint.plan import kv_cache, layer_checks
+from fp4kit.checkpoint.plan import kv_cache, layer_checks, scale_search
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.borrowed_codes import (
@@ -25,11 +25,12 @@ from fp4kit.checkpoint.plan.borrowed_codes import (
     check_values_agree,
     recorded_recipe,
 )
+from fp4kit.checkpoint.plan.default_recipe import DEFAULTS, with_defaults
 from fp4kit.checkpoint.plan.output_files import parts_of
 from fp4kit.checkpoint.plan.plan import Plan, ShardPlan
 from fp4kit.checkpoint.plan.plan_facts import PlanFacts
 from fp4kit.checkpoint.plan.plan_tensors import recorded, shard_plan
-from fp4kit.checkpoint.plan.plan_warnings import exclusions_of, unmeasured
+from fp4kit.checkpoint.plan.plan_warnings import decoded_layers, exclusions_of, unmeasured
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
@@ -39,7 +40,7 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 def make_plan(
     source: str | Path,
-    recipe_id: str | Recipe = "nvfp4-te",
+    recipe_id: str | Recipe | None = None,
     *,
     format: str | None = None,
     wishes: Wishes | None = None,
@@ -66,10 +67,14 @@ def make_plan(
 
     Args:
         source: a model directory, a safetensors file, or a GGUF file. A GGUF file is converted to a GGUF file.
-        recipe_id: the recipe for newly quantized tensors, or its id.
+        recipe_id: the recipe for newly quantized tensors, or its id. None follows the source: if it is quantized, the
+            recipe of its own container, with which its layers keep their codes; otherwise, or if ``format`` cannot
+            store them, the first recipe that ``format`` can store, beginning with nvfp4-te. With ``search``, None is
+            the recipe for searched scales.
         format: the output format: "modelopt", "compressed-tensors", "fp8", "sglang-mxfp8", "gpt-oss", "deepseek-v4",
-            "mlx", "comfy", or "bf16" to decode all layers. None chooses the format that most engines can load for this
-            recipe and model. A GGUF file is converted to a GGUF file, for which only None and "bf16" are allowed.
+            "mlx", "comfy", or "bf16" to decode all layers. None chooses the format of a quantized source if it can
+            store the recipe, otherwise the format that most engines can load for this recipe and model. A GGUF file is
+            converted to a GGUF file, for which only None and "bf16" are allowed.
         wishes: which layers to quantize; None for the default, all linear layers.
         input_scale: a positive float32 activation scale to write for every layer; None to write none. With it, the
             checkpoint is NVFP4 (4-bit activations) instead of W4A16_NVFP4 (16-bit activations). Use 1.0 for loaders
@@ -124,8 +129,10 @@ def make_plan(
         ValueError: if no recipe has an id that is given.
         TypeError: if a recipe is neither an id nor a Recipe.
     """
+    if recipe_id is None and search is not None:
+        recipe_id = scale_search.RECIPE
     request = Request(
-        recipe(recipe_id),
+        recipe(DEFAULTS[0] if recipe_id is None else recipe_id),
         format,
         wishes or Wishes(),
         input_scale,
@@ -164,10 +171,14 @@ def make_plan(
         return _plan(PlanFacts(model, request, weights, items, matrices))
     items = closed_world.check_model(model, weights, request.ignore)
     check_declared(model, weights)
+    given = recipe_id is not None
     if codes is None:
+        request = with_defaults(request, model.config, weights.values(), recorded_recipe(model), given)
         return _plan(PlanFacts(model, request, weights, items))
     donor = open_source(Path(codes))
-    closed_world.check_model(donor, weights_of(donor.tensors, donor.config))
+    donors = weights_of(donor.tensors, donor.config)
+    closed_world.check_model(donor, donors)
+    request = with_defaults(request, model.config, donors.values(), recorded_recipe(donor), given)
     taken = borrow_codes(weights, model, donor)
     request = replace(request, codes=identity(donor), made_by=recorded_recipe(donor))
     plan = _plan(PlanFacts(model, request, taken, items))
@@ -236,6 +247,8 @@ def _plan(facts: PlanFacts) -> Plan:
         facts.kv_cache if facts.kv_cache.is_carried(format) else None,
         facts.input_amaxes,
         facts.input_scaled,
+        facts.as_in_source,
+        decoded_layers(facts),
     )
     issues = tuple(issue for issue in findings_of_plan(plan) if issue.text not in warnings)
     return replace(plan, findings=issues, warnings=(*warnings, *(text for _, text in lines_of(issues))))

@@ -34,6 +34,7 @@ from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
+from fp4kit.storage.safetensors_file import DTYPE_BITS
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,9 @@ class Plan:
         kv_cache: the quantized KV cache of the source, if the output keeps its scales; otherwise None.
         input_amaxes: output layer -> amax of its inputs, for layers whose input scale is computed from activations.
         input_scaled: the names of the containers whose layers get an input scale.
+        as_in_source: layer -> True if the source declares that it is unquantized, False if it only stores it so. These
+            layers stay unquantized because the source, which has quantized layers, has them so (see Wishes.include).
+        decoded: notes about quantized layers that are decoded although the user did not ask for it.
         findings: the faults that verify, and engines, would find in the output, as far as they are known.
     """
 
@@ -132,6 +136,8 @@ class Plan:
     kv_cache: kv_cache.KvCache | None = None
     input_amaxes: Mapping[str, np.float32] = field(default_factory=dict)
     input_scaled: frozenset[str] = frozenset()
+    as_in_source: Mapping[str, bool] = field(default_factory=dict)
+    decoded: tuple[str, ...] = ()
     findings: tuple[Issue, ...] = ()
 
     def __repr__(self) -> str:
@@ -226,6 +232,25 @@ class Plan:
         if self.carries_codes:
             return recorded_patterns(self.source)
         return [[pattern, one.id] for pattern, one in self.request.recipes]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the user about layers that are not as in the usual conversion of an unquantized source."""
+        return (*filter(None, [self.as_in_source_line]), *self.decoded)
+
+    @property
+    def as_in_source_line(self) -> str:
+        """A line for the user that counts the layers in ``as_in_source``; "" if there are none."""
+        if not self.as_in_source:
+            return ""
+        count, declared = len(self.as_in_source), sum(self.as_in_source.values())
+        dtypes = {tensor.dtype for tensor in self.tensors if tensor.name.removesuffix(".weight") in self.as_in_source}
+        bits = {DTYPE_BITS.get(dtype, 0) for dtype in dtypes}
+        how = f"in {bits.pop()} bits" if len(bits) == 1 else "unquantized"
+        why = "as the source declares" if declared else "as the source, which has quantized layers, stores them"
+        if 0 < declared < count:
+            why = f"{declared} as the source declares, {count - declared} as it stores them"
+        return f"{count} layer{' stays' if count == 1 else 's stay'} {how}, {why}; --include GLOB quantizes them"
 
     @property
     def is_file(self) -> bool:

@@ -21,6 +21,7 @@ from fp4kit.checkpoint.containers.container import (
 from fp4kit.checkpoint.containers.table import COMFY_OLD, COMFY_OLD_E5M2
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, powers_of_two
 from fp4kit.checkpoint.model import closed_world
+from fp4kit.checkpoint.model.declared_quantization import declared_unquantized
 from fp4kit.checkpoint.model.items import IGNORED, Item
 from fp4kit.checkpoint.model.layers import Piece, layer_names
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
@@ -44,13 +45,18 @@ from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, split_layers
 from fp4kit.checkpoint.plan.mixture import LayerQuantization
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.selection import fused_layers
-from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
-from fp4kit.checkpoint.selection.selection import Decision, check, decide
+from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, is_stored_quantized, model_facts
+from fp4kit.checkpoint.selection.selection import AS_IN_SOURCE, Decision, check, decide
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import TensorEntry
 
 _NO_CODES = Decision(False, "not quantized in the --codes model", True)
+
+
+def _as_in_source(declared: bool) -> Decision:
+    """Return the decision on a layer that stays unquantized because the source has it so beside quantized layers."""
+    return replace(AS_IN_SOURCE, reason=f"unquantized, as the source {'declares' if declared else 'stores it'}")
 
 
 class PlanFacts:
@@ -73,6 +79,8 @@ class PlanFacts:
         absorbed: the names of all tensors that go into ``restored``.
         kv_cache: the quantized KV cache of the source.
         decisions: tensor name -> whether the tensor is converted, and why.
+        as_in_source: layer -> True if the source declares that it is unquantized, False if it only stores it so. These
+            are the layers that stay unquantized only because the source, which has quantized layers, has them so.
         selected: tensor name -> weight, for the weights to convert.
         forms: container -> the selected weights to write in it. Empty for unquantized output.
         input_scaled: the names of the containers whose layers get input scales.
@@ -113,6 +121,7 @@ class PlanFacts:
         if self.form is None:
             names = [item.name for item in self.items if closed_world.is_scale_of_layer(item)]
             self.left_out |= set(names)
+        self.as_in_source: dict[str, bool] = {}
         self.decisions = self._decisions()
         self.selected = {
             name: weight
@@ -158,11 +167,7 @@ class PlanFacts:
         wishes = self.request.wishes
         if experts_only(self.form) and wishes.preset != "experts":
             wishes = replace(wishes, preset="experts")
-        facts = model_facts(self.config)
-        parts = (part_names(self.weights.values()) - set(self.weights)) | self.absorbed
-        found = [
-            self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts
-        ]
+        found = self._candidates()
         decisions: dict[str, Decision] = {}
         by_block: dict[int, list[Candidate]] = defaultdict(list)
         for one in found:
@@ -180,12 +185,29 @@ class PlanFacts:
             others = {one.name for one in found if one.kind != "routed expert"}
             decisions = {name: alone if one.converted and name in others else one for name, one in decisions.items()}
         check(found, wishes, decisions)
-        return decisions
+        names = {one.name: one.module for one in found if decisions[one.name] == AS_IN_SOURCE}
+        declared = declared_unquantized(self.source, [*names.values()])
+        self.as_in_source = {module: module in declared for module in names.values()}
+        return decisions | {name: _as_in_source(self.as_in_source[module]) for name, module in names.items()}
+
+    def _candidates(self) -> list[Candidate]:
+        """Return all tensors of the source as the selection rules see them, without scales and other parts of weights.
+
+        If codes are copied from another model (--codes), that model is the one that tells which layers are quantized.
+        """
+        facts = model_facts(self.config)
+        parts = (part_names(self.weights.values()) - set(self.weights)) | self.absorbed
+        entries = {name: entry for name, (_, entry) in self.source.tensors.items() if name not in parts}
+        found = [self._candidate(name, entry, facts) for name, entry in entries.items()]
+        if self.request.codes or not any(map(is_stored_quantized, found)):
+            return found
+        return [replace(one, model=facts) for facts in [replace(facts, is_quantized=True)] for one in found]
 
     def _candidate(self, name: str, entry: TensorEntry, facts: Any) -> Candidate:
         """Return a Candidate, which describes a tensor to the selection rules.
 
-        If requantizing is allowed, a weight in Q8_0 is described as float32, so that the rules let it be quantized.
+        If requantizing is allowed, the dtype of a weight in Q8_0 is described as that of a container, so that the rules
+        let it be quantized.
 
         Args:
             name: the name of the tensor.
@@ -196,7 +218,7 @@ class PlanFacts:
         weight = self.weights.get(name)
         if weight is None:
             return candidate(name, entry.dtype, entry.shape, facts)
-        dtype = "F32" if weight.dtype == Q8_0 and self.request.requantize else weight.dtype
+        dtype = f"gguf {Q8_0}" if weight.dtype == Q8_0 and self.request.requantize else weight.dtype
         return Candidate(name, weight.name, dtype, weight.shape, facts)
 
     def _rotate(self, rotation: WeightRotation) -> None:
@@ -275,7 +297,8 @@ class PlanFacts:
             return
         modules = [weight.name for weight in self.selected.values()]
         rest = {name: one.reason for name, one in self.decisions.items() if not one.converted and name in self.weights}
-        self.mixture.check_patterns(modules, {self.weights[name].name: why for name, why in rest.items()})
+        if not self.request.follows_layers:
+            self.mixture.check_patterns(modules, {self.weights[name].name: why for name, why in rest.items()})
         self.mixture.check_fused(
             {
                 name: weight.name

@@ -19,6 +19,7 @@ from fp4kit.checkpoint.containers.container import (
     OutputTensor,
 )
 from fp4kit.checkpoint.containers.ggml_names import (
+    INCLUDED,
     KEPT_CODES,
     PARTLY_CARRIED,
     PATTERNS,
@@ -32,6 +33,7 @@ from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, is_interleaved, located, part_names
 from fp4kit.checkpoint.plan.borrowed_codes import (
     mixes_codes,
+    recorded_include,
     recorded_patterns,
     recorded_recipe,
 )
@@ -86,6 +88,9 @@ def shard_plan(facts: PlanFacts, file: SafetensorsFile, recorded: str, patterns:
         own[KEPT_CODES] = PARTLY_CARRIED
     if is_gguf_config(facts.config) and facts.request.search is not None:
         own[SCALE_SEARCH] = facts.request.search.words.removeprefix("searched by ")
+    include = facts.request.wishes.include
+    if include:
+        own[INCLUDED] = json.dumps({"include": [*dict.fromkeys((*recorded_include([file]), *include))]})
     taken_over = {} if is_gguf_config(facts.config) else {"format": "pt", **_kept_metadata(facts, file)}
     for name in (RECIPE, PATTERNS, KEPT_CODES):
         taken_over.pop(name, None)

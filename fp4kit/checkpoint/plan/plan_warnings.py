@@ -73,6 +73,27 @@ def _rows_of_other_length(facts: PlanFacts) -> list[str]:
     ]
 
 
+def decoded_layers(facts: PlanFacts) -> tuple[str, ...]:
+    """Return a note per reason, other than the user's choice and the length of rows, why quantized layers are decoded.
+
+    Layers of other row lengths have a warning of their own.
+    """
+    if facts.form is None:
+        return ()
+    names: dict[str, list[str]] = defaultdict(list)
+    for tensor, weight in facts.weights.items():
+        found = facts.decisions.get(tensor)
+        stays = weight.container is None or facts.has_codes(tensor) or facts.stays_quantized(weight)
+        if stays or found is None or found.converted:
+            continue
+        if not ("--" in found.reason or "preset" in found.reason or found.reason.startswith("K = ")):
+            names[found.reason].append(weight.name)
+    return tuple(
+        f"{_several(layers)}: quantized in the source, written in 16 bits: {shown(why)}"
+        for why, layers in names.items()
+    )
+
+
 def _restored_layers(facts: PlanFacts) -> list[str]:
     """Return a list with one warning, which names the kv_b_proj layers that stay unquantized; [] if there are none.
 

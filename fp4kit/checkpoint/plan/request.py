@@ -39,6 +39,8 @@ class Request:
 
     Attributes:
         recipe: the default recipe, by which new codes are computed.
+        chosen: why fp4kit chose this recipe, in words for the user; "" if the user named it (see default_recipe.py).
+        follows_layers: True if ``recipes`` follow the containers of the source's layers, and are not the user's.
         format: the output format; None for the format that most engines can load.
         wishes: which layers to quantize.
         input_scale: an activation scale to write for every layer, or None.
@@ -84,6 +86,8 @@ class Request:
     hadamard_only: tuple[str, ...] = ()
     adapter: LoraAdapter | None = None
     adapter_scales: str = ADAPTER_SCALES[0]
+    chosen: str = ""
+    follows_layers: bool = False
 
     @property
     def rotation(self) -> WeightRotation | None:
@@ -122,6 +126,11 @@ class Request:
         twice = next((pattern for pattern in patterns if patterns.count(pattern) > 1), None)
         if twice is not None:
             raise CheckpointError(f"--recipe {shown(twice)}=...: is given twice; give every pattern one recipe")
+        if self.wishes.include and self.format == UNQUANTIZED:
+            raise CheckpointError(
+                f"--include {shown(self.wishes.include[0])}: has no effect with --format bf16, which quantizes nothing;"
+                " leave it out"
+            )
         for option, given in (("--codes", self.codes), ("--format bf16", self.format == UNQUANTIZED)):
             if patterns and given:
                 raise CheckpointError(

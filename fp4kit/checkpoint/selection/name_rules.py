@@ -125,6 +125,7 @@ class ModelFacts:
         is_gguf: True if the model is a GGUF file, whose tensors have llama.cpp's names.
         diffusers: the name of the Diffusers class; "" if it is not a Diffusers model.
         conv1d: the model type of the model or of one of its parts that has Conv1D modules, such as "gpt2"; "" if none.
+        is_quantized: True if some layers of the model are stored quantized. Its unquantized layers then stay so.
     """
 
     layers: int | None
@@ -133,6 +134,7 @@ class ModelFacts:
     is_gguf: bool = False
     diffusers: str = ""
     conv1d: str = ""
+    is_quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -410,6 +412,16 @@ def _embedding(tensor: Candidate) -> str | None:
     """
     part = "shared" if tensor.parts[-1] == "shared" else tensor.part("embedding")
     return f"embedding ({part})" if part else None
+
+
+def is_stored_quantized(tensor: Candidate) -> bool:
+    """Return whether a tensor holds the values of a matrix in at most 8 bits, in a container or in any other way.
+
+    Embedding tables do not count, because a file may have only its embedding in 8 bits.
+    """
+    bits = 8 if tensor.dtype in BLOCKED else DTYPE_BITS.get(tensor.dtype, 8)
+    packed = bits <= 8 and tensor.dtype != "BOOL"
+    return packed and tensor.is_weight and len(tensor.shape) > 1 and not is_embedding_table(tensor)
 
 
 def is_embedding_table(tensor: Candidate) -> bool:

@@ -1,8 +1,8 @@
 """Decide for each tensor whether a conversion quantizes it. In names, "converted" means quantized; "copied" and "kept"
 mean unquantized. A candidate is a tensor as the rules see it; a preset is a set of kinds of layers to quantize.
 
-A decision combines the rules of name_rules.py, the options --keep-first and --keep-last, the --keep and --only
-patterns, and the preset.
+A decision combines the rules of name_rules.py, the options --keep-first and --keep-last, the --keep, --include and
+--only patterns, what the source itself keeps unquantized, and the preset.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fp4kit.checkpoint.selection.name_rules import (
     is_transposed,
 )
 from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.safetensors_file import FLOAT_DTYPES
 
 # Preset -> the kinds of layers that it quantizes.
 PRESETS: dict[str, tuple[LayerKind, ...]] = {
@@ -49,8 +50,9 @@ class Wishes:
     """The user's choice of which layers to quantize.
 
     Embeddings, output heads, routers, norms and similar tensors always stay unquantized. A tower (vision or audio
-    encoder) or a multi-token prediction module is quantized only if a pattern in ``only`` begins with its name:
-    ``mtp.*``, ``model.visual.*``, ``model.layers.61.*``.
+    encoder) or a multi-token prediction module is quantized only if a pattern in ``only`` or ``include`` begins with
+    its name: ``mtp.*``, ``model.visual.*``, ``model.layers.61.*``. If the source has quantized layers, its other layers
+    stay unquantized, unless a pattern in ``include`` matches them.
 
     Patterns are case-sensitive globs that must match a whole module name.
 
@@ -61,6 +63,8 @@ class Wishes:
         keep_last: the number of decoder layers at the end that stay unquantized.
         keep: patterns of modules that stay unquantized.
         only: patterns of the modules to quantize. All other modules stay unquantized; () means no restriction.
+        include: patterns of modules to quantize too, although the preset or ``only`` leaves them out, or although a
+            source with quantized layers keeps them unquantized.
 
     Raises:
         CheckpointError: if the preset is unknown, a number of layers is negative, or patterns are not a tuple.
@@ -71,6 +75,7 @@ class Wishes:
     keep_last: int = 0
     keep: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -78,7 +83,7 @@ class Wishes:
         for option, count in (("--keep-first", self.keep_first), ("--keep-last", self.keep_last)):
             if type(count) is not int or count < 0:
                 raise CheckpointError(f"{option} {count!r}: a whole number of layers, 0 or more, is needed")
-        for option, patterns in (("--keep", self.keep), ("--only", self.only)):
+        for option, patterns in (("--keep", self.keep), ("--only", self.only), ("--include", self.include)):
             if not isinstance(patterns, tuple):
                 raise CheckpointError(f"{option} {patterns!r}: a tuple of patterns is needed, such as ('*.experts.*',)")
 
@@ -108,10 +113,12 @@ CONV1D = (
 )
 _decision = lru_cache(1 << 12)(Decision)
 _NOT_NAMED = Decision(False, "not named by --only", True)
+# A layer that would be quantized, if the source did not have it unquantized beside quantized layers.
+AS_IN_SOURCE = Decision(False, "unquantized in the source, which has quantized layers", True)
 
 
 class _Patterns:
-    """Match whole module names against a list of globs, the patterns of --keep or --only.
+    """Match whole module names against a list of globs, the patterns of --keep, --include or --only.
 
     Args:
         patterns: the globs. Case counts. If there are none, nothing matches.
@@ -149,7 +156,7 @@ class Selector:
     def __init__(self, wishes: Wishes, block: int) -> None:
         self._wishes, self._block = wishes, block
         self._converted = {kind: Decision(True, f"{kind} (preset {wishes.preset})") for kind in PRESETS[wishes.preset]}
-        self._keep, self._only = _Patterns(wishes.keep), _Patterns(wishes.only)
+        self._keep, self._only, self._include = map(_Patterns, (wishes.keep, wishes.only, wishes.include))
         self._cache: dict[Hashable, tuple[Decision | None, Decision]] = {}
         self._model: ModelFacts | None = None  # the model that _cache belongs to
 
@@ -159,8 +166,9 @@ class Selector:
         These rules are tried in order, and the first rule that applies decides:
 
         1. the rules of name_rules.py, --keep-first and --keep-last, and the length of a row;
-        2. the --keep and --only patterns;
-        3. the preset.
+        2. the --keep, --include and --only patterns;
+        3. the preset;
+        4. in a model that has quantized layers, an unquantized tensor stays so.
 
         Raises:
             CheckpointError: if --keep-first or --keep-last asks for more layers than the model has, or if one of them
@@ -173,7 +181,7 @@ class Selector:
         cached = self._cache.get(key)
         if cached is None:
             cached = self._cache[key] = self._by_rules(tensor), self._by_preset(tensor)
-        return cached[0] or self._by_patterns(tensor.module) or cached[1]
+        return cached[0] or self._by_patterns(tensor) or cached[1]
 
     def _by_rules(self, tensor: Candidate) -> Decision | None:
         """Return the decision to leave a tensor unquantized by the rules; None if no rule applies.
@@ -189,7 +197,7 @@ class Selector:
     def _first_of(self, rules: Iterable[Rule], tensor: Candidate) -> Decision | None:
         """Return the decision of the first rule that leaves a tensor unquantized; None if no rule applies.
 
-        A rule about a whole module (Rule.prefix) does not apply if an --only pattern names the module.
+        A rule about a whole module (Rule.prefix) does not apply if an --only or --include pattern names the module.
 
         Args:
             rules: the rules, in the order in which they are tried.
@@ -199,7 +207,8 @@ class Selector:
             reason = rule.reason(tensor)
             if reason is not None:
                 prefix = rule.prefix(tensor) if rule.prefix else None
-                if prefix is None or not self._only.names_subtree(prefix):
+                named = prefix is not None and (self._only.names_subtree(prefix) or self._include.names_subtree(prefix))
+                if not named:
                     return Decision(False, reason, rule.listed, prefix)
         return None
 
@@ -220,20 +229,24 @@ class Selector:
         return None
 
     def _by_preset(self, tensor: Candidate) -> Decision:
-        """Return the preset's decision: to quantize the tensor if its kind is in the preset, otherwise to keep it."""
-        kind = tensor.kind
-        return self._converted.get(kind) or Decision(False, f"{kind}: not in preset {self._wishes.preset}", True)
+        """Return the decision of the preset, or, if the tensor's kind is in the preset, of the source itself."""
+        found = self._converted.get(tensor.kind)
+        if found is None:
+            return Decision(False, f"{tensor.kind}: not in preset {self._wishes.preset}", True)
+        return AS_IN_SOURCE if tensor.model.is_quantized and tensor.dtype in FLOAT_DTYPES else found
 
-    def _by_patterns(self, module: str) -> Decision | None:
-        """Return the decision to leave a module unquantized because of --keep or --only; otherwise None.
+    def _by_patterns(self, tensor: Candidate) -> Decision | None:
+        """Return the decision of the first of --keep, --include and --only that decides about a tensor, or None.
 
-        - If a pattern of --keep matches the module, the reason names this pattern.
-        - Otherwise, if there are --only patterns and none matches the module, this is the reason.
-        - Otherwise, return None.
+        If there are --only patterns, they decide about the tensors that none of them matches.
         """
+        module = tensor.module
         kept = self._keep.first(module)
         if kept is not None:
             return _decision(False, f"--keep {kept}", True)
+        included = self._include.first(module)
+        if included is not None:
+            return _decision(True, f"{tensor.kind} (--include {included})")
         return _NOT_NAMED if self._wishes.only and self._only.first(module) is None else None
 
 
@@ -269,7 +282,7 @@ def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[st
 
     It does not fit in these cases:
 
-    - A pattern matches no module, or the modules of an --only pattern all stay unquantized.
+    - A pattern matches no module, or the modules of an --only or --include pattern all stay unquantized.
     - A layer that --keep-first or --keep-last names has no tensors.
     - Nothing is left to quantize.
     - A layer to quantize is stored transposed (see check_transposed).
@@ -286,10 +299,11 @@ def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[st
         check_transposed(tensor, wishes, decisions[tensor.name])
     for pattern in wishes.keep:
         _first_hit("--keep", pattern, weights)
-    for pattern in wishes.only:
-        first, hits = _first_hit("--only", pattern, weights)
+    named = [("--only", pattern) for pattern in wishes.only] + [("--include", pattern) for pattern in wishes.include]
+    for option, pattern in named:
+        first, hits = _first_hit(option, pattern, weights)
         if not decisions[first.name].converted and not any(decisions[tensor.name].converted for tensor in hits):
-            raise CheckpointError(_nothing_converted(pattern, first, decisions[first.name]))
+            raise CheckpointError(_nothing_converted(option, pattern, first, decisions[first.name]))
     _check_not_empty(candidates, decisions)
 
 
@@ -315,7 +329,7 @@ def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple
     """Return the first weight that a pattern matches, and an iterator over all later matches.
 
     Args:
-        option: "--keep" or "--only", for the error message.
+        option: "--keep", "--only" or "--include", for the error message.
         pattern: a glob that must match a whole module name, with its case and without ".weight".
         weights: the weights of the whole model.
 
@@ -334,20 +348,21 @@ def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple
     return first, hits
 
 
-def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> str:
-    """Return the error message for an --only pattern whose modules all stay unquantized.
+def _nothing_converted(option: str, pattern: str, first: Candidate, decision: Decision) -> str:
+    """Return the error message for an --only or --include pattern whose modules all stay unquantized.
 
     If a rule leaves a whole module unquantized, such as a vision tower, and the module is outside the decoder layers,
-    the message also says how to select it.
+    the message also says how to select it. It also does so for layers that are unquantized in the source.
 
     Args:
-        pattern: the pattern.
+        option, pattern: the option and its pattern.
         first: one of the pattern's modules, which the message names.
         decision: the decision on this module, with the reason.
     """
-    text = (
-        f"--only {pattern!r}: every module that it matches stays unquantized: {shown(first.module)} ({decision.reason})"
-    )
+    text = f"{option} {pattern!r}: every module that it matches stays unquantized: {shown(first.module)}"
+    text += f" ({decision.reason})"
+    if decision == AS_IN_SOURCE:
+        return f"{text}; --include {pattern!r} quantizes them"
     if decision.subtree is None or first.decoder_layer is not None:
         return text
     return f"{text}; to convert it, use a pattern that begins with {shown(decision.subtree)}."
@@ -411,8 +426,11 @@ def _check_not_empty(candidates: Iterable[Candidate], decisions: Mapping[str, De
     """
     if any(decision.converted for decision in decisions.values()):
         return
-    kept = [f"{shown(c.name)} ({decisions[c.name].reason})" for c in candidates if decisions[c.name].listed]
+    listed_ones = sorted((c for c in candidates if decisions[c.name].listed), key=lambda one: one.dtype in FLOAT_DTYPES)
+    kept = [f"{shown(one.name)} ({decisions[one.name].reason})" for one in listed_ones]
+    some = any(decision == AS_IN_SOURCE for decision in decisions.values())
+    include = "; --include GLOB quantizes layers that the source has unquantized" if some else ""
     raise CheckpointError(
         f"0 tensors to convert: {'; '.join(kept[:3]) or 'no 2-D .weight tensors'}; change the preset, the patterns or"
-        " the recipe"
+        f" the recipe{include}"
     )

@@ -28,10 +28,10 @@ from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.model.transforms import decodable
-from fp4kit.checkpoint.model.weights import Located, located, weights_of
+from fp4kit.checkpoint.model.weights import Located, any_quantized, located, weights_of
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
-from fp4kit.checkpoint.plan.borrowed_codes import patterns_in
+from fp4kit.checkpoint.plan.borrowed_codes import patterns_in, recorded_include
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, is_split, split_layers
@@ -595,12 +595,29 @@ class _SourceComparison:
             Issue("warning", name, f"is a transposed part of {', '.join(names)} and is not compared")
             for name, names in self._transposed.items()
         ]
+        found += [Issue("error", name, _QUANTIZED_ALONE) for name in self._quantized_although_kept()]
         whys = Counter(check.why for check in self.checks if check.why)
         found += [
             Issue("warning", "model", f"{n} layer{' is' if n == 1 else 's are'} not re-encoded: {why}")
             for why, n in whys.items()
         ]
         return found
+
+    def _quantized_although_kept(self) -> list[str]:
+        """Return the quantized layers that the source, which has quantized layers, keeps unquantized.
+
+        Layers that the option --include of the conversion named are left out.
+        """
+        if not any_quantized(weights_of(self._original.tensors, self._original.config).values()):
+            return []
+        include = recorded_include(self._model.files)
+        made = [(check.stored, check.origin.weight) for check in self.checks if check.origin is not None]
+        alone = [
+            (stored.name, weight.name)
+            for stored, weight in made
+            if stored.container is not None and weight.container is None and weight.dtype in FLOAT_DTYPES
+        ]
+        return list(dict.fromkeys(name for name, original in alone if first_match(include, original) is None))
 
 
 def execute(prepared: Verification, options: Options | None = None) -> VerifyReport:
@@ -703,6 +720,10 @@ def _recipes_text(settings: Settings) -> str | None:
     return ", ".join([settings.recipe.id, *(f"{pattern}={one.id}" for pattern, one in settings.patterns)])
 
 
+_QUANTIZED_ALONE = (
+    "is quantized, but the source, which has quantized layers, keeps it unquantized; convert the source again, with"
+    " --include if this layer is to be quantized too"
+)
 _LEFTOVER_TEXT = "was left by a run that was killed after it had completed; fp4kit convert --remove-stale removes it"
 
 

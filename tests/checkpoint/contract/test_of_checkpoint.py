@@ -97,7 +97,7 @@ def test_codes_of_another_recipe_make_the_recipe_unknown(source, tmp_path):
     ):
         start, out, renamed = (tmp_path / f"{first}{len(options)}{part}" for part in ("start", "out", "renamed"))
         convert(source, start, first, format="compressed-tensors", wishes=attention)
-        convert(start, out, "nvfp4-te", format="compressed-tensors", **options)
+        convert(start, out, "nvfp4-te", format="compressed-tensors", wishes=Wishes(include=("*mlp*",)), **options)
         convert(out, renamed, format="modelopt")
         contracts = [fp4kit.Contract.of(path) for path in (out, renamed)]
         for path in (out, renamed):
@@ -116,7 +116,7 @@ def test_a_single_file_says_that_its_codes_are_of_several_recipes(source, tmp_pa
     plain, start, out, renamed = (tmp_path / f"{name}.safetensors" for name in ("plain", "start", "out", "renamed"))
     plain.write_bytes((source / "model.safetensors").read_bytes())
     convert(plain, start, "nvfp4-modelopt", wishes=Wishes(keep=("*mlp*",)), format="comfy")
-    convert(start, out, "nvfp4-comfy-kitchen", format="comfy")
+    convert(start, out, "nvfp4-comfy-kitchen", format="comfy", wishes=Wishes(include=("*mlp*",)))
     convert(out, renamed, format="comfy")
     assert "weights" not in fp4kit.Contract.of(start).unknown
     for path in (out, renamed):

@@ -20,7 +20,7 @@ from gguf_files import EXPERTS
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint import ConversionReport, Options, Wishes, convert, make_plan
+from fp4kit.checkpoint import CheckpointError, ConversionReport, Options, Wishes, convert, make_plan
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.verify.verify import verify
@@ -231,8 +231,10 @@ def test_what_llama_cpp_reads_unquantized_stays(tmp_path: Path) -> None:
     tensors = {**{f"blk.0.{name}.weight": x for name in names}, "blk.0.attn_k_b.weight": wide}
     tensors["blk.0.attn_v.weight"] = 12, np.zeros(288, np.uint8), (2, 256)  # type 12 is Q4_K
     gguf_files.write(tmp_path / "m.gguf", tensors)
-    plan = make_plan(tmp_path / "m.gguf", "mxfp4-ocp")
+    plan = make_plan(tmp_path / "m.gguf", "mxfp4-ocp", wishes=Wishes(include=("*",)))
     assert {tensor.name for tensor in plan.converted} == {"blk.0.attn_q.weight", "blk.0.ffn_up_shexp.weight"}
+    with pytest.raises(CheckpointError, match="0 tensors to convert"):  # a quantized layer says that the others stay
+        make_plan(tmp_path / "m.gguf", "mxfp4-ocp")
 
 
 SCALED = {

@@ -118,12 +118,12 @@ def test_tensors_that_the_directory_has_not_quantized_stay(tmp_path: Path) -> No
 
 
 def test_mxfp4_codes_become_nvfp4_without_a_loss(tmp_path: Path) -> None:
-    """A GGUF file in NVFP4, the default, takes the MXFP4 codes of a directory after a cast without loss."""
+    """A GGUF file in NVFP4 takes the MXFP4 codes of a directory after a cast without loss; in MXFP4, it keeps them."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors, "mxfp4-ocp", "compressed-tensors")
-    report = taken(tmp_path / "m.gguf", tmp_path / "q")
+    report = taken(tmp_path / "m.gguf", tmp_path / "q", recipe="nvfp4-te")
     assert report.actions["cast"] == 11 + 2 * EXPERTS and not report.inexact
-    taken_again = convert(tmp_path / "m.gguf", tmp_path / "mx.gguf", "mxfp4-ocp", codes=tmp_path / "q")
+    taken_again = convert(tmp_path / "m.gguf", tmp_path / "mx.gguf", codes=tmp_path / "q")
     assert taken_again.actions["rename"] == 11 + 3 * EXPERTS
     for layer in compare_checkpoints(tmp_path / "mx.gguf", tmp_path / "out.gguf").layers:
         assert "down_exps" in layer.name or layer.sqnr_db == np.inf

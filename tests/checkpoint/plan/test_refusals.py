@@ -96,7 +96,7 @@ def test_values_that_would_change(tmp_path: Path) -> None:
         "model.layers.0.self_attn.q_a_proj: is already quantized as fp8 128x128,"
         " and quantizing it as modelopt NVFP4 would change its values"
     ):
-        make_plan(tmp_path / "fp8")
+        make_plan(tmp_path / "fp8", "nvfp4-te")
     with refused(
         "model.layers.0.self_attn.q_a_proj.weight: its scales are not powers of two, so MXFP8 cannot keep its values"
     ):
@@ -189,8 +189,11 @@ def test_changed_recipe_needs_an_id_of_its_own(tmp_path: Path) -> None:
     [
         ({"format": "gguf"}, f"format gguf: unknown; use one of {', '.join(ALL_FORMATS)}"),
         ({"nonfinite": "drop"}, "nonfinite drop: unknown; use one of error, keep, saturate"),
-        ({"format": "sglang-mxfp8"}, "--format sglang-mxfp8 holds mxfp8 only, no nvfp4; use --format "),
-        ({"format": "gpt-oss"}, "--format gpt-oss holds mxfp4 only, no nvfp4; use --format "),
+        (
+            {"recipe_id": "nvfp4-te", "format": "sglang-mxfp8"},
+            "--format sglang-mxfp8 holds mxfp8 only, no nvfp4; use --format ",
+        ),
+        ({"recipe_id": "nvfp4-te", "format": "gpt-oss"}, "--format gpt-oss holds mxfp4 only, no nvfp4; use --format "),
     ],
 )
 def test_invalid_options_are_rejected(tmp_path: Path, options: dict[str, Any], text: str) -> None:
