@@ -43,7 +43,8 @@ class StoredCounts:
     """Counts of what the codes and scales of a layer contain. Counts of several chunks or layers are added with ``+``.
 
     The numbers from ``elements`` to ``zero_scales`` describe the stored layer. Those from ``compared`` to ``noise``
-    compare the layer with a source x, and are 0 if there is no source.
+    compare the layer with a source x, and are 0 if there is no source. The last three are no counts: with ``+``, the
+    larger ``reach`` and ``largest_scale`` and the smaller ``smallest_scale`` remain.
 
     Attributes:
         elements: elements of the layer.
@@ -60,10 +61,14 @@ class StoredCounts:
         nonfinite: elements of x that are NaN or infinite.
         saturated: elements whose code has the largest magnitude, m, and |x| > m * |block_scale * tensor_scale|.
         flushed_blocks: blocks among zero_blocks in which x has a nonzero element.
+        underflowed_blocks: blocks among flushed_blocks in which x is too small for the smallest scale of the format, or
+            for the smallest code under the stored scale.
+        emptied_blocks: blocks among flushed_blocks that are not underflowed, and whose scale is not zero.
         signal: the sum of x^2 over finite x, in float64.
         noise: the sum of (x - decoded)^2 over finite x, in float64; inf if a finite x was stored as NaN or infinity.
         reach: the largest finite magnitude that an element can have under the stored scales, in blocks that are not all
-            zero. It is not a count: with ``+``, the larger one remains.
+            zero.
+        largest_scale, smallest_scale: the largest and the smallest magnitude of a finite block scale.
     """
 
     elements: int = 0
@@ -79,13 +84,18 @@ class StoredCounts:
     nonfinite: int = 0
     saturated: int = 0
     flushed_blocks: int = 0
+    underflowed_blocks: int = 0
+    emptied_blocks: int = 0
     signal: float = 0.0
     noise: float = 0.0
     reach: float = 0.0
+    largest_scale: float = 0.0
+    smallest_scale: float = math.inf
 
     def __add__(self, other: StoredCounts) -> StoredCounts:
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(StoredCounts)}
-        return StoredCounts(**{**sums, "reach": max(self.reach, other.reach)})
+        largest = {name: max(getattr(self, name), getattr(other, name)) for name in ("reach", "largest_scale")}
+        return StoredCounts(**{**sums, **largest, "smallest_scale": min(self.smallest_scale, other.smallest_scale)})
 
     @property
     def sqnr_db(self) -> float | None:
@@ -150,16 +160,19 @@ def _count_stored(
     zero = empty | (values == 0)
     magnitudes = np.abs(values)
     min_normal = float(FLT_MIN) if form.scale is None else max(float(form.scale.min_normal), float(FLT_MIN))
+    finite = np.isfinite(values)
     return StoredCounts(
         elements=codes.size * 8 // form.element.bits,
         blocks=scales.size,
         at_max=_count_codes(form.element, codes, [form.element.max_code]),
         nan_codes=_count_codes(form.element, codes, _nan_codes(form.element)),
-        nan_scales=int(np.count_nonzero(~np.isfinite(values))),
+        nan_scales=int(np.count_nonzero(~finite)),
         negative_scales=int(np.count_nonzero(values < 0)),
         subnormal_scales=int(np.count_nonzero((magnitudes > 0) & (magnitudes < min_normal))),
         zero_blocks=int(np.count_nonzero(zero)),
         zero_scales=int(np.count_nonzero(zero & ~empty)),
+        largest_scale=float(magnitudes.max(initial=0, where=finite)),
+        smallest_scale=float(magnitudes.min(initial=math.inf, where=finite)),
     ), zero
 
 
@@ -334,14 +347,48 @@ def _compare_with_source(
     beyond = np.abs(x) > limits
     saturated = codes[beyond] & ~np.uint8(form.element.sign_bit) == form.element.max_code
     flushed = _any_in_blocks(form, _per_element(form, zero, x.shape) & (x != 0)) if zero.any() else zero
+    is_small = _is_too_small(form, scales, tensor_scale, x if column_scale is None else x / column_scale, flushed)
+    has_scale = scales_of(form, scales) != 0
     return StoredCounts(
         compared=x.size,
         nonfinite=nonfinite,
         saturated=int(np.count_nonzero(saturated)),
         flushed_blocks=int(np.count_nonzero(flushed)),
+        underflowed_blocks=int(np.count_nonzero(is_small)),
+        emptied_blocks=int(np.count_nonzero(flushed & ~is_small & has_scale)),
         signal=signal,
         noise=noise,
     )
+
+
+def _is_too_small(
+    form: Container,
+    scales: np.ndarray,
+    tensor_scale: np.float32 | None,
+    x: np.ndarray,
+    flushed: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.bool_]:
+    """Return a mask of the flushed blocks in which encoding x gives zeros, (rows of blocks, blocks per row).
+
+    If the stored scale is 0, the block needs a scale of at most the smallest one of the format. Otherwise its amax is
+    at most the smallest code under the stored scale. The bounds are twice those of rounding to nearest, because some
+    recipes round down.
+
+    flushed: a mask of the blocks that decode to zeros although x is not zero.
+    """
+    if not flushed.any():
+        return flushed
+    amax = np.abs(np.where(np.isfinite(x), x, 0)).astype(np.float64)
+    for axis, size in enumerate(form.block):
+        amax = np.maximum.reduceat(amax, np.arange(0, amax.shape[axis], size), axis=axis)
+    factor = 1.0 if tensor_scale is None else abs(float(tensor_scale))
+    values = np.abs(scales_of(form, scales).astype(np.float64))
+    smallest = float(FLT_MIN if form.scale is None else form.scale.min_subnormal)
+    code = float(form.element.min_subnormal)
+    small: npt.NDArray[np.bool_] = amax <= factor * np.where(
+        values == 0, smallest * float(form.element.max), values * code
+    )
+    return flushed & small
 
 
 def _max_magnitudes(form: Container, scales: np.ndarray, tensor_scale: np.float32 | None) -> npt.NDArray[np.float32]:

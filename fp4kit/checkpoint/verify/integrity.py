@@ -147,7 +147,6 @@ _FACTS = (
     ("negative_scales", "error", "block scales that are negative, which inverts signs"),
     ("zero_scales", "warning", "block scales that are zero although their codes are not; the values are lost"),
     ("nonfinite", "warning", "values of the source that are NaN or infinite"),
-    ("flushed_blocks", "warning", "blocks that are zero although the source is not, because their scales underflow"),
 )
 
 

@@ -45,6 +45,7 @@ from fp4kit.checkpoint.plan.mixture import first_match
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.run.executors import run_all
 from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.verify.loss import is_low
 from fp4kit.ops.fake_quantize import fake_quantize
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
@@ -212,7 +213,7 @@ class ReencodedLayer:
         Both are empty if the matrix was not re-encoded.
     error: the error message if re-encoding failed; otherwise "".
     usual_db: the SQNR in decibels that the format usually gives on the source rows of this matrix; None if the check
-        has a job, or if the function ``usual_db`` cannot compute it, for example without source rows.
+        has a job and the SQNR is not low, or if the function ``usual_db`` cannot compute it.
     doubt: a warning that the codes do not seem to belong to the scales; "" if nothing is odd.
     """
 
@@ -449,7 +450,12 @@ def run_check(check: Check, shared: Measured | None) -> ReencodedLayer:
     if check.stored.container is not None:
         with Readers() as readers:
             doubt = doubt_of(readers, check.stored, check.expert)
-    return replace(_reencoded(check, shared), doubt=doubt)
+    found = _reencoded(check, shared)
+    form = check.stored.container
+    if form is not None and found.usual_db is None and is_low(found.tally, form.element.bits):
+        with Readers() as readers:
+            found = replace(found, usual_db=usual_db(check, readers))
+    return replace(found, doubt=doubt)
 
 
 def _reencoded(check: Check, shared: Measured | None) -> ReencodedLayer:

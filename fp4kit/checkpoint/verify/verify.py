@@ -39,7 +39,7 @@ from fp4kit.checkpoint.plan.mixture import first_match
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
 from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
-from fp4kit.checkpoint.verify import reencode
+from fp4kit.checkpoint.verify import loss, reencode
 from fp4kit.checkpoint.verify.diagnosis import faults_of
 from fp4kit.checkpoint.verify.input_scales import unlike_activations
 from fp4kit.checkpoint.verify.integrity import Issue, stored_issues, swapped_nibbles
@@ -70,7 +70,7 @@ class LayerReport:
         none.
     tally: counts of the stored values, such as NaN or saturated values.
     usual_db: the SQNR in decibels that the format usually gives on the layer's source; None if the layer was
-        re-encoded, or if it has no source for which this can be computed.
+        re-encoded and its SQNR is not low, or if it has no source for which this can be computed.
     """
 
     name: str
@@ -681,7 +681,11 @@ def _report(
     issues += [
         Issue("error", one.check.stored.name, f"cannot be re-encoded: {shown(one.error)}") for one in found if one.error
     ]
-    too_far = [issue for layer in layers for issue in _too_far_from_source(layer, smoothing.layers.get(layer.name))]
+    zeros = [*_zeros(found)]
+    issues += zeros
+    lost = {issue.subject.partition("[")[0] for issue in zeros if issue.severity == "error"}
+    far = (issue for layer in layers for issue in _too_far_from_source(layer, smoothing.layers.get(layer.name)))
+    too_far = [issue for issue in far if issue.subject not in lost]  # the zeros are the cause
     unlike = [*(issue.subject for issue in too_far), *(layer.name for layer in layers if _is_unlike(layer))]
     issues += too_far
     faults = faults_of(prepared.checks, dict.fromkeys(unlike))
@@ -756,30 +760,36 @@ def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
     )
 
 
-_MARGIN_DB = {4: 10.0, 8: 15.0}  # bits of a code -> how far below the usual SQNR a stored layer may be
-
-
 _SMOOTHED = "was divided by a factor per column that layers after it were multiplied by (SmoothQuant, AWQ)"
 
 
-def _too_far_from_source(layer: LayerReport, smoothed_db: float | None) -> Iterator[Issue]:
-    """Yield an error if a layer that could not be re-encoded is much farther from its source than its format requires.
+def _zeros(found: Sequence[ReencodedLayer]) -> Iterator[Issue]:
+    """Yield an issue for each matrix whose values are zero where those of the source are not, or all zero.
 
-    The limit is 10 dB below the usual SQNR for 4-bit codes and 15 dB for 8-bit codes. Calibration and similar
-    algorithms change the SQNR by a few decibels; wrong scales or swapped nibbles change it by more than that. Yield
-    nothing if the SQNR of the layer or the usual SQNR is unknown.
+    Each expert of a stack is judged alone, so that one lost expert is found.
+    """
+    quantized = [one for one in found if one.check.stored.container is not None]
+    share = sum(loss.is_empty(one.tally) for one in quantized) / max(len(quantized), 1)
+    for one in quantized:
+        stored, form = one.check.stored, one.check.stored.container
+        scale = None if form is None else form.scale
+        name = stored.name if stored.experts == 1 else f"{stored.name}[{one.check.expert}]"
+        for each in loss.zeros_of(one.tally) if one.tally.compared else loss.emptiness_of(one.tally, scale, share):
+            yield Issue(each.severity, name, each.text, count=each.count)
+
+
+def _too_far_from_source(layer: LayerReport, smoothed_db: float | None) -> Iterator[Issue]:
+    """Yield an error if a layer is much farther from its source than its format requires (see loss.MARGIN_DB).
 
     smoothed_db: the SQNR of a smoothed layer (see smoothing.py), which is used in place of its own; None otherwise.
     """
-    found, usual = layer.tally.sqnr_db if smoothed_db is None else smoothed_db, layer.usual_db
-    bits = container(layer.format).element.bits if found is not None and usual is not None else 0
-    if found is not None and usual is not None and found < usual - _MARGIN_DB[bits]:
-        yield Issue(
-            "error",
-            layer.name,
-            f"SQNR is {found:.1f} dB, {usual - found:.1f} dB below what {bits} bits usually give on this layer; run"
-            " fp4kit identify with this source",
-        )
+    if layer.usual_db is None:
+        return
+    is_of_recipe = bool(layer.compared) and not layer.differing
+    bits = container(layer.format).element.bits
+    sqnr = layer.tally.sqnr_db if smoothed_db is None else smoothed_db
+    for each in loss.noise_of(sqnr, layer.usual_db, bits, is_of_recipe):
+        yield Issue(each.severity, layer.name, each.text)
 
 
 _REPAIR = ", as the source shows; undo this in the file, or convert the source again"

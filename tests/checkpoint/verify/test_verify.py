@@ -5,6 +5,7 @@ and named.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -133,7 +134,7 @@ def naive(
     all_codes = np.stack([low, high], -1).reshape(len(codes), -1) if bits == 4 else codes
     numbers = scales if form.scale is None else form.scale.values[scales]
     facts: dict[str, float] = dict.fromkeys(StoredCounts.__dataclass_fields__, 0)
-    facts |= {"elements": all_codes.size, "blocks": scales.size, "compared": x.size}
+    facts |= {"elements": all_codes.size, "blocks": scales.size, "compared": x.size, "smallest_scale": math.inf}
     for (i, j), scale in np.ndenumerate(numbers):
         block = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
         part, source = all_codes[block], x[block].astype(np.float64)
@@ -155,6 +156,19 @@ def naive(
         facts["zero_blocks"] += zero
         facts["zero_scales"] += bool(scale == 0 and values.any())
         facts["flushed_blocks"] += bool(zero and (source != 0).any())
+        if zero and (source != 0).any():
+            usable = np.isfinite(source)
+            amax = np.abs(np.where(usable, source, 0)).max()
+            smallest = 2.0**-126 if form.scale is None else float(form.scale.values[form.scale.values > 0].min())
+            need = (
+                smallest * float(form.element.max) if scale == 0 else abs(float(scale)) * float(form.element.values[1])
+            )
+            small = amax <= (1.0 if tensor_scale is None else abs(float(tensor_scale))) * need
+            facts["underflowed_blocks"] += small
+            facts["emptied_blocks"] += not small and scale != 0
+        if np.isfinite(scale):
+            facts["largest_scale"] = max(facts["largest_scale"], abs(scale))
+            facts["smallest_scale"] = min(facts["smallest_scale"], abs(scale))
         facts["reach"] = max(facts["reach"], 0 if zero or not np.isfinite(scale) else limit)
         facts["saturated"] += (largest & (np.abs(source) > limit)).sum()
         usable = np.isfinite(source)
