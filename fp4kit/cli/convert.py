@@ -235,6 +235,12 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         help="what to do with NaN and infinities: error: stop; keep: quantize them as the recipe does; saturate:"
         " replace infinities by the largest finite magnitude and NaN by 0 (default: %(default)s)",
     )
+    group.add_argument(
+        "--allow-loss",
+        action="store_true",
+        help="write layers even if they lose their values, because most blocks become zero or the error is far above"
+        " that of the format, and read quantized layers whose scales are certainly wrong",
+    )
     add_ignore(group)
     group.add_argument(
         "--codes",
@@ -571,6 +577,7 @@ def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
         hadamard_only=args.hadamard_only,
         adapter=args.adapter,
         adapter_scales=args.adapter_scales,
+        allow_loss=args.allow_loss,
     )
 
 
@@ -730,6 +737,7 @@ def _report_body(report: ConversionReport) -> dict[str, Any]:
         "inexact": report.inexact,
         "changed": [{"name": name, **changes._asdict()} for name, changes in report.changes.items()],
         "replaced": report.replaced,
+        "lost": report.losses,
         "searched": searched,
         "merged": _merged_body(report.survival),
         "displaced": report.displaced,
@@ -906,6 +914,10 @@ def _print_losses(out: Output, report: ConversionReport) -> None:
             f"{len(report.changes)} of {total} layers have blocks whose scales the new format cannot hold;"
             f" only {'the values of these blocks were rounded' if rescaled else 'these blocks have new codes'}"
         )
+    for lost in report.losses[:_MOST_DOUBTS]:
+        out.line(f"warning: {lost}")
+    if len(report.losses) > _MOST_DOUBTS:
+        out.line(f"warning: {len(report.losses) - _MOST_DOUBTS} more layers lost their values; --json lists them")
     for doubt in report.doubts[:_MOST_DOUBTS]:
         out.line(f"warning: {doubt}")
     if len(report.doubts) > _MOST_DOUBTS:

@@ -25,6 +25,7 @@ from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, so
 from fp4kit.checkpoint.convert.scheduler import JobScheduler
 from fp4kit.checkpoint.findings import findings_of_files, opened
 from fp4kit.checkpoint.model.column_order import SWAPPED_NIBBLES, swapped_layers
+from fp4kit.checkpoint.model.doubtful_codes import CERTAIN
 from fp4kit.checkpoint.model.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
@@ -44,6 +45,7 @@ from fp4kit.checkpoint.run.leftovers import jobs_of_finished_run, remove_leftove
 from fp4kit.checkpoint.run.prefetch import Prefetcher
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.integrity import Issue
+from fp4kit.checkpoint.verify.sampled_error import sampled_losses
 from fp4kit.contract import to_json
 from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
@@ -78,12 +80,14 @@ class ConversionReport:
         done: one record per job, in the order of the plan: the action that the job took, and the values it changed.
         doubts: warnings about scales or codes of the source that are probably wrong, one per tensor. Empty if
             ``execute`` found the result of an earlier, completed run.
+        losses: warnings about layers that lost their values, one per layer; () unless the plan allows this.
     """
 
     plan: Plan
     destination: Path
     done: tuple[Done, ...]
     doubts: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Return the destination, the format and how many jobs took each action, in one line."""
@@ -232,6 +236,7 @@ def convert(
     hadamard_only: Iterable[str] = (),
     adapter: str | Path | None = None,
     adapter_scales: str = ADAPTER_SCALES[0],
+    allow_loss: bool = False,
 ) -> ConversionReport:
     """Convert the model directory ``source`` into the new directory ``destination``, or a file into a new file.
 
@@ -264,6 +269,7 @@ def convert(
         hadamard_only: globs of the names of the layers to rotate; () for all that are quantized.
         adapter: the directory of a LoRA adapter whose updates are added to the weights first; None for none.
         adapter_scales: "nearest", "base" or "new": the block scales of quantized layers with an update.
+        allow_loss: True to write layers even if they lose their values.
 
     The function make_plan describes ``recipe``, ``format`` and all later arguments in full.
 
@@ -276,6 +282,7 @@ def convert(
 
             - A tensor to be quantized contains NaN or infinity, and ``nonfinite`` is "error".
             - The output cannot hold a scale.
+            - Layers lose their values, and ``allow_loss`` is False.
             - The source changes.
         ValueError: no recipe has an id that is given.
         TypeError: a recipe is neither an id nor a Recipe.
@@ -308,6 +315,7 @@ def convert(
         hadamard_only=hadamard_only,
         adapter=adapter,
         adapter_scales=adapter_scales,
+        allow_loss=allow_loss,
     )
     return execute(plan, destination, options)
 
@@ -505,11 +513,12 @@ def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
     return None if found is None or not found.keys() >= {*keys} else tuple(found[key] for key in keys)
 
 
-def _execute(plan: Plan, target: Path, options: Options) -> tuple[tuple[Done, ...], tuple[str, ...]]:
+def _execute(plan: Plan, target: Path, options: Options) -> tuple[tuple[Done, ...], tuple[str, ...], tuple[str, ...]]:
     """Execute a plan in a partial directory, and rename the result to ``target`` at the end.
 
-    Return (one Done per job in the order of the plan, warnings about scales of the source that are probably wrong).
-    Raise CheckpointError if a file of the source changed since the plan was made.
+    Return (one Done per job in the order of the plan, warnings about scales of the source that are probably wrong,
+    warnings about layers that lost their values). Raise CheckpointError if a file of the source changed since the plan
+    was made, or if layers lost their values and the plan does not allow this.
     """
     _check_planned(plan)
     key = key_of(plan.source, plan.request)
@@ -525,7 +534,7 @@ def _execute(plan: Plan, target: Path, options: Options) -> tuple[tuple[Done, ..
             raise CheckpointError(
                 f"{plan.source.root}: changed while it was converted; run again when nothing writes to it"
             )
-    return done, tuple(run.doubts[name] for name in sorted(run.doubts))
+    return done, tuple(run.doubts[name] for name in sorted(run.doubts)), run.losses
 
 
 def _check_planned(plan: Plan) -> None:
@@ -591,13 +600,15 @@ class _Run:
     journal: the record of what is done, from which an interrupted run continues.
     is_file: True to write files of tensors only; False to write configs and a manifest beside the files of tensors.
 
-    After ``run``, ``doubts`` maps source tensors to warnings about their scales.
+    After ``run``, ``doubts`` maps source tensors to warnings about their scales, and ``losses`` has a warning for each
+    layer that lost its values.
     """
 
     def __init__(self, plan: Plan, folder: Path, options: Options, journal: Journal, is_file: bool) -> None:
         self.plan, self.folder, self.journal, self.options = plan, folder, journal, options
         self.is_file = is_file
         self.doubts: dict[str, str] = {}
+        self.losses: tuple[str, ...] = ()
 
     def run(self) -> tuple[Done, ...]:
         """Write all files into the partial directory, and return what each job did, in the order of the plan.
@@ -623,7 +634,25 @@ class _Run:
                 self._write_beside()
                 digests = self._digests(scheduler.digests, executor)
                 write_file(self.folder / MANIFEST, dump_object(manifest_of(digests, _facts(self.plan))))
+            self.losses = self._losses(scheduler.done.values())
         return tuple(scheduler.done[job.key] for job in all_jobs)
+
+    def _losses(self, done: Iterable[Done]) -> tuple[str, ...]:
+        """Return a warning for each layer that lost its values. Raise CheckpointError unless the plan allows this.
+
+        Only layers with weak blocks are read again. The result is discarded, because nothing tells it from a sound one.
+        """
+        names = {one.key.rpartition("#")[0] for one in done if one.is_weak}
+        if not names:
+            return ()
+        path = self.folder / self.plan.files[0].name if self.is_file else self.folder
+        found = sampled_losses(path, self.plan.source, names, self.plan.request.adapter)
+        if found and not self.plan.request.allow_loss:
+            raise CheckpointError(
+                f"{listed([name for name, _ in found])}: {found[0][1]}; --keep NAME leaves a layer unquantized,"
+                " --allow-loss writes it"
+            )
+        return tuple(f"{shown(name)}: {why}" for name, why in found)
 
     def _doubt_order_of_columns(self) -> None:
         """Store in ``doubts`` a warning for each quantized source layer whose bytes seem to have swapped nibbles.
@@ -670,6 +699,11 @@ class _Run:
         """
         run_job.check_finite(job, found)
         if job.weight.container is not None:
+            if found.doubt in CERTAIN and not self.plan.request.allow_loss:
+                raise CheckpointError(
+                    f"{shown(job.name)}: {found.doubt}; take the layer from another copy, or leave it as it is with"
+                    " --keep; --allow-loss converts it"
+                )
             doubt = "; ".join(filter(None, (doubt_about(found.reach, found.lost), found.doubt)))
             if doubt:
                 self.doubts.setdefault(job.name, f"{shown(job.name)}: {doubt}")

@@ -59,8 +59,8 @@ def request_facts(request: Request) -> dict[str, Any]:
     """Return a request as an object for JSON, for the key of a run and for the manifest.
 
     Optional fields of the request (codes, recipes, search, activations, ignore, split_max_size, hadamard,
-    hadamard_seed, hadamard_only, adapter) are left out if they are not used. If codes are copied from another model,
-    "recipe" is the id of the recipe that made them, and "recipe_of_form" is the recipe of the request.
+    hadamard_seed, hadamard_only, adapter, allow_loss) are left out if they are not used. If codes are copied from
+    another model, "recipe" is the id of the recipe that made them, and "recipe_of_form" is the recipe of the request.
     """
     recipe = as_data(request.recipe)
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
@@ -90,6 +90,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         **split,
         **hadamard,
         **adapter,
+        **({"allow_loss": True} if request.allow_loss else {}),
     }
 
 

@@ -31,14 +31,48 @@ from fp4kit.reference.tensor_rules import tensor_scale
 from fp4kit.storage.errors import CheckpointError, shown
 
 
-def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses, Survival]:
+class Weak:
+    """Count the new blocks whose values may be lost, at little cost: only codes and scales are examined.
+
+    These are blocks of zeros, and blocks whose scale is at an end of its format, where it has few significant bits or
+    saturates.
+    """
+
+    def __init__(self) -> None:
+        self._ends = self._scales = self._empty = self._words = 0
+
+    def add(self, q: Quantized) -> None:
+        """Count the blocks of some rows."""
+        words = np.ascontiguousarray(q.packed).reshape(-1)
+        words = words[: words.size // 8 * 8].view(np.uint64)
+        mask = np.uint64(0x7777777777777777 if q.recipe.element.bits == 4 else 0x7F7F7F7F7F7F7F7F)
+        self._words += words.size
+        self._empty += int(np.count_nonzero((words & mask) == 0))
+        scale = q.recipe.scale
+        if scale is not None and q.block_scale is not None:
+            codes = np.asarray(q.block_scale) & np.uint8(~scale.sign_bit & 0xFF)
+            low = _LOW_CODE if scale.has_zero else 0
+            self._scales += codes.size
+            self._ends += int(np.count_nonzero((codes <= low) | (codes >= scale.max_code)))
+
+    @property
+    def is_weak(self) -> bool:
+        """True if a quarter of the blocks may be lost."""
+        return 4 * self._empty > self._words or 4 * self._ends > self._scales
+
+
+_LOW_CODE = 2  # E4M3 scales up to this code, 2^-8, are rounded by up to half of their value
+
+
+def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses, Survival, bool]:
     """Quantize the weight of a job, and write its codes and the scales of its blocks or rows.
 
     If the recipe has a tensor scale, write the tensor scale and, if the output has one, the input scale too.
 
     Return (number of NaN and infinite values that were replaced, Losses of the job's scale search, Survival of the
-    weight's update). Sums are 0 if nothing was searched, or if there is no update. Raise CheckpointError if a scale is
-    unusable, or if an input scale is needed but missing (see check_scales and put_scalars).
+    weight's update, whether the values may be lost). Sums are 0 if nothing was searched, or if there is no update.
+    Raise CheckpointError if a scale is unusable, or if an input scale is needed but missing (see check_scales and
+    put_scalars).
 
     job: the job, which gives the weight and the recipe.
     readers, output: where to read the weight from, and where to write the result.
@@ -47,7 +81,7 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
     """
     tensor_amax = amax if job.new_recipe.tensor_scaling == "tensor" else None
     replaced, q, losses, survival = 0, None, Losses(), Survival()
-    weights = column_weights(job, readers)
+    weights, weak = column_weights(job, readers), Weak()
     height = lcm(job.new_recipe.block_rows, job.container.slab_rows)
     for slab in slabs(readers, job.weight, job.expert, job.span, height, job.slab_bytes):
         x = values_of(job.weight, slab)
@@ -62,13 +96,14 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
         else:
             q = quantized(x, job, tensor_amax)
         check_scales(job, q)
+        weak.add(q)
         put_rows(job, output, q.packed, stored_scales(q))
         if slab.update is not None:
             packed = q.packed if job.action == MERGE else None
             survival = survival.plus(survival_of(job.weight, slab, dequantize(q, np.float32), packed))
     if q is not None and q.recipe.tensor_scaling == "tensor":
         put_scalars(job, output, np.float32(q.tensor_scale), divisor_of(job.new_recipe, job.container, amax, x.dtype))
-    return replaced, losses, survival
+    return replaced, losses, survival, weak.is_weak
 
 
 def survival_of(weight: Weight, slab: Slab, stored: np.ndarray, packed: Any = None) -> Survival:

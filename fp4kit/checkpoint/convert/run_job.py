@@ -177,6 +177,7 @@ class Made(NamedTuple):
     losses: the squared errors without and with the scale search; zeros without a search.
     changes: how many blocks and values a cast changed, and the largest change; zeros without a cast.
     survival: how much of an adapter's update is left; zeros without an update.
+    is_weak: True if the values of many new blocks may be lost (see quantize_rows.Weak).
     """
 
     action: str
@@ -184,6 +185,7 @@ class Made(NamedTuple):
     losses: Losses = Losses()
     changes: Changes = Changes()
     survival: Survival = Survival()
+    is_weak: bool = False
 
 
 def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
@@ -202,6 +204,7 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
     readers: where to read the weight from.
     """
     action, replaced, losses, changes, survival = job.action, 0, Losses(), Changes(), Survival()
+    is_weak = False
     values_are_kept = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
     if isinstance(job.source, Located):
         _copy(job.source, readers, output)
@@ -216,18 +219,19 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
         fp8_to_mxfp8.write(job, readers, output)
     elif action == CAST and shared is not None and values_are_kept and _is_castable(job, shared):
         changes = mxfp4_to_nvfp4.write(job, readers, output, shared.high)
+        is_weak = 4 * 32 * changes.blocks > prod(job.shape)
     elif action == RESCALE and values_are_kept:
         changes = powers_of_two.write(job, readers, output)
     else:
         action = REQUANTIZE if action != QUANTIZE else action
         assert shared is not None
-        replaced, losses, survival = quantize_rows.write(job, readers, output, np.float32(shared.amax))
+        replaced, losses, survival, is_weak = quantize_rows.write(job, readers, output, np.float32(shared.amax))
     if output.has(TAG):
         output.put(TAG, np.frombuffer(job.container.tag(job.shape), np.uint8))
     if output.has(ROTATION):
         assert job.weight.rotation is not None
         output.put(ROTATION, job.weight.rotation.matrix)
-    return Made(action, replaced, losses, changes, survival)
+    return Made(action, replaced, losses, changes, survival, is_weak)
 
 
 def _is_castable(job: Job, shared: Measured) -> bool:

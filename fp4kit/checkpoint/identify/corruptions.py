@@ -85,8 +85,13 @@ class StoredLayer:
 
         In such a layer, a wrong order of bytes cannot be told from the right order.
         """
+        return not self.block_scale.any() and self.has_zero_codes
+
+    @property
+    def has_zero_codes(self) -> bool:
+        """True if all codes are zeros of either sign."""
         signs = 0x88 if self.recipe.element.packing.codes == 2 else self.recipe.element.sign_bit
-        return not self.block_scale.any() and not any((rows & np.uint8(0xFF ^ signs)).any() for rows in self.codes)
+        return not any((rows & np.uint8(0xFF ^ signs)).any() for rows in self.codes)
 
 
 def _elements(length: int, packing: Packing) -> int:

@@ -63,6 +63,7 @@ DAMAGED_SHARE = 0.95
 
 SIGNS_UNDER_SCALES = 0.9  # share of codes that must have the sign of the source; GPTQ may flip signs of values near 0
 OTHER_CODES = "scales of a recipe, codes by another rule: block scales are a recipe's, and codes are not (GPTQ?)"
+ZERO_CODES = "all codes are zero: the source is not, and block scales differ, so that the codes were lost"
 GPTQ = "GPTQ: block scales are a recipe's; codes of one column are too, and those of the other columns follow it"
 SCALING = "AWQ or SmoothQuant"
 SCALED = f"weights scaled per column ({SCALING})"
@@ -282,6 +283,9 @@ def _explain_source(
     )
     if own == 0 and layer.blank:
         return _zeros(layer)
+    if own != 0 and layer.has_zero_codes and layer.block_scale.min() != layer.block_scale.max():
+        tally = MatchCount(total=layer.codes.size + layer.block_scale.size)
+        return replace(_unexplained(ZERO_CODES, tally), cause=ZERO_CODES, sentence=ZERO_CODES)
     layouts = list(layouts_of(evidence))
     if not layouts:
         return _unexplained(f"codes have shape {layer.shape}; the source has shape {x.shape}", MatchCount(total=1))

@@ -13,8 +13,9 @@ import numpy as np
 
 from fp4kit.checkpoint.containers.container import SCALES
 from fp4kit.checkpoint.model.decode import scales_of
-from fp4kit.checkpoint.model.doubtful_codes import doubt_of
+from fp4kit.checkpoint.model.doubtful_codes import doubt_of, is_empty
 from fp4kit.checkpoint.model.inspect import Checkpoint, quantization_summary
+from fp4kit.checkpoint.model.magnitudes import doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.slabs import Readers, slabs
 from fp4kit.checkpoint.model.weights import Weight
 
@@ -23,7 +24,7 @@ _OWN = "fp4kit"  # the entry of quantization_config in which fp4kit records the 
 
 
 def problems_of(checkpoint: Checkpoint) -> Counter[str]:
-    """Check whether the codes of quantized layers seem to belong to their scales. Return a Counter of warnings.
+    """Check whether codes seem to belong to their scales, and scales to the model. Return a Counter of warnings.
 
     The Counter maps the text of each warning to the number of layers that have it. It is empty if nothing is odd. At
     most 64 evenly spaced layers are checked.
@@ -32,7 +33,11 @@ def problems_of(checkpoint: Checkpoint) -> Counter[str]:
     """
     with Readers() as readers:
         doubts = (doubt_of(readers, weight) for weight in _sample(checkpoint))
-        return Counter(doubt for doubt in doubts if doubt)
+        found = Counter(doubt for doubt in doubts if doubt)
+    magnitudes = sampled_magnitudes(checkpoint.layers.values(), _MOST_LAYERS)
+    for doubt in doubts_of(magnitudes, reference_of(checkpoint.weights.values())):
+        found[doubt.text] += len(doubt.names) or len(magnitudes)
+    return found
 
 
 def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
@@ -55,6 +60,7 @@ def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         if len(text) <= _LONGEST and not key.startswith("tokenizer."):
             yield f"metadata {key}", text
     yield from _largest_scales(checkpoint)
+    yield from _empty_layers(checkpoint)
 
 
 RECIPE_FILE = "recipe.yaml"  # llm-compressor writes it
@@ -104,6 +110,15 @@ def _largest_scales(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     total = found.total()
     for scale, count in found.most_common(_MOST_SCALES):
         yield "largest block scale", f"{scale:g} in {count} of {total} sampled layers{_MEANINGS.get(scale, '')}"
+
+
+def _empty_layers(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield ("codes", text) if all codes of the first rows of a layer are zero; 64 layers are sampled at most."""
+    sample = _sample(checkpoint)
+    with Readers() as readers:
+        count = sum(is_empty(readers, weight) for weight in sample)
+    if count:
+        yield "codes", f"all codes are zero in {count} of {len(sample)} sampled layers"
 
 
 _MOST_SCALES = 3

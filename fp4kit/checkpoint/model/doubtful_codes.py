@@ -6,13 +6,13 @@ codes of a block, and s the block's scale. A recipe computes s from the largest 
 unusually large for the block, s is large and the other codes are small. Therefore log s and log e have a negative
 correlation: -0.45 to -0.95 in layers that tools wrote. The correlation is near 0 if the scales belong to other blocks.
 
-The checks only ever cause warnings, because unusual weights can also look unusual here. They are silent for weights
-whose blocks look alike, such as uniformly distributed ones.
+Except for CERTAIN, the checks only ever cause warnings, because unusual weights can also look unusual here. They are
+silent for weights whose blocks look alike, such as uniformly distributed ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -37,6 +37,13 @@ _FITS, _GAIN = -0.4, 0.3
 # round scales up use the least of the range: their largest codes are 3 of 6 for uniform weights, and 160 of 448 for
 # ternary weights.
 _LEAST_SHARE = {4: 0.5, 8: 0.25}
+# Findings that nothing but lost data explains: errors, unlike all others
+LOST_CODES = "all codes are zero under block scales that differ, so the codes were lost"
+LOST_COLUMNS = (
+    "scales are zero in all rows of some columns of blocks, although the codes there are not, so the scales were lost"
+)
+CERTAIN = (LOST_CODES, LOST_COLUMNS)
+_FEWEST_ROWS = 16  # fewer rows do not show that a whole column of scales is zero
 _FEWEST_MAGNITUDES = 4  # equal scales are usual for weights with fewer magnitudes, such as ternary ones
 
 
@@ -66,13 +73,25 @@ def doubt_of(readers: Readers, weight: Weight, expert: int = 0) -> str:
         readers: where to read the layer from.
         weight, expert: the weight, and the number of the matrix in a stack of experts.
     """
-    form = weight.container
+    form, (rows, columns) = weight.container, weight.shape[-2:]
     assert form is not None
-    rows, columns = weight.shape[-2:]
+    return doubt_about_rows(form, _leading_rows(readers, weight, expert), rows == columns)
+
+
+def is_empty(readers: Readers, weight: Weight) -> bool:
+    """Return whether all codes of the leading rows of a quantized weight are zero."""
+    form, slab = weight.container, _leading_rows(readers, weight, 0)
+    assert form is not None and slab.codes is not None
+    return not (codes_of(form, slab.codes) & np.uint8(~form.element.sign_bit & 0xFF)).any()
+
+
+def _leading_rows(readers: Readers, weight: Weight, expert: int) -> Slab:
+    """Read the rows that the checks of this file examine."""
+    form, (rows, columns) = weight.container, weight.shape[-2:]
+    assert form is not None
     count = min(rows, max(_ELEMENTS // (columns * _ROWS), 1) * _ROWS)
     height = form.block[0]
-    slab = next(slabs(readers, weight, expert, (0, min(rows, -(-count // height) * height)), max_bytes=1 << 40))
-    return doubt_about_rows(form, slab, rows == columns)
+    return next(slabs(readers, weight, expert, (0, min(rows, -(-count // height) * height)), max_bytes=1 << 40))
 
 
 def doubt_about_rows(form: Container, slab: Slab, square: bool = False) -> str:
@@ -88,7 +107,8 @@ def doubt_about_rows(form: Container, slab: Slab, square: bool = False) -> str:
     assert slab.codes is not None and slab.scales is not None
     sample = _Sample(form, codes_of(form, slab.codes), slab.scales, square)
     with np.errstate(all="ignore"):
-        found = (_whole_numbers(sample), _unreached(sample), _equal_scales(sample), _other_order(sample))
+        found: Iterable[str] = (_lost_codes(sample), _lost_columns(sample), _whole_numbers(sample), _unreached(sample))
+        found = (*found, _equal_scales(sample), _other_order(sample))
         return next(filter(None, (*found, _reciprocal_columns(sample, slab))), "")
 
 
@@ -132,6 +152,23 @@ def _is_scaled_by_block(form: Container) -> bool:
 
 
 # Each check returns a warning, or "" if nothing is odd ---------------------------------------------------------------
+
+
+def _lost_codes(sample: _Sample) -> str:
+    """Return LOST_CODES if all codes are zero, but the scales differ. Zeros give all blocks of a recipe one scale."""
+    scales = np.asarray(scales_of(sample.form, sample.scales))
+    is_zero = not (sample.codes & np.uint8(~sample.form.element.sign_bit & 0xFF)).any()
+    return LOST_CODES if is_zero and scales.size and scales.min() < scales.max() else ""
+
+
+def _lost_columns(sample: _Sample) -> str:
+    """Return LOST_COLUMNS if all rows of some columns of blocks, but not of all, have zero scales over other codes."""
+    blocks = _in_blocks(sample)
+    scales = _scales(sample, sample.scales, blocks.shape)
+    if len(scales) < _FEWEST_ROWS:
+        return ""
+    lost, sound = ((scales == 0) & (blocks.max(-1) > 0)).all(0), (scales != 0).any(0)
+    return LOST_COLUMNS if lost.any() and sound.any() else ""
 
 
 def _whole_numbers(sample: _Sample) -> str:

@@ -56,6 +56,7 @@ class StoredCounts:
         subnormal_scales: nonzero block scales whose magnitude is below the smallest normal number of the scale format
             or of float32, whichever is larger.
         zero_blocks: blocks that decode to zeros, because all codes or the block scale are zero.
+        top_scales: block scales of the largest magnitude of their format; 0 for float32 scales.
         zero_scales: blocks among zero_blocks that have a nonzero code, so that only their scale is zero.
         compared: elements of x.
         nonfinite: elements of x that are NaN or infinite.
@@ -68,6 +69,8 @@ class StoredCounts:
         noise: the sum of (x - decoded)^2 over finite x, in float64; inf if a finite x was stored as NaN or infinity.
         reach: the largest finite magnitude that an element can have under the stored scales, in blocks that are not all
             zero.
+        scale_logs, scaled_blocks: the sum of log2 of the magnitudes of block scales that are finite and not zero, and
+            the number of these scales.
         largest_scale, smallest_scale: the largest and the smallest magnitude of a finite block scale.
     """
 
@@ -78,6 +81,7 @@ class StoredCounts:
     nan_scales: int = 0
     negative_scales: int = 0
     subnormal_scales: int = 0
+    top_scales: int = 0
     zero_blocks: int = 0
     zero_scales: int = 0
     compared: int = 0
@@ -89,6 +93,8 @@ class StoredCounts:
     signal: float = 0.0
     noise: float = 0.0
     reach: float = 0.0
+    scale_logs: float = 0.0
+    scaled_blocks: int = 0
     largest_scale: float = 0.0
     smallest_scale: float = math.inf
 
@@ -161,6 +167,7 @@ def _count_stored(
     magnitudes = np.abs(values)
     min_normal = float(FLT_MIN) if form.scale is None else max(float(form.scale.min_normal), float(FLT_MIN))
     finite = np.isfinite(values)
+    used = magnitudes[finite & (magnitudes > 0)]
     return StoredCounts(
         elements=codes.size * 8 // form.element.bits,
         blocks=scales.size,
@@ -169,8 +176,11 @@ def _count_stored(
         nan_scales=int(np.count_nonzero(~finite)),
         negative_scales=int(np.count_nonzero(values < 0)),
         subnormal_scales=int(np.count_nonzero((magnitudes > 0) & (magnitudes < min_normal))),
+        top_scales=0 if form.scale is None else int(np.count_nonzero(magnitudes == form.scale.max)),
         zero_blocks=int(np.count_nonzero(zero)),
         zero_scales=int(np.count_nonzero(zero & ~empty)),
+        scale_logs=float(np.log2(used, dtype=np.float64).sum()),
+        scaled_blocks=used.size,
         largest_scale=float(magnitudes.max(initial=0, where=finite)),
         smallest_scale=float(magnitudes.min(initial=math.inf, where=finite)),
     ), zero

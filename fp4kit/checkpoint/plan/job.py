@@ -358,6 +358,8 @@ class Done(NamedTuple):
         losses: the fields of scale_search.Losses; zeros if the job searched no block scales.
         changes: the fields of Changes; zeros if the action was neither "cast" nor "rescale".
         survival: the fields of Survival; zeros if the job added no update.
+        is_weak: True if many new blocks are zero, or have a scale at an end of its format, so that their values may be
+            lost.
     """
 
     key: str
@@ -367,3 +369,4 @@ class Done(NamedTuple):
     losses: tuple[float, float, float] = (0.0, 0.0, 0.0)
     changes: tuple[int, int, float] = (0, 0, 0.0)
     survival: tuple[float, float, float, float, int, int] = (0.0, 0.0, 0.0, 0.0, 0, 0)
+    is_weak: bool = False

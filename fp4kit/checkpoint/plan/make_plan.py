@@ -15,6 +15,7 @@ from fp4kit.checkpoint.model.config_items import lost_column_scales
 from fp4kit.checkpoint.model.declarations import with_declaration
 from fp4kit.checkpoint.model.declared_quantization import check_declared
 from fp4kit.checkpoint.model.items import DOUBTFUL
+from fp4kit.checkpoint.model.magnitudes import doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source
 from fp4kit.checkpoint.model.weights import any_quantized, weights_of
 from fp4kit.checkpoint.plan import kv_cache, layer_checks, scale_search
@@ -58,6 +59,7 @@ def make_plan(
     hadamard_only: Iterable[str] = (),
     adapter: str | Path | None = None,
     adapter_scales: str = ADAPTER_SCALES[0],
+    allow_loss: bool = False,
 ) -> Plan:
     """Return the plan to convert a model. Nothing is written.
 
@@ -119,6 +121,9 @@ def make_plan(
 
             If merged values exceed what the tensor scale can hold, "nearest" and "base" act like "new" for the layers
             that share it.
+        allow_loss: True to convert even if the scales of quantized layers of the source are certainly wrong, and to
+            write layers that lose their values: most blocks become zero though the source is not, or the error is far
+            above that of the format. If False, each is an error.
 
     Returns:
         The plan, for ``execute``.
@@ -148,6 +153,7 @@ def make_plan(
         hadamard_only=tuple(hadamard_only),
         adapter=None if adapter is None else LoraAdapter.of(adapter),
         adapter_scales=adapter_scales,
+        allow_loss=allow_loss,
     )
     if adapter is not None and codes is not None:
         raise CheckpointError("--adapter: codes of another model have no update; leave --codes out")
@@ -227,6 +233,7 @@ def _plan(facts: PlanFacts) -> Plan:
     warnings += tuple(closed_world.lost_tensor_scales(facts.weights.values()))
     told = (item for item in facts.items if item.group == DOUBTFUL or item.why == closed_world.INTEGERS)
     warnings += tuple(closed_world.reasons(told))
+    warnings += _doubtful_magnitudes(facts)
     if any_quantized(facts.weights.values()):
         lost = lost_column_scales(facts.config, facts.source.hf_quant_config, facts.weights)
         warnings += (lost,) if lost else ()
@@ -252,6 +259,21 @@ def _plan(facts: PlanFacts) -> Plan:
     )
     issues = tuple(issue for issue in findings_of_plan(plan) if issue.text not in warnings)
     return replace(plan, findings=issues, warnings=(*warnings, *(text for _, text in lines_of(issues))))
+
+
+def _doubtful_magnitudes(facts: PlanFacts) -> tuple[str, ...]:
+    """Return warnings about scales of the source whose magnitudes are wrong. Some rows of its layers are read.
+
+    Raise CheckpointError if scales are certainly wrong, and the request does not allow this.
+    """
+    weights = [*facts.weights.values()]
+    if not any_quantized(weights):
+        return ()
+    found = [*doubts_of(sampled_magnitudes(weights), reference_of(weights))]
+    certain = next((doubt for doubt in found if doubt.severity == "error"), None)
+    if certain is not None and not facts.request.allow_loss:
+        raise CheckpointError(f"{certain.line}; --allow-loss converts the model as it is")
+    return tuple(doubt.line for doubt in found)
 
 
 def _joined(shards: tuple[ShardPlan, ...]) -> ShardPlan:

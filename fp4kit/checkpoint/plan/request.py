@@ -62,6 +62,7 @@ class Request:
         hadamard_only: globs of the names of the layers to rotate; () for all that are quantized.
         adapter: the adapter whose updates are added to the weights (see adapter.py); None for none.
         adapter_scales: the block scales of quantized layers with an update, one of ADAPTER_SCALES in adapter.py.
+        allow_loss: True to write layers even if they lose their values, and to read scales that are certainly wrong.
 
     Raises:
         CheckpointError: if an option is unknown or out of range, if two options exclude each other, or if a recipe is
@@ -88,6 +89,7 @@ class Request:
     adapter_scales: str = ADAPTER_SCALES[0]
     chosen: str = ""
     follows_layers: bool = False
+    allow_loss: bool = False
 
     @property
     def rotation(self) -> WeightRotation | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fp4kit.checkpoint.model.doubtful_codes import LOST_CODES
 from fp4kit.checkpoint.model.statistics import StoredCounts
 from fp4kit.formats import ElementFormat
 
@@ -52,7 +53,7 @@ def noise_of(found: float | None, usual_db: float | None, bits: int, is_of_recip
     if found is None or usual_db is None or found >= usual_db - MARGIN_DB[bits]:
         return
     end = (
-        f"the recipe's scales cannot hold these values; {_ADVICE}"
+        "the recipe's scales cannot hold these values; use another recipe, or leave the layer unquantized"
         if is_of_recipe
         else "run fp4kit identify with this source"
     )
@@ -106,7 +107,7 @@ def emptiness_of(tally: StoredCounts, scale: ElementFormat | None, share: float)
         text = f"most blocks are zero, which is a fault unless the layer is sparse; {tells}; zero blocks"
         yield Loss("warning", text, tally.zero_blocks)
     elif tally.smallest_scale < tally.largest_scale:
-        yield Loss("error", "all codes are zero under block scales that differ, so the codes were lost")
+        yield Loss("error", LOST_CODES)
     elif share > 0.5:
         yield Loss("error", "all values are zero, as in most layers of this model, so the weights were lost")
     else:

@@ -547,8 +547,9 @@ _SAMPLED_ROWS = 64
 def usual_db(check: Check, readers: Readers) -> float | None:
     """Return the SQNR in decibels that a usual recipe for the format gives on the first 64 rows of a matrix's source.
 
-    The rows are extended to whole blocks of the source. Columns after the last multiple of 32 are left out. Return None
-    in these cases:
+    The rows are extended to whole blocks of the source, and multiplied by a power of two that brings them near 1, so
+    that neither end of the range of scales matters. Columns after the last multiple of 32 are left out. Return None in
+    these cases:
 
     - The matrix is unquantized, has no source rows, or has fewer than 32 columns.
     - The rows contain NaN or infinity, or only zeros.
@@ -562,6 +563,7 @@ def usual_db(check: Check, readers: Readers) -> float | None:
     x = np.ascontiguousarray(x[:, : x.shape[1] // 32 * 32])
     if not x.size or not np.isfinite(x).all() or not x.any():
         return None
+    x = np.ldexp(x.astype(np.float64), -int(np.frexp(np.abs(x).max())[1])).astype(np.float32)
     error = fake_quantize(x, _USUAL.get(form.kind, "mxfp8-te")).astype(np.float64) - x
     return sqnr_db(float(np.square(x, dtype=np.float64).sum()), float(np.square(error).sum()))
 

@@ -6,7 +6,7 @@ source, and N is the sum of squares of the differences.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,8 @@ from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.plan.adapter import LoraAdapter
-from fp4kit.checkpoint.verify.reencode import Check, Settings, checks_of, origins_of, tally_of_rows
+from fp4kit.checkpoint.verify.loss import is_low, noise_of, zeros_of
+from fp4kit.checkpoint.verify.reencode import Check, Settings, checks_of, origins_of, tally_of_rows, usual_db
 
 _MOST_MATRICES, _MOST_ELEMENTS = 256, 1 << 23  # the largest sample, so that a conversion reports its error at once
 _ROWS, _SPANS = 16, 4  # rows per span; spans per matrix if there are few matrices
@@ -82,6 +83,39 @@ def sampled_error(destination: str | Path, source: Source, adapter: LoraAdapter 
                 found[_name(check)] = db
     layers = tuple(sorted(found.items(), key=lambda item: item[1]))
     return SampledError(layers, len(checks), is_whole and len(sample) == len(checks))
+
+
+def sampled_losses(
+    destination: str | Path, source: Source, names: Collection[str], adapter: LoraAdapter | None = None
+) -> tuple[tuple[str, str], ...]:
+    """Judge on a sample of rows whether layers of a checkpoint have lost their values, by the limits of verify.
+
+    At most 256 evenly spaced matrices of the named layers are judged. Return (matrix, what is wrong) pairs.
+
+    destination: the quantized checkpoint.
+    source: the model from which it was made.
+    names: the names of the layers in the checkpoint.
+    adapter: the adapter that was merged into the source; None for none.
+
+    Raises CheckpointError if a file cannot be read.
+    """
+    made = inspect_checkpoint(destination)
+    weights = [weight for weight in made.layers.values() if weight.name in names]
+    rotations = transforms.resolved(made, made.weights).rotations
+    found = checks_of(weights, origins_of(weights, source, rotations, adapter), Settings())
+    checks = [check for check in found if check.origin is not None]
+    count = min(len(checks), _MOST_MATRICES)
+    lost = {}
+    with Readers() as readers:
+        for check in (checks[i * len(checks) // count] for i in range(count)):
+            form = check.stored.container
+            assert form is not None
+            tally, bits = tally_of_rows(check, readers, _spans(check, _SPANS)), form.element.bits
+            usual = usual_db(check, readers) if is_low(tally, bits) else None
+            losses = [*zeros_of(tally), *noise_of(tally.sqnr_db, usual, bits, is_of_recipe=True)]
+            for each in (each for each in losses if each.severity == "error"):
+                lost.setdefault(_name(check), f"{each.text}: {each.count}" if each.count else each.text)
+    return tuple(lost.items())
 
 
 def _sample(checks: Sequence[Check]) -> Iterator[tuple[Check, tuple[tuple[int, int], ...]]]:

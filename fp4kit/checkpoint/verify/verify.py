@@ -21,7 +21,9 @@ from fp4kit.checkpoint.findings import findings_of_files, opened
 from fp4kit.checkpoint.loaders.sharding import Sharding, obstacles, sharding_of
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.closed_world import check_model, is_attention_scale
+from fp4kit.checkpoint.model.doubtful_codes import CERTAIN
 from fp4kit.checkpoint.model.inspect import Checkpoint
+from fp4kit.checkpoint.model.magnitudes import doubts_of, magnitude_of, reference_of
 from fp4kit.checkpoint.model.manifest import MANIFEST, differences, load_manifest
 from fp4kit.checkpoint.model.model_files import Source, open_source
 from fp4kit.checkpoint.model.rotation import WeightRotation
@@ -179,6 +181,7 @@ class Verification:
     copies: (stored, source) pairs of unconverted tensors to compare.
     issues: the issues found in headers, configs and scalars.
     parallel: the sizes of tensor parallelism that the checkpoint allows; None for one that vLLM and SGLang do not load.
+    reference: the amax of unquantized matrices, if the checkpoint is verified alone; None if there are none.
     """
 
     root: Path
@@ -188,6 +191,7 @@ class Verification:
     copies: tuple[tuple[Located, Located], ...]
     issues: tuple[Issue, ...]
     parallel: Sharding | None = None
+    reference: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -317,7 +321,8 @@ def prepare(
     settings_issues += adapter_issues
     if source is None:
         checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))
-        return Verification(model.path, None, settings, checks, (), (*issues, *settings_issues), parallel)
+        found, reference = (*issues, *settings_issues), reference_of(model.weights.values())
+        return Verification(model.path, None, settings, checks, (), found, parallel, reference)
     original = open_source(Path(source))
     beside = _SourceComparison(model, original, settings, _check_source(model, original), turned.rotations)
     _check_patterns(beside.checks, [pattern for pattern, _ in given])
@@ -676,17 +681,24 @@ def _report(
     roots = dict.fromkeys((prepared.root, whole_path(prepared.root)))
     issues += [Issue("error", path.name, _LEFTOVER_TEXT) for root in roots for path in leftovers_of(root)]
     issues += prepared.issues
+    zeros = [*_zeros(found)]
+    issues += zeros
+    with Readers() as readers:
+        issues += _doubtful_magnitudes(found, layers, prepared.reference, readers)
     issues += [issue for layer in layers for issue in stored_issues(layer.name, layer.tally)]
-    issues += [Issue("warning", one.check.stored.name, one.doubt) for one in found if one.doubt]
+    lost = {issue.subject.partition("[")[0] for issue in zeros if issue.severity == "error"}
+    issues += [
+        Issue("error" if one.doubt in CERTAIN else "warning", one.check.stored.name, one.doubt)
+        for one in found
+        if one.doubt and not (one.doubt in CERTAIN and one.check.stored.name in lost)
+    ]
     issues += [
         Issue("error", one.check.stored.name, f"cannot be re-encoded: {shown(one.error)}") for one in found if one.error
     ]
-    zeros = [*_zeros(found)]
-    issues += zeros
-    lost = {issue.subject.partition("[")[0] for issue in zeros if issue.severity == "error"}
     far = (issue for layer in layers for issue in _too_far_from_source(layer, smoothing.layers.get(layer.name)))
     too_far = [issue for issue in far if issue.subject not in lost]  # the zeros are the cause
-    unlike = [*(issue.subject for issue in too_far), *(layer.name for layer in layers if _is_unlike(layer))]
+    different = (layer.name for layer in layers if _is_unlike(layer) and layer.name not in lost)
+    unlike = [*(issue.subject for issue in too_far), *different]
     issues += too_far
     faults = faults_of(prepared.checks, dict.fromkeys(unlike))
     issues += [Issue("error", name, f"{fault}{_REPAIR}") for name, fault in faults.items()]
@@ -776,6 +788,21 @@ def _zeros(found: Sequence[ReencodedLayer]) -> Iterator[Issue]:
         name = stored.name if stored.experts == 1 else f"{stored.name}[{one.check.expert}]"
         for each in loss.zeros_of(one.tally) if one.tally.compared else loss.emptiness_of(one.tally, scale, share):
             yield Issue(each.severity, name, each.text, count=each.count)
+
+
+def _doubtful_magnitudes(
+    found: Sequence[ReencodedLayer], layers: Sequence[LayerReport], reference: float | None, readers: Readers
+) -> Iterator[Issue]:
+    """Yield issues about scales whose magnitudes are wrong. Layers that are compared with a source are left out."""
+    scales = {layer.name: layer.tensor_scale for layer in layers}
+    magnitudes = []
+    for one in found:
+        stored, expert = one.check.stored, one.check.expert
+        if stored.container is not None and not one.tally.compared:
+            scale = scales[stored.name] if stored.experts == 1 else tensor_scale_of(readers, stored, expert)
+            magnitudes.append(magnitude_of(stored, expert, scale, one.tally))
+    for doubt in doubts_of(magnitudes, reference):
+        yield from (Issue(doubt.severity, name, doubt.text) for name in doubt.names or ("model",))
 
 
 def _too_far_from_source(layer: LayerReport, smoothed_db: float | None) -> Iterator[Issue]:

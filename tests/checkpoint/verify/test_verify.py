@@ -153,6 +153,7 @@ def naive(
         facts["negative_scales"] += bool(scale < 0)
         least = 2.0**-6 if form.scale is not None and form.scale.mantissa_bits else 2.0**-126
         facts["subnormal_scales"] += bool(0 < abs(scale) < least)
+        facts["top_scales"] += form.scale is not None and abs(float(scale)) == float(form.scale.max)
         facts["zero_blocks"] += zero
         facts["zero_scales"] += bool(scale == 0 and values.any())
         facts["flushed_blocks"] += bool(zero and (source != 0).any())
@@ -167,6 +168,8 @@ def naive(
             facts["underflowed_blocks"] += small
             facts["emptied_blocks"] += not small and scale != 0
         if np.isfinite(scale):
+            facts["scale_logs"] += 0.0 if scale == 0 else math.log2(abs(float(scale)))
+            facts["scaled_blocks"] += scale != 0
             facts["largest_scale"] = max(facts["largest_scale"], abs(scale))
             facts["smallest_scale"] = min(facts["smallest_scale"], abs(scale))
         facts["reach"] = max(facts["reach"], 0 if zero or not np.isfinite(scale) else limit)
@@ -209,9 +212,9 @@ def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypa
                 tally(form, codes, scales, scale, x.astype(dtype)),
                 naive(form, codes, scales, scale, x.astype(dtype)),
             )
-        sums = {name: (getattr(found, name), getattr(wanted, name)) for name in ("signal", "noise")}
+        sums = {name: (getattr(found, name), getattr(wanted, name)) for name in ("signal", "noise", "scale_logs")}
         for a, b in sums.values():
-            assert a == b or abs(a - b) <= 1e-9 * b
+            assert a == b or abs(a - b) <= 1e-9 * abs(b)
         same = {name: 0.0 for name in sums}
         assert StoredCounts(**{**vars(found), **same}) == StoredCounts(**{**vars(wanted), **same})
         held = tally(form, codes, scales, scale)
