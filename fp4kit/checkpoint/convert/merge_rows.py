@@ -39,7 +39,7 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[s
     """
     scale = tensor_scale_of(readers, job.weight, job.expert)
     if job.merge_scales == "new" or not keeps_tensor_scale(job.container.element, scale, job.new_recipe, amax):
-        _, losses, survival = quantize_rows.write(job, readers, _WithoutInputScale(output), amax)
+        _, losses, survival, _ = quantize_rows.write(job, readers, _WithoutInputScale(output), amax)
         rename.write_scalars(job, readers, output, (INPUT_SCALE,))
         return REQUANTIZE, losses, survival
     if job.weight.update is None:

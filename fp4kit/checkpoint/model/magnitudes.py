@@ -8,9 +8,9 @@ recipes with four over six.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import log2, sqrt
 from statistics import median
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ _UPPER_END = 128.0
 # trained models; those of different kinds, or of embeddings, below 100. A tensor scale that is lost or inverted is off
 # by 10^3 to 10^8, a factor of 448 too many or too few by 448, and exponents by 2^k.
 _FAR_FROM_PEERS, _FAR, _CERTAIN = 12.0, 128.0, 16384.0
+_DEVIATIONS = 8  # a matrix is doubtful if its log differs by more than this many median deviations
 # The reach times sqrt(K), which is near the largest output for inputs of size 1. It is 1 to 300 in trained models and
 # in models of standard normal weights. The limits count together with the ratio to unquantized matrices, or alone, if
 # the model has none.
@@ -60,7 +61,7 @@ class Magnitude(NamedTuple):
         """The geometric mean of what the scales of blocks allow, which outliers hardly change; 0 if all are zero."""
         if not self.counts.scaled_blocks:
             return 0.0
-        mean = 2.0 ** (self.counts.scale_logs / self.counts.scaled_blocks)
+        mean = 2.0 ** (self.counts.scale_logs / 1024 / self.counts.scaled_blocks)
         return mean * abs(self.tensor_scale or 1.0) * float(self.form.element.max)
 
     @property
@@ -189,24 +190,40 @@ def _severity(ratio: float) -> str:
 
 
 def _unlike_peers(found: Sequence[Magnitude]) -> Iterator[Doubt]:
-    """Yield a finding for each matrix that is far from the median of its kind or, if it has no two peers, of the model.
+    """Yield a finding for each matrix that is far from the median of its kind.
 
-    The model needs four matrices.
+    A matrix without two peers is compared with all matrices in its kind of container, if there are four. How far is too
+    far depends on how far the other matrices are from their medians.
     """
-    roles: dict[tuple[str, str], list[float]] = defaultdict(list)
+    kinds, containers = defaultdict[Hashable, list[float]](list), defaultdict[Hashable, list[float]](list)
     for one in found:
-        roles[_kind(one)].append(one.typical)
-    middle = median(one.typical for one in found) if found else 0.0
-    middles = {kind: median(sizes) for kind, sizes in roles.items()}
+        kinds[_kind(one)].append(log2(one.typical))
+        containers[one.form.kind].append(log2(one.typical))
+    limit = _limit((sizes for sizes in kinds.values() if len(sizes) > 2), _FAR_FROM_PEERS)
+    limits = {kind: _limit([sizes], _FAR) for kind, sizes in containers.items()}
+    middles = {kind: median(sizes) for kind, sizes in (*kinds.items(), *containers.items())}
     for one in found:
-        is_kind = len(roles[_kind(one)]) > 2
-        if not is_kind and len(found) < 4:
+        kind, container = _kind(one), one.form.kind
+        if len(kinds[kind]) > 2:
+            ratio, far, peers = one.typical / 2.0 ** middles[kind], limit, "its kind"
+        elif len(containers[container]) > 3:
+            ratio, far, peers = one.typical / 2.0 ** middles[container], limits[container], "the layers of this format"
+        else:
             continue
-        ratio = one.typical / (middles[_kind(one)] if is_kind else middle)
-        if _is_far(ratio, _FAR_FROM_PEERS if is_kind else _FAR):
-            peers = "the median of its kind" if is_kind else "the median of the model's layers"
-            text = f"its scales allow values up to {one.reach:.2g}, and typical ones are {_ratio(ratio)} {peers}"
-            yield Doubt(_severity(ratio), (one.name,), f"{text}; {_CAUSES}")
+        if _is_far(ratio, far):
+            text = f"its scales allow values up to {one.reach:.2g}, and typical ones are {_ratio(ratio)} the median of"
+            yield Doubt(_severity(ratio), (one.name,), f"{text} {peers}; {_CAUSES}")
+
+
+def _limit(groups: Iterable[Sequence[float]], least: float) -> float:
+    """Return the ratio to the median of a group from which on a matrix is doubtful: ``least``, or more if many differ.
+
+    groups: log2 of the typical magnitudes, by group.
+    """
+    away: list[float] = []
+    for sizes in groups:
+        away += sorted(abs(size - median(sizes)) for size in sizes)[1:]  # without the median itself
+    return max(least, 2.0 ** (_DEVIATIONS * median(away))) if away else least
 
 
 def _kind(one: Magnitude) -> tuple[str, str]:

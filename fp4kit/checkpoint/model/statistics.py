@@ -69,8 +69,8 @@ class StoredCounts:
         noise: the sum of (x - decoded)^2 over finite x, in float64; inf if a finite x was stored as NaN or infinity.
         reach: the largest finite magnitude that an element can have under the stored scales, in blocks that are not all
             zero.
-        scale_logs, scaled_blocks: the sum of log2 of the magnitudes of block scales that are finite and not zero, and
-            the number of these scales.
+        scale_logs, scaled_blocks: the sum of log2 of the magnitudes of block scales that are finite and not zero, in
+            1/1024 to be independent of the order, and the number of these scales.
         largest_scale, smallest_scale: the largest and the smallest magnitude of a finite block scale.
     """
 
@@ -93,7 +93,7 @@ class StoredCounts:
     signal: float = 0.0
     noise: float = 0.0
     reach: float = 0.0
-    scale_logs: float = 0.0
+    scale_logs: int = 0
     scaled_blocks: int = 0
     largest_scale: float = 0.0
     smallest_scale: float = math.inf
@@ -179,7 +179,7 @@ def _count_stored(
         top_scales=0 if form.scale is None else int(np.count_nonzero(magnitudes == form.scale.max)),
         zero_blocks=int(np.count_nonzero(zero)),
         zero_scales=int(np.count_nonzero(zero & ~empty)),
-        scale_logs=float(np.log2(used, dtype=np.float64).sum()),
+        scale_logs=int(np.rint(1024 * np.log2(used, dtype=np.float64)).sum()),
         scaled_blocks=used.size,
         largest_scale=float(magnitudes.max(initial=0, where=finite)),
         smallest_scale=float(magnitudes.min(initial=math.inf, where=finite)),

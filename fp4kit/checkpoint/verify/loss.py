@@ -5,7 +5,7 @@ that of its format. Verify and conversions use the same limits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from fp4kit.checkpoint.model.doubtful_codes import LOST_CODES
 from fp4kit.checkpoint.model.statistics import StoredCounts
@@ -19,7 +19,8 @@ MARGIN_DB = {4: 10.0, 8: 15.0}
 SOUND_DB = {4: 12.0, 8: 18.0}
 
 
-class Loss(NamedTuple):
+@dataclass(frozen=True)
+class Loss:
     """A loss of values. The text names the kind of items that are counted if ``count`` is not 0."""
 
     severity: str

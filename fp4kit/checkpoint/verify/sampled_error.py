@@ -105,7 +105,7 @@ def sampled_losses(
     found = checks_of(weights, origins_of(weights, source, rotations, adapter), Settings())
     checks = [check for check in found if check.origin is not None]
     count = min(len(checks), _MOST_MATRICES)
-    lost = {}
+    lost: dict[str, str] = {}
     with Readers() as readers:
         for check in (checks[i * len(checks) // count] for i in range(count)):
             form = check.stored.container

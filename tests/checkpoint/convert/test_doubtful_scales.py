@@ -34,19 +34,24 @@ def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path
 
 
 def test_reciprocals_are_doubted(quantized: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """A tensor scale stored as its reciprocal gives a warning in convert and verify; a sound one gives none."""
+    """A tensor scale stored as its reciprocal is an error in convert and verify; convert warns if it is allowed."""
     form, root = quantized
     sound = convert(root, tmp_path / "sound", format="bf16")
     assert not sound.doubts and not any("scales allow" in issue.text for issue in verify(root).issues)
     change(root, f"{O_PROJ}.{SCALE[form]}", lambda scale: 1 / scale)
     for name, format in (("decoded", "bf16"), ("renamed", form)):
-        (doubt,) = convert(root, tmp_path / name, format=format).doubts
+        with synthetic.refused(f"{O_PROJ}: its scales allow values up to"):
+            make_plan(root, format=format)
+        (doubt,) = convert(root, tmp_path / name, format=format, allow_loss=True).doubts
         assert doubt.startswith(O_PROJ) and "far beyond trained weights" in doubt
     found = [issue for issue in verify(root).issues if "far beyond trained weights" in issue.text]
     assert [(issue.severity, issue.subject) for issue in found] == [("warning", O_PROJ)]
-    assert main(["convert", str(root), str(tmp_path / "cli"), "--format", "bf16"]) == 0
+    assert (O_PROJ, "error") in {(issue.subject, issue.severity) for issue in verify(root).issues}
+    assert main(["convert", str(root), str(tmp_path / "cli"), "--format", "bf16"]) == 2
+    assert "--allow-loss converts the model as it is" in capsys.readouterr().err
+    assert main(["convert", str(root), str(tmp_path / "cli"), "--format", "bf16", "--allow-loss"]) == 0
     assert f"warning: {doubt.split('.weight')[0]}" in capsys.readouterr().out
-    assert main(["convert", str(root), str(tmp_path / "json"), "--format", "bf16", "--json"]) == 0
+    assert main(["convert", str(root), str(tmp_path / "json"), "--format", "bf16", "--json", "--allow-loss"]) == 0
     assert any("far beyond" in text for text in json.loads(capsys.readouterr().out)["warnings"])
 
 
@@ -109,7 +114,9 @@ def test_scales_of_gguf_layers(tmp_path: Path) -> None:
     (tmp_path / "lost.gguf").write_bytes(data.replace(b"blk.0.attn_q.scale", b"blk.0.attn_q.scalf"))
     other = "blk.0.attn_q: no tensor scale, but 12 of 13 NVFP4 layers have one"
     ignore = ["blk.0.attn_q.scalf"]
-    plan = make_plan(tmp_path / "lost.gguf", format="bf16", ignore=ignore)
+    with synthetic.refused("blk.0.attn_q: no tensor scale other than 1, although block scales reach"):
+        make_plan(tmp_path / "lost.gguf", format="bf16", ignore=ignore)
+    plan = make_plan(tmp_path / "lost.gguf", format="bf16", ignore=ignore, allow_loss=True)
     assert any(other in text for text in plan.warnings)
     assert any(other in issue.text for issue in verify(tmp_path / "lost.gguf", ignore=ignore).issues)
     at = _position_of_scale(tmp_path / "q.gguf")
