@@ -398,7 +398,7 @@ def _is_too_small(
     small: npt.NDArray[np.bool_] = amax <= factor * np.where(
         values == 0, smallest * float(form.element.max), values * code
     )
-    return flushed & small
+    return flushed & small & np.isfinite(values)
 
 
 def _max_magnitudes(form: Container, scales: np.ndarray, tensor_scale: np.float32 | None) -> npt.NDArray[np.float32]:
