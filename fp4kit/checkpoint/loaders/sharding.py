@@ -24,11 +24,11 @@ SIZES = (1, 2, 4, 8, 16, 32)
 _ROWS, _COLUMNS, _WHOLE = "rows", "columns", "whole"
 _LEAVES = {
     _ROWS: (
-        *("q_proj k_proj v_proj qkv_proj query key value query_key_value wq wk wv Wqkv".split()),
-        *("q_b_proj kv_b_proj wq_b gate_proj up_proj gate_up_proj w1 w3 w13 fc1 c_fc dense_h_to_4h".split()),
+        *("q_proj k_proj v_proj qkv_proj query key value query_key_value wq wk wv wqkv Wqkv".split()),
+        *("q_b_proj kv_b_proj wq_b gate_proj up_proj gate_up_proj w1 w3 w13 fc1 c_fc dense_h_to_4h fc_in".split()),
         *("in_proj_qkv in_proj_z in_proj_b in_proj_a in_proj_qkvz in_proj_ba".split()),
     ),
-    _COLUMNS: "o_proj down_proj w2 wo wo_b out_proj dense dense_4h_to_h c_proj fc2".split(),
+    _COLUMNS: "o_proj down_proj w2 wo wo_b out_proj dense dense_4h_to_h c_proj fc2 fc_out".split(),
     _WHOLE: (
         *("q_a_proj kv_a_proj_with_mqa fused_qkv_a_proj_with_mqa wq_a wkv fused_wqa_wkv".split()),
         *("gate router shared_expert_gate eh_proj e_proj h_proj weights_proj".split()),
@@ -36,7 +36,8 @@ _LEAVES = {
 }
 SPLITS = {leaf: axis for axis, leaves in _LEAVES.items() for leaf in leaves}  # the leaf of a layer's name -> its split
 _KEYS = ("k_proj", "v_proj", "key", "value", "wk", "wv")  # repeated if there are fewer heads than ranks
-_FUSED_QKV = ("qkv_proj", "query_key_value", "Wqkv")
+_FUSED_QKV = ("qkv_proj", "query_key_value", "wqkv", "Wqkv")
+_ATTENTION = ("q_proj", "o_proj", "wq", "wo", "query", *_KEYS, *_FUSED_QKV)  # also outside modules called attention
 _HALVES = ("gate_up_proj", "w13")
 _GPT_OSS = "gpt-oss"
 _WHOLE_ROWS = ("fp8 rows", "fp8 tensor")  # kinds whose scales are not per block: each rank gets all of them
@@ -165,16 +166,24 @@ def _layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[_Split
         container = weight.container
         if container is not None and not _is_served(container):
             return None
-        leaf, roles = weight.name.rpartition(".")[2], candidate(weight.tensor, "BF16", weight.shape, facts).roles
+        leaf, roles = _leaf_of(weight.name), candidate(weight.tensor, "BF16", weight.shape, facts).roles
         if len(weight.shape) < 2 or _NOT_SPLIT & set(roles) or (container is None and leaf not in SPLITS):
             continue
         rows, columns = weight.shape[-2:]
         height, width = (1, 1) if container is None or container.kind in _WHOLE_ROWS else container.block
-        is_attention = "attention" in roles and "linear_attn" not in weight.name
+        is_attention = ("attention" in roles or leaf in _ATTENTION) and "linear_attn" not in weight.name
         form, block = "" if container is None else container.name, (height, width)
         places = rows, columns, block, form, weight.experts, "experts" in roles, is_attention
         found.append(_SplitLayer(weight.name, leaf, *places))
     return found if any(one.is_quantized for one in found) and not class_of(config) else None
+
+
+def _leaf_of(name: str) -> str:
+    """Return the last part of a layer's name, as SPLITS has it. Layers of an indexer (DeepSeek) are not in SPLITS."""
+    *parents, leaf = name.split(".")
+    if "indexer" in parents:
+        return f"indexer.{leaf}"
+    return "dense_h_to_4h" if leaf == "dense" and parents[-1:] == ["intermediate"] else leaf  # BERT
 
 
 def _is_served(container: Container) -> bool:

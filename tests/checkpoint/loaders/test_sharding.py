@@ -58,6 +58,10 @@ TABLE = [  # (layers, entries of config.json, allowed sizes)
     ([layer(f"{ATTENTION}.q_proj", (4096, 4096))], {**HEADS, "num_key_value_heads": 6, "kv_lora_rank": 512}, SIZES),
     ([layer(f"{ATTENTION}.kv_a_proj_with_mqa", (576, 7168), FP8)], {"num_attention_heads": 128}, SIZES),  # not split
     ([layer(f"{ATTENTION}.o_proj", (4096, 4096), FP8)], HEADS, SIZES),
+    ([layer("backbone.layers.5.mixer.k_proj", (256, 4096), FP8)], {**HEADS, "num_key_value_heads": 2}, SIZES),
+    ([layer(f"{ATTENTION}.indexer.wq_b", (64, 100), FP8), layer(f"{MLP}.up_proj", (64, 64))], {}, SIZES),
+    ([layer("encoder.layer.0.intermediate.dense", (3072, 100))], {}, SIZES),  # rows; BERT's other dense: columns
+    ([layer("encoder.layer.0.output.dense", (64, 96))], {}, (1, 2)),
     ([layer("lm_head", (151936, 1000)), layer(f"{MLP}.up_proj", (64, 64))], {}, SIZES),  # the vocabulary is padded
     ([layer("model.visual.blocks.0.mlp.fc2", (64, 80)), layer(f"{MLP}.up_proj", (64, 64))], {}, SIZES),
     ([layer("model.layers.0.mlp.experts.gate_up_proj", (32, 5760, 2880), "gpt-oss")], {}, (1, 2, 4, 8)),  # 90 blocks
