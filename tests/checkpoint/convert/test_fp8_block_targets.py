@@ -255,7 +255,9 @@ def test_mxfp4_to_8_bits_keeps_every_value(source: str, model: Path, tmp_path: P
             assert all(np.all(np.frexp(np.frombuffer(raw, "<f4"))[0] == 0.5) for _, _, raw in scales)
 
 
-def test_blocks_that_no_power_of_two_holds(wide: Path, tmp_path: Path, capsys: Any) -> None:
+def test_blocks_that_no_power_of_two_holds(
+    wide: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The refusal counts values and blocks before anything is written; --requantize rounds these values alone."""
     convert(wide, tmp_path / "mx", "mxfp4-compressed-tensors")
     arguments = ["convert", str(tmp_path / "mx"), str(tmp_path / "out"), "--recipe", RECIPES[0], "--format", "fp8"]
@@ -278,6 +280,9 @@ def test_blocks_that_no_power_of_two_holds(wide: Path, tmp_path: Path, capsys: A
     a, b = (np.frombuffer(one[f"{name}.weight"], BF16).reshape(256, 256) for one in (before, after))
     assert np.count_nonzero(a != b) == 32 and np.all(a[5, 64:96] != b[5, 64:96])
     assert {**before, f"{name}.weight": b""} == {**after, f"{name}.weight": b""}
+    monkeypatch.setattr("fp4kit.checkpoint.model.slabs.SLAB_BYTES", 1)
+    again = convert(tmp_path / "mx", tmp_path / "slabs", RECIPES[0], format="fp8", requantize=True)
+    assert again.changes == report.changes and load(tmp_path / "slabs") == load(tmp_path / "out")
     assert verify(tmp_path / "out", tmp_path / "mx").clean
 
 
