@@ -468,6 +468,8 @@ class Reader:
         "each": the name of each expert. "not asked": no name.
     linears: True if the engine looks up linear layers too, False if it looks up experts only.
     head: True if the engine looks up lm_head even if it is tied to the embedding and has no tensor.
+    unwraps: True if the engine looks up the parts of fused layers without a last ``.linear``, which the layers of
+        Gemma 4's towers have: q_proj for q_proj.linear. Source: SGLang layers/clippable_linear.py.
     """
 
     engine: str
@@ -476,6 +478,7 @@ class Reader:
     experts: Literal["container", "each", "not asked"] = "container"
     linears: bool = True
     head: bool = False
+    unwraps: bool = False
 
     def lookups(self, modules: Iterable[str]) -> dict[str, list[str]]:
         """Group modules by the name that the engine looks up for them: looked-up name -> the modules that it covers.
@@ -502,13 +505,16 @@ class Reader:
         if not self.linears:
             return None
         parent, leaf = split_module(module)
+        if self.unwraps and leaf == "linear" and split_module(parent)[1] in fused_of:
+            parent, leaf = split_module(parent)
         return join_module(parent, fused_of.get(leaf, leaf))
 
 
-_MODELOPT = (Reader("vLLM", vllm_modelopt, VLLM_FUSED, head=True), Reader("SGLang", sglang_modelopt, SGLANG_FUSED))
+_SGLANG_MODELOPT = Reader("SGLang", sglang_modelopt, SGLANG_FUSED, unwraps=True)
+_MODELOPT = (Reader("vLLM", vllm_modelopt, VLLM_FUSED, head=True), _SGLANG_MODELOPT)
 _COMPRESSED_TENSORS = (
     Reader("vLLM", vllm_compressed_tensors, VLLM_FUSED),
-    Reader("SGLang", sglang_compressed_tensors, SGLANG_FUSED),
+    Reader("SGLang", sglang_compressed_tensors, SGLANG_FUSED, unwraps=True),
     Reader("compressed-tensors", compressed_tensors, experts="each"),
     # In transformers, experts are not modules, so it looks up none of them.
     Reader("transformers", compressed_tensors, experts="not asked"),
@@ -528,10 +534,13 @@ READERS: Mapping[str, tuple[Reader, ...]] = {
     "compressed-tensors FP8 128x128": _COMPRESSED_TENSORS,
     "fp8 128x128": (
         Reader("vLLM", vllm_fp8, VLLM_FUSED),
-        Reader("SGLang", sglang_mxfp8, SGLANG_FUSED),
+        Reader("SGLang", sglang_mxfp8, SGLANG_FUSED, unwraps=True),
         Reader("transformers", transformers_listed),
     ),
-    "sglang-mxfp8": (Reader("SGLang", sglang_mxfp8, SGLANG_FUSED), Reader("transformers", transformers_listed)),
+    "sglang-mxfp8": (
+        Reader("SGLang", sglang_mxfp8, SGLANG_FUSED, unwraps=True),
+        Reader("transformers", transformers_listed),
+    ),
     "gpt-oss": (Reader("vLLM", vllm_gpt_oss), Reader("transformers", transformers_mxfp4)),
     "deepseek-v4": (Reader("vLLM", vllm_deepseek_v4, linears=False),),
     "deepseek-v4 nvfp4": (Reader("vLLM", vllm_deepseek_v4, linears=False),),

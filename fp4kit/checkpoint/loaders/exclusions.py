@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fp4kit.checkpoint.loaders.engines import Finding, finding
@@ -29,6 +30,7 @@ from fp4kit.checkpoint.loaders.exclusion_semantics import (
     container_of,
     sglang_compressed_tensors,
     vllm_compressed_tensors,
+    vllm_modelopt,
 )
 from fp4kit.checkpoint.selection.fused_layers import fused_groups, join_module, split_module
 
@@ -217,6 +219,49 @@ _SYNTAXES: Mapping[str, Callable[[set[str], set[str], set[str], Collection[str]]
 }
 
 
+@dataclass(frozen=True)
+class _ModelClass:
+    """How vLLM and SGLang build one class of models.
+
+    renames: prefixes of names in checkpoints and in lists -> the prefixes that the engines give them.
+    plain: last parts, and prefixes that end in a dot, of modules that engines build without quantization.
+    """
+
+    renames: Mapping[str, str] = field(default_factory=dict)
+    plain: tuple[str, ...] = ()
+
+
+_DEEPSEEK = _ModelClass(plain=("gate",))
+_KIMI = _ModelClass(
+    {"language_model.layers.": "language_model.model.layers."},
+    ("gate", "routed_expert_down_proj", "routed_expert_up_proj", "vision_tower.", "mm_projector."),
+)
+# The entry "architectures" of config.json -> the class. Read in vLLM and SGLang: models/kimi_k25.py, kimi_k3.py (or
+# models/kimi_k3/), glm5v.py and deepseek_v2.py: hf_to_vllm_mapper, hf_to_sglang_mapper, and layers with
+# quant_config=None.
+_CLASSES = {
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "DeepseekV32ForCausalLM": _DEEPSEEK,
+    "KimiK25ForConditionalGeneration": _KIMI,
+    "KimiK3ForConditionalGeneration": _KIMI,
+    "Glm5vForConditionalGeneration": _KIMI,
+}
+
+
+def class_of(config: Mapping[str, Any]) -> _ModelClass:
+    """Return how engines build the model of a config.json; a class without renames if nothing is known about it."""
+    names = config.get("architectures")
+    found = (_CLASSES[name] for name in (names if isinstance(names, list) else ()) if name in _CLASSES)
+    return next(found, _ModelClass())
+
+
+def _is_plain(module: str, plain: Collection[str]) -> bool:
+    """Return whether engines build a module without quantization, so that they look it up in no list."""
+    leaf = split_module(module)[1]
+    return any(leaf == one or (one.endswith(".") and f".{one}" in f".{module}") for one in plain)
+
+
 def exclusion_list(
     syntax: str, copied: Iterable[str], subtrees: Iterable[str], converted: Collection[str]
 ) -> tuple[str, ...]:
@@ -226,8 +271,8 @@ def exclusion_list(
     syntax "modelopt", an MLA projection may be copied in some layers and quantized in others. Its pattern then ends in
     ``*``, so that SGLang does not apply the pattern to every layer.
 
-    The list also names lm_head unless lm_head is quantized, and each fused layer that engines make only of copied
-    layers.
+    The list also names lm_head unless lm_head is quantized, each fused layer that engines make only of copied layers,
+    and "q_proj" for a layer "q_proj.linear" (see Reader.unwraps).
 
     syntax: "modelopt" (globs such as ``model.visual.*``), "compressed-tensors" (names, and patterns such as
         ``re:model\\.visual\\..*``), "dotted" (SGLang's mxfp8, paths without wildcards such as ``model.visual``),
@@ -251,7 +296,8 @@ def exclusion_list(
     roots = {root for root in subtrees if not _below(root, subtrees)}
     covered = roots | containers
     names = {module for module in copied - containers if not _below(module, covered)}
-    names |= {_HEAD, *_aliases(names, converted)} - converted
+    unwrapped = {module.removesuffix(".linear") for module in names if module.endswith("_proj.linear")}
+    names |= {_HEAD, *unwrapped, *_aliases([*names, *unwrapped], converted)} - converted
     if syntax == "names":
         names |= {container_of(module) or module for module in copied if _below(module, covered)}
     return tuple(sorted(_SYNTAXES[syntax](names, roots, containers, converted)))
@@ -352,7 +398,11 @@ def _verdict(
 
 
 def check(
-    container: str, patterns: Iterable[str], copied: Iterable[str], converted: Iterable[str]
+    container: str,
+    patterns: Iterable[str],
+    copied: Iterable[str],
+    converted: Iterable[str],
+    config: Mapping[str, Any] | None = None,
 ) -> tuple[Finding, ...]:
     """Return a finding for every module that an exclusion list makes an engine load wrongly; () if there is none.
 
@@ -363,14 +413,18 @@ def check(
     patterns: the exclusion list of the checkpoint.
     copied: names of the linear layers and stacks of experts that are not quantized.
     converted: names of the quantized layers.
+    config: the content of config.json, whose "architectures" say how engines rename modules, and which modules they
+        never quantize; None if it is not known.
     """
-    converted = tuple(converted)
-    modules = dict.fromkeys((*copied, *converted))
+    converted, known = tuple(converted), class_of(config or {})
+    modules = dict.fromkeys((*(name for name in copied if not _is_plain(name, known.plain)), *converted))
     roots = {"visual"} if any(module.startswith("visual.") for module in modules) else set()
-    return tuple(_check(container, tuple(patterns), modules, frozenset(converted), roots))
+    return tuple(_check(container, tuple(patterns), modules, frozenset(converted), roots, known))
 
 
-def _as_looked_up(reader: Reader, patterns: Sequence[str], roots: Collection[str]) -> tuple[Reader, Sequence[str]]:
+def _as_looked_up(
+    reader: Reader, patterns: Sequence[str], roots: Collection[str], known: _ModelClass
+) -> tuple[Reader, Sequence[str]]:
     """Return (reader, exclusion list) with which modules can be looked up under their names in the checkpoint.
 
     For multimodal models, engines rename modules or the list, and so does the result:
@@ -378,20 +432,29 @@ def _as_looked_up(reader: Reader, patterns: Sequence[str], roots: Collection[str
     - transformers renames modules before it looks them up. The returned reader does so too.
     - vLLM and SGLang rename the plain names in a list of compressed-tensors. In the returned list, the checkpoint's
       names are added to the names that transformers uses.
+    - For some classes of models, vLLM and SGLang rename the list and the tensors. In the returned list, a renamed
+      pattern has both names. vLLM then also splits a pattern ``prefix*`` (see vllm_modelopt).
 
     All other readers and lists are returned unchanged.
 
     reader: how the engine looks up modules.
     patterns: the exclusion list.
     roots: {"visual"} for the older names of Qwen2-VL, otherwise empty.
+    known: how engines build the model.
     """
     excluded = reader.excluded
+    if known.renames and reader.engine in ("vLLM", "SGLang"):
+        both = {**known.renames, **{new: old for old, new in known.renames.items()}}
+        renamed = (new + one.removeprefix(old) for one in patterns for old, new in both.items() if one.startswith(old))
+        patterns = tuple(dict.fromkeys((*patterns, *renamed)))
+        if excluded is vllm_modelopt:
+            reader = replace(reader, excluded=partial(vllm_modelopt, mapped=True))
     if excluded is compressed_tensors:
 
-        def renamed(module: str, patterns: Sequence[str]) -> bool:
+        def in_transformers(module: str, patterns: Sequence[str]) -> bool:
             return compressed_tensors(next(_in_transformers([module], roots), module), patterns)
 
-        return replace(reader, excluded=renamed), Patterns(patterns)
+        return replace(reader, excluded=in_transformers), Patterns(patterns)
     if excluded in (vllm_compressed_tensors, sglang_compressed_tensors):
         olds = {new: old for old, new in _IN_TRANSFORMERS.items() if old != "model.layers." or roots}
         more = [
@@ -405,7 +468,12 @@ def _as_looked_up(reader: Reader, patterns: Sequence[str], roots: Collection[str
 
 
 def _check(
-    container: str, listed: Sequence[str], modules: Iterable[str], converted: Collection[str], roots: Collection[str]
+    container: str,
+    listed: Sequence[str],
+    modules: Collection[str],
+    converted: Collection[str],
+    roots: Collection[str],
+    known: _ModelClass,
 ) -> Iterator[Finding]:
     """Yield an error for each module that an engine would load wrongly, for every engine that reads ``container``.
 
@@ -416,11 +484,13 @@ def _check(
     modules: names of all layers, copied or quantized.
     converted: names of the quantized layers.
     roots: {"visual"} for the older names of Qwen2-VL, otherwise empty.
+    known: how engines build the model.
     """
+    has_head = any(split_module(module)[1] == _HEAD for module in modules)
     for one in READERS.get(container, ()):
-        reader, patterns = _as_looked_up(one, listed, roots)
+        reader, patterns = _as_looked_up(one, listed, roots, known)
         lookups = reader.lookups(modules)
-        if reader.head:
+        if reader.head and not has_head:
             lookups.setdefault(_HEAD, [_HEAD])
         for name, members in lookups.items():
             text = _verdict(reader, name, members, converted, patterns)

@@ -381,7 +381,7 @@ def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Ma
         patterns = ()
         for reader in READERS[name]:
             yield finding(reader.engine, "error", "config.json", str(error))
-    yield from exclusions.check(name, patterns, _unquantized(model, form), list(model.layers))
+    yield from exclusions.check(name, patterns, _unquantized(model, form), list(model.layers), config)
 
 
 def _unquantized(model: Checkpoint, form: Container) -> list[str]:
