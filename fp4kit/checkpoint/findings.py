@@ -22,6 +22,7 @@ from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.layers import Piece
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, existing_file, open_source
+from fp4kit.checkpoint.model.side_files import other_weights
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan import input_rotation, kv_cache
@@ -68,6 +69,8 @@ def findings_of_files(
     model = model.without(turned.matrices)
     scalars = scalars_of(model.layers.values())
     found = [*refused_items(turned.items), *findings_of(model, scalars, turned.rotations)]
+    others = other_weights(model.path, [file.name for file in model.files], model.config or {})
+    found += [Issue("warning", name, text) for name, text in others]
     found += unusable_tensor_scales(model.layers.values())
     found += [Issue(*trouble) for trouble in kv_cache.troubles(model.tensors)]
     return found, model, turned, scalars

@@ -754,7 +754,7 @@ def _decibels(losses: Losses) -> dict[str, float]:
 
 def _skipped(plan: Plan) -> list[tuple[str, str]]:
     """Return (file name, reason) for every file of the source that the conversion leaves out; [] if there are none."""
-    return [*((name, "not named by the index") for name in plan.source.ignored), *plan.auxiliary.skipped]
+    return list(plan.auxiliary.skipped)
 
 
 def _print_plan(out: Output, plan: Plan, destination: Path, findings: Sequence[Issue]) -> None:

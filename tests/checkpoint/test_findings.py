@@ -132,3 +132,27 @@ def test_files(tmp_path: Path) -> None:
         report = execute(make_plan(tmp_path / "m.safetensors", "nvfp4-te"), tmp_path / destination)
         assert facts(findings_of_plan(report.plan, tmp_path / destination)) == facts(report.findings)
         assert facts(report.findings) <= facts(verify(tmp_path / destination).issues)
+
+
+# Files beside a model: (name, whether the model has an index, text that says what engines do with the file)
+BESIDE = (
+    ("mtp.safetensors", True, "SGLang does, for the 1 layer of multi-token prediction"),
+    ("extra.safetensors", True, "declares 1 layer of multi-token prediction, which may be in it"),
+    ("consolidated.safetensors", True, "is not named by model.safetensors.index.json, so vLLM and transformers do not"),
+    ("adapter_model.safetensors", True, "is an adapter (PEFT)"),
+    ("mtp.safetensors", False, "vLLM and SGLang load all safetensors files"),
+    ("consolidated.safetensors", False, "model.safetensors alone is read here and by transformers"),
+    ("adapter_model.safetensors", False, "is an adapter (PEFT)"),
+)
+
+
+@together("name, index, text", BESIDE)
+def test_weights_outside_the_model_are_named(name: str, index: bool, text: str, tmp_path: Path) -> None:
+    source = tmp_path / f"{name}{index}"
+    tensors = synthetic.dense(tmp_path / f"{name}{index}s")
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    synthetic.write_model(source, config, tensors, (lambda one: int("layers.1" in one)) if index else None)
+    synthetic.write_file(source / name, {"model.layers.2.eh_proj.weight": synthetic.random("eh", (64, 128))})
+    assert [one.severity for one in verify(source).issues if one.subject == name and text in one.text] == ["warning"]
+    (warning,) = (line for line in make_plan(source).warnings if line.startswith(f"{name}: "))
+    assert text in warning and warning.endswith("it is not converted")

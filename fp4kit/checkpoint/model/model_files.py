@@ -181,7 +181,7 @@ def _check_numbering(names: Iterable[str]) -> None:
             )
 
 
-def _safetensors_in(root: Path) -> list[str]:
+def safetensors_in(root: Path) -> list[str]:
     """Return the sorted names that end in .safetensors in a directory; [] if there are none.
 
     Subdirectories are not searched.
@@ -210,7 +210,7 @@ def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[s
         CheckpointError: if there is no file, if a numbered shard is missing, or if there is a model.safetensors that
             the index does not name.
     """
-    present = _safetensors_in(root)
+    present = safetensors_in(root)
     if weight_map is not None:
         names = sorted(set(weight_map.values()))
         if SINGLE in present and SINGLE not in names:
@@ -495,5 +495,5 @@ def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str
     _check_no_duplicates(files)
     if weight_map is not None:
         _check_index(weight_map, files)
-    ignored = tuple(sorted(set(_safetensors_in(root)) - set(names)))
+    ignored = tuple(sorted(set(safetensors_in(root)) - set(names)))
     return files, ignored, weight_map is not None

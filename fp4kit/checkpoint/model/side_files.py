@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fp4kit.checkpoint.model.manifest import MANIFEST
-from fp4kit.checkpoint.model.model_files import CONFIG, DESCRIPTION, HF_QUANT_CONFIG, contained, resolved
+from fp4kit.checkpoint.model.model_files import (
+    CONFIG,
+    DESCRIPTION,
+    HF_QUANT_CONFIG,
+    contained,
+    index_name,
+    resolved,
+    safetensors_in,
+)
 from fp4kit.contract.to_json import FILE as CONTRACT
 from fp4kit.storage.errors import CheckpointError, shown
 
@@ -132,6 +140,45 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
     except CheckpointError:
         return "a link to a file outside the directory"
     return None if real.is_file() else "not a regular file"
+
+
+_NEXT = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # layers of multi-token prediction, in config.json
+
+
+def other_weights(root: Path, names: Collection[str], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (file name, what engines do with it) for each safetensors file beside a model that is not part of it.
+
+    Only the directory itself is searched. Yield nothing if ``root`` is a file.
+
+    Args:
+        root: the model directory.
+        names: the names of the files that are part of the model.
+        config: the content of config.json.
+
+    Source: vLLM model_loader/weight_utils.py filter_duplicate_safetensors_files; SGLang's function of this name, and
+        maybe_add_mtp_safetensors.
+    """
+    if not root.is_dir():
+        return
+    index = index_name(root)
+    text = config.get("text_config")
+    counts = [part.get(key) for part in (config, text) if isinstance(part, Mapping) for key in _NEXT]
+    count = next((count for count in counts if isinstance(count, int) and count > 0), 0)
+    predicted = f"{count} layer{'s' * (count != 1)} of multi-token prediction"
+    for name in sorted(set(safetensors_in(root)) - set(names)):
+        if name.startswith("adapter_"):
+            yield name, "is an adapter (PEFT) that is not part of the model; merge it first, if the model needs it"
+        elif index is None:
+            read = " and ".join(sorted(names))
+            how = f"{read} alone is read here and by transformers, but vLLM and SGLang load all safetensors files"
+            yield name, f"there is no index, so {how}; remove the file, or write an index that names it"
+        else:
+            how = f"is not named by {index}, so vLLM and transformers do not load it"
+            if count and name == "mtp.safetensors":
+                how += f"; SGLang does, for the {predicted} in {CONFIG}"
+            elif count:
+                how += f"; {CONFIG} declares {predicted}, which may be in it"
+            yield name, f"{how}; add its tensors to the index if they belong to the model"
 
 
 def scan(root: Path, model_files: set[str], keeps_layers: bool = True) -> AuxiliaryFiles:

@@ -85,7 +85,7 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     - Layers seem to lack rows, columns or tensors, or to be transposed.
     - The output head (lm_head) is quantized although the config ties it to the embedding.
 
-    The last is an error, all others are warnings.
+    The last is an error, all others are warnings. A warning also says which engines load a quantized output head.
     """
     lost = lost_column_scales(model.config or {}, model.hf_quant_config, model.layers)
     if lost:
@@ -96,6 +96,19 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     tied = tied_head(weights, config)
     if tied:
         yield Issue("error", "config.json", tied)
+        return
+    for name, weight in model.layers.items():
+        served = weight.container is not None and weight.container.format not in (mlx.FORMAT, comfy.FORMAT)
+        if served and name.rpartition(".")[2] == "lm_head":
+            yield Issue("warning", name, _QUANTIZED_HEAD)
+
+
+# vllm#42124, #44081, #52543
+_QUANTIZED_HEAD = (
+    "is quantized; vLLM loads it in Model-Optimizer's formats, if the class of the model gives its head a quantization"
+    " config; otherwise, and in older versions, loading fails ('no module or parameter named lm_head.input_scale');"
+    " SGLang is not known to load it; to be safe, leave it unquantized, and name it in the exclusion list"
+)
 
 
 def swapped_nibbles(model: Checkpoint) -> Iterator[Issue]:
