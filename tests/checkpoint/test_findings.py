@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import gguf_files
+import numpy as np
 import pytest
 import synthetic
 from exhaustive import exhaustive
 from together import together
 
+import fp4kit
 from fp4kit.checkpoint import CheckpointError, Wishes, execute, make_plan
 from fp4kit.checkpoint.findings import engines_that_load, findings_of_plan
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.cli import main
 from fp4kit.cli.conversion_summary import summary_of
 
 TARGETS = (
@@ -156,3 +159,87 @@ def test_weights_outside_the_model_are_named(name: str, index: bool, text: str, 
     assert [one.severity for one in verify(source).issues if one.subject == name and text in one.text] == ["warning"]
     (warning,) = (line for line in make_plan(source).warnings if line.startswith(f"{name}: "))
     assert text in warning and warning.endswith("it is not converted")
+
+
+def experts_model(
+    root: Path, config: dict[str, Any], scales: dict[str, float], ignore: list[str], more: tuple[str, ...] = ()
+) -> Path:
+    """Write a model of two layers of four experts in Model-Optimizer's NVFP4, with these input scales.
+
+    more: further modules to quantize.
+    """
+    modules = [f"model.layers.{i}.mlp.experts.{j}.{leaf}_proj" for i in range(2) for j in range(4) for leaf in LEAVES]
+    tensors = {f"model.layers.{i}.mlp.gate.weight": synthetic.random(f"gate{i}", (4, 64)) for i in range(2)}
+    tensors["lm_head.weight"] = synthetic.random("head", (64, 64))
+    for module in [*modules, *more]:
+        q = fp4kit.quantize(synthetic.random(module, (64, 64)), "nvfp4-modelopt", tensor_amax=np.float32(0.1))
+        tensors |= {f"{module}.weight": q.packed, f"{module}.weight_scale": q.block_scale.view(synthetic.E4M3)}
+        tensors[f"{module}.weight_scale_2"] = np.asarray(q.tensor_scale, np.float32)
+        if scales:
+            value = next((value for name, value in scales.items() if name in module), scales[""])
+            tensors[f"{module}.input_scale"] = np.array(value, np.float32)
+    declared = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignore}
+    base = {"model_type": "qwen3_moe", "num_experts": 4, "num_hidden_layers": 2, "quantization_config": declared}
+    synthetic.write_model(root, {**base, **config}, tensors)
+    return root
+
+
+LEAVES, DEAD, GATE = ("gate", "up", "down"), "layers.1.mlp.experts.3.", "layers.0.mlp.experts.1.gate_proj"
+ROUTERS = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+# Input scales: (scales by a part of the layer's name, text of the finding, its severity in a dry run)
+INPUT_SCALES = (
+    ({DEAD: 1e-30, "": 0.01}, "times the median of 8 layers of its kind", "warning"),
+    ({GATE: 10.0, "": 0.01}, "input scales differ by a factor of 1000", "warning"),
+    ({DEAD: 1e-41, "": 0.01}, "input_global_scale is inf; a positive finite number is needed", "error"),
+)
+
+
+@together("scales, text, severity", INPUT_SCALES)
+def test_input_scales_are_doubted_before_the_run(
+    scales: dict[str, float], text: str, severity: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dry run, the conversion and verify say the same about input scales that the conversion carries over."""
+    source = experts_model(tmp_path / str(len([*tmp_path.iterdir()])), {}, scales, ROUTERS)
+    out, arguments = Path(f"{source}o"), ["--format", "compressed-tensors"]
+    code = main(["convert", str(source), str(out), *arguments, "--dry-run"])
+    dry = [line for line in capsys.readouterr().out.replace("\n  ", " ").splitlines() if text in line]
+    assert dry and dry[0].startswith(severity) and code == (severity == "error")
+    code = main(["convert", str(source), str(out), *arguments])
+    if severity == "error":
+        assert code == 2 and "a positive normal float32 is needed" in capsys.readouterr().err
+        return
+    lines = capsys.readouterr().out.replace("\n  ", " ").splitlines()
+    assert code == 0 and [line for line in lines if text in line] == dry
+    assert any(text in issue.text for issue in verify(out).issues)
+
+
+def test_no_input_scale_is_an_error_where_engines_need_one(tmp_path: Path) -> None:
+    source = experts_model(tmp_path / "m", {}, {}, ROUTERS)
+    assert any("input_scale is missing; the engine uses uninit" in one.text for one in verify(source).issues)
+
+
+def test_engines_that_reject_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FP8 in blocks of 128 leaves down_proj of 192 columns in 16 bits, so that no engine loads the experts."""
+    wide(tmp_path / "m")
+    arguments = ["convert", str(tmp_path / "m"), str(tmp_path / "o"), "--format", "fp8"]
+    assert main([*arguments, "--recipe", "fp8-transformers-block"]) == 1
+    out = capsys.readouterr().out.replace("\n  ", " ")
+    assert "rejected by vLLM 0.33.0: " in out and "engines that load" not in out and "serve:" not in out
+    assert "needs all or none" in out and main(["verify", str(tmp_path / "o")]) == 1
+
+
+def test_routers_and_heads(tmp_path: Path) -> None:
+    """An unquantized router that is not excluded is an error; a quantized head is named, and is an error if tied."""
+    source = experts_model(tmp_path / "a", {}, {"": 0.01}, ["lm_head"])
+    assert {one.subject for one in verify(source).issues if one.severity == "error"} == {
+        "model.layers.0.mlp.gate",
+        "model.layers.1.mlp.gate",
+    }
+    for tied in (False, True):
+        source = experts_model(
+            tmp_path / f"{tied}", {"tie_word_embeddings": tied}, {"": 0.01}, ROUTERS[1:], more=("lm_head",)
+        )
+        found = {(one.severity, one.text) for one in verify(source).issues if "lm_head" in one.subject + one.text}
+        assert len(found) == 1
+        ((severity, text),) = found
+        assert (severity, "vLLM loads it" in text) == (("error", False) if tied else ("warning", True))

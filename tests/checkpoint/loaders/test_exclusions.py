@@ -410,3 +410,63 @@ def test_lists_of_100_000_names_are_made_in_seconds(syntax: str) -> None:
         check(container, patterns, copied if syntax != "mxfp4" else [], converted)
 
     assert len(converted) > 99_000 and cpu_seconds(list_all) < TEN
+
+
+# ---- names that engines give modules of some classes of models ----
+
+WRAPPED = ("KimiK25ForConditionalGeneration", "KimiK3ForConditionalGeneration", "Glm5vForConditionalGeneration")
+
+
+def of(architecture: str) -> dict[str, object]:
+    return {"architectures": [architecture]}
+
+
+@together("architecture", WRAPPED)
+@together("container", ["modelopt NVFP4", "modelopt MXFP8", "modelopt FP8"])
+@together("in_file, in_list", [(a, b) for a in ("", "model.") for b in ("", "model.")])
+def test_wrapped_models_are_excluded_under_both_names(
+    in_file: str, in_list: str, container: str, architecture: str
+) -> None:
+    """vLLM and SGLang rename language_model.layers in the list and in the files, so it may differ between the two."""
+    layer, listed = f"language_model.{in_file}layers.0", f"language_model.{in_list}layers.0"
+    copied = [*mla(layer), f"{layer}.mlp.gate", "vision_tower.blocks.0.wqkv", "language_model.lm_head"]
+    converted = experts(layer)
+    for patterns in ([f"{listed}.self_attn*", "*lm_head"], [*mla(listed), "language_model.lm_head"]):
+        if patterns[1:] == mla(listed)[1:]:
+            patterns = [*patterns, f"{listed}.self_attn.fused_qkv_a_proj*"]
+        found = check(container, patterns, copied, converted, of(architecture))
+        assert not found, (patterns, found)
+    missed = check(container, ["language_model.lm_head"], copied, converted, of(architecture))
+    assert {one.engine for one in missed} == {one.engine for one in READERS[container]}
+    if in_file != in_list:  # other models are not renamed
+        assert check(container, [f"{listed}.self_attn*", "*lm_head"], copied, converted, of("OtherModel"))
+
+
+@together("name", ["gate", "routed_expert_down_proj", "routed_expert_up_proj"])
+@together("container", ["modelopt NVFP4", "compressed-tensors mxfp4-pack-quantized"])
+def test_layers_that_engines_never_quantize_need_no_entry(name: str, container: str) -> None:
+    module = f"language_model.model.layers.1.block_sparse_moe.{name}"
+    converted = [f"language_model.model.layers.1.block_sparse_moe.experts.0.{leaf}" for leaf in ("w1", "w2", "w3")]
+    assert not check(container, ["lm_head"], [module], converted, of("KimiK3ForConditionalGeneration"))
+    assert check(container, ["lm_head"], [module], converted, of("Qwen3MoeForCausalLM"))
+
+
+def test_towers_with_wrapped_layers() -> None:
+    """SGLang fuses the layers q_proj.linear under the names q_proj, and asks the others for NAME.linear."""
+    tower = "model.vision_tower.encoder.layers.0"
+    names = [*attention(tower), *mlp(f"{tower}.mlp")]
+    copied, converted = [f"{name}.linear" for name in names], attention("model.language_model.layers.0")
+    container = "compressed-tensors nvfp4-pack-quantized"
+
+    def subjects(patterns: list[str]) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for one in check(container, ["lm_head", *patterns], copied, converted):
+            found.setdefault(one.engine, set()).add(one.subject.removeprefix(f"{tower}."))
+        return found
+
+    assert subjects(copied) == {"SGLang": {"self_attn.qkv_proj", "mlp.gate_up_proj"}}
+    bare = subjects(names)
+    assert bare["SGLang"] == {"self_attn.o_proj.linear", "mlp.down_proj.linear"}
+    assert bare["vLLM"] == {f"{name}.linear".removeprefix(f"{tower}.") for name in names}
+    assert not subjects([r"re:.*vision_tower.*"])
+    assert not check(container, exclusion_list("compressed-tensors", copied, [], converted), copied, converted)
