@@ -340,12 +340,17 @@ def add_workers(parser: Any) -> None:
         " the CPU, no compiled engine, and 4 or more workers that convert a large model on the CPU. They are processes"
         " then"
     )
+    add_worker_count(parser, text)
+    parser.add_argument(
+        "--device", action="append", default=[], type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N; repeatable"
+    )
+
+
+def add_worker_count(parser: Any, text: str) -> None:
+    """Add the options --workers, with the help ``text``, and --dask."""
     parser.add_argument("--workers", type=int, metavar="N", help=text)
     parser.add_argument(
         "--dask", metavar="SCHEDULER", help="run on this dask scheduler's workers, such as tcp://host:8786"
-    )
-    parser.add_argument(
-        "--device", action="append", default=[], type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N; repeatable"
     )
 
 

@@ -5,15 +5,20 @@ The verdict says what explains most layers of a format; layers that deviate from
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from typing import Any
 
+from fp4kit.checkpoint.convert.convert import Options
+from fp4kit.checkpoint.identify.diagnose import Diagnosis
 from fp4kit.checkpoint.identify.identify import MOST_RECIPES, CheckpointVerdict, short_text
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.run import PreparedIdentification
 from fp4kit.checkpoint.identify.stored_facts import facts_of, problems_of
 from fp4kit.checkpoint.model.closed_world import reasons, refused_in
 from fp4kit.checkpoint.model.declared_quantization import unfulfilled
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.transforms import resolved
+from fp4kit.checkpoint.run.executors import cluster
+from fp4kit.cli.convert import add_worker_count
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
@@ -32,6 +37,7 @@ def register(subparsers: Any) -> None:
         examples=(
             ("fp4kit identify Llama-NVFP4 --source Llama", "name the recipe that made a checkpoint of Llama"),
             ("fp4kit identify Llama-NVFP4 --source Llama --all", "print every layer and every recipe"),
+            ("fp4kit identify Llama-NVFP4 --source Llama --layers '*.mlp.*'", "examine only the MLP layers"),
             ("fp4kit identify Llama-NVFP4", "report what the checkpoint reveals without its source"),
         ),
         description="Name the recipe that made each quantized layer of a checkpoint, and what went wrong with its"
@@ -48,6 +54,19 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--source", metavar="SRC", help=text)
     add_ignore(parser)
     parser.add_argument("--all", action="store_true", help="print every layer and every recipe")
+    parser.add_argument(
+        "--layers",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="identify only the layers of DST whose names match GLOB; repeatable",
+    )
+    parser.add_argument(
+        "--all-rows",
+        action="store_true",
+        help="compare all rows (default: 256 rows of each larger layer, and all rows if these are not explained)",
+    )
+    add_worker_count(parser, "number of worker processes (default: 1, which is the process of the command itself)")
 
 
 def _identify(args: argparse.Namespace, out: Output) -> int:
@@ -61,9 +80,10 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     """
     if args.source is None:
         return _stored(args, out)
-    total = sum(weight.nbytes for weight in inspect_checkpoint(args.path).layers.values())
-    with out.progress("identifying", total) as tick:
-        verdict = identify_checkpoint(args.path, args.source, tick, args.ignore)
+    with cluster(args.dask) as executor:
+        prepared = PreparedIdentification(args.path, args.source, args.ignore, args.layers, args.all_rows)
+        with out.progress("identifying", prepared.nbytes) as tick:
+            verdict = prepared.run(Options(args.workers, executor, progress=tick))
     out.document("identify/1", _body(verdict))
     for problem in verdict.problems:
         out.line(f"PROBLEM: {shown(problem)}")
@@ -71,7 +91,9 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     is_short = len(verdict.recipes) > MOST_RECIPES and not args.all
     out.line(shown(sentence) + "; --all names them" * is_short)
     if verdict.hint:
-        out.line(verdict.hint)
+        out.line(shown(verdict.hint))
+    if verdict.coverage is not None and verdict.coverage.sentence:
+        out.line(verdict.coverage.sentence)
     shown_layers = verdict.layers if args.all else verdict.exceptions
     rows = []
     for layer in shown_layers:
@@ -84,6 +106,9 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     return DONE if verdict.is_clean else DIFFERENT
 
 
+_NEED_SOURCE = {"all": "prints", "layers": "limits", "all_rows": "is for", "workers": "is for", "dask": "is for"}
+
+
 def _stored(args: argparse.Namespace, out: Output) -> int:
     """Print what can be said about a checkpoint without its source: what is odd, and hints at the tool that made it.
 
@@ -93,8 +118,10 @@ def _stored(args: argparse.Namespace, out: Output) -> int:
 
     Raise CheckpointError for --all, which needs a source, and for a pattern of --ignore that matches nothing unknown.
     """
-    if args.all:
-        raise CheckpointError("--all: prints the verdicts on layers, which need the source; add --source SRC")
+    for name, what in _NEED_SOURCE.items():
+        if getattr(args, name):
+            option = f"--{name.replace('_', '-')}"
+            raise CheckpointError(f"{option}: {what} the verdicts on layers, which need the source; add --source SRC")
     checkpoint = inspect_checkpoint(args.path)
     items = resolved(checkpoint, checkpoint.weights, args.ignore, reads=False).items
     refused = reasons(refused_in(items, args.ignore))
@@ -125,7 +152,13 @@ def _body(verdict: CheckpointVerdict) -> dict[str, Any]:
     It has the recipes, what went wrong, the verdict as a sentence, the hint, the layers without a counterpart, the
     names of the exceptions (layers that deviate from the verdict), and the explanation of every layer.
     """
-    layers = [{"name": layer.name, **vars(layer.explanation)} for layer in verdict.layers]
-    facts = ("recipes", "mishap", "sentence", "hint", "rules", "unpaired")
+    shown_fields = [field.name for field in fields(Diagnosis) if field.repr]
+    layers = [
+        {"name": layer.name, **{name: getattr(layer.explanation, name) for name in shown_fields}}
+        for layer in verdict.layers
+    ]
+    facts = ("recipes", "mishap", "sentence", "hint", "rules", "unpaired", "moved")
     found = {name: getattr(verdict, name) for name in facts}
+    coverage = verdict.coverage
+    found["rows"] = None if coverage is None else {"read": coverage.read, "total": coverage.total}
     return {**found, "exceptions": [layer.name for layer in verdict.exceptions], "layers": layers}

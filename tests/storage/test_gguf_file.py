@@ -19,7 +19,7 @@ import fp4kit
 from fp4kit.checkpoint.containers.container import SCALES, Container
 from fp4kit.checkpoint.containers.ggml_names import SCALING
 from fp4kit.checkpoint.containers.table import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.verify.compare import compare_checkpoints

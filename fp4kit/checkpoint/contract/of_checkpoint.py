@@ -17,7 +17,7 @@ from fp4kit.checkpoint.containers.ggml_names import KEPT_CODES, PARTLY_CARRIED, 
 from fp4kit.checkpoint.containers.table import MODELOPT_AWQ, MODELOPT_NVFP4, MODELOPT_STACKS
 from fp4kit.checkpoint.contract.of_plan import SERVER, signs_of
 from fp4kit.checkpoint.identify.identify import CheckpointVerdict
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.declared_quantization import unfulfilled
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint

@@ -13,7 +13,7 @@ cannot be made again. But damaged bytes can still be told from the bytes of such
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -75,10 +75,8 @@ def fit_of(
     rows: True to multiply each row of the source by the factor that fits the decoded row best.
     steps: the largest distance at which a code counts as near the code of its source value, in representable values.
     """
-    r, scale = layer.recipe, layer.tensor_scale
-    usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
-    in_order = layer.shape == x.shape and layer.block_scale.size * r.block_size == x.size and r.block_rows == 1
-    if r.scale is None or not usable or not in_order or layer.scale_layout != "linear":
+    r = layer.recipe
+    if not _is_comparable(layer, x):
         return None
     order, far, signal, noise = _order_of(r.element), 0, 0.0, 0.0
     for part in _decoded(layer, x.shape):
@@ -94,6 +92,92 @@ def fit_of(
             signal += float(np.sum(wanted**2))
             noise += float(np.sum((wanted - values) ** 2))
     return Fit(far, sqnr_db(signal, noise))
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """A measure of how much the decoded values of a layer are like its source.
+
+    correlation: their correlation coefficient, from -1 to 1; 0 if either is constant.
+    gain: the factor by which the source must be multiplied to fit the decoded values best.
+    equal, far: the share of codes that are equal to the code of their source value, given the stored scales, and the
+        share of codes more than one representable value away from it.
+    """
+
+    correlation: float
+    gain: float
+    equal: float
+    far: float
+
+    @property
+    def is_same_size(self) -> bool:
+        """True if the decoded values are not a multiple of the source, as they are if scales are wrong."""
+        return abs(self.gain - 1) <= MAX_GAIN
+
+    @property
+    def is_rounded_otherwise(self) -> bool:
+        """True if every code is at most one step away from that of its source value, which damage does not do."""
+        return self.far <= _NEGLIGIBLE
+
+    @property
+    def is_of_another_version(self) -> bool:
+        """True if the layer was probably made from another version of its source, such as a fine-tuned one.
+
+        Another version changes most codes by at most one step, or many codes. Damaged bytes leave most codes as they
+        are, and change the others by many steps.
+        """
+        return self.is_same_size and self.correlation >= LIKE and (self.far <= _LUCK or self.equal < _MANY_EQUAL)
+
+
+LIKE = 0.8  # least correlation of two versions of a layer; equal signs alone give 0.64
+MAX_GAIN = 0.03  # largest difference from 1 of the gain of another version
+_NEGLIGIBLE = 1e-4  # share of codes that may be further away
+_MANY_EQUAL = 0.7  # least share of equal codes if bytes are damaged
+
+
+@ieee("identify")
+def likeness_of(layer: StoredLayer, x: npt.NDArray[np.generic]) -> Likeness | None:
+    """Compare the decoded values of a layer with its source. Return None if fit_of cannot compare them.
+
+    At most 1,024 evenly spaced rows are compared.
+
+    x: the source (the original weight), of shape (N, K).
+    """
+    r, n = layer.recipe, len(x)
+    if not _is_comparable(layer, x):
+        return None
+    rows = np.unique(np.linspace(0, max(n - 1, 0), min(n, _MOST_ROWS)).astype(np.int64))
+    scales = np.ascontiguousarray(layer.block_scale.reshape(n, -1)[rows])
+    few = replace(layer, codes=np.ascontiguousarray(layer.codes[rows]), block_scale=scales)
+    part = x[rows]
+    order, sums, equal, far, total = _order_of(r.element), np.zeros(5), 0, 0, 0
+    for decoded in _decoded(few, part.shape):
+        wanted = part[decoded.rows].astype(np.float64)
+        with np.errstate(all="ignore"):
+            values = r.element.values[decoded.codes].astype(np.float64) * decoded.factor
+            quotient = np.clip(wanted / decoded.factor, -r.element.max, r.element.max).astype(np.float32)
+            steps = np.abs(order[decoded.codes] - order[r.element.encode(quotient)])
+        kept = np.isfinite(values) & np.isfinite(wanted)
+        a, b = values[kept], wanted[kept]
+        sums += (a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
+        equal, total = equal + int(np.count_nonzero(steps == 0)), total + steps.size
+        far += int(np.count_nonzero(steps > 1))
+    count = max(total, 1)
+    a1, b1, aa, bb, ab = sums / count
+    spread = (aa - a1 * a1) * (bb - b1 * b1)
+    correlation = float((ab - a1 * b1) / np.sqrt(spread)) if spread > 0 else 0.0
+    return Likeness(correlation, float(ab / bb) if bb > 0 else 0.0, equal / count, far / count)
+
+
+_MOST_ROWS = 1024
+
+
+def _is_comparable(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
+    """Return whether the codes of a layer can be decoded with its stored scales, row by row."""
+    r, scale = layer.recipe, layer.tensor_scale
+    usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
+    in_order = layer.shape == x.shape and layer.block_scale.size * r.block_size == x.size and r.block_rows == 1
+    return r.scale is not None and usable and in_order and layer.scale_layout == "linear"
 
 
 @ieee("identify")

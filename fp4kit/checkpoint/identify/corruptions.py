@@ -45,6 +45,9 @@ class StoredLayer:
         if the file has none. An array of a single number becomes a scalar.
     recipe: any recipe of the format; only its element format, scale format and block size are used.
     scale_layout: the layout of the block scales that the container declares.
+    some_rows: True if only some rows of the layer are here. Faults that move codes or scales between rows cannot be
+        seen in them, and are not tried.
+    own: the amax of all rows of the source, if only some rows are here; otherwise None.
 
     Raises TypeError for codes or block scales that are not uint8. Raises ValueError for codes that are not a matrix,
     and for a recipe without block scales.
@@ -55,6 +58,8 @@ class StoredLayer:
     tensor_scale: Any
     recipe: Recipe
     scale_layout: str = "linear"
+    some_rows: bool = False
+    own: np.float32 | None = None
 
     def __post_init__(self) -> None:
         for name, part in (("codes", self.codes), ("block_scale", self.block_scale)):
@@ -169,6 +174,8 @@ def readings(layer: StoredLayer, shape: tuple[int, int]) -> Iterator[Reading]:
     r, turned = layer.recipe, shape[::-1]
     if layer.shape == shape:
         yield Reading(None, _as_stored)
+    if layer.some_rows:
+        return
     if layer.shape == turned and not turned[1] % r.length_multiple:
         yield Reading("quantized transposed: blocks run along the other axis of the source", _as_stored, True)
     if layer.shape == turned:

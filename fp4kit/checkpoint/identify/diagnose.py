@@ -7,24 +7,29 @@ the original weight.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.convert.quantize_rows import saturated
-from fp4kit.checkpoint.identify.calibrated import fit_of, is_gptq
+from fp4kit.checkpoint.identify.calibrated import fit_of, is_gptq, likeness_of
 from fp4kit.checkpoint.identify.column_factors import scaled_rows, scalings
-from fp4kit.checkpoint.identify.corruptions import StoredLayer, code_orders
+from fp4kit.checkpoint.identify.corruptions import StoredLayer, code_orders, within_ulps
 from fp4kit.checkpoint.identify.hypotheses import (
     Hypothesis,
     LayerEvidence,
     Layout,
+    MadeBy,
     MatchCount,
+    amaxes,
     count_matches,
+    expected_parts,
     own_amax,
     stored_scales,
+    tensor_mishap,
 )
 from fp4kit.checkpoint.identify.permutations import permuted_blocks, permuted_rows, permuted_scales
 from fp4kit.checkpoint.identify.search_families import (
@@ -38,12 +43,14 @@ from fp4kit.checkpoint.identify.search_families import (
     is_rounded_near,
     is_weighted_search,
 )
-from fp4kit.checkpoint.identify.searched_scales import recipes_under_stored_scales
+from fp4kit.checkpoint.identify.searched_scales import recipes_under_stored_scales, unrounded_scales, wide_blocks
 from fp4kit.checkpoint.identify.try_hypotheses import (
     SampleVerdict,
     exact_hypotheses,
     layouts_of,
     orders_by_sign,
+    plain_layout,
+    recipes_of,
     sample_of,
     signs_agree,
     try_layout,
@@ -55,6 +62,7 @@ from fp4kit.ops.identify import candidates_of, either, identify
 from fp4kit.ops.identify_matches import name_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
+from fp4kit.reference.tensor_rules import tensor_scale
 
 # If a recipe reproduces more than this share of the bytes, the remaining bytes count as damaged. If block scales were
 # searched, a recipe reproduces far fewer bytes, a share of 0.6 to 0.8.
@@ -62,6 +70,8 @@ DAMAGED_SHARE = 0.95
 
 
 SIGNS_UNDER_SCALES = 0.9  # share of codes that must have the sign of the source; GPTQ may flip signs of values near 0
+_NEARLY_ALL = 0.998  # if a recipe gives at least this share of the bytes, the others are damaged
+SIGNS_OF_ANOTHER = 0.7  # least share of codes with the sign of the source if the source is another version
 OTHER_CODES = "scales of a recipe, codes by another rule: block scales are a recipe's, and codes are not (GPTQ?)"
 ZERO_CODES = "all codes are zero: the source is not, and block scales differ, so that the codes were lost"
 GPTQ = "GPTQ: block scales are a recipe's; codes of one column are too, and those of the other columns follow it"
@@ -70,7 +80,24 @@ SCALED = f"weights scaled per column ({SCALING})"
 SCALED_CAUSE = (
     f"{SCALED}: the factors are not known exactly, and with the factors that were tried no recipe gives all bytes"
 )
+NEAR = (
+    "near the source, but not equal to it: probably made from a model near it, such as one before or after"
+    " fine-tuning, or from weights in a higher precision"
+)
 GIVEN_SCALES = "searched scales: codes are right under the stored scales, which no rule known to fp4kit gives"
+
+
+class Earlier(NamedTuple):
+    """Facts that are known of layers that are similar to one.
+
+    hows: how they were made. This is tried first, and the first MadeBy that reproduces every byte is returned.
+    recipes: the recipes to try otherwise; () for all of the format.
+    factors: True to search for the factors if columns were multiplied by factors.
+    """
+
+    hows: Sequence[MadeBy] = ()
+    recipes: tuple[Recipe, ...] = ()
+    factors: bool = True
 
 
 @dataclass(frozen=True)
@@ -95,6 +122,11 @@ class Diagnosis:
     scaled: True if recipes reproduce every byte, but only from the source with its columns multiplied by factors.
     method: the method that made the layer with calibration data, such as "GPTQ". None if the method is unknown, or if a
         recipe or rule reproduces every byte.
+    correlation: the correlation of the decoded values with the source, from -1 to 1, if nothing explains the layer and
+        both have equal shapes; otherwise None.
+    dtype: "bfloat16", "float16" or "float32" if recipes reproduce every byte, but only from the source converted to
+        this dtype; otherwise "".
+    how: what to try first on similar layers; None if nothing is known.
     """
 
     recipe: str | None
@@ -111,6 +143,9 @@ class Diagnosis:
     cause: str | None = None
     scaled: bool = False
     method: str | None = None
+    correlation: float | None = None
+    dtype: str = ""
+    how: MadeBy | None = field(default=None, repr=False, compare=False)
 
     @property
     def explained(self) -> bool:
@@ -159,6 +194,7 @@ def explain(
     heads: tuple[int, ...] = (),
     amaxes: tuple[float, ...] = (),
     unnamed: bool = True,
+    earlier: Earlier | None = None,
 ) -> Diagnosis:
     """Find the recipe and the mishaps that reproduce every byte of a stored layer.
 
@@ -182,6 +218,7 @@ def explain(
         amaxes: amaxes of groups of layers that may share the layer's tensor scale, besides its own amax.
         unnamed: True to search also for faults without a name, and on a sample for Hadamard transforms and stochastic
             rounding.
+        earlier: what is known of similar layers; None to try everything.
 
     Returns:
         A Diagnosis. Its ``recipe`` is None if no recipe reproduces every byte, for example because the number of block
@@ -204,10 +241,60 @@ def explain(
             f"identify: x is {x.dtype}; float32, float16 or bfloat16 is needed; pass the weights that the layer was"
             " made from"
         )
-    found = _explain_source(layer, x, other, second, heads, amaxes, unnamed)
-    for sources in _saturated(x, other, amaxes):
-        found = _better_explained(found, _explain_source(layer, *sources, second, heads, amaxes, unnamed))
+    largest, nonfinite = amax_and_nonfinite(x) if x.size else (np.float32(0), 0)
+    own = layer.own
+    if own is None:
+        own = own_amax(x) if nonfinite else largest
+    if nonfinite or earlier is None:  # other layers have sources without NaN and infinities
+        earlier = Earlier()
+    evidence = LayerEvidence(layer, x, other, second, tuple(heads), _candidates(own, other, amaxes), earlier.recipes)
+    found = _explain_source(evidence, unnamed, earlier)
+    for sources in _saturated(x, other, amaxes) if nonfinite else ():
+        every = _candidates(own_amax(sources[0]), sources[1], amaxes)
+        again = replace(evidence, x=sources[0], other=sources[1], amaxes=every)
+        found = replace(_better_explained(found, _explain_source(again, unnamed)), how=None)
+    if unnamed and not (found.explained or found.searched or found.unlike):
+        found = _from_other_dtype(evidence) or found
     return found
+
+
+def _candidates(own: np.float32, other: np.ndarray | None, amaxes: tuple[float, ...]) -> tuple[np.float32, ...]:
+    """Return the amaxes that may have given the tensor scale: the layer's own, those of groups, and its pair's."""
+    pair = () if other is None else (own_amax(other),)
+    return (own, *(np.float32(a) for a in amaxes), *pair, max(own, *pair, own))
+
+
+def _from_other_dtype(evidence: LayerEvidence) -> Diagnosis | None:
+    """Return the explanation from the source in another dtype, if a recipe reproduces every byte without a mishap."""
+    for name, dtype in _DTYPES.items():
+        if dtype != evidence.x.dtype and (found := _converted(evidence, name)):
+            return found
+    return None
+
+
+_DTYPES = {str(dtype): dtype for dtype in FLOATS}
+
+
+def _converted(evidence: LayerEvidence, name: str, recipes: tuple[Recipe, ...] = ()) -> Diagnosis | None:
+    """Return the explanation from the source converted to the dtype ``name``; None if there is none without a mishap.
+
+    recipes: the recipes to try; () for those of the evidence.
+    """
+    dtype = _DTYPES[name]
+    with np.errstate(all="ignore"):
+        x, every = (part.astype(dtype) for part in (evidence.x, np.array(evidence.amaxes, np.float32)))
+    again = replace(evidence, x=x, other=None, amaxes=tuple(every.astype(np.float32)), recipes=recipes)
+    plain, trial = plain_layout(again), SampleVerdict()
+    if plain is None or not _has_scales(evidence.layer, plain):
+        return None
+    try_layout(again, plain, code_orders(evidence.layer.recipe, plain.shape[1])[:1], trial)
+    found, tally = exact_hypotheses(again, [h for h in trial.exact if not h.mishaps])
+    if not found:
+        return None
+    made = _explained(found, tally)
+    assert made.how is not None
+    text = f"of the source converted to {name}: {made.sentence}"
+    return replace(made, sentence=text, dtype=name, how=made.how._replace(dtype=name))
 
 
 _Sources = tuple[np.ndarray, np.ndarray | None]
@@ -255,37 +342,70 @@ def _better_explained(found: Diagnosis, again: Diagnosis) -> Diagnosis:
     )
 
 
-def _explain_source(
-    layer: StoredLayer,
-    x: np.ndarray,
-    other: np.ndarray | None,
-    second: bool,
-    heads: tuple[int, ...],
-    amaxes: tuple[float, ...],
-    unnamed: bool,
-) -> Diagnosis:
+def confirm(evidence: LayerEvidence, how: MadeBy) -> Diagnosis | None:
+    """Return the explanation of a layer that was made like an earlier one; None if it was not.
+
+    If ``how`` has mishaps, the layer is first tried without them.
+    """
+    if how.dtype:
+        return _converted(evidence, how.dtype, how.recipes)
+    clean = MadeBy(how.recipes)
+    return (None if how == clean else _confirmed(evidence, clean)) or _confirmed(evidence, how)
+
+
+def _confirmed(evidence: LayerEvidence, how: MadeBy) -> Diagnosis | None:
+    """Return the explanation of a layer that was made as ``how`` says, with its mishaps; None if it was not."""
+    layer = evidence.layer
+    layouts = layouts_of(evidence) if how.rows else [plain_layout(evidence)]
+    layout = next((one for one in layouts if one is not None and one.mishaps == how.rows), None)
+    if layout is None:
+        return None
+    layout = replace(layout, moved_after_quantizing=how.moved)
+    orders = code_orders(layer.recipe, layout.shape[1])
+    order = next((one for one in orders if one.mishap == how.codes), None)
+    number: int | None = 0  # the declared order, which is the first if the number of scales fits it
+    in_order = layer.scale_layout == "linear" and layer.block_scale.size * layer.recipe.block_size == evidence.x.size
+    if how.scales is not None or not in_order:
+        found_scales = enumerate(stored_scales(layer, layout))
+        number = next((i for i, scales in found_scales if scales.mishap == how.scales), None)
+    if order is None or number is None:
+        return None
+    rows, columns = np.arange(min(layout.shape[0], _FEW_ROWS)), slice(0, layout.shape[1])
+    tried = []
+    for r in how.recipes:
+        for amax in amaxes(evidence, r):
+            tensor = None
+            if how.tensor is not None:
+                scale = expected_parts(evidence, layout, rows, columns, (r, amax))[2]
+                tensor = tensor_mishap(evidence, scale, (r, amax), rows)
+                if tensor is None or without_numbers(tensor) != how.tensor:
+                    continue
+            tried.append(Hypothesis(layout, order, number, r, amax, how.scales, tensor))
+    found, tally = exact_hypotheses(evidence, tried)
+    if not found or (found[0].tensor_mishap is None) != (how.tensor is None):
+        return None
+    return _explained(found, tally, layer.blank)
+
+
+_FEW_ROWS = 32  # a multiple of the rows of every block
+
+
+def _explain_source(evidence: LayerEvidence, unnamed: bool, earlier: Earlier | None = None) -> Diagnosis:
     """Explain a layer from the source as it is given, without replacing NaN and infinities. See ``explain``.
 
     Return a Diagnosis, whose ``recipe`` is None if no recipe reproduces every byte.
 
-    layer: the layer as its file stores it.
-    x: the source (the original weight) of the layer, of shape (N, K).
-    other: the source of the other half, if the layer is half of a gated pair (gate and up); otherwise None.
-    second: True if the layer is the second half (up).
-    heads: possible numbers of heads if the layer is q or k; empty otherwise.
-    amaxes: amaxes of groups of layers that may share the layer's tensor scale, besides its own amax.
     unnamed: True to search also for faults without a name.
+    earlier: what is known of similar layers; None for nothing.
     """
-    own = own_amax(x)
-    pair = () if other is None else (own_amax(other),)
-    evidence = LayerEvidence(
-        layer, x, other, second, tuple(heads), (own, *(np.float32(a) for a in amaxes), *pair, max(own, *pair, own))
-    )
-    if own == 0 and layer.blank:
+    layer, x, earlier = evidence.layer, evidence.x, earlier or Earlier()
+    if evidence.amaxes[0] == 0 and layer.blank:
         return _zeros(layer)
-    if own != 0 and layer.has_zero_codes and layer.block_scale.min() != layer.block_scale.max():
+    if evidence.amaxes[0] != 0 and layer.has_zero_codes and layer.block_scale.min() != layer.block_scale.max():
         tally = MatchCount(total=layer.codes.size + layer.block_scale.size)
         return replace(_unexplained(ZERO_CODES, tally), cause=ZERO_CODES, sentence=ZERO_CODES)
+    if found := next(filter(None, (confirm(evidence, how) for how in earlier.hows)), None):
+        return found
     layouts = list(layouts_of(evidence))
     if not layouts:
         return _unexplained(f"codes have shape {layer.shape}; the source has shape {x.shape}", MatchCount(total=1))
@@ -294,7 +414,7 @@ def _explain_source(
     if not usable:
         tally = MatchCount(total=layer.codes.size + layer.block_scale.size)
         return _unexplained(_scales_that_do_not_fit(layer, layouts[0].shape), tally)
-    return _try_all(evidence, usable, unnamed)
+    return _try_all(evidence, usable, unnamed, earlier.factors)
 
 
 def _has_scales(layer: StoredLayer, layout: Layout) -> bool:
@@ -315,7 +435,7 @@ def _scales_that_do_not_fit(layer: StoredLayer, shape: tuple[int, int]) -> str:
     return f"block scales have shape {found}; codes of shape {shape} need {needed}, or these in a known layout"
 
 
-def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> Diagnosis:
+def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool, factors: bool) -> Diagnosis:
     """Explain a layer: try the layouts, then rarer causes, and return the first explanation that applies.
 
     These steps are made in turn. The result is the first explanation that is found:
@@ -329,9 +449,26 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> D
     6. Orders without a name (see permutations.py), if ``unnamed`` is True.
     7. The hypothesis that fits best, with the share of bytes that it reproduces.
     """
-    trial, plain = SampleVerdict(), layouts[0]
+    trial = SampleVerdict()
+    found = _first_explanation(evidence, layouts, unnamed, factors, trial)
+    if found.how is not None or trial.nearest is None:
+        return found
+    near = [h.recipe for h in (trial.nearest, *trial.scales_only, *trial.codes_only)]
+    return replace(found, how=MadeBy(tuple(dict.fromkeys(near))))
+
+
+def _first_explanation(
+    evidence: LayerEvidence, layouts: list[Layout], unnamed: bool, factors: bool, trial: SampleVerdict
+) -> Diagnosis:
+    """Make the steps of ``_try_all``, and record in ``trial`` what fits a sample."""
+    plain = layouts[0]
     orders = orders_by_sign(evidence, plain)
     is_like = bool(orders)
+    if not is_like and evidence.layer.some_rows and not unnamed:
+        share = signs_agree(evidence, plain)
+        if share < SIGNS_OF_ANOTHER:
+            text = f"{100 * share:.1f}% of codes have the sign of the source"
+            return replace(_unexplained(text, MatchCount(total=_all_bytes(evidence).total)), unlike=True)
     try_layout(evidence, plain, orders or code_orders(evidence.layer.recipe, plain.shape[1])[:1], trial)
     found, tally = exact_hypotheses(evidence, trial.exact)
     if not found and (searched := _explained_under_stored_scales(evidence, plain, trial)):
@@ -346,16 +483,48 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> D
         return _with_four_over_six(_explained(found, tally, evidence.layer.blank), found, evidence, plain)
     if given := _other_codes_under_scales(evidence, plain, trial, unnamed):
         return given
-    if not plain.mishaps and (scaled := _explained_with_column_factors(evidence)):
+    if not plain.mishaps and (scaled := _explained_with_column_factors(evidence, factors)):
         # Exchanged scales look like factors, but unlike factors they leave all codes as they are.
         moved = unnamed and trial.codes_only and not scaled.explained and _permuted(evidence, plain, trial)
         return moved or scaled
     if unnamed and (permuted := _permuted(evidence, plain, trial)):
         return permuted
-    nearest = replace(_nearest(evidence, plain, trial, unnamed), unlike=not is_like)
-    if is_like and nearest.codes_equal + nearest.scales_equal < DAMAGED_SHARE * nearest.total:
-        return replace(nearest, cause=TUNED) if is_rounded_near(evidence, plain) else nearest
+    return _nearest_or_cause(evidence, plain, trial, unnamed, is_like)
+
+
+def _nearest_or_cause(
+    evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool, is_like: bool
+) -> Diagnosis:
+    """Return the explanation for a layer that nothing explains: tuned, near another version of the source, or unknown.
+
+    is_like: True if some known order makes the signs of codes agree with the source.
+    """
+    likeness = likeness_of(evidence.layer, evidence.x)
+    nearest = replace(
+        _nearest(evidence, plain, trial, unnamed),
+        unlike=not is_like,
+        correlation=None if likeness is None else round(likeness.correlation, 4),
+    )
+    share = (nearest.codes_equal + nearest.scales_equal) / max(nearest.total, 1)
+    if share >= DAMAGED_SHARE and (likeness is None or share >= _NEARLY_ALL or not likeness.is_rounded_otherwise):
+        return nearest
+    if share < DAMAGED_SHARE and is_like and is_rounded_near(evidence, plain) and _has_own_tensor_scale(evidence):
+        return replace(nearest, cause=TUNED)
+    if likeness is not None and likeness.is_of_another_version:
+        text = f"{NEAR}; correlation {likeness.correlation:.4f}, {nearest.sentence.rpartition(': ')[2]}"
+        return replace(nearest, cause=NEAR, sentence=text)
     return nearest
+
+
+def _has_own_tensor_scale(evidence: LayerEvidence) -> bool:
+    """Return whether a candidate amax of the source gives the stored tensor scale. True for formats without one."""
+    stored = evidence.layer.tensor_scale
+    if stored is None:
+        return True
+    rules = {r.tensor_rule: r for r in recipes_of(evidence.layer.recipe) if r.tensor_scaling == "tensor"}
+    with np.errstate(all="ignore"):
+        made = (tensor_scale(np.asarray(a), r, evidence.x.dtype) for r in rules.values() for a in evidence.amaxes)
+        return any(within_ulps(stored, one.decode) for one in made)
 
 
 def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
@@ -386,13 +555,23 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
     )
     equal, total = evidence.layer.codes.size, _all_bytes(evidence).total
     if family := _search_family(evidence, plain, trial.nearest, found):
-        return family
+        return replace(family, how=MadeBy((trial.nearest.recipe, *found)))
+    if wider := wide_blocks(evidence, plain, found):
+        return _with_fault(*wider, _all_bytes(evidence))
     if nearest.share > DAMAGED_SHARE:
         share = min(100 * nearest.share, 99.99)
         text += f"; {name_of(trial.nearest.recipe)} gives {share:.2f}% of bytes"
     fit = fit_of(evidence.layer, evidence.x)
     method = "searched scales" if fit is not None and fit.has_signal else None
-    return Diagnosis(None, None, equal, 0, total, text, searched=True, cause=GIVEN_SCALES, method=method)
+    how = MadeBy((trial.nearest.recipe, *found))
+    return Diagnosis(None, None, equal, 0, total, text, searched=True, cause=GIVEN_SCALES, method=method, how=how)
+
+
+def _with_fault(recipes: tuple[Recipe, ...], fault: str, tally: MatchCount) -> Diagnosis:
+    """Return the explanation that recipes made all bytes, but for a fault in their arithmetic."""
+    names = tuple(dict.fromkeys(name_of(r) for r in recipes))
+    made = Diagnosis(names[0], fault, tally.codes, tally.scales, tally.total, "", names, how=MadeBy(recipes))
+    return replace(made, sentence=f"{either(names)} made these bytes, with a fault: {fault}")
 
 
 def _search_family(
@@ -457,6 +636,9 @@ def _other_codes_under_scales(
         return None
     if unnamed and (variation := _variation(evidence, plain)):
         return _unexplained(variation, whole[0][1])
+    recipes = tuple(dict.fromkeys(h.recipe for h, _ in whole))
+    if fault := unrounded_scales(evidence, plain):
+        return _with_fault(recipes, fault, whole[0][1])
     names = tuple(dict.fromkeys(name_of(h.recipe) for h, _ in whole))
     whose = either(names[:3]) if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more recipes"
     share = max(100 * t.codes / max(evidence.layer.codes.size, 1) for _, t in whole)
@@ -466,20 +648,22 @@ def _other_codes_under_scales(
     text = f"all block scales are those of {whose}, and {rule}"
     sentence = f"{text}; {share:.2f}% of code bytes are the recipe's"
     cause, method = (GPTQ, "GPTQ") if by_gptq else (OTHER_CODES, None)
-    return replace(_unexplained(text, whole[0][1]), sentence=sentence, cause=cause, method=method)
+    return replace(_unexplained(text, whole[0][1]), sentence=sentence, cause=cause, method=method, how=MadeBy(recipes))
 
 
-def _explained_with_column_factors(evidence: LayerEvidence) -> Diagnosis | None:
+def _explained_with_column_factors(evidence: LayerEvidence, search: bool) -> Diagnosis | None:
     """Return the explanation that columns were multiplied by factors before the layer was quantized, as AWQ does.
 
     - If a recipe reproduces every byte with factors that were tried, the explanation names it.
     - If none does, but the layer looks scaled per column, the explanation has no recipe, and a ``cause``.
     - If the layer does not look scaled per column, return None.
+
+    search: True to search for factors with which a recipe reproduces every byte.
     """
     rows = scaled_rows(evidence.layer, evidence.x)
     if rows is None:
         return None
-    for scaling in scalings(rows):
+    for scaling in scalings(rows) if search else ():
         x = scaling(evidence.x)
         scaled = LayerEvidence(evidence.layer, x, amaxes=(own_amax(x),))
         plain, trial = next(layouts_of(scaled)), SampleVerdict()
@@ -487,7 +671,7 @@ def _explained_with_column_factors(evidence: LayerEvidence) -> Diagnosis | None:
         found, tally = exact_hypotheses(scaled, [h for h in trial.exact if not h.mishaps])
         if found:
             explained = _explained(found, tally)
-            return replace(explained, sentence=f"of {SCALED}: {explained.sentence}", scaled=True)
+            return replace(explained, sentence=f"of {SCALED}: {explained.sentence}", scaled=True, how=None)
     low, high = rows.factors.min(), rows.factors.max()
     text = f"{SCALED}: by {low:.3g} to {high:.3g}; no recipe gives all bytes under factors rounded to bfloat16"
     fits = (fit_of(evidence.layer, evidence.x, rows.factors, rows=per_row) for per_row in (False, True))
@@ -543,13 +727,18 @@ def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = Fa
     for kind, hypothesis in zip(kinds, hypotheses, strict=True):
         by_kind.setdefault(kind, hypothesis.mishaps)
     mishaps = tuple(by_kind.values())
-    same = (h for kind, h in zip(kinds, hypotheses, strict=True) if kind == kinds[0])
+    same = [h for kind, h in zip(kinds, hypotheses, strict=True) if kind == kinds[0]]
     recipes = tuple(dict.fromkeys(name_of(h.recipe) for h in same))
+    how = hypotheses[0].how
+    how = how._replace(
+        recipes=tuple(dict.fromkeys(h.recipe for h in same)), tensor=how.tensor and without_numbers(how.tensor)
+    )
     sentence = f"{either(recipes)} made these bytes" + " (they agree on this layer)" * (len(recipes) > 1)
     texts = ["; ".join(names) for names in mishaps]
     if texts[0]:
         sentence += f"; then: {texts[0]}" + "".join(f" (or: {text})" for text in texts[1:2])
-    return Diagnosis(recipes[0], texts[0] or None, tally.codes, tally.scales, tally.total, sentence, recipes, blank)
+    made = Diagnosis(recipes[0], texts[0] or None, tally.codes, tally.scales, tally.total, sentence, recipes, blank)
+    return replace(made, how=how)
 
 
 def _with_four_over_six(

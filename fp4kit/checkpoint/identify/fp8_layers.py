@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from fp4kit.checkpoint.identify.calibrated import LEAST_DB
-from fp4kit.checkpoint.identify.diagnose import Diagnosis
+from fp4kit.checkpoint.identify.calibrated import LEAST_DB, LIKE, MAX_GAIN
+from fp4kit.checkpoint.identify.diagnose import NEAR, SIGNS_OF_ANOTHER, Diagnosis
 from fp4kit.checkpoint.identify.hypotheses import CHUNK
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.formats import E4M3, ElementFormat
@@ -39,6 +39,7 @@ class Fp8Layer:
     side: the number of rows and columns of a block.
     element: the format of the codes.
     is_cast: True if the file has no scales, so that the codes are the values.
+    own: the amax of the whole source, if only some rows of a layer with one scale are here; otherwise None.
     """
 
     codes: np.ndarray
@@ -47,6 +48,7 @@ class Fp8Layer:
     side: int = 128
     element: ElementFormat = E4M3
     is_cast: bool = False
+    own: np.float32 | None = None
 
     @property
     def name(self) -> str:
@@ -59,6 +61,8 @@ class Fp8Layer:
 
         The result is float32 in the shape of ``scales``. An amax is NaN if one of its elements is NaN.
         """
+        if self.own is not None:
+            return self.own.reshape(1, 1)
         magnitudes = np.abs(x).astype(np.float32)
         if self.scaling == "tensor":
             return magnitudes.max(initial=0).reshape(1, 1)
@@ -129,7 +133,33 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
         return Diagnosis(None, None, equal_codes, equal_scales, total, cause, cause=cause)
     share = min(100 * equal_codes / max(layer.codes.size, 1), 99.99)
     text = f"nothing explains these bytes: {name}; {share:.2f}% of codes are nearest under the stored scales"
-    return _unexplained(text, equal_codes, equal_scales, total)
+    unknown = _unexplained(text, equal_codes, equal_scales, total)
+    correlation, gain, signs = _likeness(layer, x)
+    if correlation >= LIKE and abs(gain - 1) <= MAX_GAIN and equal_codes < _NEARLY_ALL * layer.codes.size:
+        text = f"{NEAR}; correlation {correlation:.4f}, {share:.2f}% of codes are nearest under the stored scales"
+        return replace(unknown, cause=NEAR, sentence=text, correlation=round(correlation, 4))
+    return replace(unknown, unlike=signs < SIGNS_OF_ANOTHER, correlation=round(correlation, 4))
+
+
+def _likeness(layer: Fp8Layer, x: np.ndarray) -> tuple[float, float, float]:
+    """Return the likeness of the decoded values and the source.
+
+    The result is (correlation, factor by which the source must be multiplied to fit best, share of nonzero codes that
+    have the sign of the source). At most the first 1,024 rows are compared. The correlation is 0 if either is constant
+    or not finite.
+    """
+    rows = min(len(x), _MOST_ROWS)
+    with np.errstate(all="ignore"):
+        values = (E4M3.values[layer.codes] * layer.spread(layer.scales))[:rows].astype(np.float64)
+        wanted = x[:rows].astype(np.float64)
+        signs = (np.signbit(values) == np.signbit(wanted))[values != 0]
+        a, b = values - values.mean(), wanted - wanted.mean()
+        ab, bb = (a * b).sum(), (b * b).sum()
+        correlation, gain = float(ab / np.sqrt((a * a).sum() * bb)), float(ab / bb)
+    return (correlation if np.isfinite(correlation) else 0.0), gain, float(signs.mean()) if signs.size else 1.0
+
+
+_MOST_ROWS = 1024
 
 
 # Smallest share of codes that must be nearest to the source if the scales are inverted. A reciprocal of a reciprocal
@@ -203,7 +233,7 @@ def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float
         return False
     own = layer.amaxes(x)
     shared = [np.float32(max(a, own.max(initial=0))) for a in amaxes] if layer.scaling == "tensor" else []
-    for amax in [None, *shared]:
+    for amax in [layer.own, *shared]:
         with np.errstate(all="ignore"):
             q = quantize(np.ascontiguousarray(x), r, tensor_amax=amax)
         scales = np.asarray(q.tensor_scale, np.float32)

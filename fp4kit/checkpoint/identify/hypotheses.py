@@ -18,11 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import lcm
+from typing import NamedTuple
 
 import numpy as np
 
 from fp4kit.checkpoint.identify import corruptions
 from fp4kit.checkpoint.identify.corruptions import CodeOrder, CorruptedRows, Reading, StoredLayer
+from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
 from fp4kit.formats import E8M0
 from fp4kit.layouts import unpacked
 from fp4kit.ops.identify_amaxes import amaxes_of
@@ -47,6 +49,7 @@ class LayerEvidence:
     second: True if the layer is the second half (up).
     heads: possible numbers of attention heads if the layer is q or k; empty otherwise.
     amaxes: candidate tensor amaxes; the layer's own amax comes first.
+    recipes: the recipes that may have made the layer.
     """
 
     layer: StoredLayer
@@ -55,6 +58,7 @@ class LayerEvidence:
     second: bool = False
     heads: tuple[int, ...] = ()
     amaxes: tuple[np.float32, ...] = ()
+    recipes: tuple[Recipe, ...] = ()
 
     def values(self, index: np.ndarray, columns: slice, turned: bool) -> np.ndarray:
         """Return the rows ``index`` of the source, restricted to ``columns``.
@@ -98,6 +102,25 @@ class Layout:
         return tuple(filter(None, (self.reading.mishap, self.rows.mishap)))
 
 
+class MadeBy(NamedTuple):
+    """The recipes and mishaps that gave the bytes of a layer, which are tried first on the next layer.
+
+    recipes: the recipes that reproduce every byte; for an unexplained layer, those that explain a part of it.
+    rows, codes, scales, tensor: the mishaps of the layout, of the order of codes, of block scales and of the tensor
+        scale (without numbers).
+    moved: True if rows were moved after they were quantized.
+    dtype: the dtype to which the source was converted; "" if it was not.
+    """
+
+    recipes: tuple[Recipe, ...]
+    rows: tuple[str, ...] = ()
+    moved: bool = False
+    codes: str | None = None
+    scales: str | None = None
+    tensor: str | None = None
+    dtype: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class Hypothesis:
     """One hypothesis about how a stored layer was made.
@@ -123,6 +146,12 @@ class Hypothesis:
     def mishaps(self) -> tuple[str, ...]:
         """The names of all mishaps (faults) of this hypothesis, in the order in which they are undone; () if none."""
         return (*self.layout.mishaps, *filter(None, (self.codes.mishap, self.scale_mishap, self.tensor_mishap)))
+
+    @property
+    def how(self) -> MadeBy:
+        """The recipe and the mishaps of this hypothesis."""
+        moved, codes = self.layout.moved_after_quantizing, self.codes.mishap
+        return MadeBy((self.recipe,), self.layout.mishaps, moved, codes, self.scale_mishap, self.tensor_mishap)
 
     @property
     def weight(self) -> int:
@@ -232,6 +261,8 @@ def own_amax(x: np.ndarray) -> np.float32:
 
     Infinity is not ignored. The amax is computed in chunks of rows.
     """
+    if x.size and not (found := amax_and_nonfinite(x))[1]:
+        return found[0]
     step = max(CHUNK // max(x.shape[1], 1), 1)
     return np.float32(max((float(_largest(x[i : i + step])) for i in range(0, len(x), step)), default=0.0))
 
@@ -251,12 +282,14 @@ def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
         return [None]
     # The amax of a group is at least the amax of each layer in it, so 0 is possible only if the layer's own amax is 0.
     own = evidence.amaxes[0]
-    candidates = [np.asarray(a) for a in evidence.amaxes if a != 0 or own == 0]
+    candidates = [np.asarray(a) for a in dict.fromkeys(evidence.amaxes) if a != 0 or own == 0]
     stored, dtype = evidence.layer.tensor_scale, evidence.x.dtype
     if stored is not None:
         with np.errstate(all="ignore"):
             fitting = [a for a in candidates if corruptions.within_ulps(stored, tensor_scale(a, r, dtype).decode)]
         candidates = fitting or [*candidates, *_implied(stored, candidates[0], r, dtype)]
+    if len(candidates) == 1:
+        return candidates
     return list({tensor_scale(a, r, dtype).encode.tobytes(): a for a in reversed(candidates)}.values())[::-1]
 
 
@@ -287,7 +320,8 @@ def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Sc
     - the wrong orders of corruptions.scale_orders
     - for E8M0 scales in the declared order, exponents that are off by one
 
-    An order that does not fit the number of stored scales is left out. Nothing is yielded if no order fits.
+    If the layer has only some of its rows, only the declared order is possible. An order that does not fit the number
+    of stored scales is left out. Nothing is yielded if no order fits.
 
     layout: the layout in which the codes are read, which determines the shape (N, B) of the scales.
     """
@@ -298,6 +332,8 @@ def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Sc
             one = np.uint8(1)
             yield corruptions.Scales("block scales are twice as large", found.values - one, found.present)
             yield corruptions.Scales("block scales are half as large", found.values + one, found.present)
+        if layer.some_rows:
+            return
 
 
 def tensor_mishap(
@@ -358,7 +394,7 @@ def bytes_equal(a: np.ndarray, b: np.ndarray, r: Recipe) -> tuple[int, int]:
     """
     same = a == b
     if r.element.packing.codes == 2:
-        same = same.reshape(len(same), -1, 2).all(-1)
+        same = same.reshape(-1).view(np.uint16) == 0x0101  # both codes of a byte
     return int(np.count_nonzero(same)), same.size
 
 

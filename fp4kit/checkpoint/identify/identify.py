@@ -12,66 +12,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from fp4kit.checkpoint.identify.calibrated import fit_of
-from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import SCALED, SCALING, Diagnosis, explain, without_numbers
-from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer, explain_fp8
-from fp4kit.checkpoint.identify.search_families import TUNED, TUNED_BY_AUTO_ROUND
+from fp4kit.checkpoint.identify.diagnose import NEAR, SCALED, SCALING, Diagnosis, without_numbers
+from fp4kit.checkpoint.identify.layer_series import LayerPair, LayerSeries
+from fp4kit.checkpoint.identify.search_families import TUNED
 from fp4kit.ops.identify import either
 from fp4kit.recipes.schema import PRODUCER_NAMES, producer_of
 from fp4kit.storage.errors import listed
 
 MOST_RECIPES = 2  # the largest number of recipes in a short sentence
 MAX_NAMES = 4  # the largest number of layer names in a sentence
-MAX_FAILURES = 4  # after this many unexplained layers in a row, only faults with a name are tried
-
-
-@dataclass(frozen=True, eq=False)
-class LayerPair:
-    """One quantized layer, and the source that it was made from.
-
-    name: the layer's name, for the verdict.
-    parts: the layer as its file stores it. For an Fp8Layer, ``other``, ``second`` and ``heads`` are ignored.
-    source: the source (the original weight), of shape (N, K): float32, float16 or bfloat16; a view of a file is
-        allowed.
-    other: the source of the other half, if the layer is half of a gated pair (gate_proj and up_proj, w1 and w3);
-        otherwise None.
-    second: True if the layer is the second half (up_proj or w3).
-    heads: possible numbers of query or key heads if the layer is q or k; otherwise empty.
-    amaxes: amaxes of the groups of layers that may share the layer's tensor scale. Its own amax may be left out.
-    is_rest: True if the layer has a low-rank part (SVDQuant). ``source`` is then approximately the remainder that the
-        codes store: the weight without the low-rank part.
-    producer: the producer that the file names, such as "modelopt". Its recipes come first if several reproduce every
-        byte.
-    recorded: the id of the recipe that fp4kit recorded in the file; "" if there is none. It comes before all others.
-    scaling: the method that scaled the columns of weights, if the file declares it: "AWQ" or "SmoothQuant"; otherwise
-        "".
-    """
-
-    name: str
-    parts: StoredLayer | Fp8Layer
-    source: np.ndarray
-    other: np.ndarray | None = None
-    second: bool = False
-    heads: tuple[int, ...] = ()
-    amaxes: tuple[float, ...] = ()
-    is_rest: bool = False
-    producer: str = ""
-    recorded: str = ""
-    scaling: str = ""
-
-    @property
-    def format(self) -> str:
-        """The name of the layer's format: elements, scales and block size, such as "E2M1 E4M3 16", or "fp8 per row".
-
-        All layers of a checkpoint with equal formats get one verdict together.
-        """
-        if isinstance(self.parts, Fp8Layer):
-            return f"fp8 per {self.parts.scaling}"
-        r = self.parts.recipe
-        return f"{r.element.name} {r.scale and r.scale.name} {r.block_size}"
 
 
 @dataclass(frozen=True)
@@ -109,6 +58,33 @@ def _kind(layer: LayerVerdict) -> str | None:
 
 
 @dataclass(frozen=True)
+class Coverage:
+    """The numbers of rows of all layers that were compared with the source.
+
+    read, total: the number of rows that were compared, and of all rows.
+    least: the smallest number of rows of a sampled layer; 0 if no layer was sampled.
+    """
+
+    read: int
+    total: int
+    least: int
+
+    @property
+    def sentence(self) -> str:
+        """A sentence about what was sampled, and which faults may be missed; "" if all rows were read."""
+        if not self.least:
+            return ""
+        share, rare = 100 * self.read / self.total, int(1 / (1 - _MISSED ** (1 / self.least)))
+        return (
+            f"sampled: {share:.2g}% of rows, at least {self.least} of each layer; a fault in fewer than 1 of {rare}"
+            " rows of one layer may be missed (chance above 5%); --all-rows reads every row"
+        )
+
+
+_MISSED = 0.05  # chance of a miss that a verdict states
+
+
+@dataclass(frozen=True)
 class CheckpointVerdict:
     """The verdict on which recipes made the layers of a checkpoint.
 
@@ -122,6 +98,9 @@ class CheckpointVerdict:
     others: the verdicts on all formats but the one with the most layers, one per format.
     rules: descriptions of the rules that explain the most layers; empty if a recipe explains them.
     unpaired: the names of the quantized layers that have no counterpart in the source.
+    coverage: how many rows were compared; None if all rows were.
+    moved: (layer, layer of the source) for layers that were made from the source layer of another name. At most 64
+        layers that do not have the signs of their source are examined.
     """
 
     recipes: tuple[str, ...]
@@ -130,6 +109,8 @@ class CheckpointVerdict:
     others: tuple[CheckpointVerdict, ...] = ()
     rules: tuple[str, ...] = ()
     unpaired: tuple[str, ...] = ()
+    coverage: Coverage | None = None
+    moved: tuple[tuple[str, str], ...] = ()
 
     @property
     def recipe(self) -> str | None:
@@ -170,8 +151,10 @@ class CheckpointVerdict:
         others = {id(layer) for part in self.others for layer in part.layers}
         own = replace(self, layers=tuple(layer for layer in self.layers if id(layer) not in others), others=())
         found = "; ".join(part._own_sentence for part in (own, *self.others))
+        for dtype, count in Counter(x.explanation.dtype for x in self.layers if x.explanation.dtype).items():
+            found += f"; {_layers(count)} made from the source converted to {dtype}"
         if scaled := [layer for layer in self.layers if layer.explanation.scaled]:
-            found += f"; {_layers(len(scaled))} made from {_declared(SCALED, scaled[0].scaling)}"
+            found += f"; {_layers(len(scaled))} made from {SCALED.replace(SCALING, scaled[0].scaling or SCALING)}"
         if not self.unpaired:
             return found
         return (
@@ -195,7 +178,10 @@ class CheckpointVerdict:
         found = [(str(mishap), count) for mishap, count in counts.most_common()]
         found += [("nothing explains the bytes", unknown)] if unknown else []
         doubts = (str(x.explanation.cause).split(": ")[0] for x in self.layers if x.explanation.is_doubtful)
-        found += [(f"{what}, but codes do not fit as they should", n) for what, n in Counter(doubts).most_common()]
+        found += [
+            (what if what in NEAR else f"{what}, but codes do not fit as they should", n)
+            for what, n in Counter(doubts).most_common()
+        ]
         total = len(self.layers)
         texts = [f"{what}, {count:,} of {_layers(total)}" for what, count in found]
         if self.unpaired:
@@ -235,16 +221,34 @@ class CheckpointVerdict:
 
     @property
     def hint(self) -> str | None:
-        """Advice to pass another source (original model), if no layer can have been made from the given source.
+        """A sentence about what is probably wrong with the source; None if nothing is known to be wrong.
 
-        A layer cannot have been made from it if the signs of codes and source differ in every known order. All-zero
-        layers are ignored. None if at least one other layer may have been made from the source, or if there are no
-        other layers.
+        There are three cases, of which the first that applies is named:
+
+        - Layers were made from layers of the source that have other names (see ``moved``).
+        - No layer can have been made from the source, because the signs of codes and source differ in every known
+          order.
+        - At least half of the layers are near the source, but not equal to it.
+
+        All-zero layers are ignored.
         """
-        unlike = [layer.explanation.unlike for layer in self.layers if not layer.explanation.blank]
-        if not unlike or not all(unlike):
+        layers = [layer.explanation for layer in self.layers if not layer.explanation.blank]
+        if self.moved:
+            pairs = [f"{layer} from its {other}" for layer, other in self.moved]
+            return f"this is probably not the source, or its layers are in another order: {listed(pairs, MAX_NAMES)}"
+        near, tuned = (sum(found.cause == cause for found in layers) for cause in (NEAR, TUNED))
+        if layers and 2 * (near + tuned) >= len(layers):
+            return (
+                f"this is probably not the source, but a model near it{', or codes were tuned' if tuned else ''}:"
+                f" {near + tuned:,} of {_layers(len(layers))} are like the source, but not equal to it; give the model"
+                " that this was made from"
+            )
+        if not layers or not all(found.unlike for found in layers):
             return None
-        return "nothing matches: no layer has the signs of its source; give the model that this was made from"
+        return (
+            "this is probably not the source: nothing matches, and no layer has the signs of its source; give the model"
+            " that this was made from"
+        )
 
     @property
     def _rest(self) -> str:
@@ -267,7 +271,7 @@ class CheckpointVerdict:
         return "; ".join(found) + "; nothing explains the others" * bool(unknown)
 
     def __str__(self) -> str:
-        hint = [self.hint] if self.hint else []
+        hint = [text for text in (self.hint, self.coverage and self.coverage.sentence) if text]
         return "\n".join(
             [self.sentence, *hint, *(f"  {layer.name}: {layer.explanation.sentence}" for layer in self.exceptions)]
         )
@@ -340,7 +344,11 @@ def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -
 
     Raises ValueError if a source is not a matrix, and TypeError if it has an unsupported dtype.
     """
-    found = tuple(_verdicts(layers))
+    return checkpoint_verdict(tuple(_verdicts(layers)), unpaired)
+
+
+def checkpoint_verdict(found: tuple[LayerVerdict, ...], unpaired: Sequence[str] = ()) -> CheckpointVerdict:
+    """Return the verdict on a checkpoint, as identify_layers does, from the verdicts on its layers."""
     by_format: dict[str, list[LayerVerdict]] = {}
     for layer in found:
         by_format.setdefault(layer.format, []).append(layer)
@@ -385,96 +393,12 @@ def _most_votes(votes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
-    """Yield the verdict on each layer, in order.
-
-    A layer fails if it has neither an explanation nor a known cause; all-zero layers are not counted. After four
-    failures in a row, faults without a name are no longer searched for, because the search takes long. It is resumed
-    after the next layer that does not fail.
-    """
-    failed = 0
+    """Yield the verdict on each layer, in order."""
+    series = LayerSeries()
     for layer in layers:
-        found = _explained(layer, unnamed=failed < MAX_FAILURES)
-        if not found.blank:
-            failed = 0 if found.explained or found.cause else failed + 1
-        yield LayerVerdict(layer.name, found, layer.format, layer.producer, layer.recorded, layer.scaling)
+        yield verdict_of(layer, series.explain(layer))
 
 
-def _explained(layer: LayerPair, unnamed: bool) -> Diagnosis:
-    """Explain one layer with ``explain`` or ``explain_fp8``, and add what the file declares about its producer.
-
-    - For an FP8 layer, return the result of ``explain_fp8`` unchanged.
-    - If the file declares AWQ or SmoothQuant, texts name only this method instead of "AWQ or SmoothQuant".
-    - For a layer with a low-rank part, return the result of ``_of_rest``, unless its signs differ from the source.
-    - If codes and scales look tuned, the file names auto-round, and all codes are near the source, the method is
-      "auto-round".
-
-    unnamed: True to search for faults without a name. If False and nothing explains the layer, the sentence of the
-        result says that they were not tried.
-    """
-    if isinstance(layer.parts, Fp8Layer):
-        return explain_fp8(layer.parts, layer.source, layer.amaxes)
-    found = explain(
-        layer.parts,
-        layer.source,
-        other=layer.other,
-        second=layer.second,
-        heads=layer.heads,
-        amaxes=layer.amaxes,
-        unnamed=unnamed,
-    )
-    found = replace(
-        found,
-        sentence=_declared(found.sentence, layer.scaling),
-        cause=found.cause and _declared(found.cause, layer.scaling),
-        method=found.method and _declared(found.method, layer.scaling),
-    )
-    if layer.is_rest and not found.unlike:
-        return _of_rest(layer, found)
-    if found.cause == TUNED and layer.producer == "auto-round" and _is_sound(layer, steps=2):
-        return replace(found, cause=TUNED_BY_AUTO_ROUND, sentence=TUNED_BY_AUTO_ROUND, method="auto-round")
-    if unnamed or found.explained or found.cause:
-        return found
-    return replace(
-        found, sentence=f"{found.sentence} (other orders were not tried, because {MAX_FAILURES} layers before failed)"
-    )
-
-
-_LOW_RANK = "low-rank part (SVDQuant): the codes store the rest of the weight, which is not known in every bit"
-
-
-def _declared(text: str, scaling: str) -> str:
-    """Return a text in which "AWQ or SmoothQuant" is replaced by the method that a file declares.
-
-    scaling: the method; "" to return the text unchanged.
-    """
-    return text.replace(SCALING, scaling) if scaling else text
-
-
-def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
-    """Return whether every code of a layer is near the code of its source value, and the SQNR is at least 12 dB.
-
-    The stored scales are used. Return False if ``fit_of`` cannot compare the layer. The layer must not be FP8 with
-    float scales.
-
-    steps: the largest distance that counts as near, in representable values.
-    """
-    assert isinstance(layer.parts, StoredLayer)
-    fit = fit_of(layer.parts, layer.source, steps=steps)
-    return fit is not None and fit.is_sound
-
-
-def _of_rest(layer: LayerPair, found: Diagnosis) -> Diagnosis:
-    """Return the explanation of an SVDQuant layer, whose codes store the weight without its low-rank part.
-
-    If recipes reproduce every byte, they are named. Otherwise the cause is the low-rank part, and the sentence gives
-    the share of bytes that the nearest recipe gives. The method is then "SVDQuant" if every code is near the source,
-    otherwise None.
-
-    layer: the layer. Its source is approximately the weight without the low-rank part.
-    found: the explanation of the codes from this source.
-    """
-    if found.explained:
-        return replace(found, sentence=f"of the weight without its low-rank part (SVDQuant): {found.sentence}")
-    share = min(100 * (found.codes_equal + found.scales_equal) / max(found.total, 1), 99.99)
-    text = f"{_LOW_RANK}; the nearest recipe gives {share:.2f}% of bytes"
-    return replace(found, cause=_LOW_RANK, sentence=text, method="SVDQuant" if _is_sound(layer) else None)
+def verdict_of(layer: LayerPair, found: Diagnosis) -> LayerVerdict:
+    """Return the verdict on a layer that ``found`` explains."""
+    return LayerVerdict(layer.name, found, layer.format, layer.producer, layer.recorded, layer.scaling)

@@ -5,10 +5,11 @@ reproduces all codes if it is given these scales. The source is the original wei
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from fp4kit.checkpoint.identify.hypotheses import LayerEvidence, Layout, chunks
+from fp4kit.checkpoint.identify.hypotheses import LayerEvidence, Layout, amaxes, chunks, expected_parts
 from fp4kit.checkpoint.identify.try_hypotheses import sample_of
 from fp4kit.layouts import unpacked
 from fp4kit.ops.identify import candidates_of
@@ -37,7 +38,9 @@ def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple
         return ()
     scaling = "none" if scale is None else "tensor"
     candidates = [
-        r for r in candidates_of(layer.recipe) if r.tensor_scaling == scaling and r.block_rows == 1 and not r.search
+        r
+        for r in evidence.recipes or candidates_of(layer.recipe)
+        if r.tensor_scaling == scaling and r.block_rows == 1 and not r.search
     ]
     rows = sample_of(plain.shape, layer.recipe).rows
     tried = [
@@ -82,3 +85,70 @@ def _codes_match(
     with np.errstate(all="ignore"):
         q = quantize(np.ascontiguousarray(evidence.x[rows]), r, block_scale=scales, tensor_scale=tensor_scale)
     return np.array_equal(unpacked(q.packed, r.element.packing), codes)
+
+
+_WIDER = (2, 4, 8)  # numbers of blocks that may have got one amax
+_MOST_WIDE = 0.75  # least share of blocks that have the scale of the wider amax, of those in which it differs
+_UNROUNDED = 0.999  # least share of codes that the unrounded scales give; the order of divisions changes a few
+
+
+def wide_blocks(
+    evidence: LayerEvidence, plain: Layout, recipes: tuple[Recipe, ...]
+) -> tuple[tuple[Recipe, ...], str] | None:
+    """Return (recipes, fault) if block scales come from the amax of several neighboring blocks, otherwise None.
+
+    A few blocks may have the scale of their own amax.
+
+    evidence: the stored layer and its source (the original weight).
+    plain: the layout in which codes are read as declared and rows are in place.
+    recipes: the recipes that reproduce all codes with the stored scales.
+    """
+    rows, size = sample_of(plain.shape, evidence.layer.recipe).rows, evidence.layer.recipe.block_size
+    for count in _WIDER:
+        if plain.shape[1] % (count * size):
+            continue
+        pairs = [(r, amax) for r in recipes for amax in amaxes(evidence, r)]
+        found = dict.fromkeys(pair[0] for pair in pairs if _are_wide(evidence, plain, pair, count, rows))
+        if found:
+            return tuple(found), f"block scales come from the amaxes of {count} blocks, {count * size} elements"
+    return None
+
+
+def _are_wide(
+    evidence: LayerEvidence, plain: Layout, recipe_amax: tuple[Recipe, np.ndarray | None], count: int, rows: np.ndarray
+) -> bool:
+    """Return whether the block scales of some rows come from the amaxes of ``count`` neighboring blocks."""
+    size, columns = evidence.layer.recipe.block_size, slice(0, plain.shape[1])
+    x = np.array(evidence.x[rows])
+    blocks = x.reshape(len(rows), -1, count, size)
+    blocks[..., 0] = np.abs(x).reshape(len(rows), -1, count * size).max(axis=-1)[..., None]
+    raised = replace(evidence, x=x, other=None)
+    own = expected_parts(evidence, plain, rows, columns, recipe_amax)[1]
+    wide = expected_parts(raised, plain, np.arange(len(rows)), columns, recipe_amax)[1]
+    stored = evidence.layer.block_scale.reshape(plain.shape[0], -1)[rows]
+    differ = own != wide
+    return bool(((stored == own) | (stored == wide)).all() and np.mean((stored == wide)[differ]) >= _MOST_WIDE)
+
+
+def unrounded_scales(evidence: LayerEvidence, plain: Layout) -> str | None:
+    """Return the name of the fault if codes were computed with the block scales before they were rounded.
+
+    The codes are then those of x / (block amax / largest element). Return None if this does not give them.
+
+    evidence: the stored layer and its source (the original weight). All block scales must be those of a recipe.
+    plain: the layout in which codes are read as declared and rows are in place.
+    """
+    r, rows = evidence.layer.recipe, sample_of(plain.shape, evidence.layer.recipe).rows
+    if plain.mishaps or r.block_rows > 1:
+        return None
+    blocks = evidence.x[rows].astype(np.float32).reshape(len(rows), -1, r.block_size)
+    with np.errstate(all="ignore"):
+        scale = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(r.element.max)
+        codes = r.element.encode(np.nan_to_num(blocks / scale)).reshape(len(rows), -1)
+    stored = plain.reading.read(evidence.layer, rows, slice(0, plain.shape[1]))
+    known = (r.element.values[stored] != 0) | (r.element.values[codes] != 0)  # zeros of both signs are equal
+    differ = known & (codes != stored)
+    return _FAULT if differ.sum() <= (1 - _UNROUNDED) * differ.size else None
+
+
+_FAULT = "codes were computed with the block scales before rounding"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import lcm
 
 import numpy as np
@@ -94,13 +95,21 @@ def sample_of(shape: tuple[int, int], r: Recipe) -> Sample:
 
     r: a recipe of the layer's format, which determines the sizes of groups and blocks.
     """
-    height, width = lcm(32, *(c.block_rows for c in candidates_of(r))), lcm(64, r.block_size)
+    height, width = lcm(32, *(c.block_rows for c in recipes_of(r))), lcm(64, r.block_size)
     columns = shape[1] if shape[1] <= max(SAMPLE_COLUMNS, width) else max(SAMPLE_COLUMNS // width, 1) * width
     groups = -(-shape[0] // height)
     count = min(max(SAMPLE // max(height * columns, 1), 2), groups)
     chosen = np.unique(np.linspace(0, max(groups - 1, 0), count).astype(np.int64))
     rows = (chosen[:, None] * height + np.arange(height)).ravel()
     return Sample(rows[rows < shape[0]], slice(0, columns))
+
+
+def plain_layout(evidence: LayerEvidence) -> Layout | None:
+    """Return the layout in which codes are read as declared and rows are in place; None if the shapes differ."""
+    if evidence.layer.shape != evidence.x.shape:
+        return None
+    rows = evidence.x.shape[0]
+    return Layout(next(corruptions.readings(evidence.layer, evidence.x.shape)), same_rows(rows), evidence.x.shape)
 
 
 def layouts_of(evidence: LayerEvidence) -> Iterator[Layout]:
@@ -111,6 +120,10 @@ def layouts_of(evidence: LayerEvidence) -> Iterator[Layout]:
 
     evidence: the stored layer and its source (the original weight).
     """
+    if evidence.layer.some_rows:
+        plain = plain_layout(evidence)
+        yield from () if plain is None else (plain,)
+        return
     for reading in corruptions.readings(evidence.layer, evidence.x.shape):
         turned = reading.source_transposed
         shape = evidence.x.shape[::-1] if turned else evidence.x.shape
@@ -186,24 +199,24 @@ def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrd
     codes = [(order, order.undo(read)) for order in orders]
     scales = list(_sampled_scales(layer, layout, sample))
     moved = layout.rows.mishap is not None
-    for r in recipes_of(layer.recipe):
+    for r in evidence.recipes or recipes_of(layer.recipe):
         try_both = moved and r.block_rows > 1 and _blocks_stay_whole(layout, len(evidence.x), r.block_rows)
         for amax in amaxes(evidence, r):
             for variant in (layout, replace(layout, moved_after_quantizing=True)) if try_both else (layout,):
                 _compare(evidence, variant, sample, (r, amax), codes, scales, trial)
 
 
-def recipes_of(own: Recipe) -> Iterator[Recipe]:
-    """Yield the recipes that may have made a layer: all recipes that have its format.
+@cache
+def recipes_of(own: Recipe) -> tuple[Recipe, ...]:
+    """Return the recipes that may have made a layer: all recipes that have its format.
 
-    For MXFP8, also yield mxfp8-auto-round with a scale search, which auto-round uses by default (iters=0).
+    For MXFP8, they include mxfp8-auto-round with a scale search, which auto-round uses by default (iters=0).
 
     own: a recipe of the layer's format.
     """
-    yield from candidates_of(own)
     like = RECIPES["mxfp8-auto-round"]
-    if (own.element, own.scale, own.block_size) == (like.element, like.scale, like.block_size):
-        yield replace(like, search="auto_round_powers")
+    is_mxfp8 = (own.element, own.scale, own.block_size) == (like.element, like.scale, like.block_size)
+    return (*candidates_of(own), *([replace(like, search="auto_round_powers")] if is_mxfp8 else []))
 
 
 def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import explain, without_numbers
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer, explain_fp8
-from fp4kit.checkpoint.identify.match_layers import stored_layer
+from fp4kit.checkpoint.identify.read_layers import stored_layer
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.verify.reencode import Check, fused_groups, rows_of, usual_db

@@ -15,7 +15,7 @@ from synthetic import BF16, E4M3, refused
 
 import fp4kit
 from fp4kit.checkpoint import Rules, convert, make_plan
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.reconcile import reconcile

@@ -18,7 +18,7 @@ from synthetic import refused
 import fp4kit
 from fp4kit.checkpoint import Rules, Wishes, convert, convert_tensors, make_plan
 from fp4kit.checkpoint.containers.mlx import FORMS
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.verify.compare import compare_checkpoints

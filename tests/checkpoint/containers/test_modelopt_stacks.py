@@ -15,7 +15,7 @@ import synthetic
 
 import fp4kit
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model import slabs
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint

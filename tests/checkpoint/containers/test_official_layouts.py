@@ -20,7 +20,7 @@ from numpy_formats import Coded
 from synthetic import BF16, E8M0, refused
 
 from fp4kit.checkpoint import convert, make_plan
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.verify.verify import verify
 

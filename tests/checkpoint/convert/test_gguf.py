@@ -21,7 +21,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, ConversionReport, Options, Wishes, convert, make_plan
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main

@@ -20,7 +20,7 @@ from fp4kit.calibration import Collector
 from fp4kit.checkpoint import Activations, ScaleSearch, Wishes, convert, make_plan
 from fp4kit.checkpoint.contract.of_checkpoint import contract_of, infer
 from fp4kit.checkpoint.contract.of_plan import contract_of_plan
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.transforms import decodable

@@ -9,7 +9,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.verify.compare import compare_checkpoints

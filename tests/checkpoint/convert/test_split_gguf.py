@@ -19,7 +19,7 @@ from synthetic import refused
 from together import together
 
 from fp4kit.checkpoint import ConversionReport, Options, convert, make_plan
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.leftovers import remove_leftovers

@@ -26,6 +26,7 @@ from fp4kit.checkpoint.identify.corruptions import (
     within_ulps,
 )
 from fp4kit.checkpoint.identify.diagnose import OTHER_CODES, Diagnosis, MatchCount, _explained, explain
+from fp4kit.checkpoint.identify.hypotheses import MadeBy
 from fp4kit.layouts import shuffle_rows, swizzle_scales, unpack, unswizzle_scales
 from fp4kit.recipes import RECIPES
 
@@ -588,7 +589,7 @@ def test_the_first_hypothesis_gives_the_mishaps():
     """Later hypotheses with the same mishaps add only their recipes, also if others come between."""
     swapped, rolled = ("nibbles are swapped",), ("rows are rolled by 3",)
     hypotheses = [
-        SimpleNamespace(recipe=RECIPES[name], mishaps=mishaps)
+        SimpleNamespace(recipe=RECIPES[name], mishaps=mishaps, how=MadeBy(()))
         for name, mishaps in (("nvfp4-te", swapped), ("nvfp4-te-2d", rolled), ("nvfp4-te-reference", swapped))
     ]
     found = _explained(hypotheses, MatchCount(1, 1, 2))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fp4kit.checkpoint.identify.match_layers import _scaling_of, identify_checkpoint
+from fp4kit.checkpoint.identify.layer_pairs import scaling_of
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.cli import main
@@ -86,7 +87,7 @@ def test_the_method_that_scaled_weights_is_declared_by_factors_and_by_a_recipe(
     shutil.copytree(FOREIGN / "modelopt--NVFP4_AWQ_LITE_CFG", folder)
     (folder / "recipe.yaml").write_text("".join(f"  {name}: {{}}\n" for name in modifiers))
     source = open_source(folder)
-    assert _scaling_of(source, weights_of(source.tensors, source.config).values()) == method
+    assert scaling_of(source, weights_of(source.tensors, source.config).values()) == method
 
 
 @pytest.mark.exhaustive

@@ -18,8 +18,9 @@ from exhaustive import by_default, exhaustive
 import fp4kit
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.identify import MAX_FAILURES, LayerPair, identify_layers
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.identify import identify_layers
+from fp4kit.checkpoint.identify.layer_series import MAX_FAILURES, LayerPair
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.cli import main
@@ -141,7 +142,8 @@ def test_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = identify_layers(pairs[:-2])
     assert tried == ["rows", "variation"] * MAX_FAILURES
     assert verdict.sentence == f"nothing explains any of {MAX_FAILURES + 3} layers"
-    assert verdict.hint is not None and verdict.hint.startswith("nothing matches: ") and verdict.hint in str(verdict)
+    said = "this is probably not the source: nothing matches"
+    assert verdict.hint is not None and verdict.hint.startswith(said) and verdict.hint in str(verdict)
     assert str(verdict).count("(other orders were not tried, because 4 layers before failed)") == 3
     tried.clear()
     verdict = identify_layers(pairs)
@@ -154,8 +156,8 @@ def test_the_command_says_that_nothing_matches(tmp_path: Path, capsys: pytest.Ca
         synthetic.write_model(tmp_path / name, {}, {"a.mlp.down_proj.weight": synthetic.random(name, (64, 128))})
     convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp")
     assert main(["identify", str(tmp_path / "q"), "--source", str(tmp_path / "other")]) == 1
-    said = "nothing matches: no layer has the signs of its source; give the model that this was made from"
-    assert capsys.readouterr().out.splitlines()[1:3] == ["nothing explains any of 1 layer", said]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "nothing explains any of 1 layer" and lines[2].startswith("this is probably not the source: ")
     assert main(["identify", str(tmp_path / "q"), "--source", str(tmp_path / "m"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["hint"] is None
 

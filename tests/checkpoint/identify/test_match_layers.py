@@ -10,8 +10,8 @@ import pytest
 import synthetic
 from exhaustive import by_default
 
-from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint import Options, convert
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.layouts import swizzle_scales
 
 MODELS = synthetic.MODELS
@@ -64,7 +64,7 @@ def test_every_conversion_is_recognised(tmp_path, conversion):
     MODELS[name](tmp_path / "in")
     report = convert(tmp_path / "in", tmp_path / "out", recipe, format=form)
     done = []
-    verdict = identify_checkpoint(tmp_path / "out", tmp_path / "in", done.append)
+    verdict = identify_checkpoint(tmp_path / "out", tmp_path / "in", Options(progress=done.append))
     assert recipe in verdict.recipes and verdict.mishap is None and verdict.exceptions == ()
     assert len(verdict.layers) == report.actions["quantize"] and sum(done) > 0
 

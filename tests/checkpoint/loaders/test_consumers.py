@@ -21,7 +21,7 @@ from file_values import read_values
 from safetensors import safe_open
 
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify

@@ -20,7 +20,7 @@ from oracle import Loaded
 from synthetic import refused
 
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.items import CARRIED, IGNORED, REFUSED, UNDERSTOOD
 from fp4kit.checkpoint.model.manifest import MANIFEST
