@@ -495,7 +495,10 @@ def test_identify_without_a_source_names_what_it_does_not_know(tmp_path: Path, r
     save_file({"b.weight": weight} | unknown, tmp_path / "m" / "model.safetensors")
     result = run("identify", tmp_path / "m")
     words = " ".join(result.out.split())
-    assert result.code == 1 and "PROBLEM: a.qweight (I32 [4, 32]) and 1 more: packed weights or scales in a" in words
+    assert (
+        result.code == 1
+        and "PROBLEM: a.qweight (I32 [4, 32]), a.qzeros (I32 [4, 32]): packed weights or scales in a" in words
+    )
     assert "there are no quantized layers" not in words
     document = json.loads(run("identify", tmp_path / "m", "--json").out)
     assert len(document["refused"]) == 1 and document["problems"] == []

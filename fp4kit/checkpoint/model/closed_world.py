@@ -368,6 +368,7 @@ def _layers_named_twice(weights: Mapping[str, Weight]) -> Iterator[Item]:
 INTEGERS = "in a type of llama.cpp that fp4kit does not decode; it stays as it is"
 STRAY = "a scale of inputs beside a layer that is not quantized; it is left out"
 MARKER = "marks a file of ComfyUI with layers in scaled FP8; the scales say the same"
+LEFT_OUT = (MARKER, STRAY)  # why tensors are not written
 _OLD = (COMFY_OLD.name, COMFY_OLD_E5M2.name)
 _PART_NAMES = {
     CODES: "codes",

@@ -31,9 +31,11 @@ class _Layers(NamedTuple):
 
     Attributes:
         forms: module name -> container.
+        plain: the names of the unquantized layers.
     """
 
     forms: Mapping[str, Container]
+    plain: Collection[str] = ()
 
 
 def _any(value: Any, layers: _Layers) -> str:
@@ -814,7 +816,8 @@ def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> It
 
 def _layers(weights: Mapping[str, Weight]) -> _Layers:
     """Return the quantized layers among ``weights``, against which config entries are checked."""
-    return _Layers({w.name: w.container for w in weights.values() if w.container is not None})
+    plain = {w.name for w in weights.values() if w.container is None}
+    return _Layers({w.name: w.container for w in weights.values() if w.container is not None}, plain)
 
 
 def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
@@ -864,9 +867,11 @@ def _description(value: Mapping[str, Any], layers: _Layers) -> Iterator[Item]:
     for key, one in value.items():
         module = key.rpartition(".")[0]
         form = layers.forms.get(module)
+        match = _MX_TYPE.fullmatch(str(one))
+        if module in layers.plain and match and key.endswith(".weight"):
+            yield Item(REFUSED, file, key, f"is {brief(one)}, but {shown(module)} is not quantized")
         if form is None or module in seen:
             continue
-        match = _MX_TYPE.fullmatch(str(one))
         kind = match and f"mxfp{match[1]}"
         if kind != form.kind and not (str(one) == "FLOAT" and key.endswith(".bias")):
             seen.add(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fp4kit import __version__
@@ -30,7 +31,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
         weight_map = {output.name: file.name for file in plan.files for output in file.outputs}
         name = INDEX if diffusers_classes.CLASS not in plan.source.config else DIFFUSERS_INDEX
         found[name] = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
-    config = without_declarations(plan.source.config)
+    config = _without_float8(without_declarations(plan.source.config))
     if plan.form is None:
         return found | {CONFIG: config}
     if plan.form.format == comfy.FORMAT:  # ComfyUI reads tags in the safetensors file, and no entry of config.json
@@ -71,3 +72,15 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
         declared = {**declared, transforms.KEY: transform}
     config["quantization_config"] = declared
     return found | {CONFIG: config} | ({HF_QUANT_CONFIG: beside} if beside is not None else {})
+
+
+def _without_float8(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config, and of the configs nested in it, in which the dtype of a model in FP8 is bfloat16."""
+    return {
+        key: _without_float8(value)
+        if key.endswith("_config") and isinstance(value, Mapping)
+        else "bfloat16"
+        if key in ("dtype", "torch_dtype") and str(value).removeprefix("torch.").startswith("float8")
+        else value
+        for key, value in config.items()
+    }

@@ -105,7 +105,7 @@ class PlanFacts:
         self.config = source.config
         self.items = items
         self.left_out = {item.name for item in items if item.group == IGNORED} | left_out
-        self.left_out |= {item.name for item in items if item.why in (closed_world.MARKER, closed_world.STRAY)}
+        self.left_out |= {item.name for item in items if item.why in closed_world.LEFT_OUT}
         self.mixture = request.mixture_for(self.config)
         self.form = self.mixture.default.form
         for_mlx = self.form is not None and self.form.format == mlx.FORMAT

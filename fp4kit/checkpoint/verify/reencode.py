@@ -46,6 +46,7 @@ from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.run.executors import run_all
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.verify.loss import is_low
+from fp4kit.formats import E4M3, E5M2
 from fp4kit.ops.fake_quantize import fake_quantize
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
@@ -581,7 +582,9 @@ def differing_bytes(stored: Located, source: Located) -> int:
     Otherwise the bytes are compared as they are. The tensors must have equally many values.
     """
     found = 0
+    element = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}.get(source.entry.dtype)
     have, want = (NUMPY_DTYPES.get(place.entry.dtype) for place in (stored, source))
+    want = want if element is None else np.dtype(np.uint8)
     if stored.entry.dtype == source.entry.dtype or have is None or want is None:
         have = want = np.dtype(np.uint8)
     step = run_job.PIECE // 4
@@ -590,7 +593,8 @@ def differing_bytes(stored: Located, source: Located) -> int:
             count = min(step, stored.entry.nbytes // have.itemsize - start)
             x = readers.bytes(source, start * want.itemsize, count * want.itemsize)
             with np.errstate(over="ignore", invalid="ignore"):
-                rounded = x if have == want else x.view(want).astype(have).view(np.uint8)
+                values = x.view(want) if element is None else element.values[x]
+                rounded = x if have == want else values.astype(have).view(np.uint8)
             found += int(
                 np.count_nonzero(readers.bytes(stored, start * have.itemsize, count * have.itemsize) != rounded)
             )

@@ -20,7 +20,7 @@ from fp4kit.checkpoint.convert.journal import source_facts
 from fp4kit.checkpoint.findings import findings_of_files, opened
 from fp4kit.checkpoint.loaders.sharding import Sharding, obstacles, sharding_of
 from fp4kit.checkpoint.model import transforms
-from fp4kit.checkpoint.model.closed_world import check_model, is_attention_scale
+from fp4kit.checkpoint.model.closed_world import LEFT_OUT, check_model, is_attention_scale
 from fp4kit.checkpoint.model.doubtful_codes import CERTAIN
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.magnitudes import doubts_of, magnitude_of, reference_of
@@ -345,16 +345,18 @@ def _cut_layers(model: Checkpoint, tp: int | None, ep: int | None) -> list[Issue
 def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
     """Check that fp4kit knows all contents of the source. Return the names of tensors that a conversion does not need.
 
-    These are the matrices of Hadamard and similar transforms, which a conversion to unquantized values undoes. If the
-    checkpoint has quantized layers, the set is empty, and a source with transforms is refused.
+    These are the matrices of Hadamard and similar transforms, which a conversion to unquantized values undoes, and
+    tensors of ComfyUI that concern no layer. If the checkpoint has quantized layers, a source with transforms is
+    refused.
 
     Raise CheckpointError if the source has a tensor, config key or metadata entry that is unknown or refused.
     """
     weights = weights_of(original.tensors, original.config)
     if model.layers:
-        check_model(original, weights)
-        return frozenset()
-    return transforms.undo(original, weights).matrices
+        items, matrices = check_model(original, weights), frozenset[str]()
+    else:
+        _, items, matrices = transforms.undo(original, weights)
+    return matrices | {item.name for item in items if item.why in LEFT_OUT}
 
 
 def _settings(
@@ -511,6 +513,9 @@ def _restored(model: Checkpoint, original: Source, adapter: LoraAdapter | None) 
     return found
 
 
+_CASTS = ("F8_E4M3", "F8_E5M2")  # dtypes to which a model may have been cast
+
+
 class _SourceComparison:
     """Match the tensors of a checkpoint with the tensors of its source, and decide which to compare.
 
@@ -560,7 +565,7 @@ class _SourceComparison:
             if name in self._made or name not in self._original.tensors:
                 continue
             other_file, other = self._original.tensors[name]
-            floats = {entry.dtype, other.dtype} <= set(FLOAT_DTYPES)
+            floats = {entry.dtype, other.dtype} <= {*FLOAT_DTYPES, *_CASTS}
             if entry.shape == other.shape and (entry.dtype == other.dtype or floats):
                 alike[name] = located(file, entry), located(other_file, other)
             else:
@@ -594,7 +599,7 @@ class _SourceComparison:
                 f"is {stored.entry.dtype}; the source has {source.entry.dtype}, which was rounded for the comparison",
             )
             for name, (stored, source) in self._alike.items()
-            if stored.entry.dtype != source.entry.dtype
+            if stored.entry.dtype != source.entry.dtype and source.entry.dtype not in _CASTS  # the values are exact
         ]
         found += [
             Issue("warning", name, f"is a transposed part of {', '.join(names)} and is not compared")

@@ -278,6 +278,7 @@ def test_8_bit_files_are_read_and_written(name: str, tmp_path: Path) -> None:
     assert set(found) == {*wanted, *others}
     for module, x in {**wanted, **others}.items():
         assert np.array_equal(found[module], x.astype(BF16).astype(np.float32)), module
+    assert verify(tmp_path / "a-bf16.safetensors", path).clean
     verdict = identify_checkpoint(path, tmp_path / "a-bf16.safetensors")
     assert len(verdict.layers) == len(LAYERS) and "nothing explains" not in verdict.sentence
     if not recipe:
@@ -384,3 +385,16 @@ def test_input_scales_of_some_layers(tmp_path: Path) -> None:
     assert "model.diffusion_model.img_in.input_scale" not in values(path)
     with refused("has no input scale, but 1 of"):
         make_plan(path, "nvfp4-te", format="comfy", wishes=Wishes(keep=("*img_in",)))
+
+
+def test_the_dtype_of_a_cast_model_becomes_bfloat16(tmp_path: Path) -> None:
+    tensors, _ = cast(E4M3)
+    config = {
+        "torch_dtype": "float8_e4m3fn",
+        "text_config": {"dtype": "torch.float8_e4m3fn", "x": 1},
+        "dtype": "float16",
+    }
+    synthetic.write_model(tmp_path / "m", config, tensors)
+    convert(tmp_path / "m", tmp_path / "out", format="bf16")
+    wanted = {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16", "x": 1}, "dtype": "float16"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == wanted

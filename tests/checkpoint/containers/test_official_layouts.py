@@ -182,11 +182,24 @@ def blocks(parent: str, leaves: dict[str, tuple[int, ...]], model_type: str, cod
     return b.release({**config, "quantization_config": declared}, {name: len(leaves)}, errors=errors)
 
 
+def renamed(release: Release) -> Release:
+    """Return a release whose FP8 scales are called weight_scale_inv."""
+    tensors = {
+        name.replace(".scale", ".weight_scale_inv") if ".attn." in name else name: x
+        for name, x in release.tensors.items()
+    }
+    names = {f"{name} weight_scale_inv" if "fp8" in name else name: n for name, n in release.containers.items()}
+    return release._replace(
+        tensors=tensors, containers=names, errors=("weight_scale_inv: not a tensor of deepseek-v4",)
+    )
+
+
 STACK = {"gate_up_proj": (2, 2 * M, H), "down_proj": (2, H, M)}
 RELEASES: dict[str, Callable[[], Release]] = {
     "DeepSeek-V4": lambda: deepseek("v4", 128, "mxfp4"),
     "DeepSeek-V4.1": lambda: deepseek("v41", 32, "mxfp4"),
     "DeepSeek-V4.1 in tiles of 64": lambda: deepseek("v41", 64, "mxfp4"),
+    "DeepSeek-V4.1 with weight_scale_inv": lambda: renamed(deepseek("v41", 32, "mxfp4")),
     "DeepSeek-V4-NVFP4": lambda: deepseek("v4", 128, "nvfp4"),
     "DeepSeek-V4.1-NVFP4": lambda: deepseek("v41", 32, "nvfp4"),
     "MiMo-V2.6": mimo,
@@ -346,6 +359,10 @@ CONTRADICTIONS: dict[str, tuple[Callable[[], Release], str]] = {
     "another type in the description": (
         lambda: described(msmodelslim(), **{f"{DOWN}.weight": "W8A8_DYNAMIC"}),
         'is "W8A8_DYNAMIC", but the tensors',
+    ),
+    "quantized in the description": (
+        lambda: described(msmodelslim(), **{"model.layers.0.self_attn.o_proj.weight": "W4A4_MXFP4"}),
+        'is "W4A4_MXFP4", but model.layers.0.self_attn.o_proj is not quantized',
     ),
     "dual scales": (
         lambda: described(msmodelslim(), **{f"{DOWN}.weight": "W4A4_MXFP4_DUALSCALE"}),
