@@ -74,6 +74,7 @@ class Identification:
         variations: empty if a recipe reproduces all bytes. Otherwise, the recipes that reproduce all bytes together
             with a Hadamard transform, and the recipes that may have made every code by stochastic rounding, with or
             without a Hadamard transform.
+        fault: "" if a recipe reproduces all bytes. Otherwise, a text if codes or scales are zero though x is not.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -85,6 +86,7 @@ class Identification:
 
     matches: tuple[Match, ...]
     variations: tuple[Variation, ...] = ()
+    fault: str = ""
 
     @property
     def exact(self) -> tuple[str, ...]:
@@ -99,6 +101,7 @@ class Identification:
 
         - One to three recipes reproduce all bytes: the sentence names them. If there are more, it names one of them and
           the number of the others; `exact` has all.
+        - There is a fault: it is named, with the nearest recipe.
         - There are variations: it names the recipe and options of the first one, and other recipes with equal options.
         - No recipe of fp4kit has the formats of the array: it says so.
         - Otherwise, it names the nearest recipe and its share of equal bytes.
@@ -108,6 +111,8 @@ class Identification:
                 count = len(self.exact) - 1
                 return f"{_plainest(self.exact)} or {count} others that agree on this tensor made these bytes"
             return f"{either(self.exact)} made these bytes" + " (they agree on this tensor)" * (len(self.exact) > 1)
+        if self.fault and self.matches:
+            return f"{self.fault}; nearest is {self.matches[0].recipe}"
         if self.variations:
             return _variation_verdict(self.variations)
         if not self.matches:
@@ -250,7 +255,29 @@ def identify(q: Quantized, x: Any) -> Identification:
     result = Identification(tuple(sorted(matches, key=lambda m: (not m.whole, -m.fraction))))
     if result.exact or not x.size:
         return result
+    fault = _fault(q, x)
+    if fault:
+        return replace(result, fault=fault)
     return replace(result, variations=tuple(_variations(q, x, candidates)))
+
+
+def _fault(q: Quantized, x: np.ndarray) -> str:
+    """Return a text if all codes are zero, or scales over other codes, though x is not zero; "" otherwise."""
+    mask = np.uint8(0x77 if q.recipe.element.packing.codes == 2 else ~q.recipe.element.sign_bit & 0xFF)
+    codes = np.asarray(q.packed).view(np.uint8) & mask
+    if not x.any():
+        return ""
+    if not codes.any():
+        return "all codes are zero, although x is not"
+    scale = q.recipe.scale
+    if scale is None or not scale.has_zero or q.scale_layout != "linear" or q.block_scale is None:
+        return ""
+    scales = np.asarray(q.block_scale).view(np.uint8) & np.uint8(~scale.sign_bit & 0xFF)
+    if codes.size % scales.size or codes.shape[:-1] != scales.shape[:-1]:
+        return ""
+    used = codes.reshape(*scales.shape, -1).any(-1)
+    lost = int(np.count_nonzero((scales == 0) & used))
+    return f"scales are zero in {lost:,} of {scales.size:,} blocks, although their codes are not" if lost else ""
 
 
 def candidates_of(own: Recipe) -> Iterator[Recipe]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fp4kit.checkpoint.identify.diagnose import NEAR, SCALED, SCALING, Diagnosis, without_numbers
+from fp4kit.checkpoint.identify.diagnose import EMPTY, NEAR, SCALED, SCALING, Diagnosis, without_numbers
 from fp4kit.checkpoint.identify.layer_series import LayerPair, LayerSeries
 from fp4kit.checkpoint.identify.search_families import TUNED
 from fp4kit.ops.identify import either
@@ -179,7 +179,7 @@ class CheckpointVerdict:
         found += [("nothing explains the bytes", unknown)] if unknown else []
         doubts = (str(x.explanation.cause).split(": ")[0] for x in self.layers if x.explanation.is_doubtful)
         found += [
-            (what if what in NEAR else f"{what}, but codes do not fit as they should", n)
+            (what if what in (EMPTY, *NEAR) else f"{what}, but codes do not fit as they should", n)
             for what, n in Counter(doubts).most_common()
         ]
         total = len(self.layers)

@@ -14,6 +14,7 @@ import pytest
 import synthetic
 from changed_bytes import change
 
+from fp4kit import Quantized, identify, quantize
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.model.manifest import load_manifest
 from fp4kit.checkpoint.verify.verify import VerifyReport, verify
@@ -162,6 +163,24 @@ def test_a_lost_expert_of_a_stack_is_named(tmp_path: Path) -> None:
     assert (f"{name}[2]", "all codes are zero under block scales that differ, so the codes were lost") in errors(
         verify(tmp_path / "m")
     )
+
+
+def test_identify_says_that_codes_or_scales_are_zero(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    x = synthetic.random("x", (64, 128), dtype=np.dtype("f4"))
+    q = quantize(x, "nvfp4-te")
+    parts = np.asarray(q.packed), np.array(q.block_scale), np.asarray(q.tensor_scale)
+    empty = Quantized.from_parts(np.zeros_like(parts[0]), *parts[1:], recipe="nvfp4-te")
+    assert identify(empty, x).verdict.startswith("all codes are zero, although x is not; nearest is")
+    parts[1][:, -1] = 0
+    assert identify(Quantized.from_parts(*parts, recipe="nvfp4-te"), x).fault.startswith("scales are zero in 64 of 512")
+    zeros = quantize(0 * x, "nvfp4-te")
+    assert not identify(zeros, 0 * x).fault and not identify(q, x).fault
+    source, made = write(tmp_path / "m", 0.02), tmp_path / "q"
+    convert(source, made, "nvfp4-te", format="modelopt")
+    change(made, f"{NAMES[1]}.weight", _empty, np.uint8)
+    for arguments in ([], ["--source", str(source)]):
+        assert main(["identify", str(made), *arguments]) == 1
+        assert "all codes are zero" in capsys.readouterr().out
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
