@@ -290,6 +290,10 @@ def _check_fits(label: str, layer: str, update: LowRankUpdate, weight: Weight, c
     label, (a, b) = f"{label}: {shown(layer)}", (update.a.entry.shape, update.b.entry.shape)
     shape = (a[1], b[0]) if update.turned else (b[0], a[1])
     is_embedding = weight.name.rpartition(".")[2] in ("embed_tokens", "wte", "word_embeddings")
+    if len(weight.shape) == 3:
+        raise CheckpointError(
+            f"{label}: the layer is a stack of experts, into which no update is merged; {_IN_16_BITS}"
+        )
     if shape != weight.shape:
         raise CheckpointError(
             f"{label}: the update is {list(shape)}, but the layer is {list(weight.shape)}; use the model that the"

@@ -39,6 +39,8 @@ CONTAINERS = [
     ("fp8-transformers-block", "fp8"),
     ("nvfp4-mlx-cpu", "mlx"),
     ("mxfp4-mlx-cpu", "mlx"),
+    ("nvfp4-te", "comfy"),
+    ("mxfp8-te", "comfy"),
 ]
 
 
@@ -147,6 +149,61 @@ def test_nearest_scales_have_the_smallest_error(root: Path, tmp_path: Path, reci
         assert errors["nearest"] <= errors["new"] * 1.02
     for scales in made:
         assert verify(tmp_path / scales, tmp_path / "source", adapter=root / "adapter").clean
+
+
+@pytest.mark.parametrize("scales", ["nearest", "new"])
+@pytest.mark.parametrize(("recipe", "form"), [("nvfp4-modelopt", "modelopt"), ("nvfp4-te", "compressed-tensors")])
+def test_input_scales_are_kept(root: Path, tmp_path: Path, recipe: str, form: str, scales: str) -> None:
+    """The inputs of a layer do not change, so merged layers keep their input scales."""
+    given = {"format": form, "adapter": root / "adapter", "adapter_scales": scales}
+    convert(root / "base", tmp_path / "base", recipe, format=form, input_scale=0.25)
+    convert(tmp_path / "base", tmp_path / "out", recipe, **given)  # type: ignore[arg-type]
+    before, after = arrays(load(tmp_path / "base")), arrays(load(tmp_path / "out"))
+    names = [name for name in before if "input" in name and "norm" not in name]
+    assert len(names) == 14
+    assert all(np.array_equal(before[name], after[name]) for name in names)
+
+
+def test_other_layers_of_a_group_keep_codes_between_containers(root: Path, tmp_path: Path) -> None:
+    """A merge may also move layers to a container of equal codes; layers without an update keep their codes."""
+    convert(root / "base", tmp_path / "base", "nvfp4-modelopt", format="modelopt")
+    given = {"format": "compressed-tensors", "adapter": root / "adapter"}
+    made = convert(tmp_path / "base", tmp_path / "out", "nvfp4-modelopt", **given)  # type: ignore[arg-type]
+    before, after = arrays(load(tmp_path / "base")), arrays(load(tmp_path / "out"))
+    for layer in (K, UP):
+        assert np.array_equal(before[f"{layer}.weight"], after[f"{layer}.weight_packed"])
+    assert made.actions["merge"] == len(SHAPES)
+    assert verify(tmp_path / "out", tmp_path / "base", adapter=root / "adapter").clean
+
+
+def test_stacks_of_experts_are_refused_by_name(tmp_path: Path) -> None:
+    synthetic.gpt_oss(tmp_path / "m")
+    layer = "model.layers.0.mlp.experts.down_proj"
+    with refused(f"{layer}: the layer is a stack of experts"):
+        make_plan(tmp_path / "m", adapter=lora.write(tmp_path / "adapter", lora.halves(layer, (64, 64))))
+
+
+def test_experts_are_merged_alone_and_into_stacks(tmp_path: Path) -> None:
+    synthetic.moe(tmp_path / "moe")
+    layers = {"model.layers.1.mlp.experts.1.up_proj": (96, 64), "model.layers.1.mlp.experts.0.down_proj": (64, 96)}
+    tensors: dict[str, np.ndarray] = {}
+    for layer, shape in layers.items():
+        tensors |= lora.halves(layer, shape, std=1e-3)
+    adapter = lora.write(tmp_path / "adapter", tensors)
+    convert(tmp_path / "moe", tmp_path / "base", "nvfp4-modelopt")
+    for name, form in (("fp4", None), ("bf16", "bf16")):
+        made = convert(tmp_path / "base", tmp_path / name, "nvfp4-modelopt", format=form, adapter=adapter)
+        assert set(made.survival) == set(layers)
+        assert verify(tmp_path / name, tmp_path / "base", adapter=adapter).clean
+
+
+@pytest.mark.parametrize("dtype", [synthetic.BF16, np.dtype("f2")], ids=str)
+def test_adapters_in_16_bits_are_widened(root: Path, tmp_path: Path, dtype: np.dtype) -> None:
+    tensors = {name: x.astype(dtype) for name, x in lora.halves(Q, SHAPES[Q], std=1e-3).items()}
+    convert(root / "base", tmp_path / "out", format="bf16", adapter=lora.write(tmp_path / "adapter", tensors))
+    weight = arrays(load(root / "base"))[f"{Q}.weight"]
+    want = (weight.astype(np.float32) + lora.delta(tensors, Q, 2.0)).astype(weight.dtype)
+    assert np.array_equal(arrays(load(tmp_path / "out"))[f"{Q}.weight"], want)
 
 
 def test_a_search_of_scales_keeps_more(root: Path, tmp_path: Path) -> None:
