@@ -164,8 +164,6 @@ def _print(out: Output, report: VerifyReport) -> None:
         out.line(f"note: {_NO_LAYERS}")
     for line in summary_of(report):
         out.line(line)
-    if report.parallel is not None:
-        out.line(report.parallel.line)
     missing = unchecked(report)
     if missing:
         out.line(f"not checked: {'; '.join(missing)}")

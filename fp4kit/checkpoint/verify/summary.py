@@ -51,7 +51,7 @@ def median_and_worst(report: VerifyReport) -> tuple[float, float, str] | None:
 
 
 def summary_of(report: VerifyReport) -> Iterator[str]:
-    """Yield one or two lines that summarize a report; none if it has no layers.
+    """Yield one to three lines that summarize a report; none if it has no layers.
 
     The first line says how many layers are as expected, and names the worst of the others. The second line gives the
     median and the smallest SQNR. It is left out if no layer has a finite SQNR.
@@ -73,6 +73,8 @@ def summary_of(report: VerifyReport) -> Iterator[str]:
             f"SQNR: median {middle:.2f} dB, an error of {error_of(middle)} of the weights; worst {least:.2f} dB in"
             f" {shown(name)}"
         )
+    if report.parallel is not None:
+        yield report.parallel.line
 
 
 def unchecked(report: VerifyReport) -> list[str]:
