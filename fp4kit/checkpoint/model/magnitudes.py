@@ -158,6 +158,7 @@ def doubts_of(found: Sequence[Magnitude], reference: float | None) -> Iterator[D
         yield Doubt("error", tuple(unscaled), _LOST_FP8)
     known = {*unscaled, *(one.name for one in found if lost and one.is_neutral)}
     rest = [one for one in found if one.name not in known and one.reach > 0 and one.typical > 0]
+    rest = [one for one in rest if one.tensor_scale is None or one.tensor_scale > 0]  # others are refused as negative
     yield from _unlike_peers(rest)
     yield from _unlike_model(rest, reference)
     yield from _one_tensor_scale(rest)
