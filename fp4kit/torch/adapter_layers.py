@@ -7,10 +7,10 @@ fake-quantized, so that a merge would be lost. The functions here take the place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import MethodType
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -94,9 +94,9 @@ def attach(layer: Any, parts: Sequence[FakeQuantizing]) -> None:
             layer.__dict__[name] = MethodType(method, layer)
 
 
-def restore(model: torch.nn.Module) -> None:
-    """Give the adapter layers of a model their own methods back."""
-    for _, layer, _ in adapter_layers_of(model):
+def restore(model: torch.nn.Module, parts: Iterable[FakeQuantizing]) -> None:
+    """Give adapter layers their own methods back: those of a model, and those around its parameters ``parts``."""
+    for layer in (*(layer for _, layer, _ in adapter_layers_of(model)), *(x for p in parts for x in p.adapter_layers)):
         for name in _MERGED:
             method = getattr(layer.__dict__.get(name), "__func__", None)
             if method is not None and method in (_MERGED[name], _APART.get(name)):
@@ -283,6 +283,8 @@ def _paused(layer: Any) -> Iterator[None]:
 
 def _forward(layer: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute an adapter layer by its base layer alone, whose weight contains the active adapters."""
+    if not fake_quantizing(layer.base_layer):  # the parametrization was removed
+        return type(layer).forward(layer, x, *args, **kwargs)
     if kwargs.pop("adapter_names", None) is not None:
         raise ValueError(f"adapter_names: adapters of single samples cannot be merged; {_OTHERS}")
     kwargs.pop("alora_offsets", None)
@@ -305,6 +307,9 @@ def _attached(layer: Any) -> FakeQuantizing:
 
 def _merge(layer: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
     """Merge adapters into the stored weight, with the rounding of the forward pass."""
+    if not fake_quantizing(layer.base_layer):
+        type(layer).merge(layer, safe_merge, adapter_names)
+        return
     part = _attached(layer)
     _check_kind("merge", layer, part.name)
     _check_mergeable("merge", layer, layer.active_adapters if adapter_names is None else adapter_names, part.name)
@@ -316,9 +321,13 @@ def _merge(layer: Any, safe_merge: bool = False, adapter_names: list[str] | None
         type(layer).merge(layer, safe_merge=False, adapter_names=adapter_names)
 
 
-def _refuse_to_merge(layer: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_to_merge(layer: Any, *args: Any, **kwargs: Any) -> None:
     """Raise ValueError, because the model trains with an FP4 base and an adapter apart from it."""
-    name = fake_quantizing(_innermost(layer.base_layer))[0].name
+    parts = fake_quantizing(_innermost(layer.base_layer))
+    if not parts:
+        type(layer).merge(layer, *args, **kwargs)
+        return
+    name = parts[0].name
     raise ValueError(
         f"merge: {name} is fake-quantized with adapters='base', so the model trains for an FP4 base with its adapter"
         " apart in 16 bits, and merged weights would be rounded to FP4; to serve merged weights, train with"

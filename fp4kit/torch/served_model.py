@@ -261,7 +261,7 @@ def remove_fake_quantization(model: torch.nn.Module, *, keep: Kept = "original")
         if value is not None:
             with torch.no_grad():
                 module._parameters[leaf].copy_(value)  # type: ignore[union-attr]
-    restore(model)
+    restore(model, [part for *_, part in found if isinstance(part, FakeQuantizing)])
     for module in model.modules():
         remove_hook(module)
     return [name for name, *_ in found]

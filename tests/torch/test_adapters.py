@@ -203,6 +203,37 @@ def test_what_peft_does_with_merged_adapters(order):
     assert torch.equal(plain.get_submodule(f"{ATTENTION}.q_proj").weight, alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_safe_merges_and_disabled_adapters(dtype):
+    """A safe merge rounds as the forward pass does, and disabling a merged adapter unmerges it, as in PEFT."""
+    model = build("adapter first", "merged", dtype, r=16)
+    layer = model.base_model.model.get_submodule(f"{ATTENTION}.q_proj")
+    stored, weights = layer.base_layer.parametrizations.weight.original, quantized(model)
+    base = stored.detach().clone()
+    model.merge_adapter(safe_merge=True)
+    assert all(torch.equal(w, weights[name]) for name, w in quantized(model).items())
+    assert not torch.equal(stored, base)
+    with model.disable_adapter():
+        layer(torch.zeros(1, 64, dtype=dtype))
+        assert not layer.merged and torch.allclose(stored, base, atol=1e-2 if dtype is torch.bfloat16 else 1e-6)
+    layer.lora_A["default"].weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"the merged .*q_proj.base_layer.weight contains NaN or infinity"):
+        layer.merge(safe_merge=True)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_initializations_that_change_the_base(order):
+    """PiSSA moves a part of W to the adapter, so that their sum is W."""
+    model = build(order, "merged", init_lora_weights="pissa", target_modules=["q_proj"])
+    plain = a_llama()
+    fresh = peft.get_peft_model(a_llama(), peft.LoraConfig(r=8, target_modules=["q_proj"], init_lora_weights="pissa"))
+    stored, expected = (
+        m.base_model.model.get_submodule(f"{ATTENTION}.q_proj.base_layer").state_dict()["weight"]
+        for m in (model, fresh)
+    )
+    assert torch.equal(stored, expected) and not torch.equal(stored, plain.get_submodule(f"{ATTENTION}.q_proj").weight)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_copies_and_state_dicts(tmp_path, order):
     model = build(order, "merged")
@@ -350,12 +381,53 @@ def test_embeddings_and_convolutions_with_lora():
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         model = peft.inject_adapter_in_model(config, torch.nn.ModuleDict(copy.deepcopy(layers)).to(dtype))
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float()  # as get_peft_model does
         ft.fake_quantize_model(model, RECIPE, adapters="merged", include=("embed.base_layer.weight",))
         for name, x in (("embed", IDS), ("conv", torch.randn(1, 16, 5, 5, dtype=dtype))):
             layer = model[name]
             values, y = layer.base_layer.weight.clone(), layer(x)
-            layer.merge()
+            layer.merge(safe_merge=name == "conv")
             assert torch.equal(layer.base_layer.weight, values) and torch.equal(layer(x), y)
+
+
+@pytest.mark.parametrize("adapters", ["base", "merged"])
+def test_parametrizations_that_are_removed_from_a_part(adapters):
+    """The adapter layer works as PEFT made it, also if the base layer alone, or PyTorch itself, removes them."""
+    for remove in (
+        lambda layer: ft.remove_fake_quantization(layer),
+        lambda layer: torch.nn.utils.parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False),
+    ):
+        model = build("adapter first", adapters, target_modules=["q_proj"])
+        layer = model.base_model.model.get_submodule(f"{ATTENTION}.q_proj")
+        x = torch.randn(2, 64)
+        expected = adapt(a_llama(), target_modules=["q_proj"]).base_model.model.get_submodule(f"{ATTENTION}.q_proj")
+        remove(layer.base_layer)
+        expected.load_state_dict(layer.state_dict())
+        assert torch.equal(layer(x), expected(x))
+        layer.merge()
+        expected.merge()
+        assert torch.equal(layer.base_layer.weight, expected.base_layer.weight)
+
+
+def test_autocast_does_not_change_merged_weights():
+    model = build("adapter first", "merged")
+    weights = quantized(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(torch.equal(w, weights[name]) for name, w in quantized(model).items())
+    merged = model.merge_and_unload()
+    assert all(torch.equal(w, weights[name]) for name, w in quantized(merged).items())
+
+
+def test_a_base_layer_in_another_module():
+    """A base layer that is registered elsewhere cannot know its adapter any more. Its adapter layer says so."""
+    model = build("adapter first", "merged", target_modules=["q_proj"])
+    layer = model.base_model.model.get_submodule(f"{ATTENTION}.q_proj")
+    torch.nn.ModuleList([layer.base_layer])
+    for use in (lambda: layer(torch.randn(2, 64)), layer.merge):
+        with pytest.raises(RuntimeError, match="its base layer was put into another module"):
+            use()
 
 
 def test_a_compiled_model_reads_merged_weights():

@@ -62,11 +62,15 @@ _PARTS = tuple(
         ("prompt tuning", r"prompt_embeddings"),
         ("trainable tokens", r"trainable_tokens_\w+"),
         ("modules_to_save", r"modules_to_save"),
+        ("bottleneck", r"adapter_(down|up)"),
     )
 )
-# Two components that mean LoRA only one after the other: lora.a of Gemma, to_q_lora.up of Diffusers.
-_FIRST = re.compile(r"(\w+_)?(lora|LoRA)|lora_linear_layer")
-_SECOND = ("a", "b", "A", "B", "up", "down")
+# Two components that mean LoRA only one after the other: lora.a of Gemma, to_q_lora.up of Diffusers, adapter.linear_in
+# of NeMo.
+_PAIRS = (
+    (re.compile(r"(\w+_)?(lora|LoRA)|lora_linear_layer"), {"a", "b", "A", "B", "up", "down"}),
+    (re.compile("adapter"), {"linear_in", "linear_out"}),
+)
 # The prompt encoder of PEFT, which has the name of its adapter. SAM has a prompt encoder too, without these names.
 _PROMPT_ENCODER = re.compile(
     r"prompt_encoder\.[^.]+\.((frozen_|trainable_|delta_)?embedding|transform|mlp_head|lstm_head|prefix_task_\w+)(\..*)?"
@@ -89,7 +93,7 @@ def adapter_tensor(name: str) -> AdapterTensor | None:
         if kind is not None:
             return AdapterTensor(kind, unwrapped(".".join(pieces[:at])), piece)
         after = pieces[at + 1] if at + 1 < len(pieces) else ""
-        if after in _SECOND and _FIRST.fullmatch(piece):
+        if any(after in second and first.fullmatch(piece) for first, second in _PAIRS):
             return AdapterTensor("LoRA", unwrapped(".".join(pieces[:at])), f"{piece}.{after}")
     if _PROMPT_ENCODER.fullmatch(unwrapped(name)):
         return AdapterTensor("prompt tuning", "", "prompt_encoder")

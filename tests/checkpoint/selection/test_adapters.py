@@ -30,6 +30,8 @@ LAYER = "model.layers.0.self_attn.q_proj"
          "model.embed_tokens.token_adapter", "trainable_tokens_delta"),
         ("prompt_encoder.default.embedding.weight", "prompt tuning", "", "prompt_encoder"),
         ("prompt_embeddings", "prompt tuning", "", "prompt_embeddings"),
+        ("layers.0.linear_qkv.adapter.linear_in.weight", "LoRA", "layers.0.linear_qkv", "adapter.linear_in"),
+        ("output.adapters.a.adapter_down.0.weight", "bottleneck", "output.adapters.a", "adapter_down"),
         ("prompt_encoder.default.delta_embedding.weight", "prompt tuning", "", "prompt_encoder"),
         ("internal_xlora_classifier.inner.0.weight", "X-LoRA", "", "internal_xlora_classifier"),
         ("base_model.shadow_backbone.default.layers.0.q_proj.weight", "shadow", "base_model", "shadow_backbone"),
