@@ -58,6 +58,8 @@ def register(subparsers: Any) -> None:
 def _parity(args: argparse.Namespace, out: Output) -> int:
     """Run the command parity. Return 0 if both models have all layers and all compared bits are equal, otherwise 1.
 
+    Checkpoints whose exclusion lists mean different layers to an engine are not equal.
+
     A TypeError of fp4kit.parity is raised as a CheckpointError.
     """
     names = ("weights", "inputs", "kv", "elements", "layers", "seconds")
@@ -90,5 +92,5 @@ def _body(found: Parity) -> dict[str, Any]:
         for layer in found.layers
     ]
     contracts = None if found.contracts is None else asdict(found.contracts)
-    facts = {name: getattr(found, name) for name in ("equal", "verdict", "sampled", "missing", "notes")}
+    facts = {name: getattr(found, name) for name in ("equal", "verdict", "sampled", "missing", "exclusions", "notes")}
     return {**facts, "contracts": contracts, "layers": layers}

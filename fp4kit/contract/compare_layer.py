@@ -69,12 +69,28 @@ def compare_layer(
         "tensor_scales": tensor_scales,
         "values": (int(values.sum()), values.size),
     }
-    found = LayerParity(name, kind, values.size, total, **counts)
+    found = LayerParity(name, kind, values.size, total, **counts, same_codes=_same_codes(a.part, b.part, codes, scales))
     if not any(count for count, _ in counts.values()):
         return found
     affected |= values
     affected = affected if affected.any() else np.ones_like(affected)
     return _explained(found, sides, rows, (affected, other_scales), (value_a, value_b))
+
+
+_NEAR = 2  # float32 ulp between a tensor scale and the reciprocal of its stored, rounded reciprocal
+
+
+def _same_codes(a: Weights, b: Weights, codes: Count, scales: Count) -> bool:
+    """Return whether two sides store equal codes and scales, so that only the rounding of decoded values may differ."""
+    if a.q is None or b.q is None or codes[0] or not codes[1] or scales[0]:
+        return False
+    if not scales[1] and not (a.q.block_scale is None and b.q.block_scale is None):
+        return False
+    p, q = a.q.tensor_scale, b.q.tensor_scale
+    if p is None or q is None or np.shape(p) != np.shape(q):
+        return p is None and q is None
+    x, y = np.asarray(p, np.float32), np.asarray(q, np.float32)
+    return bool(np.all(np.abs(x - y) <= _NEAR * np.spacing(np.maximum(np.abs(x), np.abs(y)))))
 
 
 def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import lcm
@@ -103,8 +103,9 @@ def parity(
             most half of the time. `notes` of the result says what was left out. None for no limit.
 
     Returns:
-        A Parity. `equal` is True if both sides have all layers and all compared bits are equal. Settings in which only
-        the contracts differ do not count; `contracts` lists them.
+        A Parity. `equal` is True if both sides have all layers and all compared bits are equal, and if the exclusion
+        lists of checkpoints mean the same layers to each engine, however they are spelled. Settings in which only the
+        contracts differ do not count; `contracts` lists them.
 
     Raises:
         TypeError: a side is of the wrong kind, a tensor is not an array, `elements` or `layers` is not an int, or
@@ -229,7 +230,24 @@ class _Check:
         found += [*others, *self._of_inputs(), *self._of_kv(kv)]
         a, b = (side.contract for side in self.sides)
         diff = None if a is None or b is None else a.diff(b)
-        return Parity(tuple(found), diff, tuple(missing), tuple(self.notes), sampled)
+        return Parity(tuple(found), diff, tuple(missing), tuple(self.notes), sampled, tuple(self._exclusions(names)))
+
+    def _exclusions(self, names: Collection[str]) -> Iterator[str]:
+        """Yield a text per engine and side for the layers that the engine leaves unquantized on this side alone.
+
+        Engines read the exclusion lists of checkpoints. A contract leaves the same layers unquantized in every engine.
+
+        names: the layers that both sides have. Others are not compared.
+        """
+        read = [side.unquantized for side in self.sides]
+        for engine in dict.fromkeys((*read[0], *read[1])):
+            asked = {name for one in read for name in one.get(engine, ())}.intersection(names)
+            found = [_unquantized(side, engine, asked) for side in self.sides]
+            for i, (a, b) in enumerate((found, found[::-1])):
+                alone = sorted(name for name in a.keys() & b.keys() if a[name] and not b[name])
+                if alone:
+                    labels = self.sides[i].label, self.sides[1 - i].label
+                    yield f"{engine} leaves {listed(alone)} unquantized in {labels[0]}, but not in {labels[1]}"
 
     def _names(self) -> tuple[list[str], list[str]]:
         """Return (names of the layers to compare, one text per layer that only one side has).
@@ -746,6 +764,13 @@ class _Check:
         layers = f"{len(found):,} of {count:,} layers" if len(found) < count else f"{count:,} layer{'s' * (count != 1)}"
         elements, total = sum(one.elements for one in found), sum(one.total for one in found)
         return f"compared {elements:,} of {total:,} elements in {layers}"
+
+
+def _unquantized(side: Side, engine: str, names: Collection[str]) -> Mapping[str, bool]:
+    """Return layer -> whether an engine leaves it unquantized on a side, for the layers for which this is known."""
+    if side.unquantized or side.contract is None or not side.makes or "weights" in side.contract.unknown:
+        return {name: left for name, left in side.unquantized.get(engine, {}).items() if name in names}
+    return {name: side.contract.recipe_of(name) is None for name in names}
 
 
 def _matrix(what: str, given: Any) -> np.ndarray:

@@ -48,6 +48,8 @@ class LayerParity:
         worked: the steps by which each side computes this element. None if a side's recipe is unknown, if the order of
             stored bytes is wrong, if a tensor amax is NaN, or if only products differ. Elements are shown after the
             Hadamard transform of their side.
+        same_codes: True if all codes and block scales are equal, and tensor scales differ by at most 2 float32 ulp, as
+            they do if one side stores reciprocals. Values then differ only by rounding.
     """
 
     name: str
@@ -67,6 +69,7 @@ class LayerParity:
     element: str = ""
     setting: str = ""
     worked: Explanation | None = None
+    same_codes: bool = False
 
     @property
     def equal(self) -> bool:
@@ -105,6 +108,8 @@ class Parity:
         missing: the layers that only one side has, with the name of the side that lacks them.
         notes: what was not compared, and why.
         sampled: what was compared, in words.
+        exclusions: the layers that an engine would leave unquantized on one side only, because the exclusion lists in
+            the configs mean different layers to this engine, in words per engine.
     """
 
     layers: tuple[LayerParity, ...]
@@ -112,14 +117,15 @@ class Parity:
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     sampled: str = ""
+    exclusions: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
-        """True if every layer is on both sides, and everything that was compared is equal in every bit.
+        """True if every layer is on both sides, engines leave the same layers unquantized, and all bits are equal.
 
         Settings in which only the contracts differ do not count.
         """
-        return not self.missing and all(layer.equal for layer in self.layers)
+        return not self.missing and not self.exclusions and all(layer.equal for layer in self.layers)
 
     @property
     def differing(self) -> tuple[LayerParity, ...]:
@@ -170,7 +176,14 @@ class Parity:
             count = counts.setdefault(_NOUNS.get(layer.kind, "layer"), [0, 0])
             count[0] += not layer.equal
             count[1] += 1
-        if self.differing:
+        if self.differing and all(layer.same_codes for layer in self.differing):
+            values = sum(layer.values[0] for layer in self.differing), sum(layer.values[1] for layer in self.layers)
+            noun = f"{len(self.differing):,} layer{_s(len(self.differing))}"
+            parts = [
+                f"codes and scales are equal in all layers; {values[0]:,} of {values[1]:,} values differ by rounding,"
+                f" in {noun}, because the sides decode in another order or from a reciprocal"
+            ]
+        elif self.differing:
             differing = [f"{n:,} of {total:,} {noun}{_s(total)}" for noun, (n, total) in counts.items() if n]
             parts = [f"{_joined(differing)} differ"]
         else:
@@ -179,6 +192,8 @@ class Parity:
         if self.missing:
             one = len(self.missing) == 1
             parts.append(f"{len(self.missing):,} layer{'' if one else 's'} {'is' if one else 'are'} on one side only")
+        if self.exclusions:
+            parts.append("engines would not leave the same layers unquantized")
         return "; ".join(filter(None, (*parts, self.sampled)))
 
     @property
@@ -190,6 +205,7 @@ class Parity:
         contracts = self.contracts or ContractDiff()
         found = (
             ("on one side only", self.missing),
+            ("exclusions", self.exclusions),
             ("setting", contracts.differences),
             ("unknown setting", contracts.uncertain),
             ("not compared", self.notes),

@@ -71,6 +71,8 @@ class Side:
     function: called with a layer's name and its weight, returns a Quantized or an array; None if the side has none.
     input_scales: layer -> InputScale, taken from `stored`; empty if `stored` has no input scales.
     others: the tensors of a checkpoint that are no layers, such as norms and biases, taken from `stored`.
+    unquantized: engine -> layer -> whether the engine leaves it unquantized, as it reads the config of `stored`; empty
+        if `stored` is no checkpoint with an exclusion list.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Side:
         self.label, self.contract, self.stored, self.function = label, contract, stored, function
         self.input_scales: Mapping[str, InputScale] = getattr(stored, "input_scales", {})
         self.others: Mapping[str, Any] = getattr(stored, "others", {})
+        self.unquantized: Mapping[str, Mapping[str, bool]] = getattr(stored, "unquantized", {})
 
     @property
     def makes(self) -> bool:

@@ -19,6 +19,7 @@ from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
 from fp4kit.checkpoint.model.quantized_layers import QuantizedLayers
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.verify.integrity import unquantized_by_engine
 from fp4kit.contract.schema import Contract
 from fp4kit.contract.sides import InputScale, by_layer
 from fp4kit.contract.stacks import matrix_of
@@ -50,6 +51,7 @@ class LazyTensors(Mapping[str, Any]):
     input_scales: layer -> its static input scale; empty if the checkpoint stores none.
     others: the other tensors of the checkpoint, such as norms, biases and input scales. Their names have no ending
         ".weight". Empty if there are none.
+    unquantized: engine -> layer -> whether the engine leaves it unquantized, as it reads the config of the checkpoint.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class LazyTensors(Mapping[str, Any]):
         readers: Mapping[str, Callable[[], Any]],
         input_scales: Mapping[str, InputScale] | None = None,
         others: Mapping[str, Any] | None = None,
+        unquantized: Mapping[str, Mapping[str, bool]] | None = None,
     ) -> None:
         self._readers, self.input_scales, self.others = readers, input_scales or {}, others or {}
+        self.unquantized = unquantized or {}
 
     def __getitem__(self, name: str) -> Any:
         return self._readers[name]()
@@ -98,7 +102,9 @@ def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]
     if not checkpoint.layers and not place.is_dir():
         names = checkpoint.tensors
         return None, LazyTensors({n.removesuffix(".weight"): partial(_tensor, checkpoint, n) for n in names})
-    return (contract_of(place) if checkpoint.layers else None), LazyTensors(*_readers(checkpoint))
+    read = unquantized_by_engine(checkpoint)
+    unquantized = {engine: {canonical(name): left for name, left in found.items()} for engine, found in read.items()}
+    return (contract_of(place) if checkpoint.layers else None), LazyTensors(*_readers(checkpoint), unquantized)
 
 
 def _saved(path: Path) -> Mapping[str, Any] | None:

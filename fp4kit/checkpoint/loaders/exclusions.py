@@ -422,6 +422,30 @@ def check(
     return tuple(_check(container, tuple(patterns), modules, frozenset(converted), roots, known))
 
 
+def unquantized(
+    container: str, patterns: Iterable[str], modules: Iterable[str], config: Mapping[str, Any]
+) -> dict[str, dict[str, bool]]:
+    """Return engine -> module -> whether the engine leaves it unquantized, for the modules that it looks up.
+
+    Engines that fail on the list are left out.
+
+    container, patterns, config: as for ``check``.
+    modules: the names of all linear layers and stacks of experts.
+    """
+    known, names = class_of(config), list(dict.fromkeys(modules))
+    roots = {"visual"} if any(module.startswith("visual.") for module in names) else set()
+    found: dict[str, dict[str, bool]] = {}
+    for one in READERS.get(container, ()):
+        reader, prepared = _as_looked_up(one, tuple(patterns), roots, known)
+        lookups = reader.lookups(name for name in names if not _is_plain(name, known.plain))
+        try:
+            read = {name: reader.excluded(name, prepared) for name in lookups}
+        except ValueError:
+            continue
+        found[reader.engine] = {module: read[name] for name, modules in lookups.items() for module in modules}
+    return found
+
+
 def _as_looked_up(
     reader: Reader, patterns: Sequence[str], roots: Collection[str], known: _ModelClass
 ) -> tuple[Reader, Sequence[str]]:

@@ -223,8 +223,8 @@ def _plan(facts: PlanFacts) -> Plan:
     warnings += found
     names = {file.name for file in facts.source.files} | {INDEX, DIFFUSERS_INDEX}
     auxiliary = side_files.scan(facts.source.root, names, keeps_layers=False)
-    names = [file.name for file in facts.source.files]
-    others = side_files.other_weights(facts.source.root, names, facts.config) if facts.source.ignored else ()
+    own = [file.name for file in facts.source.files]
+    others = side_files.other_weights(facts.source.root, own, facts.config) if facts.source.ignored else ()
     warnings += tuple(f"{shown(name)}: {why}; it is not converted" for name, why in others)
     warnings += unmeasured(facts, shards)
     form, has_scale = facts.form, facts.has_input_scale

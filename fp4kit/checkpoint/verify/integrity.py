@@ -397,6 +397,26 @@ def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Ma
     yield from exclusions.check(name, patterns, _unquantized(model, form), list(model.layers), config)
 
 
+def unquantized_by_engine(model: Checkpoint) -> dict[str, dict[str, bool]]:
+    """Return engine -> module -> whether the engine leaves it unquantized, as it reads the exclusion list.
+
+    Return {} if the model is quantized in a container without an exclusion list, or in several, or not at all.
+    """
+    form, config = _form(model.layers.values()), with_declaration(model.config or {}, model.hf_quant_config)
+    declared = config.get("quantization_config")
+    if form is None or not isinstance(declared, Mapping) or is_mixed(config) or is_gguf_config(config):
+        return {}
+    name = _container_id(form, model.layers.values(), config)
+    if name not in CONTAINERS or CONTAINERS[name].syntax is None:
+        return {}
+    try:
+        patterns = exclusions.listed(str(CONTAINERS[name].syntax), declared)
+    except ValueError:
+        return {}
+    modules = [*_unquantized(model, form), *model.layers]
+    return exclusions.unquantized(name, patterns, modules, config)
+
+
 def _unquantized(model: Checkpoint, form: Container) -> list[str]:
     """Return the names of the unquantized linear layers and stacks of experts, which must be in the exclusion list.
 

@@ -1,14 +1,17 @@
 """Test fp4kit.parity with paths: checkpoints, contract files, files of fp4kit.save and files of plain tensors."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import synthetic
+from changed_bytes import change
 from safetensors.numpy import load_file, save_file
 
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, convert
+from fp4kit.cli import main
 from fp4kit.contract.products import products
 from fp4kit.contract.sides import Weights, side_of
 from fp4kit.contract.to_json import FILE
@@ -252,3 +255,57 @@ def test_experts_of_mixtral(tmp_path):
     synthetic.mixtral(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "q", "nvfp4-te", format="modelopt")
     assert fp4kit.parity(fp4kit.Contract.of(tmp_path / "q"), tmp_path / "q", weights=tmp_path / "m").equal
+
+
+GATES = ["model.layers.1.mlp.gate"]
+ATTENTION = "model.layers.0.self_attn.q_proj"
+# Exclusion lists of a model, and the layer that vLLM leaves unquantized in the second alone; None if there is none.
+LISTS = {
+    "modelopt": (
+        ("lm_head", *GATES),
+        (["*lm_head", "*.mlp.gate"], None),
+        (["lm_head", *GATES, "*.self_attn.*"], ATTENTION),
+        (["lm_head", *GATES, "self_attn"], ATTENTION),
+    ),
+    "compressed-tensors": (
+        ("lm_head", *GATES),
+        (["re:.*lm_head", r"re:model\.layers\.\d\.mlp\.gate$"], None),
+        (["lm_head", *GATES, "re:.*self_attn"], ATTENTION),
+        (["lm_head", *GATES, "self_attn"], None),
+    ),
+}
+
+
+@pytest.mark.parametrize("format", LISTS)
+def test_exclusions_are_compared_as_engines_read_them(format, tmp_path, capsys):
+    """Lists that are spelled differently are equal if they mean the same layers to every engine, and else differ."""
+    synthetic.moe(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "a", "nvfp4-te", format=format)
+    written, *others = LISTS[format]
+    config = json.loads((tmp_path / "a/config.json").read_text())
+    assert sorted(written) == config["quantization_config"]["ignore"]
+    for i, (patterns, layer) in enumerate(others):
+        shutil.copytree(tmp_path / "a", tmp_path / f"b{i}")
+        declared = {**config["quantization_config"], "ignore": patterns}
+        (tmp_path / f"b{i}/config.json").write_text(json.dumps({**config, "quantization_config": declared}))
+        for sides in ((tmp_path / "a", tmp_path / f"b{i}"), (fp4kit.Contract.of(tmp_path / "a"), tmp_path / f"b{i}")):
+            found = fp4kit.parity(*sides, weights=tmp_path / "m")
+            assert found.equal == (layer is None), (patterns, found.exclusions)
+            told = [text for text in found.exclusions if text.startswith("vLLM leaves ") and "in rollout" in text]
+            assert bool(told) == (layer is not None) and all("self_attn" in text for text in told)
+        assert main(["parity", str(tmp_path / "a"), str(tmp_path / f"b{i}")]) == (layer is not None)
+        assert ("exclusions: vLLM leaves" in capsys.readouterr().out) == (layer is not None)
+
+
+@pytest.mark.parametrize("formats", [("modelopt", "compressed-tensors"), ("compressed-tensors", "modelopt")])
+def test_a_lossless_rename_differs_by_rounding_alone(formats, tmp_path):
+    synthetic.moe(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "a", "nvfp4-modelopt", format=formats[0])
+    convert(tmp_path / "a", tmp_path / "b", format=formats[1])
+    found = fp4kit.parity(tmp_path / "a", tmp_path / "b")
+    values = sum(layer.values[0] for layer in found.layers)
+    assert values and found.verdict.startswith(f"codes and scales are equal in all layers; {values:,} of ")
+    assert "values differ by rounding, in" in found.verdict and not found.exclusions
+    scale = {"modelopt": "weight_scale_2", "compressed-tensors": "weight_global_scale"}[formats[1]]
+    change(tmp_path / "b", f"layers.0.mlp.down_proj.{scale}", lambda value: value * 2)
+    assert "codes and scales are equal" not in fp4kit.parity(tmp_path / "a", tmp_path / "b").verdict
