@@ -77,8 +77,13 @@ class Magnitude(NamedTuple):
     @property
     def lacks_fp8_scale(self) -> bool:
         """True if FP8 codes reach their maximum under scales that are all 1."""
+        return self.has_fp8_scale_1 and self.counts.at_max > 0
+
+    @property
+    def has_fp8_scale_1(self) -> bool:
+        """True if the layer is FP8 and all its scales are 1."""
         scales = {self.counts.largest_scale, self.counts.smallest_scale, self.tensor_scale or 1.0}
-        return self.form.scale is None and scales == {1.0} and self.counts.at_max > 0
+        return self.form.scale is None and scales == {1.0}
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,10 @@ def doubts_of(found: Sequence[Magnitude], reference: float | None) -> Iterator[D
     if unscaled:
         yield Doubt("error", tuple(unscaled), _LOST_FP8)
     known = {*unscaled, *(one.name for one in found if lost and one.is_neutral)}
+    # A cast has no scales, or scales of 1, so that what scales allow says nothing about it.
+    of_fp8 = [one for one in found if one.form.scale is None]
+    are_casts = all(one.has_fp8_scale_1 for one in of_fp8) and not any(one.counts.at_max for one in of_fp8)
+    known |= {one.name for one in of_fp8 if are_casts or one.form.is_cast}
     rest = [one for one in found if one.name not in known and one.reach > 0 and one.typical > 0]
     rest = [one for one in rest if one.tensor_scale is None or one.tensor_scale > 0]  # others are refused as negative
     yield from _unlike_peers(rest)

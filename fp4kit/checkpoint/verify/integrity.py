@@ -40,7 +40,6 @@ from fp4kit.checkpoint.plan.request import is_deepseek_v4
 from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.checkpoint.selection.name_rules import candidate, is_embedding_table, model_facts
 from fp4kit.checkpoint.selection.selection import Wishes, decide
-from fp4kit.storage.errors import listed
 
 
 @dataclass(frozen=True)
@@ -211,8 +210,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
             if w.container and w.container.format == comfy.FORMAT
         }
         faults = [*comfy.troubles(own), *comfy.wrong_dtypes(_scalar_dtypes(model.layers.values()))]
-        issues = [Issue("error", name, text, comfy.ENGINE) for name, text in faults]
-        return [*issues, *_partial_input_scales(model.layers.values())]
+        return [Issue("error", name, text, comfy.ENGINE) for name, text in faults]
     unloaded = diffusers_classes.warning(config)
     if form is not None and unloaded is not None:
         return [Issue("warning", "model", unloaded)]
@@ -253,16 +251,6 @@ def _scalar_dtypes(weights: Iterable[Weight]) -> dict[str, str]:
     ]
     entries = [parts[part].entry for parts in own for part in (TENSOR_SCALE, INPUT_SCALE) if part in parts]
     return {entry.name: entry.dtype for entry in entries}
-
-
-def _partial_input_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
-    """Yield a warning if only some of the NVFP4 layers for ComfyUI have an input scale."""
-    own = [w for w in weights if w.container is not None and w.container.tag_format == "nvfp4"]
-    without = [weight.name for weight in own if INPUT_SCALE not in weight.parts]
-    if 0 < len(without) < len(own):
-        text = f"no input_scale, but {len(own) - len(without)} of {len(own)} NVFP4 layers have one"
-        what = "without one, the engine computes a scale for each input; if it was lost, take it from another copy"
-        yield Issue("warning", listed(without), f"{text}; {what}", comfy.ENGINE)
 
 
 def is_one_file(path: Path) -> bool:

@@ -17,6 +17,7 @@ from synthetic import BF16, E4M3, refused
 from fp4kit.checkpoint import convert, make_plan
 from fp4kit.checkpoint.model.foreign_formats import FOREIGN, split
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
+from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
 
 N, K = 64, 128
@@ -285,7 +286,7 @@ def test_integers_of_llama_cpp(tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "a.gguf", tensors)
     with refused("blk.0.ffn_up.weight (Q4_K [64, 256]): in a type of llama.cpp that fp4kit does not decode"):
         make_plan(tmp_path / "a.gguf", format="bf16")
-    warnings = make_plan(tmp_path / "a.gguf", "mxfp4-gguf").warnings
+    warnings = make_plan(tmp_path / "a.gguf", "mxfp4-gguf", wishes=Wishes(include=("*attn_q",))).warnings
     assert any("blk.0.ffn_up.weight (Q4_K [64, 256])" in text and "it stays as it is" in text for text in warnings)
     gguf_files.write(tmp_path / "b.gguf", {**tensors, "blk.0.attn_k.weight": (32, np.zeros(64, np.uint8), (4, 32))})
     with refused("type 32 (Q4_0_4_8), which llama.cpp no longer has"):
