@@ -121,6 +121,20 @@ def test_merged_adapters_train_with_served_weights(tmp_path, order, dtype, optio
     check_served(merged, weights, tmp_path, form, recipe)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_converter_merges_a_trained_adapter(tmp_path, dtype):
+    """The base and the adapter, saved apart and merged by the converter, serve the weights of the training."""
+    a_llama(dtype).save_pretrained(tmp_path / "base")
+    model = train(build("adapter first", "merged", dtype, r=8))
+    weights = quantized(model)
+    model.save_pretrained(tmp_path / "adapter")
+    convert(tmp_path / "base", tmp_path / "served", RECIPE, adapter=tmp_path / "adapter")
+    decoded = served.weights(tmp_path / "served", fp4kit.recipe(RECIPE))
+    assert sorted(decoded) == sorted(weights)
+    for name, w in weights.items():
+        assert_same_bits(to_numpy(w), to_numpy(torch.from_numpy(decoded[name]).to(w.dtype)))
+
+
 def test_base_and_adapter_are_served_apart(tmp_path):
     """The base is served in FP4, the adapter in 16 bits, and the adapter is never quantized."""
     for order in ORDERS:
