@@ -179,7 +179,7 @@ class CheckpointVerdict:
         found += [("nothing explains the bytes", unknown)] if unknown else []
         doubts = (str(x.explanation.cause).split(": ")[0] for x in self.layers if x.explanation.is_doubtful)
         found += [
-            (what if what in (EMPTY, *NEAR) else f"{what}, but codes do not fit as they should", n)
+            (what if what == EMPTY or what in NEAR else f"{what}, but codes do not fit as they should", n)
             for what, n in Counter(doubts).most_common()
         ]
         total = len(self.layers)
