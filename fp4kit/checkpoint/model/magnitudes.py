@@ -18,7 +18,7 @@ import numpy as np
 
 from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
-from fp4kit.checkpoint.model.statistics import StoredCounts, tally
+from fp4kit.checkpoint.model.statistics import LARGEST_REACH, SMALLEST_REACH, StoredCounts, tally
 from fp4kit.checkpoint.model.unlike_layers import role_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.selection.fused_layers import shared_amax_groups
@@ -194,9 +194,10 @@ def _is_far(ratio: float, limit: float) -> bool:
     return not 1 / limit < ratio < limit
 
 
-def _severity(ratio: float) -> str:
-    """Return "error" if a ratio of magnitudes cannot be explained by unusual weights, otherwise "warning"."""
-    return "error" if _is_far(ratio, _CERTAIN) else "warning"
+def _severity(ratio: float, reach: float) -> str:
+    """Return "error" if unusual weights cannot explain a ratio of magnitudes and a reach, otherwise "warning"."""
+    is_usual = SMALLEST_REACH <= reach <= LARGEST_REACH  # then the others may be the unusual ones
+    return "error" if _is_far(ratio, _CERTAIN) and not is_usual else "warning"
 
 
 def _unlike_peers(found: Sequence[Magnitude]) -> Iterator[Doubt]:
@@ -222,7 +223,7 @@ def _unlike_peers(found: Sequence[Magnitude]) -> Iterator[Doubt]:
             continue
         if _is_far(ratio, far):
             text = f"its scales allow values up to {one.reach:.2g}, and typical ones are {_ratio(ratio)} the median of"
-            yield Doubt(_severity(ratio), (one.name,), f"{text} {peers}; {_CAUSES}")
+            yield Doubt(_severity(ratio, one.reach), (one.name,), f"{text} {peers}; {_CAUSES}")
 
 
 def _limit(groups: Iterable[Sequence[float]], least: float) -> float:
@@ -254,7 +255,7 @@ def _unlike_model(found: Sequence[Magnitude], reference: float | None) -> Iterat
     ratio = middle / reference
     if _is_far(ratio, _FAR) and not _SMALL <= gain <= _LARGE:
         text = f"{start}, {_ratio(ratio)} the largest value of unquantized matrices; {_CAUSES}"
-        yield Doubt(_severity(ratio), (), text)
+        yield Doubt(_severity(ratio, middle), (), text)
 
 
 def _one_tensor_scale(found: Sequence[Magnitude]) -> Iterator[Doubt]:

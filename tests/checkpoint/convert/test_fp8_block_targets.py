@@ -200,8 +200,8 @@ def test_scales_that_no_engine_can_use(tmp_path: Path) -> None:
     synthetic.write_model(tmp_path / "tiny", CONFIG, {"mlp.down_proj.weight": x})
     with refused("mlp.down_proj.weight: 1 scales of blocks are not positive normal float32 numbers"):
         convert(tmp_path / "tiny", tmp_path / "x", RECIPES[1], format="fp8")
-    convert(tmp_path / "tiny", tmp_path / "y", RECIPES[0], format="fp8")
-    assert verify(tmp_path / "y", tmp_path / "tiny").errors == 0
+    with refused("most blocks are zero although the source is not"):
+        convert(tmp_path / "tiny", tmp_path / "y", RECIPES[0], format="fp8")
     x[3, 5] = np.inf
     synthetic.write_model(tmp_path / "inf", CONFIG, {"mlp.down_proj.weight": x})
     with refused("1 of 16384 values are NaN or infinite"):

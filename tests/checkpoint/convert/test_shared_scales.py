@@ -90,7 +90,7 @@ def test_layers_that_share_a_tensor_scale_are_cast_together(tmp_path: Path, low:
     gate alone would be exact.
     """
     tensors = {**mxfp4("mlp.gate_proj", low, low + 3), **mxfp4("mlp.up_proj", high, high + 3)}
-    loaded, report = written(tmp_path, tensors)
+    loaded, report = written(tmp_path, tensors, allow_loss=not exact)  # most blocks of gate underflow
     assert report.actions == {"cast": 2}
     assert report.inexact == (() if exact else ("mlp.gate_proj",)) and list(report.changes) == list(report.inexact)
     expected = oracle.expected(
@@ -145,7 +145,7 @@ def test_a_recipe_with_larger_blocks_quantizes_the_whole_layer_again(tmp_path: P
     """A block of 16x16 holds blocks in range beside those out of range, so no code of the layer can stay."""
     tensors = mxfp4("a", 105, 124)
     tensors = {name: np.concatenate([array] * 2) for name, array in tensors.items()}
-    _, report = written(tmp_path, tensors, "nvfp4-te-2d")
+    _, report = written(tmp_path, tensors, "nvfp4-te-2d", allow_loss=True)
     assert report.actions == {"requantize": 1} and report.inexact == ("a",) and not report.changes
 
 

@@ -103,7 +103,7 @@ def test_nonfinite_codes(tmp_path: Path, recipe: str, fp8: bool) -> None:
     if fp8:
         codes = synthetic.any_bytes("a", (8, 64), 0, 0x7F)
         codes[0, 5] = 0x7F
-        tensors = {"a.weight": codes.view(synthetic.E4M3), "a.weight_scale_inv": np.ones((1, 1), np.float32)}
+        tensors = {"a.weight": codes.view(synthetic.E4M3), "a.weight_scale_inv": np.full((1, 1), 0.5, np.float32)}
         declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     else:
         scales = synthetic.any_bytes("s", (8, 2), 120, 124)
