@@ -146,8 +146,8 @@ class PlanFacts:
         carried = [self.selected[tensor] for tensor, action in self.actions.items() if action == CARRY]
         if carried and not request.requantize:
             fp8_to_mxfp8.check(carried)
-        if not request.requantize:
-            rescaled = [self.selected[tensor] for tensor, action in self.actions.items() if action == RESCALE]
+        rescaled = [self.selected[tensor] for tensor, action in self.actions.items() if action == RESCALE]
+        if rescaled and not request.requantize:
             choices = [self.mixture.of(weight.name) for weight in rescaled]
             powers_of_two.check((w, _written(one), one.recipe) for w, one in zip(rescaled, choices, strict=True))
 
