@@ -19,6 +19,7 @@ from fp4kit.cli.render import duration, shortened
 Tick = Callable[[int], None]
 _INTERVAL = 0.1  # minimum number of seconds between two drawings of the line
 _WINDOW = 10.0  # the speed is averaged over this many seconds
+_ENOUGH = 0.02  # the time left is shown after this share of the bytes, or after _WINDOW seconds: the first may be slow
 
 
 class Meter:
@@ -31,7 +32,7 @@ class Meter:
 
     def __init__(self, what: str, total: int, now: float) -> None:
         self._what, self._total, self._done = what, total, 0
-        self._past = deque([(now, 0)])
+        self._past, self._start = deque([(now, 0)]), now
 
     def add(self, count: int) -> None:
         """Add ``count`` to the number of bytes done."""
@@ -41,7 +42,7 @@ class Meter:
         """Return a line such as ``converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left``.
 
         The speed is the average over about the last 10 seconds. If no bytes were done in this time, the line has no
-        speed and no time left. If the total is 0, the line says 100%.
+        speed and no time left. It has no time left either before 2% are done or 10 seconds have passed. If the total is 0, the line says 100%.
 
         now: the time in seconds, of the clock that gave the start time.
         """
@@ -54,7 +55,10 @@ class Meter:
         if now <= start or self._done == before:
             return line
         rate = (self._done - before) / (now - start)
-        return f"{line}  {decimal(int(rate))}/s  {duration(max(self._total - self._done, 0) / rate)} left"
+        line += f"  {decimal(int(rate))}/s"
+        if self._done < _ENOUGH * self._total and now - self._start < _WINDOW:
+            return line
+        return f"{line}  {duration(max(self._total - self._done, 0) / rate)} left"
 
 
 @contextmanager
