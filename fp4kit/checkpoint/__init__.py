@@ -11,6 +11,7 @@ from fp4kit.checkpoint.convert.in_memory import TensorConverter, convert_tensors
 from fp4kit.checkpoint.convert.memory_rules import Rules
 from fp4kit.checkpoint.delta.apply import apply
 from fp4kit.checkpoint.delta.diff import diff
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.quantized_layers import QuantizedLayers, open_checkpoint
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.assign_recipes import Assignment, assign_recipes
@@ -38,6 +39,7 @@ __all__ = [
     "convert_tensors",
     "diff",
     "execute",
+    "identify_checkpoint",
     "make_plan",
     "open_checkpoint",
 ]

@@ -42,7 +42,8 @@ class Meter:
         """Return a line such as ``converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left``.
 
         The speed is the average over about the last 10 seconds. If no bytes were done in this time, the line has no
-        speed and no time left. It has no time left either before 2% are done or 10 seconds have passed. If the total is 0, the line says 100%.
+        speed and no time left. It has no time left either before 2% are done or 10 seconds have passed. If the total is
+        0, the line says 100%.
 
         now: the time in seconds, of the clock that gave the start time.
         """
