@@ -720,6 +720,7 @@ def _outcome_body(
         "converted": len(plan.converted),
         "copied": len(plan.tensors) - len(plan.converted),
         "notes": plan.notes,
+        "declarations": [{"name": name, "outcome": outcome, "why": why} for name, outcome, why in plan.declarations],
         "as_in_source": [{"name": name, "declared": declared} for name, declared in plan.as_in_source.items()],
         "skipped": [{"name": name, "reason": reason} for name, reason in _skipped(plan)],
         "errors": notes["error"],
@@ -781,6 +782,8 @@ def _print_plan(out: Output, plan: Plan, destination: Path, findings: Sequence[I
         out.line(f"ignore: {shown(name)}")
     if plan.form is not None:
         out.line(conversion_summary.recipe_line(plan))
+    for name, outcome, why in plan.declarations:
+        out.line(f"declared by the source: {name}: {outcome} ({shown(why)})")
     out.line(
         f"would read {decimal(bytes_to_read(plan))}, using about {decimal(memory_per_process(plan))} of memory per"
         " process"

@@ -75,3 +75,15 @@ def _without(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]
         for key, value in config.items()
         if key not in keys
     }
+
+
+def entries(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) for all entries that the config files of a checkpoint declare about its quantization.
+
+    The entries are those of ``quantization_config`` in config.json and of ``quantization`` in hf_quant_config.json, or
+    of the latter inside the former.
+    """
+    for found in (declared(config), hf_quant_config or {}):
+        inner = found.get("quantization")
+        yield from found.items() if found is not hf_quant_config else ()
+        yield from inner.items() if isinstance(inner, Mapping) else ()

@@ -15,12 +15,13 @@ Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20 qua
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.checkpoint.model.declarations import declared, with_declaration
+from fp4kit.checkpoint.model.config_items import brief
+from fp4kit.checkpoint.model.declarations import declared, entries, with_declaration
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import located
@@ -37,7 +38,7 @@ class KvCache(NamedTuple):
 
     Attributes:
         scheme: ``kv_cache_scheme`` in ``quantization_config`` of config.json; None if there is none.
-        algorithm: ``kv_cache_quant_algo`` of hf_quant_config.json; None if there is none.
+        algorithm: ``kv_cache_quant_algo`` of hf_quant_config.json or config.json, in capitals; None if there is none.
         format: the format of the source, "modelopt" or "compressed-tensors"; "" for any other format.
         tensors: the names of the tensors that hold scales of the cache; () if there are none.
     """
@@ -49,12 +50,14 @@ class KvCache(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        """True if ``scheme`` is FP8 (8-bit floats) with static scales. Both formats support only this scheme.
+        """True if the cache is FP8 (8-bit floats) with static scales, the only cache that both formats support.
 
-        If ``scheme`` is None, it is False, even if ``algorithm`` is "FP8".
+        ``scheme`` decides if there is one, and otherwise ``algorithm``.
         """
-        scheme = self.scheme or {}
-        return (scheme.get("num_bits"), scheme.get("type")) == (8, "float") and not scheme.get("dynamic")
+        if self.scheme is None:
+            return self.algorithm == "FP8"
+        kind = self.scheme.get("num_bits"), self.scheme.get("type")
+        return kind == (8, "float") and not self.scheme.get("dynamic")
 
     @property
     def is_declared(self) -> bool:
@@ -64,27 +67,46 @@ class KvCache(NamedTuple):
     def declaration(self, format: str) -> tuple[Mapping[str, Any] | None, str | None]:
         """Return (kv_cache_scheme, kv_cache_quant_algo), which the config files of the output must declare.
 
-        - If the output does not keep the KV cache (see ``is_carried``), both are None.
-        - If the source has the output format, both are those of the source, where either may be None.
-        - Otherwise, both are those of an FP8 cache. For "compressed-tensors", kv_cache_quant_algo is then None.
+        - If the output does not keep the KV cache (see ``is_carried``), or the source stores scales but declares
+          nothing, both are None.
+        - For an FP8 cache, they are the two spellings of the output format, so that its config files agree. The scheme
+          of the source is kept if the format is the same.
+        - For another cache, both are those of the source, where either may be None.
 
         Args:
             format: the output format, such as "modelopt".
         """
         if not self.is_carried(format):
             return None, None
-        if format == self.format:
+        if not self.is_fp8:
             return self.scheme, self.algorithm
-        return (_FP8, "FP8") if format == "modelopt" else (_FP8_COMPRESSED, None)
+        usual = _FP8 if format == "modelopt" else _FP8_COMPRESSED
+        scheme = self.scheme if format == self.format and self.scheme is not None else usual
+        return scheme, "FP8" if format == "modelopt" else None
 
     def is_carried(self, format: str) -> bool:
         """Return whether an output of the given format keeps the scales and the declaration of the KV cache.
 
         - False if the source has no quantized KV cache, and for formats other than "modelopt" and "compressed-tensors".
-        - True if the source has the given format, or if the cache is FP8.
+        - True if the source has the given format, if the cache is FP8, or if there are scales without a declaration.
         - False for any other cache.
         """
-        return self.is_declared and format in FORMATS and (format == self.format or self.is_fp8)
+        undeclared = self.scheme is None and self.algorithm is None
+        return self.is_declared and format in FORMATS and (format == self.format or self.is_fp8 or undeclared)
+
+    def reason(self, format: str, format_name: str) -> str:
+        """Return the reason why an output of a format cannot keep the KV cache, for the user.
+
+        Args:
+            format: the output format.
+            format_name: its name for the message.
+        """
+        if format not in FORMATS:
+            return f"{format_name} has no place for it; {' and '.join(FORMATS)} have"
+        cache = self.algorithm or brief(self.scheme)
+        return (
+            f"the cache is {cache}, and {format_name} can declare only FP8 with static scales; {self.format} keeps it"
+        )
 
     def name(self, tensor: str, format: str) -> str:
         """Return the output name of a tensor with a scale of the KV cache, such as "attn.k_scale".
@@ -110,25 +132,13 @@ def kv_cache_of(source: Source) -> KvCache:
     """
     found = declared(with_declaration(source.config, source.hf_quant_config))
     scheme = found.get("kv_cache_scheme")
-    beside = (source.hf_quant_config or {}).get("quantization")
-    algorithm = beside.get("kv_cache_quant_algo") if isinstance(beside, Mapping) else None
+    declares = entries(source.config, source.hf_quant_config)
+    algorithm = next((value for key, value in declares if key == "kv_cache_quant_algo" and value), None)
     method = str(found.get("quant_method", "")).lower()
     form = next((one for one in FORMATS if method.startswith(one)), "")
     tensors = tuple(name for name in source.tensors if name.rpartition(".")[2] in _LEAVES)
-    return KvCache(scheme if isinstance(scheme, Mapping) else None, algorithm or None, form, tensors)
-
-
-def warnings(cache: KvCache, format: str, format_name: str) -> Iterable[str]:
-    """Yield one warning if the source has a quantized KV cache that the output cannot keep; otherwise nothing.
-
-    Args:
-        cache: the KV cache of the source.
-        format: the output format.
-        format_name: the name of the output format for the message.
-    """
-    if cache.is_declared and not cache.is_carried(format):
-        scales = f" and its {len(cache.tensors)} scales are" if cache.tensors else " is"
-        yield f"the quantized KV cache of the source{scales} left out: {format_name} has no place for it"
+    name = None if algorithm is None else str(algorithm).upper()
+    return KvCache(scheme if isinstance(scheme, Mapping) and scheme else None, name, form, tensors)
 
 
 def troubles(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> Iterator[tuple[str, str, str]]:

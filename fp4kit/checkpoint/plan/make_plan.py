@@ -18,7 +18,7 @@ from fp4kit.checkpoint.model.items import DOUBTFUL
 from fp4kit.checkpoint.model.magnitudes import doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source
 from fp4kit.checkpoint.model.weights import any_quantized, weights_of
-from fp4kit.checkpoint.plan import kv_cache, layer_checks, scale_search
+from fp4kit.checkpoint.plan import kv_cache, layer_checks, scale_search, source_declarations
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.borrowed_codes import (
@@ -243,7 +243,8 @@ def _plan(facts: PlanFacts) -> Plan:
     if facts.kv_cache.is_carried(format):
         found_troubles = kv_cache.troubles(facts.source.tensors)
         warnings += tuple(f"{shown(name)}: {why}" for _, name, why in found_troubles)
-    warnings += tuple(kv_cache.warnings(facts.kv_cache, format, "bf16" if form is None else str(form)))
+    outcomes = source_declarations.outcomes_of(facts)
+    warnings += tuple(source_declarations.warnings(outcomes, len(facts.kv_cache.tensors)))
     plan = Plan(
         facts.source,
         facts.request,
@@ -259,6 +260,8 @@ def _plan(facts: PlanFacts) -> Plan:
         facts.input_scaled,
         facts.as_in_source,
         decoded_layers(facts),
+        outcomes,
+        source_declarations.carried(facts),
     )
     issues = tuple(issue for issue in findings_of_plan(plan) if issue.text not in warnings)
     return replace(plan, findings=issues, warnings=(*warnings, *(text for _, text in lines_of(issues))))

@@ -15,6 +15,7 @@ from fp4kit.checkpoint.model.declarations import declared as declared_in
 from fp4kit.checkpoint.model.declarations import without_declarations
 from fp4kit.checkpoint.model.model_files import CONFIG, DIFFUSERS_INDEX, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.plan.plan import Plan
+from fp4kit.checkpoint.plan.source_declarations import RECORDED, producer_of
 from fp4kit.checkpoint.selection import diffusers_classes
 
 
@@ -43,6 +44,8 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
         **({"codes": "carried"} if plan.carries_codes else {}),
         **({"codes": PARTLY_CARRIED} if plan.carries_some_codes else {}),
     }
+    producer = producer_of(plan.source)
+    own |= {RECORDED: producer} if producer else {}
     if plan.request.search is not None:
         own["scale_search"] = plan.request.search.words.removeprefix("searched by ")
     if plan.form.format == mlx.FORMAT:
@@ -60,11 +63,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
         declared |= {"weight_block_size": tiles} if tiles else {}
     if MODELOPT_AWQ in plan.layers_of_forms and not plan.is_mixed:
         declared, beside = awq_declarations(declared, beside)
-    if plan.kv_cache is not None:
-        scheme, algorithm = plan.kv_cache.declaration(plan.form.format)
-        declared = {**declared, "kv_cache_scheme": scheme}
-        if beside is not None:
-            beside = {**beside, "quantization": {**beside["quantization"], "kv_cache_quant_algo": algorithm}}
+    declared, beside = _with_carried(plan, declared, beside)
     if plan.rotated_layers:
         rotation = plan.request.rotation
         assert rotation is not None
@@ -84,3 +83,23 @@ def _without_float8(config: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for key, value in config.items()
     }
+
+
+def _with_carried(
+    plan: Plan, declared: dict[str, Any], beside: dict[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return both configs with the KV cache and the entries that are carried over from the source (Plan.carried)."""
+    settings = {key: value for key, value in plan.carried.items() if key != "input_activations"}
+    nested = dict(settings)
+    declared = {**declared, **settings}
+    if plan.kv_cache is not None and plan.form is not None:
+        scheme, algorithm = plan.kv_cache.declaration(plan.form.format)
+        declared["kv_cache_scheme"] = scheme
+        declared |= {"kv_cache_quant_algo": algorithm} if scheme is None and algorithm is not None else {}
+        nested["kv_cache_quant_algo"] = algorithm
+    if "input_activations" in plan.carried:
+        inputs = {"input_activations": plan.carried["input_activations"]}
+        declared["config_groups"] = {name: {**one, **inputs} for name, one in declared["config_groups"].items()}
+    if beside is not None and nested:
+        beside = {**beside, "quantization": {**beside["quantization"], **nested}}
+    return declared, beside

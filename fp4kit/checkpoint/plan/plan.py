@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -121,6 +122,9 @@ class Plan:
         as_in_source: layer -> True if the source declares that it is unquantized, False if it only stores it so. These
             layers stay unquantized because the source, which has quantized layers, has them so (see Wishes.include).
         decoded: notes about quantized layers that are decoded although the user did not ask for it.
+        declarations: (name, "kept", "converted", "decoded" or "lost", reason) for each thing that the source declares
+            beside its weights (see source_declarations.py).
+        carried: entries of the source's declaration that the output repeats.
         findings: the faults that verify, and engines, would find in the output, as far as they are known.
     """
 
@@ -138,6 +142,8 @@ class Plan:
     input_scaled: frozenset[str] = frozenset()
     as_in_source: Mapping[str, bool] = field(default_factory=dict)
     decoded: tuple[str, ...] = ()
+    declarations: tuple[tuple[str, str, str], ...] = ()
+    carried: Mapping[str, Any] = field(default_factory=dict)
     findings: tuple[Issue, ...] = ()
 
     def __repr__(self) -> str:
