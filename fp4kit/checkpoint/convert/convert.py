@@ -33,7 +33,18 @@ from fp4kit.checkpoint.model.statistics import doubt_about
 from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES
-from fp4kit.checkpoint.plan.job import CARRY, MERGE, REQUANTIZE, Changes, Done, Job, Measured, Survival
+from fp4kit.checkpoint.plan.job import (
+    CARRY,
+    MERGE,
+    RENAME,
+    REQUANTIZE,
+    Changes,
+    Done,
+    Job,
+    Measured,
+    Survival,
+    action_of,
+)
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.output_configs import configs
 from fp4kit.checkpoint.plan.output_files import OutputFile, check_target, final_path
@@ -201,9 +212,14 @@ class ConversionReport:
 
         Only merged values that exceed what the tensor scale of the source holds cause this, or adapter_scales="new".
         """
-        plans = {piece.module: (tensor.action, piece.weight) for tensor in self.plan.tensors for piece in tensor.pieces}
+        keeps = {
+            piece.module: piece.weight.update is None and action_of(piece.weight, piece.form) == RENAME
+            for tensor in self.plan.tensors
+            for piece in tensor.pieces
+            if self.plan.request.adapter is not None and tensor.action in (MERGE, REQUANTIZE)
+        }
         done = (one.key.rpartition("#")[0] for one in self.done if one.action == REQUANTIZE)
-        return tuple(name for name in dict.fromkeys(done) if plans[name][0] == MERGE and not plans[name][1].update)
+        return tuple(name for name in dict.fromkeys(done) if keeps.get(name))
 
     @property
     def replaced(self) -> int:

@@ -14,7 +14,9 @@ import numpy as np
 
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.container import (
+    COLUMN_SCALE,
     INPUT_SCALE,
+    LOW_RANK_A,
     TAG,
     Container,
 )
@@ -489,6 +491,8 @@ def _actions_of(
             mixed |= {name: group for name in names if found[name] != QUANTIZE}
     found |= dict.fromkeys(mixed, REQUANTIZE)
     wanted = {name for name in found if selected[name].update is not None}
+    for name in sorted(wanted):
+        _check_factors(selected[name], forms[name])
     wanted |= {name for names in groups.values() if wanted & {*names} for name in names}
     lossy = next((name for name, action in found.items() if action == REQUANTIZE and name not in wanted), None)
     if lossy is not None and not requantize:
@@ -500,6 +504,16 @@ def _written(choice: LayerQuantization) -> Container:
     """Return ``choice.form``, the container to write for a layer. An assertion fails for unquantized output (None)."""
     assert choice.form is not None
     return choice.form
+
+
+def _check_factors(weight: Weight, form: Container) -> None:
+    """Raise CheckpointError for a weight with an update whose format scales columns or adds a matrix of its own."""
+    factors = {COLUMN_SCALE, LOW_RANK_A} & weight.parts.keys()
+    if factors and weight.container is not None and weight.container.kind == form.kind:
+        raise CheckpointError(
+            f"{shown(weight.name)}: is stored as {weight.container}, with factors into which no adapter is merged; use"
+            " --format bf16, or merge the adapter into the unquantized release"
+        )
 
 
 def _loss(weight: Weight, form: Container, group: str | None) -> str:

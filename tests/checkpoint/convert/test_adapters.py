@@ -31,18 +31,18 @@ SIZES = {Q: 3e-4, V: 2e-4, DOWN: 1e-3, GATE: 6e-5}  # B's standard deviation: up
 # recipe and format of a quantized model
 CONTAINERS = [
     ("nvfp4-modelopt", "modelopt"),
-    ("nvfp4-te", "modelopt"),
+    pytest.param("nvfp4-te", "modelopt", marks=pytest.mark.exhaustive),
     ("nvfp4-te-2d", "modelopt"),
     ("nvfp4-compressed-tensors", "compressed-tensors"),
-    ("nvfp4-modelopt-static-4over6", "compressed-tensors"),
+    pytest.param("nvfp4-modelopt-static-4over6", "compressed-tensors", marks=pytest.mark.exhaustive),
     ("mxfp4-ocp", "compressed-tensors"),
-    ("mxfp8-te", "compressed-tensors"),
+    pytest.param("mxfp8-te", "compressed-tensors", marks=pytest.mark.exhaustive),
     ("fp8-modelopt-channel", "compressed-tensors"),
     ("fp8-transformers-block", "fp8"),
     ("nvfp4-mlx-cpu", "mlx"),
-    ("mxfp4-mlx-cpu", "mlx"),
+    pytest.param("mxfp4-mlx-cpu", "mlx", marks=pytest.mark.exhaustive),
     ("nvfp4-te", "comfy"),
-    ("mxfp8-te", "comfy"),
+    pytest.param("mxfp8-te", "comfy", marks=pytest.mark.exhaustive),
 ]
 
 
@@ -194,6 +194,23 @@ def test_activations_do_not_replace_input_scales_of_the_model(root: Path, tmp_pa
     given = {"activations": Activations.of(measured.whole(root / "base")), "adapter": root / "adapter"}
     with refused("every layer keeps its codes and its own input scale"):
         make_plan(tmp_path / "base", "nvfp4-modelopt", **given)  # type: ignore[arg-type]
+
+
+def test_layers_with_factors_of_awq_are_refused_by_name(root: Path, tmp_path: Path) -> None:
+    """They would lose their factors beside layers that keep them; decoding them to bfloat16 is possible."""
+    convert(root / "base", tmp_path / "base", "nvfp4-modelopt", format="modelopt")
+    tensors = arrays(load(tmp_path / "base"))
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        layer = name.removesuffix(".weight_scale")
+        columns = 2 * tensors[f"{layer}.weight"].shape[1]
+        tensors[f"{layer}.pre_quant_scale"] = np.full(columns, 1.25, synthetic.BF16)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config["quantization_config"]["quant_algo"] = "NVFP4_AWQ"
+    synthetic.write_model(tmp_path / "awq", config, tensors)
+    with refused(f"{Q}: is stored as modelopt NVFP4_AWQ, with factors into which no adapter is merged"):
+        make_plan(tmp_path / "awq", adapter=root / "adapter")
+    made = convert(tmp_path / "awq", tmp_path / "out", format="bf16", adapter=root / "adapter")
+    assert all(one.share > 0.99 for one in made.survival.values())
 
 
 def test_stacks_of_experts_are_refused_by_name(tmp_path: Path) -> None:
