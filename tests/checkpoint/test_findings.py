@@ -18,7 +18,7 @@ from fp4kit.checkpoint.findings import engines_that_load, findings_of_plan
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
-from fp4kit.cli.conversion_summary import summary_of
+from fp4kit.cli.conversion_summary import _error_lines, summary_of
 
 TARGETS = (
     ("nvfp4-te", "modelopt"),
@@ -243,3 +243,27 @@ def test_routers_and_heads(tmp_path: Path) -> None:
         assert len(found) == 1
         ((severity, text),) = found
         assert (severity, "vLLM loads it" in text) == (("error", False) if tied else ("warning", True))
+
+
+def test_a_decoded_model_has_no_transforms_to_warn_of(tmp_path: Path) -> None:
+    """A rotated model is doubted in transformers and SGLang; its decoded copy, which has no transform, is not."""
+    synthetic.dense(tmp_path / "m")
+    rotated = execute(make_plan(tmp_path / "m", "nvfp4-te", format="compressed-tensors", hadamard=16), tmp_path / "q")
+    decoded = execute(make_plan(tmp_path / "q", format="bf16"), tmp_path / "b")
+    for report, expected in ((rotated, True), (decoded, False)):
+        for texts in (report.plan.warnings, [one.text for one in verify(report.destination).issues]):
+            assert any("ignores transform_config" in text for text in texts) == expected
+    assert "transformers" not in summary_of(rotated).engines and "transformers" in summary_of(decoded).engines
+
+
+def test_errors_of_samples_are_called_so(tmp_path: Path) -> None:
+    """If convert measures all rows, its error is that of verify, to the digit; otherwise, it says that it sampled."""
+    for rows in (64, 512):
+        source, out = tmp_path / f"m{rows}", tmp_path / f"q{rows}"
+        values = {f"model.layers.0.mlp.{leaf}": synthetic.random(leaf, (rows, 64)) for leaf in ("gate_proj", "up_proj")}
+        synthetic.write_model(source, {"model_type": "llama"}, {f"{name}.weight": x for name, x in values.items()})
+        error = summary_of(execute(make_plan(source, "nvfp4-te"), out)).error
+        assert error is not None and error.is_whole == (rows == 64)
+        found = {layer.name: layer.tally.sqnr_db for layer in verify(out, source).layers}
+        assert ({*error.layers} == {*found.items()}) == error.is_whole
+        assert ("sampled" in " ".join(_error_lines(error))) == (not error.is_whole)
