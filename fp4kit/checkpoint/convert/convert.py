@@ -662,7 +662,9 @@ class _Run:
         if not names:
             return ()
         path = self.folder / self.plan.files[0].name if self.is_file else self.folder
-        found = sampled_losses(path, self.plan.source, names, self.plan.request.adapter)
+        request = self.plan.request
+        is_weighted = request.search is not None and bool(request.search.columns)
+        found = sampled_losses(path, self.plan.source, names, request.adapter, is_weighted)
         if found and not self.plan.request.allow_loss:
             raise CheckpointError(
                 f"{listed([name for name, _ in found])}: {found[0][1]}; --keep NAME leaves a layer unquantized,"

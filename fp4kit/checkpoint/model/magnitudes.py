@@ -18,7 +18,7 @@ import numpy as np
 
 from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
-from fp4kit.checkpoint.model.statistics import LARGEST_REACH, SMALLEST_REACH, StoredCounts, tally
+from fp4kit.checkpoint.model.statistics import LARGEST_REACH, StoredCounts, tally
 from fp4kit.checkpoint.model.unlike_layers import role_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.selection.fused_layers import shared_amax_groups
@@ -166,7 +166,9 @@ def doubts_of(found: Sequence[Magnitude], reference: float | None) -> Iterator[D
     of_fp8 = [one for one in found if one.form.scale is None]
     are_casts = all(one.has_fp8_scale_1 for one in of_fp8) and not any(one.counts.at_max for one in of_fp8)
     known |= {one.name for one in of_fp8 if are_casts or one.form.is_cast}
-    rest = [one for one in found if one.name not in known and one.reach > 0 and one.typical > 0]
+    # FP8 that was cast without a scale does not use the range of its codes, so that its reach says nothing.
+    used = (one for one in found if one.form.scale is not None or one.counts.at_max)
+    rest = [one for one in used if one.name not in known and one.reach > 0 and one.typical > 0]
     rest = [one for one in rest if one.tensor_scale is None or one.tensor_scale > 0]  # others are refused as negative
     yield from _unlike_peers(rest)
     yield from _unlike_model(rest, reference)
@@ -195,9 +197,11 @@ def _is_far(ratio: float, limit: float) -> bool:
 
 
 def _severity(ratio: float, reach: float) -> str:
-    """Return "error" if unusual weights cannot explain a ratio of magnitudes and a reach, otherwise "warning"."""
-    is_usual = SMALLEST_REACH <= reach <= LARGEST_REACH  # then the others may be the unusual ones
-    return "error" if _is_far(ratio, _CERTAIN) and not is_usual else "warning"
+    """Return "error" if no weights explain a ratio of magnitudes and a reach, otherwise "warning".
+
+    Weights may be tiny, as in a layer that was never trained, but none are beyond float16.
+    """
+    return "error" if ratio > _CERTAIN and reach > LARGEST_REACH else "warning"
 
 
 def _unlike_peers(found: Sequence[Magnitude]) -> Iterator[Doubt]:

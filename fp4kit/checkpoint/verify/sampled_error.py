@@ -86,7 +86,11 @@ def sampled_error(destination: str | Path, source: Source, adapter: LoraAdapter 
 
 
 def sampled_losses(
-    destination: str | Path, source: Source, names: Collection[str], adapter: LoraAdapter | None = None
+    destination: str | Path,
+    source: Source,
+    names: Collection[str],
+    adapter: LoraAdapter | None = None,
+    is_weighted: bool = False,
 ) -> tuple[tuple[str, str], ...]:
     """Judge on a sample of rows whether layers of a checkpoint have lost their values, by the limits of verify.
 
@@ -96,6 +100,7 @@ def sampled_losses(
     source: the model from which it was made.
     names: the names of the layers in the checkpoint.
     adapter: the adapter that was merged into the source; None for none.
+    is_weighted: True if a search weighted columns, so that the plain error is not what it minimized.
 
     Raises CheckpointError if a file cannot be read.
     """
@@ -111,7 +116,7 @@ def sampled_losses(
             form = check.stored.container
             assert form is not None
             tally, bits = tally_of_rows(check, readers, _spans(check, _SPANS)), form.element.bits
-            usual = usual_db(check, readers) if is_low(tally, bits) else None
+            usual = usual_db(check, readers) if is_low(tally, bits) and not is_weighted else None
             losses = [*zeros_of(tally), *noise_of(tally.sqnr_db, usual, bits, is_of_recipe=True)]
             for each in (each for each in losses if each.severity == "error"):
                 lost.setdefault(_name(check), f"{each.text}: {each.count}" if each.count else each.text)

@@ -700,7 +700,11 @@ def _report(
     issues += [
         Issue("error", one.check.stored.name, f"cannot be re-encoded: {shown(one.error)}") for one in found if one.error
     ]
-    far = (issue for layer in layers for issue in _too_far_from_source(layer, smoothing.layers.get(layer.name)))
+    far = (
+        issue
+        for layer in layers
+        for issue in _too_far_from_source(layer, smoothing.layers.get(layer.name), prepared.settings.weighted)
+    )
     too_far = [issue for issue in far if issue.subject not in lost]  # the zeros are the cause
     different = (layer.name for layer in layers if _is_unlike(layer) and layer.name not in lost)
     unlike = [*(issue.subject for issue in too_far), *different]
@@ -810,14 +814,15 @@ def _doubtful_magnitudes(
         yield from (Issue(doubt.severity, name, doubt.text) for name in doubt.names or ("model",))
 
 
-def _too_far_from_source(layer: LayerReport, smoothed_db: float | None) -> Iterator[Issue]:
+def _too_far_from_source(layer: LayerReport, smoothed_db: float | None, is_weighted: bool) -> Iterator[Issue]:
     """Yield an error if a layer is much farther from its source than its format requires (see loss.MARGIN_DB).
 
     smoothed_db: the SQNR of a smoothed layer (see smoothing.py), which is used in place of its own; None otherwise.
+    is_weighted: True if a search weighted columns, so that the plain error is not what it minimized.
     """
-    if layer.usual_db is None:
-        return
     is_of_recipe = bool(layer.compared) and not layer.differing
+    if layer.usual_db is None or (is_of_recipe and is_weighted):
+        return
     bits = container(layer.format).element.bits
     sqnr = layer.tally.sqnr_db if smoothed_db is None else smoothed_db
     for each in loss.noise_of(sqnr, layer.usual_db, bits, is_of_recipe):

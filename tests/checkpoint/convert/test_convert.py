@@ -102,7 +102,7 @@ def test_any_shape(
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("fp4kit.checkpoint.model.slabs.SLAB_BYTES", data.draw(st.sampled_from([1, 1 << 10, 1 << 24])))
         synthetic.write_model(Path(folder) / "m", {}, tensors, lambda name: int("w3" in name))
-        convert(Path(folder) / "m", Path(folder) / "out", recipe, format=format)
+        convert(Path(folder) / "m", Path(folder) / "out", recipe, format=format, allow_loss=True)
         assert load(Path(folder) / "out") == expected(tensors, ["mlp.w1", "mlp.w3", "mlp.w2"], recipe, format)
 
 
