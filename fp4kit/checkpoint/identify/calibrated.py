@@ -112,7 +112,7 @@ class Likeness:
     @property
     def is_same_size(self) -> bool:
         """True if the decoded values are not a multiple of the source, as they are if scales are wrong."""
-        return abs(self.gain - 1) <= MAX_GAIN
+        return is_near_one(self.gain, self.correlation)
 
     @property
     def is_rounded_otherwise(self) -> bool:
@@ -129,8 +129,13 @@ class Likeness:
         return self.is_same_size and self.correlation >= LIKE and (self.far <= _LUCK or self.equal < _MANY_EQUAL)
 
 
+def is_near_one(gain: float, correlation: float) -> bool:
+    """Return whether a gain is 1, up to what the differences of two versions with this correlation explain."""
+    return abs(gain - 1) <= MAX_GAIN + 1.2 * (1 - correlation**2)
+
+
 LIKE = 0.8  # least correlation of two versions of a layer; equal signs alone give 0.64
-MAX_GAIN = 0.03  # largest difference from 1 of the gain of another version
+MAX_GAIN = 0.03  # largest difference from 1 of the gain of a version with correlation 1
 _NEGLIGIBLE = 1e-4  # share of codes that may be further away
 _MANY_EQUAL = 0.7  # least share of equal codes if bytes are damaged
 

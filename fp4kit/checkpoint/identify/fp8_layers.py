@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from fp4kit.checkpoint.identify.calibrated import LEAST_DB, LIKE, MAX_GAIN
+from fp4kit.checkpoint.identify.calibrated import LEAST_DB, LIKE, is_near_one
 from fp4kit.checkpoint.identify.diagnose import NEAR, SIGNS_OF_ANOTHER, Diagnosis
 from fp4kit.checkpoint.identify.hypotheses import CHUNK
 from fp4kit.checkpoint.model.statistics import sqnr_db
@@ -135,7 +135,7 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
     text = f"nothing explains these bytes: {name}; {share:.2f}% of codes are nearest under the stored scales"
     unknown = _unexplained(text, equal_codes, equal_scales, total)
     correlation, gain, signs = _likeness(layer, x)
-    if correlation >= LIKE and abs(gain - 1) <= MAX_GAIN and equal_codes < _NEARLY_ALL * layer.codes.size:
+    if correlation >= LIKE and is_near_one(gain, correlation) and equal_codes < _NEARLY_ALL * layer.codes.size:
         text = f"{NEAR}; correlation {correlation:.4f}, {share:.2f}% of codes are nearest under the stored scales"
         return replace(unknown, cause=NEAR, sentence=text, correlation=round(correlation, 4))
     return replace(unknown, unlike=signs < SIGNS_OF_ANOTHER, correlation=round(correlation, 4))

@@ -352,3 +352,29 @@ def test_tuned_scales_and_codes(half_width: float, named: bool) -> None:
         )
         assert [one.explanation.method for one in verdict.layers] == ["auto-round", None] and not verdict.is_clean
         assert "tuned by auto-round in 1 of 2 layers: " in verdict.sentence
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_block_scales_of_a_wider_amax_are_a_fault(count: int) -> None:
+    """A kernel that takes the amax over several blocks gives codes that fit its scales, but no clean verdict."""
+    x = weight(rows=64, columns=512)
+    blocks = np.abs(x.astype(np.float32)).reshape(64, -1, 16).max(axis=-1)
+    wide = np.repeat(blocks.reshape(64, -1, count).max(axis=-1), count, axis=1)
+    q = quantize(x, "nvfp4-modelopt")
+    scales = (wide / np.float32(6) / q.tensor_scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    found = explain(layer_of(with_scales(x, "nvfp4-modelopt", scales, q.tensor_scale)), x)
+    assert found.mishap == f"block scales come from the amaxes of {count} blocks, {16 * count} elements"
+    assert not found.recognized and "nvfp4-modelopt-static-4over6" in found.recipes
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-modelopt", "mxfp4-ocp"])
+def test_codes_under_unrounded_scales_are_a_fault(recipe: str) -> None:
+    x = weight(rows=64, columns=512)
+    q = quantize(x, recipe)
+    size = 16 if recipe == "nvfp4-modelopt" else 32
+    blocks = x.astype(np.float32).reshape(64, -1, size)
+    scale = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(6)
+    codes = RECIPES[recipe].element.encode(blocks / scale).reshape(64, -1)
+    found = explain(replace(layer_of(q), codes=codes[:, 0::2] | codes[:, 1::2] << 4), x)
+    assert found.mishap == "codes were computed with the block scales before rounding"
+    assert not found.recognized and recipe in found.recipes
