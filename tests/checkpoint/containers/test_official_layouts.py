@@ -194,6 +194,101 @@ def renamed(release: Release) -> Release:
     )
 
 
+def kimi(nested: bool) -> Release:
+    """Return Kimi-K3: compressed-tensors' MXFP4 experts, declared at the top of the config or in text_config."""
+    b, parent = Builder(), "language_model.model.layers.1"
+    b.experts(f"{parent}.block_sparse_moe.experts", EXPERTS, mx(b, ".weight_packed", ".weight_scale"))
+    b.plain(f"{parent}.block_sparse_moe.routed_expert_up_proj.weight", H, H)
+    b.plain(f"{parent}.self_attn.q_a_proj.weight", H, H)
+    b.tensors[f"{parent}.self_attn.A_log"] = np.zeros((1, 1, 4, 1), np.float32)
+    weights = {"num_bits": 4, "group_size": 32, "type": "float", "strategy": "group", "symmetric": True}
+    weights |= {"scale_dtype": "torch.uint8", "dynamic": False, "actorder": None, "observer_kwargs": {}}
+    group = {"weights": weights, "input_activations": None, "targets": ["Linear"], "format": "mxfp4-pack-quantized"}
+    declared = {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "config_groups": {"group_0": group},
+    }
+    declared |= {"ignore": ["re:.*self_attn.*", "re:.*lm_head.*"], "sparsity_config": {}, "transform_config": {}}
+    text: dict[str, Any] = {"model_type": "kimi_linear", "hidden_size": H, "num_experts": 2, "num_hidden_layers": 2}
+    config: dict[str, Any] = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3"}
+    config["text_config"] = text
+    (text if nested else config)["quantization_config"] = declared
+    return b.release(config, {"compressed-tensors mxfp4-pack-quantized": 6})
+
+
+def modelopt_mixed(parent: str, leaves: dict[str, str], **more: Any) -> Release:
+    """Return a MIXED_PRECISION release of Model-Optimizer.
+
+    leaves: layer -> algorithm.
+    more: further entries of the config.
+    """
+    b, listed, containers = Builder(), {}, Counter[str]()
+    for leaf, algorithm in leaves.items():
+        module = f"{parent}.{leaf}".removeprefix(".")
+        listed[module] = {"quant_algo": algorithm} | ({"group_size": 16} if algorithm == "NVFP4" else {})
+        x = numpy.gaussian(len(b.layers), 160, H)
+        x[0, 0] = 0.1  # fused layers have equal tensor scales
+        if algorithm == "NVFP4":
+            b.add(module, numpy.nvfp4(x), ".weight", ".weight_scale", ".weight_scale_2")
+        else:
+            b.add(module, numpy.fp8(x, None if algorithm == "FP8" else (128, 128)), ".weight", ".weight_scale")
+        if algorithm != "FP8_PB_WO":
+            b.tensors[f"{module}.input_scale"] = np.float32(0.01).reshape(())
+        containers[{"NVFP4": "modelopt NVFP4", "FP8": "modelopt FP8"}.get(algorithm, "modelopt FP8 128x128")] += 1
+    declared = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
+    declared |= {"producer": {"name": "modelopt", "version": "0.48.0"}, "ignore": ["model.visual*"]}
+    return b.release({**more, "quantization_config": declared}, dict(containers))
+
+
+def compressed_mixed() -> Release:
+    """Return a mixed-precision release of compressed-tensors: FP8 per row with BF16 scales, and NVFP4."""
+    b, parent = Builder(), "model.language_model.layers.0"
+    for leaf in ("q_proj", "o_proj"):
+        x = numpy.gaussian(len(b.layers), H, H)
+        scales = (np.abs(x).max(1, keepdims=True) / 448).astype(BF16)
+        codes = (x / scales.astype(np.float32)).astype(synthetic.E4M3)
+        values = (codes.astype(np.float32) * scales.astype(np.float32)).astype(BF16).astype(np.float32)
+        b.add(f"{parent}.self_attn.{leaf}", Coded(codes, scales, None, values), ".weight", ".weight_scale")
+    for leaf, shape in PROJECTIONS.items():
+        module, x = f"{parent}.mlp.{leaf}", numpy.gaussian(len(b.layers), *shape)
+        x[0, 0] = 0.105  # 2688 / 0.105 is exact, so that the divisor and the multiplier agree
+        b.add(module, numpy.nvfp4(x), ".weight_packed", ".weight_scale")
+        b.tensors[f"{module}.weight_global_scale"] = np.float32([1 / numpy.nvfp4(x).tensor_scale])
+        b.tensors[f"{module}.input_global_scale"] = np.float32([100])
+    half = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    byte = {"num_bits": 8, "type": "float", "symmetric": True}
+    groups = {
+        "group_0": {
+            "format": "float-quantized",
+            "targets": ["re:.*self_attn.*"],
+            "weights": {**byte, "strategy": "channel", "dynamic": False},
+            "input_activations": {**byte, "strategy": "token", "dynamic": True},
+        },
+        "group_1": {
+            "format": "nvfp4-pack-quantized",
+            "targets": ["re:.*mlp.*"],
+            "weights": {**half, "dynamic": False},
+            "input_activations": {**half, "dynamic": "local"},
+        },
+    }
+    declared = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    config = {"model_type": "qwen3_5", "quantization_config": {**declared, "ignore": ["re:.*visual.*"]}}
+    return b.release(config, {"compressed-tensors FP8 per row": 2, "compressed-tensors nvfp4-pack-quantized": 3})
+
+
+def phi(inputs: bool = True) -> Release:
+    """Return Phi-4 in NVFP4 with fused layers. Without `inputs`, one layer lacks its input scale."""
+    b = Builder()
+    for leaf in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+        b.nvfp4(f"model.layers.0.{leaf}", (H, H))
+    if not inputs:
+        del b.tensors["model.layers.0.mlp.down_proj.input_scale"]
+    declared = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+    config = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "quantization_config": declared}
+    return b.release(config, {"modelopt NVFP4": 4}, errors=() if inputs else ("input_scale is missing",))
+
+
 STACK = {"gate_up_proj": (2, 2 * M, H), "down_proj": (2, H, M)}
 RELEASES: dict[str, Callable[[], Release]] = {
     "DeepSeek-V4": lambda: deepseek("v4", 128, "mxfp4"),
@@ -205,6 +300,20 @@ RELEASES: dict[str, Callable[[], Release]] = {
     "MiMo-V2.6": mimo,
     "Quark NVFP4 and FP8": quark,
     "msmodelslim": msmodelslim,
+    "Kimi-K3": lambda: kimi(False),
+    "Kimi-K3, declared in text_config": lambda: kimi(True),
+    "Kimi-K3-NVFP4": lambda: modelopt_mixed(
+        "language_model.model.layers.1",
+        {"block_sparse_moe.experts.0.w1": "NVFP4", "block_sparse_moe.experts.0.w3": "NVFP4", "q_a_proj": "FP8_PB_WO"},
+        model_type="kimi_k3",
+        text_config={"hidden_size": H},
+    ),
+    "Qwen3.8-NVFP4": lambda: modelopt_mixed(
+        "", {"lm_head": "NVFP4", "model.layers.0.self_attn.o_proj": "FP8", "model.layers.0.mlp.down_proj": "NVFP4"}
+    ),
+    "mixed precision of compressed-tensors": compressed_mixed,
+    "Phi-4-NVFP4": phi,
+    "Phi-4-NVFP4 without an input scale": lambda: phi(False),
     "gpt-oss": lambda: blocks("model.layers.0.mlp.experts", STACK, "gpt_oss", "_blocks", "_scales"),
     "blocks of Qwen3": lambda: blocks("model.layers.0.mlp.experts", STACK, "qwen3_moe", "_blocks", "_scales"),
     "blocks of other leaves": lambda: blocks(
@@ -254,7 +363,7 @@ def test_releases_are_read_whole(name: str, tmp_path: Path) -> None:
     plain = [tensor for tensor in release.tensors if tensor.removesuffix(".weight") in found]
     assert set(found) == {*release.layers, *(tensor.removesuffix(".weight") for tensor in plain)}
     for module, values in release.layers.items():
-        wanted = values.swapaxes(1, 2) if values.ndim == 3 and release.config["model_type"] == "gpt_oss" else values
+        wanted = values.swapaxes(1, 2) if values.ndim == 3 and release.config.get("model_type") == "gpt_oss" else values
         assert np.array_equal(found[module], wanted.astype(BF16).astype(np.float32)), module
     config = json.loads((tmp_path / "bf16" / "config.json").read_text())
     assert not {"quantization_config", "expert_dtype"} & set(config)
