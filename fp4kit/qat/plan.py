@@ -23,7 +23,7 @@ from fp4kit.checkpoint.plan.request import Request, experts_only
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.adapters import adapter_tensor
 from fp4kit.checkpoint.selection.name_rules import Candidate, is_transposed, model_facts
-from fp4kit.checkpoint.selection.selection import CONV1D, Decision, Selector, Wishes, no_multiple
+from fp4kit.checkpoint.selection.selection import CONV1D, Decision, Selector, Wishes, conv1d_wildcard, no_multiple
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.schema import as_stored
 from fp4kit.storage.errors import CheckpointError
@@ -297,8 +297,8 @@ def _decisions(
 
 def _no_conv1d(weight: TrainedWeight) -> str:
     """Return text for an error message about the weight of Conv1D of transformers, as in GPT-2."""
-    leaf = layer_of(weight).rpartition(".")[2]
-    return f"is stored transposed; {CONV1D}; to leave it unquantized, pass exclude=('*.{leaf}.*',)"
+    leaf = conv1d_wildcard(layer_of(weight).rpartition(".")[2]).removesuffix("*") + "*"
+    return f"is stored transposed; {CONV1D}; to leave it unquantized, pass exclude=('*.{leaf}',)"
 
 
 def _check_included(op: str, weight: TrainedWeight, multiple: int) -> None:

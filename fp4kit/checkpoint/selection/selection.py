@@ -307,6 +307,11 @@ def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[st
     _check_not_empty(candidates, decisions)
 
 
+def conv1d_wildcard(leaf: str) -> str:
+    """Return a wildcard for the names of Conv1D modules in a layer, given one of them: "c_*" for "c_attn"."""
+    return "c_*" if leaf.startswith("c_") else leaf
+
+
 def check_transposed(tensor: Candidate, wishes: Wishes, decision: Decision) -> None:
     """Raise CheckpointError if a layer stays unquantized only because its weight is transposed, as Conv1D stores it.
 
@@ -319,7 +324,7 @@ def check_transposed(tensor: Candidate, wishes: Wishes, decision: Decision) -> N
         return
     if wishes.only and not any(fnmatchcase(tensor.module, pattern) for pattern in wishes.only):
         return
-    leaf = tensor.parts[-1]
+    leaf = conv1d_wildcard(tensor.parts[-1])
     raise CheckpointError(
         f"{shown(tensor.module)}: {decision.reason}; {CONV1D}; to leave it unquantized, --keep '*.{leaf}'"
     )
