@@ -24,10 +24,11 @@ from fp4kit.checkpoint.containers.configs import ALL_FORMATS, MIXED
 from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request
+from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, kind_of
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.storage.errors import CheckpointError, shown
 
+_GGUF_ONLY = "nvfp4-gguf"
 # The usual recipe per kind of container. The first that a format can store is the default recipe of that format.
 DEFAULTS = (
     "nvfp4-te",
@@ -36,7 +37,7 @@ DEFAULTS = (
     "fp8-transformers-block",
     "fp8-modelopt-channel",
     "fp8-modelopt",
-    "nvfp4-gguf",
+    _GGUF_ONLY,
 )
 
 
@@ -167,4 +168,7 @@ def _by_default(request: Request, config: Mapping[str, Any], forms: list[Contain
         why = f"{why}, which cannot keep the codes of layers in {shown(str(forms[0]))}"
     candidates: Iterable[Recipe] = (RECIPES[name] for name in DEFAULTS)
     found = (replace(request, recipe=one, chosen=why) for one in candidates)
-    return next((one for one in found if _form(one, config) is not None), replace(request, chosen=why))
+    kinds = {kind_of(RECIPES[name]): RECIPES[name] for name in DEFAULTS if name != _GGUF_ONLY}
+    usual = next((kinds[form.kind] for form in forms if form.kind in kinds), None)
+    refused = replace(request, recipe=usual or request.recipe, chosen=why)  # making the plan raises the error
+    return next((one for one in found if _form(one, config) is not None), refused)

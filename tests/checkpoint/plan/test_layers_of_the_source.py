@@ -239,6 +239,11 @@ def test_a_format_that_cannot_keep_codes_says_so(source: Any) -> None:
     assert "which cannot keep the codes of layers in compressed-tensors nvfp4-pack-quantized" in plan.request.chosen
 
 
+def test_a_format_that_no_engine_loads_names_the_recipe_of_the_source(source: Any) -> None:
+    with refused("--format compressed-tensors with mxfp4: no engine is known to load it for gpt_oss models"):
+        make_plan(source("gpt-oss"), format="compressed-tensors")
+
+
 def test_a_named_recipe_keeps_the_format_of_the_source(source: Any) -> None:
     """Where the source's format can store the recipe, it is the default format; otherwise the usual default."""
     model = source("compressed-tensors MXFP4")
