@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -16,9 +17,11 @@ from exhaustive import by_default
 from fp4kit.checkpoint import CheckpointError, Options, convert
 from fp4kit.checkpoint.identify import hypotheses
 from fp4kit.checkpoint.identify.identify import CheckpointVerdict
-from fp4kit.checkpoint.identify.read_layers import SAMPLED_ROWS
+from fp4kit.checkpoint.identify.read_layers import SAMPLED_ROWS, rows_in, sample_spans
 from fp4kit.checkpoint.identify.run import PreparedIdentification, identify_checkpoint
+from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.cli import main
 from fp4kit.cli.progress import Meter
 
@@ -149,6 +152,17 @@ def test_layers_are_chosen_by_globs(made: Callable[[str], Path], capsys: pytest.
     assert main(command) == 0 and "sampled: " in capsys.readouterr().out
     assert main([*command, "--all-rows", "--workers", "1"]) == 0 and "sampled: " not in capsys.readouterr().out
     assert main(["identify", str(path), "--all-rows"]) == 2 and "add --source" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", [257, 1000, 10007])
+def test_a_sample_has_the_ends_and_a_part_of_everything_between(made: Callable[[str], Path], rows: int) -> None:
+    stored = open_source(made("fp8-modelopt"))
+    weight = next(one for one in weights_of(stored.tensors, stored.config).values() if one.container is not None)
+    spans = sample_spans(replace(weight, shape=(rows, 64)))
+    assert spans is not None and spans[0][0] == 0 and spans[-1][1] == rows
+    index = rows_in(spans)
+    assert len(index) <= SAMPLED_ROWS and (np.diff(index) > 0).all()
+    assert np.diff(index).max() <= 2 * rows / len(spans) and len(index) >= min(SAMPLED_ROWS - 16, rows - 16)
 
 
 def damaged(share: float) -> Callable[[str, np.ndarray], np.ndarray]:
