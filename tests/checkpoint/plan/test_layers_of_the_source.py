@@ -272,3 +272,17 @@ def test_quantized_layers_that_fp4kit_decodes_are_named(tmp_path: Path) -> None:
     assert not make_plan(
         tmp_path / "fp8", "nvfp4-te", requantize=True, wishes=Wishes(include=("model.layers.2.*",))
     ).notes
+
+
+def test_the_result_lists_what_the_source_forgot_to_exclude(tmp_path: Path) -> None:
+    """The source's list lacks its routers and attention layers; the result's list names them, and verify is content."""
+    synthetic.moe(tmp_path / "plain")
+    model = tmp_path / "m"
+    convert(tmp_path / "plain", model, "nvfp4-modelopt", format="modelopt", wishes=Wishes(keep=("*self_attn*",)))
+    (model / "hf_quant_config.json").unlink()
+    declare(model, ignore=["lm_head"])
+    for format in ("modelopt", "compressed-tensors"):
+        plan = convert(model, tmp_path / format, format=format).plan
+        assert {"model.layers.1.mlp.gate", "model.layers.0.self_attn.o_proj"} <= set(plan.ignore)
+        assert plan.as_in_source and not any(plan.as_in_source.values())
+        assert verify(tmp_path / format, model).clean
