@@ -86,7 +86,7 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
     if job.weight.container is None or not is_first:
         return found
     with Readers() as readers:  # without tick, because these rows were read and counted before
-        return found._replace(doubt=doubt_of(readers, job.weight, job.expert))
+        return found._replace(doubt=doubt_of(readers, job.weight, job.expert, empty=True))
 
 
 def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:

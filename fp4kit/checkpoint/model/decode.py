@@ -111,7 +111,8 @@ def decode(
     elements, scales = (form.element.values, None) if form.scale is None else _factors(form)
     scale = block_scale if scales is None else scales[block_scale]
     if divisor is not None:
-        scale = scale / np.float32(divisor)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a divisor of 0 gives infinity, which callers refuse
+            scale = scale / np.float32(divisor)
     elif tensor_scale is not None:
         scale = scale * np.float32(tensor_scale)
     height, width = form.block

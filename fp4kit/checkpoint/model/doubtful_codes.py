@@ -42,6 +42,7 @@ LOST_CODES = "all codes are zero under block scales that differ, so the codes we
 LOST_COLUMNS = (
     "scales are zero in all rows of some columns of blocks, although the codes there are not, so the scales were lost"
 )
+EMPTY = "all codes are zero, which is a fault unless the layer was pruned"
 CERTAIN = (LOST_CODES, LOST_COLUMNS)
 _FEWEST_ROWS = 16  # fewer rows do not show that a whole column of scales is zero
 _FEWEST_MAGNITUDES = 4  # equal scales are usual for weights with fewer magnitudes, such as ternary ones
@@ -63,7 +64,7 @@ class _Sample(NamedTuple):
     square: bool
 
 
-def doubt_of(readers: Readers, weight: Weight, expert: int = 0) -> str:
+def doubt_of(readers: Readers, weight: Weight, expert: int = 0, empty: bool = False) -> str:
     """Return a warning if the codes of a quantized matrix do not seem to belong to its scales; "" if nothing is odd.
 
     The text contains nothing specific to the layer, so that a report can list all layers with the same warning
@@ -72,16 +73,23 @@ def doubt_of(readers: Readers, weight: Weight, expert: int = 0) -> str:
     Args:
         readers: where to read the layer from.
         weight, expert: the weight, and the number of the matrix in a stack of experts.
+        empty: whether to warn of codes that are all zero under scales that do not differ, as in pruned layers.
     """
     form, (rows, columns) = weight.container, weight.shape[-2:]
     assert form is not None
-    return doubt_about_rows(form, _leading_rows(readers, weight, expert), rows == columns)
+    slab = _leading_rows(readers, weight, expert)
+    doubt = doubt_about_rows(form, slab, rows == columns)
+    return EMPTY if empty and not doubt and _all_zero(form, slab) else doubt
 
 
 def is_empty(readers: Readers, weight: Weight) -> bool:
     """Return whether all codes of the leading rows of a quantized weight are zero."""
-    form, slab = weight.container, _leading_rows(readers, weight, 0)
-    assert form is not None and slab.codes is not None
+    assert weight.container is not None
+    return _all_zero(weight.container, _leading_rows(readers, weight, 0))
+
+
+def _all_zero(form: Container, slab: Slab) -> bool:
+    assert slab.codes is not None
     return not (codes_of(form, slab.codes) & np.uint8(~form.element.sign_bit & 0xFF)).any()
 
 

@@ -205,27 +205,26 @@ def _severity(ratio: float, reach: float) -> str:
 
 
 def _unlike_peers(found: Sequence[Magnitude]) -> Iterator[Doubt]:
-    """Yield a finding for each matrix that is far from the median of its kind.
+    """Yield a finding for each matrix that is far from its kind, or whose kind is far from the median of all kinds.
 
-    A matrix without two peers is compared with all matrices in its kind of container, if there are four. How far is too
-    far depends on how far the other matrices are from their medians.
+    A kind of at most two matrices has no median of its own. How far is too far depends on how far the others are apart.
     """
-    kinds, containers = defaultdict[Hashable, list[float]](list), defaultdict[Hashable, list[float]](list)
+    kinds = defaultdict[Hashable, list[float]](list)
     for one in found:
         kinds[_kind(one)].append(log2(one.typical))
-        containers[one.form.kind].append(log2(one.typical))
+    middles = {kind: median(sizes) for kind, sizes in kinds.items()}
+    middle = median(middles.values()) if len(kinds) > 3 else None
     limit = _limit((sizes for sizes in kinds.values() if len(sizes) > 2), _FAR_FROM_PEERS)
-    limits = {kind: _limit([sizes], _FAR) for kind, sizes in containers.items()}
-    middles = {kind: median(sizes) for kind, sizes in (*kinds.items(), *containers.items())}
+    apart = _limit([list(middles.values())], _FAR)
     for one in found:
-        kind, container = _kind(one), one.form.kind
-        if len(kinds[kind]) > 2:
-            ratio, far, peers = one.typical / 2.0 ** middles[kind], limit, "its kind"
-        elif len(containers[container]) > 3:
-            ratio, far, peers = one.typical / 2.0 ** middles[container], limits[container], "the layers of this format"
-        else:
-            continue
-        if _is_far(ratio, far):
+        kind = _kind(one)
+        few, ratio, peers = len(kinds[kind]) <= 2, one.typical / 2.0 ** middles[kind], "its kind"
+        is_doubtful = not few and _is_far(ratio, limit)
+        if not is_doubtful and middle is not None:
+            of_kind = log2(one.typical) if few else middles[kind]
+            is_doubtful = _is_far(2.0 ** (of_kind - middle), apart)
+            ratio, peers = one.typical / 2.0**middle, "all kinds"
+        if is_doubtful:
             text = f"its scales allow values up to {one.reach:.2g}, and typical ones are {_ratio(ratio)} the median of"
             yield Doubt(_severity(ratio, one.reach), (one.name,), f"{text} {peers}; {_CAUSES}")
 
