@@ -301,11 +301,13 @@ def test_verify_says_what_llama_cpp_does_with_scales(tmp_path: Path) -> None:
     assert "ignores .scale in qwen2 models" in troubles(tmp_path / "a.gguf", good, **keys)["output"]
     without = {
         **encoded(x, "mxfp4-ocp", "blk.0.attn_kv_b"),
-        **encoded(x, "nvfp4-torchao-single", "blk.0.ffn_up"),
         **bias,
+        **encoded(x, "nvfp4-torchao-single", "blk.0.ffn_up"),
     }
     del without["blk.0.ffn_up.scale"]
     assert troubles(tmp_path / "a.gguf", without, **keys) == {}
+    lost = {name: tensor for name, tensor in good.items() if name != "output.scale"}
+    assert "so that it was lost" in troubles(tmp_path / "a.gguf", lost)["output"]
 
 
 def test_the_table_of_types_is_that_of_the_gguf_package() -> None:
