@@ -121,13 +121,15 @@ def _are_wide(
     size, columns = evidence.layer.recipe.block_size, slice(0, plain.shape[1])
     x = np.array(evidence.x[rows])
     blocks = x.reshape(len(rows), -1, count, size)
-    blocks[..., 0] = np.abs(x).reshape(len(rows), -1, count * size).max(axis=-1)[..., None]
+    with np.errstate(invalid="ignore"):  # NaN of the source
+        blocks[..., 0] = np.abs(x).reshape(len(rows), -1, count * size).max(axis=-1)[..., None]
     raised = replace(evidence, x=x, other=None)
     own = expected_parts(evidence, plain, rows, columns, recipe_amax)[1]
     wide = expected_parts(raised, plain, np.arange(len(rows)), columns, recipe_amax)[1]
     stored = evidence.layer.block_scale.reshape(plain.shape[0], -1)[rows]
     differ = own != wide
-    return bool(((stored == own) | (stored == wide)).all() and np.mean((stored == wide)[differ]) >= _MOST_WIDE)
+    fits = differ.any() and ((stored == own) | (stored == wide)).all()
+    return bool(fits and np.mean((stored == wide)[differ]) >= _MOST_WIDE)
 
 
 def unrounded_scales(evidence: LayerEvidence, plain: Layout) -> str | None:

@@ -60,7 +60,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("recipe", "form", "std", "phrase"), ENDS)
 def test_values_at_the_ends_of_a_format(recipe: str, form: str, std: float, phrase: str, tmp_path: Path) -> None:
-    """What convert accepts, verify accepts; what convert rejects, it writes with allow_loss, and verify rejects."""
+    """verify accepts what convert accepts, and rejects what convert writes only with allow_loss."""
     source, made = write(tmp_path / "m", std), tmp_path / "q"
     if not phrase:
         assert not convert(source, made, recipe, format=form).losses and not errors(verify(made, source))

@@ -245,7 +245,7 @@ def test_a_format_that_no_engine_loads_names_the_recipe_of_the_source(source: An
 
 
 def test_a_named_recipe_keeps_the_format_of_the_source(source: Any) -> None:
-    """Where the source's format can store the recipe, it is the default format; otherwise the usual default."""
+    """If the source's format can store the recipe, it is the default format; otherwise the usual default."""
     model = source("compressed-tensors MXFP4")
     plan = make_plan(model, "nvfp4-te")
     assert plan.form.format == "compressed-tensors" and not plan.request.chosen
