@@ -84,22 +84,7 @@ class QatChoice:
     def of(
         cls, op: str, recipe: str | Recipe, format: str | None, config: Any, served_dtype: Any, **patterns: Any
     ) -> QatChoice:
-        """Check the arguments of fp4kit.torch.fake_quantize_model, and return them as a QatChoice.
-
-        Args:
-            op: the public function, with which messages begin.
-            recipe: an id or a Recipe.
-            format: the output format, or None. It is not checked here.
-            config: the content of the model's config.json, or None.
-            served_dtype: the name of a dtype, a dtype such as torch.bfloat16, or None.
-            patterns: the wildcards, as ``parameters=``, ``exclude=`` and ``include=``. One that is missing gets the
-                default of QatChoice.
-
-        Raises:
-            TypeError: if wildcards are not a collection of strings (one string is rejected), if the recipe is neither
-                a str nor a Recipe, or if config is neither a mapping nor None.
-            ValueError: if the recipe or served_dtype is unknown.
-        """
+        """Check the arguments of fp4kit.torch.fake_quantize_model, and return them as a QatChoice."""
         found = recipe_of(op, recipe)
         for name, given in patterns.items():
             if (
@@ -164,38 +149,14 @@ class QatPlan:
         return [row.name for row in self.rows if row.quantized]
 
     def members(self, name: str) -> list[str]:
-        """Return the names of the parameters that share a tensor amax with the fake-quantized parameter `name`.
-
-        The result includes `name`, and is [name] if the parameter shares its amax with no other. The plan must have a
-        parameter of this name.
-        """
+        """Return the names of the parameters that share a tensor amax with the fake-quantized parameter `name`."""
+        # The plan must have a parameter of this name.
         group = next(row.group for row in self.rows if row.name == name)
         return [row.name for row in self.rows if group and row.group == group] or [name]
 
 
 def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> QatPlan:
-    """Return the plan for the parameters of a model, with one row per parameter in the order of ``weights``.
-
-    If the user names no format and none can store the recipe or the model, the plan has no format, and its note says
-    why.
-
-    Args:
-        op: the public function, with which messages begin.
-        weights: all parameters of the model.
-        choice: the user's choice.
-
-    Raises:
-        CheckpointError: if the format that the user names is unknown, or cannot store the recipe or the model; or if
-            rows of gate and up alternate in a stack of experts that the format stores separately.
-        ValueError: if a parameter to quantize is the weight of Conv1D of transformers, which is stored transposed.
-        ValueError: if a wildcard matches no parameter, no parameter is left to quantize, or a parameter of ``include``
-            has fewer than two dimensions or rows that do not consist of whole blocks.
-        ValueError: if the gate and up rows of a stack of experts do not consist of whole blocks, or if the dtype of a
-            parameter cannot hold values of served_dtype.
-
-    Warns:
-        UserWarning: if some layers of a fused layer are quantized and others are not.
-    """
+    """Return the plan for the parameters of a model, with one row per parameter in the order of ``weights``."""
     _check_patterns(op, [weight.name for weight in weights], choice)
     form, note = _form_for(choice)
     stored = choice.recipe if form is None else as_stored(choice.recipe, form.divides)
@@ -223,20 +184,12 @@ def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> Q
 
 
 def layer_of(weight: TrainedWeight) -> str:
-    """Return the name of the layer that a parameter belongs to, as the converter names it.
-
-    This is the name of its tensor in a checkpoint, without the prefixes of wrapper modules and without ".weight".
-    """
+    """Return the name of the layer that a parameter belongs to, as the converter names it."""
     return unwrapped(weight.saved).removesuffix(".weight")
 
 
 def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
-    """Return (container, ""), with the container in which `fp4kit convert` would store the trained model.
-
-    If the user names no format and the converter rejects the recipe or the model, return (None, its error message).
-
-    Raises CheckpointError if the user names a format that cannot store the recipe or the model.
-    """
+    """Return (container, ""), with the container in which `fp4kit convert` would store the trained model."""
     try:
         return Request(choice.recipe, choice.format).form_for(choice.config or {}), ""
     except CheckpointError as error:
@@ -248,19 +201,7 @@ def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
 def _decisions(
     op: str, weights: Sequence[TrainedWeight], choice: QatChoice, form: Container | None
 ) -> Iterable[tuple[TrainedWeight, Decision]]:
-    """Yield each parameter with the decision whether it is quantized: the user's, otherwise the converter's.
-
-    The first rule that applies decides:
-
-    - A parameter that matches ``include`` is quantized. A tensor of an adapter must not match it.
-    - A parameter that matches ``exclude``, or does not match ``parameters``, stays unquantized.
-    - A convolution stays unquantized if there is a config.
-    - An embedding, and a parameter whose dtype is not float32, float16 or bfloat16, stays unquantized.
-    - For all others, the decision is that of `fp4kit convert` (Selector.decide).
-
-    Raises ValueError if an included parameter has fewer than two dimensions, or rows that do not consist of whole
-    blocks. Also if a parameter to quantize is stored transposed.
-    """
+    """Yield each parameter with the decision whether it is quantized: the user's, otherwise the converter's."""
     multiple = choice.recipe.length_multiple if form is None else form.row_multiple
     facts = model_facts(choice.config or {})
     selector = Selector(Wishes(preset="experts" if experts_only(form) else "linear"), multiple)
@@ -302,10 +243,7 @@ def _no_conv1d(weight: TrainedWeight) -> str:
 
 
 def _check_included(op: str, weight: TrainedWeight, multiple: int) -> None:
-    """Raise ValueError if a parameter that the user includes cannot be quantized.
-
-    It must have at least two dimensions, and the length of its last axis must be a multiple of ``multiple``.
-    """
+    """Raise ValueError if a parameter that the user includes cannot be quantized."""
     adapter = adapter_tensor(weight.saved)
     if adapter is not None:
         raise ValueError(
@@ -319,14 +257,7 @@ def _check_included(op: str, weight: TrainedWeight, multiple: int) -> None:
 
 
 def _check_stack(op: str, weight: TrainedWeight, choice: QatChoice, form: Container | None) -> None:
-    """Raise an error if fake quantization of a stack of experts cannot give the values that the converter stores.
-
-    Do nothing for other kinds of parameters, and if there is no container.
-
-    Raises:
-        CheckpointError: if the container stores each expert separately, and rows of gate and up alternate in the stack.
-        ValueError: if a block would hold rows of both gate and up.
-    """
+    """Raise an error if fake quantization of a stack of experts cannot give the values that the converter stores."""
     if weight.kind != "stack" or form is None:
         return
     matrix = Weight(layer_of(weight), weight.saved, weight.shape, None, {})
@@ -348,13 +279,7 @@ def _check_served_dtype(op: str, weight: TrainedWeight, choice: QatChoice) -> No
 
 
 def _check_patterns(op: str, names: Sequence[str], choice: QatChoice) -> None:
-    """Raise ValueError if a wildcard of the user's choice matches no parameter.
-
-    The message names the wildcard and up to three parameters, the most similar first.
-
-    op: the public function, with which the message begins.
-    names: the names of all parameters.
-    """
+    """Raise ValueError if a wildcard of the user's choice matches no parameter."""
     for argument in ("parameters", "exclude", "include"):
         for pattern in getattr(choice, argument):
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -363,32 +288,21 @@ def _check_patterns(op: str, names: Sequence[str], choice: QatChoice) -> None:
 
 
 def similar(names: Sequence[str], patterns: Iterable[str]) -> str:
-    """Return text for an error message: up to three parameter names, those most similar to the wildcards first.
-
-    names: the names of all parameters.
-    patterns: the wildcards that matched none of them.
-    """
+    """Return text for an error message: up to three parameter names, those most similar to the wildcards first."""
     near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, n=3, cutoff=0)]
     shown = list(dict.fromkeys([*near, *names]))[:3]
     return f"its parameters are {', '.join(map(repr, shown))}" + (", ..." if len(names) > len(shown) else "")
 
 
 def _reasons(decisions: Mapping[str, Decision]) -> str:
-    """Return text for an error message: up to three parameters that are not quantized, each with its reason.
-
-    Parameters that the argument `parameters` does not match come last, because that reason is the least informative.
-    """
+    """Return text for an error message: up to three parameters that are not quantized, each with its reason."""
+    # Parameters that the argument `parameters` does not match come last, because that reason is the least informative.
     ordered = sorted(decisions.items(), key=lambda item: item[1].reason.startswith(_UNNAMED))
     return "; ".join(f"{name} ({decision.reason})" for name, decision in ordered[:3])
 
 
 def _warn_of_halves(op: str, weights: Sequence[TrainedWeight], selected: Sequence[TrainedWeight]) -> None:
-    """Warn about every fused layer of which some parameters are quantized and others are not.
-
-    Engines fuse these layers into one, which is quantized as a whole or not at all. The message begins with `op`.
-
-    weights: all parameters. selected: those that are quantized.
-    """
+    """Warn about every fused layer of which some parameters are quantized and others are not."""
     matrices = [
         weight
         for weight in weights

@@ -29,12 +29,7 @@ class QuantizedNames(list[str]):
 
 
 def table(plan: QatPlan) -> str:
-    """Return a table of all parameters as text: what is fake-quantized, what is not, and why.
-
-    The first line states the recipe and the format that serves the values. Quantized parameters come first. Parameters
-    whose lines differ only in layer numbers share a line, with * in place of the numbers, and the line has their count.
-    The last line is a note if the parameters are float32, and loaders round their values further.
-    """
+    """Return a table of all parameters as text: what is fake-quantized, what is not, and why."""
     lines: dict[tuple[str, ...], int] = defaultdict(int)
     for row in sorted(plan.rows, key=lambda row: not row.quantized):
         lines[_cells(row)] += 1
@@ -48,10 +43,7 @@ def table(plan: QatPlan) -> str:
 
 
 def _head(plan: QatPlan) -> str:
-    """Return the line above the table: how many parameters are fake-quantized, the recipe, and the served format.
-
-    If the plan has no format, the line has the note of the plan instead, which says why.
-    """
+    """Return the line above the table: how many parameters are fake-quantized, the recipe, and the served format."""
     count = sum(row.quantized for row in plan.rows)
     served = f"values as served from --format {plan.format}" if plan.format else f"no checkpoint: {plan.note}"
     if plan.served_dtype is not None:
@@ -60,11 +52,7 @@ def _head(plan: QatPlan) -> str:
 
 
 def _cells(row: ParameterPlan) -> tuple[str, ...]:
-    """Return the cells of a table row, without the count: "yes" or "no", name, shape such as "64 x 32", and reason.
-
-    Layer numbers in names are replaced by *. A parameter without axes has the shape "1". If the parameter shares an
-    amax, the last cell also names the group.
-    """
+    """Return the cells of a table row, without the count: "yes" or "no", name, shape such as "64 x 32", and reason."""
     shared = f"; shares the amax of {_NUMBER.sub('*', row.group)}" if row.group else ""
     shape = " x ".join(map(str, row.shape)) or "1"
     return "yes" if row.quantized else "no", _NUMBER.sub("*", row.name), shape, f"{row.reason}{shared}"
