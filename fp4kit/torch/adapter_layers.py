@@ -106,12 +106,7 @@ def restore(model: torch.nn.Module, parts: Iterable[FakeQuantizing]) -> None:
 def adapter_layers_around(
     op: str, model: torch.nn.Module, names: Mapping[int, str], adapters: Adapters
 ) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Return (adapter layer, base layer) for every adapter layer of a model around a layer to fake-quantize.
-
-    names: {id of a layer: name of its parameter}, for the layers to fake-quantize.
-
-    Raises ValueError or TypeError if an adapter layer does not fit.
-    """
+    """Return (adapter layer, base layer) for every adapter layer of a model around a layer to fake-quantize."""
     found = [(layer, base) for _, layer, base in adapter_layers_of(model) if id(base) in names]
     for layer, base in found:
         _check_layer(op, names[id(base)], layer, adapters)
@@ -171,11 +166,11 @@ _OTHERS = "to train with its adapter apart, pass adapters='base' to fp4kit.torch
 
 
 def _check_parameter_adapter(op: str, layer: torch.nn.Module, name: str) -> None:
-    """Raise TypeError for PEFT's adapter of a parameter (target_parameters), which parametrizes the parameter itself.
-
-    PEFT 0.21 does not remove this parametrization if the parameter has others, and would add the adapter again in each
-    call.
+    """Raise TypeError for PEFT's adapter of a parameter (target_parameters), which parametrizes the parameter
+    itself.
     """
+    # PEFT 0.21 does not remove this parametrization if the parameter has others, and would add the adapter again in
+    # each call.
     if type(layer).__name__ == "ParamWrapper":
         raise TypeError(
             f"{op}: {name} has an adapter by target_parameters of PEFT, which is not supported for fake-quantized"
@@ -200,10 +195,7 @@ def _check_kind(op: str, layer: Any, name: str) -> None:
 
 
 def _check_mergeable(op: str, layer: Any, adapters: Sequence[str], name: str) -> None:
-    """Raise TypeError or ValueError unless merging a LoRA layer gives W + scale * B A, also in training.
-
-    adapters: names of adapters of the layer. name: the name of the fake-quantized parameter.
-    """
+    """Raise TypeError or ValueError unless merging a LoRA layer gives W + scale * B A, also in training."""
     kind = type(layer)
     if not (kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ in _LORA_LAYERS):
         raise TypeError(
@@ -229,10 +221,7 @@ def _check_mergeable(op: str, layer: Any, adapters: Sequence[str], name: str) ->
 
 
 def _merged(layer: Any, w: Tensor, name: str) -> Tensor:
-    """Return w with the active adapters of a LoRA layer, bit for bit as its method merge stores it.
-
-    Gradients reach w and the tensors of the adapters.
-    """
+    """Return w with the active adapters of a LoRA layer, bit for bit as its method merge stores it."""
     if layer.disable_adapters or layer.merged:
         return w
     _check_kind("fake_quantize_model", layer, name)
@@ -255,9 +244,8 @@ def _merged(layer: Any, w: Tensor, name: str) -> Tensor:
 
 @contextmanager
 def _stored_weights(layer: Any) -> Iterator[None]:
-    """Let the base layer of an adapter layer read as its stored weight, so that PEFT can read and change it in place.
-
-    Raises RuntimeError within torch.nn.utils.parametrize.cached(), where the weight is read from a cache.
+    """Let the base layer of an adapter layer read as its stored weight, so that PEFT can read and change it in
+    place.
     """
     parts = fake_quantizing(_innermost(layer.base_layer))
     if parts and bool(getattr(parametrize, "_cache_enabled", 0)):

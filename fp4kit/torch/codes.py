@@ -34,20 +34,7 @@ def quantize(
     hadamard: str,
     block_amax: Tensor | None,
 ) -> list[Tensor]:
-    """Return the arrays of fp4kit.quantize(x, ...) that are not None, as new tensors.
-
-    The tensors come in the order packed, block_scale, tensor_scale, tensor_amax. Raises what fp4kit.quantize raises.
-
-    Args:
-        x: float32, float16 or bfloat16 tensor.
-        recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns.
-        axis: the axis along which blocks run.
-        tensor_amax: the amax of the tensor scale; None takes it from x.
-        scale_layout, rounding: as for fp4kit.quantize.
-        seed: random bytes in the shape of x, or a 0-d integer tensor; None for rounding to nearest.
-        hadamard: "False", "True" or "no_signs".
-        block_amax: calibrated block amaxes, or None.
-    """
+    """Return the arrays of fp4kit.quantize(x, ...) that are not None, as new tensors."""
     options: dict[str, Any] = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed_of(seed)}
     options |= {"hadamard": _flag(hadamard), "tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
     q = fp4kit.quantize(x.detach(), from_spec(recipe), axis=axis, **options)
@@ -88,19 +75,7 @@ def dequantize(
     dtype: torch.dtype,
     values_dtype: torch.dtype,
 ) -> Tensor:
-    """Return the values of a Quantized, given by its arrays and fields, as a new tensor.
-
-    The values are those of fp4kit.dequantize. Raises what fp4kit.dequantize raises.
-
-    Args:
-        packed, block_scale, tensor_scale, tensor_amax: the arrays, or None where the Quantized has none.
-        shape: the shape of the array that was quantized, and of the result.
-        axis: the axis along which blocks run.
-        recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns.
-        scale_layout: the layout of block_scale.
-        dtype: the dtype of the array that was quantized, to which the tensor scales of some recipes are rounded.
-        values_dtype: the dtype of the result.
-    """
+    """Return the values of a Quantized, given by its arrays and fields, as a new tensor."""
     arrays = [detached(a) for a in (packed, block_scale, tensor_scale, tensor_amax)]
     q = unflatten(
         arrays, (PARTS, tuple(shape), numpy_dtype("dequantize", dtype), axis, from_spec(recipe), scale_layout)

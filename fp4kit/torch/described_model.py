@@ -32,11 +32,8 @@ class ParameterPlace(NamedTuple):
 
 
 def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Yield (full name, module, name within the module) for every parameter, such as ("0.weight", model[0], "weight").
-
-    A parametrized parameter is named after the attribute that is read, such as "weight". If a module occurs in several
-    places of the model, its parameters are yielded once per place. Parameters that are None, and the parameters of
-    parametrizations themselves, are left out.
+    """Yield (full name, module, name within the module) for every parameter, such as ("0.weight", model[0],
+    "weight").
     """
     parametrizing_modules = {
         id(part) for module in model.modules() if parametrize.is_parametrized(module) for part in _holders(module)
@@ -50,20 +47,14 @@ def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
 
 
 def _holders(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the modules that PyTorch adds to `module` to hold its parametrizations.
-
-    parameters_of skips these modules, so that it yields each parametrized parameter once.
-    """
+    """Yield the modules that PyTorch adds to `module` to hold its parametrizations."""
+    # parameters_of skips these modules, so that it yields each parametrized parameter once.
     found: Any = module.parametrizations
     return found.modules()
 
 
 def held(module: torch.nn.Module, leaf: str) -> torch.Tensor:
-    """Return the tensor of a module's parameter `leaf`, to read its shape, dtype and device.
-
-    For a parametrized parameter, this is the stored original, so nothing is computed. If it is stored as several
-    tensors, the parametrizations are applied to them.
-    """
+    """Return the tensor of a module's parameter `leaf`, to read its shape, dtype and device."""
     if not parametrize.is_parametrized(module, leaf):
         return module._parameters[leaf]  # type: ignore[return-value]
     parametrizations: Any = module.parametrizations
@@ -72,9 +63,8 @@ def held(module: torch.nn.Module, leaf: str) -> torch.Tensor:
 
 
 def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
-    """Return the content of config.json for a model of transformers or Diffusers, as a mapping; None for other models.
-
-    The model may be inside a wrapper that calls it `module`, such as DistributedDataParallel.
+    """Return the content of config.json for a model of transformers or Diffusers, as a mapping; None for other
+    models.
     """
     config: Any = getattr(getattr(model, "module", model), "config", None)
     if hasattr(config, "to_dict"):
@@ -83,14 +73,7 @@ def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
 
 
 def places_of(model: torch.nn.Module) -> list[ParameterPlace]:
-    """Return a ParameterPlace for every parameter of a model.
-
-    If a module has several names in the model, the first name counts. A parameter that two modules share has one place
-    per module.
-
-    ``weight.saved`` is the name of the parameter's tensor in a checkpoint. If a checkpoint stores the parameter as
-    several tensors, or if the parameter has fewer than two axes, it is the name in the model instead.
-    """
+    """Return a ParameterPlace for every parameter of a model."""
     renamed, found = renaming_of(model), {}
     for name, module, leaf in parameters_of(model):
         if (id(module), leaf) not in found:
@@ -101,15 +84,7 @@ def places_of(model: torch.nn.Module) -> list[ParameterPlace]:
 
 
 def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> ParameterPlace:
-    """Return the ParameterPlace of one parameter.
-
-    Args:
-        name: the name of the parameter in the model.
-        saved: the name of the parameter's tensor in a checkpoint.
-        module: the module that holds the parameter.
-        leaf: the name of the parameter in this module.
-        parameter: the parameter itself.
-    """
+    """Return the ParameterPlace of one parameter."""
     shape, kind, transposed = tuple(parameter.shape), _kind(name, module, leaf, parameter), False
     if kind == "convolution":
         shape = shape[0], parameter[0].numel()
@@ -121,16 +96,7 @@ def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter:
 
 
 def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> ParameterKind:
-    """Return the kind of a parameter: "convolution", "embedding", "conv1d", "stack" or "matrix".
-
-    - "convolution": the parameter "weight" of a torch.nn.Conv1d, Conv2d or Conv3d, if it has more than two axes.
-    - "embedding": the parameter "weight" of a torch.nn.Embedding or EmbeddingBag.
-    - "conv1d": the parameter "weight" of Conv1D of transformers, a linear layer that stores (in, out).
-    - "stack": any other parameter with three axes whose dotted name has the part "experts".
-    - "matrix": all other parameters, also vectors.
-
-    name: the full name of the parameter. leaf: its name in the module.
-    """
+    """Return the kind of a parameter: "convolution", "embedding", "conv1d", "stack" or "matrix"."""
     if leaf == "weight" and isinstance(module, _CONVOLUTIONS) and parameter.ndim > 2:
         return "convolution"
     if leaf == "weight" and isinstance(module, _EMBEDDINGS):
@@ -148,12 +114,7 @@ def is_conv1d(module: torch.nn.Module) -> bool:
 
 
 def _is_transposed(module: torch.nn.Module) -> bool:
-    """Return whether a module stores its stacks of experts as (E, K, N), not as (E, N, K).
-
-    If the module has a bool attribute ``is_transposed``, as in transformers, the result is this bool. Otherwise, it is
-    the orientation in which the shapes of gate_up_proj and down_proj fit together. Return False if both orientations
-    fit or neither does, or if the module does not have both stacks.
-    """
+    """Return whether a module stores its stacks of experts as (E, K, N), not as (E, N, K)."""
     stated = getattr(module, "is_transposed", None)
     if isinstance(stated, bool):
         return stated

@@ -57,10 +57,7 @@ class FakeQuantized(FakeQuantizing):
 
 
 def check_kind(op: str, name: str, value: Any, kind: type) -> None:
-    """Raise TypeError unless the argument `name` of the function `op` is an instance of kind.
-
-    If value is a recipe but kind is FakeQuantSettings, the message says how to make settings with this recipe.
-    """
+    """Raise TypeError unless the argument `name` of the function `op` is an instance of kind."""
     if isinstance(value, kind):
         return
     text = f"{op}: {name} is {value!r:.60}; needs a {kind.__name__}"

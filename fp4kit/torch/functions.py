@@ -27,10 +27,7 @@ _INT64 = 2**63
 
 @torch._dynamo.assume_constant_result
 def _spec(recipe: Any) -> str:
-    """Return a Recipe as the string of recipes.to_string.to_spec, because PyTorch operators do not accept Recipes.
-
-    Under torch.compile, the string is a constant of the graph, so PyTorch recompiles when the Recipe changes.
-    """
+    """Return a Recipe as the string of recipes.to_string.to_spec, because PyTorch operators do not accept Recipes."""
     return to_spec(recipe)
 
 
@@ -41,26 +38,12 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def named_recipe(recipe: str | Recipe) -> str:
-    """Return a recipe as the string that operators take.
-
-    An id is returned unchanged and unchecked. A Recipe becomes the string of recipes.to_string.to_spec.
-    """
+    """Return a recipe as the string that operators take."""
     return recipe if isinstance(recipe, str) else _spec(recipe)
 
 
 def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
-    """Return the caller's amax ``given`` as a tensor, for an operator on x.
-
-    - None gives None, and a tensor is returned unchanged, on whatever device it is.
-    - A Python number becomes float64 () on the host, where the operator rounds it whatever the mode of this thread. On
-      another device it becomes float32 (), without waiting for the device.
-    - A list or tuple becomes float64 on the device of x, because PyTorch's default dtype would round it.
-    - Other arrays become tensors of their dtype on the device of x.
-
-    Raises TypeError for a bool, a complex number or a string.
-
-    op, name: the public function and its argument, with which error messages begin.
-    """
+    """Return the caller's amax ``given`` as a tensor, for an operator on x."""
     if given is None or isinstance(given, Tensor):
         return given
     if isinstance(given, (bool, complex, str, bytes)):
@@ -72,17 +55,7 @@ def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
 
 
 def seed_tensor(op: str, seed: Any) -> Tensor | None:
-    """Return a caller's seed as the tensor that operators take. If there is no seed, return None.
-
-    An int becomes a 0-d int64 tensor with the same 64 bits, which operators.seed_of reads back. A tensor is returned
-    unchanged.
-
-    op: the public function, with which error messages begin.
-
-    Raises:
-        TypeError: for a 0-d tensor that is not of an integer dtype, and for any other object that is not an integer.
-        ValueError: for an int below 0 or above 2^64 - 1.
-    """
+    """Return a caller's seed as the tensor that operators take."""
     if seed is None:
         return None
     if isinstance(seed, Tensor):
@@ -233,12 +206,7 @@ def fake_quantize_grouped(
 
 
 def _tensors(op: str, xs: Any) -> list[Any]:
-    """Return the tensors of a sequence `xs` as a list, or the entries of a stacked tensor along its first axis.
-
-    op: the public function, with which error messages begin.
-
-    Raises TypeError if xs is not iterable, and ValueError for a stacked tensor with less than two dimensions.
-    """
+    """Return the tensors of a sequence `xs` as a list, or the entries of a stacked tensor along its first axis."""
     if not isinstance(xs, Tensor):
         return list(as_entries(op, "xs", xs))
     check_stack(op, xs, "tensor")
@@ -246,18 +214,8 @@ def _tensors(op: str, xs: Any) -> list[Any]:
 
 
 def _each_amax(op: str, name: str, xs: list[Tensor], given: Any) -> list[Any]:
-    """Return a list with one amax per tensor of `xs`, or an empty list if the caller gave none, to pass to an operator.
-
-    If xs is empty, return an empty list without looking at `given`.
-
-    Args:
-        op, name: the public function and the name of the argument, for error messages.
-        xs: the tensors.
-        given: the caller's argument: None, a tensor, or a sequence with one amax per tensor.
-
-    Raises:
-        ValueError: if `given` is a single number, has another length than xs, or has an entry None.
-        TypeError: if an entry is a bool, a complex number or a string.
+    """Return a list with one amax per tensor of `xs`, or an empty list if the caller gave none, to pass to an
+    operator.
     """
     if given is None or not xs:
         return []

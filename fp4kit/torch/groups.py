@@ -19,18 +19,12 @@ from fp4kit.types import RoundingMode
 
 
 def all_detached(tensors: list[Tensor]) -> list[Any] | None:
-    """Return the tensors detached from autograd, or None if the list is empty.
-
-    fp4kit's own functions take None for an optional argument; operators take an empty list instead.
-    """
+    """Return the tensors detached from autograd, or None if the list is empty."""
     return [detached(tensor) for tensor in tensors] or None
 
 
 def or_none(tensors: list[Tensor], count: int) -> list[Any]:
-    """Return the list `tensors` itself, or a list of `count` times None if it is empty.
-
-    So a loop gets one entry per tensor, also for an optional argument that was not given.
-    """
+    """Return the list `tensors` itself, or a list of `count` times None if it is empty."""
     return tensors or [None] * count
 
 
@@ -46,17 +40,7 @@ def fake_quantize_grouped(
     amax: list[Tensor],
     pass_through: bool,
 ) -> list[Tensor]:
-    """Return fp4kit.fake_quantize_grouped of xs, as new tensors.
-
-    amax, the clip limits of the gradient, and pass_through do not change the result. They are arguments because
-    _backward, which computes the gradient, needs them. If pass_through is False, amax is checked here.
-
-    recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns.
-    axis: the axis along which blocks run, in each tensor.
-    tensor_amax, block_amax, amax: one tensor per tensor of xs; an empty list stands for None.
-    rounding: "nearest" or "stochastic".
-    seed: random bytes in the shape of the tensors, or a 0-d integer tensor; None for rounding to nearest.
-    """
+    """Return fp4kit.fake_quantize_grouped of xs, as new tensors."""
     op, arrays = "fake_quantize_grouped", [x.detach() for x in xs]
     if not pass_through:
         each(op, lambda x, a: check_limit(op, x, recipe, axis, a), arrays, or_none(amax, len(xs)))
@@ -80,14 +64,7 @@ def _(xs: list[Tensor], recipe: str, axis: int, *rest: Any) -> list[Tensor]:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save in ctx what _backward needs: recipe, axis, pass_through, and the number of tensors in each list.
-
-    If pass_through is False, also save xs and the clip limits as tensors. The limits are amax, or tensor_amax if amax
-    is empty.
-
-    inputs: the arguments of fake_quantize_grouped.
-    output: not used; PyTorch passes it.
-    """
+    """Save in ctx what _backward needs: recipe, axis, pass_through, and the number of tensors in each list."""
     xs, recipe, axis, tensor_amax, block_amax, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through, ctx.count = (recipe, axis), pass_through, len(xs)
     ctx.given = len(tensor_amax), len(block_amax), len(amax)
@@ -96,14 +73,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    """Return the gradient of each argument of fake_quantize_grouped: None for all arguments except xs.
-
-    If pass_through is True, the gradients of xs are the upstream gradients `grads`, unchanged. Otherwise, they are 0
-    where |x| > amax, and where x or amax is NaN. If the caller passed neither amax nor tensor_amax, the limit is
-    computed from x.
-
-    ctx: the context that _save_inputs filled.
-    """
+    """Return the gradient of each argument of fake_quantize_grouped: None for all arguments except xs."""
     if not ctx.pass_through:
         xs, amax = ctx.saved_tensors[: ctx.count], list(ctx.saved_tensors[ctx.count :])
         grads = fake_quantize_grouped_backward(list(grads), list(xs), *ctx.how, amax)
@@ -119,9 +89,8 @@ fake_quantize_grouped.register_vmap(loop_over(fake_quantize_grouped))
 def fake_quantize_grouped_backward(
     grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[Tensor]
 ) -> list[Tensor]:
-    """Return grads with 0 where |x| > amax, or where x or amax is NaN, as fp4kit.fake_quantize_grouped_backward does.
-
-    amax: one limit per tensor; an empty list computes the limits from xs.
+    """Return grads with 0 where |x| > amax, or where x or amax is NaN, as fp4kit.fake_quantize_grouped_backward
+    does.
     """
     arrays, upstream = [x.detach() for x in xs], [g.detach() for g in grads]
     options: dict[str, Any] = {"axis": axis, "amax": all_detached(amax), "pass_through": False}
@@ -140,23 +109,14 @@ def _(grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[
 
 
 def _save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save on ctx the inputs of fake_quantize_grouped_backward that _clip_backward reads: all except grads.
-
-    inputs: the arguments of fake_quantize_grouped_backward. output: not used; PyTorch passes it.
-    """
+    """Save on ctx the inputs of fake_quantize_grouped_backward that _clip_backward reads: all except grads."""
     _, xs, recipe, axis, amax = inputs
     ctx.how, ctx.counts = (recipe, axis), (len(xs), len(amax))
     ctx.save_for_backward(*xs, *amax)
 
 
 def _clip_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    """Return the gradient of each argument of fake_quantize_grouped_backward: None for all arguments except grads.
-
-    fake_quantize_grouped_backward is linear in its grads. So their gradient is the upstream gradient `grads`, with 0
-    where |x| > amax, or where x or amax is NaN.
-
-    ctx: the context that _save_clip_inputs filled.
-    """
+    """Return the gradient of each argument of fake_quantize_grouped_backward: None for all arguments except grads."""
     count, limits = ctx.counts
     xs, amax = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
     return fake_quantize_grouped_backward(list(grads), xs, *ctx.how, amax), [None] * count, None, None, [None] * limits

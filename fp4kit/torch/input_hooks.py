@@ -104,25 +104,14 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _layers(names: Sequence[str], name: str) -> tuple[str, ...]:
-    """Return the names that a layer has in the checkpoint, without duplicates.
-
-    names: the names of the tensors in which the layer's weight is saved. A trailing ".weight" is removed.
-    name: the name of the layer in the model. It is the only result if ``names`` is empty.
-    """
+    """Return the names that a layer has in the checkpoint, without duplicates."""
     return tuple(dict.fromkeys(n.removesuffix(".weight") for n in names)) or (name,)
 
 
 def _hook(
     collector: Collector, layers: Sequence[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Collect the inputs of a linear layer. PyTorch calls this function as a forward pre-hook of the layer.
-
-    Raises what Collector.collect raises.
-
-    layers: the names under which the inputs are collected.
-    module: the layer; not used.
-    args, kwargs: the arguments of the layer's forward. The inputs are the first argument, or the one called `input`.
-    """
+    """Collect the inputs of a linear layer."""
     x = args[0] if args else kwargs["input"]
     for layer in layers:
         collector.collect(layer, x.detach())
@@ -140,12 +129,7 @@ class _Stack(NamedTuple):
 
 
 def _stacks_of(model: torch.nn.Module, renamed: Renamed) -> dict[int, list[_Stack]]:
-    """Return the stacks of experts of a model by the address of their storage: {address: stacks in this storage}.
-
-    A stack is a 3-d floating-point parameter inside a module called "experts". If the model has none, return {}.
-
-    renamed: returns the names that a parameter has in the checkpoint (see saved_names.renaming_of).
-    """
+    """Return the stacks of experts of a model by the address of their storage: {address: stacks in this storage}."""
     found: dict[int, list[_Stack]] = {}
     for name, parameter in model.named_parameters():
         if parameter.ndim != 3 or "experts" not in name.split(".")[:-1] or not parameter.is_floating_point():
@@ -156,16 +140,7 @@ def _stacks_of(model: torch.nn.Module, renamed: Renamed) -> dict[int, list[_Stac
 
 
 def _expert_layers(saved: Sequence[str], name: str, experts: int) -> tuple[tuple[str, ...], ...]:
-    """Return, for each expert of a stack, the names of its layers in the checkpoint.
-
-    If the stack is saved as one tensor, or under names without expert numbers, each expert gets one name, with its
-    number after "experts.".
-
-    Args:
-        saved: the names of the tensors in which the stack is saved.
-        name: the name of the stack in the model.
-        experts: the number of experts.
-    """
+    """Return, for each expert of a stack, the names of its layers in the checkpoint."""
     separate = [tuple(n for n in saved if f".experts.{e}." in f".{n}") for e in range(experts)]
     if all(separate):
         return tuple(_layers(names, name) for names in separate)
@@ -196,12 +171,8 @@ class _Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _see(self, x: Any, weight: Any) -> None:
-        """Collect x, the inputs that a matrix product multiplies, if ``weight`` is a view of a stack of experts.
-
-        Otherwise do nothing. A 2-d weight is one expert. A 3-d weight is a batch of experts: x[i] holds the inputs of
-        its expert i. Rows of x[i] that are all zero are left out, because these tokens are routed elsewhere. A view
-        that does not begin where an expert begins is ignored.
-        """
+        """Collect x, the inputs that a matrix product multiplies, if ``weight`` is a view of a stack of experts."""
+        # Rows of x[i] that are all zero are left out, because these tokens are routed elsewhere.
         if not isinstance(weight, torch.Tensor) or weight.ndim not in (2, 3) or not self._stacks:
             return
         for parameter, layers in self._stacks.get(weight.untyped_storage().data_ptr(), ()):
@@ -216,11 +187,7 @@ class _Products(TorchFunctionMode):
                     self._collect(group, _routed(inputs))
 
     def _add(self, layers: tuple[tuple[str, ...], ...], columns: int) -> None:
-        """Add the layers of all experts in a stack to the Collector. Called when the stack is used for the first time.
-
-        layers: for each expert, the names of its layers in the checkpoint.
-        columns: the number of inputs per token.
-        """
+        """Add the layers of all experts in a stack to the Collector."""
         if id(layers) not in self._added:
             self._added.add(id(layers))
             for layer in (layer for group in layers for layer in group):
@@ -233,31 +200,21 @@ class _Products(TorchFunctionMode):
 
 
 def _factors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return both factors of a call to a function of _PRODUCTS, such as F.linear. A factor that is not found is None.
-
-    The first factor is the first positional argument, or `input`. The second factor is the second positional argument,
-    or `weight`, `other` or `mat2`.
-
-    args, kwargs: the arguments of the call.
-    """
+    """Return both factors of a call to a function of _PRODUCTS, such as F.linear."""
     second = next((kwargs[name] for name in ("weight", "other", "mat2") if name in kwargs), None)
     return args[0] if args else kwargs.get("input"), args[1] if len(args) > 1 else second
 
 
 def _routed(inputs: torch.Tensor) -> torch.Tensor:
-    """Return the rows of an expert's inputs that are not all zero, as a matrix: the tokens routed to the expert.
-
-    Some models pass every token to every expert, and set the tokens that are routed elsewhere to zero.
-    """
+    """Return the rows of an expert's inputs that are not all zero, as a matrix: the tokens routed to the expert."""
     rows = inputs.reshape(-1, inputs.shape[-1])
     return rows[(rows != 0).any(dim=-1)]
 
 
 @contextmanager
 def _eager_experts(model: torch.nn.Module) -> Iterator[None]:
-    """Make models of transformers compute experts one by one inside the with block, and restore the setting afterwards.
-
-    Modules without this setting are left unchanged.
+    """Make models of transformers compute experts one by one inside the with block, and restore the setting
+    afterwards.
     """
     with ExitStack() as stack:
         for module in model.modules():

@@ -22,21 +22,13 @@ Tensor = torch.Tensor
 
 @torch._dynamo.assume_constant_result
 def _unit_spec(unit: Any) -> str:
-    """Return a unit as the string of units.to_spec, because PyTorch operators accept strings but not Units.
-
-    Under torch.compile, the string is a constant of the graph.
-
-    unit: a Unit or its id. Raises TypeError for any other type, and ValueError for an unknown id.
-    """
+    """Return a unit as the string of units.to_spec, because PyTorch operators accept strings but not Units."""
     return to_spec(unit_of(OP, unit))
 
 
 @torch._dynamo.assume_constant_result
 def _dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype of PyTorch or NumPy, such as "float32", to pass it to an operator as a string.
-
-    Under torch.compile, the name is a constant of the graph.
-    """
+    """Return the name of a dtype of PyTorch or NumPy, such as "float32", to pass it to an operator as a string."""
     return numpy_dtype(OP, dtype).name
 
 

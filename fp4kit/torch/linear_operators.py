@@ -35,10 +35,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _weight_shape(s: LinearSettings, w: Tensor) -> tuple[int, int]:
-    """Return the shape (N, K) of the weight of a linear layer.
-
-    w: the float weight or, if s.scale_layout is not None, the packed codes of a Quantized weight.
-    """
+    """Return the shape (N, K) of the weight of a linear layer."""
     if s.scale_layout is None:
         return w.shape[0], w.shape[1]
     packing = s.recipe_w.element.packing
@@ -46,11 +43,7 @@ def _weight_shape(s: LinearSettings, w: Tensor) -> tuple[int, int]:
 
 
 def _weight(s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None) -> Any:
-    """Return a weight as fp4kit's functions take it: a detached tensor, or a Quantized of detached tensors.
-
-    If s.scale_layout is None, w is a float tensor, and the scales are ignored. Otherwise, w holds the packed codes of a
-    Quantized with the given scales.
-    """
+    """Return a weight as fp4kit's functions take it: a detached tensor, or a Quantized of detached tensors."""
     if s.scale_layout is None:
         return w.detach()
     facts = (PARTS, _weight_shape(s, w), np.dtype(np.float32), 1, s.recipe_w, s.scale_layout)
@@ -60,14 +53,7 @@ def _weight(s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_sca
 def _checked(
     x: Tensor, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None, seed: Tensor | None, settings: str
 ) -> LinearSettings:
-    """Check the arguments of linear, and return the settings that the text `settings` describes.
-
-    Only shapes, dtypes and devices are checked; no values are read. Raises TypeError or ValueError if an argument is
-    wrong.
-
-    w: a float tensor, or the packed codes of a Quantized with the scales block_scale and tensor_scale.
-    settings: the LinearSettings as text, which call.linear.settings_from_text reads.
-    """
+    """Check the arguments of linear, and return the settings that the text `settings` describes."""
     s = settings_from_text(settings)
     check_devices(OP, x=x, w=w, block_scale=block_scale, tensor_scale=tensor_scale)
     if seed is not None and seed.ndim:
@@ -83,16 +69,7 @@ def _checked(
 def linear(
     x: Tensor, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None, seed: Tensor | None, settings: str
 ) -> Tensor:
-    """Return y = x w^T as ops.linear.product computes it, with both operands quantized: a new tensor (..., N).
-
-    Args:
-        x: float32, float16 or bfloat16 (..., K).
-        w: a float tensor (N, K), or the packed codes of a Quantized.
-        block_scale, tensor_scale: the scales of that Quantized; None for a float w.
-        seed: the seed of the gradients. It does not change the result.
-        settings: the LinearSettings as text, which call.linear.settings_from_text reads. They include the dtype of the
-            result.
-    """
+    """Return y = x w^T as ops.linear.product computes it, with both operands quantized: a new tensor (..., N)."""
     s = _checked(x, w, block_scale, tensor_scale, seed, settings)
     y = product(_EAGER, s, _rows(x.detach()), _weight(s, w, block_scale, tensor_scale))
     return copy_if_shared(y.reshape(*x.shape[:-1], w.shape[0]))
@@ -117,17 +94,7 @@ def linear_gradient_of_x(
     settings: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of linear with respect to x, (..., K) in `dtype`, as ops.linear.gradient_of_x does.
-
-    Called for backward="quantized" only.
-
-    grad: the gradient with respect to y, (..., N).
-    w: a float tensor (N, K), or the packed codes of a Quantized.
-    block_scale, tensor_scale: the scales of that Quantized; None for a float w.
-    seed: the seed of stochastic rounding, or None.
-    settings: the LinearSettings as text, which call.linear.settings_from_text reads.
-    dtype: the dtype of x.
-    """
+    """Return the gradient of linear with respect to x, (..., K) in `dtype`, as ops.linear.gradient_of_x does."""
     s = settings_from_text(settings)
     weight = _weight(s, w, block_scale, tensor_scale)
     gradient = gradient_of_x(_EAGER, s, _rows(grad.detach()), weight, seed_of(seed), dtype)
@@ -155,16 +122,7 @@ linear_gradient_of_x.register_vmap(loop_over(linear_gradient_of_x))
 
 @torch.library.custom_op("fp4kit::linear_gradient_of_w", mutates_args=())
 def linear_gradient_of_w(grad: Tensor, x: Tensor, seed: Tensor | None, settings: str, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of linear with respect to w, (N, K) in `dtype`, as ops.linear.gradient_of_w does.
-
-    Called for backward="quantized" only.
-
-    grad: the gradient with respect to y, (..., N).
-    x: the input of linear, (..., K).
-    seed: the seed of stochastic rounding, or None.
-    settings: the LinearSettings as text, which call.linear.settings_from_text reads.
-    dtype: the dtype of w.
-    """
+    """Return the gradient of linear with respect to w, (N, K) in `dtype`, as ops.linear.gradient_of_w does."""
     s = settings_from_text(settings)
     return copy_if_shared(gradient_of_w(_EAGER, s, _rows(grad.detach()), _rows(x.detach()), seed_of(seed), dtype))
 
@@ -180,19 +138,7 @@ linear_gradient_of_w.register_vmap(loop_over(linear_gradient_of_w))
 
 @torch.library.custom_op("fp4kit::quantized_values", mutates_args=())
 def quantized_values(x: Tensor, recipe: str) -> Tensor:
-    """Return the values of x after quantization along its last axis and dequantization, as a new float32 tensor.
-
-    Called by `backward` for straight-through gradients. Its own gradient is the upstream gradient, in the dtype of x.
-
-    Args:
-        x: float32, float16 or bfloat16 (..., K).
-        recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns. The rounding is to
-            nearest.
-
-    Raises:
-        TypeError, ValueError: as for fp4kit.quantize, such as for an unsupported dtype or a length that does not fit
-            the recipe.
-    """
+    """Return the values of x after quantization along its last axis and dequantization, as a new float32 tensor."""
     values: Any = fp4kit.dequantize(fp4kit.quantize(x.detach(), from_spec(recipe)), np.float32)
     return copy_if_shared(values)
 
@@ -203,18 +149,12 @@ def _(x: Tensor, recipe: str) -> Tensor:
 
 
 def save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save the dtype of x as ctx.dtype, which values_backward reads.
-
-    inputs: the arguments of quantized_values, of which x is the first. output: not used; PyTorch passes it.
-    """
+    """Save the dtype of x as ctx.dtype, which values_backward reads."""
     ctx.dtype = inputs[0].dtype
 
 
 def values_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients of quantized_values' two arguments: `grad` in the dtype of x for x, and None for recipe.
-
-    ctx: the context that save_dtype filled. grad: the gradient with respect to the result.
-    """
+    """Return the gradients of quantized_values' two arguments: `grad` in the dtype of x for x, and None for recipe."""
     return grad.to(ctx.dtype), None
 
 
@@ -239,31 +179,13 @@ class BackwardOperators(NamedTuple):
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save the inputs of linear for `backward`: the tensors by ctx.save_for_backward, the settings as ctx.settings.
-
-    inputs: the arguments of linear; the settings come last.
-    output: not used; PyTorch passes it.
-    """
+    """Save the inputs of linear for `backward`: the tensors by ctx.save_for_backward, the settings as ctx.settings."""
     *tensors, ctx.settings = inputs
     ctx.save_for_backward(*tensors)
 
 
 def backward(ctx: Any, grad: Tensor, parts: BackwardOperators = BackwardOperators()) -> tuple[Any, ...]:  # noqa: B008  (immutable)
-    """Return the gradient of each argument of linear: None for all arguments except x and a float w.
-
-    A gradient that autograd does not need is None as well. The setting `backward` chooses how gradients are computed:
-
-    - "quantized": by the functions of parts.
-    - "straight-through": as float32 products of grad with the dequantized w and x.
-    - "high-precision": as float32 products of grad with the unquantized w and x.
-
-    The gradients have the dtypes of x and w.
-
-    Args:
-        ctx: the context that save_inputs filled.
-        grad: the gradient with respect to y.
-        parts: the functions to call. The default is for use outside torch.func transforms.
-    """
+    """Return the gradient of each argument of linear: None for all arguments except x and a float w."""
     x, w, *scales, seed = ctx.saved_tensors
     s, of_x, of_w = settings_from_text(ctx.settings), None, None
     if s.backward == "quantized":
@@ -285,12 +207,7 @@ def backward(ctx: Any, grad: Tensor, parts: BackwardOperators = BackwardOperator
 def _weight_values(
     parts: BackwardOperators, s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None
 ) -> Tensor:
-    """Return the weight by which `backward` multiplies, as float32 (N, K).
-
-    - If s.backward is "high-precision": w, converted to float32.
-    - If w is a float tensor: its values after quantization, from parts.values.
-    - If w holds the codes of a Quantized: the values that these codes, block_scale and tensor_scale decode to.
-    """
+    """Return the weight by which `backward` multiplies, as float32 (N, K)."""
     if s.backward == "high-precision":
         return w.float()
     if s.scale_layout is None:

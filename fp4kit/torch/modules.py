@@ -163,11 +163,8 @@ def _check_alone(options: list[str]) -> None:
 
 
 def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[str]:
-    """Fake-quantize each parameter that the settings include, one at a time, and return the names of these parameters.
-
-    If a parameter is tied to another, each of its names that the settings match is quantized, and it stays tied. If a
-    module has several names, it is quantized if the settings match one of them, and listed once, under the first name
-    that matches. Warns and raises as fake_quantize_model states for settings.
+    """Fake-quantize each parameter that the settings include, one at a time, and return the names of these
+    parameters.
     """
     places = list(parameters_of(model))
     matching = [place for place in places if settings.is_quantized(place[0])]
@@ -205,11 +202,7 @@ def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[st
 
 
 def _check_not_sharded(name: str, module: torch.nn.Module, leaf: str) -> None:
-    """Raise TypeError if a parameter of a module is a DTensor, as it is after fully_shard.
-
-    name: the full name of the parameter in the model, for the error message.
-    leaf: the name of the parameter in `module`.
-    """
+    """Raise TypeError if a parameter of a module is a DTensor, as it is after fully_shard."""
     if is_distributed(module._parameters.get(leaf)):
         raise TypeError(
             f"fake_quantize_model: {name} is a DTensor; call fake_quantize_model before fully_shard, which then gathers"
@@ -219,11 +212,8 @@ def _check_not_sharded(name: str, module: torch.nn.Module, leaf: str) -> None:
 
 @contextmanager
 def _naming_the_way_out(parameter: str) -> Iterator[None]:
-    """Extend every ValueError raised in the with block with advice on how to exclude the parameter from the settings.
-
-    Advice to pad the array is removed from the message. Other exceptions pass unchanged.
-
-    parameter: the full name of the parameter.
+    """Extend every ValueError raised in the with block with advice on how to exclude the parameter from the
+    settings.
     """
     try:
         yield
@@ -234,13 +224,7 @@ def _naming_the_way_out(parameter: str) -> Iterator[None]:
 
 
 def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected: bool) -> None:
-    """Raise ValueError if the settings select no parameter; warn about each wildcard that matches none of the names.
-
-    The two wildcards of EXPERT_WEIGHTS never warn.
-
-    names: the names of all parameters of the model.
-    any_selected: True if the settings select at least one parameter of the model.
-    """
+    """Raise ValueError if the settings select no parameter; warn about each wildcard that matches none of the names."""
     unused = [p for p in settings.parameters if not any(fnmatchcase(name, p) for name in names)]
     if not any_selected:
         state = f"none matches parameters={settings.parameters!r}"
@@ -260,10 +244,7 @@ def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected:
 
 
 def _check_adapters(names: list[str], settings: FakeQuantSettings) -> None:
-    """Raise ValueError if all parameters that a wildcard of the settings matches are tensors of adapters.
-
-    names: the parameters that the settings include.
-    """
+    """Raise ValueError if all parameters that a wildcard of the settings matches are tensors of adapters."""
     for pattern in settings.parameters:
         matches = [name for name in names if fnmatchcase(name, pattern)]
         if matches and all(map(adapter_tensor, matches)):
@@ -274,11 +255,7 @@ def _check_adapters(names: list[str], settings: FakeQuantSettings) -> None:
 
 
 def _warn_of_vectors(names: list[str]) -> None:
-    """Warn that the parameters `names`, which have fewer than two dimensions, will be quantized.
-
-    Inference engines leave biases and the weights of norms unquantized, so the settings are probably wrong. Do nothing
-    if `names` is empty.
-    """
+    """Warn that the parameters `names`, which have fewer than two dimensions, will be quantized."""
     if names:
         shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         warnings.warn(
@@ -289,10 +266,7 @@ def _warn_of_vectors(names: list[str]) -> None:
 
 
 def _check(name: str, module: torch.nn.Module, leaf: str) -> None:
-    """Raise ValueError if the parameter `leaf` of a module is already fake-quantized. `name` is its full name.
-
-    A parameter without parametrizations, or with only other parametrizations, passes.
-    """
+    """Raise ValueError if the parameter `leaf` of a module is already fake-quantized."""
     if not parametrize.is_parametrized(module, leaf):
         return
     parametrizations: Any = module.parametrizations

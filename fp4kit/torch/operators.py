@@ -25,46 +25,23 @@ from fp4kit.types import RoundingMode
 
 
 def seed_of(seed: Tensor | None) -> Any:
-    """Return the seed that fp4kit's own functions take, from an operator's seed tensor.
-
-    Random bytes are returned detached. A 0-d int64 tensor becomes an int from 0 to 2^64 - 1 with the same 64 bits. None
-    stays None.
-    """
+    """Return the seed that fp4kit's own functions take, from an operator's seed tensor."""
     return None if seed is None else int(seed) % 2**64 if seed.ndim == 0 else seed.detach()
 
 
 def seed_outline(seed: Tensor | None) -> Any:
-    """Return a stand-in for a seed tensor, for checks that read no values.
-
-    For random bytes, the stand-in is an AbstractArray with their shape and dtype. For a 0-d tensor it is the number 0,
-    and without a seed it is None.
-    """
+    """Return a stand-in for a seed tensor, for checks that read no values."""
     return 0 if seed is not None and seed.ndim == 0 else outline(seed)
 
 
 def empty(like: Tensor, call: Call) -> Tensor:
-    """Return an uninitialized tensor in the shape of the call's x, with the dtype and device of `like`.
-
-    The tensor has the memory layout of the engines' results, which are contiguous when the quantized axis is last.
-
-    call: the parsed call, as check_fake or check_backward returns it.
-    """
+    """Return an uninitialized tensor in the shape of the call's x, with the dtype and device of `like`."""
     return like.new_empty(call.moved.shape).movedim(-1, call.axis)
 
 
 def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
-    """Split an argument of an operator along the axis that vmap maps, and return a sequence with one entry per index.
-
-    - A tensor gives its slices, by unbind. The gradient of unbind is a stack, which keeps -0.
-    - A list gives lists, one per index, in which every element is split like this.
-    - An argument without a mapped axis is repeated.
-    - If the mapped axis has length 0, the only entry is a slice of zeros, because the operator must be called once to
-      learn the shapes of its results.
-
-    Args:
-        argument: the argument, a tensor, a list of tensors, or any object that is not mapped.
-        dim: the mapped axis of the argument, or None if it has none; for a list, one dim per entry.
-        count: the length of the mapped axis, at least 1.
+    """Split an argument of an operator along the axis that vmap maps, and return a sequence with one entry per
+    index.
     """
     if isinstance(argument, (list, tuple)):
         parts = [_entries(a, d, count) for a, d in zip(argument, dim, strict=True)]
@@ -75,11 +52,7 @@ def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
 
 
 def loop_over(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a vmap rule for an operator: call it once per index of the mapped axis, and stack the results.
-
-    Pass the rule to register_vmap. The first axis of a result is the mapped axis. If the mapped axis has length 0, one
-    call with zeros gives the shapes of the results, which are empty.
-    """
+    """Return a vmap rule for an operator: call it once per index of the mapped axis, and stack the results."""
 
     def mapped(info: Any, dims: Sequence[Any], *arguments: Any) -> Any:
         columns = [_entries(a, d, info.batch_size or 1) for a, d in zip(arguments, dims, strict=True)]
@@ -107,17 +80,7 @@ def fake_quantize(
     amax: Tensor | None,
     pass_through: bool,
 ) -> Tensor:
-    """Return fp4kit.fake_quantize of x, as a new tensor.
-
-    amax, the clip limit of the gradient, and pass_through do not change the result. They are arguments because
-    `backward`, which computes the gradient, needs them. If pass_through is False, amax is checked here.
-
-    recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns.
-    axis: the axis along which blocks run.
-    tensor_amax, block_amax: the amaxes of the tensor scale and of the blocks; None takes them from x.
-    rounding: "nearest" or "stochastic".
-    seed: random bytes in the shape of x, or a 0-d integer tensor; None for rounding to nearest.
-    """
+    """Return fp4kit.fake_quantize of x, as a new tensor."""
     x = x.detach()
     if not pass_through and amax is not None:
         check_limit("fake_quantize", x, recipe, axis, amax)
@@ -129,11 +92,7 @@ def fake_quantize(
 
 
 def check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Call:
-    """Check the shapes, dtypes and devices of the arguments of fake_quantize_backward, and return the parsed call.
-
-    No values are read. Raises the TypeError or ValueError of fp4kit.fake_quantize_backward, with a message that begins
-    with `op`.
-    """
+    """Check the shapes, dtypes and devices of the arguments of fake_quantize_backward, and return the parsed call."""
     check_devices(op, grad=grad, x=x, amax=amax)
     call, given = backward_call(op, outline(grad), outline(x), from_spec(recipe), axis, outline(amax))
     clip_amax(call, given)
@@ -141,9 +100,8 @@ def check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, ama
 
 
 def check_limit(op: str, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> None:
-    """Check the clip limit `amax` of the gradient of x as check_backward does, and its values if they are on the host.
-
-    Raise ValueError for a negative value. None is accepted.
+    """Check the clip limit `amax` of the gradient of x as check_backward does, and its values if they are on the
+    host.
     """
     check_backward(op, x, x, recipe, axis, amax)
     if amax is not None and amax.is_cpu:
@@ -159,23 +117,7 @@ def check_fake(
     random: tuple[str, Tensor | None],
     clip: tuple[Tensor | None, bool],
 ) -> Call:
-    """Check the shapes, dtypes and devices of the arguments of fake_quantize, and return the parsed call.
-
-    No values are read.
-
-    Args:
-        op: the public function, with which error messages begin.
-        x: the tensor.
-        recipe: a recipe id, or a Recipe as the string that recipes.to_string.to_spec returns.
-        axis: the axis along which blocks run.
-        amaxes: tensor_amax and block_amax.
-        random: rounding and seed.
-        clip: the amax of the gradient, and pass_through. The amax is checked only if pass_through is False.
-
-    Raises:
-        TypeError, ValueError: as for fp4kit.fake_quantize and, for the amax of the gradient,
-            fp4kit.fake_quantize_backward.
-    """
+    """Check the shapes, dtypes and devices of the arguments of fake_quantize, and return the parsed call."""
     r, (rounding, seed), (amax, pass_through) = from_spec(recipe), random, clip
     check_rounding(op, r, rounding, seed_outline(seed))
     check_devices(
@@ -197,14 +139,7 @@ def _(x: Tensor, recipe: str, axis: int, *rest: Any) -> Tensor:
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save the inputs of fake_quantize that `backward` reads, on ctx: recipe and axis as ctx.how, and pass_through.
-
-    If pass_through is False, also save two tensors: x, and the clip limit, which is amax, or tensor_amax if amax is
-    None.
-
-    inputs: the arguments of fake_quantize.
-    output: not used; PyTorch passes it.
-    """
+    """Save the inputs of fake_quantize that `backward` reads, on ctx: recipe and axis as ctx.how, and pass_through."""
     x, recipe, axis, tensor_amax, _, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through = (recipe, axis), pass_through
     if not pass_through:
@@ -212,17 +147,7 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
-    """Return the gradient of each argument of fake_quantize: None for all arguments except x.
-
-    The gradient of x is the upstream gradient `grad`. If pass_through is False, the gradient is set to 0 where |x| >
-    amax, and where x or amax is NaN. If the caller passed neither amax nor tensor_amax, the limit is computed from x.
-
-    Args:
-        ctx: the context that save_inputs filled.
-        grad: the gradient with respect to the result of fake_quantize.
-        clip: the function that sets these zeros; transforms.py passes one that works inside transforms. None stands for
-            fake_quantize_backward.
-    """
+    """Return the gradient of each argument of fake_quantize: None for all arguments except x."""
     if ctx.pass_through:
         return grad, *[None] * 8
     x, amax = ctx.saved_tensors
@@ -235,10 +160,7 @@ fake_quantize.register_vmap(loop_over(fake_quantize))
 
 @torch.library.custom_op("fp4kit::fake_quantize_backward", mutates_args=())
 def fake_quantize_backward(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
-    """Return grad, with 0 where |x| > amax or where x or amax is NaN, as fp4kit.fake_quantize_backward does.
-
-    If amax is None, the limit is computed from x.
-    """
+    """Return grad, with 0 where |x| > amax or where x or amax is NaN, as fp4kit.fake_quantize_backward does."""
     options: dict[str, Any] = {"axis": axis, "amax": detached(amax), "pass_through": False}
     return copy_if_shared(fp4kit.fake_quantize_backward(grad.detach(), x.detach(), from_spec(recipe), **options), grad)
 
@@ -249,24 +171,14 @@ def _(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> T
 
 
 def save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save on ctx the inputs of fake_quantize_backward that clip_backward reads: all except grad.
-
-    inputs: the arguments of fake_quantize_backward. output: not used; PyTorch passes it.
-    """
+    """Save on ctx the inputs of fake_quantize_backward that clip_backward reads: all except grad."""
     _, x, recipe, axis, amax = inputs
     ctx.how = recipe, axis
     ctx.save_for_backward(x, amax)
 
 
 def clip_backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
-    """Return the gradient of each argument of fake_quantize_backward: None for all arguments except grad.
-
-    fake_quantize_backward is linear in its grad. So the gradient is the upstream gradient `grad`, with 0 where |x| >
-    amax, or where x or amax is NaN.
-
-    ctx: the context that save_clip_inputs filled.
-    clip: the function that sets these zeros; None stands for fake_quantize_backward.
-    """
+    """Return the gradient of each argument of fake_quantize_backward: None for all arguments except grad."""
     x, amax = ctx.saved_tensors
     return (clip or fake_quantize_backward)(grad, x, *ctx.how, amax), *[None] * 4
 

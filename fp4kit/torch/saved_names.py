@@ -16,10 +16,8 @@ Renamed = Callable[[str, torch.Tensor], tuple[str, ...]]
 
 
 def renaming_of(model: torch.nn.Module) -> Renamed:
-    """Return a function that takes (name in the model, parameter) and returns the parameter's names in the checkpoint.
-
-    A stack of experts may have several names. If the model's library does not rename parameters, the only name is the
-    name in the model.
+    """Return a function that takes (name in the model, parameter) and returns the parameter's names in the
+    checkpoint.
     """
     library = sys.modules.get("transformers.core_model_loading")
     convert = getattr(library, "revert_weight_conversion", None)
@@ -34,13 +32,7 @@ def _converted(
     name: str,
     parameter: torch.Tensor,
 ) -> tuple[str, ...]:
-    """Return the names that ``convert``, transformers' conversion of a state dict, gives to one parameter.
-
-    If the conversion raises KeyError, ValueError or RuntimeError, or returns nothing, return (name,).
-
-    name: the name of the parameter in the model.
-    parameter: the parameter. Only its shape and dtype matter.
-    """
+    """Return the names that ``convert``, transformers' conversion of a state dict, gives to one parameter."""
     try:
         return tuple(convert(model, {name: torch.empty_like(parameter, device="meta")})) or (name,)
     except (KeyError, ValueError, RuntimeError):  # a conversion that needs other parameters as well

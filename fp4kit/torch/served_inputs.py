@@ -35,21 +35,13 @@ class InputHook:
         self.recipe, self.amax = recipe, amax
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return (args, kwargs) of the layer's forward, in which fake-quantized inputs replace the inputs.
-
-        Blocks run along the last axis. The given args and kwargs are not changed. Raises what fake_quantize raises.
-        """
+        """Return (args, kwargs) of the layer's forward, in which fake-quantized inputs replace the inputs."""
         if args:
             return (self._values(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "input": self._values(kwargs["input"])}
 
     def _values(self, x: Any) -> torch.Tensor:
-        """Return x fake-quantized.
-
-        The tensor scale follows from the hook's calibrated amax or, if there is none, from the amax of x. If x is a
-        DTensor without a calibrated amax, and the recipe has one scale per tensor, every shard uses the largest amax of
-        all shards.
-        """
+        """Return x fake-quantized."""
         if not is_distributed(x):
             return fake_quantize(x, self.recipe, tensor_amax=self.amax)
         amax: Any = self.amax
@@ -74,20 +66,7 @@ class Inputs:
 
     @classmethod
     def of(cls, op: str, places: Sequence[ParameterPlace], recipe: str | Recipe | None, amaxes: Any) -> Inputs:
-        """Return Inputs with one hook per torch.nn.Linear in `places`, or without hooks if the recipe is None.
-
-        Args:
-            op: the public function, with which messages begin.
-            places: the weights that are fake-quantized.
-            recipe: the recipe of the inputs.
-            amaxes: a Collector, or a mapping of layer to amax; None to compute amaxes from the inputs of each call.
-
-        Raises:
-            TypeError: amaxes are given without a recipe, or they or one of them have the wrong type.
-            ValueError: the recipe is unknown, or no torch.nn.Linear is in `places`.
-            ValueError: amaxes are given, but the recipe has no tensor scale. Or the amax of a layer is missing,
-                negative or NaN.
-        """
+        """Return Inputs with one hook per torch.nn.Linear in `places`, or without hooks if the recipe is None."""
         if recipe is None:
             if amaxes is not None:
                 raise TypeError(f"{op}: input_amaxes are given without activations; pass activations='nvfp4-te' too")
@@ -105,10 +84,8 @@ class Inputs:
 
 
 def _amaxes(op: str, recipe: Recipe, given: Any) -> Activations:
-    """Return the amaxes of layer inputs that a caller passes as a Collector, or as a mapping from layer name to amax.
-
-    Raise ValueError if the recipe has no tensor scale, or if an amax is negative or NaN. Raise TypeError for any other
-    `given`, and for an amax that is not a number. Messages begin with op.
+    """Return the amaxes of layer inputs that a caller passes as a Collector, or as a mapping from layer name to
+    amax.
     """
     if recipe.tensor_scaling != "tensor":
         raise ValueError(f"{op}: input_amaxes are given, but {recipe.id} has no tensor scale; leave them out")

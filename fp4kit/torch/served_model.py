@@ -49,13 +49,7 @@ def fake_quantize_served(
     adapters: Any = "base",
     served_dtype: Any = None,
 ) -> QuantizedNames:
-    """Implement fake_quantize_model for a recipe. Result and errors are those of fake_quantize_model.
-
-    The arguments are those of fake_quantize_model too, except that some are grouped:
-
-    patterns: {"parameters": ..., "exclude": ..., "include": ...}.
-    inputs: (activations, input_amaxes).
-    """
+    """Implement fake_quantize_model for a recipe."""
     pass_through, adapters = as_flag(OP, "pass_through", pass_through), adapters_of(OP, adapters)
     _check_not_fsdp(model)
     config = config_of(model) if config is None else config
@@ -112,10 +106,7 @@ def _naming_merged(
 
 
 def _register(places: Mapping[str, ParameterPlace], forms: Mapping[str, Form], plan: QatPlan) -> None:
-    """Register a ServedWeight on each parameter to fake-quantize, and hooks that keep its name in state dicts.
-
-    places: {name: place}, for all parameters. forms: {name: Form}, for the parameters to fake-quantize.
-    """
+    """Register a ServedWeight on each parameter to fake-quantize, and hooks that keep its name in state dicts."""
     orders: dict[int, list[str]] = defaultdict(list)
     for place in places.values():
         orders[id(place.module)].append(place.leaf)
@@ -128,10 +119,7 @@ def _register(places: Mapping[str, ParameterPlace], forms: Mapping[str, Form], p
 
 
 def _form(place: ParameterPlace, plan: QatPlan, pass_through: bool, merged: bool) -> Form:
-    """Return the Form (recipe, axis, gradient) by which a plan fake-quantizes the parameter at a place of the model.
-
-    pass_through: True if the gradient passes unchanged. merged: True to fake-quantize weights with their adapters.
-    """
+    """Return the Form (recipe, axis, gradient) by which a plan fake-quantizes the parameter at a place of the model."""
     axis = -2 if place.transposed else -1
     served = None if plan.served_dtype is None else getattr(torch, plan.served_dtype)
     dtype = _parameter(place).dtype
@@ -139,10 +127,7 @@ def _form(place: ParameterPlace, plan: QatPlan, pass_through: bool, merged: bool
 
 
 def _check(place: ParameterPlace, form: Form, plan: QatPlan) -> None:
-    """Raise ValueError or TypeError if the parameter at a place of the model cannot be fake-quantized.
-
-    Called before the model is changed. form: the Form in which the plan fake-quantizes the parameter.
-    """
+    """Raise ValueError or TypeError if the parameter at a place of the model cannot be fake-quantized."""
     name, shape = place.weight.name, place.weight.shape
     for part in parts_of(place.module, place.leaf):
         if isinstance(part, (ServedWeight, FakeQuantized)):
@@ -160,10 +145,7 @@ def _check(place: ParameterPlace, form: Form, plan: QatPlan) -> None:
 
 
 def _parameter(place: ParameterPlace) -> Any:
-    """Return the tensor that the module of a place stores for its parameter, without applying parametrizations.
-
-    If parametrizations store several tensors, return the first (`original0`).
-    """
+    """Return the tensor that the module of a place stores for its parameter, without applying parametrizations."""
     found = parametrize.is_parametrized(place.module, place.leaf)
     held: Any = place.module.parametrizations if found else place.module._parameters
     return (
@@ -174,14 +156,7 @@ def _parameter(place: ParameterPlace) -> Any:
 
 
 def _check_shards(name: str, parameter: Any, place: ParameterPlace, recipe: Recipe) -> None:
-    """Raise ValueError if the shards of a DTensor do not suit the recipe.
-
-    - A shard would hold a part of a block.
-    - The recipe has one tensor scale per row, and a shard would hold a part of a row.
-    - The DTensor consists of partial sums.
-
-    name: the name of the parameter, for the message. parameter: the DTensor.
-    """
+    """Raise ValueError if the shards of a DTensor do not suit the recipe."""
     columns = parameter.ndim - (2 if place.transposed else 1)
     rows = parameter.ndim - (1 if place.transposed else 2)
     needed = {columns: recipe.block_size, rows: recipe.block_rows}
@@ -202,10 +177,7 @@ def _check_shards(name: str, parameter: Any, place: ParameterPlace, recipe: Reci
 
 
 def _check_not_fsdp(model: torch.nn.Module) -> None:
-    """Raise TypeError if fully_shard was already called on the model or on a part of it.
-
-    The message says in which order to call fake_quantize_model and fully_shard.
-    """
+    """Raise TypeError if fully_shard was already called on the model or on a part of it."""
     try:
         from torch.distributed.fsdp import FSDPModule
     except ImportError:  # PyTorch before 2.6
@@ -268,11 +240,7 @@ def remove_fake_quantization(model: torch.nn.Module, *, keep: Kept = "original")
 
 
 def _fake_quantized(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
-    """Yield (name, module, name within the module, parametrization) for every fake-quantized parameter of a model.
-
-    The parametrization is the ServedWeight or FakeQuantized of the parameter. If a parametrization is found under
-    several names, it is yielded once, under the first.
-    """
+    """Yield (name, module, name within the module, parametrization) for every fake-quantized parameter of a model."""
     seen = set()
     for name, module, leaf in parameters_of(model):
         for part in parts_of(module, leaf):
@@ -282,10 +250,7 @@ def _fake_quantized(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
 
 
 def _check_alone(op: str, found: Sequence[tuple[str, torch.nn.Module, str, torch.nn.Module]]) -> None:
-    """Raise ValueError if a fake-quantized parameter has further parametrizations and thus cannot be overwritten.
-
-    op: the public function, with which the message begins. found: the entries that _fake_quantized yields.
-    """
+    """Raise ValueError if a fake-quantized parameter has further parametrizations and thus cannot be overwritten."""
     for name, module, leaf, part in found:
         if isinstance(part, FakeQuantizing) and pending(part):
             raise ValueError(
@@ -297,10 +262,7 @@ def _check_alone(op: str, found: Sequence[tuple[str, torch.nn.Module, str, torch
 
 
 def _remove(module: torch.nn.Module, leaf: str, part: torch.nn.Module) -> None:
-    """Remove the parametrization `part` of a module's parameter `leaf`, and the hooks that keep its name.
-
-    The module then has the original parameter again, with its current (trained) values. Other parametrizations stay.
-    """
+    """Remove the parametrization `part` of a module's parameter `leaf`, and the hooks that keep its name."""
     parts = parts_of(module, leaf)
     _own_class(module)
     if len(parts) == 1:
@@ -312,10 +274,8 @@ def _remove(module: torch.nn.Module, leaf: str, part: torch.nn.Module) -> None:
 
 
 def _own_class(module: torch.nn.Module) -> None:
-    """Give a parametrized module a class of its own. Otherwise, copies of the module by copy.deepcopy share its class.
-
-    PyTorch removes the property of a parameter from the class, so that copies would lose the parameter.
-    """
+    """Give a parametrized module a class of its own."""
+    # PyTorch removes the property of a parameter from the class, so that copies would lose the parameter.
     shared = type(module)
     own = {name: value for name, value in vars(shared).items() if name not in ("__dict__", "__weakref__")}
     module.__class__ = type(shared.__name__, shared.__bases__, own)

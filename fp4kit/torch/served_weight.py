@@ -66,14 +66,7 @@ class ServedWeight(FakeQuantizing):
         return f"{self.name!r}, {from_spec(self.form.recipe).id}, one amax for {len(self._group)}"
 
     def forward(self, w: Tensor) -> Tensor:
-        """Return the weight that the layer computes with: the values that a loader of the checkpoint decodes.
-
-        The gradient passes straight through to w, or is clipped if form.pass_through is False. If w is a DTensor, each
-        rank fake-quantizes its own shard. The shards use one tensor amax if form.shares is True.
-
-        Raises what fake_quantize raises, such as ValueError on the host if w or another weight of its group contains
-        NaN. Messages begin with the name of the parameter.
-        """
+        """Return the weight that the layer computes with: the values that a loader of the checkpoint decodes."""
         if self.is_paused:
             return w
         w = self.with_adapter(w)
@@ -87,11 +80,7 @@ class ServedWeight(FakeQuantizing):
         )
 
     def _values(self, w: Tensor, amax: Tensor | None) -> Tensor:
-        """Return the served values of the plain tensor w. If w is empty, return w itself.
-
-        amax: the tensor amax of the whole weight, or one per expert for a stack. An amax of 0 is replaced by 1, because
-            it gives no usable scale. If amax is None, fake_quantize computes it from w.
-        """
+        """Return the served values of the plain tensor w."""
         if not w.numel():
             return w
         matrix = w.flatten(1) if self.form.kind == "convolution" else w
@@ -105,12 +94,8 @@ class ServedWeight(FakeQuantizing):
         return values.view(w.shape)
 
     def _amax(self, w: Tensor) -> Tensor:
-        """Return the largest |w| over w and the other weights of its group: float32 (), or (E,) for a stack of experts.
-
-        For a stack that is a DTensor, the experts are those of the local shard.
-
-        If the dtype of w is not that of the parameter, the amaxes of the other weights are rounded to the dtype of w.
-        This happens with mixed precision: FSDP gathers w in another dtype, while other weights still have their own.
+        """Return the largest |w| over w and the other weights of its group: float32 (), or (E,) for a stack of
+        experts.
         """
         stack, is_cast = self.form.kind == "stack", self.form.dtype not in (None, w.dtype)
         found = largest(w, stack)
@@ -153,12 +138,7 @@ def parts_of(module: torch.nn.Module, leaf: str) -> Sequence[torch.nn.Module]:
 
 
 def unquantized(module: torch.nn.Module, leaf: str) -> Tensor:
-    """Return the parameter `leaf` of a module before it is fake-quantized by a ServedWeight.
-
-    Without parametrizations, this is the parameter itself. Otherwise, all parametrizations before the first
-    ServedWeight, or all if there is none, are applied to the stored original. If the ServedWeight merges adapters, the
-    result contains them.
-    """
+    """Return the parameter `leaf` of a module before it is fake-quantized by a ServedWeight."""
     parts = parts_of(module, leaf)
     if not parts:
         return module._parameters[leaf]  # type: ignore[return-value]
@@ -173,11 +153,8 @@ def unquantized(module: torch.nn.Module, leaf: str) -> Tensor:
 
 
 def largest(w: Tensor, stack: bool) -> Tensor:
-    """Return the largest |w| as float32 (). For a stack, return the largest |w| of each expert as (E,). NaN propagates.
-
-    If w is a DTensor, all its ranks must call this function together. The result then covers all shards, except if the
-    experts of a stack are spread over ranks: each rank then returns the amaxes of its own experts.
-    """
+    """Return the largest |w| as float32 ()."""
+    # If w is a DTensor, all its ranks must call this function together.
     w = w.detach()
     if not is_distributed(w):
         return _local_amax(w, stack)
@@ -195,10 +172,7 @@ def largest(w: Tensor, stack: bool) -> Tensor:
 
 
 def _local_amax(w: Tensor, stack: bool) -> Tensor:
-    """Return the largest |w| of a plain tensor as float32 (). For a stack, return that of each expert as (E,).
-
-    The result is 0 for a tensor, or an expert, without elements. NaN propagates.
-    """
+    """Return the largest |w| of a plain tensor as float32 ()."""
     rows = w.flatten(1) if stack else w.reshape(1, -1)
     if not rows.shape[1]:
         return rows.new_zeros(rows.shape[0] if stack else (), dtype=torch.float32)

@@ -19,13 +19,7 @@ def _held(leaf: str) -> str:
 
 
 def keep_names(module: torch.nn.Module, leaf: str, order: tuple[str, ...]) -> None:
-    """Add hooks to a module, so that its state dict does not change when its parameter `leaf` is parametrized.
-
-    When a state dict is made, the hooks give the parameter its plain name and its usual position. When a state dict is
-    loaded, the hooks accept the plain name, and missing_keys has the plain name. release_names removes the hooks.
-
-    order: the names of the module's own parameters, in the order of its state dict.
-    """
+    """Add hooks to a module, so that its state dict does not change when its parameter `leaf` is parametrized."""
     save = module._register_state_dict_hook(_Save(leaf, order))
     load = _Load(leaf)
     before = module.register_load_state_dict_pre_hook(load)
@@ -34,10 +28,7 @@ def keep_names(module: torch.nn.Module, leaf: str, order: tuple[str, ...]) -> No
 
 
 def release_names(module: torch.nn.Module, leaf: str) -> None:
-    """Remove the hooks of keep_names for the parameter `leaf`, and restore the order of the module's parameters.
-
-    Do nothing if there are no such hooks.
-    """
+    """Remove the hooks of keep_names for the parameter `leaf`, and restore the order of the module's parameters."""
     order, *hooks = module.__dict__.get(_MARK, {}).pop(leaf, ((),))
     for hook in hooks:
         hook.remove()
@@ -56,10 +47,7 @@ class _Save:
         self._leaf, self._order = leaf, order
 
     def __call__(self, module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Rename the parameter in ``state`` in place, as a hook of Module.state_dict.
-
-        The parameters of the layer also get back their usual order. If ``state`` lacks the parameter, do nothing.
-        """
+        """Rename the parameter in ``state`` in place, as a hook of Module.state_dict."""
         held = prefix + _held(self._leaf)
         if held not in state:
             return
@@ -82,10 +70,7 @@ class _Load:
         self._leaf, self._prefix = leaf, ""
 
     def __call__(self, module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Rename the parameter in ``state`` in place, as a hook of Module.load_state_dict.
-
-        If ``state`` lacks the parameter under its plain name, do nothing. The prefix is kept for rename_missing.
-        """
+        """Rename the parameter in ``state`` in place, as a hook of Module.load_state_dict."""
         self._prefix = prefix
         if prefix + self._leaf in state:
             state[prefix + _held(self._leaf)] = state.pop(prefix + self._leaf)

@@ -17,19 +17,12 @@ TORCH = {dtype: tensor_dtype for tensor_dtype, dtype in NUMPY.items()}
 
 
 def outline(tensor: torch.Tensor | None) -> AbstractArray | None:
-    """Return an AbstractArray with the shape and dtype of a tensor, for checks that read no values; None for None.
-
-    Under torch.compile and torch.export, the lengths may be symbols. Raise TypeError for a dtype that neither NumPy nor
-    ml_dtypes has.
-    """
+    """Return an AbstractArray with the shape and dtype of a tensor, for checks that read no values; None for None."""
     return None if tensor is None else AbstractArray(tuple(tensor.shape), numpy_dtype("fp4kit.torch", tensor.dtype))
 
 
 def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise ValueError unless all the given tensors are on one device. The message begins with ``op``.
-
-    tensors: the tensors by the names of the arguments. Those that are None are ignored.
-    """
+    """Raise ValueError unless all the given tensors are on one device."""
     present = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
     if len({tensor.device for tensor in present.values()}) > 1:
         check_one_device(op, **present)
@@ -48,18 +41,14 @@ def check_tensor(op: str, x: Any, name: str = "x") -> None:
 
 
 def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor detached from autograd, or None for None. The result shares memory with the tensor.
-
-    Operators detach their inputs, because they define gradients of their own.
-    """
+    """Return a tensor detached from autograd, or None for None."""
+    # Operators detach their inputs, because they define gradients of their own.
     return None if tensor is None else tensor.detach()
 
 
 def copy_if_shared(result: Any, *given: torch.Tensor | None) -> torch.Tensor:
-    """Return `result` itself, or a contiguous copy of it if its data begins at the address of one of the given tensors.
-
-    PyTorch requires that the result of an operator does not share memory with its inputs. Tensors that are None are
-    ignored.
+    """Return `result` itself, or a contiguous copy of it if its data begins at the address of one of the given
+    tensors.
     """
     addresses = {g.data_ptr() for g in given if g is not None}
     return result.clone(memory_format=torch.contiguous_format) if result.data_ptr() in addresses else result

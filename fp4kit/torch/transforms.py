@@ -15,11 +15,8 @@ from fp4kit.torch import linear_operators, operators
 
 
 def active() -> bool:
-    """Return True if a torch.func transform or forward-mode differentiation is active, otherwise False.
-
-    If True, the functions of this file use their autograd.Function classes instead of calling the operators directly.
-    In forward mode these classes raise an error, where a custom operator would silently drop the tangents.
-    """
+    """Return True if a torch.func transform or forward-mode differentiation is active, otherwise False."""
+    # In forward mode these classes raise an error, where a custom operator would silently drop the tangents.
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
@@ -48,11 +45,7 @@ class FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of each argument of fake_quantize: None for all arguments except x.
-
-        The gradient of x is computed by this file's fake_quantize_backward, so it can be differentiated again inside
-        transforms.
-        """
+        """Return the gradient of each argument of fake_quantize: None for all arguments except x."""
         return operators.backward(ctx, grads[0], fake_quantize_backward)
 
 
@@ -69,19 +62,12 @@ class FakeQuantizeBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of each argument of fake_quantize_backward: None for all arguments except grad.
-
-        The gradient of grad is computed by this file's fake_quantize_backward, so it can be differentiated again inside
-        transforms.
-        """
+        """Return the gradient of each argument of fake_quantize_backward: None for all arguments except grad."""
         return operators.clip_backward(ctx, grads[0], fake_quantize_backward)
 
 
 def linear(*arguments: Any) -> torch.Tensor:
-    """Return linear_operators.linear(*arguments), computed through the class Linear if active() is True.
-
-    The class gives the layer a gradient inside torch.func transforms.
-    """
+    """Return linear_operators.linear(*arguments), computed through the class Linear if active() is True."""
     return Linear.apply(*arguments) if active() else linear_operators.linear(*arguments)
 
 
@@ -96,10 +82,7 @@ def linear_gradient_of_w(*arguments: Any) -> torch.Tensor:
 
 
 def quantized_values(*arguments: Any) -> torch.Tensor:
-    """Return linear_operators.quantized_values(*arguments), through the class QuantizedValues if active() is True.
-
-    The class gives the values a gradient inside torch.func transforms.
-    """
+    """Return linear_operators.quantized_values(*arguments), through the class QuantizedValues if active() is True."""
     return QuantizedValues.apply(*arguments) if active() else linear_operators.quantized_values(*arguments)
 
 
@@ -133,10 +116,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of each argument of linear, as linear_operators.backward does.
-
-        The gradients can be differentiated again inside transforms, except those of the setting "quantized".
-        """
+        """Return the gradient of each argument of linear, as linear_operators.backward does."""
         return linear_operators.backward(ctx, grads[0], _PARTS)
 
 

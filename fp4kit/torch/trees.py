@@ -21,12 +21,7 @@ _DTYPES = {dtype.name: dtype for dtype in FLOATS}
 
 
 def register() -> None:
-    """Register Quantized with PyTorch's tree functions, so that torch.compile and torch.export accept it.
-
-    Call this function once; fp4kit.torch does so when it is imported.
-
-    The name under which torch.export saves a Quantized is "fp4kit.Quantized".
-    """
+    """Register Quantized with PyTorch's tree functions, so that torch.compile and torch.export accept it."""
     _pytree.register_pytree_node(
         Quantized,
         _flatten,
@@ -45,30 +40,19 @@ def _flatten(q: Quantized) -> tuple[list[Any], Any]:
 
 
 def _with_keys(q: Quantized) -> tuple[list[tuple[Any, Any]], Any]:
-    """Return (list of (pytree key, array) pairs, static fields) of a Quantized, for trees with paths.
-
-    The key is the name of the field, such as "packed". Arrays that are None are left out.
-    """
+    """Return (list of (pytree key, array) pairs, static fields) of a Quantized, for trees with paths."""
     arrays, facts = flatten(q)
     return [(_pytree.GetAttrKey(name), array) for name, array in zip(facts[0], arrays, strict=True)], facts
 
 
 def _unflatten(arrays: Any, facts: Any) -> Quantized:
-    """Return the Quantized with the given arrays and static fields: the inverse of _flatten.
-
-    facts: the static fields. If their shape has symbols instead of lengths, as in an exported program, the lengths are
-        computed from the arrays, except while PyTorch is compiling.
-    """
+    """Return the Quantized with the given arrays and static fields: the inverse of _flatten."""
     arrays = list(arrays)
     return unflatten(arrays, facts if torch.compiler.is_compiling() else _with_lengths(arrays[0], facts))
 
 
 def _with_lengths(packed: Any, facts: Any) -> Any:
-    """Return the static fields with the actual shape, computed from the shape of the packed codes.
-
-    In a program exported with dynamic shapes, the stored shape has symbols or None in place of such lengths. If all
-    lengths are ints already, the fields are returned unchanged.
-    """
+    """Return the static fields with the actual shape, computed from the shape of the packed codes."""
     names, shape, dtype, axis, r, layout = facts
     if all(isinstance(n, int) for n in shape):
         return facts
