@@ -34,39 +34,25 @@ Shapes = Sequence[jax.ShapeDtypeStruct]
 
 
 def is_traced(*arguments: Any) -> bool:
-    """Return True if any array among the arguments is traced by JAX, so that it has no values yet; otherwise False.
-
-    Arrays inside lists, tuples, dicts and a Quantized count too.
-    """
+    """Return True if any array among the arguments is traced by JAX, so that it has no values yet; otherwise False."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
 
 
 def outline(a: Any) -> Any:
-    """Return an AbstractArray with the shape and dtype of an array, so that fp4kit can check arguments without values.
-
-    The array is one of JAX, traced or not, or of NumPy. Anything else, such as None or a number, is returned unchanged.
+    """Return an AbstractArray with the shape and dtype of an array, so that fp4kit can check arguments without
+    values.
     """
     return AbstractArray(tuple(a.shape), np.dtype(a.dtype)) if isinstance(a, (jax.Array, np.ndarray)) else a
 
 
 def like(a: Any) -> jax.ShapeDtypeStruct:
-    """Return a jax.ShapeDtypeStruct with the shape and dtype of `a`, to declare a result of `traced`.
-
-    a: an array of JAX, traced or not, or of NumPy.
-    """
+    """Return a jax.ShapeDtypeStruct with the shape and dtype of `a`, to declare a result of `traced`."""
     return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
 def traced(function: str, results: Shapes, **arguments: Any) -> list[JaxArray]:
-    """Insert a call of fp4kit's `function` into a program that JAX traces, and return its traced results.
-
-    The call runs on the GPU without copies if the arrays are there and CuPy is installed, otherwise on the host. Under
-    vmap it becomes a loop. Results have no gradients. An exception of the call becomes an error of the running program.
-
-    function: the name of a function in fp4kit.
-    results: the shapes and dtypes of the results.
-    arguments: the arguments of the function by name. Arrays among them may be traced.
-    """
+    """Insert a call of fp4kit's `function` into a program that JAX traces, and return its traced results."""
+    # The call runs on the GPU without copies if the arrays are there and CuPy is installed, otherwise on the host.
     arrays: list[JaxArray] = []
     text = json.dumps([function, {name: _encoded(value, arrays) for name, value in arguments.items()}])
     arrays = [jax.lax.stop_gradient(array) for array in arrays]
@@ -78,36 +64,17 @@ def traced(function: str, results: Shapes, **arguments: Any) -> list[JaxArray]:
 
 
 def _on_host(text: str, results: list[Any], *arrays: JaxArray) -> list[JaxArray]:
-    """Insert the call that `text` describes into a traced program, and return its traced results.
-
-    When the program runs, jax.pure_callback makes the call on the host.
-
-    results: the shapes and dtypes of the results. arrays: the arrays that the text refers to, which may be traced.
-    """
+    """Insert the call that `text` describes into a traced program, and return its traced results."""
     return jax.pure_callback(partial(run, text), results, *arrays, vmap_method="sequential")
 
 
 def _on_device(text: str, results: list[Any], *arrays: JaxArray) -> list[JaxArray]:
-    """Insert a call of a function of fp4kit into a traced program, and return its traced results.
-
-    When the program runs, the XLA handler of ffi.register makes the call on the device.
-
-    text: the call as JSON, as `run` reads it.
-    results: the shapes and dtypes of the results.
-    arrays: the arrays that the text refers to, which may be traced.
-    """
+    """Insert a call of a function of fp4kit into a traced program, and return its traced results."""
     return list(jax.ffi.ffi_call(ffi.TARGET, results, vmap_method="sequential")(*arrays, call=text))
 
 
 def run(text: str, *arrays: JaxArray) -> list[JaxArray]:
-    """Run the call that a text describes on the given arrays, and return its results as a list.
-
-    Raises what the call raises. A Quantized is returned as its arrays that are not None. A 0-d array as seed is passed
-    as an int. XLA's threads flush subnormal numbers, but fp4kit's functions restore IEEE arithmetic during a call.
-
-    text: the JSON that `traced` writes: [function, {argument: a value, or a reference to one of the arrays}].
-    arrays: NumPy or CuPy arrays, or arrays that NumPy can read.
-    """
+    """Run the call that a text describes on the given arrays, and return its results as a list."""
     imported = [a if type(a).__module__ == "cupy" else np.asarray(a) for a in arrays]
     function, arguments = json.loads(text)
     keywords = {name: _decoded(value, imported) for name, value in arguments.items()}
@@ -120,11 +87,7 @@ def run(text: str, *arrays: JaxArray) -> list[JaxArray]:
 
 
 def _encoded(value: Any, arrays: list[JaxArray]) -> Any:
-    """Return an argument in a form that JSON can hold and _decoded can read.
-
-    Arrays, also those in a list or a Quantized, are appended to the list `arrays` and replaced by a reference to their
-    index. A Recipe, a Unit or a Quantized becomes a dict. Numbers, strings and None are returned unchanged.
-    """
+    """Return an argument in a form that JSON can hold and _decoded can read."""
     if isinstance(value, Quantized):
         facts = {
             "shape": value.shape,
@@ -147,13 +110,7 @@ def _encoded(value: Any, arrays: list[JaxArray]) -> Any:
 
 
 def _decoded(value: Any, arrays: list[JaxArray]) -> Any:
-    """Return the argument that _encoded encoded, from its JSON form.
-
-    - A reference to an array becomes the entry of `arrays` with that index.
-    - An encoded Recipe, Unit or Quantized becomes an equal object.
-    - A list becomes a list of decoded entries. A tuple that was given to _encoded comes back as a list.
-    - Numbers, strings and None are returned unchanged.
-    """
+    """Return the argument that _encoded encoded, from its JSON form."""
     if isinstance(value, list):
         return [_decoded(entry, arrays) for entry in value]
     if not isinstance(value, dict):

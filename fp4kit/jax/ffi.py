@@ -73,12 +73,7 @@ _ERROR_CREATE, _STREAM_GET = 0, 4
 
 
 def _api_call(frame: Any, number: int, arguments: Any) -> Any:
-    """Call a function in XLA's table of functions. Return the address of its error, or None if it succeeded.
-
-    frame: the structure that XLA passed to the handler.
-    number: the index of the function in the table, such as _STREAM_GET.
-    arguments: the argument structure of that function, whose field struct_size is filled in here.
-    """
+    """Call a function in XLA's table of functions."""
     arguments.struct_size = ctypes.sizeof(arguments)
     return _Function(getattr(_Api.from_address(frame.api), f"function{number}"))(ctypes.addressof(arguments))
 
@@ -94,10 +89,7 @@ def _buffers(found: Any) -> list[Any]:
 
 
 def host_array(buffer: Any) -> np.ndarray:
-    """Return a NumPy array that shares the memory of an XLA buffer on the host.
-
-    Raises KeyError for a dtype not in _DTYPES.
-    """
+    """Return a NumPy array that shares the memory of an XLA buffer on the host."""
     shape, dtype = _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = (ctypes.c_uint8 * count).from_address(buffer.data) if count else bytearray()
@@ -105,10 +97,7 @@ def host_array(buffer: Any) -> np.ndarray:
 
 
 def device_array(buffer: Any) -> Any:
-    """Return a CuPy array that shares the memory of an XLA buffer on the current device.
-
-    An empty buffer gives a new empty array. Raises KeyError for a dtype not in _DTYPES.
-    """
+    """Return a CuPy array that shares the memory of an XLA buffer on the current device."""
     cupy, shape, dtype = imports.cupy(), _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if not count:
@@ -118,30 +107,20 @@ def device_array(buffer: Any) -> Any:
 
 
 def _text(frame: Any) -> str:
-    """Return the text that describes a call (see calls.py). It is the only attribute of the XLA call.
-
-    frame: the structure that XLA passed to the handler.
-    """
+    """Return the text that describes a call (see calls.py)."""
     span = _Span.from_address(frame.attributes.entries[0])
     return ctypes.string_at(span.pointer, span.length).decode()
 
 
 def _execute_on_host(frame: Any, run: Callable[..., list[Any]]) -> None:
-    """Run a call on XLA's host buffers with `run` (calls.run), and copy its results into the result buffers.
-
-    frame: the structure that XLA passed to the handler. Raises what the call raises.
-    """
+    """Run a call on XLA's host buffers with `run` (calls.run), and copy its results into the result buffers."""
     values = run(_text(frame), *map(host_array, _buffers(frame.arguments)))
     for out, value in zip(_buffers(frame.results), values, strict=True):
         host_array(out)[...] = value
 
 
 def _execute_on_cuda(frame: Any, run: Callable[..., list[Any]]) -> None:
-    """Run a call on XLA's CUDA buffers with `run` (calls.run), and copy its results into the result buffers.
-
-    All work is queued on the program's stream. Memory that is allocated during the call is freed in the order of that
-    stream. Raises RuntimeError if XLA does not give the stream.
-    """
+    """Run a call on XLA's CUDA buffers with `run` (calls.run), and copy its results into the result buffers."""
     cupy, stream = imports.cupy(), _StreamArguments(context=frame.context)
     error = _api_call(frame, _STREAM_GET, stream)
     if error:
@@ -153,12 +132,7 @@ def _execute_on_cuda(frame: Any, run: Callable[..., list[Any]]) -> None:
 
 
 def _answer_metadata(frame: Any) -> bool:
-    """Answer XLA if it only asks which version of the interface the handler supports.
-
-    Return True after such an answer, and False if XLA calls the handler to run.
-
-    frame: the structure that XLA passed to the handler.
-    """
+    """Answer XLA if it only asks which version of the interface the handler supports."""
     extension = _Extension.from_address(frame.extension_start) if frame.extension_start else None
     if extension is None or extension.type != _METADATA:
         return False
@@ -169,14 +143,8 @@ def _answer_metadata(frame: Any) -> bool:
 
 
 def handler(execute: Callable[[Any, Any], None], run: Callable[..., list[Any]]) -> Any:
-    """Return a C function pointer that XLA can call, which runs execute(frame, run). The caller must keep it alive.
-
-    If XLA only asks for the version of the interface, the function answers without a run. Any exception becomes the
-    error message of the JAX program.
-
-    execute: _execute_on_cuda or _execute_on_host.
-    run: the function that makes the call, calls.run.
-    """
+    """Return a C function pointer that XLA can call, which runs execute(frame, run)."""
+    # The caller must keep it alive.
 
     def handle(address: int) -> int | None:
         frame = _Frame.from_address(address)
@@ -196,10 +164,7 @@ _HANDLERS: list[Any] = []
 
 @cache
 def register(platform: str, run: Callable[..., list[Any]]) -> None:
-    """Register a handler that calls `run` with XLA, under the name TARGET, for the platform "CUDA" or "cpu".
-
-    A second call with equal arguments does nothing. Only tests use "cpu", to run this code without a GPU.
-    """
+    """Register a handler that calls `run` with XLA, under the name TARGET, for the platform "CUDA" or "cpu"."""
     _HANDLERS.append(handler(_execute_on_cuda if platform == "CUDA" else _execute_on_host, run))
     address = ctypes.cast(_HANDLERS[-1], _POINTER).value
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(address), platform=platform)

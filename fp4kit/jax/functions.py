@@ -121,12 +121,7 @@ def fake_quantize(
 
 
 def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
-    """Return an array of JAX or NumPy as a JAX array. A JAX array, traced or not, is returned unchanged and unchecked.
-
-    Raise TypeError for any other object, and for a NumPy array whose dtype is not float32, float16 or bfloat16.
-
-    op, x, name: the public function, the array, and the argument that error messages name.
-    """
+    """Return an array of JAX or NumPy as a JAX array."""
     if isinstance(x, np.ndarray):
         checks.check_float(op, x, name)
         return jax.numpy.asarray(x)
@@ -139,18 +134,7 @@ def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
 def static_options(
     op: str, recipe: str | Recipe, axis: int, rounding: RoundingMode, seed: Any, pass_through: bool
 ) -> tuple[StaticOptions, Any]:
-    """Return (StaticOptions, seed): the arguments that JAX treats as static, and the seed if it is an array.
-
-    If the seed is an int, it is stored in the StaticOptions, and the second entry is None. Without a seed, both are
-    None.
-
-    op: the public function, with which error messages begin.
-    recipe, axis, rounding, seed, pass_through: the arguments of that function.
-
-    Raises:
-        TypeError: if axis, seed or pass_through has the wrong type.
-        ValueError: if the recipe is unknown.
-    """
+    """Return (StaticOptions, seed): the arguments that JAX treats as static, and the seed if it is an array."""
     check_seed(op, seed)
     number = None if seed is None or hasattr(seed, "dtype") else as_index(op, "seed", seed)
     r, axis = recipe_of(op, recipe), as_index(op, "axis", axis)
@@ -161,11 +145,7 @@ def static_options(
 
 
 def check_seed(op: str, seed: Any) -> None:
-    """Raise TypeError if a seed is a 0-d array of anything but integers: a fraction, a bool, or a key of jax.random.
-
-    All other seeds pass: Python numbers, None, and arrays with axes, which hold random bytes. The message begins with
-    `op`, the public function.
-    """
+    """Raise TypeError if a seed is a 0-d array of anything but integers: a fraction, a bool, or a key of jax.random."""
     if getattr(seed, "ndim", None) == 0 and not jax.numpy.issubdtype(seed.dtype, np.integer):
         raise TypeError(
             f"{op}: seed is a single {seed.dtype}; needs an int, a 0-d integer array, or random bytes, such as "
@@ -174,23 +154,13 @@ def check_seed(op: str, seed: Any) -> None:
 
 
 def seed_of(static: StaticOptions, given: Any) -> Any:
-    """Return the seed to pass to fp4kit.fake_quantize: an int, random bytes, or None.
-
-    given: the seed if it is an array with values, or None to use static.seed.
-    """
+    """Return the seed to pass to fp4kit.fake_quantize: an int, random bytes, or None."""
     return static.seed if given is None else int(given) if given.ndim == 0 else given
 
 
 def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> None:
-    """Check the arguments of a fake quantization, and raise the TypeError or ValueError of fp4kit.fake_quantize.
-
-    Messages begin with `op`. Only shapes and dtypes of arrays are checked, so that the arrays may be traced. If
-    static.pass_through is False, the clip limit is checked too, with the errors of fp4kit.fake_quantize_backward.
-
-    static: the static arguments.
-    x: the array to fake-quantize.
-    given: the other optional arguments.
-    """
+    """Check the arguments of a fake quantization, and raise the TypeError or ValueError of fp4kit.fake_quantize."""
+    # Only shapes and dtypes of arrays are checked, so that the arrays may be traced.
     seed = 0 if getattr(given.seed, "ndim", None) == 0 else outline(given.seed)
     seed = static.seed if seed is None else seed
     check_rounding(op, static.recipe, static.rounding, seed)
@@ -205,11 +175,7 @@ def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fake_quantize(static: StaticOptions, x: Any, given: TracedOptions) -> Any:
-    """Fake-quantize x, which may be traced or have values. _forward and _backward define the gradient.
-
-    static: the arguments that JAX treats as static.
-    given: the other optional arguments. If its seed is None, static.seed is used.
-    """
+    """Fake-quantize x, which may be traced or have values."""
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
     options = {"recipe": static.recipe, "axis": static.axis, "rounding": static.rounding, **amaxes}
     if is_traced(x, given):
@@ -220,25 +186,13 @@ def _fake_quantize(static: StaticOptions, x: Any, given: TracedOptions) -> Any:
 
 
 def _forward(static: StaticOptions, x: Any, given: TracedOptions) -> tuple[Any, Any]:
-    """Return the pair (result of _fake_quantize, residuals), as JAX's custom_vjp needs it.
-
-    The residuals are what _backward reads: (x, clip limit), or None if static.pass_through is True.
-
-    static: the arguments that JAX treats as static.
-    given: the other optional arguments.
-    """
+    """Return the pair (result of _fake_quantize, residuals), as JAX's custom_vjp needs it."""
     limit = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize(static, x, given), None if static.pass_through else (x, limit)
 
 
 def _backward(static: StaticOptions, residuals: Any, grad: Any) -> tuple[Any, None]:
-    """Return the gradients of _fake_quantize with respect to x and `given`.
-
-    If static.pass_through is True, the gradient of x is grad itself. Otherwise it is grad, set to 0 where |x| > amax,
-    and where x or amax is NaN. The gradient of `given` is None.
-
-    residuals: what _forward returned: x and the clip limit, or None if static.pass_through is True.
-    """
+    """Return the gradients of _fake_quantize with respect to x and `given`."""
     return grad if static.pass_through else _clip(static, grad, *residuals), None
 
 
@@ -247,12 +201,7 @@ _fake_quantize.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(static: StaticOptions, grad: Any, x: Any, amax: Any) -> Any:
-    """Return grad, with 0 in place of elements for which |x| > amax, x is NaN or amax is NaN.
-
-    If amax is None, the limit is the amax of x.
-
-    For second derivatives, JAX treats this function as linear in grad, with x and amax as constants.
-    """
+    """Return grad, with 0 in place of elements for which |x| > amax, x is NaN or amax is NaN."""
     arguments = {
         "grad": grad,
         "x": x,

@@ -78,22 +78,14 @@ def fake_quantize_grouped(
 
 
 def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
-    """Return one TracedOptions per array of xs, from `given`, whose amax fields are lists with one entry per array.
-
-    An amax field of `given` that is None or an empty list becomes None for every array. All results have the seed of
-    `given`.
-    """
+    """Return one TracedOptions per array of xs, from `given`, whose amax fields are lists with one entry per array."""
     columns = [column or [None] * len(xs) for column in (given.tensor_amax, given.block_amax, given.amax)]
     return [TracedOptions(tensor, block, given.seed, amax) for tensor, block, amax in zip(*columns, strict=True)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fake_quantize_grouped(static: StaticOptions, xs: Any, given: TracedOptions) -> Any:
-    """Return the fake-quantized xs, which may be traced or have values. _forward and _backward define the gradient.
-
-    static: the arguments that JAX treats as static.
-    given: the other optional arguments, with one list per argument. If given.seed is None, static.seed is used.
-    """
+    """Return the fake-quantized xs, which may be traced or have values."""
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
     options = {"recipe": static.recipe, "axis": static.axis, "rounding": static.rounding, **amaxes}
     if is_traced(xs, given):
@@ -103,25 +95,13 @@ def _fake_quantize_grouped(static: StaticOptions, xs: Any, given: TracedOptions)
 
 
 def _forward(static: StaticOptions, xs: Any, given: TracedOptions) -> tuple[Any, Any]:
-    """Return the pair (result of _fake_quantize_grouped, residuals), as JAX's custom_vjp needs it.
-
-    The residuals are what _backward reads: (xs, clip limits), or None if static.pass_through is True.
-
-    static: the arguments that JAX treats as static.
-    given: the other optional arguments, with one list per argument.
-    """
+    """Return the pair (result of _fake_quantize_grouped, residuals), as JAX's custom_vjp needs it."""
     limits = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize_grouped(static, xs, given), None if static.pass_through else (xs, limits)
 
 
 def _backward(static: StaticOptions, residuals: Any, grads: Any) -> tuple[Any, None]:
-    """Return the gradients of _fake_quantize_grouped with respect to xs and `given`.
-
-    If static.pass_through is True, the gradients of xs are grads itself. Otherwise they are grads, set to 0 where |x| >
-    amax, and where x or amax is NaN. The gradient of `given` is None.
-
-    residuals: what _forward returned: xs and the clip limits, or None if static.pass_through is True.
-    """
+    """Return the gradients of _fake_quantize_grouped with respect to xs and `given`."""
     return grads if static.pass_through else _clip(static, grads, *residuals), None
 
 
@@ -130,12 +110,7 @@ _fake_quantize_grouped.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(static: StaticOptions, grads: Any, xs: Any, amaxes: Any) -> Any:
-    """Return the list grads, with 0 in place of elements for which |x| > amax, x is NaN or amax is NaN.
-
-    If amaxes is None, the limits are the amaxes of xs.
-
-    For second derivatives, JAX treats this function as linear in grads, with xs and amaxes as constants.
-    """
+    """Return the list grads, with 0 in place of elements for which |x| > amax, x is NaN or amax is NaN."""
     arguments = {
         "grads": grads,
         "xs": xs,

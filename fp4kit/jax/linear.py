@@ -146,11 +146,7 @@ def linear(
 
 
 def _seeds(seed: Any) -> tuple[int | None, Any]:
-    """Return a seed as (int, None) if it is static, or as (None, 0-d array); (None, None) if there is no seed.
-
-    Raises TypeError for a number that is not an integer, and ValueError for an array with axes or an int that does not
-    fit 64 bits.
-    """
+    """Return a seed as (int, None) if it is static, or as (None, 0-d array); (None, None) if there is no seed."""
     check_seed(OP, seed)
     if getattr(seed, "ndim", 0):
         raise ValueError(f"{OP}: seed has shape {seed.shape}; needs an int, or a 0-d integer array")
@@ -160,10 +156,7 @@ def _seeds(seed: Any) -> tuple[int | None, Any]:
 
 
 def _matmul(a: Quantized, b: Quantized, *, unit: Unit, out_dtype: Any) -> Any:
-    """Return fp4kit.matmul(a, b) as a JAX array (M, N) of out_dtype, for a with M rows and b with N rows.
-
-    The matrices may be traced by JAX; then the result is traced, too.
-    """
+    """Return fp4kit.matmul(a, b) as a JAX array (M, N) of out_dtype, for a with M rows and b with N rows."""
     if not is_traced(a, b):
         return fp4kit.matmul(a, b, unit=unit, out_dtype=out_dtype)
     shape = a.moved_shape[0], b.moved_shape[0]
@@ -172,10 +165,7 @@ def _matmul(a: Quantized, b: Quantized, *, unit: Unit, out_dtype: Any) -> Any:
 
 
 def _transpose(q: Quantized) -> Quantized:
-    """Return the transpose of a quantized matrix that has square blocks along axis 1.
-
-    If JAX traces q, the result is traced too.
-    """
+    """Return the transpose of a quantized matrix that has square blocks along axis 1."""
     if not is_traced(q):
         return fp4kit.transpose(q)
     options = QuantizeOptions(q.scale_layout)
@@ -191,12 +181,7 @@ _OPERATIONS = LinearOperations(quantize, _transpose, _matmul)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(static: StaticLinear, x: Any, w: Any, seed: Any) -> Any:
-    """Return y (M, N) for x (M, K) and w, as `linear` describes it. _forward and _backward define the gradient.
-
-    static: the settings, and the seed if it is an int.
-    w: an array (N, K), or a Quantized of one.
-    seed: the seed if it is an array, otherwise None. It is used only for the gradient and does not change y.
-    """
+    """Return y (M, N) for x (M, K) and w, as `linear` describes it."""
     return product(_OPERATIONS, static.settings, x, w)
 
 
@@ -206,10 +191,7 @@ def _forward(static: StaticLinear, x: Any, w: Any, seed: Any) -> tuple[Any, Any]
 
 
 def _backward(static: StaticLinear, residuals: Any, grad: Any) -> tuple[Any, Any, None]:
-    """Return the gradients of _linear with respect to x, w and seed. They are None for the seed and for a Quantized w.
-
-    The gradients have the dtypes of x and w. static.settings.backward chooses the kind of gradients, as in `linear`.
-    """
+    """Return the gradients of _linear with respect to x, w and seed."""
     (x, w, seed), s = residuals, static.settings
     quantized = isinstance(w, Quantized)
     if s.backward == "quantized":
@@ -232,10 +214,7 @@ _linear.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _values(recipe: Recipe, dtype: Any, x: Any) -> Any:
-    """Return the values of x after quantization along its last axis and dequantization, as float32.
-
-    The gradient with respect to x is the upstream gradient, converted to `dtype`, the dtype of x.
-    """
+    """Return the values of x after quantization along its last axis and dequantization, as float32."""
     return dequantize(quantize(x, recipe), np.float32)
 
 
@@ -251,29 +230,13 @@ def _seed_of(static: StaticLinear, given: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gradient_of_x(static: StaticLinear, dtype: Any, grad: Any, w: Any, seed: Any) -> Any:
-    """Return the gradient of _linear with respect to x, (M, K), from quantized operands.
-
-    Differentiating the result raises NotImplementedError.
-
-    dtype: the dtype of x, and of the result.
-    grad: the gradient with respect to y, (M, N).
-    w: an array (N, K), or a Quantized of one.
-    seed: the seed if it is an array; None to use static.seed.
-    """
+    """Return the gradient of _linear with respect to x, (M, K), from quantized operands."""
     return gradient_of_x(_OPERATIONS, static.settings, grad, w, _seed_of(static, seed), dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gradient_of_w(static: StaticLinear, dtype: Any, grad: Any, x: Any, seed: Any) -> Any:
-    """Return the gradient of _linear with respect to w, (N, K), from quantized operands.
-
-    Differentiating the result raises NotImplementedError.
-
-    dtype: the dtype of w, and of the result.
-    grad: the gradient with respect to y, (M, N).
-    x: an array (M, K).
-    seed: the seed if it is an array; None to use static.seed.
-    """
+    """Return the gradient of _linear with respect to w, (N, K), from quantized operands."""
     return gradient_of_w(_OPERATIONS, static.settings, grad, x, _seed_of(static, seed), dtype)
 
 

@@ -55,17 +55,7 @@ class ServedParams:
         return table(self.plan)
 
     def __call__(self, params: Any) -> Any:
-        """Return a new pytree like params, in which served values (fake-quantized weights) replace the weights.
-
-        Arrays that the plan leaves unquantized are the same objects as in params.
-
-        Args:
-            params: a pytree with the structure and shapes of the parameters that were passed to fake_quantize_model.
-
-        Raises:
-            ValueError: the number of arrays in params differs.
-            TypeError, ValueError: as for fake_quantize; the message begins with the name of the array.
-        """
+        """Return a new pytree like params, in which served values (fake-quantized weights) replace the weights."""
         arrays, structure = jax.tree.flatten(params)
         if len(arrays) != len(self._leaves):
             raise ValueError(f"ServedParams: params has {len(arrays)} arrays; needs {len(self._leaves)}, as planned")
@@ -80,11 +70,7 @@ class ServedParams:
         return jax.tree.unflatten(structure, values)
 
     def _values(self, leaf: _Leaf, w: Any, amaxes: Mapping[str, Any]) -> Any:
-        """Return the served values of one array, or the array itself if the plan leaves it unquantized.
-
-        amaxes: {name of an array: amax of the array}, for all arrays to fake-quantize; {} if the plan has no tensor
-            amaxes.
-        """
+        """Return the served values of one array, or the array itself if the plan leaves it unquantized."""
         members = self._members.get(leaf.weight.name)
         if members is None:
             return w
@@ -181,12 +167,7 @@ def fake_quantize_model(
 
 
 def _leaf(path: Sequence[Any], array: Any) -> _Leaf:
-    """Return the description of an array of a pytree: its names, shape, dtype and kind, and the axis of its blocks.
-
-    Raise TypeError if the entry `array` of the pytree has no shape and dtype.
-
-    path: the keys of JAX that lead to the array.
-    """
+    """Return the description of an array of a pytree: its names, shape, dtype and kind, and the axis of its blocks."""
     parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
     if parts[1:] and parts[-1] == "value" and isinstance(path[-1], jax.tree_util.GetAttrKey):
         del parts[-1]  # a variable of Flax NNX
@@ -220,9 +201,6 @@ def _rounded_jvp(dtype: str, primals: tuple[Any], tangents: tuple[Any]) -> tuple
 
 
 def _largest(w: Any, stack: bool) -> Any:
-    """Return the largest |w| as float32 (), or for a stack of experts the largest |w| per expert as (E,).
-
-    It is 0 for an empty array, and has no gradient.
-    """
+    """Return the largest |w| as float32 (), or for a stack of experts the largest |w| per expert as (E,)."""
     size = jax.numpy.abs(jax.lax.stop_gradient(w))
     return jax.numpy.max(size, axis=(1, 2) if stack else None, initial=0).astype("float32")
