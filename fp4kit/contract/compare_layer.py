@@ -47,18 +47,7 @@ def compare_layer(
     rows: np.ndarray,
     total: int,
 ) -> LayerParity:
-    """Return a LayerParity with the counts of codes, scales, tensor scales and values in which two sides differ.
-
-    If a count is not 0, the result also has the first step that differs, its cause, and one differing element. Matrix
-    products are not compared here.
-
-    Args:
-        name: the layer.
-        kind: what the layer holds, as in LayerParity.kind.
-        sides: the two sides.
-        rows: the indices of the compared rows in the layer; messages name elements by these indices.
-        total: the number of elements of the layer.
-    """
+    """Return a LayerParity with the counts of codes, scales, tensor scales and values in which two sides differ."""
     a, b = sides
     codes, scales, tensor_scales, affected, other_scales = _differences(a.part, b.part)
     value_a, value_b = values_of(a.part, b.part), values_of(b.part, a.part)
@@ -94,16 +83,7 @@ def _same_codes(a: Weights, b: Weights, codes: Count, scales: Count) -> bool:
 
 
 def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarray, np.ndarray]:
-    """Return the counts of codes, block scales and tensor scales, then two masks: affected elements, other scales.
-
-    A count is (number that differ, number compared). It is (0, 0) if a side lacks these codes or scales, or if the
-    sides have them in different formats or shapes. The masks are bool in the shape of the rows. The first is True for
-    elements whose code or block scale is counted as different, the second only for those whose block scale is. A tensor
-    scale that differs does not change the masks.
-
-    Args:
-        a, b: the compared rows of the two sides.
-    """
+    """Return the counts of codes, block scales and tensor scales, then two masks: affected elements, other scales."""
     none = (0, 0)
     shape = a.values.shape if a.q is None else a.q.shape  # type: ignore[union-attr]
     affected, other_scales = np.zeros(shape, bool), np.zeros(shape, bool)
@@ -134,19 +114,7 @@ def _explained(
     masks: tuple[np.ndarray, np.ndarray],
     values: tuple[np.ndarray, np.ndarray],
 ) -> LayerParity:
-    """Explain a difference: return a copy of ``found`` that also has the first step that differs and its cause.
-
-    The cause is a setting that differs, a wrong order of stored bytes, or another reason, as text. The copy also has
-    one differing element, and if known, the steps by which each side computes this element.
-
-    Args:
-        found: the counts of the differences.
-        sides: the two sides.
-        rows: the indices of the compared rows in the layer.
-        masks: two masks: the elements whose codes, scales or values differ, of which at least one must be True, and
-            those whose block scales differ.
-        values: the values of both sides.
-    """
+    """Explain a difference: return a copy of ``found`` that also has the first step that differs and its cause."""
     (a, b), (affected, other_scales) = sides, masks
     wrong = [(one.making.step, f"{one.label}: {one.making.wrong}") for one in sides if one.making.wrong]
     setting = [text for _, text in wrong]
@@ -194,16 +162,7 @@ def _first(mask: np.ndarray) -> tuple[int, int]:
 
 
 def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
-    """Return the step that makes the first stored part that differs. Used if the arithmetic of a side is unknown.
-
-    - "value" if a side has values instead of codes.
-    - Otherwise, the first of "tensor scale", "block scale" and "code" with a difference.
-    - "decode" if none of these differs, and only the values do.
-
-    Args:
-        found: the counts of the differences.
-        a, b: the compared rows of the two sides.
-    """
+    """Return the step that makes the first stored part that differs."""
     if a.q is None or b.q is None:
         return "value"
     if found.tensor_scales[0]:
@@ -216,14 +175,8 @@ def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
 def _settings(
     labels: tuple[str, str], sides: tuple[Arithmetic, Arithmetic], containers: tuple[str | None, str | None]
 ) -> list[str]:
-    """Return one text per setting in which two sides differ: recipe or container, Hadamard transform and tensor amax.
-
-    Each text ends with advice on how to make the sides equal, if it is known. Return [] if nothing differs.
-
-    Args:
-        labels: the names of the sides, for the texts.
-        sides: the arithmetic of each side.
-        containers: the container of each side; None if it is unknown.
+    """Return one text per setting in which two sides differ: recipe or container, Hadamard transform and tensor
+    amax.
     """
     (a, b), texts = sides, []
     if a.recipe != b.recipe:
@@ -240,15 +193,7 @@ def _settings(
 
 
 def _amax_settings(labels: tuple[str, str], a: Arithmetic, b: Arithmetic) -> list[str]:
-    """Return a list with one text that says which tensor amax each side uses; [] if the amaxes do not differ.
-
-    The amaxes are compared only if both are known and both recipes have one tensor scale per tensor, or both have one
-    per row. If the transforms differ, the amaxes may differ for this reason alone. The text is then returned only if
-    the sides also differ in the layers that share the amax.
-
-    labels: the names of the sides, for the text.
-    a, b: the arithmetic of each side.
-    """
+    """Return a list with one text that says which tensor amax each side uses; [] if the amaxes do not differ."""
     if a.amax is None or b.amax is None or a.recipe.tensor_scaling != b.recipe.tensor_scaling:
         return []
     other_group = bool(a.layers and b.layers and a.layers != b.layers)
@@ -262,13 +207,7 @@ def _amax_settings(labels: tuple[str, str], a: Arithmetic, b: Arithmetic) -> lis
 
 
 def _shown_transforms(a: str, b: str) -> tuple[str, str]:
-    """Return the texts of two different Hadamard transforms, shortened so that they still differ, for a message.
-
-    Signs after the first difference are replaced by "...", but at least four signs are kept. A text without signs is
-    returned unchanged.
-
-    a, b: texts such as "16 with signs +--+-+++--+-++-+", "32 without signs" or "none".
-    """
+    """Return the texts of two different Hadamard transforms, shortened so that they still differ, for a message."""
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
 
     def shown(text: str) -> str:
@@ -285,13 +224,7 @@ def _amax_text(one: Arithmetic) -> str:
 
 
 def _whose(one: Arithmetic) -> str:
-    """Return text for a message that says where a tensor amax comes from. It follows the amax.
-
-    - ", the largest of a, b" if layers a and b share the amax.
-    - ", its own" if the amax is that of the layer alone.
-    - ", which its stored input scale gives" if the amax follows from a static input scale.
-    - ", which its tensor scale implies" if the amax was derived from the stored tensor scale.
-    """
+    """Return text for a message that says where a tensor amax comes from."""
     if one.static:
         return ", which its stored input scale gives"
     if len(one.layers) > 1:
@@ -300,13 +233,7 @@ def _whose(one: Arithmetic) -> str:
 
 
 def _worked(sides: tuple[ComparedRows, ComparedRows], at: tuple[int, int], row: int) -> Explanation | None:
-    """Compute one element step by step on both sides, and return the steps for display.
-
-    Return None if the recipe or the unquantized elements of a side are unknown, or if a tensor amax is NaN.
-
-    at: the row and column of the element in the compared rows.
-    row: the row of the element in the layer, for the label of the steps.
-    """
+    """Compute one element step by step on both sides, and return the steps for display."""
     steps, names = [], []
     for one in sides:
         arithmetic = one.making.arithmetic
@@ -318,12 +245,7 @@ def _worked(sides: tuple[ComparedRows, ComparedRows], at: tuple[int, int], row: 
 
 
 def _code_text(part: Weights, at: tuple[int, int]) -> str:
-    """Return the code and the block scale of an element as text; "" for values without codes.
-
-    Args:
-        part: the compared rows of a side.
-        at: the row and column of the element in these rows.
-    """
+    """Return the code and the block scale of an element as text; "" for values without codes."""
     if part.q is None:
         return ""
     r = part.q.recipe

@@ -22,17 +22,7 @@ _MAX_TOKENS = 1024  # at most this many tokens of the caller's keys or values ar
 def compare_layouts(
     train: str, rollout: str, recipe: Recipe, labels: tuple[str, str], given: Mapping[str, np.ndarray]
 ) -> Iterator[LayerParity]:
-    """Yield, per array, how many codes and scales the rollout misreads if pages are in the trainer's layout.
-
-    Keys and values are quantized by the recipe, written in the layout `train` and read in the layout `rollout`, in
-    pages of 16 tokens. Each suitable array of the caller serves as keys and as values; only its first 1024 tokens are
-    used. An array is suitable if it is not empty, has three axes, and has a head_dim that both layouts support. If no
-    array is suitable, random keys and values are used.
-
-    train, rollout: two different names in KV_LAYOUTS.
-    labels: the names of the two sides, for the text.
-    given: name -> array (tokens, heads, head_dim) of the caller; unsuitable arrays are left out.
-    """
+    """Yield, per array, how many codes and scales the rollout misreads if pages are in the trainer's layout."""
     multiple = 64 if KV_LAYOUTS[train].swizzled or KV_LAYOUTS[rollout].swizzled else 16
     own = {name: x for name, x in given.items() if x.ndim == 3 and x.size and x.shape[-1] % multiple == 0}
     for name, x in own.items():
@@ -45,17 +35,7 @@ def compare_layouts(
 def _compared(
     name: str, train: str, rollout: str, recipe: Recipe, labels: tuple[str, str], x: np.ndarray
 ) -> LayerParity:
-    """Write keys and values in one layout, read them in the other, and return how many codes and scales then differ.
-
-    In two cases, nothing is written or read, and every code and scale counts as differing: the layouts have different
-    arrays, or the recipe does not have blocks of 16 E2M1 elements.
-
-    name: the name of the result.
-    train, rollout: the names of the layout that is written and of the layout that is read.
-    recipe: the recipe that quantizes keys and values.
-    labels: the names of the two sides, for the text.
-    x: the keys x[0] and the values x[1], each (tokens, heads, head_dim).
-    """
+    """Write keys and values in one layout, read them in the other, and return how many codes and scales then differ."""
     total = x.size
     setting = f"kv_layout {train} in {labels[0]} and {rollout} in {labels[1]}; use one layout, or convert the pages"
     a, b = KV_LAYOUTS[train], KV_LAYOUTS[rollout]

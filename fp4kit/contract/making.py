@@ -38,21 +38,12 @@ class Making(NamedTuple):
 
 
 def rows_of(w: Weights, rows: np.ndarray) -> Weights:
-    """Return some rows of a matrix as Weights.
-
-    w: the matrix.
-    rows: the ascending indices of the rows. If blocks have several rows, all rows of a block must be included.
-    """
+    """Return some rows of a matrix as Weights."""
     return Weights(None if w.q is None else quantized_rows(w.q, rows), None if w.values is None else w.values[rows])
 
 
 def quantized_rows(q: Quantized, rows: np.ndarray) -> Quantized:
-    """Return some rows of a Quantized as a Quantized.
-
-    Args:
-        q: a Quantized with two axes and linear block scales, which must have one row per row of elements.
-        rows: the ascending indices of the rows. If blocks have several rows, all rows of a block must be included.
-    """
+    """Return some rows of a Quantized as a Quantized."""
 
     def cut(a: Any) -> Any:
         return a if a is None or not np.ndim(a) else a[rows]
@@ -76,26 +67,7 @@ def making_of(
     recipes: Sequence[Recipe],
     candidates: Callable[[Recipe], Iterator[Arithmetic]],
 ) -> Making:
-    """Find out how the bytes of a layer were made from its unquantized weight.
-
-    For a Quantized, these are tried in turn, until one gives the bytes of the given rows:
-
-    1. the given recipes that have its formats and block size, with their candidate amaxes
-    2. for a layer of zeros, the first of these recipes, with the scales that convert stores for zeros (zeros_making)
-    3. these recipes and amaxes, with the stored codes or scales in another order, which the result names in ``wrong``
-    4. the recipes that fp4kit.identify finds
-
-    For an array of values, the given recipes are tried, then fake_quantize of these recipes.
-
-    If nothing gives the bytes or values, the ``arithmetic`` of the result is None.
-
-    Args:
-        whole: the whole matrix of the side.
-        x: some rows of the unquantized weight.
-        rows: the indices of these rows.
-        recipes: the recipes to try, the most likely first.
-        candidates: called with a recipe, yields it with the tensor amaxes to try.
-    """
+    """Find out how the bytes of a layer were made from its unquantized weight."""
     part = rows_of(whole, rows)
     tried = [one for r in recipes for one in candidates(r) if _fits(part, r)]
     for one in tried:
@@ -116,10 +88,8 @@ def making_of(
 
 
 def _fits(part: Weights, r: Recipe) -> bool:
-    """Return whether quantizing by a recipe gives codes in the formats of a Quantized: element, scale and block size.
-
-    Any recipe fits an array of values. A recipe that only fake-quantizes gives no codes, so it does not fit a
-    Quantized.
+    """Return whether quantizing by a recipe gives codes in the formats of a Quantized: element, scale and block
+    size.
     """
     if part.q is None:
         return True
@@ -128,14 +98,7 @@ def _fits(part: Weights, r: Recipe) -> bool:
 
 
 def _gives(one: Arithmetic, x: np.ndarray, part: Weights) -> bool:
-    """Return whether quantizing x with an Arithmetic reproduces every bit of the compared rows of a side.
-
-    Codes, block scales and tensor scales are compared. If the rows or the result have no codes, values are compared.
-
-    one: the recipe and the tensor amax.
-    x: the compared rows of the unquantized weight.
-    part: the compared rows.
-    """
+    """Return whether quantizing x with an Arithmetic reproduces every bit of the compared rows of a side."""
     found = made(x, one.recipe, one.amax)
     if part.q is None or found.q is None:
         return same(values_of(found, part), values_of(part, found))
@@ -156,14 +119,7 @@ class ZeroRows(NamedTuple):
 
 
 def zeros_making(one: Arithmetic, x: np.ndarray) -> ZeroRows | None:
-    """Return some rows of a layer of zeros as convert stores them: block scales 0 and tensor scale 1 (of_zeros).
-
-    Return None if the layer has other elements, or if convert stores the producer's own scales: the recipe has no
-    scale for the whole tensor, or only fake-quantizes.
-
-    one: the recipe and the tensor amax of the layer.
-    x: the rows of the unquantized weight.
-    """
+    """Return some rows of a layer of zeros as convert stores them: block scales 0 and tensor scale 1 (of_zeros)."""
     if one.recipe.fake_only or one.recipe.tensor_scaling != "tensor" or one.amax is None or one.amax.any():
         return None
     q = made(x, one.recipe, one.amax).q
@@ -184,15 +140,7 @@ def same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
 
 
 def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> Making:
-    """Find a recipe whose fake_quantize gives the values of a side, although its decoded codes do not. Return a Making.
-
-    The Making has the recipe and the step "decode". Return Making(None) if no recipe in `tried` gives the values, or
-    if the side has codes.
-
-    part: the compared rows of the side.
-    x: the same rows of the unquantized weight.
-    tried: the recipes with their amaxes.
-    """
+    """Find a recipe whose fake_quantize gives the values of a side, although its decoded codes do not."""
     for one in tried:
         if not one.recipe.fake_only and part.values is not None:
             values = faked(x, one.recipe, one.amax)
@@ -203,14 +151,7 @@ def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> M
 
 
 def _identified(q: Quantized, x: np.ndarray) -> Making:
-    """Return a Making with a recipe and a tensor amax that give every byte of q.
-
-    The recipe is one that fp4kit.identify finds, and the amax is one of the candidates for it. If none of them gives
-    the bytes, the Making has no arithmetic, and its ``nearest`` is the verdict of fp4kit.identify as text.
-
-    q: the compared rows of the side.
-    x: the same rows of the unquantized weight.
-    """
+    """Return a Making with a recipe and a tensor amax that give every byte of q."""
     found = identify(q, x)
     for id in found.exact:
         r = RECIPES.get(id, q.recipe)
@@ -227,12 +168,7 @@ def _amax(amax: Any) -> Amax:
 
 
 def values_of(one: Weights, other: Weights) -> np.ndarray:
-    """Return the values of one side for a comparison with the other side.
-
-    - An array is returned as float32 if its dtype has fewer than 32 bits, otherwise as it is.
-    - Codes are decoded and returned as float32. If the other side has an array of a dtype with fewer than 32 bits,
-      they are decoded to that dtype first.
-    """
+    """Return the values of one side for a comparison with the other side."""
     if one.q is None:
         assert one.values is not None
         return one.values.astype(np.float32) if one.values.dtype.itemsize < 4 else one.values
@@ -242,10 +178,7 @@ def values_of(one: Weights, other: Weights) -> np.ndarray:
 
 
 def differing_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a bool mask of the elements in which two arrays of equal shape differ in any bit, so 0 differs from -0.
-
-    Any NaN equals any NaN. Arrays of different dtypes are first converted to the dtype to which NumPy promotes both.
-    """
+    """Return a bool mask of the elements in which two arrays of equal shape differ in any bit, so 0 differs from -0."""
     if a.dtype != b.dtype:
         wide = np.promote_types(a.dtype, b.dtype)
         a, b = a.astype(wide), b.astype(wide)

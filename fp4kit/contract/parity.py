@@ -208,13 +208,7 @@ class _Check:
             )
 
     def run(self, most: int | None, seconds: float | None, kv: Mapping[str, Any] | None) -> Parity:
-        """Compare all layers, then inputs and KV caches, and return the result.
-
-        most: the largest number of layers to compare, evenly spaced; None compares all.
-        seconds: the time after which no further layer is begun; None for no limit. The layers that are left out are
-            noted.
-        kv: the keys and values of the caller; None for random numbers.
-        """
+        """Compare all layers, then inputs and KV caches, and return the result."""
         end = None if seconds is None else time.monotonic() + seconds
         names, missing = self._names()
         chosen = names if most is None or most >= len(names) else [names[i * len(names) // most] for i in range(most)]
@@ -233,12 +227,7 @@ class _Check:
         return Parity(tuple(found), diff, tuple(missing), tuple(self.notes), sampled, tuple(self._exclusions(names)))
 
     def _exclusions(self, names: Collection[str]) -> Iterator[str]:
-        """Yield a text per engine and side for the layers that the engine leaves unquantized on this side alone.
-
-        Engines read the exclusion lists of checkpoints. A contract leaves the same layers unquantized in every engine.
-
-        names: the layers that both sides have. Others are not compared.
-        """
+        """Yield a text per engine and side for the layers that the engine leaves unquantized on this side alone."""
         read = [side.unquantized for side in self.sides]
         for engine in dict.fromkeys((*read[0], *read[1])):
             asked = {name for one in read for name in one.get(engine, ())}.intersection(names)
@@ -250,14 +239,7 @@ class _Check:
                     yield f"{engine} leaves {listed(alone)} unquantized in {labels[0]}, but not in {labels[1]}"
 
     def _names(self) -> tuple[list[str], list[str]]:
-        """Return (names of the layers to compare, one text per layer that only one side has).
-
-        A layer is compared if every side with stored tensors has it. If no side has stored tensors, the layers of the
-        weights are compared. If one side has stored tensors and the other quantizes the weights (`makes`), layers
-        without an unquantized weight are left out, and self.notes names them.
-
-        Raise ValueError if no layer is left, unless both sides have only other tensors.
-        """
+        """Return (names of the layers to compare, one text per layer that only one side has)."""
         stored = [side for side in self.sides if side.stored is not None]
         given = [list(side.stored) for side in stored] or [list(self.source or ())]  # type: ignore[arg-type]
         first, last = given[0], given[-1]
@@ -285,10 +267,7 @@ class _Check:
         return names, missing
 
     def _x(self, name: str) -> np.ndarray | None:
-        """Return the unquantized weight of a layer; None if there is none.
-
-        Raise ValueError if it has fewer than two axes or an unsupported dtype.
-        """
+        """Return the unquantized weight of a layer; None if there is none."""
         if self.source is None or name not in self.source:
             return None
         x = array_of(f"weights: {name}", self.source[name])
@@ -299,14 +278,7 @@ class _Check:
         return x
 
     def _layer(self, name: str) -> LayerParity:
-        """Compare one layer of both sides, and return a LayerParity.
-
-        Raise ValueError if the sides' shapes differ, if the layer is a matrix without elements, or if it is no matrix,
-        but a contract must quantize it.
-
-        Matrix products are compared too if both contracts say how they are computed. Tensors that are not matrices are
-        compared as values, without products.
-        """
+        """Compare one layer of both sides, and return a LayerParity."""
         x = self._x(name)
         wholes = [self._whole(side, name) for side in self.sides]
         shapes = {_shape(w) for w in wholes if w is not None} | ({x.shape} if x is not None else set())
@@ -340,15 +312,7 @@ class _Check:
     def _half_quantized(
         self, found: LayerParity, plain: Sequence[bool], recipes: Sequence[Recipe | None]
     ) -> LayerParity:
-        """Return a copy of ``found`` with the step "quantization" and a text that says which side does not quantize.
-
-        The text is its ``setting``. It also says how to make the sides equal, if the recipe of the other side is known.
-
-        Args:
-            found: the result so far. It is not changed.
-            plain: for each side, True if it leaves the layer unquantized. Exactly one is True.
-            recipes: the recipe of each side, or None if it is unknown.
-        """
+        """Return a copy of ``found`` with the step "quantization" and a text that says which side does not quantize."""
         labels = [side.label for side in self.sides]
         at = 0 if plain[0] else 1
         other = recipes[1 - at]
@@ -357,23 +321,15 @@ class _Check:
         return replace(found, step="quantization", setting=text + way)
 
     def _whole(self, side: Side, name: str) -> Weights | None:
-        """Return the whole layer of a side: the stored tensor or, without tensors, the result of the side's function.
-
-        Return None if the side has only a contract. The caller then quantizes the layer by the contract.
+        """Return the whole layer of a side: the stored tensor or, without tensors, the result of the side's
+        function.
         """
         if side.stored is None and side.function is None:
             return None
         return side.weights_of(name, None if self.source is None else self.source[name])
 
     def _tensor(self, name: str, wholes: Sequence[Weights]) -> LayerParity:
-        """Compare the values of two tensors that are not matrices, such as logits of three axes, as one row each.
-
-        Return a LayerParity of the kind "tensor". A Quantized is decoded first.
-
-        Args:
-            name: the name of the tensors.
-            wholes: the tensor of each side.
-        """
+        """Compare the values of two tensors that are not matrices, such as logits of three axes, as one row each."""
         flat = [Weights(None, _values(w).reshape(1, -1)) for w in wholes]
         making = Making(None)
         sides = [ComparedRows(side.label, w, making) for side, w in zip(self.sides, flat, strict=True)]
@@ -381,11 +337,9 @@ class _Check:
         return compare_layer(name, "tensor", (sides[0], sides[1]), np.zeros(1, np.intp), size)
 
     def _rows(self, shape: tuple[int, ...], recipes: Sequence[Recipe]) -> np.ndarray:
-        """Return the ascending indices of the rows to compare, which hold at least ``self.elements`` elements.
-
-        They are evenly spaced groups of consecutive rows. The height of a group is the least common multiple of the
-        rows per block of the recipes, so that blocks stay whole. If the layer has too few elements, return all rows.
-        """
+        """Return the ascending indices of the rows to compare, which hold at least ``self.elements`` elements."""
+        # The height of a group is the least common multiple of the rows per block of the recipes, so that blocks stay
+        # whole.
         height = min(lcm(*(r.block_rows for r in recipes), 1), shape[0])
         groups, needed = -(-shape[0] // height), -(-self.elements // (height * max(shape[1], 1)))
         if needed >= groups:
@@ -403,22 +357,7 @@ class _Check:
         rows: np.ndarray,
         recipes: Sequence[Recipe | None],
     ) -> ComparedRows:
-        """Return the compared rows of side i, and how that side made them.
-
-        - If ``whole`` is None, the rows are ``x``, quantized by the side's recipe or, without a recipe, unchanged. If
-          the side's contract names a container, a layer of zeros has the scales that convert stores (zeros_making).
-        - Otherwise, the rows are those of ``whole``, and making_of finds out how they were made from ``x``.
-        - If ``x`` is None, or the side has values of a layer that its contract leaves unquantized, only a wrong order
-          of the bytes is looked for (see _order_without_source).
-
-        Args:
-            i: the number of the side, 0 for the trainer and 1 for the rollout.
-            name: the layer.
-            whole: the tensors that the side has for the layer; None if its contract makes them from ``x``.
-            x: these rows of the unquantized weight; None if they are unknown.
-            rows: the indices of the rows to compare.
-            recipes: the recipe of the layer on each side; None if it is unknown.
-        """
+        """Return the compared rows of side i, and how that side made them."""
         side, recipe = self.sides[i], recipes[i]
         container = None if side.contract is None else side.contract.container
         if whole is None:
@@ -445,20 +384,7 @@ class _Check:
         return ComparedRows(side.label, part, making_of(whole, x, rows, likely, candidates), x, container)
 
     def _order_without_source(self, i: int, name: str, whole: Weights) -> Making:
-        """Find out in which wrong order the rollout stores the trainer's bytes, and return a Making that names it.
-
-        Without the unquantized weight, the bytes of the trainer count as right. Return ``Making(None)``, which names no
-        order, in these cases:
-
-        - The side is the trainer itself, or the trainer stores no tensors.
-        - The layer is not quantized on both sides.
-        - Codes and block scales are equal on both sides, or no known order explains the difference.
-
-        Args:
-            i: the number of the side, 0 for the trainer and 1 for the rollout.
-            name: the layer.
-            whole: the tensors of the side for the layer.
-        """
+        """Find out in which wrong order the rollout stores the trainer's bytes, and return a Making that names it."""
         other = self.sides[1 - i]
         if i == 0 or whole.q is None or other.stored is None:
             return Making(None)
@@ -476,40 +402,24 @@ class _Check:
         return Making(None)
 
     def _group(self, side: Side, name: str) -> tuple[str, ...]:
-        """Return the names of the layers that share one tensor amax, including ``name``, by the contract of a side.
-
-        Return ``name`` alone if the side has no contract, or if the contract does not say which layers share an amax.
-        """
+        """Return the names of the layers that share one tensor amax, including ``name``, by the contract of a side."""
         if side.contract is None or "shared_amax" in side.contract.unknown:
             return (name,)
         names = self.source or {}
         return side.contract.group_of(name, names)
 
     def _arithmetic(self, side: Side, name: str, r: Recipe, group: tuple[str, ...], rows: np.ndarray) -> Arithmetic:
-        """Return the Arithmetic of one layer on a side: the recipe, the tensor amaxes and the Hadamard transform.
-
-        If the recipe has one tensor scale per tensor, the amax is the largest of all layers in `group`. Otherwise it is
-        the layer's own: one per compared row, or None if the recipe needs none. The recipe in the result has the side's
-        decode rule, and amaxes are measured after the side's Hadamard transform.
-
-        Args:
-            side: the side.
-            name: the layer.
-            r: the recipe.
-            group: the layers that share a tensor amax, with this layer among them.
-            rows: the indices of the layer's compared rows.
-        """
+        """Return the Arithmetic of one layer on a side: the recipe, the tensor amaxes and the Hadamard transform."""
+        # The recipe in the result has the side's decode rule, and amaxes are measured after the side's Hadamard
+        # transform.
         shared = group if r.tensor_scaling == "tensor" else (name,)
         amax = largest(self._amax(side, layer, r) for layer in shared)
         rows_of_amax = amax if amax is None or not amax.ndim else amax[rows]
         return Arithmetic(side.decoding(r), rows_of_amax, shared, side.transform)
 
     def _amax(self, side: Side, layer: str, r: Recipe) -> Any:
-        """Return the tensor amaxes of a whole layer after the side's Hadamard transform, for a recipe.
-
-        They have the shape () for one amax or (N,) for one per row. Return None if the recipe needs none. The amaxes
-        are computed once per layer, transform and amax rule. The layer must have an unquantized weight.
-        """
+        """Return the tensor amaxes of a whole layer after the side's Hadamard transform, for a recipe."""
+        # The layer must have an unquantized weight.
         contract = side.contract
         transform = None if contract is None else (contract.hadamard, contract.hadamard_signs)
         key = layer, r.tensor_scaling, r.amax_nan, r.flush, transform
@@ -527,18 +437,9 @@ class _Check:
         recipes: Sequence[Recipe | None],
         shape: tuple[int, ...],
     ) -> LayerParity:
-        """Multiply the layer by inputs on both sides, and return the result with the counts of differing products.
-
-        The products cannot be computed if a side has no contract that states how, or if its matrix unit has no
-        instruction for the operands. In this case, store the reason in self.notes, and return the result unchanged.
-
-        Args:
-            found: the result so far, which is not changed.
-            name: the layer, whose inputs are the caller's or random.
-            compared: the compared rows on both sides; the first ones are multiplied.
-            recipes: the recipe of the weight on each side; None if it is unquantized.
-            shape: the shape (N, K) of the layer.
-        """
+        """Multiply the layer by inputs on both sides, and return the result with the counts of differing products."""
+        # The products cannot be computed if a side has no contract that states how, or if its matrix unit has no
+        # instruction for the operands.
         contracts = [side.contract for side in self.sides]
         for side, contract in zip(self.sides, contracts, strict=True):
             why = why_no_products(contract)
@@ -561,16 +462,9 @@ class _Check:
         return with_products(found, results[0], results[1], "; ".join(filter(None, settings)), labels)
 
     def _quantizes_inputs(self, i: int, name: str, x: np.ndarray, recipe: Recipe | None) -> tuple[Any, ...]:
-        """Return what side i quantizes the inputs of a layer with: (recipe, static amax, transform).
-
-        Return () if the side does not quantize the layer. Without a recipe of activations, the recipe is None. The
-        static amax is None if the amax is measured. The side must have a contract.
-
-        i: the number of the side, 0 for the trainer and 1 for the rollout.
-        name: the layer.
-        x: the inputs.
-        recipe: the side's recipe of the weight; None if it is unquantized.
-        """
+        """Return what side i quantizes the inputs of a layer with: (recipe, static amax, transform)."""
+        # The static amax is None if the amax is measured.
+        # The side must have a contract.
         side = self.sides[i]
         assert side.contract is not None
         activations = side.contract.activations
@@ -580,10 +474,7 @@ class _Check:
         return activations, None if amax is None else float(amax), side.transform
 
     def _units(self, contracts: Sequence[Contract | None]) -> str:
-        """Return text that names the matrix units of both sides and advises to use one, if the units differ.
-
-        Return "" if the units are equal, or if a side has no contract or no unit.
-        """
+        """Return text that names the matrix units of both sides and advises to use one, if the units differ."""
         a, b = contracts
         if a is None or b is None or a.unit is None or b.unit is None or a.unit == b.unit:
             return ""
@@ -593,13 +484,7 @@ class _Check:
         )
 
     def _input(self, name: str, columns: int) -> np.ndarray:
-        """Return the inputs of a layer as an array (tokens, K).
-
-        If the caller gave inputs for this layer, these are returned, with all axes but the last merged. Otherwise, 64
-        rows of normally distributed numbers in bfloat16 are returned, which are equal in every call.
-
-        Raise ValueError if the caller's inputs are not floats of `columns` columns, or if there are none.
-        """
+        """Return the inputs of a layer as an array (tokens, K)."""
         if self.inputs is not None and name in self.inputs:
             x = _matrix(f"inputs: {name}", self.inputs[name])
             if x.shape[1] != columns or x.dtype not in FLOATS:
@@ -608,14 +493,7 @@ class _Check:
         return np.random.default_rng(0).standard_normal((_TOKENS, columns), np.float32).astype(ml_dtypes.bfloat16)
 
     def _of_others(self, end: float | None) -> Iterator[LayerParity]:
-        """Compare the tensors of checkpoints that are no layers, such as norms and biases.
-
-        Yield a result per tensor that both sides have; the others are noted. A side that quantizes the weights leaves
-        these tensors unchanged, so it has those of the unquantized model.
-
-        end: the time after which no further tensor is compared; None for no limit. The number of tensors that are left
-            out is noted.
-        """
+        """Compare the tensors of checkpoints that are no layers, such as norms and biases."""
         lacking: dict[str, list[str]] = {}
         names = list(dict.fromkeys(name for side in self.sides for name in side.others))
         for i, name in enumerate(names):
@@ -631,10 +509,7 @@ class _Check:
             self.notes[f"{_tensors(absent)} besides the layers, which {label} does not have: {listed(absent)}"] = None
 
     def _compared_other(self, name: str, a: Weights, b: Weights) -> LayerParity:
-        """Compare a tensor of both sides that is no layer, by its values. Tensors of one element may differ in shape.
-
-        Values of different dtypes are compared exactly. A difference of shapes is a difference.
-        """
+        """Compare a tensor of both sides that is no layer, by its values."""
         x, y = _values(a), _values(b)
         same_shape = x.shape == y.shape or x.size == y.size == 1
         if same_shape and x.dtype == y.dtype and np.array_equal(_bytes(x), _bytes(y)):
@@ -656,23 +531,13 @@ class _Check:
         return replace(found, step="value", count=len(differing), examined=len(differing), element=text)
 
     def _other(self, side: Side, name: str) -> Weights | None:
-        """Return the tensor ``name`` of a side, also if the side stores it as a layer; None if the side has none.
-
-        A side without stored tensors has the tensors of the unquantized model.
-        """
+        """Return the tensor ``name`` of a side, also if the side stores it as a layer; None if the side has none."""
         places = (self.others, self.source or {}) if side.makes else (side.others, side.stored or {})
         place = next((one for one in places if name in one), None)
         return None if place is None else as_weights(f"{side.label}: {name}", place[name])
 
     def _of_inputs(self) -> Iterator[LayerParity]:
-        """Quantize inputs on both sides, and yield one comparison per input.
-
-        The inputs are those of the caller. If the caller gave none, one random array is quantized.
-
-        Yield nothing unless both sides have a contract that knows the setting activations, and at least one of the two
-        states a recipe. If a side has static input scales, but none for one of the compared inputs, that input is
-        quantized with its own amax, and self.notes says so.
-        """
+        """Quantize inputs on both sides, and yield one comparison per input."""
         tensors = self.inputs or {"drawn": self._input("drawn", _DRAWN[1])}
         static = [
             side
@@ -692,16 +557,7 @@ class _Check:
         yield from found
 
     def _of_kv(self, kv: Mapping[str, Any] | None) -> Iterator[LayerParity]:
-        """Quantize keys and values by the recipe of each side's KV cache, and yield one comparison per array.
-
-        These comparisons are made only if both sides have a contract that knows the setting kv_cache, and at least one
-        of the two states a recipe.
-
-        Then, if both contracts state a layout of KV pages and the layouts differ, yield the comparisons of the layouts.
-        They use the trainer's recipe of the KV cache for both layouts, and are left out if the trainer states none.
-
-        kv: name -> keys or values of the caller; None or {} for one random array.
-        """
+        """Quantize keys and values by the recipe of each side's KV cache, and yield one comparison per array."""
         tensors = kv or {"drawn": self._input("drawn", _HEAD_DIM)}
         yield from self._by_setting("kv_cache", "kv cache", tensors)
         contracts = [side.contract for side in self.sides]
@@ -712,16 +568,7 @@ class _Check:
             yield from compare_layouts(layouts[0], layouts[1], recipe, (self.sides[0].label, self.sides[1].label), own)
 
     def _by_setting(self, setting: str, kind: Any, tensors: Mapping[str, Any]) -> Iterator[LayerParity]:
-        """Quantize tensors on both sides, by the recipes in one setting of the contracts, and yield the comparisons.
-
-        Yield nothing unless both sides have a contract that knows the setting, and at least one of the two states a
-        recipe. A side without a recipe leaves the tensors unquantized, and so does a side whose contract does not
-        quantize the layer of an input.
-
-        setting: "activations" or "kv_cache", the setting of a Contract that states the recipe.
-        kind: the kind of the results, as in LayerParity.
-        tensors: name -> array to quantize.
-        """
+        """Quantize tensors on both sides, by the recipes in one setting of the contracts, and yield the comparisons."""
         contracts = [side.contract for side in self.sides]
         if any(one is None or setting in one.unknown for one in contracts):
             return
@@ -738,15 +585,7 @@ class _Check:
             yield self._half_quantized(found, plain, recipes) if plain[0] != plain[1] and not found.equal else found
 
     def _input_recipe(self, side: Side, setting: str, name: str) -> Recipe | None:
-        """Return the recipe by which a side quantizes an input, keys or values; None if it leaves them unquantized.
-
-        The caller's inputs are unquantized if the side's contract does not quantize their layer. Random inputs belong
-        to no layer.
-
-        side: the side, which must have a contract.
-        setting: "activations" or "kv_cache", the setting that states the recipe.
-        name: the name of the array. For inputs, it is the layer.
-        """
+        """Return the recipe by which a side quantizes an input, keys or values; None if it leaves them unquantized."""
         one = side.contract
         assert one is not None
         of_layer = setting == "activations" and bool(self.inputs) and "weights" not in one.unknown
@@ -754,13 +593,7 @@ class _Check:
         return found
 
     def _sampled(self, found: Sequence[LayerParity], count: int) -> str:
-        """Return what was compared, such as "compared 18,432 of 18,432 elements in 3 layers".
-
-        Args:
-            found: the results of the layers that were compared.
-            count: the number of layers that could be compared. It is larger than the number of results if the arguments
-                ``layers`` or ``seconds`` of parity left layers out.
-        """
+        """Return what was compared, such as "compared 18,432 of 18,432 elements in 3 layers"."""
         layers = f"{len(found):,} of {count:,} layers" if len(found) < count else f"{count:,} layer{'s' * (count != 1)}"
         elements, total = sum(one.elements for one in found), sum(one.total for one in found)
         return f"compared {elements:,} of {total:,} elements in {layers}"
@@ -774,12 +607,7 @@ def _unquantized(side: Side, engine: str, names: Collection[str]) -> Mapping[str
 
 
 def _matrix(what: str, given: Any) -> np.ndarray:
-    """Return an array of any library as a NumPy matrix, with all axes but the last merged.
-
-    Raise TypeError if it is not an array. Raise ValueError if it has no axis or no element.
-
-    what: the name of the array, for the message.
-    """
+    """Return an array of any library as a NumPy matrix, with all axes but the last merged."""
     x = array_of(what, given)
     if not x.ndim or not x.size:
         raise ValueError(f"{OP}: {what} has the shape {x.shape}; needs at least one axis and one element")
@@ -787,19 +615,7 @@ def _matrix(what: str, given: Any) -> np.ndarray:
 
 
 def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe | None) -> ComparedRows:
-    """Return some rows of an array as a side quantizes them by a recipe. The array holds activations, keys or values.
-
-    If r is None, the rows are returned unquantized. Otherwise, the array is transformed by the Hadamard transform of
-    the side's contract, if it has one, and then quantized. The tensor amax follows from the layer's stored input scale
-    if there is one (see Side.input_amax). Otherwise it is measured over all rows of x.
-
-    Args:
-        side: the side. For keys and values it has no contract, so they are not transformed.
-        name: the name of the array, by which its stored input scale is found.
-        x: the whole array (tokens, K).
-        rows: the indices of the rows to return.
-        r: the recipe, or None.
-    """
+    """Return some rows of an array as a side quantizes them by a recipe."""
     if r is None:
         return ComparedRows(side.label, Weights(None, x[rows]), Making(None), x[rows])
     x = side.transformed(x)
@@ -812,21 +628,12 @@ def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe
 
 
 def _is_plain(part: Weights, x: np.ndarray | None) -> bool:
-    """Return whether the rows of a side are unquantized: whether they are values, not codes, and equal x.
-
-    part: the rows of the side.
-    x: these rows of the unquantized weight. If it is None (unknown), any values count as unquantized.
-    """
+    """Return whether the rows of a side are unquantized: whether they are values, not codes, and equal x."""
     return part.values is not None and (x is None or same(part.values, x))
 
 
 def _operands(compared: Sequence[ComparedRows]) -> str:
-    """Return a text that explains differing products if one side multiplies values and the other side codes.
-
-    Return "" if both sides multiply codes, or both multiply values.
-
-    compared: the compared rows of each side.
-    """
+    """Return a text that explains differing products if one side multiplies values and the other side codes."""
     a, b = compared
     if (a.part.q is None) == (b.part.q is None):
         return ""
@@ -858,10 +665,7 @@ def _values(w: Weights) -> np.ndarray:
 
 
 def _patterns(contracts: Sequence[Contract]) -> list[str]:
-    """Return the patterns of two contracts for which random layers are drawn, without duplicates.
-
-    These are the patterns of `patterns`, the exclusions that only one contract has, and the first exclusion of each.
-    """
+    """Return the patterns of two contracts for which random layers are drawn, without duplicates."""
     found = [pattern for one in contracts for pattern, _ in one.patterns]
     found += [pattern for one in contracts for pattern in one.excluded[:1]]
     excluded = [{*one.excluded} for one in contracts]
@@ -869,11 +673,7 @@ def _patterns(contracts: Sequence[Contract]) -> list[str]:
 
 
 def _name_of(pattern: str) -> str:
-    """Return the name of a random layer for a wildcard of fnmatch.
-
-    The name matches the pattern, unless the pattern has a set of characters, such as [z-a], that is empty or has
-    neither a letter nor a digit.
-    """
+    """Return the name of a random layer for a wildcard of fnmatch."""
 
     def character(found: re.Match[str]) -> str:
         if found[0] == "*":
@@ -884,17 +684,8 @@ def _name_of(pattern: str) -> str:
 
 
 def _drawn(contracts: Sequence[Contract], patterns: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return random weights (128, 512) with which to compare two contracts: {layer: array}, equal in every run.
-
-    The bfloat16 layers are "drawn.linear", one layer per leaf name of shared_amax in each contract, and one per given
-    pattern that _name_of can match. The magnitudes of layers differ, so that sharing an amax matters. In each layer,
-    one row is zero, and one holds multiples of 0.25.
-
-    The float32 layer "drawn.edges" has block amaxes next to the midpoints at which scales round.
-
-    contracts: the contracts.
-    patterns: wildcards that a layer is drawn for, as returned by _patterns.
-    """
+    """Return random weights (128, 512) with which to compare two contracts: {layer: array}, equal in every run."""
+    # The magnitudes of layers differ, so that sharing an amax matters.
     leaves = [leaf for one in contracts for group in one.shared_amax for leaf in group]
     matching = [name for pattern in patterns if fnmatchcase(name := _name_of(pattern), pattern)]
     names = dict.fromkeys(["drawn.linear", *(f"drawn.{leaf}" for leaf in leaves), *matching])

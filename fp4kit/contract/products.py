@@ -21,11 +21,7 @@ INPUTS_DIFFER = "the inputs are quantized differently; see the inputs"
 
 
 def why_no_products(contract: Contract | None) -> str:
-    """Return the reason why the contract of a side does not say how products are computed; "" if it does.
-
-    The reasons are, in this order: there is no contract, it states no matrix unit, or it does not know the recipe of
-    activations. Whether the unit can multiply the operands is not checked here.
-    """
+    """Return the reason why the contract of a side does not say how products are computed; "" if it does."""
     if contract is None:
         return "no contract states the matrix unit"
     if "unit" in contract.unknown or contract.unit is None:
@@ -39,20 +35,7 @@ def _decoded(one: Weights) -> np.ndarray:
 
 
 def products(side: Side, inputs: np.ndarray, weights: Weights, quantized: bool, layer: str = "") -> np.ndarray:
-    """Multiply inputs (tokens, K) by weights (N, K) as the matrix unit of a side's contract does. Return (tokens, N).
-
-    The result is float32. If the inputs and the weights both have codes, the unit multiplies codes. Otherwise it
-    multiplies bfloat16 numbers, to which values are rounded and codes are decoded.
-
-    Inputs are quantized if `quantized` is True and the contract has a recipe of activations. Their tensor amax follows
-    from the layer's stored input scale if the contract's input_scales is "static"; otherwise it is computed from the
-    inputs. If `quantized` is True, the contract's Hadamard transform is applied to inputs first.
-
-    Raise ValueError if the unit has no instruction for the operands.
-
-    quantized: True if the contract quantizes the weights of the layer.
-    layer: the name of the layer, by which its stored input scale is found.
-    """
+    """Multiply inputs (tokens, K) by weights (N, K) as the matrix unit of a side's contract does."""
     contract = side.contract
     assert contract is not None and contract.unit is not None
     inputs = side.transformed(inputs) if quantized else inputs
@@ -68,16 +51,7 @@ def products(side: Side, inputs: np.ndarray, weights: Weights, quantized: bool, 
 def with_products(
     found: LayerParity, a: np.ndarray, b: np.ndarray, setting: str, labels: tuple[str, str]
 ) -> LayerParity:
-    """Compare the products of two sides, and return a copy of a layer's result with the count of those that differ.
-
-    If products differ and nothing else does, the copy also has the step "product", one product that differs, and
-    ``setting``. If something else differs, only the count is added.
-
-    found: the result so far; it is not changed.
-    a, b: the products of both sides.
-    setting: text that says how matrix units, operands or inputs differ. If it is "", the copy has INPUTS_DIFFER.
-    labels: the names of the two sides, for the text.
-    """
+    """Compare the products of two sides, and return a copy of a layer's result with the count of those that differ."""
     differs = differing_bits(a, b)
     found = replace(found, products=(int(differs.sum()), differs.size))
     if not differs.any() or not found.equal:

@@ -145,10 +145,7 @@ class Parity:
         return self.equal
 
     def __str__(self) -> str:
-        """Return the verdict, a table of the layers that differ, the examples and the remarks as text.
-
-        A part that has nothing to show is left out. If nothing differs, the text has no table and no examples.
-        """
+        """Return the verdict, a table of the layers that differ, the examples and the remarks as text."""
         lines = [self.verdict]
         if self.differing:
             lines.append(self._panel("layers that differ").text())
@@ -242,10 +239,7 @@ def _joined(texts: list[str]) -> str:
 
 
 def _later(steps: tuple[tuple[StepName, int], ...]) -> str:
-    """Return the steps after the first, with their counts, as text such as "code 3, decode 40".
-
-    Return "" if there is only one step.
-    """
+    """Return the steps after the first, with their counts, as text such as "code 3, decode 40"."""
     return ", ".join(f"{step} {count:,}" for step, count in steps[1:])
 
 

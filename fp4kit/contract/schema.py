@@ -47,10 +47,7 @@ class ContractDiff:
         return not self.differences and not self.uncertain
 
     def __str__(self) -> str:
-        """Return one line per difference, then one line per unknown setting.
-
-        If there are neither, return "the contracts are equal".
-        """
+        """Return one line per difference, then one line per unknown setting."""
         return "\n".join((*self.differences, *self.uncertain)) or "the contracts are equal"
 
     def __repr__(self) -> str:
@@ -140,11 +137,11 @@ class Contract:
         self._check_unknown()
 
     def _check_hadamard(self) -> None:
-        """Raise TypeError or ValueError unless hadamard is None or a supported size, and hadamard_signs fits hadamard.
-
-        hadamard is stored as an int. hadamard_signs must be None, or text with one sign, + or -, per element of the
-        transform.
+        """Raise TypeError or ValueError unless hadamard is None or a supported size, and hadamard_signs fits
+        hadamard.
         """
+        # hadamard is stored as an int. hadamard_signs must be None, or text with one sign, + or -, per element of the
+        # transform.
         size, signs = self.hadamard, self.hadamard_signs
         if size is not None:
             size = as_index(OP, "hadamard", size)
@@ -166,12 +163,7 @@ class Contract:
             raise ValueError(f"{OP}: shared_amax has the group {alone!r}; needs two or more leaf names per group")
 
     def _check_unknown(self) -> None:
-        """Check the fields ``unknown`` and ``inferred``, and store them as tuples.
-
-        The unknown settings are stored once each, in the order of SETTINGS. Raise ValueError if a field names something
-        that is not a setting, if an entry of inferred is not a pair, or if an unknown setting has a value other than
-        None and (). Raise TypeError if a field is not made of tuples or lists of strings.
-        """
+        """Check the fields ``unknown`` and ``inferred``, and store them as tuples."""
         unknown = _words("unknown", self.unknown)
         inferred = tuple(_words("a pair of inferred", pair) for pair in _entries("inferred", self.inferred))
         if any(len(pair) != 2 for pair in inferred):
@@ -302,11 +294,7 @@ class Contract:
         )
 
     def _quantizes_experts(self, recipe: Recipe | None) -> bool:
-        """Return whether this contract quantizes routed experts by ``recipe``, and no other layers.
-
-        No model is needed: five typical names of layers are looked up. At least one of two names of experts must have
-        this recipe. An MLP layer, an attention layer and the output head must be unquantized.
-        """
+        """Return whether this contract quantizes routed experts by ``recipe``, and no other layers."""
         return any(self.recipe_of(name) == recipe for name in _EXPERTS) and not any(map(self.recipe_of, _NO_EXPERTS))
 
     @classmethod
@@ -455,10 +443,8 @@ class Contract:
         return tuple(name for name in layers if name in wanted) or (layer,)
 
     def __str__(self) -> str:
-        """Return one line per setting that was inferred or has a value other than None and (), then the unknown ones.
-
-        The line of an inferred setting says how it was found. All unknown settings are in one last line, which is left
-        out if there are none. The text is "" for a contract without any setting.
+        """Return one line per setting that was inferred or has a value other than None and (), then the unknown
+        ones.
         """
         how = dict(self.inferred)
         lines = [
@@ -485,19 +471,13 @@ _NO_EXPERTS = ("model.layers.3.mlp.up_proj", "model.layers.3.self_attn.q_proj", 
 
 
 def _layer_pattern(parameter: str) -> str:
-    """Return the pattern of layers for a pattern of parameters: "*.experts.*" for "*.experts.*.weight".
-
-    A pattern that does not end in ".weight" or ".weight[0-9]*" is returned unchanged.
-    """
+    """Return the pattern of layers for a pattern of parameters: "*.experts.*" for "*.experts.*.weight"."""
     head, _, tail = parameter.rpartition(_WEIGHT)
     return head if head and (not tail or tail == "[0-9]*") else parameter
 
 
 def _pattern(pair: Any) -> tuple[str, Recipe | None]:
-    """Return a (pattern, recipe or None) pair with its recipe looked up.
-
-    Raise TypeError for anything else, and ValueError for an unknown recipe.
-    """
+    """Return a (pattern, recipe or None) pair with its recipe looked up."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{OP}: patterns has {pair!r:.60}; needs pairs of a layer pattern and a recipe")
     pattern, recipe = pair

@@ -93,36 +93,21 @@ class Side:
         return self.stored is None
 
     def recipe_of(self, layer: str, q: Quantized | None) -> Recipe | None:
-        """Return the recipe of a layer's weight, or None if the layer is unquantized or its recipe is unknown.
-
-        If there is a contract that knows the setting weights, return its recipe for the layer, whatever ``q`` has.
-        Otherwise, return the recipe of ``q``.
-
-        q: the layer's Quantized; None if the side has none.
-        """
+        """Return the recipe of a layer's weight, or None if the layer is unquantized or its recipe is unknown."""
         if self.contract is not None and "weights" not in self.contract.unknown:
             return self.contract.recipe_of(layer)
         return None if q is None else q.recipe
 
     def decoding(self, r: Recipe) -> Recipe:
-        """Return r with the decode rule of loaders if the contract names a container, otherwise r itself.
-
-        Loaders decode with the stored tensor scale, even if the producer's own function does not. Recipes that only
-        fake-quantize are returned unchanged.
-        """
+        """Return r with the decode rule of loaders if the contract names a container, otherwise r itself."""
         container = None if self.contract is None else self.contract.container
         if container is None or r.fake_only:
             return r
         return as_stored(r, container.startswith(_DIVIDES) and r.scale is not None)
 
     def weights_of(self, layer: str, x: np.ndarray | None) -> Weights:
-        """Return the matrix that the side stores for a layer or, without stored tensors, that its function returns.
-
-        The side must have stored tensors or a function. Raise KeyError if it has stored tensors, but none for the
-        layer. Errors of the function are not caught.
-
-        x: the unquantized weight, which is passed to the function.
-        """
+        """Return the matrix that the side stores for a layer or, without stored tensors, that its function returns."""
+        # The side must have stored tensors or a function.
         if self.stored is not None:
             return as_weights(f"{self.label}: {layer}", self.stored[layer])
         assert self.function is not None
@@ -130,10 +115,7 @@ class Side:
 
     @property
     def transform(self) -> str:
-        """The size and the signs of the contract's Hadamard transform in words, such as "32 without signs".
-
-        "" if there is no contract or no transform.
-        """
+        """The size and the signs of the contract's Hadamard transform in words, such as "32 without signs"."""
         contract = self.contract
         if contract is None or contract.hadamard is None:
             return ""
@@ -141,11 +123,7 @@ class Side:
         return f"{contract.hadamard} " + (f"with signs {signs}" if signs else "without signs")
 
     def transformed(self, x: np.ndarray) -> np.ndarray:
-        """Return a matrix after the Hadamard transform of the contract; x itself if the contract has no transform.
-
-        A transform of 16 elements uses the arithmetic of quantize(hadamard=...) if it has no signs or Transformer
-        Engine's signs. Every other transform uses the arithmetic of fp4kit.hadamard.
-        """
+        """Return a matrix after the Hadamard transform of the contract; x itself if the contract has no transform."""
         contract = self.contract
         if contract is None or contract.hadamard is None:
             return x
@@ -155,17 +133,7 @@ class Side:
         return np.asarray(hadamard(x, size, signs=None if signs is None else [1 if s == "+" else -1 for s in signs]))
 
     def input_amax(self, layer: str, recipe: Recipe, dtype: np.dtype) -> np.ndarray | None:
-        """Return the tensor amax from which a recipe of activations computes the stored input scale of a layer.
-
-        If no amax gives the scale exactly, return the nearest amax. Return None in these cases, in which the caller
-        must measure the amax:
-
-        - The contract is None, or its input_scales is not "static".
-        - The layer has no stored scale, or the scale is not positive and finite.
-        - The recipe has no tensor scale, or several per matrix.
-
-        dtype: the dtype of the activations.
-        """
+        """Return the tensor amax from which a recipe of activations computes the stored input scale of a layer."""
         if self.contract is None or self.contract.input_scales != "static" or recipe.tensor_scaling != "tensor":
             return None
         scale = self.input_scales.get(layer)
@@ -179,11 +147,7 @@ class Side:
         return np.asarray(np.minimum(likely, FLT_MAX))
 
     def check(self) -> None:
-        """Raise ValueError if the side has only a contract, and this contract does not determine codes alone.
-
-        This is so if the contract searches block scales, because a contract does not describe the search well enough,
-        and if its recipe of weights is unknown.
-        """
+        """Raise ValueError if the side has only a contract, and this contract does not determine codes alone."""
         contract = self.contract
         if contract is None or not self.makes or self.function is not None:
             return
@@ -196,14 +160,7 @@ class Side:
 
 
 def side_of(label: str, given: Any) -> Side:
-    """Return the Side that the argument ``train`` or ``rollout`` of parity describes.
-
-    Raise TypeError if the argument has none of the types that parity accepts. Raise ValueError for a pair whose second
-    entry is also a contract, or the path of one. Errors of fp4kit.checkpoint, which opens paths, are not caught.
-
-    label: the name of the side, for error messages and results.
-    given: the argument.
-    """
+    """Return the Side that the argument ``train`` or ``rollout`` of parity describes."""
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Contract):
         side = side_of(label, given[1])
         if side.stored is None and side.function is None:
@@ -228,15 +185,7 @@ def side_of(label: str, given: Any) -> Side:
 
 
 def source_of(name: str, given: Any) -> Mapping[str, Any] | None:
-    """Return the tensors of parity's argument `weights`, `inputs` or `kv` by layer; None if the argument is None.
-
-    A path is opened, and a mapping of tensors is passed to by_layer.
-
-    Raises ValueError for the path of a contract file, which has no tensors, and TypeError for an argument of any other
-    type, such as a Contract. Errors of fp4kit.checkpoint, which opens paths, are not caught.
-
-    name: the name of the argument, for error messages.
-    """
+    """Return the tensors of parity's argument `weights`, `inputs` or `kv` by layer; None if the argument is None."""
     if given is None:
         return None
     if isinstance(given, (str, Path)):
@@ -250,10 +199,7 @@ def source_of(name: str, given: Any) -> Mapping[str, Any] | None:
 
 
 def by_layer(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return tensors under the names of their layers: the ending ".weight" is removed from every name that has it.
-
-    Return `tensors` itself if no name has this ending. Raise TypeError if a name is not a string.
-    """
+    """Return tensors under the names of their layers: the ending ".weight" is removed from every name that has it."""
     wrong = next((name for name in tensors if not isinstance(name, str)), None)
     if wrong is not None:
         raise TypeError(f"{OP}: a tensor has the name {wrong!r:.60}; needs a string, the name of a layer")
@@ -263,13 +209,7 @@ def by_layer(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def as_weights(what: str, given: Any) -> Weights:
-    """Convert a Quantized or an array of any library to Weights in host memory, with linear block scales.
-
-    Raise ValueError for a Quantized along an axis other than the last. Raise TypeError if `given` is neither a
-    Quantized nor an array.
-
-    what: the text with which error messages begin.
-    """
+    """Convert a Quantized or an array of any library to Weights in host memory, with linear block scales."""
     if isinstance(given, Quantized):
         q = on_host(given, OP)
         if q.axis != len(q.shape) - 1:
@@ -279,13 +219,7 @@ def as_weights(what: str, given: Any) -> Weights:
 
 
 def array_of(what: str, given: Any) -> np.ndarray:
-    """Return an array of NumPy, CuPy, PyTorch or JAX as a NumPy array in host memory, with its dtype and shape.
-
-    Raise TypeError for anything else, also for None, a list and a number. Raise ValueError if the elements are not real
-    numbers of at most 64 bits.
-
-    what: the name of the argument, for the message.
-    """
+    """Return an array of NumPy, CuPy, PyTorch or JAX as a NumPy array in host memory, with its dtype and shape."""
     if not hasattr(given, "shape"):
         raise TypeError(f"{OP}: {what} is a {type(given).__name__}; needs an array or a Quantized")
     (array,) = import_arrays(OP, tensor=given)
@@ -296,12 +230,8 @@ def array_of(what: str, given: Any) -> np.ndarray:
 
 
 def amax_of(x: np.ndarray, recipe: Recipe) -> Amax:
-    """Return the tensor amaxes of a matrix (M, K) as the recipe measures them, or None if quantize needs none.
-
-    The shape is () if the recipe has one tensor scale per tensor, and (M,) if it has one per row. Recipes without
-    tensor scales need no amax. Recipes with one tensor scale per block need none either, because only whole blocks are
-    quantized later.
-    """
+    """Return the tensor amaxes of a matrix (M, K) as the recipe measures them, or None if quantize needs none."""
+    # Recipes with one tensor scale per block need none either, because only whole blocks are quantized later.
     if recipe.tensor_scaling not in ("tensor", "row"):
         return None
     if recipe.tensor_scaling == "tensor":
@@ -312,11 +242,7 @@ def amax_of(x: np.ndarray, recipe: Recipe) -> Amax:
 
 
 def as_loaded(q: Quantized) -> Quantized:
-    """Return q with the tensor scale that a loader computes, if the checkpoint stores a divisor; otherwise q itself.
-
-    The stored divisor is 1 / tensor_scale, rounded to float32, and a loader inverts it again. Doing this once more
-    changes nothing. A checkpoint stores such a divisor if the decode rule of q is "stored_divisor".
-    """
+    """Return q with the tensor scale that a loader computes, if the checkpoint stores a divisor; otherwise q itself."""
     if q.recipe.decode_rule != "stored_divisor":
         return q
     with np.errstate(divide="ignore", over="ignore"):
@@ -325,14 +251,7 @@ def as_loaded(q: Quantized) -> Quantized:
 
 
 def made(x: np.ndarray, recipe: Recipe, amax: Amax) -> Weights:
-    """Quantize some rows of a matrix with tensor amaxes of the whole matrix, and return a Quantized in Weights.
-
-    If the recipe only fake-quantizes, return the fake-quantized values in Weights instead. The tensor scale is that of
-    as_loaded.
-
-    x: the rows.
-    amax: the tensor amaxes: () for one, or one per row of x; None if the recipe needs none. They may be NaN.
-    """
+    """Quantize some rows of a matrix with tensor amaxes of the whole matrix, and return a Quantized in Weights."""
     if recipe.fake_only:
         return Weights(None, faked(x, recipe, amax))
     x, amax, added = _with_measured_nan(x, recipe, amax)
@@ -353,12 +272,10 @@ def has_nan(amax: Amax) -> bool:
 
 
 def _with_measured_nan(x: np.ndarray, recipe: Recipe, amax: Amax) -> tuple[np.ndarray, Amax, int]:
-    """Return (x, amax, added) with which quantize computes what the given amax means, also if it is NaN.
-
-    quantize rejects a NaN amax, but measures one if x has NaN. So a NaN amax is replaced by None. If there is one amax
-    for the whole matrix, a block of NaN rows is put before x, because the given rows may have no NaN. ``added`` is the
-    number of these rows, which the caller removes from the result; otherwise 0.
-    """
+    """Return (x, amax, added) with which quantize computes what the given amax means, also if it is NaN."""
+    # If there is one amax for the whole matrix, a block of NaN rows is put before x, because the given rows may have no
+    # NaN.
+    # ``added`` is the number of these rows, which the caller removes from the result; otherwise 0.
     if amax is None or not has_nan(amax):
         return x, amax, 0
     if amax.ndim:
@@ -368,10 +285,6 @@ def _with_measured_nan(x: np.ndarray, recipe: Recipe, amax: Amax) -> tuple[np.nd
 
 
 def largest(amaxes: Iterable[Amax]) -> Amax:
-    """Return the tensor amax that a group of layers shares: the largest of the given amaxes.
-
-    Arrays with one amax per row are compared row by row. Entries that are None are ignored; if all are None, or if
-    there are none, return None.
-    """
+    """Return the tensor amax that a group of layers shares: the largest of the given amaxes."""
     found = [amax for amax in amaxes if amax is not None]
     return np.max(np.stack(found), axis=0) if found else None

@@ -13,12 +13,7 @@ from fp4kit.quantized.slicing import box_of
 
 
 def stacks_in(tensors: Mapping[str, Any] | None, arrays: bool) -> set[str]:
-    """Return the names of the stacks in a dict of tensors. A stack is a Quantized with three axes.
-
-    Return an empty set for None, and for a mapping that is not a dict, because its tensors may be loaded lazily.
-
-    arrays: True to count other arrays with three axes as stacks too.
-    """
+    """Return the names of the stacks in a dict of tensors."""
     if not isinstance(tensors, dict):
         return set()
     kinds = {name: t for name, t in tensors.items() if arrays or isinstance(t, Quantized)}
@@ -26,14 +21,7 @@ def stacks_in(tensors: Mapping[str, Any] | None, arrays: bool) -> set[str]:
 
 
 def unstacked(tensors: Mapping[str, Any], stacks: Collection[str]) -> Mapping[str, Any]:
-    """Return tensors with each of the named stacks split into its matrices. The matrices share the stack's memory.
-
-    Matrix e of the stack "P.L" is named "P.e.L". If the name has no dot, matrix e of "L" is named "L.e".
-
-    Return ``tensors`` itself if there is nothing to split.
-
-    stacks: names of tensors. A name that `tensors` lacks is ignored, and a tensor without three axes is not split.
-    """
+    """Return tensors with each of the named stacks split into its matrices."""
     names = [name for name in stacks if name in tensors and len(tensors[name].shape) == 3]
     if not names:
         return tensors
@@ -50,10 +38,7 @@ def unstacked(tensors: Mapping[str, Any], stacks: Collection[str]) -> Mapping[st
 
 
 def matrix_of(q: Quantized, e: int) -> Quantized:
-    """Return one matrix of a Quantized of three axes as a Quantized of two axes, which shares its memory.
-
-    e: the index of the matrix.
-    """
+    """Return one matrix of a Quantized of three axes as a Quantized of two axes, which shares its memory."""
     part = box_of(q, (slice(e, e + 1), *(slice(0, n) for n in q.shape[1:])))
     per_expert = part.recipe.tensor_scaling == "tensor"
 

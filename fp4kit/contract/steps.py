@@ -121,15 +121,7 @@ class _RecordedStep:
 def first_step(
     x: tuple[np.ndarray, np.ndarray], a: Arithmetic, b: Arithmetic, affected: np.ndarray, scales: np.ndarray
 ) -> FirstStep | None:
-    """Return the earliest step that differs for the affected elements; None if no recorded step differs.
-
-    The matrix is divided into parts, of which at most eight are examined (see _windows).
-
-    x: the elements (m, k) of both sides.
-    affected: bool (m, k), the elements whose codes, scales or values differ.
-    scales: bool (m, k), the elements whose block scales differ.
-    a, b: the arithmetic of each side.
-    """
+    """Return the earliest step that differs for the affected elements; None if no recorded step differs."""
     found: dict[tuple[int, StepName, str], list[tuple[int, tuple[int, int]]]] = {}
     traced_count = 0
     for rows, columns in _windows(affected, scales, a.recipe, b.recipe):
@@ -150,18 +142,7 @@ def first_step(
 
 
 def _windows(affected: np.ndarray, scales: np.ndarray, a: Recipe, b: Recipe) -> list[tuple[slice, slice]]:
-    """Return at most eight parts of a matrix that hold affected elements, as slices (rows, columns).
-
-    The parts are evenly spaced among all that hold such elements. If block scales differ anywhere, they do in one of
-    the returned parts.
-
-    Each part consists of whole blocks of both recipes. It is one tile: the specification computes it in one go, so that
-    every result is recorded once.
-
-    affected: bool (m, k), the affected elements.
-    scales: bool (m, k), those whose block scales differ.
-    a, b: the recipes of both sides.
-    """
+    """Return at most eight parts of a matrix that hold affected elements, as slices (rows, columns)."""
     M, K = affected.shape
     height = lcm(a.block_rows, b.block_rows)
     multiple = lcm(a.length_multiple, b.length_multiple)
@@ -182,15 +163,7 @@ def _windows(affected: np.ndarray, scales: np.ndarray, a: Recipe, b: Recipe) -> 
 
 
 def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> dict[str, _RecordedStep]:
-    """Quantize and decode a part of x, and return the result of each step in order, as {name of the result: result}.
-
-    Each result is repeated to one entry per element of the part. A result whose entries do not belong to elements,
-    rows, blocks or the whole part is left out.
-
-    x: the elements of a side.
-    one: the arithmetic of the side.
-    rows, columns: the ranges of the part.
-    """
+    """Quantize and decode a part of x, and return the result of each step in order, as {name of the result: result}."""
     part = np.ascontiguousarray(x[rows, columns])
     amax = one.amax if one.amax is None or not one.amax.ndim else one.amax[rows]
     with specification(), np.errstate(all="ignore"), traced() as steps:
@@ -208,14 +181,7 @@ def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> di
 
 
 def _per_element(result: np.ndarray, shape: tuple[int, int], r: Recipe) -> np.ndarray | None:
-    """Repeat the entries of a recorded result, so that there is one entry per element, and return it as (m, k).
-
-    Return None if the number of entries fits none of these: one per element, block, row or tensor.
-
-    result: the entries, of any shape.
-    shape: (m, k).
-    r: the recipe, which determines the size of blocks.
-    """
+    """Repeat the entries of a recorded result, so that there is one entry per element, and return it as (m, k)."""
     m, k = shape
     flat = result.reshape(-1)
     blocks, block_rows = k // r.block_size, -(-m // r.block_rows)
@@ -231,43 +197,21 @@ def _per_element(result: np.ndarray, shape: tuple[int, int], r: Recipe) -> np.nd
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
-    """Return the bit patterns of values, with one pattern for all NaN.
-
-    Codes (integers or bools) are returned unchanged.
-    """
+    """Return the bit patterns of values, with one pattern for all NaN."""
     if values.dtype.kind in "iub":
         return values
     return bit_patterns(np.where(np.isnan(values), np.full_like(values, np.nan), values))
 
 
 def _numbers(values: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
-    """Return the numbers that a recorded result stands for, as float64, in the shape of ``values``.
-
-    values: numbers, which are converted to float64; or codes, which are decoded.
-    fmt: the format of the codes; None for numbers.
-    """
+    """Return the numbers that a recorded result stands for, as float64, in the shape of ``values``."""
     return np.asarray(values if fmt is None else fmt.values[values.astype(np.int64)], np.float64)
 
 
 def _differing(
     a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], affected: np.ndarray
 ) -> Iterator[tuple[int, StepName, str, np.ndarray]]:
-    """Yield (order, step, name, mask) for each recorded result in which the sides differ, in the order of the steps.
-
-    order: the position of the step in _ORDER.
-    step: the step of the arithmetic; "tie" for codes that differ because the quotient lies midway between them.
-    name: the name of the result.
-    mask: bool (m, k), the affected elements for which this is the first result that differs.
-
-    A result that only one side recorded is left out. Scales are the exception: if only one side has a tensor scale, or
-    only one has block scales, all remaining elements count as different in that step, and nothing further is yielded.
-
-    An intermediate result on the way to the block scale counts only for elements whose block scale differs. A quotient,
-    or an intermediate result on the way to the code, counts only for elements whose code differs.
-
-    a, b: {name of the result: result} of each side.
-    affected: bool (m, k), the elements to look at. It is not changed.
-    """
+    """Yield (order, step, name, mask) for each recorded result in which the sides differ, in the order of the steps."""
     left = affected.copy()
     leads_to = {step: _differs(a, b, names) for step, names in _ENDS.items()}
     for order, step in enumerate(_ORDER):
@@ -291,26 +235,14 @@ def _differing(
 
 
 def _is_missing(step: str, a: dict[str, _RecordedStep], b: dict[str, _RecordedStep]) -> bool:
-    """Return whether one side recorded results of a step and the other side recorded none.
-
-    Always False unless the step is "tensor scale" or "block scale".
-
-    a, b: {name of the result: result} of each side.
-    """
+    """Return whether one side recorded results of a step and the other side recorded none."""
     if step not in ("tensor scale", "block scale"):
         return False
     return any(_step(name) == step for name in a) != any(_step(name) == step for name in b)
 
 
 def _differs(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], names: tuple[str, ...]) -> Any:
-    """Return a mask (m, k) of the elements for which a recorded result differs between the sides.
-
-    The first result in `names` that both sides recorded is compared. Return None if there is none. Bits are compared if
-    both sides have one format. Otherwise numbers are compared, and NaN equals NaN.
-
-    a, b: {name: result} of both sides.
-    names: the names of the results to choose from.
-    """
+    """Return a mask (m, k) of the elements for which a recorded result differs between the sides."""
     name = next((name for name in names if name in a and name in b), None)
     if name is None:
         return None
@@ -321,21 +253,12 @@ def _differs(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], names: tu
 
 
 def _step(name: str) -> str:
-    """Return the name of the step that gives a recorded result, such as "quotient"; "" if no step gives it.
-
-    name: the name of the result, such as "scaled element".
-    """
+    """Return the name of the step that gives a recorded result, such as "quotient"; "" if no step gives it."""
     return next((step for start, step in _STEPS if name.startswith(start)), "")
 
 
 def _ties(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep]) -> np.ndarray:
-    """Return a bool mask (m, k) of elements whose quotients are equal and midway between the values of both codes.
-
-    Where both codes are equal, the mask has no meaning. All entries are False if the sides recorded no quotient in a
-    common format.
-
-    a, b: {name of the result: result} of each side; both must have "code".
-    """
+    """Return a bool mask (m, k) of elements whose quotients are equal and midway between the values of both codes."""
     x, y = a["code"], b["code"]
     last = next((name for name in reversed(a) if _step(name) == "quotient" and name in b), None)
     if last is None or a[last].format != b[last].format:

@@ -14,13 +14,7 @@ _LAYOUTS = ("swizzled_128x4", "swizzled_8x4")
 
 
 def orders(q: Quantized) -> Iterator[tuple[str, str, Quantized]]:
-    """Yield (step, what is wrong, copy of q in the right order) for each wrong order in which q may be stored.
-
-    First come the wrong orders of the block scales, with the step "block scale". If two codes share a byte, swapped
-    nibbles follow, with the step "code": alone, then together with each wrong order of the scales.
-
-    q: a Quantized with linear scales and two axes. It is not changed.
-    """
+    """Yield (step, what is wrong, copy of q in the right order) for each wrong order in which q may be stored."""
     scales = list(_scale_orders(q))
     for text, one in scales:
         yield "block scale", text, one
@@ -32,11 +26,7 @@ def orders(q: Quantized) -> Iterator[tuple[str, str, Quantized]]:
 
 
 def _scale_orders(q: Quantized) -> Iterator[tuple[str, Quantized]]:
-    """Yield (what is wrong, Quantized in the right order) for each wrong order that the block scales of q may have.
-
-    There are two orders per layout: the scales are in this layout and are read as linear, or the reverse. Only layouts
-    that need no padding for these scales are tried. Yield nothing if q has no block scales.
-    """
+    """Yield (what is wrong, Quantized in the right order) for each wrong order that the block scales of q may have."""
     stored = q.block_scale
     if stored is None:
         return

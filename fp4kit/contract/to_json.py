@@ -31,12 +31,7 @@ _RECIPES = ("weights", "activations", "kv_cache")
 
 
 def as_data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a contract, and the version of the format, as a new dict of JSON data.
-
-    Fields that are None or () are left out.
-
-    values: {name of the field: its value}.
-    """
+    """Return the fields of a contract, and the version of the format, as a new dict of JSON data."""
     data: dict[str, Any] = {_KEY: VERSION}
     for name, value in values.items():
         if value in (None, ()):
@@ -56,15 +51,7 @@ def as_data(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any]:
-    """Return {name of the field: its value} for the contract that JSON data describes. This is the inverse of as_data.
-
-    Fields that the data does not have are left out. Values that need no conversion are returned unchecked; Contract
-    checks them. Raise CheckpointError if the data is not a mapping, has another version or an unknown key, or if a
-    recipe or a unit in it is malformed or unknown.
-
-    label: the name of the file, for messages.
-    settings: the names of a contract's settings.
-    """
+    """Return {name of the field: its value} for the contract that JSON data describes."""
     if not isinstance(data, Mapping) or type(data.get(_KEY)) is not int or data[_KEY] != VERSION:
         got = data.get(_KEY) if isinstance(data, Mapping) else data
         raise CheckpointError(f"{label}: {_KEY} is {got!r:.60}; this version of fp4kit reads version {VERSION}")
@@ -91,12 +78,7 @@ def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any
 
 
 def load(path: Path, settings: Collection[str]) -> dict[str, Any]:
-    """Load a contract file and return {name of the field: its value}, the arguments for Contract.
-
-    Raise CheckpointError if the path is not a file, and the errors of from_data and load_object.
-
-    settings: the names of a contract's settings.
-    """
+    """Load a contract file and return {name of the field: its value}, the arguments for Contract."""
     if not path.is_file():
         raise CheckpointError(f"{path}: is not a file; needs a contract that fp4kit convert or Contract.save wrote")
     return from_data(path.name, load_object(path, path.name), settings)
@@ -109,11 +91,7 @@ def save(path: Path, data: dict[str, Any]) -> None:
 
 
 def _recipe_data(r: Recipe) -> dict[str, Any]:
-    """Return a recipe as JSON data, from which _recipe_from makes the recipe again.
-
-    For a recipe in fp4kit's table, the data has its id, the versions of its producer and its facts (the fields that
-    determine bits). For any other recipe, it has all fields.
-    """
+    """Return a recipe as JSON data, from which _recipe_from makes the recipe again."""
     if not is_listed(r):
         data = to_dict.as_data(r)
         assert isinstance(data, dict)
@@ -123,10 +101,7 @@ def _recipe_data(r: Recipe) -> dict[str, Any]:
 
 
 def _facts(r: Recipe) -> dict[str, Any]:
-    """Return the fields of a recipe that determine bits and differ from their defaults, as JSON data.
-
-    Formats are given by their names.
-    """
+    """Return the fields of a recipe that determine bits and differ from their defaults, as JSON data."""
     found = {}
     for one in fields(r):
         value = getattr(r, one.name)
@@ -138,16 +113,7 @@ def _facts(r: Recipe) -> dict[str, Any]:
 
 
 def _recipe_from(name: str, data: Any) -> Recipe:
-    """Return the recipe that JSON data describes.
-
-    The data is an id, an object with an id and facts (fields that determine bits), or an object with all fields. Facts
-    are compared with those of this version of fp4kit, unless the object states none.
-
-    Raise TypeError if a value has the wrong type. Raise ValueError if the facts differ, if the id is unknown, or if
-    there is an unknown key.
-
-    name: the field that holds the recipe, for messages.
-    """
+    """Return the recipe that JSON data describes."""
     if not isinstance(data, Mapping) or "element" in data:
         try:
             return to_dict.from_data(data)
@@ -169,11 +135,7 @@ def _recipe_from(name: str, data: Any) -> Recipe:
 
 
 def _pair_from(pair: Any) -> tuple[Any, Recipe | None]:
-    """Return (pattern, recipe) from a pair of JSON data. The recipe is None if the second entry is None.
-
-    The pattern is returned unchecked. Raise ValueError or TypeError if the data is not a pair, or if the recipe is
-    invalid.
-    """
+    """Return (pattern, recipe) from a pair of JSON data."""
     if not isinstance(pair, list) or len(pair) != 2:
         raise TypeError(f"patterns has {pair!r:.60}; needs pairs of a layer pattern and a recipe")
     pattern, data = pair
@@ -181,10 +143,7 @@ def _pair_from(pair: Any) -> tuple[Any, Recipe | None]:
 
 
 def _unit_from(data: Any) -> Unit | str:
-    """Return the id of a known unit unchanged, or the Unit that an object of fields describes.
-
-    Raise ValueError for an unknown id, and TypeError or ValueError for invalid fields.
-    """
+    """Return the id of a known unit unchanged, or the Unit that an object of fields describes."""
     if isinstance(data, str):
         if data not in UNITS:
             raise ValueError(f"unit is {data!r:.60}; needs one of {', '.join(UNITS)}, or an object of fields")
@@ -202,10 +161,7 @@ def _unit_from(data: Any) -> Unit | str:
 
 
 def _checked(name: str, value: Any, kind: type[_T]) -> _T:
-    """Return a value of JSON data unchanged. Raise TypeError if it is not of type `kind`: dict, list or str.
-
-    name: what the value is, for the message.
-    """
+    """Return a value of JSON data unchanged."""
     if not isinstance(value, kind):
         need = {dict: "an object", list: "a list", str: "a string"}[kind]
         raise TypeError(f"{name} is {value!r:.60}; needs {need}")

@@ -35,13 +35,7 @@ _MANY = 4  # at most this many entries of a list are shown
 
 
 def shown(value: Any) -> str:
-    """Return a setting of a contract as text.
-
-    - For a recipe or a unit, its id.
-    - For a tuple, its first four entries; a longer one ends with the number of entries left out, such as " and 3 more".
-    - For None and an empty tuple, "none".
-    - For anything else, its str.
-    """
+    """Return a setting of a contract as text."""
     if isinstance(value, Recipe | Unit):
         return value.id
     if isinstance(value, tuple):
@@ -52,14 +46,7 @@ def shown(value: Any) -> str:
 
 
 def difference(a: Any, b: Any) -> str:
-    """Return text that says how two unequal settings differ. The text names the value of ``a`` first.
-
-    - For recipes, it lists the differing fields.
-    - For lists, it lists the entries that only one of them has. If the lists differ only in variants of recipes, it
-      lists the differing fields of each pair. If they differ only in order, it says so.
-    - For units of one id, it lists the names of the differing fields.
-    - For all other settings, it gives both values.
-    """
+    """Return text that says how two unequal settings differ."""
     if isinstance(a, Recipe) and isinstance(b, Recipe):
         return f"{a.id} and {b.id}: {', '.join(recipe_difference(a, b))}"
     if isinstance(a, tuple) and isinstance(b, tuple):
@@ -77,11 +64,7 @@ def difference(a: Any, b: Any) -> str:
 
 
 def _are_variants(a: Any, b: Any) -> bool:
-    """Return whether a and b are (pattern, recipe) pairs with equal patterns and recipes of one id.
-
-    For example, the recipes may be int4-qat in two block sizes. Names and groups of names, which other settings have as
-    entries, give False.
-    """
+    """Return whether a and b are (pattern, recipe) pairs with equal patterns and recipes of one id."""
     if isinstance(a, str) or isinstance(b, str) or a[0] != b[0]:
         return False
     return isinstance(a[1], Recipe) and isinstance(b[1], Recipe) and a[1].id == b[1].id
@@ -94,14 +77,7 @@ def only_decoding(a: Recipe, b: Recipe) -> bool:
 
 
 def recipe_difference(a: Recipe, b: Recipe) -> list[str]:
-    """Return texts that say how two recipes differ, for a message.
-
-    There is one text per differing field that determines bits, with the values of both recipes.
-
-    - If no such field differs, the first text is "equal arithmetic under two names".
-    - If only fields about decoding differ, and recipe `a` has codes, another text says that codes and scales are equal.
-    - If both recipes are of one producer and state different versions, the last text names the versions.
-    """
+    """Return texts that say how two recipes differ, for a message."""
     found = [
         f"{_NAMES.get(one.name, one.name.replace('_', ' '))} {_value(a, one.name)} and {_value(b, one.name)}"
         for one in fields(a)
@@ -117,10 +93,7 @@ def recipe_difference(a: Recipe, b: Recipe) -> list[str]:
 
 
 def _value(r: Recipe, name: str) -> str:
-    """Return the value of the field ``name`` of a recipe as text; "none" for None and "".
-
-    Formats are given by their names.
-    """
+    """Return the value of the field ``name`` of a recipe as text; "none" for None and ""."""
     value = getattr(r, name)
     if name in ("element", "scale"):
         return "none" if value is None else str(value.name)
