@@ -58,14 +58,7 @@ _HINTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    The exit code is 0 on success, 1 if the command found a difference, 2 after an error, and 128 + N if signal N ended
-    the command. Errors are not raised; a line on stderr says what is wrong. stdout is set to write characters that its
-    encoding lacks as escapes.
-
-    argv: the arguments after ``fp4kit``; None for the arguments of this process.
-    """
+    """Run one command and return its exit code."""
     if hasattr(sys.stdout, "reconfigure"):
         # Escape characters that stdout's encoding lacks, because names of files and tensors may contain any bytes.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -73,13 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
-    """Parse the arguments, run the command that they name, and return its exit code; 0 after --help and --version.
-
-    Raise UsageError for arguments that the command does not accept, and ValueError if there is no command.
-
-    task: its ``name`` and ``destination`` are set here, for the last line that guard.run writes to stderr.
-    argv: the arguments after ``fp4kit``; None for the arguments of this process.
-    """
+    """Parse the arguments, run the command that they name, and return its exit code; 0 after --help and --version."""
     try:
         arguments = sys.argv[1:] if argv is None else argv
         args = parser(arguments).parse_args(arguments)
@@ -98,13 +85,7 @@ def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
 
 
 def parser(arguments: Sequence[str] | None = None) -> Parser:
-    """Return a new parser of the command line, which lists all commands.
-
-    Importing the modules of all commands takes longer than most commands run. So only the commands that ``arguments``
-    names have their options. Every command has them if ``arguments`` is None or contains --print-completion.
-
-    arguments: the arguments that the parser will parse.
-    """
+    """Return a new parser of the command line, which lists all commands."""
     if arguments is not None and any(text.startswith("--print-completion") for text in arguments):
         arguments = None
     result = Parser(

@@ -15,10 +15,7 @@ from fp4kit.storage.errors import shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command compare, with its options and the function that runs it, to ``subparsers``.
-
-    subparsers: the subparsers action of argparse, which lists the commands.
-    """
+    """Add the command compare, with its options and the function that runs it, to ``subparsers``."""
     parser = add_command(
         subparsers,
         "compare",
@@ -52,11 +49,7 @@ def _body(comparison: CheckpointComparison) -> dict[str, Any]:
 
 
 def _print(out: Output, comparison: CheckpointComparison) -> None:
-    """Print a comparison: tables of config entries, tensors and layers that differ, then the verdict.
-
-    If only one checkpoint has a layer quantized, the layer is listed instead of its tensors, which all differ. Lines
-    before the verdict say how many tensors are not listed for this reason, and which could not be decoded.
-    """
+    """Print a comparison: tables of config entries, tensors and layers that differ, then the verdict."""
     rows = [(shown(f"{d.place}: {d.key}" if d.key else d.place), d.kind, shown(d.detail)) for d in comparison.configs]
     out.table(("config", "difference", "detail"), rows)
     # If a layer is quantized in only one checkpoint, all of its tensors differ. List the layer instead of its tensors.
@@ -80,10 +73,7 @@ def _print(out: Output, comparison: CheckpointComparison) -> None:
 
 
 def _verdict(comparison: CheckpointComparison) -> str:
-    """Return the last line of the output: how many tensors are the same, and how many differ.
-
-    It also says how many entries of configs and metadata differ. If nothing differs, it ends with "equal".
-    """
+    """Return the last line of the output: how many tensors are the same, and how many differ."""
     same = f"{comparison.same} tensors are the same"
     if comparison.equal:
         return f"{same}, and so are configs and metadata; equal"
@@ -92,10 +82,8 @@ def _verdict(comparison: CheckpointComparison) -> str:
 
 
 def _layer_cells(layer: LayerDifference) -> tuple[str, str, str, str, str]:
-    """Return the cells of one layer's row in the table, without its name, for a layer that both checkpoints quantize.
-
-    The cells show the numbers of codes, block scales and values that differ, the two tensor scales ("same" if they are
-    equal, or if neither checkpoint has one), and the SQNR in decibels.
+    """Return the cells of one layer's row in the table, without its name, for a layer that both checkpoints
+    quantize.
     """
     a, b = layer.tensor_scales
     scales = "same" if a == b else f"{a} and {b}"

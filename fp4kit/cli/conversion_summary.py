@@ -55,9 +55,8 @@ class Summary:
 
 
 def summary_of(report: ConversionReport) -> Summary:
-    """Return the summary of a conversion: engines that load the result, the command to serve it, and a sampled error.
-
-    Some rows of the result and of the source are read to measure the error.
+    """Return the summary of a conversion: engines that load the result, the command to serve it, and a sampled
+    error.
     """
     engines, config = _engines(report), report.plan.source.config
     rejections = rejections_of(report.findings)
@@ -65,11 +64,7 @@ def summary_of(report: ConversionReport) -> Summary:
 
 
 def _error(report: ConversionReport) -> SampledError | None:
-    """Return the sampled error of a conversion.
-
-    Return None if the conversion quantized no layer, if no sampled layer has a finite SQNR, or if the files cannot be
-    read again.
-    """
+    """Return the sampled error of a conversion."""
     if not {QUANTIZE, REQUANTIZE, MERGE} & report.actions.keys():
         return None
     try:
@@ -80,14 +75,7 @@ def _error(report: ConversionReport) -> SampledError | None:
 
 
 def _engines(report: ConversionReport) -> tuple[str, ...]:
-    """Return the names of the engines that load the result of a conversion; () if none is known.
-
-    - For a format that is made for one engine (GGUF, MLX, ComfyUI), return that engine, unless a finding is an error.
-    - Otherwise, return () for a single file, because engines need a config.
-    - Otherwise, return the engines that load the format for models of this family, and that no finding concerns (see
-      engines_that_load). If layers have AWQ's factors per column, return only engines that support AWQ, and () if there
-      are also layers in other formats.
-    """
+    """Return the names of the engines that load the result of a conversion; () if none is known."""
     plan = report.plan
     format = "bf16" if plan.form is None else plan.form.format
     if format in _OWN_ENGINES:
@@ -101,15 +89,7 @@ def _engines(report: ConversionReport) -> tuple[str, ...]:
 
 
 def serve_command(config: Mapping[str, Any], path: Path, engines: tuple[str, ...]) -> str:
-    """Return the command line that serves a model, or that loads it in Python; "" if no engine has a command.
-
-    If transformers is among the engines, and the model does not generate text, this is the command that loads the model
-    with transformers. Otherwise, it is the command of the first engine that has one.
-
-    config: the content of the model's config.json, whose "architectures" say whether the model generates text.
-    path: the model.
-    engines: the names of the engines that load the model.
-    """
+    """Return the command line that serves a model, or that loads it in Python; "" if no engine has a command."""
     classes = config.get("architectures")
     names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
     generates = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
@@ -120,12 +100,7 @@ def serve_command(config: Mapping[str, Any], path: Path, engines: tuple[str, ...
 
 
 def verified_serve_command(report: VerifyReport) -> str:
-    """Return the command that serves the model of a verify report; "" if no engine is known to load it.
-
-    Engines that reject the model, as issues of the report say, are left out. The result is also "" for a single file,
-    for a Diffusers model, and if the report says that the requirements of loaders are not known. The command is
-    returned even if the report lists errors.
-    """
+    """Return the command that serves the model of a verify report; "" if no engine is known to load it."""
     if not report.path.is_dir() or any(_UNKNOWN in issue.text for issue in report.issues):
         return ""
     config = inspect_checkpoint(report.path).config or {}
@@ -135,11 +110,7 @@ def verified_serve_command(report: VerifyReport) -> str:
 
 
 def body_of(summary: Summary) -> dict[str, Any]:
-    """Return a summary as the entries "sqnr", "engines", "rejections" and "serve" of a conversion's JSON document.
-
-    "sqnr" is None if the error is not known. Otherwise it is a dict with the median SQNR, the SQNR of each sampled
-    layer ("layers"), and the number of layers from which they were sampled ("of").
-    """
+    """Return a summary as the entries "sqnr", "engines", "rejections" and "serve" of a conversion's JSON document."""
     error = summary.error
     sqnr = None
     if error is not None:
@@ -149,10 +120,7 @@ def body_of(summary: Summary) -> dict[str, Any]:
 
 
 def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
-    """Yield the lines to print about a conversion: recipe, error, engines, command to serve, and command to verify.
-
-    Lines that do not apply or are not known are left out.
-    """
+    """Yield the lines to print about a conversion: recipe, error, engines, command to serve, and command to verify."""
     plan = report.plan
     if plan.form is not None:
         yield recipe_line(plan)
@@ -177,10 +145,7 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
 
 
 def _fails_in_float32(plan: Plan) -> bool:
-    """Return whether transformers loads the result as a float32 model whose quantized layers compute in bfloat16.
-
-    This is so for float32 models in compressed-tensors containers with block scales.
-    """
+    """Return whether transformers loads the result as a float32 model whose quantized layers compute in bfloat16."""
     config = plan.source.config
     text = config.get("text_config")
     dtypes = [part.get(name) for part in (config, text) if isinstance(part, dict) for name in ("dtype", "torch_dtype")]
@@ -189,11 +154,7 @@ def _fails_in_float32(plan: Plan) -> bool:
 
 
 def recipe_line(plan: Plan) -> str:
-    """Return the line of the summary that names the recipes and says whether engines also quantize activations.
-
-    If the user named no recipe, the line says why this one was chosen. If the codes of the source were kept, the line
-    says so in place of the names.
-    """
+    """Return the line of the summary that names the recipes and says whether engines also quantize activations."""
     ids = [plan.recipe.id, *(one.id for _, one in plan.request.recipes)]
     chosen = f" ({plan.request.chosen})" if plan.request.chosen else ""
     start = f"recipe: {', '.join(dict.fromkeys(ids))}{chosen}"
@@ -210,11 +171,7 @@ def recipe_line(plan: Plan) -> str:
 
 
 def _error_lines(error: SampledError) -> Iterator[str]:
-    """Yield the line about the error of a conversion: the median and the worst SQNR of the measured layers.
-
-    If layers are at least 3 dB below the median, also yield advice to leave them unquantized (--keep). The advice names
-    at most three layers, the worst first.
-    """
+    """Yield the line about the error of a conversion: the median and the worst SQNR of the measured layers."""
     (worst, db), count = error.layers[0], len(error.layers)
     of = f"{count} layer{'s' * (count != 1)}" if count == error.total else f"{count} sampled layers of {error.total}"
     of = of if error.is_whole or count != error.total else f"sampled rows of {of}"

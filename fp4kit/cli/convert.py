@@ -76,10 +76,7 @@ _FORMAT_HINTS = {
 
 
 def register(subparsers: Any) -> None:
-    """Add the command convert, with its options and the function that runs it, to ``subparsers``.
-
-    subparsers: the subparsers action of argparse, which lists the commands.
-    """
+    """Add the command convert, with its options and the function that runs it, to ``subparsers``."""
     parser: Any = add_command(
         subparsers,
         "convert",
@@ -198,10 +195,7 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose which layers are converted.
-
-    The options are --preset, --keep-first, --keep-last, --keep, --only and --include.
-    """
+    """Add the options that choose which layers are converted."""
     group = parser.add_argument_group("which layers")
     text = "which kinds of layers to convert (default: %(default)s)"
     group.add_argument("--preset", choices=PRESETS, default="linear", help=text)
@@ -292,11 +286,7 @@ def add_adapter(parser: Any, does: str) -> None:
 
 
 def add_activations(parser: argparse.ArgumentParser, does: str) -> None:
-    """Add --activations, --activation-rule and --unseen-experts, which the commands convert and verify share.
-
-    parser: the parser of the command.
-    does: text for the help that says what the command does with the activations.
-    """
+    """Add --activations, --activation-rule and --unseen-experts, which the commands convert and verify share."""
     group = parser.add_argument_group("input scales from activations")
     group.add_argument(
         "--activations",
@@ -360,10 +350,7 @@ def devices_of(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _device(text: str) -> int | None:
-    """Parse one value of --device: return the index of a CUDA device ("cuda" is 0), or None for "cpu".
-
-    Raise argparse.ArgumentTypeError for any text that is not "cpu", "cuda" or "cuda:N".
-    """
+    """Parse one value of --device: return the index of a CUDA device ("cuda" is 0), or None for "cpu"."""
     name, colon, number = text.partition(":")
     if text == "cpu":
         return None
@@ -373,14 +360,7 @@ def _device(text: str) -> int | None:
 
 
 def _convert(args: argparse.Namespace, out: Output) -> int:
-    """Run the command convert. Return 0, or 1 if verify would report errors about headers, configs or scalars.
-
-    Raise CheckpointError if the model cannot be converted as requested.
-
-    - With --remove-stale, one path and no --demo, only remove what a killed run left for that path.
-    - With --dry-run, only print the plan; write and remove nothing.
-    - With --quiet but without --json, convert, but print no result.
-    """
+    """Run the command convert."""
     destination = Path(args.paths[-1])
     if args.remove_stale and args.resume:
         raise CheckpointError("--remove-stale removes the files that --resume continues from; use only one of them")
@@ -430,13 +410,7 @@ def _exit_code(findings: Sequence[Issue]) -> int:
 
 
 def _print_cosines(out: Output, plan: Plan, destination: Path) -> None:
-    """Print one line that says how much the conversion changed the embeddings that the demo model computes.
-
-    The line has the median and the smallest cosine between old and new embeddings of a few sentences.
-
-    plan: the plan of the conversion, which knows the source.
-    destination: the converted model.
-    """
+    """Print one line that says how much the conversion changed the embeddings that the demo model computes."""
     middle, worst = cosines_of_embeddings(plan.source.root, destination)
     out.line(
         f"embeddings of {len(SENTENCES)} sentences, before and after: cosine {middle:.4f} (median), {worst:.4f} (worst)"
@@ -444,11 +418,10 @@ def _print_cosines(out: Output, plan: Plan, destination: Path) -> None:
 
 
 def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> list[Path]:
-    """Remove the files that an interrupted run left for ``destination``, and return their paths; [] if there are none.
-
-    Each path is noted on stderr. In a dry run, the notes say what would be removed, but nothing is removed and [] is
-    returned.
+    """Remove the files that an interrupted run left for ``destination``, and return their paths; [] if there are
+    none.
     """
+    # In a dry run, the notes say what would be removed, but nothing is removed and [] is returned.
     found = list(leftovers_of(destination) if args.dry_run else remove_leftovers(destination))
     partial = staging.removable(destination) if args.dry_run else staging.remove_partial(destination)
     found += [partial] if partial is not None and partial not in found else []
@@ -458,20 +431,13 @@ def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> l
 
 
 def _remove_leftovers(destination: Path, out: Output) -> None:
-    """Remove what a run left that was killed after it had completed ``destination``, such as its lock.
-
-    Each removed path is noted on stderr. Do nothing if there are none, or if no run has completed ``destination``.
-    """
+    """Remove what a run left that was killed after it had completed ``destination``, such as its lock."""
     for path in remove_leftovers(destination):
         out.note(f"removed {shown(str(path))}, left by a run that was killed after it had completed")
 
 
 def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
-    """Return the assignment of recipes to layers that --bits asks for, or None if --bits was not given.
-
-    Raise CheckpointError for --candidates without --bits, and for --bits together with --recipe, --scale-search,
-    --codes or --hadamard.
-    """
+    """Return the assignment of recipes to layers that --bits asks for, or None if --bits was not given."""
     if args.bits is None:
         if args.candidates is not None:
             raise CheckpointError("--candidates: are assigned within a budget; add --bits, such as --bits 5.0")
@@ -500,11 +466,7 @@ def _wishes(args: argparse.Namespace) -> Wishes:
 
 
 def _assignment_body(assignment: Assignment | None) -> dict[str, Any] | None:
-    """Return an assignment as a dict for the JSON documents of convert, or None if there is none.
-
-    It has the budget, the bits per weight and the error of the chosen assignment, the number of weights, the recipe of
-    each group of layers, and the curve of errors over bits.
-    """
+    """Return an assignment as a dict for the JSON documents of convert, or None if there is none."""
     if assignment is None:
         return None
     units = zip(assignment.units, assignment.options, strict=True)
@@ -522,13 +484,8 @@ _MOST_POINTS = 12  # how many points of the curve are printed
 
 
 def _print_assignment(out: Output, assignment: Assignment | None) -> None:
-    """Print a table of assignments with different numbers of bits, and a line about the one that was chosen.
-
-    Each row has the bits per weight, the error, and per recipe the number of groups of layers that get it. A group is a
-    set of layers that must have one recipe. Besides the chosen assignment, at most 12 others are printed.
-
-    Print nothing if ``assignment`` is None, which is the case without --bits.
-    """
+    """Print a table of assignments with different numbers of bits, and a line about the one that was chosen."""
+    # A group is a set of layers that must have one recipe.
     if assignment is None:
         return
     points = sorted({*shown_points(assignment.curve, _MOST_POINTS), assignment.chosen}, key=lambda point: point.bits)
@@ -548,14 +505,7 @@ def _print_assignment(out: Output, assignment: Assignment | None) -> None:
 
 
 def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
-    """Return the plan of the conversion that the arguments describe. Raise CheckpointError if there is none.
-
-    With an assignment, layers get the recipes that it assigns, and layers to which it assigns none stay unquantized.
-    Without an assignment, the recipes are those of --recipe.
-
-    args: the parsed arguments.
-    assignment: the recipes that --bits assigns to layers, or None.
-    """
+    """Return the plan of the conversion that the arguments describe."""
     wishes, search = _wishes(args), None
     default, recipes = recipes_of(args.recipe)
     if assignment is None:
@@ -587,14 +537,7 @@ def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
 
 
 def recipes_of(texts: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
-    """Return (the default recipe, list of (pattern, recipe) pairs in order) for the values of --recipe.
-
-    The default is None if no value is a plain recipe. Recipes are returned as text; whether they exist is not checked.
-
-    texts: the values of --recipe in order, each "RECIPE" or "PATTERN=RECIPE". The last "=" ends the pattern.
-
-    Raise CheckpointError if two values have no pattern, or if a pattern or a recipe is empty.
-    """
+    """Return (the default recipe, list of (pattern, recipe) pairs in order) for the values of --recipe."""
     if "" in texts:
         raise CheckpointError("--recipe '': is empty; RECIPE or PATTERN=RECIPE is needed, such as nvfp4-te")
     plain = [text for text in texts if "=" not in text]
@@ -613,13 +556,7 @@ def recipes_of(texts: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]
 
 
 def activations_of(args: argparse.Namespace, rule: Any = None, unseen: Any = None) -> Activations | None:
-    """Return the activations in the files that --activations names, or None if --activations was not given.
-
-    Raise CheckpointError if --activation-rule or --unseen-experts is given without --activations.
-
-    args: the parsed arguments.
-    rule, unseen: the defaults of --activation-rule and --unseen-experts; None for "max" and "error".
-    """
+    """Return the activations in the files that --activations names, or None if --activations was not given."""
     given = {"--activation-rule": args.activation_rule, "--unseen-experts": args.unseen_experts}
     alone = [option for option, value in given.items() if value is not None]
     if not args.activations:
@@ -632,10 +569,7 @@ def activations_of(args: argparse.Namespace, rule: Any = None, unseen: Any = Non
 
 
 def _source(paths: Sequence[str], demo: bool) -> Path:
-    """Return the path of the model to convert: the path SRC, or the path of the demo model with --demo.
-
-    Raise CheckpointError unless the command line has the two paths SRC and DST, or only DST with --demo.
-    """
+    """Return the path of the model to convert: the path SRC, or the path of the demo model with --demo."""
     wanted = 1 if demo else 2
     if len(paths) != wanted:
         raise CheckpointError(
@@ -645,11 +579,7 @@ def _source(paths: Sequence[str], demo: bool) -> Path:
 
 
 def _plan_body(plan: Plan, destination: Path, findings: Sequence[Issue]) -> dict[str, Any]:
-    """Return a plan as a dict for the JSON document of a dry run.
-
-    It has the destination, the entries of _outcome_body, the bytes and the memory that the conversion needs, the
-    patterns of --ignore, and every tensor with its action, reason and outputs.
-    """
+    """Return a plan as a dict for the JSON document of a dry run."""
     tensors = [
         {
             "name": tensor.name,
@@ -681,11 +611,7 @@ def _plan_body(plan: Plan, destination: Path, findings: Sequence[Issue]) -> dict
 def _notes_of(
     plan: Plan, destination: Path, findings: Sequence[Issue], doubts: Sequence[str] = ()
 ) -> dict[str, list[str]]:
-    """Return the texts of a conversion's errors and warnings, {"error": [...], "warning": [...]}.
-
-    findings: the findings about the result, which replace those of the plan.
-    doubts: warnings about the values of the source.
-    """
+    """Return the texts of a conversion's errors and warnings, {"error": [...], "warning": [...]}."""
     planned = {text for _, text in lines_of(plan.findings)}
     found = {"error": [], "warning": [text for text in plan.warnings if text not in planned]}
     for severity, text in lines_of(issue for issue in findings if issue.text not in found["warning"]):
@@ -697,10 +623,7 @@ def _notes_of(
 def _outcome_body(
     plan: Plan, destination: Path, findings: Sequence[Issue], doubts: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return, as a dict, the entries that the JSON documents of a dry run and of a conversion have in common.
-
-    They are the source, the options, the files to write with their sizes, the skipped files, errors and warnings.
-    """
+    """Return, as a dict, the entries that the JSON documents of a dry run and of a conversion have in common."""
     notes = _notes_of(plan, destination, findings, doubts)
     return {
         "source": plan.source.root,
@@ -729,11 +652,7 @@ def _outcome_body(
 
 
 def _report_body(report: ConversionReport) -> dict[str, Any]:
-    """Return a report as a dict for the JSON document of a conversion.
-
-    It has the destination, the entries of _outcome_body, the number of layers per action, what was lost, and the SQNR
-    of layers with and without a scale search.
-    """
+    """Return a report as a dict for the JSON document of a conversion."""
     outcome = _outcome_body(report.plan, report.destination, report.findings, report.doubts)
     searched = [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()]
     return {
@@ -751,9 +670,8 @@ def _report_body(report: ConversionReport) -> dict[str, Any]:
 
 
 def _decibels(losses: Losses) -> dict[str, float]:
-    """Return the SQNR of a layer in decibels: {"sqnr_db_by_amax": without scale search, "sqnr_db": with scale search}.
-
-    The keys are those of the JSON document.
+    """Return the SQNR of a layer in decibels: {"sqnr_db_by_amax": without scale search, "sqnr_db": with scale
+    search}.
     """
     return {"sqnr_db_by_amax": sqnr_db(losses.signal, losses.before), "sqnr_db": sqnr_db(losses.signal, losses.after)}
 
@@ -795,13 +713,8 @@ def _print_plan(out: Output, plan: Plan, destination: Path, findings: Sequence[I
 def _print_outcome(
     out: Output, plan: Plan, destination: Path, verb: str, actions: dict[str, int], findings: Sequence[Issue]
 ) -> None:
-    """Print the totals, the number of layers per action (except copies), the files, skipped files, errors and warnings.
-
-    plan: the plan of the conversion.
-    destination: the directory or file of the result.
-    verb: the start of the first line, such as "wrote DST" or "would write".
-    actions: {action: number of layers}; empty in a dry run.
-    findings: the findings about the result, planned or written.
+    """Print the totals, the number of layers per action (except copies), the files, skipped files, errors and
+    warnings.
     """
     converted = len(plan.converted)
     out.line(
@@ -823,12 +736,7 @@ def _print_outcome(
 
 
 def _lines_on_files(plan: Plan, destination: Path) -> list[str]:
-    """Return the lines to print about the files of a result.
-
-    - For a split GGUF model, one line per file, with the number of tensors and the size.
-    - If several files of the source become one file, one line that says so.
-    - [] for all other results, such as a directory.
-    """
+    """Return the lines to print about the files of a result."""
     if plan.is_split:
         sizes = (sum(output.nbytes for output in file.outputs) for file in plan.files)
         paths = paths_to_write(plan, destination).values()
@@ -842,10 +750,7 @@ def _lines_on_files(plan: Plan, destination: Path) -> list[str]:
 
 
 def _print_gains(out: Output, report: ConversionReport) -> None:
-    """Print the signal-to-quantization-noise ratio without and with the scale search, per layer and for all layers.
-
-    Print nothing if the conversion had no scale search.
-    """
+    """Print the signal-to-quantization-noise ratio without and with the scale search, per layer and for all layers."""
     search = report.plan.request.search
     if search is None:
         return
@@ -896,10 +801,7 @@ _MOST_DOUBTS = 5  # how many layers with doubtful scales are listed
 
 
 def _print_losses(out: Output, report: ConversionReport) -> None:
-    """Print what the conversion lost: codes that could not be kept, doubtful scales, and values that were replaced.
-
-    Print nothing if nothing was lost. At most five doubts about scales are printed; the rest are only counted.
-    """
+    """Print what the conversion lost: codes that could not be kept, doubtful scales, and values that were replaced."""
     again = [name for name in report.inexact if name not in report.changes]
     rescaled = report.actions.get("rescale", 0)
     total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + rescaled + len(again)

@@ -19,10 +19,7 @@ from fp4kit.storage.errors import shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the commands diff and apply, with their options and the functions that run them, to ``subparsers``.
-
-    subparsers: the subparsers action of argparse, which lists the commands.
-    """
+    """Add the commands diff and apply, with their options and the functions that run them, to ``subparsers``."""
     parser = add_command(
         subparsers,
         "diff",
@@ -74,10 +71,7 @@ def _diff(args: argparse.Namespace, out: Output) -> int:
 
 
 def _verdict(report: PatchReport) -> str:
-    """Return the last line of diff: the path and size of the patch, and how many files are stored in each way.
-
-    The ways are: as changed bytes, as a whole file, and not at all, because the file is unchanged.
-    """
+    """Return the last line of diff: the path and size of the patch, and how many files are stored in each way."""
     return (
         f"wrote {shown(str(report.patch))}, {decimal(report.nbytes)}: {report.changed} files as"
         f" {report.changed_bytes} changed bytes, {report.whole} whole files, {report.unchanged} unchanged"

@@ -23,10 +23,7 @@ _SHOWN = 20  # the largest number of reasons for rejected or declined calls that
 
 
 def register(commands: Any) -> None:
-    """Add the command fuzz, with its options and the function that runs it, to ``commands``.
-
-    commands: the subparsers action of argparse, which lists the commands.
-    """
+    """Add the command fuzz, with its options and the function that runs it, to ``commands``."""
     parser = add_command(
         commands,
         "fuzz",
@@ -66,13 +63,7 @@ def register(commands: Any) -> None:
 
 
 def _fuzz(args: argparse.Namespace, out: Output) -> int:
-    """Run the command fuzz. Return 0 if nothing failed, otherwise 1.
-
-    The GPU engine is compared with the specification. With --host, or if there is no GPU, the compiled CPU engine is
-    compared instead. If there is no compiled engine either, only invariants of the specification are checked.
-
-    Raise ValueError for an option that is out of its range, such as a negative --seconds.
-    """
+    """Run the command fuzz."""
     for name, minimum in (("seconds", 0), ("seed", 0), ("processes", 1), ("changes", 0)):
         if not getattr(args, name) >= minimum:  # "not >=" also rejects NaN seconds, with which the run would never end
             raise ValueError(f"--{name} is {getattr(args, name)}; a number of at least {minimum} is needed")
@@ -93,11 +84,7 @@ def _fuzz(args: argparse.Namespace, out: Output) -> int:
 
 
 def _pool(args: argparse.Namespace) -> Pool:
-    """Return the Pool from which random cases are drawn.
-
-    The options --recipes, --operations, --units and --changes restrict the Pool. Raise ValueError for an unknown
-    recipe.
-    """
+    """Return the Pool from which random cases are drawn."""
     chosen: dict[str, Any] = {"changes": args.changes}
     if args.recipes:
         chosen["recipes"] = tuple(recipe(id).id for id in args.recipes)
@@ -108,11 +95,7 @@ def _pool(args: argparse.Namespace) -> Pool:
 
 
 def _pool_options(args: argparse.Namespace) -> str:
-    """Return the options that must be given again to reproduce a case, as text for the command line.
-
-    These are --recipes, --operations, --units and --changes as far as they were given and differ from their defaults.
-    The text begins with a space, such as " --recipes nvfp4-te --changes 5"; it is "" if there are none.
-    """
+    """Return the options that must be given again to reproduce a case, as text for the command line."""
     lists = "".join(
         f" --{name} {' '.join(getattr(args, name))}"
         for name in ("recipes", "operations", "units")
@@ -124,14 +107,7 @@ def _pool_options(args: argparse.Namespace) -> str:
 def _run(
     args: argparse.Namespace, engine: fuzz.ComparedEngine | None, device: str, pool: Pool, shown: bool
 ) -> fuzz.Report:
-    """Run one case (--case) or random cases, in this process or in several (--processes), and return the report.
-
-    args: the parsed arguments.
-    engine: the engine to compare with the specification; None to check only invariants of the specification.
-    device: "gpu" or "host", the device of the engine, which further processes use too; "" without an engine.
-    pool: the recipes and operations from which cases are drawn.
-    shown: True to draw a line of progress.
-    """
+    """Run one case (--case) or random cases, in this process or in several (--processes), and return the report."""
     if args.case is not None:
         return fuzz.run_case(engine, args.case, pool=pool)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -153,10 +129,7 @@ def _run(
 
 
 def _print(out: Output, report: fuzz.Report, options: str) -> None:
-    """Print counts per operation, the reasons why calls were rejected, the failures and the totals.
-
-    options: the options that must be given again to reproduce a failure.
-    """
+    """Print counts per operation, the reasons why calls were rejected, the failures and the totals."""
     out.table(("operation", *(f"#{name}" for name in fuzz.COUNTED)), rows(report))
     if report.sums:
         out.table(("unit", "#sums"), [(unit, f"{number:,}") for unit, number in report.sums.most_common()])

@@ -49,25 +49,12 @@ class GuardedCommand:
         self.destination: Path | None = None
 
     def write_last_line(self, text: str) -> None:
-        """Write the last line to stderr: "fp4kit", the command's name if it is known, and ``text``.
-
-        Each run of white space in the text, also a line break, becomes one space. Errors of stderr are ignored.
-        """
+        """Write the last line to stderr: "fp4kit", the command's name if it is known, and ``text``."""
         prefix = f"fp4kit {self.name}" if self.name else "fp4kit"
         say(f"{prefix}: {shown(' '.join(text.split()))}")
 
     def outcome(self, stopped: bool) -> str:
-        """Return a clause for the last line that says what became of the destination of a command that ended early.
-
-        - If the destination is complete, the clause says so.
-        - Otherwise, after a signal, it says that nothing was written as the destination. If a partial directory is
-          left, it adds where that is, and how to go on.
-        - Otherwise, after an error, it says only the latter, or is "" if no partial directory is left.
-
-        Return "" for a command without a destination.
-
-        stopped: True if a signal ended the command, False if an error ended it.
-        """
+        """Return a clause for the last line that says what became of the destination of a command that ended early."""
         if self.destination is None:
             return ""
         from fp4kit.checkpoint.run import staging  # imported already by every command that has a destination
@@ -99,11 +86,7 @@ class _Signals:
         self.code: int | None = None  # the exit code, once the command has ended
 
     def install(self) -> None:
-        """Start to handle SIGINT, SIGTERM and SIGHUP, except those that the parent process ignores (as nohup does).
-
-        A signal with a handler that Python did not install is left alone too. Do nothing in a thread that is not the
-        main thread, because Python allows no signal handlers there.
-        """
+        """Start to handle SIGINT, SIGTERM and SIGHUP, except those that the parent process ignores (as nohup does)."""
         if threading.current_thread() is not threading.main_thread():
             return
         sys.unraisablehook = self._unraisable
@@ -114,18 +97,12 @@ class _Signals:
                 signal.signal(number, self._handle)
 
     def stop_listening(self, number: int) -> int:
-        """Ignore signals from now on, so that the last line can be written.
-
-        Return the number of the first signal that was received, or ``number`` if none was received.
-        """
+        """Ignore signals from now on, so that the last line can be written."""
         self._ignoring = True
         return self.number or number
 
     def fix_exit_code(self, code: int) -> None:
-        """Store the exit code of the command. A signal that arrives later ends the process with this code.
-
-        If keep_handling is False, the process goes on after the command, so restore the old signal handlers instead.
-        """
+        """Store the exit code of the command."""
         self.code = code
         if not self._keep_handling:
             sys.unraisablehook = self._hook
@@ -133,14 +110,7 @@ class _Signals:
                 signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal ``number``: raise Stopped while the command runs.
-
-        - While the last line is being written, and for half a second after the signal before, signals are ignored.
-        - After the command has ended, a signal ends the process with the exit code of the command.
-        - In a forked worker process, the signal ends the process at once.
-
-        ``frame`` is not used.
-        """
+        """Handle the signal ``number``: raise Stopped while the command runs."""
         if os.getpid() != self._process:  # in a forked worker: die as without this handler
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -152,11 +122,8 @@ class _Signals:
             raise Stopped(number)
 
     def _unraisable(self, unraisable: Any) -> None:
-        """Handle an exception that Python drops, such as an exception raised in a destructor.
-
-        Python calls this method as sys.unraisablehook. If the exception is Stopped, send the signal again, so that it
-        is not lost. Pass all other exceptions to the old hook.
-        """
+        """Handle an exception that Python drops, such as an exception raised in a destructor."""
+        # If the exception is Stopped, send the signal again, so that it is not lost.
         if isinstance(unraisable.exc_value, Stopped):
             self._since = -math.inf
             threading.Timer(0.01, os.kill, (self._process, unraisable.exc_value.number)).start()
@@ -165,14 +132,8 @@ class _Signals:
 
 
 def run(command: Callable[[GuardedCommand], int], process: bool) -> int:
-    """Run ``command`` and return its exit code: 2 after an error, 128 + N after signal N, otherwise the command's own.
-
-    If the command fails or is stopped, write one line to stderr that says why. No line is written if stdout was closed
-    and the command has no destination.
-
-    command: called with a GuardedCommand, whose fields it sets; it returns an exit code.
-    process: True if the process ends with the command. Signals are then handled until the process ends, because a
-        signal during Python's shutdown would otherwise print a traceback.
+    """Run ``command`` and return its exit code: 2 after an error, 128 + N after signal N, otherwise the command's
+    own.
     """
     task, signals = GuardedCommand(), _Signals(process)
     try:
@@ -186,11 +147,7 @@ def run(command: Callable[[GuardedCommand], int], process: bool) -> int:
 
 
 def _run_command(command: Callable[[GuardedCommand], int], task: GuardedCommand, signals: _Signals) -> int:
-    """Run the command and return its exit code. If it fails or is stopped, write the last line to stderr.
-
-    After an error, the exit code is 2, and after signal N it is 128 + N. An error that follows a signal counts as the
-    signal.
-    """
+    """Run the command and return its exit code."""
     try:
         code = command(task)
         write()  # flush what the command's libraries have printed
@@ -204,15 +161,7 @@ def _run_command(command: Callable[[GuardedCommand], int], task: GuardedCommand,
 
 
 def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
-    """Write the last line about the signal that stopped a command, and return 128 + the number of the signal.
-
-    The line names the signal, and says what became of the destination. If the signal is SIGPIPE (the reader of stdout
-    went away), the line is written only if the command has a destination, and stdout goes to the null device.
-
-    task: the command that was stopped.
-    signals: the handler of its signals. The first signal that it received is the one to report.
-    number: the signal to report if ``signals`` has received none.
-    """
+    """Write the last line about the signal that stopped a command, and return 128 + the number of the signal."""
     number = signals.stop_listening(number)
     if number == signal.SIGPIPE:
         _drop_stdout()
@@ -222,12 +171,7 @@ def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
 
 
 def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
-    """Write the last line about the error that ended a command, and return 2, the exit code for errors.
-
-    The line says what is wrong. Unless the message recommends --remove-stale, the line also says what is left of the
-    destination. For an exception other than OSError, ValueError, TypeError and MemoryError, which shows a defect of
-    fp4kit, a traceback is printed above the line.
-    """
+    """Write the last line about the error that ended a command, and return 2, the exit code for errors."""
     signals.stop_listening(0)
     if isinstance(error, OutputError):
         _drop_stdout()
@@ -242,11 +186,7 @@ def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
 
 
 def _described(error: Exception) -> str:
-    """Return a sentence about an exception for the last line on stderr.
-
-    OSError, ValueError, TypeError and MemoryError give their own message. Every other exception shows a defect of
-    fp4kit, so the sentence asks to report it.
-    """
+    """Return a sentence about an exception for the last line on stderr."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if isinstance(error, MemoryError):
@@ -257,10 +197,7 @@ def _described(error: Exception) -> str:
 
 
 def _drop_stdout() -> None:
-    """Redirect stdout to the null device after writing to it has failed. Errors are ignored.
-
-    Otherwise Python would fail again at exit, when it writes what is left in stdout's buffer.
-    """
+    """Redirect stdout to the null device after writing to it has failed."""
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

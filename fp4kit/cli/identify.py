@@ -26,10 +26,7 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command identify, with its options and the function that runs it, to ``subparsers``.
-
-    subparsers: the subparsers action of argparse, which lists the commands.
-    """
+    """Add the command identify, with its options and the function that runs it, to ``subparsers``."""
     parser: Any = add_command(
         subparsers,
         "identify",
@@ -70,14 +67,7 @@ def register(subparsers: Any) -> None:
 
 
 def _identify(args: argparse.Namespace, out: Output) -> int:
-    """Run the command identify. Return 0 if every layer is explained or recognized, otherwise 1.
-
-    A layer is explained if a recipe or a known rule gives its bytes, and recognized if it is the result of a known
-    method with calibration data. The result is also 1 if a layer can be explained only with a mishap (a fault between
-    quantizer and file), or if a quantized layer has no counterpart in the source.
-
-    Without --source, print what the checkpoint alone tells, and return what _stored returns.
-    """
+    """Run the command identify."""
     if args.source is None:
         return _stored(args, out)
     with cluster(args.dask) as executor:
@@ -110,14 +100,7 @@ _NEED_SOURCE = {"all": "prints", "layers": "limits", "all_rows": "is for", "work
 
 
 def _stored(args: argparse.Namespace, out: Output) -> int:
-    """Print what can be said about a checkpoint without its source: what is odd, and hints at the tool that made it.
-
-    What fp4kit does not know in the checkpoint, such as packed weights in an unknown format, is odd too, unless
-    --ignore names it. So is a config that declares quantization if no tensor is quantized. Return 0 if nothing is odd,
-    otherwise 1.
-
-    Raise CheckpointError for --all, which needs a source, and for a pattern of --ignore that matches nothing unknown.
-    """
+    """Print what can be said about a checkpoint without its source: what is odd, and hints at the tool that made it."""
     for name, what in _NEED_SOURCE.items():
         if getattr(args, name):
             option = f"--{name.replace('_', '-')}"
@@ -147,11 +130,7 @@ def _stored(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(verdict: CheckpointVerdict) -> dict[str, Any]:
-    """Return a verdict as a dict for the command's JSON document.
-
-    It has the recipes, what went wrong, the verdict as a sentence, the hint, the layers without a counterpart, the
-    names of the exceptions (layers that deviate from the verdict), and the explanation of every layer.
-    """
+    """Return a verdict as a dict for the command's JSON document."""
     shown_fields = [field.name for field in fields(Diagnosis) if field.repr]
     layers = [
         {"name": layer.name, **{name: getattr(layer.explanation, name) for name in shown_fields}}

@@ -21,10 +21,7 @@ _MOST_NAMES = 2  # if more names than this have one reason, they are counted ins
 
 
 def register(subparsers: Any) -> None:
-    """Add the command inspect, with its options and the function that runs it, to ``subparsers``.
-
-    subparsers: the subparsers action of argparse, which lists the commands.
-    """
+    """Add the command inspect, with its options and the function that runs it, to ``subparsers``."""
     parser = add_command(
         subparsers,
         "inspect",
@@ -49,11 +46,7 @@ def _inspect(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the content of a checkpoint as a dict for the command's JSON document.
-
-    It has the files, tensors and quantized layers, one dict each; what configs and metadata state; the totals per
-    dtype; and the warnings.
-    """
+    """Return the content of a checkpoint as a dict for the command's JSON document."""
     return {
         "path": checkpoint.path,
         "files": [{"name": file.name, "bytes": file.size, "metadata": file.metadata} for file in checkpoint.files],
@@ -71,21 +64,13 @@ def _body(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _warnings(checkpoint: Checkpoint) -> list[str]:
-    """Return the warnings about a checkpoint as texts; [] if there are none.
-
-    They concern layers that seem to be transposed, or to lack rows, columns or tensors; biases and scales that do not
-    fit their layer; and a quantized output head that is tied to the embedding.
-    """
+    """Return the warnings about a checkpoint as texts; [] if there are none."""
     declared = with_declaration(checkpoint.config or {}, checkpoint.hf_quant_config)
     return [*all_doubts(checkpoint.weights.values(), declared, checkpoint.tensors)]
 
 
 def _print(out: Output, checkpoint: Checkpoint) -> None:
-    """Print the content of a checkpoint.
-
-    In this order: tables of tensors, of quantized layers, and of everything else that it stores; the totals per dtype
-    and of all tensors; what the configs declare; and the warnings.
-    """
+    """Print the content of a checkpoint."""
     rows = [(shown(e.name), e.dtype, shape_text(e.shape), str(e.nbytes)) for _, e in checkpoint.tensors.values()]
     out.table(("tensor", "dtype", "shape", "#bytes"), rows)
     layers = [(shown(layer.name), layer.dtype, shape_text(layer.shape)) for layer in checkpoint.layers.values()]
@@ -102,10 +87,7 @@ def _print(out: Output, checkpoint: Checkpoint) -> None:
 
 
 def _print_items(out: Output, items: Iterable[Item]) -> None:
-    """Print a table of everything that a checkpoint stores besides its layers; print nothing if there is nothing.
-
-    Items with equal group (such as refused or understood), place and reason share a row.
-    """
+    """Print a table of everything that a checkpoint stores besides its layers; print nothing if there is nothing."""
     names: dict[tuple[str, str, str], list[str]] = {}
     for item in items:
         names.setdefault((item.group, item.place, item.why), []).append(item.name)
@@ -119,11 +101,7 @@ def _print_items(out: Output, items: Iterable[Item]) -> None:
 
 
 def _brief(names: list[str]) -> str:
-    """Return a short text for some names.
-
-    If there are more than two names and all have one ending (the part after the last dot), the text is their number and
-    the ending, such as "32 *.weight_scale". Otherwise it lists the first two names, and the number of the others.
-    """
+    """Return a short text for some names."""
     endings = {name.rpartition(".")[2] for name in names}
     if len(names) > _MOST_NAMES and len(endings) == 1:
         return f"{len(names)} *.{shown(endings.pop())}"

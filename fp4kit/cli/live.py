@@ -14,14 +14,8 @@ from fp4kit.evidence.live import report, run
 
 
 def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
-    """Compare every installed producer (a library that quantizes) with fp4kit on random inputs, and print the result.
-
-    Return 1 if anything differs, or if nothing was compared, for example because no producer is installed. Otherwise
-    return 0. Raise ValueError for a time or seed that is not allowed.
-
-    ids: the ids of the recipes to compare.
-    seconds: how long each producer runs; positive and finite.
-    seed: the seed of the random inputs; at least 0.
+    """Compare every installed producer (a library that quantizes) with fp4kit on random inputs, and print the
+    result.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds is {seconds:g}; a positive finite number is needed")
@@ -49,14 +43,7 @@ def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
 
 
 def _run(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> list[run.ProducerResult]:
-    """Run all installed producers one after another, and return their results.
-
-    If stderr is a terminal and --quiet was not given, draw a line of progress.
-
-    ids: the ids of the recipes to compare.
-    seconds: how long each producer runs.
-    seed: the seed of the random inputs.
-    """
+    """Run all installed producers one after another, and return their results."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     shown = not out.quiet and sys.stderr.isatty()
     results = []

@@ -50,21 +50,13 @@ class Output:
         return not (self.json or self.quiet)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table that fits the terminal. Print nothing without rows, or if --json or --quiet was given.
-
-        columns: the titles. A leading ``#`` marks a column of numbers, which is aligned to the right.
-        rows: the cells of each row. The first column holds names.
-        """
+        """Print a table that fits the terminal."""
         if self.text and rows:
             width = _width()
             self._print(render.table(columns, rows, width, "…" if _encodes("…") else "..."))
 
     def line(self, text: str = "") -> None:
-        """Print a line of text. Do nothing if --json or --quiet was given.
-
-        If the text is wider than the terminal, it is broken at spaces, and further lines begin with two spaces. If
-        stdout is not a terminal, the text is not broken.
-        """
+        """Print a line of text."""
         if self.text:
             self._print(render.wrapped(text, _width(), "  "))
 
@@ -74,10 +66,7 @@ class Output:
             self._print([text])
 
     def document(self, schema: str, body: Mapping[str, Any]) -> None:
-        """Print ``body`` as the command's JSON document if --json was given; otherwise do nothing.
-
-        schema: the name and version of the document, such as "compare/1".
-        """
+        """Print ``body`` as the command's JSON document if --json was given; otherwise do nothing."""
         if self.json:
             self._print([render.document(schema, body).removesuffix("\n")])
 
@@ -87,15 +76,7 @@ class Output:
             say(f"fp4kit {self.command}: {text}")
 
     def progress(self, what: str, total: int) -> AbstractContextManager[Tick]:
-        """Return a context manager that shows a line of progress and yields a function to call while work is done.
-
-        The function takes the number of bytes done since its last call.
-
-        The line is drawn only if stderr is a terminal and --quiet was not given.
-
-        what: the name of the activity.
-        total: the number of bytes to do.
-        """
+        """Return a context manager that shows a line of progress and yields a function to call while work is done."""
         return progress(what, total, not self.quiet and sys.stderr.isatty())
 
     def _print(self, lines: Sequence[str]) -> None:
@@ -103,10 +84,7 @@ class Output:
 
 
 def write(text: str = "") -> None:
-    """Write text to stdout and flush it. Without text, only flush.
-
-    Raises Stopped if nobody reads stdout any more, and OutputError for any other error of stdout.
-    """
+    """Write text to stdout and flush it."""
     try:
         sys.stdout.flush()
         if hasattr(sys.stdout, "buffer"):
@@ -121,11 +99,9 @@ def write(text: str = "") -> None:
 
 
 def _write_all(data: bytes) -> None:
-    """Write all bytes to the binary stream of stdout.
-
-    The text stream is not used, because an unbuffered stdout (python -u) drops bytes that the system does not accept at
-    once.
-    """
+    """Write all bytes to the binary stream of stdout."""
+    # The text stream is not used, because an unbuffered stdout (python -u) drops bytes that the system does not accept
+    # at once.
     while data:
         data = data[sys.stdout.buffer.write(data) :]
 

@@ -17,10 +17,7 @@ _KINDS = "contract (.json), model directory, .safetensors or .gguf file"
 
 
 def register(subparsers: Any) -> None:
-    """Add the command parity, with its options and the function that runs it, to ``subparsers``.
-
-    subparsers: the subparsers action of argparse, which lists the commands.
-    """
+    """Add the command parity, with its options and the function that runs it, to ``subparsers``."""
     parser: Any = add_command(
         subparsers,
         "parity",
@@ -56,12 +53,7 @@ def register(subparsers: Any) -> None:
 
 
 def _parity(args: argparse.Namespace, out: Output) -> int:
-    """Run the command parity. Return 0 if both models have all layers and all compared bits are equal, otherwise 1.
-
-    Checkpoints whose exclusion lists mean different layers to an engine are not equal.
-
-    A TypeError of fp4kit.parity is raised as a CheckpointError.
-    """
+    """Run the command parity."""
     names = ("weights", "inputs", "kv", "elements", "layers", "seconds")
     try:
         found = parity(args.train, args.rollout, **{name: getattr(args, name) for name in names})
@@ -82,11 +74,7 @@ def _parity(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(found: Parity) -> dict[str, Any]:
-    """Return a result of fp4kit.parity as a dict for the command's JSON document.
-
-    It has one dict per compared layer, input and KV cache. In it, the element that was worked step by step is a list of
-    lines, or None. The entry "contracts" is None if a side has no contract.
-    """
+    """Return a result of fp4kit.parity as a dict for the command's JSON document."""
     layers = [
         {**asdict(layer), "worked": None if layer.worked is None else str(layer.worked).splitlines()}
         for layer in found.layers

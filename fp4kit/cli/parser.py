@@ -63,13 +63,8 @@ class Parser(argparse.ArgumentParser):
         return f"{usage}\n\nexamples:\n{lines}\n{rest}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments, and return (namespace, list of unknown positional arguments).
-
-        The list is usually empty, because an unknown argument raises UsageError. Unknown positional arguments are
-        listed only by a parser of subcommands, or if "--" is among the arguments.
-
-        args: the arguments; None for the arguments of this process.
-        """
+        """Parse the arguments, and return (namespace, list of unknown positional arguments)."""
+        # The list is usually empty, because an unknown argument raises UsageError.
         arguments = list(sys.argv[1:] if args is None else args)
         if self._mixing:
             return super().parse_known_args(arguments, namespace)
@@ -92,10 +87,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(self.prog, message)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print the help or the version on stdout with ``write``, because argparse would ignore errors of stdout.
-
-        ``file`` is ignored.
-        """
+        """Print the help or the version on stdout with ``write``, because argparse would ignore errors of stdout."""
         write(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -107,11 +99,8 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"there is no {str(value)!r}{hint}")
 
     def _check_flags(self, arguments: Sequence[str]) -> None:
-        """Raise UsageError with a suggestion for the first option that does not exist.
-
-        Call this before argparse, which would report only that arguments are missing. Arguments after "--", or after
-        the name of a command, are not checked. Negative numbers are not options.
-        """
+        """Raise UsageError with a suggestion for the first option that does not exist."""
+        # Call this before argparse, which would report only that arguments are missing.
         for text in arguments:
             is_flag = len(text) > 1 and text[0] == "-" and " " not in text and not _NUMBER.fullmatch(text)
             if text == "--" or (self._subparsers is not None and not is_flag):
@@ -155,10 +144,7 @@ class PrintCompletion(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
-        """Print the completion script and exit. Raise OSError if shtab is not installed.
-
-        values: the name of the shell.
-        """
+        """Print the completion script and exit."""
         try:
             shtab = importlib.import_module("shtab")
         except ImportError:
@@ -170,17 +156,7 @@ class PrintCompletion(argparse.Action):
 def add_command(
     subparsers: Any, name: str, command: Command, *, writes: Writes | None = None, **options: Any
 ) -> argparse.ArgumentParser:
-    """Add a command with the options --json and --quiet, and return its parser, to which options can be added.
-
-    subparsers: the subparsers action of the command line, to which the command is added. Its attribute ``helps``
-        is a dict: name of the command -> its line in the list of commands.
-    name: the name of the command.
-    command: a function of the parsed arguments and an Output. It prints through the Output only and returns the exit
-        code.
-    writes: a function of the parsed arguments. It returns the directory or file that the command will create with
-        staging.staged_directory, or None. If the command ends early, the last line on stderr says what became of it.
-    options: further arguments of Parser: description, usage, epilog, examples.
-    """
+    """Add a command with the options --json and --quiet, and return its parser, to which options can be added."""
     help = subparsers.helps[name]
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help, **{"description": help, **options})
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -190,10 +166,7 @@ def add_command(
 
 
 def add_ignore(parser: Any) -> None:
-    """Add the option --ignore GLOB to a parser or a group. Several commands that read checkpoints share it.
-
-    The option may be repeated; ``args.ignore`` is the list of its values, [] by default.
-    """
+    """Add the option --ignore GLOB to a parser or a group."""
     text = (
         "leave out tensors, config keys and metadata entries that match and that fp4kit does not know, instead of"
         " stopping. Decoded values may then be wrong; repeatable"
@@ -202,9 +175,5 @@ def add_ignore(parser: Any) -> None:
 
 
 def add_path(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
-    """Add a positional argument that a shell's completion treats as a path.
-
-    name: the name of the argument among the parsed arguments.
-    options: further arguments of argparse's add_argument, such as nargs and help.
-    """
+    """Add a positional argument that a shell's completion treats as a path."""
     parser.add_argument(name, **options).complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]

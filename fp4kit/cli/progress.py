@@ -39,14 +39,7 @@ class Meter:
         self._done += count
 
     def text(self, now: float) -> str:
-        """Return a line such as ``converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left``.
-
-        The speed is the average over about the last 10 seconds. If no bytes were done in this time, the line has no
-        speed and no time left. It has no time left either before 2% are done or 10 seconds have passed. If the total is
-        0, the line says 100%.
-
-        now: the time in seconds, of the clock that gave the start time.
-        """
+        """Return a line such as ``converting 37% 3.7 GB of 10.0 GB 1.2 GB/s 5 s left``."""
         self._past.append((now, self._done))
         while len(self._past) > 2 and now - self._past[0][0] > _WINDOW:
             self._past.popleft()
@@ -64,15 +57,7 @@ class Meter:
 
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
-    """Yield a function that counts bytes and draws a line of progress on stderr, at most ten times per second.
-
-    Call the function with the number of bytes done since its last call, from one thread only. The line is cleared at
-    the end. If the terminal is closed meanwhile, no error is raised.
-
-    what: the name of the activity.
-    total: the number of bytes to do.
-    shown: False to draw nothing; the yielded function then does nothing.
-    """
+    """Yield a function that counts bytes and draws a line of progress on stderr, at most ten times per second."""
     if not shown:
         yield lambda count: None
         return
@@ -93,11 +78,7 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
 
 
 def _draw(line: str) -> None:
-    """Replace the line of progress on stderr by ``line``; "" clears it. Errors of stderr are ignored.
-
-    If the line is wider than the terminal, its last fields (parts after two spaces) are left out. If the first field
-    alone is too wide, its middle is replaced by "...".
-    """
+    """Replace the line of progress on stderr by ``line``; "" clears it."""
     width = max(shutil.get_terminal_size().columns - 1, 1)
     while len(line) > width and "  " in line:
         line = line.rpartition("  ")[0]

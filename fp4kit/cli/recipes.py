@@ -22,10 +22,7 @@ from fp4kit.recipes import ALIASES, RECIPES, family, recipe, recipes
 
 
 def register(commands: Any) -> None:
-    """Add the commands recipes and formats, with their options and the functions that run them, to ``commands``.
-
-    commands: the subparsers action of argparse, which lists the commands.
-    """
+    """Add the commands recipes and formats, with their options and the functions that run them, to ``commands``."""
     listing = add_command(
         commands,
         "recipes",
@@ -63,12 +60,7 @@ def register(commands: Any) -> None:
 
 
 def _recipes(args: argparse.Namespace, out: Output) -> int:
-    """Run the command recipes: list recipes, or compare them with producers (--check, --live).
-
-    Return 1 if --check or --live finds a difference or compares nothing, otherwise 0.
-
-    Raise ValueError for an option that is given without the option that it belongs to, such as --seed without --live.
-    """
+    """Run the command recipes: list recipes, or compare them with producers (--check, --live)."""
     ids = _named(args.ids, families=not (args.check or args.live)) or recipes()
     if args.golden is not None and not args.check:
         raise ValueError("--golden was given without --check; add --check")
@@ -94,15 +86,7 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
 
 
 def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
-    """Return the ids of the recipes that ``names`` stand for, without duplicates, in the order of the names.
-
-    An id, or an alias with a hyphen, stands for one recipe. Without names, return (). Raise ValueError for an unknown
-    name.
-
-    families: True if the name of a format or a producer, such as "nvfp4" or "modelopt", stands for all its recipes. If
-        False, the name of a format stands only for the recipe that has it as an alias, and the name of a producer is
-        unknown.
-    """
+    """Return the ids of the recipes that ``names`` stand for, without duplicates, in the order of the names."""
     found: dict[str, None] = {}
     for name in names:
         whole = name in RECIPES or (name in ALIASES and "-" in name)
@@ -111,30 +95,22 @@ def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
 
 
 def _listed(id: str, row: dict[str, str]) -> dict[str, Any]:
-    """Return a recipe as a dict for JSON: its id, the cells of its row, and its producer's versions (a dict or None).
-
-    row: {column title: cell} in the table of recipes.
+    """Return a recipe as a dict for JSON: its id, the cells of its row, and its producer's versions (a dict or
+    None).
     """
     versions = recipe(id).versions
     return {"id": id, **row, "versions": versions and versions._asdict()}
 
 
 def _objects(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-    """Return the rows of a table as dicts for JSON: column title -> cell.
-
-    In the titles, "_" takes the place of spaces, and a leading "#" is removed.
-    """
+    """Return the rows of a table as dicts for JSON: column title -> cell."""
     keys = [title.removeprefix("#").replace(" ", "_") for title in columns]
     return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
 def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
-    """Compare recipes with recorded outputs of the producers that they reproduce, and print the number of equal arrays.
-
-    Return 1 if any array differs or nothing was compared, otherwise 0.
-
-    ids: the ids of the recipes.
-    golden: the recorded outputs.
+    """Compare recipes with recorded outputs of the producers that they reproduce, and print the number of equal
+    arrays.
     """
     results = [check_recipe(name, golden) for name in ids]
     rows = []
@@ -156,10 +132,7 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
 
 
 def _differences(result: GoldenResult) -> list[dict[str, Any]]:
-    """Return one dict per array that differs from the recorded output, for JSON; [] if all are equal.
-
-    A dict has the name of the array ("key"), and the numbers of entries that differ ("differing") and of all ("size").
-    """
+    """Return one dict per array that differs from the recorded output, for JSON; [] if all are equal."""
     return [{"key": d.key, "differing": d.differing, "size": d.size} for d in result.differences]
 
 

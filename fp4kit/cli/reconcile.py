@@ -16,10 +16,7 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command reconcile, with its options and the function that runs it, to ``subparsers``.
-
-    subparsers: the subparsers action of argparse, which lists the commands.
-    """
+    """Add the command reconcile, with its options and the function that runs it, to ``subparsers``."""
     parser = add_command(
         subparsers,
         "reconcile",
@@ -40,10 +37,7 @@ def register(subparsers: Any) -> None:
 
 
 def _reconcile(args: argparse.Namespace, out: Output) -> int:
-    """Run the command reconcile. Return 1 if a dry run found layers that need repair, otherwise 0.
-
-    Raise CheckpointError unless exactly one of DST and --dry-run is given.
-    """
+    """Run the command reconcile."""
     if args.dry_run == (args.destination is not None):
         got = "--dry-run and DST" if args.dry_run else "neither DST nor --dry-run"
         raise CheckpointError(f"got {got}; give SRC and DST to write, or --dry-run and SRC to write nothing")
@@ -61,12 +55,7 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
 
 
 def _verdict(found: Reconciliation, dry: bool) -> str:
-    """Return the last line of the output, which counts the repaired layers (or, if ``dry``, the layers to repair).
-
-    If no layer needs repair, the line says that nothing is written.
-
-    dry: True in a dry run.
-    """
+    """Return the last line of the output, which counts the repaired layers (or, if ``dry``, the layers to repair)."""
     if not found.repairs:
         return f"{found.groups} fused layers; the parts of each have one tensor scale; nothing to write"
     count = f"{len(found.repairs)} layers, parts of {found.groups} fused layers"

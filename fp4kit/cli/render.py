@@ -17,16 +17,9 @@ Row = Sequence[str]
 
 
 def table(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis: str = "…") -> list[str]:
-    """Return the lines of a table that fits a terminal. No line ends in a space.
-
-    If the table is too wide, the names in the first column are shortened in the middle. If a name would get fewer than
-    24 terminal columns, or if two names would look alike, each name gets a line of its own above its further cells.
-
-    columns: the titles. A leading ``#`` marks a column of numbers, which is aligned to the right; it is not printed.
-    rows: the cells of each row, each one line of text. The first column holds names.
-    width: the number of terminal columns; None for a table that is as wide as its cells need.
-    ellipsis: the text that replaces the middle of a shortened name.
-    """
+    """Return the lines of a table that fits a terminal."""
+    # If a name would get fewer than 24 terminal columns, or if two names would look alike, each name gets a line of its
+    # own above its further cells.
     titles = tuple(title.removeprefix("#") for title in columns)
     right = tuple(title.startswith("#") for title in columns)
     grid = [titles, *map(tuple, rows)]
@@ -41,11 +34,7 @@ def table(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis:
 
 
 def shortened(text: str, width: int, ellipsis: str = "…") -> str:
-    """Return ``text`` if it fits in ``width`` terminal columns, otherwise a shortened text that fits.
-
-    The middle of the text is replaced by ``ellipsis``. About 60% of the kept text is from its end. If the width
-    has no room for more than the ellipsis, return as much of the ellipsis as fits.
-    """
+    """Return ``text`` if it fits in ``width`` terminal columns, otherwise a shortened text that fits."""
     if columns_of(text) <= width:
         return text
     room = max(width - columns_of(ellipsis), 0)
@@ -54,13 +43,7 @@ def shortened(text: str, width: int, ellipsis: str = "…") -> str:
 
 
 def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
-    """Return ``text`` as lines of at most ``width`` terminal columns, broken at spaces only.
-
-    A word that is wider than a line gets a line of its own.
-
-    width: the number of columns; None for a single line.
-    indent: the text with which every line after the first begins.
-    """
+    """Return ``text`` as lines of at most ``width`` terminal columns, broken at spaces only."""
     if width is None:
         return [text]
     lines: list[str] = []
@@ -73,13 +56,7 @@ def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
 
 
 def document(schema: str, body: Mapping[str, Any]) -> str:
-    """Return ``body`` as the text of a JSON document whose first entry is ``"schema": "fp4kit.<schema>"``.
-
-    Tuples become lists, paths become strings, and NumPy scalars become numbers. JSON has no NaN or infinity, so they
-    become the strings "NaN", "Infinity" and "-Infinity", which Python's float and JavaScript's Number can parse.
-
-    schema: the name and version of the document, such as ``compare/1``.
-    """
+    """Return ``body`` as the text of a JSON document whose first entry is ``"schema": "fp4kit.<schema>"``."""
     return dump_object({"schema": f"fp4kit.{schema}", **_plain(body)}).decode("ascii")
 
 
@@ -94,13 +71,8 @@ def columns_of(text: str) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as text in a readable unit. The time must be at least 0, and is rounded to whole seconds.
-
-    - Below one minute: seconds, ``42 s``.
-    - Below one hour: minutes and seconds, ``3:05 min``.
-    - Below 48 hours: hours and minutes, ``2:10 h``. Seconds are dropped.
-    - From 48 hours on: whole days, ``3 days``. Hours are dropped.
-    """
+    """Return a time as text in a readable unit."""
+    # The time must be at least 0, and is rounded to whole seconds.
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -110,11 +82,8 @@ def duration(seconds: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of ``value`` with types that JSON has, converted as ``document`` describes.
-
-    Keys of mappings become strings. Values of types that ``document`` does not mention are returned unchanged, so that
-    JSON may reject them later.
-    """
+    """Return a copy of ``value`` with types that JSON has, converted as ``document`` describes."""
+    # Values of types that ``document`` does not mention are returned unchanged, so that JSON may reject them later.
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -132,13 +101,8 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _aligned(row: Row, widths: Sequence[int], numeric: Sequence[bool]) -> str:
-    """Return one row of a table as a line: cells padded to the widths of their columns, with two spaces between them.
-
-    The line does not end in spaces.
-
-    row: the cells of the row.
-    widths: the width of each column.
-    numeric: for each column, True if it is aligned to the right.
+    """Return one row of a table as a line: cells padded to the widths of their columns, with two spaces between
+    them.
     """
     pads = (" " * (width - columns_of(cell)) for cell, width in zip(row, widths, strict=True))
     cells = (pad + cell if at_right else cell + pad for cell, pad, at_right in zip(row, pads, numeric, strict=True))
@@ -146,13 +110,7 @@ def _aligned(row: Row, widths: Sequence[int], numeric: Sequence[bool]) -> str:
 
 
 def _narrowed(grid: list[tuple[str, ...]], room: int, ellipsis: str) -> list[tuple[str, ...]] | None:
-    """Return the rows of a table with their names (first cells) shortened to ``room`` terminal columns.
-
-    Return None if ``room`` is less than 24 (NAME_WIDTH), or if different names would look alike.
-
-    grid: the rows; the first is the titles.
-    ellipsis: the text that replaces the middle of a shortened name.
-    """
+    """Return the rows of a table with their names (first cells) shortened to ``room`` terminal columns."""
     if room < NAME_WIDTH:
         return None
     names = [shortened(row[0], room, ellipsis) for row in grid]
@@ -164,17 +122,7 @@ def _narrowed(grid: list[tuple[str, ...]], room: int, ellipsis: str) -> list[tup
 def _stacked(
     grid: list[tuple[str, ...]], widths: list[int], right: Sequence[bool], width: int, ellipsis: str
 ) -> list[str]:
-    """Return the lines of a table in which each name has a line of its own, above the further cells of its row.
-
-    A name is shortened only if it does not fit on a line. If the further cells of a row do not fit on a line either,
-    they are listed as "title cell" pairs on several lines.
-
-    grid: the rows; the first is the titles.
-    widths: the width that each column needs.
-    right: for each column, True if it is aligned to the right.
-    width: the number of terminal columns.
-    ellipsis: the text that replaces the middle of a shortened name.
-    """
+    """Return the lines of a table in which each name has a line of its own, above the further cells of its row."""
     fits = _total(widths[1:]) + 2 <= width
     lines = []
     for row in grid if fits else grid[1:]:
@@ -187,10 +135,7 @@ def _stacked(
 
 
 def _facts(titles: Row, cells: Row, width: int, ellipsis: str) -> list[str]:
-    """Return the cells of one row as lines of "title cell" pairs that fit ``width``. Empty cells are left out.
-
-    A word that is wider than a line is shortened with ``ellipsis``.
-    """
+    """Return the cells of one row as lines of "title cell" pairs that fit ``width``."""
     facts = (f"{title} {cell}" for title, cell in zip(titles, cells, strict=True) if cell)
     text = " ".join(shortened(word, width - 2, ellipsis) for word in ", ".join(facts).split())
     return [f"  {line}" for line in wrapped(text, width - 2)]

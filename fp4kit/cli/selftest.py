@@ -24,10 +24,7 @@ _SHOWN = 20  # the largest number of differences, and of reasons why cases were 
 
 
 def register(commands: Any) -> None:
-    """Add the command selftest, with its options and the function that runs it, to ``commands``.
-
-    commands: the subparsers action of argparse, which lists the commands.
-    """
+    """Add the command selftest, with its options and the function that runs it, to ``commands``."""
     parser = add_command(
         commands,
         "selftest",
@@ -52,12 +49,7 @@ def register(commands: Any) -> None:
 
 
 def _selftest(args: argparse.Namespace, out: Output) -> int:
-    """Run the command selftest: find the engine and compare it.
-
-    Return 1 if anything differs, a comparison fails with an error, or nothing was compared; otherwise 0.
-
-    Raise OSError if there is no GPU or, with --host, no compiled engine.
-    """
+    """Run the command selftest: find the engine and compare it."""
     golden = GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden)
     if args.host:
         engine, name = fuzz.host_engine()
@@ -76,13 +68,7 @@ def _selftest(args: argparse.Namespace, out: Output) -> int:
 
 
 def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: bool, out: Output) -> int:
-    """Compare an engine with the specification, and print a table, the differences and the cases that were left out.
-
-    Return 1 if anything differs, a comparison fails with an error, or nothing was compared; otherwise 0.
-
-    golden: the recorded outputs of producers, which are compared as well; None if there are none.
-    quick: True to check less, in at most a minute.
-    """
+    """Compare an engine with the specification, and print a table, the differences and the cases that were left out."""
     start = time.perf_counter()
     finished = run(selftest.plan(engine, golden, quick), not out.quiet and sys.stderr.isatty())
     out.table(("compared", "#cases", "#values", "#differ", "#left out", "#seconds"), rows(finished))
@@ -100,10 +86,7 @@ def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: boo
 
 
 def run(tasks: list[selftest.Task], shown: bool) -> list[selftest.Finished]:
-    """Run the comparisons ``tasks`` and return their results.
-
-    shown: True to draw a progress bar on stderr.
-    """
+    """Run the comparisons ``tasks`` and return their results."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
         bar = progress.add_task("comparing", total=len(tasks))
@@ -115,11 +98,7 @@ def run(tasks: list[selftest.Task], shown: bool) -> list[selftest.Finished]:
 
 
 def rows(finished: Iterable[selftest.Finished]) -> list[tuple[str, ...]]:
-    """Return one table row per part of the selftest.
-
-    The cells of a row are the name of the part, the numbers of cases, values, differing values and cases left out, and
-    the seconds summed over threads.
-    """
+    """Return one table row per part of the selftest."""
     result: list[tuple[str, ...]] = []
     parts: dict[str, list[selftest.Finished]] = {}
     for f in finished:

@@ -13,43 +13,25 @@ BLOCK_COLUMNS = ("block format", "element", "scale", "block", "tensor scale", "b
 
 
 def block_text(r: Recipe) -> str:
-    """Return a recipe's block shape as text: the number of rows, "x" and the number of columns, such as "1x16".
-
-    For a recipe without blocks, return "tensor" if a whole tensor shares one scale, or "row" if each row has its own.
-    """
+    """Return a recipe's block shape as text: the number of rows, "x" and the number of columns, such as "1x16"."""
     if r.block is None:
         return {"tensor": "tensor", "row": "row"}[r.tensor_scaling]
     return f"{r.block[0]}x{r.block[1]}"
 
 
 def rule_text(r: Recipe) -> str:
-    """Return the name of the rule by which a recipe computes its scales, with spaces in place of underscores.
-
-    It is the rule of the block scales or, if the recipe has none, of the tensor scale. For a recipe that only
-    fake-quantizes, it is the rule of fake_quantize. If the recipe searches scales, ", searched" is appended. Return ""
-    for a recipe without any of these.
-    """
+    """Return the name of the rule by which a recipe computes its scales, with spaces in place of underscores."""
     rule = r.fake_rule if r.fake_only else r.block_rule or r.tensor_rule
     return (rule or "").replace("_", " ") + ", searched" * bool(r.search)
 
 
 def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
-    """Return the table of recipes, one row per id.
-
-    The cells of a row follow RECIPE_COLUMNS: the id with its aliases, the block shape, the scale rule, what the
-    recipe equals bit for bit, the producer's versions, and the source.
-
-    ids: the recipes, by id or alias; by default all.
-    """
+    """Return the table of recipes, one row per id."""
     return [(_names(r), block_text(r), rule_text(r), _exact(r), str(r.versions), r.source) for r in map(recipe, ids)]
 
 
 def _exact(r: Recipe) -> str:
-    """Return text that says which producer a recipe equals bit for bit.
-
-    For a recipe that only fake-quantizes, the text adds "(values only)". For each alias of the recipe that stands for
-    another producer, it adds how exactly that producer is matched.
-    """
+    """Return text that says which producer a recipe equals bit for bit."""
     others = (f"; {alias.id} {alias.exact}" for alias in PRODUCER_ALIASES.values() if alias.of == r.id)
     return r.exact + " (values only)" * r.fake_only + "".join(others)
 
@@ -60,11 +42,7 @@ def _names(r: Recipe) -> str:
 
 
 def grouped_recipe_rows() -> list[tuple[str, ...]]:
-    """Return the table of recipes with one row per group of recipes that differ only in id and block shape.
-
-    The rows are in the order in which the groups first occur. The ids and the block shapes of a group are joined with
-    ", ".
-    """
+    """Return the table of recipes with one row per group of recipes that differ only in id and block shape."""
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in recipe_rows():
         groups.setdefault(row[2:], []).append(row)
@@ -93,10 +71,7 @@ def format_rows() -> list[tuple[str, ...]]:
 
 
 def _nan(f: ElementFormat) -> str:
-    """Return the NaN code of a format as hexadecimal text, or "-" if the format has no NaN.
-
-    For IEEE formats, the text adds that there are further NaN codes and infinities.
-    """
+    """Return the NaN code of a format as hexadecimal text, or "-" if the format has no NaN."""
     return "-" if f.specials == "none" else hex(f.nan_code) + (" and others, inf" if f.specials == "ieee" else "")
 
 
@@ -107,10 +82,7 @@ def _values(f: ElementFormat) -> str:
 
 
 def block_rows() -> list[tuple[str, ...]]:
-    """Return the table of block formats, one row per format, with the columns BLOCK_COLUMNS.
-
-    A block format is an element format, a scale format and a block size.
-    """
+    """Return the table of block formats, one row per format, with the columns BLOCK_COLUMNS."""
     return [
         (
             b.name,
@@ -125,10 +97,6 @@ def block_rows() -> list[tuple[str, ...]]:
 
 
 def markdown(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return a table in GitHub's Markdown as one text, without a final newline. "|" in cells is escaped.
-
-    columns: the titles.
-    rows: the cells of each row, one per column.
-    """
+    """Return a table in GitHub's Markdown as one text, without a final newline."""
     lines = [columns, tuple("---" for _ in columns), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -33,10 +33,7 @@ from fp4kit.storage.errors import CheckpointError, listed, shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command verify, with its options and the function that runs it, to ``subparsers``.
-
-    subparsers: the subparsers action of argparse, which lists the commands.
-    """
+    """Add the command verify, with its options and the function that runs it, to ``subparsers``."""
     parser: Any = add_command(
         subparsers,
         "verify",
@@ -84,14 +81,7 @@ def register(subparsers: Any) -> None:
 
 
 def _verify(args: argparse.Namespace, out: Output) -> int:
-    """Run the command verify. Return 0 if the report has no errors (warnings do not count), otherwise 1.
-
-    Raise CheckpointError in these cases:
-
-    - An option needs --source, but --source is not given.
-    - The checkpoint or the source cannot be read.
-    - The page of --html cannot be written to the given path, or the path is inside the checkpoint.
-    """
+    """Run the command verify."""
     for name in ("recipe", "scale_search", "column_weights", "imatrix"):
         if getattr(args, name) is not None and args.source is None:
             option = f"--{name.replace('_', '-')}"
@@ -124,22 +114,14 @@ def _names_activations(args: argparse.Namespace) -> bool:
 
 
 def _run(prepared: Verification, options: Options, out: Output) -> VerifyReport:
-    """Execute a prepared verification with a line of progress, and return the report.
-
-    options: the workers, executor and devices to use; its other fields are ignored.
-    """
+    """Execute a prepared verification with a line of progress, and return the report."""
     with out.progress("verifying", prepared.nbytes) as tick:
         return execute(prepared, Options(options.workers, options.executor, options.devices, progress=tick))
 
 
 def _check_page(page: Path, model: Path) -> None:
-    """Raise CheckpointError if the HTML page cannot be written, or if its path is inside the checkpoint.
-
-    A page inside the checkpoint would change it.
-
-    page: the file to write.
-    model: the checkpoint.
-    """
+    """Raise CheckpointError if the HTML page cannot be written, or if its path is inside the checkpoint."""
+    # A page inside the checkpoint would change it.
     if page.is_dir() or not page.parent.is_dir():
         raise CheckpointError(
             f"--html {shown(str(page))}: cannot be written; a file name in a directory that exists is needed"
@@ -151,9 +133,8 @@ def _check_page(page: Path, model: Path) -> None:
 
 
 def _print(out: Output, report: VerifyReport) -> None:
-    """Print a report: the table of layers, the issues, a summary, what was not checked, the next step and the verdict.
-
-    If the checkpoint is clean and no other step is needed, the command that serves it takes the place of the next step.
+    """Print a report: the table of layers, the issues, a summary, what was not checked, the next step and the
+    verdict.
     """
     columns = ("layer", "format", "#SQNR dB", "#clipped", "#zero blocks", "#flushed", "#differing bytes")
     out.table(columns, [_cells(layer) for layer in report.layers])
@@ -181,13 +162,7 @@ _NO_LAYERS = (
 
 
 def _next_step(report: VerifyReport) -> str:
-    """Return the command to run next, for the line that begins with "next:"; "" if there is none.
-
-    - Without a source: verify with --source.
-    - With a source: identify, if a byte of a layer differs from the quantized source, or if a layer has an error.
-
-    There is none if no layer is quantized, or if there is a source and neither is the case.
-    """
+    """Return the command to run next, for the line that begins with "next:"; "" if there is none."""
     path = shlex.quote(str(report.path))
     if not report.layers:
         return ""
@@ -212,11 +187,7 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
 
 
 def _verdict(report: VerifyReport) -> str:
-    """Return the last line of the output.
-
-    It has the number of layers, whether the files match the manifest, and the numbers of errors and warnings. With a
-    source, it also has the numbers of bytes and of copied tensors that differ.
-    """
+    """Return the last line of the output."""
     warnings = len(report.issues) - report.errors
     manifest = {
         "equal": "files match the manifest",
