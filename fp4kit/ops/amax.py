@@ -63,13 +63,8 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
 
 
 def amax_call(op: str, x: Any, recipe: RecipeId | Recipe | None, axis: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Check the arguments of fp4kit.amax. Return (is_on_device, the arguments for the engine's function).
-
-    is_on_device is True if x is on a GPU. The engine's function is plain_amax if recipe is None, and amax otherwise.
-    Raise TypeError and ValueError as amax does.
-
-    op: the public function that error messages begin with.
-    """
+    """Check the arguments of fp4kit.amax."""
+    # The engine's function is plain_amax if recipe is None, and amax otherwise.
     if recipe is None:
         (x,) = import_arrays(op, x=x)
         checks.check_float(op, x)

@@ -118,12 +118,7 @@ class Comparison:
         return f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        """Yield the rows of the table, each as a pair (name, text).
-
-        There is one row per part: codes, block scales, tensor scales and values. Parts that are empty or were not
-        compared have no row. If a value differs, the rows "largest" and "first" follow: the largest difference and the
-        first one.
-        """
+        """Yield the rows of the table, each as a pair (name, text)."""
         for name, part in (
             ("codes", self.codes),
             ("block scales", self.scales),
@@ -139,11 +134,8 @@ class Comparison:
             yield "first", f"at {at}: {x:.{digits}g} and {y:.{digits}g}"
 
     def _distance(self) -> str:
-        """Return the largest distance as text, such as "2 steps of E2M1" or "5 ulp".
-
-        Count in steps of the element format if max_steps is positive. If it is 0 or None, count in ulp, that is
-        max_ulp. For codes, ulp would mislead, because 0 and the smallest code above it are about a billion ulp apart.
-        """
+        """Return the largest distance as text, such as "2 steps of E2M1" or "5 ulp"."""
+        # For codes, ulp would mislead, because 0 and the smallest code above it are about a billion ulp apart.
         if not self.max_steps:
             return f"{self.max_ulp:,} ulp"
         return f"{self.max_steps} step{'s' * (self.max_steps > 1)} of {self.element}"
@@ -210,12 +202,7 @@ def compare(a: Any, b: Any) -> Comparison:
 
 
 def _precision(name: str, a: Any) -> np.dtype:
-    """Return the dtype in which to compare one argument: float64 for a float64 array, otherwise float32.
-
-    Raise TypeError for an array of a dtype that compare does not accept, such as integers.
-
-    a: the argument, a NumPy array or a Quantized. name: its name in the message, "a" or "b".
-    """
+    """Return the dtype in which to compare one argument: float64 for a float64 array, otherwise float32."""
     if isinstance(a, Quantized) or a.dtype.newbyteorder("=") in WIDENED:
         return np.dtype(np.float32)
     if a.dtype.newbyteorder("=") != np.float64:
@@ -228,10 +215,7 @@ def _precision(name: str, a: Any) -> np.dtype:
 
 
 def _linear(a: Any) -> Any:
-    """Return a Quantized with its block scales in linear layout, so that codes and scales can be sliced alike.
-
-    An array is returned unchanged, and so is a Quantized without block scales or with linear ones.
-    """
+    """Return a Quantized with its block scales in linear layout, so that codes and scales can be sliced alike."""
     if not isinstance(a, Quantized) or a.block_scale is None or a.scale_layout == "linear":
         return a
     scales = unswizzle_scales(a.block_scale, a.scale_layout, a.scale_shape)
@@ -239,23 +223,14 @@ def _linear(a: Any) -> Any:
 
 
 def _reader(a: Any) -> BoxReader:
-    """Return a function that takes a box (a tuple of slices) and returns the values of `a` within the box.
-
-    For a Quantized, only the box is dequantized, to float32. For an array, the function returns a view.
-    """
+    """Return a function that takes a box (a tuple of slices) and returns the values of `a` within the box."""
     if isinstance(a, Quantized):
         return lambda box: dequantize(box_of(a, box), np.float32)
     return lambda box: a[box]
 
 
 def _multiples(*operands: Any) -> list[int]:
-    """Return one number per axis: parts of the arrays that begin at its multiples do not cut any block.
-
-    The number is 1 for an axis along which no operand is quantized. Otherwise it is the least common multiple of the
-    lengths that the operands' recipes require.
-
-    operands: arrays or Quantized of equal shape.
-    """
+    """Return one number per axis: parts of the arrays that begin at its multiples do not cut any block."""
     multiples = [1] * operands[0].ndim if not isinstance(operands[0], Quantized) else [1] * len(operands[0].shape)
     for q in operands:
         if isinstance(q, Quantized):
@@ -264,20 +239,12 @@ def _multiples(*operands: Any) -> list[int]:
 
 
 def _name(name: str, a: Any) -> str:
-    """Return the name under which the table shows an argument: "a", or "a (mxfp4-ocp)" for a Quantized.
-
-    name: "a" or "b". a: the argument itself.
-    """
+    """Return the name under which the table shows an argument: "a", or "a (mxfp4-ocp)" for a Quantized."""
     return f"{name} ({a.recipe.id})" if isinstance(a, Quantized) else name
 
 
 def on_host(name: str, a: Any) -> Any:
-    """Return an array of any library as a NumPy array, or a Quantized whose arrays are NumPy arrays.
-
-    Arrays on a GPU are copied to the host. Arrays in host memory are not copied.
-
-    name: the text that errors begin with, such as "compare: a".
-    """
+    """Return an array of any library as a NumPy array, or a Quantized whose arrays are NumPy arrays."""
     if isinstance(a, Quantized):
         return quantized_on_host(a, name)
     operation, _, argument = name.partition(": ")
@@ -286,12 +253,7 @@ def on_host(name: str, a: Any) -> Any:
 
 
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
-    """Count the codes, block scales and tensor scales that differ. Return three pairs (differing, compared).
-
-    - If the element formats, scale formats, block sizes or axes of a and b differ, all three pairs are (0, 0).
-    - A part that neither a nor b has counts as (0, 0).
-    - If only one of a and b has a tensor scale, all entries of this tensor scale count as differing.
-    """
+    """Count the codes, block scales and tensor scales that differ."""
     comparable = a.recipe.element == b.recipe.element and a.recipe.scale == b.recipe.scale and a.axis == b.axis
     if not comparable or a.recipe.block_size != b.recipe.block_size:
         return (0, 0), (0, 0), (0, 0)
@@ -302,12 +264,7 @@ def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
 
 @cache
 def _positions(fmt: ElementFormat) -> np.ndarray:
-    """Return an int16 array that maps each code of fmt to the position of its value, counted in steps from zero.
-
-    One step leads from a value to its neighbor in the format. Negative values have negative positions, and -0 has
-    position 0. NaN codes have _NAN_POSITION (4096), which no number has. In a Codebook, positions count from its
-    smallest value instead of from zero.
-    """
+    """Return an int16 array that maps each code of fmt to the position of its value, counted in steps from zero."""
     if isinstance(fmt, Codebook):
         return np.unique(fmt.values, return_inverse=True)[1].astype(np.int16)
     codes = np.arange(2**fmt.bits)
@@ -317,11 +274,9 @@ def _positions(fmt: ElementFormat) -> np.ndarray:
 
 
 def _max_steps(a: Quantized, b: Quantized) -> int:
-    """Return the largest distance between two codes of a and b at equal indices, in steps of the element format.
-
-    One step leads from a value to its neighbor in the format. Pairs with a NaN code are left out; return 0 if no pair
-    is left. a and b must have equal element formats and shapes.
-    """
+    """Return the largest distance between two codes of a and b at equal indices, in steps of the element format."""
+    # Pairs with a NaN code are left out; return 0 if no pair is left. a and b must have equal element formats and
+    # shapes.
     fmt, largest = a.recipe.element, 0
     for box in boxes(a.packed.shape):
         x, y = (np.take(_positions(fmt), unpacked(part[box], fmt.packing)) for part in (a.packed, b.packed))
@@ -330,14 +285,7 @@ def _max_steps(a: Quantized, b: Quantized) -> int:
 
 
 def _count(a: Any, b: Any, to_entries: Any = None) -> Count:
-    """Return the pair (differing, compared): the number of entries that differ, and the number of all entries.
-
-    NaN equals NaN. Return (0, 0) if both arrays are None. If one is None or the shapes differ, both numbers are the
-    size of the larger array.
-
-    to_entries: a function that unpacks an array to one entry per element, such as packed codes to codes; None if the
-        array's elements are the entries.
-    """
+    """Return the pair (differing, compared): the number of entries that differ, and the number of all entries."""
     if a is None and b is None:
         return 0, 0
     if a is None or b is None or np.shape(a) != np.shape(b):

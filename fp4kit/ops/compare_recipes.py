@@ -74,11 +74,8 @@ class RecipeComparison:
         return self._matrix().html() + self._pairs().html()
 
     def _matrix(self) -> Panel:
-        """Return a table of the shares of differing codes, with one row and one column per recipe.
-
-        Rows begin with the number and id of the recipe; columns have the number alone. The diagonal shows "-", and a
-        pair whose codes cannot be compared shows "n/a".
-        """
+        """Return a table of the shares of differing codes, with one row and one column per recipe."""
+        # The diagonal shows "-", and a pair whose codes cannot be compared shows "n/a".
         rows = tuple(
             (f"{i + 1}  {id}", *("-" if i == j else _percent(self.codes[i, j]) for j in range(len(self.recipes))))
             for i, id in enumerate(self.recipes)
@@ -87,11 +84,7 @@ class RecipeComparison:
         return Panel("Codes that differ", columns=("recipe", *numbers), rows=rows)
 
     def _pairs(self) -> Panel:
-        """Return a table with one row per pair of recipes.
-
-        A row shows the shares of codes, block scales, tensor scales and values that differ, and the index of the first
-        difference, or "none".
-        """
+        """Return a table with one row per pair of recipes."""
         columns = ("recipes", "codes", "block scales", "tensor scales", "values", "first difference")
         rows = []
         for i, j in zip(*np.triu_indices(len(self.recipes), 1), strict=True):
@@ -196,10 +189,7 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 
 def _shares(a: _RecipeResult, b: _RecipeResult) -> tuple[float, float, float, float]:
-    """Return the shares of codes, block scales, tensor scales and values that differ, each from 0 to 1.
-
-    A share is NaN if the parts cannot be compared: one of them is None, or their shapes or formats differ.
-    """
+    """Return the shares of codes, block scales, tensor scales and values that differ, each from 0 to 1."""
     same_element = a.recipe.element == b.recipe.element
     same_scale = same_element and a.recipe.scale == b.recipe.scale and a.recipe.block_size == b.recipe.block_size
     return (
@@ -211,21 +201,16 @@ def _shares(a: _RecipeResult, b: _RecipeResult) -> tuple[float, float, float, fl
 
 
 def _share(a: np.ndarray | None, b: np.ndarray | None, comparable: bool = True) -> float:
-    """Return the share of entries that differ between a and b, from 0 to 1. For arrays without entries, return 0.
-
-    Return NaN if `comparable` is False, if an array is None, or if their shapes differ.
-    """
+    """Return the share of entries that differ between a and b, from 0 to 1."""
     if not comparable or a is None or b is None or a.shape != b.shape:
         return float("nan")
     return np.count_nonzero(a != b) / max(a.size, 1)
 
 
 def _first(a: _RecipeResult, b: _RecipeResult) -> tuple[int, ...] | None:
-    """Return the index of the first element whose code differs, in row-major order.
-
-    If all codes are equal, or if they cannot be compared, return the index of the first value that differs. Return None
-    if all values are equal too. Codes cannot be compared if the element formats differ or if a recipe gives no codes.
-    """
+    """Return the index of the first element whose code differs, in row-major order."""
+    # If all codes are equal, or if they cannot be compared, return the index of the first value that differs.
+    # Codes cannot be compared if the element formats differ or if a recipe gives no codes.
     pairs = [(a.values, b.values)]
     if a.codes is not None and b.codes is not None and a.recipe.element == b.recipe.element:
         pairs.insert(0, (a.codes, b.codes))

@@ -21,15 +21,7 @@ First = tuple[tuple[int, ...], float, float]  # index and both values
 
 
 def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Iterator[Box]:
-    """Yield boxes (tuples of slices) of at most BOX_ELEMENTS (2^16) elements that together cover an array.
-
-    Boxes come in row-major order, and are as long as possible along the last axes. An array without elements has no
-    boxes, and a 0-d array has one, the empty tuple.
-
-    shape: the shape of the array.
-    multiples: one number per axis; None means 1 for all axes. Along each axis, boxes begin at multiples of this number,
-        and are at least this long unless the array ends. A box may then exceed BOX_ELEMENTS.
-    """
+    """Yield boxes (tuples of slices) of at most BOX_ELEMENTS (2^16) elements that together cover an array."""
     smallest = [1] * len(shape) if multiples is None else multiples
     steps = list(smallest)
     for axis in reversed(range(len(shape))):
@@ -52,11 +44,7 @@ class Energy:
     parts: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, x: np.ndarray, scaled: bool) -> None:
-        """Append the sum of the squares of x, a float64 array that holds the values of one box.
-
-        scaled: True first divides x by the power of two above its largest magnitude, so that no square overflows. A box
-        that holds NaN or infinity is not divided. An empty x is an error if `scaled` is True.
-        """
+        """Append the sum of the squares of x, a float64 array that holds the values of one box."""
         top = float(np.max(np.abs(x))) if scaled else 0.0
         exponent = int(np.frexp(top)[1]) if np.isfinite(top) else 0
         if exponent:
@@ -64,10 +52,7 @@ class Energy:
         self.parts.append((float(np.sum(x * x)), exponent))
 
     def total(self) -> tuple[np.float64, int]:
-        """Return the sum over all boxes as a pair (p, e), which means p * 4^e. Return (0, 0) if every sum is 0.
-
-        The sums of the boxes are added pairwise, in the order in which they were appended.
-        """
+        """Return the sum over all boxes as a pair (p, e), which means p * 4^e."""
         top = max((e for p, e in self.parts if p), default=0)
         return np.sum([np.ldexp(p, 2 * (e - top)) for p, e in self.parts]), top
 
@@ -96,12 +81,7 @@ class Differences:
     noise: Energy = field(default_factory=Energy)
 
     def add(self, x: np.ndarray, y: np.ndarray, box: Box) -> bool:
-        """Compare x and y, the values of two arrays within a box, and add the differences found to this object.
-
-        Values differ if their bits differ, so -0 differs from +0, but any two NaNs are equal. Return True if any value
-        differs. `signal` and `noise` then include the whole box. Otherwise add nothing and return False; the caller can
-        add the box to the sums by add_errors.
-        """
+        """Compare x and y, the values of two arrays within a box, and add the differences found to this object."""
         differ = bit_patterns(x) != bit_patterns(y)
         if differ.any():
             differ &= ~(np.isnan(x) & np.isnan(y))
@@ -113,11 +93,8 @@ class Differences:
         return count > 0
 
     def add_errors(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Add the sum of x^2 to `signal` and that of (x - y)^2 to `noise`, and update `max_error`.
-
-        x and y are the values of two arrays within a box, which must not be empty. If one of them holds a NaN, or if
-        both hold the same infinity at one index, `max_error` and `noise` become NaN.
-        """
+        """Add the sum of x^2 to `signal` and that of (x - y)^2 to `noise`, and update `max_error`."""
+        # x and y are the values of two arrays within a box, which must not be empty.
         wide = x.astype(np.float64, copy=False)
         self.signal.add(wide, self.scaled)
         error = np.abs(wide - y)
@@ -125,10 +102,7 @@ class Differences:
         self.max_error = float(np.maximum(self.max_error, np.max(error)))
 
     def _add_differing(self, x: np.ndarray, y: np.ndarray, differ: np.ndarray, box: Box) -> None:
-        """Update `first` and `max_ulp` from x and y, the values of the two arrays within a box.
-
-        differ: a mask of the values that differ, with at least one True. Pairs with a NaN do not change `max_ulp`.
-        """
+        """Update `first` and `max_ulp` from x and y, the values of the two arrays within a box."""
         at = np.unravel_index(int(np.argmax(differ)), x.shape)
         place = tuple(int(i) + part.start for i, part in zip(at, box, strict=True))
         if self.first is None or place < self.first[0]:
@@ -140,31 +114,21 @@ class Differences:
 
     @property
     def sqnr(self) -> float:
-        """The signal-to-noise ratio in dB: 10 log10(sum x^2 / sum (x - y)^2).
-
-        It is inf if only the noise (the second sum) is 0, -inf if only the signal (the first) is 0, and NaN if both are
-        0 or a sum is not finite.
-        """
+        """The signal-to-noise ratio in dB: 10 log10(sum x^2 / sum (x - y)^2)."""
         (p, e), (q, f) = self.signal.total(), self.noise.total()
         return float(10 * np.log10(p / q) + 20 * np.log10(2.0) * (e - f))
 
 
 def ordered(x: np.ndarray) -> np.ndarray:
-    """Map floats to signed integers in the order of their values, so that neighboring floats differ by 1.
-
-    The integers are as wide as the floats. -0 comes just below +0. x must not hold NaN.
-    """
+    """Map floats to signed integers in the order of their values, so that neighboring floats differ by 1."""
+    # The integers are as wide as the floats. -0 comes just below +0. x must not hold NaN.
     bits = x.view(np.dtype(f"i{x.dtype.itemsize}"))
     width = 8 * x.dtype.itemsize
     return bits ^ (bits >> width - 1 & 2 ** (width - 1) - 1)  # reverse the order of negative numbers; keep the sign
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return, per element, the number of steps between neighboring floats from x to y: 0 only if the bits are equal.
-
-    -0 and +0 are one step apart. x and y have one dtype, and must not hold NaN, whose distances mean nothing. The
-    result has unsigned integers as wide as the floats, because signed ones could not hold the largest distance.
-    """
+    """Return, per element, the number of steps between neighboring floats from x to y: 0 only if the bits are equal."""
     a, b = ordered(x), ordered(y)
     return bit_patterns(np.maximum(a, b)) - bit_patterns(np.minimum(a, b))
 
@@ -175,14 +139,7 @@ BoxReader = Callable[[Box], Any]  # a function that returns the values of an arr
 def compare_values(
     read_x: BoxReader, read_y: BoxReader, shape: Sequence[int], multiples: Sequence[int], dtype: Any
 ) -> Differences:
-    """Compare two arrays box by box, and return their Differences.
-
-    The sums of squares, signal and noise, are needed only if a value differs. If all values are equal, they stay 0.
-    Otherwise they cover all boxes: after the comparison, x is read again for every box in which all values are equal.
-
-    read_x, read_y: functions that return the values of an array within a box. shape: the shape of both arrays.
-    multiples: as in boxes. dtype: float32 or float64, to which values are converted before they are compared.
-    """
+    """Compare two arrays box by box, and return their Differences."""
     differences, equal_boxes = Differences(np.dtype(dtype) == np.float64), []
     with np.errstate(all="ignore"):
         for box in boxes(shape, multiples):

@@ -67,10 +67,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
 
 @returns_in_library
 def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
-    """Check the arguments of dequantize, and return the values of q, in `out` if given. Raise as dequantize does.
-
-    key: the key under which to cache a prepared call for later arrays of equal shapes; None caches nothing.
-    """
+    """Check the arguments of dequantize, and return the values of q, in `out` if given."""
     original, arguments = q, (q, out)
     q, out = checks.check_quantized("dequantize", q), import_out("dequantize", out)
     values_dtype = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)

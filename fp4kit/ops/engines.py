@@ -40,15 +40,10 @@ def _cuda() -> Any:
 
 
 def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
-    """Return a cached call: a function that repeats an operation on other arrays without parsing its arguments again.
-
-    The other arrays must have equal shapes and dtypes. The CUDA engine makes the function for arrays on a GPU, and the
-    compiled host engine for arrays in host memory. Return None if that engine does not support the call.
-
-    operation: the name of the function in the engine's cached_calls.py that makes the cached call.
-    on_device: True if the arrays are on a GPU.
-    arguments: the arguments of that function.
+    """Return a cached call: a function that repeats an operation on other arrays without parsing its arguments
+    again.
     """
+    # The other arrays must have equal shapes and dtypes.
     engine: Any = cpu_cached
     if on_device:
         from fp4kit.cuda.engine import cached_calls as engine
@@ -60,24 +55,14 @@ def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callabl
 
 
 def convert_and_call(function: Callable[..., T], x: Any, *args: Any, **kwargs: Any) -> T:
-    """Return function(x, *args, **kwargs), where `function` is decorated by returns_in_library.
-
-    The decorator converts the result to the library of x. A NumPy or CuPy x needs no conversion, so the undecorated
-    function is called instead, which is faster.
-    """
+    """Return function(x, *args, **kwargs), where `function` is decorated by returns_in_library."""
     is_native = type(x) is np.ndarray or type(x).__module__ == "cupy"
     called: Callable[..., T] = getattr(function, "__wrapped__", function) if is_native else function
     return called(x, *args, **kwargs)
 
 
 def with_threads(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a public function so that its keyword argument `threads` limits the CPU threads of the call.
-
-    - If `threads` is missing or None, the call uses up to fp4kit.num_threads() threads.
-    - If the call raises TypeError because of a frequent mistake in its arguments, a more helpful message replaces the
-      message of Python (check_call). Any other TypeError is raised unchanged.
-    - In code that torch.compile traces, the call runs outside of the compiled graph.
-    """
+    """Decorate a public function so that its keyword argument `threads` limits the CPU threads of the call."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -114,11 +99,7 @@ class Engine(str):
 
 
 def is_compiled() -> bool:
-    """Return whether calls on NumPy arrays use the compiled engine in this thread or task.
-
-    Return False within `with fp4kit.specification()`, or if the engine could not be compiled. fp4kit convert uses this
-    to choose its workers: without a compiled engine and without GPUs, they are processes instead of threads.
-    """
+    """Return whether calls on NumPy arrays use the compiled engine in this thread or task."""
     return not specification_only.get() and library().functions is not None
 
 
@@ -172,17 +153,7 @@ def specification() -> Iterator[None]:
 
 
 def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
-    """Return the result of an operation from the first engine that supports the call.
-
-    Arrays on a GPU use the CUDA engine. Others use the compiled engine, and then the specification; within `with
-    fp4kit.specification()`, only the specification. Host engines run in IEEE arithmetic. If all engines decline the
-    call, raise NotImplementedError with the last engine's reason.
-
-    op: the public function that error messages name.
-    operation: the name of the engine's function.
-    on_device: True if the arrays are CuPy arrays.
-    arguments: the arguments of the engine's function.
-    """
+    """Return the result of an operation from the first engine that supports the call."""
     if on_device:
         return _first(op, operation, (_cuda(),), arguments)
     engines = (reference,) if specification_only.get() else (cpu, reference)
@@ -193,12 +164,7 @@ def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
 
 
 def _first(op: str, operation: str, engines: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-    """Return the result of an operation from the first of the given engines that supports the call.
-
-    Raise NotImplementedError if all engines decline it.
-
-    engines: the engine modules, in the order in which to try them. op, operation, arguments: as in run.
-    """
+    """Return the result of an operation from the first of the given engines that supports the call."""
     reason = ""
     for engine in engines:
         try:
@@ -211,16 +177,7 @@ def _first(op: str, operation: str, engines: tuple[Any, ...], arguments: tuple[A
 
 
 def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]) -> list[Any]:
-    """Return the results of an operation on N arrays, one per array.
-
-    The CUDA engine computes them in one launch if it supports the group. Otherwise, the arrays are computed one by one,
-    and errors number the array, as in "xs[1]". Raise as run does.
-
-    op: the public function that error messages name.
-    operation: the name of the engine's function.
-    calls: one pair per array: (True if it is a CuPy array, the arguments of the engine's function). The first pair
-        decides whether the group is tried on a GPU.
-    """
+    """Return the results of an operation on N arrays, one per array."""
     if calls and calls[0][0]:
         try:
             results: list[Any] = getattr(_cuda(), f"{operation}_group")([arguments for _, arguments in calls])
@@ -231,26 +188,12 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
 
 
 def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
-    """Return the result of an operation on one parsed call, from the first engine that supports it.
-
-    HostGroup and HostClipGroup do this for every array of a group. Raise NotImplementedError if no engine supports the
-    call. Other errors of the engine are raised unchanged.
-
-    operation: the name of the engine's function. Its arguments are `call` and `arguments`.
-    """
+    """Return the result of an operation on one parsed call, from the first engine that supports it."""
     return run(call.op, operation, call.on_device, call, *arguments)
 
 
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
-    """Return the object that runs N parsed calls: a CudaGroup on a GPU, or a HostGroup in host memory.
-
-    A CudaGroup takes one launch per dtype, and a HostGroup loops over the calls. The first call decides which of the
-    two is made. An empty list gives a HostGroup.
-
-    op: the public function that error messages name.
-    r: the recipe of all calls.
-    stack: the stacked array on a GPU that holds the arrays of all calls; None if the arrays are separate.
-    """
+    """Return the object that runs N parsed calls: a CudaGroup on a GPU, or a HostGroup in host memory."""
     return (
         _cuda().CudaGroup(calls, stack)
         if calls and calls[0].on_device
@@ -259,29 +202,14 @@ def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
-    """Return the object that clips N gradients: a CudaClipGroup on a GPU, or a HostClipGroup in host memory.
-
-    A CudaClipGroup clips all gradients of a dtype in one launch, and a HostClipGroup loops over them. The first call
-    decides which of the two is made. An empty list gives a HostClipGroup.
-
-    calls: the parsed calls, each with its gradient and the array x that was fake-quantized.
-    amaxes: one entry per call: its clip limit, or None to compute the limit from x.
-    """
+    """Return the object that clips N gradients: a CudaClipGroup on a GPU, or a HostClipGroup in host memory."""
     if calls and calls[0].on_device:
         return _cuda().CudaClipGroup(calls, amaxes)
     return host_group.HostClipGroup(calls, amaxes, _run_call)
 
 
 def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Recipe) -> bool:
-    """Return True if the shards of cast_master_weights are in host memory, and False if they are on a GPU.
-
-    The first shard decides. For an empty list, return True.
-
-    Shards on a GPU are also checked. Raise ValueError if one of them is not contiguous. Raise NotImplementedError if no
-    kernel supports the recipe's blocks or the size of a matrix.
-
-    values: the shards. shapes: for each shard, the shape of the whole weight. r: the recipe.
-    """
+    """Return True if the shards of cast_master_weights are in host memory, and False if they are on a GPU."""
     if not values or not imports.on_device(values[0]):
         return True
     _cuda().DeviceStages.check(values, shapes, r)
@@ -289,13 +217,8 @@ def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Re
 
 
 def new_master_weights(values: list[Any], *facts: Any) -> Any:
-    """Return the object whose methods compute the steps of cast_master_weights for the shards `values`.
-
-    It is a HostStages for shards in host memory, and a DeviceStages for shards on a GPU. The first shard decides, so
-    `values` must not be empty.
-
-    facts: the arguments of these two classes that follow `values`.
-    """
+    """Return the object whose methods compute the steps of cast_master_weights for the shards `values`."""
+    # The first shard decides, so `values` must not be empty.
     if imports.on_device(values[0]):
         return _cuda().DeviceStages(values, *facts)
     make: Any = HostStages
@@ -303,15 +226,7 @@ def new_master_weights(values: list[Any], *facts: Any) -> Any:
 
 
 def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
-    """Return a function that repeats a call on another NumPy array of the same shape without parsing its arguments.
-
-    It serves calls for which new_cached_call returned None. The function takes (x, amax, out), where amax is always
-    None, and returns the result of `operation` from the first engine that supports the call.
-
-    Return None if the caller passed tensor_amax, or if x is not a NumPy array.
-
-    x: the array as the caller passed it.
-    """
+    """Return a function that repeats a call on another NumPy array of the same shape without parsing its arguments."""
     if type(x) is not np.ndarray or call.tensor_amax is not None:
         return None
     call = call._replace(x=None, moved=None, out=None)

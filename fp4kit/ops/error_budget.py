@@ -80,10 +80,7 @@ class ErrorBudget:
         return self._panel().html()
 
     def _panel(self) -> Panel:
-        """Return the table: one row per source of error, and the two sums quantization and total.
-
-        Each row shows the ratio in dB and the relative error.
-        """
+        """Return the table: one row per source of error, and the two sums quantization and total."""
         M, N, K = self.shape
         sources = (
             (f"weight, {self.recipe_w}", self.weight),
@@ -199,13 +196,7 @@ def error_budget(
 
 @np.errstate(all="ignore")
 def _values(q: Quantized, s: LinearSettings) -> np.ndarray:
-    """Return the values of a quantized matrix as a float64 NumPy array, with the quantized axis last.
-
-    The values are exact: code times block scale times tensor scale. For the unit "dequantized", they are the float32
-    values of dequantize instead.
-
-    q: the quantized matrix, on any device. s: the settings of the product, of which only s.unit is used.
-    """
+    """Return the values of a quantized matrix as a float64 NumPy array, with the quantized axis last."""
     q = on_host(q, OP)
     if s.unit.order == "dequantized":
         decoded: np.ndarray = dequantize(q, np.float32).astype(np.float64)
@@ -221,12 +212,7 @@ def _values(q: Quantized, s: LinearSettings) -> np.ndarray:
 def _energies(
     x: tuple[np.ndarray, np.ndarray], w: tuple[np.ndarray, np.ndarray], u: np.ndarray, r: np.ndarray
 ) -> np.ndarray:
-    """Return eight sums of squares, float64: first that of x w^T, and then one per error, in the order of _RATIOS.
-
-    x, w: pairs (operand, its quantized values), float64 of shapes (M, K) and (N, K).
-    u: the float32 result of the unit, (M, N).
-    r: u rounded to out_dtype.
-    """
+    """Return eight sums of squares, float64: first that of x w^T, and then one per error, in the order of _RATIOS."""
     total = np.zeros(8)
     (plain, quantized), (w_plain, w_quantized) = x, w
     w_error = w_quantized - w_plain
@@ -244,11 +230,7 @@ def _energies(
 
 
 def _decibels(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise) in dB, from two sums of squares.
-
-    The result is NaN if either sum is not finite. Otherwise it is inf if the noise is 0, and -inf if only the signal is
-    0.
-    """
+    """Return 10 log10(signal / noise) in dB, from two sums of squares."""
     if not np.isfinite([signal, noise]).all():
         return nan
     if noise == 0:

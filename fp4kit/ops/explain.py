@@ -51,10 +51,7 @@ class ExplainedStep:
     width: int
 
     def __str__(self) -> str:
-        """Return the number, the format and the bits, such as "0.25  E8M0 01111101".
-
-        Up to 8 bits are shown in binary, more in hexadecimal.
-        """
+        """Return the number, the format and the bits, such as "0.25 E8M0 01111101"."""
         bits = f"{self.bits:0{self.width}b}" if self.width <= 8 else f"0x{self.bits:0{self.width // 4}x}"
         return f"{_decimal(self)}  {self.format} {bits}"
 
@@ -111,10 +108,7 @@ class Explanation:
         return next((name for name in self.names if self._differs(name) and not self._is_missing(name)), None)
 
     def __str__(self) -> str:
-        """Return the steps as a table with one row per step.
-
-        With several recipes, a mark shows the first step at which they differ, and another mark the other such steps.
-        """
+        """Return the steps as a table with one row per step."""
         return self._panel().text()
 
     def __repr__(self) -> str:
@@ -140,11 +134,7 @@ class Explanation:
         return len(found) > 1
 
     def _panel(self) -> Panel:
-        """Return the table that print() shows, with one row per step.
-
-        A row has two cells per recipe: the number and its bits. With several recipes, a mark shows where the recipes
-        differ.
-        """
+        """Return the table that print() shows, with one row per step."""
         columns = [self._column(i) for i in range(len(self.recipes))]
         parting, rows = self.parting, []
         for name in self.names:
@@ -161,10 +151,8 @@ class Explanation:
 
 
 def _cells(step: ExplainedStep | None) -> tuple[str, str]:
-    """Return the two table cells of a step: its number, and its format with the bits, such as "E8M0 01111101".
-
-    If the step is None because the recipe lacks it, return "-" and "".
-    """
+    """Return the two table cells of a step: its number, and its format with the bits, such as "E8M0 01111101"."""
+    # If the step is None because the recipe lacks it, return "-" and "".
     if step is None:
         return _ABSENT, ""
     number, _, bits = str(step).partition("  ")
@@ -172,11 +160,7 @@ def _cells(step: ExplainedStep | None) -> tuple[str, str]:
 
 
 def _decimal(step: ExplainedStep) -> str:
-    """Return the number of a step as decimal text.
-
-    float64 numbers get 17 significant digits, without trailing zeros. All other numbers are printed as float32: the
-    shortest text from which the float32 number can be read back, without a final ".0".
-    """
+    """Return the number of a step as decimal text."""
     return f"{step.value:.17g}" if step.format == "float64" else f"{np.float32(step.value)!s}".removesuffix(".0")
 
 
@@ -260,19 +244,16 @@ def explain(
 
 
 def _on_host(array: Any) -> Any:
-    """Return an argument that may be an array on a GPU, such as amaxes or random bytes, as a NumPy array.
-
-    None, Python numbers, NumPy scalars and other objects without a shape are returned unchanged.
-    """
+    """Return an argument that may be an array on a GPU, such as amaxes or random bytes, as a NumPy array."""
     is_number = isinstance(array, np.generic) or not hasattr(array, "shape")
     return array if is_number else to_host(import_arrays(OP, array=array)[0])
 
 
 def _check_transform(call: Call) -> None:
-    """Raise ValueError if a call has a Hadamard transform and the recipe's blocks are no multiple of 16 columns long.
-
-    explain computes a single block, which must hold whole blocks of the transform. Recipes without blocks are accepted.
+    """Raise ValueError if a call has a Hadamard transform and the recipe's blocks are no multiple of 16 columns
+    long.
     """
+    # explain computes a single block, which must hold whole blocks of the transform.
     r = call.recipe
     if call.mask is not None and r.block is not None and r.block_size % HADAMARD_BLOCK:
         raise ValueError(
@@ -281,13 +262,7 @@ def _check_transform(call: Call) -> None:
 
 
 def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index of an element of x as a tuple with one non-negative integer per axis.
-
-    index: one integer, or a tuple or list of integers; negative ones count from the end. shape: the shape of x.
-
-    Raise IndexError unless there is one integer per axis, each in range. Raise TypeError for an entry that is not an
-    integer.
-    """
+    """Return the index of an element of x as a tuple with one non-negative integer per axis."""
     given = tuple(index) if isinstance(index, (tuple, list)) else (index,)
     parts = tuple(as_index(OP, "index", part) for part in given)
     if len(parts) != len(shape):
@@ -300,10 +275,7 @@ def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
-    """Yield the steps by which the recipe of a call quantizes the element at `index`, and then decodes it.
-
-    The specification computes only the block that holds the element, and records its steps.
-    """
+    """Yield the steps by which the recipe of a call quantizes the element at `index`, and then decodes it."""
     crop, row, column = _crop(call, index)
     with specification(), np.errstate(all="ignore"), traced() as steps:
         show("element", crop.x)
@@ -316,16 +288,7 @@ def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
 
 
 def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
-    """Return (crop, row, column): a call for only the block that holds an element, and the element's position in it.
-
-    The returned call has the tensor amaxes, the block amax and the random numbers that apply to this block, so it gives
-    the block the codes that it has in the whole array.
-
-    If the recipe has no blocks, the crop is the smallest group of neighboring elements whose codes fill whole bytes;
-    with a Hadamard transform, a group of at least 16.
-
-    index: the index of the element in the array of `call`, with the axes as the caller passed them.
-    """
+    """Return (crop, row, column): a call for only the block that holds an element, and the element's position in it."""
     r, moved = call.recipe, call.moved
     where = (*index[: call.axis], *index[call.axis + 1 :], index[call.axis])
     if moved.ndim == 1:
@@ -355,15 +318,7 @@ def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
 
 
 def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice, slice]) -> np.ndarray | None:
-    """Return the tensor amaxes that apply to a block, one or one per row. None if the recipe has no tensor scale.
-
-    Amaxes that the caller passed are sliced to the block. Otherwise they are computed from the elements that share a
-    tensor scale: the whole array, a row, or the block, as r.tensor_scaling says.
-
-    call: the call for the whole array.
-    moved: call.moved (the array with the quantized axis last), with at least two axes.
-    at: the position of the block: (its index along the axes before the last two, slice of rows, slice of columns).
-    """
+    """Return the tensor amaxes that apply to a block, one or one per row."""
     (lead, rows, columns), r, given = at, call.recipe, call.tensor_amax
     if r.tensor_scaling == "none":
         return None
@@ -383,10 +338,7 @@ def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice
 
 
 def _first_scales(steps: list[Step]) -> Iterable[Step]:
-    """Yield the steps in order, leaving out a step that repeats an earlier name which begins with "tensor".
-
-    Decoding computes the tensor amax and the tensor scale again, which records these steps a second time.
-    """
+    """Yield the steps in order, leaving out a step that repeats an earlier name which begins with "tensor"."""
     tensor = set()
     for step in steps:
         if step.name.startswith("tensor"):
@@ -397,12 +349,7 @@ def _first_scales(steps: list[Step]) -> Iterable[Step]:
 
 
 def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> ExplainedStep:
-    """Return the ExplainedStep of the element (row, column) of a block, from a step recorded for the whole block.
-
-    A recorded step has one entry per element, one per row, or a single one for the block.
-
-    shape: the numbers of rows and columns of the block.
-    """
+    """Return the ExplainedStep of the element (row, column) of a block, from a step recorded for the whole block."""
     flat = step.result.reshape(-1)
     m, k = shape
     entry = flat[row * k + column if flat.size == m * k else row if flat.size == m else 0]
@@ -410,10 +357,7 @@ def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> Explai
 
 
 def _one_step(name: str, entry: Any, fmt: ElementFormat | None) -> ExplainedStep:
-    """Return the ExplainedStep for one entry of a recorded result.
-
-    name: the name of the step. entry: a number if fmt is None, otherwise a code of the format fmt.
-    """
+    """Return the ExplainedStep for one entry of a recorded result."""
     if fmt is not None:
         return ExplainedStep(name, float(fmt.values[int(entry)]), int(entry), fmt.name, fmt.bits)
     width = 8 * entry.dtype.itemsize
@@ -423,12 +367,7 @@ def _one_step(name: str, entry: Any, fmt: ElementFormat | None) -> ExplainedStep
 
 
 def _readable(steps: list[ExplainedStep]) -> Iterable[ExplainedStep]:
-    """Yield the steps with unique names, without those that only repeat another step.
-
-    - If a name occurs again, it gets a number, as in "block scale (2)".
-    - The step "decoded value" is left out if the step "result" has the same format.
-    - The step "element value" is left out if its value equals that of the step "code".
-    """
+    """Yield the steps with unique names, without those that only repeat another step."""
     seen: dict[str, int] = {}
     by_name = {step.name: step for step in steps}
     for step in steps:

@@ -75,12 +75,7 @@ def fake_quantize(
 
 @returns_in_library
 def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **amaxes: Any) -> Any:
-    """Check the arguments of fake_quantize, and return the fake-quantized x. Raise as fake_quantize does.
-
-    options: the options rounding and seed.
-    key: the key under which to cache a call for later arrays of equal shapes; None caches nothing.
-    amaxes: the arguments tensor_amax and block_amax, by name.
-    """
+    """Check the arguments of fake_quantize, and return the fake-quantized x."""
     op = "fake_quantize"
     call, cached, given = fake_call(op, x, recipe, axis, options, **amaxes), None, amaxes["tensor_amax"]
     if key is not None:
@@ -89,12 +84,7 @@ def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOpt
 
 
 def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
-    """Raise ValueError if a recipe with a fake_rule that only rounds to nearest gets another rounding, or a seed.
-
-    Nothing is checked for recipes without a fake_rule, or with a stochastic one.
-
-    op: the public function that the message begins with.
-    """
+    """Raise ValueError if a recipe with a fake_rule that only rounds to nearest gets another rounding, or a seed."""
     if r.fake_rule is None or FAKE_RULES[r.fake_rule].stochastic:
         return
     if not is_one_of(rounding, ("nearest",)):

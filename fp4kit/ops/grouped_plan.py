@@ -38,26 +38,15 @@ class PlanInput(NamedTuple):
 
     @classmethod
     def of(cls, name: str, value: Any) -> PlanInput:
-        """Return a PlanInput that records the entries of an argument and the addresses of PyTorch tensors among them.
-
-        No data is copied. Raise TypeError if `value` is neither an array nor iterable.
-
-        name: the name of the argument, for messages.
-        value: the argument, a sequence of N entries or an array.
+        """Return a PlanInput that records the entries of an argument and the addresses of PyTorch tensors among
+        them.
         """
         entries = list(as_list("GroupedPlan", name, value))
         tensors = [a for a in entries if hasattr(a, "data_ptr")]
         return cls(value, entries, tensors, [a.data_ptr() for a in tensors])
 
     def changed(self, value: Any) -> str | None:
-        """Return None if the argument is unchanged since the plan was made, otherwise the end of an error message.
-
-        It is unchanged if it has equally many entries, if the entries are the same objects, and if PyTorch tensors have
-        the same addresses. New values in the same memory do not count as a change. An example of a message is "[2] was
-        replaced after the plan was made".
-
-        value: the object that the caller passes now. None checks the recorded object, whose entries may have changed.
-        """
+        """Return None if the argument is unchanged since the plan was made, otherwise the end of an error message."""
         now = as_list("GroupedPlan", "xs", self.value if value is None else value)
         if len(now) != len(self.entries):
             return f" has {len(now)} entries, but the plan was made for {len(self.entries)}"
@@ -70,27 +59,12 @@ class PlanInput(NamedTuple):
 
 
 def as_list(op: str, name: str, value: Any) -> Any:
-    """Return the entries of an argument as a list or tuple. An array, stacked or not, becomes a list with one entry.
-
-    Raise TypeError if `value` is neither an array nor iterable.
-
-    op, name: the public function and its argument, for messages.
-    """
+    """Return the entries of an argument as a list or tuple."""
     return [value] if is_array(value) else as_entries(op, name, value)
 
 
 def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
-    """Return a list with one entry per tensor of a group, from an argument such as tensor_amax.
-
-    - The entries of a sequence are its items.
-    - The entries of an array are its items along the first axis.
-    - If `value` is None, every entry is None.
-
-    Raise ValueError if `value` is neither a sequence nor an array with an axis, if the number of entries is not
-    `count`, or if an entry is None.
-
-    op, name: the public function and its argument, for messages. count: the number of tensors.
-    """
+    """Return a list with one entry per tensor of a group, from an argument such as tensor_amax."""
     if value is None:
         return [None] * count
     if not isinstance(value, Sequence) and getattr(value, "ndim", 0) == 0:
@@ -107,16 +81,7 @@ def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
 
 
 def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
-    """Import the argument xs of a grouped call, and return the pair (list of NumPy or CuPy arrays, stack).
-
-    - If xs is one stacked array, `stack` is this array, imported, and the list has its items along the first axis.
-    - Otherwise, `stack` is None, and the list has the imported entries of xs.
-
-    Raise TypeError if xs is neither an array nor iterable, and ValueError if a stacked array has less than two
-    dimensions. Importing an array can also raise the errors of import_arrays.
-
-    op: the public function, for messages.
-    """
+    """Import the argument xs of a grouped call, and return the pair (list of NumPy or CuPy arrays, stack)."""
     if not is_array(xs):
         return list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(as_entries(op, "xs", xs))})), None
     (stack,) = import_arrays(op, xs=xs)
@@ -125,10 +90,7 @@ def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
 
 
 def check_stack(op: str, stack: Any, kind: str = "array") -> None:
-    """Raise ValueError unless `stack`, an array or a tensor, has at least two dimensions, as a stack of arrays must.
-
-    kind: the word for the array in the message, such as "array" or "tensor".
-    """
+    """Raise ValueError unless `stack`, an array or a tensor, has at least two dimensions, as a stack of arrays must."""
     if stack.ndim < 2:
         raise ValueError(
             f"{op}: xs is one {stack.ndim}-d {kind}; needs a sequence of arrays, or one array of at least 2 dimensions"
@@ -235,13 +197,7 @@ class GroupedPlan:
         self._home = home
 
     def _make(self, values: dict[str, Any]) -> None:
-        """Make or remake the plan: parse the calls, record the arguments, and make the object that runs the calls.
-
-        The new object allocates its own outputs when it first runs.
-
-        values: {name: value} of the arguments xs, tensor_amax and block_amax. Arguments that were not given are missing
-            or None.
-        """
+        """Make or remake the plan: parse the calls, record the arguments, and make the object that runs the calls."""
         arrays, stack = arrays_of(self._op, values["xs"])
         self._calls = self._parse(arrays, values)
         self._inputs = {name: PlanInput.of(name, value) for name, value in values.items()}
@@ -257,12 +213,7 @@ class GroupedPlan:
         self._group = new_group(self._op, calls, self.recipe, moved)
 
     def _parse(self, xs: list[Any], values: dict[str, Any]) -> list[Call]:
-        """Return one parsed call per array of xs.
-
-        Amaxes that the caller passed are not copied, so every later call reads their current values.
-
-        values: {name: value} of the arguments tensor_amax and block_amax, either of which may be missing or None.
-        """
+        """Return one parsed call per array of xs."""
         amaxes, blocks = (
             per_tensor(self._op, name, values.get(name), len(xs)) for name in ("tensor_amax", "block_amax")
         )
@@ -404,11 +355,8 @@ class GroupedPlan:
         return clipped
 
     def _check_unchanged(self, method: str, xs: Any) -> None:
-        """Raise ValueError if an argument of the plan was replaced: an entry of it, or the memory of a PyTorch tensor.
-
-        method: the name of the method, for the message.
-        xs: the sequence or array that the caller passes to the method. None checks the object that the plan was made
-            with.
+        """Raise ValueError if an argument of the plan was replaced: an entry of it, or the memory of a PyTorch
+        tensor.
         """
         for name, argument in self._inputs.items():
             changed = argument.changed(xs if name == "xs" else None)

@@ -140,11 +140,7 @@ class Identification:
         return Panel(self.verdict, columns=_COLUMNS, rows=tuple(self._rows())).html()
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """Yield the rows of the table, each as four texts: recipe, bytes equal, codes differ, scales differ.
-
-        Recipes with equal counts share a row, which names one of them and the number of the others. After ten rows, one
-        row says how many recipes are left, if any are.
-        """
+        """Yield the rows of the table, each as four texts: recipe, bytes equal, codes differ, scales differ."""
         groups = [list(group) for _, group in groupby(self.matches, key=lambda m: astuple(m)[1:])]
         for group in groups[:MOST_ROWS]:
             m, name = group[0], _plainest([each.recipe for each in group])
@@ -158,10 +154,7 @@ class Identification:
 
 
 def _plainest(names: Sequence[str]) -> str:
-    """Return the recipe id with the fewest hyphens, such as nvfp4-te instead of nvfp4-te-2d.
-
-    If several ids have equally few, return the first of them. names: at least one id.
-    """
+    """Return the recipe id with the fewest hyphens, such as nvfp4-te instead of nvfp4-te-2d."""
     return min(names, key=lambda name: name.count("-"))
 
 
@@ -171,10 +164,7 @@ def either(names: Sequence[str]) -> str:
 
 
 def _variation_verdict(variations: Sequence[Variation]) -> str:
-    """Return a sentence that says which recipes, with a Hadamard transform or stochastic rounding, made the codes.
-
-    variations: at least one. The sentence names only those that have the same options as the first one.
-    """
+    """Return a sentence that says which recipes, with a Hadamard transform or stochastic rounding, made the codes."""
     _, hadamard, stochastic = variations[0]
     names = either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
     option = f" with hadamard={hadamard!r}" if hadamard else ""
@@ -281,14 +271,7 @@ def _fault(q: Quantized, x: np.ndarray) -> str:
 
 
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
-    """Yield the recipes that identify tries for a Quantized whose recipe is `own`.
-
-    1. The table's recipes whose bytes can be compared with those of `own` (see _comparable). If `own` is in the table
-       or only fake-quantizes, nothing else is yielded.
-    2. `own` itself.
-    3. Variants: copies of table recipes that are given the block shape of `own`. Only recipes whose blocks have another
-       number of columns are copied, and only if they allow the block shape and the copy is comparable with `own`.
-    """
+    """Yield the recipes that identify tries for a Quantized whose recipe is `own`."""
     yield from (r for r in RECIPES.values() if _comparable(own, r))
     if own in RECIPES.values() or own.fake_only:
         return
@@ -304,12 +287,7 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
 
 
 def _comparable(a: Recipe, b: Recipe) -> bool:
-    """Return whether the codes and scales of recipe b can be compared byte by byte with those of recipe a.
-
-    They can if b makes codes, the formats of elements and scales are equal, and blocks have equally many columns. The
-    number of rows per block may differ. If a has blocks, a recipe b without blocks counts as one with blocks of one
-    column.
-    """
+    """Return whether the codes and scales of recipe b can be compared byte by byte with those of recipe a."""
     same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
@@ -329,10 +307,7 @@ class RecipeTrial(NamedTuple):
 
 
 def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[Match]:
-    """Return one Match per candidate recipe, in the order of `candidates`: how well each reproduces q from x.
-
-    All bytes of q are compared, so this is for small arrays; _matches_by_sample is for large ones.
-    """
+    """Return one Match per candidate recipe, in the order of `candidates`: how well each reproduces q from x."""
     amaxes = CandidateAmaxes(q, x)
     return [best_match(q, x, r, amaxes.for_recipe(r)) for r in candidates]
 
@@ -340,14 +315,7 @@ def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[
 def _matches_by_sample(
     host: QuantizedWithSource, whole: QuantizedWithSource, candidates: Sequence[Recipe]
 ) -> list[Match]:
-    """Return one Match per candidate recipe, for a large array, sorted by equal bytes of a sample, largest first.
-
-    All candidates are tried on a sample of `host`. Those that reproduce the whole sample, or the best MAX_PROVED (3) if
-    there are none, are then compared on all bytes of `whole`. The other candidates keep the counts of the sample, with
-    whole=False.
-
-    whole: the arrays on the caller's device. host: copies of these arrays in host memory.
-    """
+    """Return one Match per candidate recipe, for a large array, sorted by equal bytes of a sample, largest first."""
     box, amaxes = _box_at_start(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]
     trials.sort(key=lambda t: -t.match.equal)
@@ -357,22 +325,13 @@ def _matches_by_sample(
 
 
 def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
-    """Return the Match of recipe r: how many bytes of q it reproduces from x, with the tensor amax that fits best.
-
-    All bytes of q are compared. The amaxes that are tried are those of CandidateAmaxes.for_recipe.
-
-    hadamard: the argument of quantize.
-    """
+    """Return the Match of recipe r: how many bytes of q it reproduces from x, with the tensor amax that fits best."""
     return best_match(q, x, r, CandidateAmaxes(q, x).for_recipe(r, hadamard), hadamard)
 
 
 def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
-    """Quantize a box of an array by a recipe, with each candidate amax of the whole array, and return the best trial.
-
-    The best trial has the most bytes equal to those of q. If several amaxes share this number, the trial lists them
-    all.
-
-    whole: q and x, from which the candidate amaxes come. box: one slice per axis.
+    """Quantize a box of an array by a recipe, with each candidate amax of the whole array, and return the best
+    trial.
     """
     q, x = whole.q, whole.x[box]
     best: RecipeTrial | None = None
@@ -389,11 +348,7 @@ def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
 
 
 def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
-    """Return the amax of the whole array x as recipe r computes it, to be used as tensor_amax for a part of x.
-
-    Return None in two cases: the recipe does not have exactly one tensor scale, or the amax is NaN, which quantize
-    rejects. quantize then computes the amax of the part.
-    """
+    """Return the amax of the whole array x as recipe r computes it, to be used as tensor_amax for a part of x."""
     amax = whole.amax_of_x(r) if r.tensor_scaling == "tensor" else None
     return None if amax is None or np.isnan(amax).any() else amax.max()
 
@@ -402,17 +357,7 @@ def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
 
 
 def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> Iterator[Variation]:
-    """Yield the variations (a recipe with a Hadamard transform or stochastic rounding) that may have made q from x.
-
-    Variations with only a Hadamard transform come first, then those with only stochastic rounding, and last those with
-    both. These are not tried:
-
-    - candidates with another kind of tensor scale than q, or that cannot make its NaN (_can_make_scale)
-    - Hadamard transforms, unless the length of the quantized axis is a multiple of 16
-    - transforms after which x has other signs than q's codes; untransformed x with other signs likewise (_has_signs_of)
-    - stochastic rounding for integer and Codebook elements, for 4over6, and for recipes whose random numbers are not
-      bytes
-    """
+    """Yield the variations (a recipe with a Hadamard transform or stochastic rounding) that may have made q from x."""
     box = _box_at_start(q, PROBE)
     probe, part = box_of(q, box), x[box]
     transforms: list[Hadamard] = [False, True, "no_signs"] if q.moved_shape[-1] % HADAMARD_BLOCK == 0 else [False]
@@ -433,15 +378,7 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
 
 
 def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
-    """Return whether the codes of q have the signs of x after the given Hadamard transform.
-
-    Every recipe keeps signs, so a cheap comparison rules out a wrong transform before anything is quantized. Elements
-    that are zero in x or q are not compared. The signs of at most 1/1024 (NEXT_TO_TIES) of all elements may differ.
-    Return True if x holds NaN or infinity, because the signs of its transform then mean nothing, and for element
-    formats without a sign bit.
-
-    hadamard: the argument of quantize; False compares with x itself.
-    """
+    """Return whether the codes of q have the signs of x after the given Hadamard transform."""
     sign = q.recipe.element.sign_bit
     if not sign or not np.isfinite(x).all():
         return True
@@ -455,18 +392,13 @@ def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
 
 
 def _can_make_scale(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
-    """Return False if a stored tensor scale holds NaN and the recipe's tensor rule never makes NaN; otherwise True.
-
-    If `tensor_scale` is None, return True. Entries other than NaN are not checked.
-    """
+    """Return False if a stored tensor scale holds NaN and the recipe's tensor rule never makes NaN; otherwise True."""
     return r.tensor_rule not in NEVER_NAN or tensor_scale is None or not np.isnan(tensor_scale).any()
 
 
 def _box_at_start(q: Quantized, elements: int) -> Box:
-    """Return a box (one slice per axis) at the start of q, of whole blocks and with about `elements` elements or fewer.
-
-    The box has the full length of the quantized axis, and the first rows along the other axes. It has at least one row
-    of blocks, even if that is larger. For a small array, the box is the whole array.
+    """Return a box (one slice per axis) at the start of q, of whole blocks and with about `elements` elements or
+    fewer.
     """
     lengths, remaining, rows = list(q.shape), max(elements // max(q.shape[q.axis], 1), 1), q.recipe.block_rows
     for axis in reversed(range(len(lengths))):
@@ -477,12 +409,8 @@ def _box_at_start(q: Quantized, elements: int) -> Box:
 
 
 def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byte: int | None) -> np.ndarray:
-    """Return the codes that recipe r gives x under the block scales and tensor scale of q, as uint8, one per element.
-
-    The quantized axis comes last in the result.
-
-    hadamard: the argument of quantize.
-    byte: the random byte for every element, for stochastic rounding; None uses the recipe's own rounding.
+    """Return the codes that recipe r gives x under the block scales and tensor scale of q, as uint8, one per
+    element.
     """
     options: dict[str, Any] = {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale, "hadamard": hadamard}
     if byte is not None:
@@ -493,15 +421,7 @@ def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byt
 
 
 def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
-    """Return whether a recipe makes nearly all codes of q (all but 1/1024 of them) from x under q's own scales.
-
-    - If `stochastic` is False, a code is right if it is the recipe's code.
-    - If `stochastic` is True, a code is right if random byte 0 or random byte 255 gives it. In addition, many codes
-      must differ from the nearest code: at least an eighth (ELSEWHERE) of the number of elements for which bytes 0 and
-      255 give different codes. Zeros of different signs do not count as different from the nearest code.
-
-    The scales of q are not compared. Return True for empty arrays. hadamard: the argument of quantize.
-    """
+    """Return whether a recipe makes nearly all codes of q (all but 1/1024 of them) from x under q's own scales."""
     codes = unpacked(q.packed, r.element.packing)
     if stochastic:
         low, high = (_codes_under(q, x, r, hadamard, byte) for byte in (0, 255))
@@ -518,12 +438,7 @@ def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stoc
 
 
 def _fits_all(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
-    """Return whether a recipe can have made all of q from x, with the given Hadamard transform.
-
-    - If `stochastic` is False, the recipe must reproduce every byte.
-    - If `stochastic` is True, the recipe must reproduce every block scale, and random byte 0 or random byte 255 must
-      give every code.
-    """
+    """Return whether a recipe can have made all of q from x, with the given Hadamard transform."""
     match = _match(q, x, r, hadamard)
     if not stochastic:
         return match.equal == match.total

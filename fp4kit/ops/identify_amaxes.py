@@ -35,28 +35,14 @@ class CandidateAmaxes:
         self.computed: dict[tuple[Any, ...], np.ndarray] = {}
 
     def amax_of_x(self, r: Recipe, hadamard: Hadamard = False) -> np.ndarray:
-        """Return the tensor amax of x, as recipe r computes it after the given Hadamard transform.
-
-        The result has one entry per tensor, row or block, as r.tensor_scaling says. If x holds NaN, entries may be NaN.
-        The result is cached, so do not write to it.
-        """
+        """Return the tensor amax of x, as recipe r computes it after the given Hadamard transform."""
         key = (r.tensor_scaling, r.amax_nan, r.flush, r.block if r.tensor_scaling == "block" else None, hadamard)
         if key not in self.computed:
             self.computed[key] = compute_tensor_amax(np.moveaxis(self.x, self.q.axis, -1), r, SIGN_MASKS[hadamard])
         return self.computed[key]
 
     def for_recipe(self, r: Recipe, hadamard: Hadamard = False) -> Iterator[np.ndarray | None]:
-        """Yield the amaxes with which recipe r may have made q from x, the most likely first.
-
-        The first of these cases that applies decides:
-
-        - Yield only None, which stands for the amax of x, in three situations: r makes no tensor scale; r and q's
-          recipe differ in whether they scale tensors, rows or blocks; or q.tensor_scale or q.tensor_amax holds NaN.
-        - If q's recipe makes q.tensor_scale from q.tensor_amax, yield only q.tensor_amax.
-        - Otherwise, yield amaxes from which r makes q.tensor_scale. The first is the amax of x if it gives this scale,
-          or else the amax that the scale implies. The others give an equal tensor scale, but each gives another encode
-          scale (the number that elements are multiplied by) than all before.
-        """
+        """Yield the amaxes with which recipe r may have made q from x, the most likely first."""
         q = self.q
         # quantize rejects a NaN amax. So yield None, which makes quantize compute the amax from x.
         has_nan = any(a is not None and np.isnan(a).any() for a in (q.tensor_scale, q.tensor_amax))
@@ -69,11 +55,7 @@ class CandidateAmaxes:
         yield from amaxes_of(q.tensor_scale, r, q.dtype, self._amax_of_x_or_implied(r, hadamard))
 
     def _amax_of_x_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
-        """Return one amax per tensor scale of q: that of x if r makes the scale from it, otherwise the implied amax.
-
-        The implied amax is computed from the scale alone (see _implied). All entries are implied amaxes if any amax of
-        x is NaN, or if r makes another number of tensor scales than q has.
-        """
+        """Return one amax per tensor scale of q: that of x if r makes the scale from it, otherwise the implied amax."""
         q = self.q
         amax, implied = self.amax_of_x(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
         if amax.shape != implied.shape or np.isnan(amax).any():
@@ -82,14 +64,8 @@ class CandidateAmaxes:
 
 
 def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
-    """Yield candidates for the amaxes from which recipe r made a stored tensor scale: arrays in the shape of `scale`.
-
-    The first array is `likely`, unchecked. If `likely` is None, it is the amax that each scale implies, which is an
-    estimate where no amax gives the scale. Then come at most MAX_NEIGHBORS (16) arrays of nearby amaxes, each of which
-    gives the stored scale if any nearby amax does. Arrays whose encode scales (the numbers that elements are multiplied
-    by) equal those of an earlier array are left out.
-
-    dtype: the dtype of the array that was quantized.
+    """Yield candidates for the amaxes from which recipe r made a stored tensor scale: arrays in the shape of
+    `scale`.
     """
     amax = _implied(scale, r, dtype) if likely is None else likely
     yield amax
@@ -103,30 +79,14 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
 
 
 def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return, for each entry of `scale`, the amax from which recipe r makes this tensor scale.
-
-    If there is no such amax, the entry is scale * covered_range(r), which may be infinite. covered_range(r) is the amax
-    that a tensor scale of 1 covers.
-
-    dtype: the dtype of the array that was quantized.
-    """
+    """Return, for each entry of `scale`, the amax from which recipe r makes this tensor scale."""
     implied = implied_amax(scale, r, dtype)
     with np.errstate(over="ignore"):
         return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))
 
 
 def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield float32 amaxes that give `scale`: MAX_NEIGHBORS (16) arrays in ascending order, in stacks.
-
-    A stack is an array with an additional first axis. For few scales, one stack holds all 16 arrays. Otherwise there
-    are 16 stacks of one array, to save memory.
-
-    For each scale, the first array has the smallest amax that gives it, and each next array has the next float32
-    number. If fewer than 16 amaxes give the scale, the last one is repeated. Only amaxes near the implied one are tried
-    (see amax_interval). If none of them gives the scale, every array has the value of `amax` there.
-
-    amax: the implied or likely amaxes, in the shape of `scale`. dtype: the dtype of the array that was quantized.
-    """
+    """Yield float32 amaxes that give `scale`: MAX_NEIGHBORS (16) arrays in ascending order, in stacks."""
     first, last = amax_interval(scale, r, dtype, NEAR)
     has_interval = (scale > 0) & np.isfinite(scale) & (first <= last)
     height = MAX_NEIGHBORS if scale.size <= FEW else 1
@@ -137,8 +97,5 @@ def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) 
 
 
 def _decode_scale(amax: np.ndarray, r: Recipe, q: Quantized) -> np.ndarray:
-    """Return the tensor scale that recipe r makes from each amax and by which decoding multiplies.
-
-    Callers compare it with q.tensor_scale. Only q.dtype is used of q: the dtype of the elements before quantization.
-    """
+    """Return the tensor scale that recipe r makes from each amax and by which decoding multiplies."""
     return tensor_scale(amax, r, q.dtype).decode

@@ -220,13 +220,7 @@ def identify_kv(
 
 
 def _arrays(op: str, arrays: Any) -> tuple[Any, ...]:
-    """Return the arrays of a cache as a tuple of uint8 NumPy arrays. Arrays on a GPU are copied to the host.
-
-    arrays: one array, or a tuple or list of one or four arrays. All must be uint8, but the last two of four, which hold
-        scales, may also be float8_e4m3fn.
-
-    Raise ValueError for another number of arrays, and TypeError for arrays of other dtypes or libraries.
-    """
+    """Return the arrays of a cache as a tuple of uint8 NumPy arrays."""
     given = tuple(arrays) if isinstance(arrays, (tuple, list)) else (arrays,)
     if len(given) not in (1, 4):
         raise ValueError(f"{op}: got {len(given)} arrays; needs 1, vLLM's pages, or 4, those of FlashInfer's cache")
@@ -240,10 +234,7 @@ def _arrays(op: str, arrays: Any) -> tuple[Any, ...]:
 
 
 def _reference(op: str, name: str, x: Any) -> np.ndarray:
-    """Return reference keys or values as a NumPy array of float32.
-
-    Raise TypeError unless they are real, and ValueError unless they are 3-d, finite and not all zero.
-    """
+    """Return reference keys or values as a NumPy array of float32."""
     (array,) = import_arrays(op, **{name: x})
     if array.dtype.kind not in "biuf" and array.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} are {array.dtype}; needs real numbers")
@@ -256,13 +247,7 @@ def _reference(op: str, name: str, x: Any) -> np.ndarray:
 
 
 def _size(op: str, arrays: tuple[Any, ...], references: tuple[np.ndarray, ...]) -> PageShape:
-    """Return the PageShape of a cache: its number of pages, tokens per page, heads and head_dim.
-
-    heads and head_dim are those of the reference keys. The number of tokens per page follows from the bytes per page.
-
-    Raise ValueError if the reference keys and values differ in shape, or if the bytes of a page are not a whole number
-    of tokens.
-    """
+    """Return the PageShape of a cache: its number of pages, tokens per page, heads and head_dim."""
     keys, values = references
     if keys.shape != values.shape:
         raise ValueError(f"{op}: keys have shape {keys.shape} and values {values.shape}; needs equal shapes")
@@ -281,11 +266,7 @@ def _size(op: str, arrays: tuple[Any, ...], references: tuple[np.ndarray, ...]) 
 
 
 def _readings(arrays: tuple[Any, ...], shape: PageShape) -> Iterator[tuple[KVLayout, KVCache]]:
-    """Yield the pair (layout, cache) for every layout in which the arrays can hold a KV cache of the given shape.
-
-    Layouts that do not support the shape, or that have another number of arrays, are left out. Each cache holds the
-    bytes of the arrays, reshaped as its layout needs them.
-    """
+    """Yield the pair (layout, cache) for every layout in which the arrays can hold a KV cache of the given shape."""
     if len(arrays) == 1:  # views of vLLM's pages may have permuted axes
         strides = arrays[0].strides
         order = sorted(range(1, arrays[0].ndim), key=lambda axis: -abs(strides[axis]))
@@ -303,14 +284,7 @@ def _readings(arrays: tuple[Any, ...], shape: PageShape) -> Iterator[tuple[KVLay
 def _sample(
     op: str, slots: np.ndarray, references: tuple[np.ndarray, ...]
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Choose the tokens to compare. Return the pair (their slots, (their reference keys, their reference values)).
-
-    Tokens with negative slots are not stored, so they are left out. If the keys of the other tokens have more than
-    SAMPLE (2^18) elements, only every n-th token is taken, with the smallest n that leaves about SAMPLE elements.
-
-    Raise ValueError unless there is one slot per token and at least one slot is not negative, and if the chosen keys or
-    the chosen values are all zero.
-    """
+    """Choose the tokens to compare."""
     tokens, H, D = references[0].shape
     if len(slots) != tokens:
         raise ValueError(f"{op}: got {len(slots)} slots for {tokens} tokens; needs one slot per token")
@@ -325,30 +299,18 @@ def _sample(
 
 
 def _values(cache: KVCache, slots: np.ndarray, r: Recipe, scales: tuple[np.float32, ...]) -> tuple[np.ndarray, ...]:
-    """Return the pair (keys, values) that a cache holds at the given slots, decoded by recipe r to float32.
-
-    scales: the tensor scales of keys and of values, in this order.
-    """
+    """Return the pair (keys, values) that a cache holds at the given slots, decoded by recipe r to float32."""
     return dequantize_kv(cache, slots, recipe=r, k_scale=float(scales[0]), v_scale=float(scales[1]))
 
 
 def _match(layout: str, fault: str, read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...]) -> KVMatch:
-    """Return a KVMatch with the errors of keys and values, and with fits=False. _judged sets `fits` later.
-
-    layout, fault: the name of the layout, and the fault that was assumed, "" for none.
-    read: the pair (keys, values) that this layout and fault give.
-    references: the pair (keys, values) to compare with.
-    """
+    """Return a KVMatch with the errors of keys and values, and with fits=False."""
     key_error, value_error = map(_error, read, references)
     return KVMatch(layout, fault, key_error, value_error)
 
 
 def _judged(matches: list[KVMatch]) -> list[KVMatch]:
-    """Return copies of the matches with the field `fits` set. matches: at least one.
-
-    A match fits if its key_error is at most FITS (0.16) and at most NEAR_BEST (1.05) times the smallest key_error of
-    all matches, and if the same holds for its value_error.
-    """
+    """Return copies of the matches with the field `fits` set."""
     keys, values = (min(errors) for errors in zip(*((m.key_error, m.value_error) for m in matches), strict=True))
     limits = min(FITS, NEAR_BEST * keys), min(FITS, NEAR_BEST * values)
     return [m._replace(fits=m.key_error <= limits[0] and m.value_error <= limits[1]) for m in matches]
@@ -366,19 +328,7 @@ def _error(read: np.ndarray, reference: np.ndarray) -> float:
 def _faults(
     read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...], scales: tuple[np.float32, ...]
 ) -> Iterator[tuple[str, tuple[np.ndarray, ...]]]:
-    """Yield (fault, (keys, values)) for each fault that might explain why a reading does not fit.
-
-    The fault is a text such as "K and V are swapped". The keys and values are `read` with the fault corrected; the
-    caller compares them with `references`. The faults are:
-
-    - K and V are swapped.
-    - The two codes of each byte are swapped.
-    - Tensor scales are wrong. It is yielded only if the factor that fits `read` best to `references` is positive and
-      differs from 1 by more than OFF (5%), for keys or values.
-
-    read: the pair (keys, values) as a layout reads them. references: the pair that the cache should hold.
-    scales: the tensor scales of keys and of values with which `read` was decoded.
-    """
+    """Yield (fault, (keys, values)) for each fault that might explain why a reading does not fit."""
     with np.errstate(all="ignore"):
         ratio = scales[0] / scales[1]
         yield "K and V are swapped", (read[1] * ratio, read[0] / ratio)  # each stored with its own tensor scale
@@ -403,11 +353,7 @@ def _best_factor(read: np.ndarray, reference: np.ndarray) -> float:
 
 
 def _scale_fault(name: str, given: float, needed: float) -> str:
-    """Return a clause that says which tensor scale is needed, such as "k_scale is about 0.01, not 1".
-
-    It adds ", its reciprocal" if the needed scale is about 1 / given. name: k_scale or v_scale. given: the scale that
-    the caller passed. needed: the scale that fits.
-    """
+    """Return a clause that says which tensor scale is needed, such as "k_scale is about 0.01, not 1"."""
     inverted = ", its reciprocal" if abs(needed * given - 1) <= OFF and abs(given - 1) > OFF else ""
     return f"{name} is about {needed:.2g}{inverted}, not {given:.3g}"
 
@@ -418,10 +364,7 @@ def _errors(match: KVMatch) -> str:
 
 
 def _differences(assumed: KVLayout, found: KVLayout) -> str:
-    """Return text that says how the layout `found` differs from the layout `assumed`, in one clause per difference.
-
-    The differences are the order of the axes and whether the scales of V are swizzled. Return "" if there are none.
-    """
+    """Return text that says how the layout `found` differs from the layout `assumed`, in one clause per difference."""
     clauses = []
     if assumed.order != found.order:
         clauses.append(f"the order is {found.order}, not {assumed.order}")

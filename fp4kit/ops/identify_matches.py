@@ -47,11 +47,7 @@ class Match:
 
 
 def name_of(r: Recipe) -> str:
-    """Return the id of a recipe, followed by the fields in which it differs from the table's recipe with this id.
-
-    If no field differs or no recipe of the table has the id, the text is the id alone. Otherwise it is "id with
-    field=value, ...".
-    """
+    """Return the id of a recipe, followed by the fields in which it differs from the table's recipe with this id."""
     base = RECIPES.get(r.id, r)
     changed = [f.name for f in fields(r) if getattr(r, f.name) != getattr(base, f.name)]
     return r.id + "".join(f"{', ' if i else ' with '}{name}={getattr(r, name)!r}" for i, name in enumerate(changed))
@@ -60,13 +56,7 @@ def name_of(r: Recipe) -> str:
 def best_match(
     q: Quantized, x: Any, r: Recipe, amaxes: Iterable[np.ndarray | None], hadamard: Hadamard = False
 ) -> Match:
-    """Quantize x with recipe r and each of the given tensor amaxes, and return the Match with the most equal bytes.
-
-    If several amaxes give equally many, return the first Match. Stop at the first amax that reproduces all bytes of q.
-
-    amaxes: at least one; None stands for the amax of x.
-    hadamard: the argument of quantize.
-    """
+    """Quantize x with recipe r and each of the given tensor amaxes, and return the Match with the most equal bytes."""
     best = None
     for amax in amaxes:
         match = match_under(q, x, r, amax, hadamard)
@@ -78,13 +68,8 @@ def best_match(
 
 
 def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
-    """Quantize x with recipe r along the axis of q, and return a Match that counts the bytes that equal those of q.
-
-    The scales of q must be in linear layout. Its tensor scale is not compared. On a GPU, raise NotImplementedError if
-    the recipe has no kernel.
-
-    amax: the tensor amax; None computes it from x. hadamard: the argument of quantize.
-    """
+    """Quantize x with recipe r along the axis of q, and return a Match that counts the bytes that equal those of q."""
+    # The scales of q must be in linear layout.
     with np.errstate(all="ignore"):
         made = quantize(x, r, axis=q.axis, tensor_amax=amax, hadamard=hadamard)
     codes = made.packed != q.packed
@@ -111,11 +96,7 @@ class QuantizedWithSource(NamedTuple):
 
 
 def pair_of(q: Quantized, x: Any) -> QuantizedWithSource:
-    """Import q and x from any library, and return them as a QuantizedWithSource. Swizzled scales become linear.
-
-    If all arrays are on one GPU, they stay there. Otherwise, those on a GPU are copied to the host. Raise TypeError,
-    ValueError, RuntimeError or BufferError for an array that cannot be imported. Shapes are not checked here.
-    """
+    """Import q and x from any library, and return them as a QuantizedWithSource."""
     imported, (array,) = q.imported("identify: q"), imports.import_arrays("identify", x=x)
     arrays = [a for a in (*imported.parts().values(), array) if a is not None]
     if not all(map(imports.on_device, arrays)) or len({a.device.id for a in arrays}) > 1:
@@ -126,14 +107,7 @@ def pair_of(q: Quantized, x: Any) -> QuantizedWithSource:
 def prove(
     pair: QuantizedWithSource, host: QuantizedWithSource, r: Recipe, amaxes: Sequence[np.ndarray | None]
 ) -> Match:
-    """Compare recipe r with q on all bytes, with each of the given tensor amaxes, and return the best Match.
-
-    If the arrays of `pair` are on a GPU, the GPU quantizes. If the GPU has no kernel for the recipe, or not enough
-    memory, the CPU quantizes `host` instead.
-
-    pair: q and x, in host memory or on a GPU. host: a copy of both in host memory.
-    amaxes: at least one; None stands for the amax of x.
-    """
+    """Compare recipe r with q on all bytes, with each of the given tensor amaxes, and return the best Match."""
     if pair.on_gpu:
         with suppress(NotImplementedError, MemoryError), imports.making_current(pair.x.device.id):
             return best_match(*pair, r, [None if a is None else imports.to_device(a) for a in amaxes])

@@ -167,14 +167,7 @@ _USUAL = {
 
 
 def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
-    """Return the recipe for writing or reading a KV cache: `recipe` as a Recipe, or the usual one if it is None.
-
-    The usual recipe is that of the kernel that writes such caches (_USUAL). Raise TypeError unless `cache` is a
-    KVCache. Raise ValueError if no recipe has the given id, or if the recipe does not fit KV caches: it must make E2M1
-    codes in blocks of 16, with scales that follow from the block amax and a given tensor scale alone.
-
-    op: the public function that messages name.
-    """
+    """Return the recipe for writing or reading a KV cache: `recipe` as a Recipe, or the usual one if it is None."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"{op}: cache is a {type(cache).__name__}; needs a fp4kit.layouts.kv.KVCache")
     r = recipe_of(op, _USUAL[cache.layout.container, cache.layout.swizzled] if recipe is None else recipe)
@@ -195,13 +188,7 @@ def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
 
 
 def tensor_scale(op: str, r: Recipe, name: str, scale: Any) -> np.float32:
-    """Return the argument k_scale or v_scale as float32.
-
-    Raise TypeError unless it is a number. Raise ValueError unless it is positive and finite after rounding to float32.
-    For a recipe without a tensor scale, also raise ValueError unless it is 1.
-
-    op: the public function, for messages. name: "k_scale" or "v_scale", for messages.
-    """
+    """Return the argument k_scale or v_scale as float32."""
     if np.ndim(scale):
         raise TypeError(f"{op}: {name} is {scale!r:.60}; needs a number")
     found = as_float32(op, name, scale, "needs a number")
@@ -213,11 +200,7 @@ def tensor_scale(op: str, r: Recipe, name: str, scale: Any) -> np.float32:
 
 
 def _check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless x, the argument keys or values, has the given shape.
-
-    name: "keys" or "values", for the message.
-    shape: (tokens, heads, head_dim), with one token per slot, and heads and head_dim of the cache.
-    """
+    """Raise ValueError unless x, the argument keys or values, has the given shape."""
     if x.shape != shape:
         raise ValueError(
             f"{op}: {name} have shape {x.shape}; needs {shape}, that is (tokens, heads, head_dim) with one token"
@@ -226,11 +209,7 @@ def _check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 
 def _quantized(x: Any, r: Recipe, scale: np.float32, four_over_six: bool) -> Quantized:
-    """Return x (keys or values), quantized by recipe r along the last axis, with a given tensor scale.
-
-    The block scales are computed from the block amaxes and the tensor scale, by the recipe or, if four_over_six is
-    True, as vLLM's store with 4over6 does. A recipe without a tensor scale ignores `scale` and four_over_six.
-    """
+    """Return x (keys or values), quantized by recipe r along the last axis, with a given tensor scale."""
     if r.tensor_rule is None:
         return quantize(x, r)
     with np.errstate(all="ignore"):
@@ -245,9 +224,8 @@ def _quantized(x: Any, r: Recipe, scale: np.float32, four_over_six: bool) -> Qua
 
 
 def _values(codes: Any, scales: Any, r: Recipe, scale: np.float32, dtype: Any) -> Any:
-    """Return the values, in `dtype`, of packed codes (tokens, heads, bytes) with their block scales and tensor scale.
-
-    A recipe without a tensor scale ignores `scale`.
+    """Return the values, in `dtype`, of packed codes (tokens, heads, bytes) with their block scales and tensor
+    scale.
     """
     given = None if r.tensor_rule is None else float(scale)  # a float fits codes on any device
     return dequantize(Quantized.from_parts(codes, scales, given, recipe=r, dtype=dtype))

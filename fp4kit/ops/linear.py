@@ -25,37 +25,24 @@ class LinearOperations(NamedTuple):
 
 
 def product(ops: LinearOperations, s: LinearSettings, x: Any, w: Any) -> Any:
-    """Return y = x w^T (M, N) in s.out_dtype, from x (M, K) and w (N, K), both quantized along K.
-
-    If w is a Quantized already, it is used as it is. Both operands are rounded to nearest; s.rounding is not used.
-
-    ops: the functions of the framework. s: the settings of the layer, such as its recipes and its unit.
-    """
+    """Return y = x w^T (M, N) in s.out_dtype, from x (M, K) and w (N, K), both quantized along K."""
     columns = w if isinstance(w, Quantized) else ops.quantize(w, s.recipe_w)
     return ops.matmul(ops.quantize(x, s.recipe_x), columns, unit=s.unit, out_dtype=s.out_dtype)
 
 
 def gradient_of_x(ops: LinearOperations, s: LinearSettings, grad: Any, w: Any, seed: Any, dtype: Any) -> Any:
-    """Return the gradient of x: grad w, of shape (M, K) in `dtype`, from grad (M, N) and w (N, K), quantized along N.
-
-    `seed` and s.rounding apply only to the quantization of grad; w is rounded to nearest. If w is a Quantized, it is
-    transposed instead of quantized again, and must have square blocks.
-
-    ops: the functions of the framework. s: the settings of the layer.
+    """Return the gradient of x: grad w, of shape (M, K) in `dtype`, from grad (M, N) and w (N, K), quantized along
+    N.
     """
+    # If w is a Quantized, it is transposed instead of quantized again, and must have square blocks.
     rows = ops.quantize(grad, s.recipe_grad, rounding=s.rounding, seed=seed)
     columns = ops.transpose(w) if isinstance(w, Quantized) else ops.quantize(w, s.recipe_w, axis=0)
     return ops.matmul(rows, columns, unit=s.unit, out_dtype=dtype)
 
 
 def gradient_of_w(ops: LinearOperations, s: LinearSettings, grad: Any, x: Any, seed: Any, dtype: Any) -> Any:
-    """Return the gradient of w: grad^T x, of shape (N, K) in `dtype`, from grad (M, N) and x (M, K), quantized along M.
-
-    `seed` and s.rounding apply only to the quantization of grad; x is rounded to nearest. s.hadamard applies to both
-    operands: they are transformed along M before they are quantized. The transform is orthogonal, so the product stays
-    the same except for rounding.
-
-    ops: the functions of the framework. s: the settings of the layer.
+    """Return the gradient of w: grad^T x, of shape (N, K) in `dtype`, from grad (M, N) and x (M, K), quantized
+    along M.
     """
     rows = ops.quantize(grad, s.recipe_grad, axis=0, rounding=s.rounding, seed=seed, hadamard=s.hadamard)
     columns = ops.quantize(x, s.recipe_x, axis=0, hadamard=s.hadamard)

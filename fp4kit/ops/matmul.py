@@ -110,16 +110,7 @@ def matmul(
 
 
 def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
-    """Return an operand of matmul in the form that the CPU and GPU engines accept.
-
-    - An array is returned unchanged.
-    - If the unit's order is "dequantized", a Quantized is decoded to a bfloat16 array with the quantized axis last.
-      Raise ValueError unless the quantized axis is one of the last two.
-    - Otherwise, a Quantized is returned with its block scales in linear layout. If they are linear already, it is
-      returned unchanged.
-
-    op, name: the public function and the operand, for messages. u: the unit.
-    """
+    """Return an operand of matmul in the form that the CPU and GPU engines accept."""
     if not isinstance(x, Quantized):
         return x
     if u.order != "dequantized":
@@ -131,11 +122,7 @@ def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
 
 @returns_in_library
 def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
-    """Check the arguments of matmul, and return the product in the library of a. Raise as matmul does.
-
-    For the unit "dequantized", the operands are decoded in panels (some rows at a time) if their decoded values take
-    more than MAX_DECODED_BYTES (64 MiB).
-    """
+    """Check the arguments of matmul, and return the product in the library of a."""
     u = unit_of("matmul", unit)
     if u.order == "dequantized" and sum(map(_decoded_bytes, (a, b))) > MAX_DECODED_BYTES:
         return _by_panels(a, b, u, out_dtype, alpha, c)
@@ -143,11 +130,7 @@ def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | Non
 
 
 def _product(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
-    """Return the product of two whole operands as a NumPy or CuPy array. Raise as matmul does.
-
-    If the unit is "dequantized", every Quantized is decoded as a whole. The arguments are those of matmul, with the
-    unit as a Unit u.
-    """
+    """Return the product of two whole operands as a NumPy or CuPy array."""
     a, b = (prepared("matmul", name, x, u) for name, x in (("a", a), ("b", b)))
     call, shape = matmul_call(a, b, u, out_dtype, alpha, c)
     return run("matmul", "matmul", call.on_device, [call])[0].reshape(shape)
@@ -159,11 +142,7 @@ def _decoded_bytes(x: Any) -> int:
 
 
 def _by_panels(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
-    """Return the product for the unit "dequantized", decoding only a panel (some rows) of each operand at a time.
-
-    A panel has the whole length K, so all sums have the bits of the undivided product. The arguments are those of
-    _product.
-    """
+    """Return the product for the unit "dequantized", decoding only a panel (some rows) of each operand at a time."""
     a, b = (_sliceable(name, x) for name, x in (("a", a), ("b", b)))
     # The product of the first rows checks all arguments but c. Its library and dtype are those of the result.
     top, left = (_rows(x, slice(0, _row_multiple(x))) for x in (a, b))
@@ -182,13 +161,7 @@ def _by_panels(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: 
 
 
 def _sliceable(name: str, x: Any) -> Any:
-    """Return an operand x in a form that _rows can slice.
-
-    A Quantized with swizzled block scales gets linear ones. Any other operand is returned unchanged. Raise ValueError
-    if the quantized axis of a Quantized is not one of the last two.
-
-    name: "a" or "b", for the message.
-    """
+    """Return an operand x in a form that _rows can slice."""
     if not isinstance(x, Quantized):
         return x
     check_axis("matmul", name, x)
@@ -196,9 +169,8 @@ def _sliceable(name: str, x: Any) -> Any:
 
 
 def _row_axis(x: Any) -> int:
-    """Return the number of the axis that counts the rows (M or N) of an operand: of the last two axes, the one not K.
-
-    For a Quantized, K is the quantized axis. For an array, K is the last axis.
+    """Return the number of the axis that counts the rows (M or N) of an operand: of the last two axes, the one not
+    K.
     """
     last = len(x.shape) - 1
     return last if isinstance(x, Quantized) and x.axis != last else last - 1
@@ -215,13 +187,7 @@ def _row_multiple(x: Any) -> int:
 
 
 def _rows(x: Any, rows: slice) -> Any:
-    """Return the given rows of every matrix of an operand: a new Quantized, or a view of an array.
-
-    An array of fewer than two dimensions, or an object without a shape, is returned unchanged; later checks reject it.
-
-    rows: a slice with a start and a stop. The stop may lie beyond the last row. Slices of a Quantized must not cut
-        blocks.
-    """
+    """Return the given rows of every matrix of an operand: a new Quantized, or a view of an array."""
     if isinstance(x, Quantized):
         box = [slice(0, n) for n in x.shape]
         box[_row_axis(x)] = slice(rows.start, min(rows.stop, _row_count(x)))
@@ -230,11 +196,7 @@ def _rows(x: Any, rows: slice) -> Any:
 
 
 def _panels(x: Any) -> Iterator[slice]:
-    """Return an iterator over slices that divide the rows of an operand into panels, in order.
-
-    A panel has at most PANEL_ROWS (2048) rows and PANEL_ELEMENTS (2^23) elements, but at least one row of blocks. No
-    panel cuts a block. An operand without rows has no panels.
-    """
+    """Return an iterator over slices that divide the rows of an operand into panels, in order."""
     count, multiple = _row_count(x), _row_multiple(x)
     elements = prod(x.shape) // max(count, 1)
     step = max(min(PANEL_ELEMENTS // max(elements, 1), PANEL_ROWS) // multiple, 1) * multiple

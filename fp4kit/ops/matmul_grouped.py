@@ -76,11 +76,7 @@ def matmul_grouped(
 
 @returns_in_library
 def _matmul_grouped(a: Any, b: Any, m_indptr: Any, unit: str | Unit, out_dtype: Any, alpha: Any, c: Any) -> Any:
-    """Check the arguments of matmul_grouped, and return the products in the library of a.
-
-    Without m_indptr, the result is a list of matrices, which is empty if a is an empty sequence. With m_indptr, it is
-    one matrix. Arguments and errors are those of matmul_grouped.
-    """
+    """Check the arguments of matmul_grouped, and return the products in the library of a."""
     u = unit_of(OP, unit)
     b = prepared(OP, "b", b, u) if is_single(b) else _prepared_list("b", b, u)
     if m_indptr is None:
@@ -97,10 +93,5 @@ def _matmul_grouped(a: Any, b: Any, m_indptr: Any, unit: str | Unit, out_dtype: 
 
 
 def _prepared_list(name: str, xs: Any, u: Unit) -> list[Any]:
-    """Return the operands of a sequence as a list, each in the form that the engines accept (see `prepared`).
-
-    Raise TypeError if xs is not iterable.
-
-    name: "a" or "b", the argument, for messages. u: the unit.
-    """
+    """Return the operands of a sequence as a list, each in the form that the engines accept (see `prepared`)."""
     return [prepared(OP, f"{name}[{i}]", x, u) for i, x in enumerate(as_entries(OP, name, xs))]

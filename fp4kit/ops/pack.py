@@ -64,12 +64,7 @@ def unpack(packed: Any) -> Any:
 
 
 def _bytes(op: str, array: Any) -> Any:
-    """Return an array of codes, of any library, as a NumPy or CuPy array without a copy.
-
-    Raise TypeError if the array is not uint8, and ValueError if it is 0-d.
-
-    op: "pack" or "unpack", for messages.
-    """
+    """Return an array of codes, of any library, as a NumPy or CuPy array without a copy."""
     (array,) = import_arrays(op, codes=array)
     if array.dtype != np.uint8:
         raise TypeError(f"{op}: codes are {array.dtype}; needs uint8")

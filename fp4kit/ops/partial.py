@@ -144,13 +144,9 @@ def partial_cast(
 
 
 def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
-    """Raise ValueError unless the arguments out and block_amax (here `amax`) of partial_cast fit the matrix.
-
-    Their shapes and dtypes are checked. In host memory, `out` must also be writable, and block_amax must not hold NaN.
-    On a GPU, values are not checked, because that would wait for the device.
-
-    shape: the shape (M, K) of the matrix. is_on_device: True if the arrays are on a GPU.
-    """
+    """Raise ValueError unless the arguments out and block_amax (here `amax`) of partial_cast fit the matrix."""
+    # In host memory, `out` must also be writable, and block_amax must not hold NaN.
+    # On a GPU, values are not checked, because that would wait for the device.
     out_shape, amaxes_shape = packed_shape(shape, r), amax_shape(shape, r)
     if not is_on_device:
         check_out("partial_cast", "out", out, out_shape, np.uint8)
@@ -164,11 +160,8 @@ def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int
 
 
 def _check_finite(block_amax: Any, r: Recipe) -> None:
-    """Raise ValueError if block_amax holds an infinity and the recipe's tensor amax counts only finite elements.
-
-    Recipes with amax_nan "lanes" and a tensor scale are of this kind. For them the largest block amax is then not the
-    tensor amax, so the caller of partial_cast must pass tensor_amax.
-    """
+    """Raise ValueError if block_amax holds an infinity and the recipe's tensor amax counts only finite elements."""
+    # For them the largest block amax is then not the tensor amax, so the caller of partial_cast must pass tensor_amax.
     needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none"
     if needs_finite and np.isinf(block_amax).any():
         raise ValueError(

@@ -146,11 +146,7 @@ def quantize(
 
 
 def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized) -> bool:
-    """Return whether a cached call can write to `out` without overwriting memory that it still reads.
-
-    It can if `out` shares no memory with x and tensor_amax. tensor_amax may be the array out.tensor_amax itself,
-    because the call writes back the values that it has read.
-    """
+    """Return whether a cached call can write to `out` without overwriting memory that it still reads."""
     if tensor_amax is None or tensor_amax is out.tensor_amax:
         return are_disjoint(x, out)
     return are_disjoint(x, out) and are_disjoint(tensor_amax, out)
@@ -158,12 +154,7 @@ def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized) -> bool:
 
 @returns_in_library
 def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
-    """Check the arguments of quantize, and return the quantized x, in `out` if given. Raise as quantize does.
-
-    options: the options scale_layout, rounding, seed and hadamard.
-    key: the key under which to cache a call for later arrays of equal shapes; None caches nothing.
-    given: the arguments tensor_amax, block_amax and out, by name.
-    """
+    """Check the arguments of quantize, and return the quantized x, in `out` if given."""
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     cached, amax = None, given["tensor_amax"]
     if key is not None:
@@ -184,13 +175,8 @@ def _quantize_with_scales(
     *,
     out: Quantized | None,
 ) -> Quantized:
-    """Return x, quantized with the scales that the caller of quantize passed. Raise as quantize does.
-
-    Only codes are computed. The result is `out` if it is given, otherwise a new Quantized. It has these scales and no
-    tensor_amax.
-
-    options: the options scale_layout, rounding, seed and hadamard.
-    """
+    """Return x, quantized with the scales that the caller of quantize passed."""
+    # The result is `out` if it is given, otherwise a new Quantized.
     call = call_with_scales(
         "quantize", x, recipe, axis, options, block_scale, tensor_scale, import_out("quantize", out)
     )
@@ -264,14 +250,7 @@ def quantize_both(
 def _quantize_both(
     x: Any, recipe: str | Recipe, options: QuantizeOptions, key: Any, tensor_amax: Any
 ) -> tuple[Quantized, Quantized]:
-    """Check the arguments of quantize_both, and return the pair (rowwise result, columnwise result).
-
-    options: the options scale_layout, rounding, seed and hadamard. Only the columnwise result uses hadamard, and it
-        uses seed + 1.
-    key: the key under which to cache a call for later arrays of equal shapes; None caches nothing.
-
-    Raise as quantize_both does.
-    """
+    """Check the arguments of quantize_both, and return the pair (rowwise result, columnwise result)."""
     op, seed = "quantize_both", options.seed
     row = quantize_call(op, x, recipe, -1, options._replace(hadamard=False), tensor_amax=tensor_amax)
     if row.x.ndim < 2:

@@ -165,10 +165,7 @@ def random_signs(size: int, seed: int) -> npt.NDArray[np.int8]:
 
 
 def _signs_of_seed(op: str, size: Any, seed: Any) -> np.ndarray:
-    """Return the signs that hadamard applies for a seed, int8 (size,).
-
-    Raise as hadamard does for an invalid size or seed. op: the public function that messages name.
-    """
+    """Return the signs that hadamard applies for a seed, int8 (size,)."""
     return specification.random_signs(check_hadamard_size(op, size), check_seed(op, as_index(op, "seed", seed)))
 
 

@@ -105,11 +105,7 @@ def quantize_static(
 
 
 def _given(r: Recipe, input_scale: Any, input_global_scale: Any) -> tuple[str, np.float32]:
-    """Return the scale that the caller gave, as the pair (name of the argument, value as float32).
-
-    Raise ValueError if none or both are given, if the recipe does not take the given one, or if it is not positive and
-    finite. Raise TypeError if it is neither a number nor an array of one element.
-    """
+    """Return the scale that the caller gave, as the pair (name of the argument, value as float32)."""
     given = {"input_scale": input_scale, "input_global_scale": input_global_scale}
     passed = [name for name, value in given.items() if value is not None]
     if len(passed) != 1:
@@ -125,13 +121,7 @@ def _given(r: Recipe, input_scale: Any, input_global_scale: Any) -> tuple[str, n
 
 
 def _number(name: str, value: Any) -> np.float32:
-    """Return a scale as float32.
-
-    Raise TypeError unless it is a number or an array of one element. Raise ValueError unless it is positive and finite
-    after rounding to float32.
-
-    name: the argument that messages name.
-    """
+    """Return a scale as float32."""
     found = as_float32(OP, name, value, "needs a number, or an array of one element")
     if not (found > 0 and math.isfinite(found)):
         raise ValueError(f"{OP}: {name} is {value!s:.60}; needs a positive float32 number")

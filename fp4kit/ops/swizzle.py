@@ -56,36 +56,22 @@ def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
 
 @returns_in_library
 def _swizzle_scales(scales: Any, layout: str) -> Any:
-    """Return an array of linear block scales in the given layout, padded. For "linear", return the scales unchanged.
-
-    Raise TypeError unless the scales are uint8. Raise ValueError if the layout is unknown, or the array has less than
-    two dimensions.
-    """
+    """Return an array of linear block scales in the given layout, padded."""
     layouts.check_layout("swizzle", layout)
     scales = _scales("swizzle", scales, 2)
     return change_layout(scales, "linear", layout, scales.shape)
 
 
 def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
-    """Return q with its block scales in the given layout. Raise as swizzle does.
-
-    If an earlier call with an equal recipe, shape and layout left a cached call, use it, which saves the checks.
-
-    op: "swizzle" or "unswizzle", the public function that messages name.
-    """
+    """Return q with its block scales in the given layout."""
     key, cached = find(op, (q,), layout)
     return _change_fully(q, op, layout, key) if cached is None else cached(q)
 
 
 @returns_in_library
 def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
-    """Check the arguments of swizzle or unswizzle, and return a copy of `original` with its scales in the given layout.
-
-    The copy shares all arrays that do not change; the scales too if they have the layout already. Raise ValueError if
-    the layout is unknown, if `original` has no block scales, or if it is 1-d and the layout is tiled.
-
-    op: the public function that messages name.
-    key: the key under which to cache a call for later arrays of equal shapes; None caches nothing.
+    """Check the arguments of swizzle or unswizzle, and return a copy of `original` with its scales in the given
+    layout.
     """
     layouts.check_layout(op, layout)
     q = original.imported()
@@ -146,13 +132,7 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
 
 @returns_in_library
 def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | None) -> Any:
-    """Return an array of block scales, which are in layout `layout`, in linear layout and shape `shape`.
-
-    The padding is dropped. If `layout` is "linear", the scales are only reshaped.
-
-    Raise TypeError unless the scales are uint8 and the shape consists of ints. Raise ValueError if `layout` or `shape`
-    is None, if the layout is unknown, or if the array does not have the size that layout and shape imply.
-    """
+    """Return an array of block scales, which are in layout `layout`, in linear layout and shape `shape`."""
     if layout is None or shape is None:
         raise ValueError(
             "unswizzle: layout or shape is missing; an array of scales needs its layout and its linear shape; a"
@@ -165,20 +145,14 @@ def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | 
 
 
 def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Convert block scales from layout `source` to layout `target`. If the two are equal, return the scales unchanged.
-
-    scales: a NumPy or CuPy array. shape: the shape (..., R, C) that the scales have in the linear layout.
-    """
+    """Convert block scales from layout `source` to layout `target`."""
     if source == target:
         return scales
     return run("swizzle", "swizzle", on_device(scales), scales, source, target, shape)
 
 
 def _scales(op: str, scales: Any, ndim: int) -> Any:
-    """Return an array of block scales, of any library, as a NumPy or CuPy array without a copy.
-
-    Raise TypeError unless it is uint8, and ValueError if it has fewer than `ndim` dimensions.
-    """
+    """Return an array of block scales, of any library, as a NumPy or CuPy array without a copy."""
     (array,) = import_arrays(op, scales=scales)
     if array.dtype != np.uint8:
         raise TypeError(f"{op}: scales are {array.dtype}; needs uint8 bit patterns; use scales.view(np.uint8)")

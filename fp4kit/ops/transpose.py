@@ -53,10 +53,7 @@ def transpose(q: Quantized) -> Quantized:
 
 @returns_in_library
 def _transpose(q: Quantized, key: Any) -> Quantized:
-    """Check the argument of transpose, and return q quantized along the other axis. Raise as transpose does.
-
-    key: the key under which to cache a call for later arrays of equal shapes; None caches nothing.
-    """
+    """Check the argument of transpose, and return q quantized along the other axis."""
     original = q
     q = checks.check_quantized("transpose", q)
     _check_square_blocks(q)
@@ -72,11 +69,7 @@ def _transpose(q: Quantized, key: Any) -> Quantized:
 
 
 def _check_square_blocks(q: Quantized) -> None:
-    """Raise ValueError unless q can be transposed.
-
-    Its quantized axis must be one of the last two, its blocks must be square, and the other of these two axes must be a
-    whole number of blocks long.
-    """
+    """Raise ValueError unless q can be transposed."""
     if len(q.shape) < 2 or q.axis < len(q.shape) - 2:
         raise ValueError(f"transpose: q has axis {q.axis} of a {len(q.shape)}-d array; needs one of the last two axes")
     square_block("transpose", q.recipe, q.moved_shape[-2])
