@@ -123,28 +123,17 @@ class Quantized:
         self._check_tensor(covered, host)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return what pickle and copy need to recreate this object.
-
-        For a Quantized of PyTorch tensors, it is a function that torch.load trusts (weights_only=True) and its
-        arguments.
-        """
+        """Return what pickle and copy need to recreate this object."""
         if library_of(self.packed) is TORCH and type(self) is Quantized:
             return FUNCTIONS["Quantized.__reduce_ex__"](self)
         return object.__reduce_ex__(self, protocol)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the fields of this object, which pickle or copy is recreating, with the checks of a new Quantized.
-
-        state: {name of a field: its value}.
-        """
+        """Set the fields of this object, which pickle or copy is recreating, with the checks of a new Quantized."""
         Quantized.__init__(self, **state)
 
     def _check_parts_of(self, library: ArrayLibrary) -> None:
-        """Check the parts of a Quantized of PyTorch or JAX arrays, and raise an error unless they are valid.
-
-        Raise TypeError unless all parts that are not None are arrays of `library`. All other checks and errors are
-        those of a Quantized of NumPy or CuPy arrays; they are made on imported arrays that share the parts' memory.
-        """
+        """Check the parts of a Quantized of PyTorch or JAX arrays, and raise an error unless they are valid."""
         for name in PARTS:
             array = getattr(self, name)
             if array is not None and library_of(array) is not library:
@@ -153,13 +142,10 @@ class Quantized:
         self.imported()
 
     def _check(self, name: str, shape: tuple[int, ...] | None, host: bool) -> None:
-        """Check the field `name`, packed or block_scale: raise an error unless it is a uint8 array of the given shape.
-
-        If `shape` is None, the field must be None. Raise TypeError if an array is needed and the field holds another
-        object or an array of another library than packed. Raise ValueError in all other cases.
-
-        host: True if packed is a NumPy array.
+        """Check the field `name`, packed or block_scale: raise an error unless it is a uint8 array of the given
+        shape.
         """
+        # If `shape` is None, the field must be None.
         array = getattr(self, name)
         if array is None and shape is None:
             return
@@ -172,15 +158,7 @@ class Quantized:
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_tensor(self, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
-        """Check tensor_scale and tensor_amax: raise an error unless they are float32 arrays of one allowed shape.
-
-        tensor_amax may be None. The error is TypeError for another library or dtype, and ValueError for a wrong shape,
-        a missing or surplus array, or a number that is not allowed.
-
-        shapes: the shapes that the recipe allows. If the recipe has no tensor scale, `shapes` is empty, and both fields
-            must be None.
-        host: True if packed is a NumPy array.
-        """
+        """Check tensor_scale and tensor_amax: raise an error unless they are float32 arrays of one allowed shape."""
         if shapes and self.tensor_scale is not None:
             self._check_floats("tensor_scale", shapes, host)
             if self.tensor_amax is not None:
@@ -190,13 +168,10 @@ class Quantized:
             self._refuse_floats(name, shapes)
 
     def _check_floats(self, name: str, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
-        """Check the field `name`, tensor_scale or tensor_amax: raise an error unless it is float32 of an allowed shape.
-
-        The error is TypeError for another library or dtype, and ValueError otherwise.
-
-        host: True if packed is a NumPy array. If so, the numbers in the field are checked too, and a NumPy scalar is
-            replaced by a 0-d array.
+        """Check the field `name`, tensor_scale or tensor_amax: raise an error unless it is float32 of an allowed
+        shape.
         """
+        # The error is TypeError for another library or dtype, and ValueError otherwise.
         array = getattr(self, name)
         if host and isinstance(array, np.generic):
             array = np.asarray(array)
@@ -212,23 +187,15 @@ class Quantized:
             check_amounts("Quantized", name, array, self.tensor_scale, self.recipe)
 
     def _refuse_floats(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> NoReturn:
-        """Raise the ValueError for a field `name` (tensor_scale or tensor_amax) of a wrong shape, missing or surplus.
-
-        The message states its dtype and shape, and what is needed.
-
-        shapes: the shapes that are allowed; () if the field must be None.
+        """Raise the ValueError for a field `name` (tensor_scale or tensor_amax) of a wrong shape, missing or
+        surplus.
         """
         got = _spelled(getattr(self, name))
         needed = " or ".join(f"float32 {shape}" for shape in shapes) or "None, as it has no tensor scale"
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_kind(self, name: str, array: Any, host: bool) -> None:
-        """Raise TypeError unless `array`, the field `name`, is of packed's library: a NumPy array, or a CuPy array.
-
-        Raise TypeError for a masked array, and ValueError for a CuPy array on another device than packed.
-
-        host: True if packed is a NumPy array.
-        """
+        """Raise TypeError unless `array`, the field `name`, is of packed's library: a NumPy array, or a CuPy array."""
         kind, packed = type(array), self.packed
         if isinstance(array, np.ndarray):
             check_unmasked(array, f"Quantized: {name}")
@@ -468,11 +435,7 @@ class Quantized:
     if not TYPE_CHECKING:  # type checkers know all attributes
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError. Python calls this only for an attribute that a Quantized does not have.
-
-            For names that users may expect, such as "scales" or a method of NumPy's arrays, the message says what to
-            use instead.
-            """
+            """Raise AttributeError."""
             usual = "call q.dequantize() for an array of the values" if name in _OF_ARRAYS else ""
             hint = f"; {found}" if (found := _OTHER_NAMES.get(name, usual)) else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
@@ -538,11 +501,7 @@ class Quantized:
 
 @contextmanager
 def _suspecting_a_swap(codes: Any, scales: Any, scale_layout: ScaleLayout) -> Iterator[None]:
-    """Add a hint to a ValueError that is raised in the with block, if the caller may have swapped codes and scales.
-
-    The hint is added to the message if there are block scales in linear layout that have more elements than the codes.
-    Otherwise, the error passes unchanged.
-    """
+    """Add a hint to a ValueError that is raised in the with block, if the caller may have swapped codes and scales."""
     try:
         yield
     except ValueError as error:
@@ -552,20 +511,14 @@ def _suspecting_a_swap(codes: Any, scales: Any, scale_layout: ScaleLayout) -> It
 
 
 def assembled(fields: dict[str, Any]) -> Quantized:
-    """Return a Quantized with the given fields, without any check.
-
-    `fields` maps all field names to values that are known to be valid, such as the results of an engine.
-    """
+    """Return a Quantized with the given fields, without any check."""
     q = object.__new__(Quantized)
     q.__dict__.update(fields)
     return q
 
 
 def _spelled(array: Any) -> str:
-    """Return the dtype and shape of an array as text for an error message, such as "uint8 (2, 16)".
-
-    For None, return "None"; for another object that is no array, return its type.
-    """
+    """Return the dtype and shape of an array as text for an error message, such as "uint8 (2, 16)"."""
     if array is None or not hasattr(array, "dtype"):
         return "None" if array is None else f"of type {type(array).__name__}"
     return f"{array.dtype} {tuple(array.shape)}"

@@ -51,18 +51,7 @@ class Stored(NamedTuple):
 
 
 def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
-    """Import the arrays of a checkpoint as NumPy or CuPy arrays. Return {name: Stored} for the arguments in `named`.
-
-    - An argument that is None stays None.
-    - A Python float becomes a 0-d float64 array.
-    - A PyTorch tensor with one byte per element is imported as uint8, because CuPy and some PyTorch versions do not
-      export the narrow floats.
-    - A JAX array of 4-bit elements is copied to uint8, because DLPack cannot describe it byte by byte.
-    - Any other array is imported without a copy.
-
-    Raise ValueError if the arrays are on several devices. Also raise the errors of import_arrays. op: the function that
-    messages begin with.
-    """
+    """Import the arrays of a checkpoint as NumPy or CuPy arrays."""
     names = [name for name, a in named.items() if a is not None and type(a) is not float]
     imported = import_arrays(op, **{name: _as_bytes(named[name], f"{op}: {name}") for name in names})
     arrays = {name: np.asarray(a) for name, a in named.items() if type(a) is float} | dict(
@@ -80,12 +69,8 @@ def _is_tensor(a: Any) -> bool:
 
 
 def _dtype_name(a: Any, imported: Any) -> str:
-    """Return the name of the dtype that an array has in its own library, such as "float8_e4m3fn".
-
-    The imported array may have another dtype, because NumPy and CuPy lack some dtypes of PyTorch and JAX.
-
-    a: the array as it was given. imported: the NumPy or CuPy array made from it.
-    """
+    """Return the name of the dtype that an array has in its own library, such as "float8_e4m3fn"."""
+    # The imported array may have another dtype, because NumPy and CuPy lack some dtypes of PyTorch and JAX.
     return str(a.dtype).removeprefix("torch.") if _is_tensor(a) or _has_nibbles(a) else imported.dtype.name
 
 
@@ -95,14 +80,7 @@ def _has_nibbles(a: Any) -> bool:
 
 
 def _as_bytes(a: Any, name: str) -> Any:
-    """Convert an array to uint8 within its library if the import would not accept its own dtype.
-
-    - A PyTorch tensor with one byte per element is viewed as uint8. Raise the errors of check_tensor.
-    - A JAX array of 4-bit elements is copied to uint8, with one element per byte.
-    - Anything else is returned unchanged.
-
-    name: the name of the array in error messages.
-    """
+    """Convert an array to uint8 within its library if the import would not accept its own dtype."""
     if _has_nibbles(a):
         jax: Any = sys.modules["jax"]
         return jax.lax.bitcast_convert_type(a, "uint4").astype("uint8")
@@ -113,17 +91,8 @@ def _as_bytes(a: Any, name: str) -> Any:
 
 
 def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: bool) -> Any:
-    """Convert a checkpoint's codes to those of a Quantized: uint8, with the even element of a pair in the low nibble.
-
-    stored: the imported codes. high_nibble_first: True if the even element of a pair is stored in the high nibble.
-
-    Raise TypeError if `stored` is None, or for a dtype that does not belong to the recipe's element format. Raise
-    ValueError in four cases:
-
-    - the array is 0-d
-    - an odd number of 4-bit codes is stored one per byte
-    - high_nibble_first is set, but no codes share a byte
-    - codes on the host have more bits than the format
+    """Convert a checkpoint's codes to those of a Quantized: uint8, with the even element of a pair in the low
+    nibble.
     """
     if stored is None:
         raise TypeError(f"{op}: packed is None; needs the array of codes")
@@ -161,14 +130,7 @@ def _bits(array: Any) -> Any:
 
 
 def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[int, ...] | None) -> Any:
-    """Return a checkpoint's block scales as uint8 bit patterns. Return None if `stored` is None.
-
-    Raise TypeError for a dtype that does not belong to the recipe's scale format. If the recipe has no block scales,
-    the array is returned unchanged, and Quantized rejects it.
-
-    shape: the shape of the scales in their layout, padding included. Scales with another shape but equally many
-    elements are reshaped. If `shape` is None, the scales keep their shape, which Quantized checks.
-    """
+    """Return a checkpoint's block scales as uint8 bit patterns."""
     if stored is None or recipe.scale is None:
         return stored and stored.array
     scale_dtype = DTYPES.get(recipe.scale)
@@ -196,23 +158,7 @@ def tensor_scale(
     divides: bool,
     amaxes_of: Callable[[np.ndarray], np.ndarray | None],
 ) -> tuple[Any, Any]:
-    """Return a checkpoint's tensor scale as the float32 number by which decoding multiplies, and its tensor amax.
-
-    Both are None if given is None, and the amax is None if the scale does not divide. The results are on the device of
-    packed. The scale is the array `given.array` itself if that is float32, does not divide and has a fitting shape.
-
-    Args:
-        given: the stored tensor scale: float32, or another float dtype whose numbers are all float32 numbers.
-        packed: the imported codes.
-        shapes: the allowed shapes. If one of them differs from the shape of given only by trailing axes of length 1,
-            the result gets that shape. If none fits, the shape stays, and Quantized rejects it.
-        divides: True if the stored scale divides on decode. Then the scale is 1 / given, rounded to nearest even.
-        amaxes_of: a function of the stored divisors, as float32, that returns their amaxes, or None.
-
-    Raises:
-        TypeError: given does not have a float dtype.
-        ValueError: a number is not a float32 number; or divides is set, and given is None or holds 0.
-    """
+    """Return a checkpoint's tensor scale as the float32 number by which decoding multiplies, and its tensor amax."""
     if given is None:
         if divides:
             raise ValueError(
@@ -232,10 +178,7 @@ def tensor_scale(
 
 
 def _like(array: Any, host: np.ndarray) -> Any:
-    """Return the NumPy array `host` in the memory of `array`: unchanged if `array` is a NumPy array.
-
-    If `array` is a CuPy array, the result is a copy of `host` on its device.
-    """
+    """Return the NumPy array `host` in the memory of `array`: unchanged if `array` is a NumPy array."""
     if isinstance(array, np.ndarray):
         return host
     with making_current(array.device.id):
@@ -244,10 +187,7 @@ def _like(array: Any, host: np.ndarray) -> Any:
 
 @ieee("from_parts")
 def _exact(op: str, scale: np.ndarray) -> np.ndarray:
-    """Convert a tensor scale to float32 without changing a number. NaN and infinities are kept.
-
-    Raise TypeError if the scale does not have a float dtype, and ValueError if the conversion would change a number.
-    """
+    """Convert a tensor scale to float32 without changing a number."""
     if scale.dtype not in (*FLOATS, np.float64):
         raise TypeError(f"{op}: tensor_scale is {scale.dtype}; needs float32, or another float with the same numbers")
     with np.errstate(all="ignore"):
@@ -263,10 +203,7 @@ def _exact(op: str, scale: np.ndarray) -> np.ndarray:
 
 @ieee("from_parts")
 def _reciprocal(op: str, scale: np.ndarray) -> np.ndarray:
-    """Return 1 / scale for float32 scales, rounded to float32; 0 for infinity, and NaN for NaN.
-
-    Raise ValueError if scale holds 0.
-    """
+    """Return 1 / scale for float32 scales, rounded to float32; 0 for infinity, and NaN for NaN."""
     if (scale == 0).any():
         raise ValueError(f"{op}: tensor_scale holds 0, but tensor_scale_divides is True; needs positive numbers")
     with np.errstate(all="ignore"):
@@ -274,11 +211,7 @@ def _reciprocal(op: str, scale: np.ndarray) -> np.ndarray:
 
 
 def shape_of(op: str, packed: Any, recipe: Recipe, axis: int) -> tuple[int, ...]:
-    """Return the shape of x, the array that was quantized, as the shape of its packed codes implies.
-
-    The last axis of packed is the quantized axis. In the result, it is at the position `axis`, which may be negative,
-    and its length counts elements instead of bytes. Raise ValueError if x has no such axis.
-    """
+    """Return the shape of x, the array that was quantized, as the shape of its packed codes implies."""
     ndim = packed.ndim
     if not -ndim <= axis < ndim:
         raise ValueError(f"{op}: axis {axis} is out of range for a {ndim}-d array; needs {-ndim} to {ndim - 1}")

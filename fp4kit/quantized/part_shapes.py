@@ -21,58 +21,31 @@ NEVER_NAN = ("te_primary_weight", "compressed_tensors", "fp8_transformers")
 
 
 def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of an array's packed codes: (..., K/2) for 4-bit elements, (..., K) for wider ones.
-
-    moved_shape: the shape (..., K) of the array with the quantized axis last.
-    """
+    """Return the shape of an array's packed codes: (..., K/2) for 4-bit elements, (..., K) for wider ones."""
     *lead, K = moved_shape
     return (*lead, recipe.element.packing.length(K))
 
 
 def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape (..., K / block columns) of an array's block scales in linear layout.
-
-    Scales of blocks with several rows are stored once per row, so the rows of blocks do not matter.
-
-    moved_shape: the shape (..., K) of the array with the quantized axis last.
-    """
+    """Return the shape (..., K / block columns) of an array's block scales in linear layout."""
     *lead, K = moved_shape
     return (*lead, K // recipe.block_size)
 
 
 def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of an array's tensor amaxes, as quantize computes them.
-
-    - If the recipe has one tensor scale per row: (...).
-    - If the recipe has one tensor scale per block: (..., K / block columns). The amax of a block with several rows is
-      repeated for each row.
-    - Otherwise: ().
-
-    moved_shape: the shape (..., K) of the array with the quantized axis last.
-    """
+    """Return the shape of an array's tensor amaxes, as quantize computes them."""
     *lead, K = moved_shape
     return {"row": tuple(lead), "block": (*lead, K // recipe.block_size)}.get(recipe.tensor_scaling, ())
 
 
 def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the first allowed shape that differs from `shape` only by trailing axes of length 1.
-
-    If `shape` itself is allowed, return it. If no allowed shape fits, return None.
-    """
+    """Return the first allowed shape that differs from `shape` only by trailing axes of length 1."""
     fitting = [other for other in allowed if _trimmed(other) == _trimmed(shape)]
     return shape if shape in fitting else next(iter(fitting), None)
 
 
 def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Return whether an array with one number per block can safely be reshaped from `shape` to `wanted`.
-
-    Both shapes must have equally many entries, and one of these conditions must hold (axes of length 1 do not count):
-
-    - `shape` has at most one axis.
-    - Both shapes end with the same length.
-
-    If neither holds, the numbers may be ordered along another axis that happens to have equally many blocks.
-    """
+    """Return whether an array with one number per block can safely be reshaped from `shape` to `wanted`."""
     own_lengths, wanted_lengths = ([n for n in lengths if n != 1] for lengths in (shape, wanted))
     return prod(shape) == prod(wanted) and (len(own_lengths) <= 1 or own_lengths[-1:] == wanted_lengths[-1:])
 
@@ -102,18 +75,7 @@ class PartShapes(NamedTuple):
 
 @lru_cache(1024)  # without a cache, computing the shapes would take as long as quantizing a small array on a GPU
 def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> PartShapes:
-    """Return the shapes that the parts of a Quantized of an array must have.
-
-    Args:
-        shape: the shape of the array.
-        axis: the quantized axis, which may be negative.
-        r: the recipe.
-        layout: the layout of the block scales: "linear", "swizzled_128x4" or "swizzled_8x4".
-
-    Raises:
-        ValueError: the axis does not exist; its length is not a multiple that the recipe needs; or the layout needs a
-            matrix, and the array is 1-d.
-    """
+    """Return the shapes that the parts of a Quantized of an array must have."""
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
             f"Quantized: axis {axis} is out of range for a {len(shape)}-d array; "
@@ -136,15 +98,7 @@ def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> P
 
 
 def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes that the tensor_scale of a Quantized may have, which depend on the recipe's tensor_scaling.
-
-    - "row": one scale per row, moved[:-1].
-    - "block": one scale per block, which is repeated for every row of the block.
-    - "tensor": one scale, (). For a stack of matrices, one scale per entry of the first axis is also allowed.
-    - "none": nothing is yielded.
-
-    moved: the shape of the array with the quantized axis last.
-    """
+    """Yield the shapes that the tensor_scale of a Quantized may have, which depend on the recipe's tensor_scaling."""
     if r.tensor_scaling == "row":
         yield moved[:-1]
     elif r.tensor_scaling == "block":
@@ -156,13 +110,9 @@ def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...
 
 
 def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
-    """Raise ValueError if a code stored one per byte is too large for its format, such as 64 for a 6-bit format.
-
-    4-bit codes always pass, because they are stored two per byte. Codes on a GPU always pass, because they are not
-    read.
-
-    packed: the codes as a Quantized stores them. element: their format.
-    """
+    """Raise ValueError if a code stored one per byte is too large for its format, such as 64 for a 6-bit format."""
+    # 4-bit codes always pass, because they are stored two per byte.
+    # Codes on a GPU always pass, because they are not read.
     one_per_byte = element.packing.codes == 1 and element.bits < 8
     if one_per_byte and isinstance(packed, np.ndarray) and int(packed.max(initial=0)) >> element.bits:
         needed = f"needs one code of {element.bits} bits per byte; unpack the codes first"
@@ -170,11 +120,8 @@ def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
 
 
 def check_scale_codes(op: str, block_scale: Any, scale: ElementFormat | None) -> None:
-    """Raise ValueError if a block scale is too large a code for its format, such as 64 for a 6-bit format.
-
-    Codes on a GPU always pass, because they are not read. None passes too. block_scale: the scale codes, one per byte,
-    or None. scale: their format.
-    """
+    """Raise ValueError if a block scale is too large a code for its format, such as 64 for a 6-bit format."""
+    # Codes on a GPU always pass, because they are not read.
     if scale is None or scale.bits == 8 or not isinstance(block_scale, np.ndarray):
         return
     if int(block_scale.view(np.uint8).max(initial=0)) >> scale.bits:
@@ -183,15 +130,7 @@ def check_scale_codes(op: str, block_scale: Any, scale: ElementFormat | None) ->
 
 
 def check_amounts(op: str, name: str, array: np.ndarray, tensor_scale: np.ndarray, r: Recipe) -> None:
-    """Raise ValueError if a tensor scale or tensor amax holds a number that the recipe cannot have made.
-
-    - Numbers must not be negative.
-    - A tensor scale must not be NaN if the recipe's tensor rule never gives NaN (NEVER_NAN).
-    - Where an amax is NaN, its tensor scale must be NaN too, unless the tensor rule never gives NaN.
-
-    name: "tensor_scale" or "tensor_amax". array: the array of this name, in host memory. tensor_scale: the tensor scale
-    of the Quantized.
-    """
+    """Raise ValueError if a tensor scale or tensor amax holds a number that the recipe cannot have made."""
     if (array >= 0).all():
         return
     if (array < 0).any():

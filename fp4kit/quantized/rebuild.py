@@ -23,24 +23,14 @@ _Facts = tuple[tuple[int, ...], str, int, str, ScaleLayout]
 
 
 def reduced(q: Quantized) -> tuple[Any, ...]:
-    """Return the pair (function, arguments) by which pickle recreates a Quantized of PyTorch tensors.
-
-    Quantized.__reduce_ex__ returns this pair. The function is rebuild_quantized. It is also added to the functions that
-    torch.load trusts, so that this process can load the files that it saves.
-    """
+    """Return the pair (function, arguments) by which pickle recreates a Quantized of PyTorch tensors."""
     allow_torch_load()
     facts = tuple(q.shape), q.dtype.name, q.axis, to_spec(q.recipe), q.scale_layout
     return rebuild_quantized, (tuple(getattr(q, name) for name in PARTS), facts)
 
 
 def rebuild_quantized(parts: tuple[Any, Any, Any, Any], facts: _Facts) -> Quantized:
-    """Return the Quantized that a pickle stores, from the arguments that ``reduced`` returned.
-
-    It is checked like every new Quantized. Raise as Quantized does.
-
-    parts: the arrays packed, block_scale, tensor_scale and tensor_amax; None for a part that the Quantized lacks.
-    facts: shape, name of the dtype, axis, recipe as text, and layout of the block scales.
-    """
+    """Return the Quantized that a pickle stores, from the arguments that ``reduced`` returned."""
     shape, dtype, axis, spec, layout = facts
     return Quantized(*parts, tuple(shape), _DTYPES[dtype], axis, from_spec(spec), layout)
 
@@ -49,11 +39,7 @@ rebuild_quantized.__module__ = "fp4kit.torch"
 
 
 def allow_torch_load() -> None:
-    """Let torch.load load a Quantized with weights_only=True: tell PyTorch to trust the names in such files.
-
-    These are rebuild_quantized, and the classes and functions that files of earlier versions of fp4kit name. Do nothing
-    if PyTorch is not imported, or if its version lacks torch.serialization.add_safe_globals.
-    """
+    """Let torch.load load a Quantized with weights_only=True: tell PyTorch to trust the names in such files."""
     serialization = getattr(sys.modules.get("torch"), "serialization", None)
     add = getattr(serialization, "add_safe_globals", None)
     if add is not None:

@@ -21,14 +21,8 @@ from fp4kit.quantized.container import FACTS, PARTS, Quantized, assembled
 
 
 def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
-    """Slice q: return the Quantized of x[box]. Its arrays are views of those of q.
-
-    A tensor_scale or tensor_amax of shape () is kept, because it belongs to the whole tensor. With any other shape, it
-    is sliced to the box.
-
-    box: a slice with start and stop for every axis of x. It must not cut a block. If scales are swizzled, it must not
-    cut a tile either.
-    """
+    """Slice q: return the Quantized of x[box]."""
+    # A tensor_scale or tensor_amax of shape () is kept, because it belongs to the whole tensor.
     *lead, last = (*box[: q.axis], *box[q.axis + 1 :], box[q.axis])
     r = q.recipe
     blocks = slice(last.start // r.block_size, last.stop // r.block_size)
@@ -45,11 +39,8 @@ def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
 
 
 def _scales_of(q: Quantized, index: tuple[slice, ...]) -> Any:
-    """Return the block scales that an index into linear block scales selects, in the layout of q.
-
-    Swizzled scales are cut between whole tiles; rows and columns of `index` must begin at one. The result is a view,
-    except where columns of several rows of tiles are selected, which are not adjacent in memory.
-    """
+    """Return the block scales that an index into linear block scales selects, in the layout of q."""
+    # Swizzled scales are cut between whole tiles; rows and columns of `index` must begin at one.
     if q.scale_layout == "linear":
         return q.block_scale[index]
     *lead, rows, columns = index
@@ -65,14 +56,7 @@ def _scales_of(q: Quantized, index: tuple[slice, ...]) -> Any:
 
 
 def part_of(q: Quantized, index: Any) -> Quantized:
-    """Return q[index], for a slice of the first axis of x, or a tuple of slices: Quantized.__getitem__.
-
-    Return q itself if the slices cover all of x.
-
-    Raises:
-        TypeError: the index is neither a slice nor a tuple of slices, or an end of a slice is not an int.
-        ValueError: a slice has a step or cuts a block or a tile of swizzled scales, or there are too many slices.
-    """
+    """Return q[index], for a slice of the first axis of x, or a tuple of slices: Quantized.__getitem__."""
     given = _slices(q, index)
     for one in given:
         if one.step is not None and as_index("Quantized", "the step of the slice", one.step) != 1:
@@ -114,10 +98,7 @@ def _spelled(index: Sequence[Any]) -> str:
 
 
 def _multiple(q: Quantized, axis: int) -> int:
-    """Return the multiple at which an axis of x may be cut without cutting a block. The end of the axis is always one.
-
-    It is 1 if no block spans several entries of the axis.
-    """
+    """Return the multiple at which an axis of x may be cut without cutting a block."""
     if axis == q.axis:
         return q.recipe.length_multiple
     return q.recipe.block_rows if axis == _row_axis(q) else 1
@@ -129,10 +110,8 @@ def _row_axis(q: Quantized) -> int:
 
 
 def _check_ends(q: Quantized, axis: int, part: slice, spelled: str) -> None:
-    """Raise ValueError if a slice of an axis of x cuts a block, or a tile of swizzled scales.
-
-    An end of the slice at the end of the axis never cuts a block or a tile. spelled: the whole index, for the message.
-    """
+    """Raise ValueError if a slice of an axis of x cuts a block, or a tile of swizzled scales."""
+    # An end of the slice at the end of the axis never cuts a block or a tile.
     blocks, length = _multiple(q, axis), q.shape[axis]
     inside = [end for end in (part.start, part.stop) if end != length]
     if wrong := [end for end in inside if end % blocks]:
@@ -155,20 +134,13 @@ def _check_ends(q: Quantized, axis: int, part: slice, spelled: str) -> None:
 
 
 def on_host(q: Quantized, op: str = "Quantized") -> Quantized:
-    """Return q with its arrays as NumPy arrays. If they already are, return q itself.
-
-    Arrays of PyTorch and JAX in host memory are shared, not copied. Arrays on a GPU are copied, after waiting for their
-    values. op: the function that error messages begin with.
-    """
+    """Return q with its arrays as NumPy arrays."""
     q = q.imported(op)
     return q.with_parts(imports.to_host) if imports.on_device(q.packed) else q
 
 
 def same_bits(a: Quantized, b: Any) -> bool:
-    """Return whether two Quantized are equal in every field and in every bit of every array (Quantized.equals).
-
-    They may be of different libraries or on different devices. Raise TypeError if b is not a Quantized.
-    """
+    """Return whether two Quantized are equal in every field and in every bit of every array (Quantized.equals)."""
     if not isinstance(b, Quantized):
         raise TypeError(
             f"equals: other is {type(b).__name__}; needs a Quantized; to compare with an array of values, use"
@@ -188,12 +160,7 @@ def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
 
 
 def moved_to(q: Quantized, target: Any) -> Quantized:
-    """Return q with its arrays in the library or on the device `target`: the implementation of Quantized.to.
-
-    Raise ValueError if target is unknown or names no existing device, and RuntimeError if its library is not imported
-    or there is no GPU. If q holds PyTorch tensors and target is a device, PyTorch raises its own errors for a device
-    that does not exist.
-    """
+    """Return q with its arrays in the library or on the device `target`: the implementation of Quantized.to."""
     name, _, number = str(target).partition(":")
     if name not in ("numpy", "cupy", "torch", "jax", "cpu", "cuda") or (
         number and (name != "cuda" or not number.isdigit())
@@ -208,23 +175,14 @@ def moved_to(q: Quantized, target: Any) -> Quantized:
 
 
 def _given_to(q: Quantized, name: str) -> Quantized:
-    """Convert the arrays of q from NumPy or CuPy to the library `name`, "torch" or "jax". Return a new Quantized.
-
-    PyTorch tensors share the memory of the arrays, but read-only arrays are copied. JAX arrays share the memory of CuPy
-    arrays, and are copies of NumPy arrays. Raise RuntimeError if the library is not imported.
-    """
+    """Convert the arrays of q from NumPy or CuPy to the library `name`, "torch" or "jax"."""
     if name not in sys.modules:
         raise RuntimeError(f"Quantized: to({name!r}) needs {name}, which is not imported here; import {name} first")
     return q.with_parts(torch_arrays.tensor_of if name == "torch" else jax_arrays.array_of)
 
 
 def _on_gpu(q: Quantized, device: int | None) -> Quantized:
-    """Move the arrays of q, NumPy or CuPy, to the CUDA device of the given number. Return a Quantized of CuPy arrays.
-
-    If the arrays are on this device already, return q itself. If `device` is None, arrays on any GPU stay there, and
-    arrays in host memory are copied to the current device. Raise ValueError if there is no device of this number, and
-    RuntimeError if CuPy or the driver is missing.
-    """
+    """Move the arrays of q, NumPy or CuPy, to the CUDA device of the given number."""
     cupy, is_on_gpu = imports.cupy(), imports.on_device(q.packed)
     count = cupy.cuda.runtime.getDeviceCount()
     if device is not None and device >= count:
@@ -236,20 +194,12 @@ def _on_gpu(q: Quantized, device: int | None) -> Quantized:
 
 
 def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Split q into the pair (arrays, facts), for libraries that compute on trees of arrays, such as JAX.
-
-    arrays is a tuple of the arrays that are not None. facts is a hashable tuple of the names of these arrays and of all
-    other fields. Two Quantized that differ only in the values of their arrays give equal facts.
-    """
+    """Split q into the pair (arrays, facts), for libraries that compute on trees of arrays, such as JAX."""
     names = tuple(name for name in PARTS if getattr(q, name) is not None)
     return tuple(getattr(q, name) for name in names), (names, *(getattr(q, name) for name in FACTS))
 
 
 def unflatten(arrays: Any, facts: Any) -> Quantized:
-    """Return the Quantized that flatten split into `arrays` and `facts`. This is the inverse of flatten.
-
-    Nothing is checked, because `arrays` may hold other objects in place of arrays, such as JAX's tracers or a tree
-    library's placeholders.
-    """
+    """Return the Quantized that flatten split into `arrays` and `facts`."""
     names, *values = facts
     return assembled({**dict.fromkeys(PARTS), **dict(zip((*names, *FACTS), (*arrays, *values), strict=True))})

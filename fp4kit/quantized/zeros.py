@@ -10,12 +10,8 @@ from fp4kit.quantized.container import Quantized
 
 
 def of_zeros(q: Quantized) -> Quantized:
-    """Return a copy of the all-zero matrix ``q`` with scales that all loaders can read: block scales 0, tensor scale 1.
-
-    All codes become 0, so that -0 becomes 0. If ``q`` has no block scales (FP8), the result has none either.
-
-    For all-zero tensors, most producers store scales that are 0, subnormal or NaN. Only the recipe nvfp4-te computes
-    the scales that this function sets.
+    """Return a copy of the all-zero matrix ``q`` with scales that all loaders can read: block scales 0, tensor
+    scale 1.
     """
     zeros = {"packed": np.zeros_like(q.packed)}
     zeros |= {} if q.block_scale is None else {"block_scale": np.zeros_like(q.block_scale)}
