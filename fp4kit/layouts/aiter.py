@@ -149,30 +149,14 @@ def shuffle_codes(packed: Any) -> Any:
 
 
 def unshuffle_codes(packed: Any) -> Any:
-    """Rearrange packed codes from aiter's order to linear order. This is the inverse of shuffle_codes.
-
-    Args:
-        packed: a NumPy or CuPy array (..., N, K / 2), uint8, in aiter's order. N must be a multiple of 16, and K / 2 a
-            multiple of 32.
-
-    Returns:
-        A new array of the same shape.
-
-    Raises:
-        TypeError: packed is not a uint8 array of NumPy or CuPy.
-        ValueError: packed has fewer than two axes, or N or K / 2 is not such a multiple.
-    """
+    """Rearrange packed codes from aiter's order to linear order."""
     N, K = _matrix_of_codes("aiter.unshuffle_codes", packed)
     tiles = packed.reshape(prod(packed.shape[:-2]), N // _CODE_ROWS, K // _CODE_BYTES, 2, _CODE_ROWS, _CODE_BYTES // 2)
     return contiguous(tiles.transpose(0, 1, 4, 2, 3, 5)).reshape(packed.shape)
 
 
 def _matrix_of_codes(op: str, packed: Any) -> tuple[int, int]:
-    """Return the lengths (N, K / 2) of the last two axes of packed codes.
-
-    Raise TypeError unless the codes are a uint8 array of NumPy or CuPy. Raise ValueError unless there are two axes or
-    more, N is a multiple of 16 and K / 2 a multiple of 32. op: the function that messages begin with.
-    """
+    """Return the lengths (N, K / 2) of the last two axes of packed codes."""
     check_bytes(op, packed, "packed")
     N, K = packed.shape[-2:] if packed.ndim > 1 else (1, 1)
     if N % _CODE_ROWS or K % _CODE_BYTES:

@@ -139,21 +139,14 @@ def unpack_gguf(raw: Any, format: str) -> tuple[Any, Any]:
 
 
 def _gguf_block(op: str, format: str) -> GgufBlock:
-    """Return the GgufBlock of a GGUF format, "mxfp4" or "nvfp4". Raise ValueError for any other format.
-
-    op: the public function that the message begins with.
-    """
+    """Return the GgufBlock of a GGUF format, "mxfp4" or "nvfp4"."""
     if not is_one_of(format, GGUF_BLOCKS):
         raise ValueError(f"{op}: format is {format!r:.60}; needs one of {', '.join(GGUF_BLOCKS)}, llama.cpp's formats")
     return GGUF_BLOCKS[format]
 
 
 def _check_multiple(op: str, name: str, array: Any, multiple: int, why: str) -> None:
-    """Raise ValueError unless the length of the last axis of array is a multiple of `multiple`.
-
-    op: the public function that the message begins with. name: the name of the array. why: the reason, a clause of the
-    message.
-    """
+    """Raise ValueError unless the length of the last axis of array is a multiple of `multiple`."""
     if array.shape[-1] % multiple:
         raise ValueError(
             f"{op}: the last axis of {name} has length {array.shape[-1]}; {why}; needs a multiple of {multiple}"

@@ -164,11 +164,7 @@ class KVLayout:
         return KVCache(self, tuple(np.zeros(each, np.uint8) for each in self.array_shapes(shape).values()))
 
     def _checked(self, op: str, shape: PageShape) -> PageShape:
-        """Return shape with its entries as ints.
-
-        Raise TypeError if an entry is not an int. Raise ValueError if an entry is below 1, or if the layout does not
-        support this size.
-        """
+        """Return shape with its entries as ints."""
         shape = PageShape(*(as_index(op, name, n) for name, n in zip(PageShape._fields, shape, strict=True)))
         for name, n in shape._asdict().items():
             if n < 1:
@@ -195,10 +191,7 @@ KV_LAYOUTS: dict[str, KVLayout] = {
 
 
 def as_layout(op: str, layout: KVLayoutName | KVLayout) -> KVLayout:
-    """Return the argument `layout` of a public function, a KVLayout or the name of one, as a KVLayout.
-
-    Raise ValueError for anything else, such as an unknown name. The message begins with op, the public function.
-    """
+    """Return the argument `layout` of a public function, a KVLayout or the name of one, as a KVLayout."""
     if isinstance(layout, KVLayout):
         return layout
     if not is_one_of(layout, KV_LAYOUTS):
@@ -282,12 +275,8 @@ class KVCache:
         return PageShape(lead[0], B, H, n * _BLOCK // 9 if self.layout.container == "vllm" else n * 2)
 
     def views(self) -> KVParts:
-        """Return views of the cache's arrays with the axes (page, token, head, byte), whether the order is nhd or hnd.
-
-        In a swizzled layout, v_scales holds the scales as they are stored, not in linear order.
-
-        Returns:
-            KVParts of views. Writing to them writes to the cache.
+        """Return views of the cache's arrays with the axes (page, token, head, byte), whether the order is nhd or
+        hnd.
         """
         if self.layout.container == "vllm":
             parts = _regions(self.arrays[0], self.shape)
@@ -398,21 +387,12 @@ class KVCache:
         return out
 
     def _own(self, index: np.ndarray) -> Any:
-        """Return a NumPy array of indices in the library of the cache.
-
-        If the cache is on a GPU, the result is a copy as a CuPy array; otherwise it is `index` itself.
-        """
+        """Return a NumPy array of indices in the library of the cache."""
+        # If the cache is on a GPU, the result is a copy as a CuPy array; otherwise it is `index` itself.
         return to_device(index) if on_device(self.arrays[0]) else index
 
     def _indices(self, slots: np.ndarray) -> Callable[[bool], tuple[Any, ...]]:
-        """Return a function that gives the index for reading or writing the arrays of views() at the given slots.
-
-        The function takes True for the scales of V, and False for the three other arrays. It returns a tuple of index
-        arrays that selects all heads of the slots. If the layout is swizzled, the tuple for the scales of V also
-        selects each scale, in linear order.
-
-        slots: int64 (tokens,), none of them negative.
-        """
+        """Return a function that gives the index for reading or writing the arrays of views() at the given slots."""
         page, token = self._own(slots // self.shape.block_size), self._own(slots % self.shape.block_size)
         head = self._own(np.arange(self.shape.heads))
         plain = (page[:, None], token[:, None], head[None])
@@ -424,11 +404,7 @@ class KVCache:
         return lambda v_scales: swizzled if v_scales else plain
 
     def _check_parts(self, op: str, parts: KVParts, tokens: int) -> None:
-        """Raise an error unless `parts`, the argument of write, fit this cache and this number of tokens.
-
-        Raise TypeError unless all parts are uint8 arrays on the cache's device. Raise ValueError unless codes have the
-        shape (tokens, heads, head_dim / 2), and scales (tokens, heads, head_dim / 16).
-        """
+        """Raise an error unless `parts`, the argument of write, fit this cache and this number of tokens."""
         _, _, heads, head_dim = self.shape
         for (name, part), n in zip(KVParts(*parts)._asdict().items(), (2, _BLOCK, 2, _BLOCK), strict=True):
             check_bytes(op, part, name)
@@ -442,11 +418,7 @@ class KVCache:
 
 
 def _overlaps_itself(array: Any) -> bool:
-    """Return False if all elements of an array have memory of their own.
-
-    The strides are compared in ascending order: each must be at least the span of all axes before it. True is also
-    returned for a few arrays whose elements are interleaved without sharing memory.
-    """
+    """Return False if all elements of an array have memory of their own."""
     span = int(array.dtype.itemsize)
     for stride, length in sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
         if stride < span:
@@ -456,20 +428,13 @@ def _overlaps_itself(array: Any) -> bool:
 
 
 def _on_host(array: Any) -> Any:
-    """Return a NumPy array unchanged. For a CuPy array, return an empty NumPy array.
-
-    It serves checks for shared memory, which compare only arrays in host memory.
-    """
+    """Return a NumPy array unchanged."""
     return np.empty(0, np.uint8) if on_device(array) else array
 
 
 def _checked_arrays(layout: KVLayout, arrays: Any) -> tuple[Any, ...]:
-    """Return the arrays of a cache as a tuple of uint8 arrays. Scales of float8_e4m3fn are viewed as uint8.
-
-    Raise TypeError unless all are byte arrays of NumPy, or all of CuPy. Raise ValueError unless the number of arrays
-    and their numbers of axes fit the layout. For the vllm container, also raise as _check_pages does. The caller must
-    check all other lengths.
-    """
+    """Return the arrays of a cache as a tuple of uint8 arrays."""
+    # The caller must check all other lengths.
     names = _ARRAYS[layout.container]
     if len(arrays) != len(names):
         raise ValueError(f"KVCache: got {len(arrays)} arrays; {layout.name} needs {len(names)}: {', '.join(names)}")
@@ -489,21 +454,15 @@ def _checked_arrays(layout: KVLayout, arrays: Any) -> tuple[Any, ...]:
 
 
 def _axes(layout: KVLayout) -> str:
-    """Return the axes of a layout's arrays as text for error messages.
-
-    For the flashinfer container, the text is "(pages, block_size, heads, n)" for nhd and "(pages, heads, block_size,
-    n)" for hnd. For vllm, it has five axes, of which the last is "9 head_dim/16".
-    """
+    """Return the axes of a layout's arrays as text for error messages."""
     inner = "block_size, heads" if layout.order == "nhd" else "heads, block_size"
     return f"(pages, 2, {inner}, 9 head_dim/16)" if layout.container == "vllm" else f"(pages, {inner}, n)"
 
 
 def _check_pages(layout: KVLayout, pages: Any) -> None:
-    """Raise ValueError unless `pages`, the array of a vllm container, has a valid last axis and contiguous halves.
-
-    The length of the last axis is 9 head_dim/16, so it must be a multiple of 9. In each page, the bytes of all keys
-    must be contiguous, and so must the bytes of all values. layout: the layout that the message names.
-    """
+    """Raise ValueError unless `pages`, the array of a vllm container, has a valid last axis and contiguous halves."""
+    # The length of the last axis is 9 head_dim/16, so it must be a multiple of 9.
+    # In each page, the bytes of all keys must be contiguous, and so must the bytes of all values.
     *_, outer, n = pages.shape
     if n % 9:
         raise ValueError(
@@ -519,12 +478,7 @@ def _check_pages(layout: KVLayout, pages: Any) -> None:
 
 
 def _regions(pages: Any, shape: PageShape) -> tuple[Any, ...]:
-    """Return a tuple of views of the four regions of vLLM's pages: K codes, K scales, V codes, V scales.
-
-    Each view has the shape (pages, a, b, n). Here (a, b) is (block_size, heads) or (heads, block_size), as in `pages`,
-    and n is the number of bytes per vector: head_dim/2 for codes and head_dim/16 for scales. shape: the size of the
-    cache.
-    """
+    """Return a tuple of views of the four regions of vLLM's pages: K codes, K scales, V codes, V scales."""
     P, _, a, b, n = pages.shape
     flat = pages.reshape(P, 2, a * b * n)  # a view, because the last three axes are contiguous
     codes, scales = shape.head_dim // 2, shape.head_dim // _BLOCK
@@ -537,15 +491,7 @@ def _regions(pages: Any, shape: PageShape) -> tuple[Any, ...]:
 
 
 def check_slots(op: str, slots: Any, shape: PageShape, writes: bool) -> np.ndarray:
-    """Return slots as an int64 NumPy array (tokens,). Slots on a GPU are copied to the host.
-
-    Raise TypeError unless the slots are integers, and for a masked array. Raise ValueError unless they are 1-d, and
-    each is below the number of slots of a cache of this shape.
-
-    - If `writes` is True, negative slots are allowed and returned unchanged. Raise ValueError if a slot that is not
-      negative occurs twice.
-    - If `writes` is False, raise ValueError for negative slots. Slots may occur more than once.
-    """
+    """Return slots as an int64 NumPy array (tokens,)."""
     check_unmasked(slots, f"{op}: slots")
     array = np.asarray(to_host(slots) if hasattr(slots, "get") and hasattr(slots, "dtype") else slots)
     if array.size == 0 and array.ndim == 1:

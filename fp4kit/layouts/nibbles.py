@@ -43,21 +43,14 @@ def check_pairs(shape: tuple[int, ...]) -> None:
 
 
 def check_array(op: str, name: str, array: Any) -> None:
-    """Raise TypeError unless `array` is a NumPy array or scalar, or a CuPy array.
-
-    The layout functions call methods of such arrays. op, name: the function that the message begins with, and the
-    array's name.
-    """
+    """Raise TypeError unless `array` is a NumPy array or scalar, or a CuPy array."""
     if not isinstance(array, (np.ndarray, np.generic)) and type(array).__module__ != "cupy":
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
         raise TypeError(f"{op}: {name} are a {kind}; needs an array of NumPy or CuPy")
 
 
 def check_bytes(op: str, codes: Any, name: str = "codes") -> None:
-    """Raise TypeError unless `codes` is a NumPy or CuPy array of uint8, and ValueError if it is 0-d.
-
-    The values are not checked. op, name: the function that the message begins with, and the array's name.
-    """
+    """Raise TypeError unless `codes` is a NumPy or CuPy array of uint8, and ValueError if it is 0-d."""
     check_array(op, name, codes)
     if codes.dtype != np.uint8:
         raise TypeError(f"{op}: {name} are {codes.dtype}; needs uint8")
@@ -139,8 +132,5 @@ def write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, pa
 
 
 def contiguous(a: Any) -> Any:
-    """Return a NumPy or CuPy array unchanged if it is contiguous, otherwise a contiguous copy.
-
-    This replaces np.ascontiguousarray, which does not accept CuPy arrays.
-    """
+    """Return a NumPy or CuPy array unchanged if it is contiguous, otherwise a contiguous copy."""
     return a if a.flags.c_contiguous else a.copy()

@@ -14,10 +14,7 @@ _NO_AXIS = "pad: x is 0-d; needs at least one axis; use x.reshape(1)"
 
 
 def _integer_from(op: str, name: str, n: Any, minimum: int) -> int:
-    """Return n, an integer of any library, as an int. Raise ValueError unless it is an integer of at least `minimum`.
-
-    Bools and floats raise ValueError too. op, name: the function that the message begins with, and the number's name.
-    """
+    """Return n, an integer of any library, as an int."""
     try:
         number = index_of(n)
     except TypeError:
