@@ -14,11 +14,9 @@ class CheckpointError(ValueError):
 
 
 def shown(name: str) -> str:
-    """Return ``name`` with each unprintable character replaced by a backslash escape, such as ``\\x1b``.
-
-    Messages show names in this way, because names in a checkpoint are untrusted and may contain terminal control codes.
-    Printable characters, also a backslash, are kept.
-    """
+    """Return ``name`` with each unprintable character replaced by a backslash escape, such as ``\x1b``."""
+    # Messages show names in this way, because names in a checkpoint are untrusted and may contain terminal control
+    # codes.
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
 
 
@@ -33,11 +31,7 @@ _OTHER_FILES = {
 
 
 def other_file(path: Path) -> str | None:
-    """Recognize a file of a wrong kind by its first bytes. Return a text that says what it is and what to do.
-
-    The kinds are Git LFS pointers, web pages, files of torch.save and GGUF files. Return None for any other file, and
-    for a file that cannot be read. Error messages use the text to explain why a file is not what the user takes it for.
-    """
+    """Recognize a file of a wrong kind by its first bytes."""
     try:
         with path.open("rb") as stream:
             beginning = stream.read(64).lower()

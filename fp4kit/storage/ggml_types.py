@@ -69,9 +69,5 @@ BLOCKED = {kind.name: kind for kind in GGML_TYPES.values() if kind.elements > 1}
 
 
 def ggml_nbytes(kind: GgmlType, shape: tuple[int, ...]) -> int:
-    """Return the size in bytes of a tensor of the GGUF type ``kind``.
-
-    shape: the shape in NumPy's order, with the contiguous axis last. A row must consist of whole blocks; this is not
-        checked here. () stands for one element.
-    """
+    """Return the size in bytes of a tensor of the GGUF type ``kind``."""
     return prod(shape) // kind.elements * kind.bytes

@@ -78,10 +78,7 @@ class GgufFile(SafetensorsFile):
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True if the path ends in .gguf and is not a directory, or if it is a file that begins with "GGUF".
-
-    A path that ends in .gguf need not exist. Return False for any other file that is missing or cannot be read.
-    """
+    """Return True if the path ends in .gguf and is not a directory, or if it is a file that begins with "GGUF"."""
     if path.is_dir():
         return False
     if path.suffix.lower() == ".gguf":
@@ -96,13 +93,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path, name: str | None = None) -> GgufFile:
-    """Return the checked header of the GGUF file at ``path``.
-
-    Raises CheckpointError if the file is missing or not regular, or if llama.cpp would reject its header. Raises
-    OSError if it cannot be read.
-
-    name: the file's name in error messages; None for the last part of ``path``.
-    """
+    """Return the checked header of the GGUF file at ``path``."""
     name = name or path.name
     if not path.exists():
         raise CheckpointError(f"{shown(str(path))}: does not exist; a GGUF file is needed")
@@ -145,11 +136,7 @@ class _HeaderReader:
         )
 
     def _preamble(self) -> tuple[int, int, int]:
-        """Read the beginning of the file. Return its version, its number of tensors and its number of keys.
-
-        Raise CheckpointError unless it is a little-endian GGUF file of version 2 or 3 that is long enough for these
-        numbers of tensors and keys.
-        """
+        """Read the beginning of the file."""
         if self._take(len(MAGIC)) != MAGIC:
             raise self._unusable(_NO_MAGIC)
         version = self._number("<I")
@@ -163,19 +150,15 @@ class _HeaderReader:
         return version, tensors, keys
 
     def _unusable(self, why: str) -> CheckpointError:
-        """Return the CheckpointError that says that the file is not a usable GGUF file, and why.
-
-        why: the reason. If the file does not begin as GGUF files do, the message says what it is instead, if known.
-        """
+        """Return the CheckpointError that says that the file is not a usable GGUF file, and why."""
         problem = other_file(self._path) if why == _NO_MAGIC else None
         return CheckpointError(
             f"{shown(self._name)}: not a usable GGUF file: {problem or f'{why}; download or copy it again'}"
         )
 
     def _check_count(self, count: int, min_bytes: int, what: str) -> None:
-        """Raise CheckpointError if ``count`` items of at least ``min_bytes`` each cannot fit in the rest of the file.
-
-        ``what`` names the items in the message, such as "tensors".
+        """Raise CheckpointError if ``count`` items of at least ``min_bytes`` each cannot fit in the rest of the
+        file.
         """
         if count * min_bytes > self._size - self._at:
             raise self._unusable(f"its header announces {count} {what}, more than fit in the file")
@@ -191,17 +174,11 @@ class _HeaderReader:
         return data
 
     def _number(self, form: str) -> Any:
-        """Read the next number and return it. Raise CheckpointError if the file ends too early.
-
-        ``form`` is the number's format for struct.unpack, such as "<I" for a uint32.
-        """
+        """Read the next number and return it."""
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _text(self, what: str) -> str:
-        """Read the name of a key or tensor, and return it. Raise CheckpointError if it is too long or not UTF-8.
-
-        ``what`` is "a key" or "a tensor", for error messages.
-        """
+        """Read the name of a key or tensor, and return it."""
         length = self._number("<Q")
         if length > 65535:
             raise self._unusable(f"{what} has a name of {length} bytes; at most 65535 bytes are allowed")
@@ -211,13 +188,7 @@ class _HeaderReader:
             raise self._unusable(f"{what} has a name that is not UTF-8") from None
 
     def _value(self, kind: int, key: str) -> tuple[Any, str]:
-        """Read the value of a key.
-
-        Return (value, its text for GgufFile.metadata). For an array or a string, the value is None. Raise
-        CheckpointError if GGUF does not define the type.
-
-        ``kind`` is the number of the value's type in GGUF. ``key`` is for error messages.
-        """
+        """Read the value of a key."""
         if kind in _SCALARS:
             value = self._number(_SCALARS[kind])
             return value, str(value)
@@ -231,22 +202,14 @@ class _HeaderReader:
         return None, f"{_NAMES[item]}[{count}] sha256 {self._array(item, count, key)}"
 
     def _string(self) -> str:
-        """Read a string value and return it. If it has more than 4096 bytes, return its length and digest as text.
-
-        Bytes that are not UTF-8 become backslash escapes. Raise CheckpointError if the file ends too early.
-        """
+        """Read a string value and return it."""
         length = self._number("<Q")
         if length <= _MAX_SHOWN:
             return self._take(length).decode("utf-8", "backslashreplace")
         return f"string of {length} bytes sha256 {self._digest(length)}"
 
     def _array(self, item: int, count: int, key: str) -> str:
-        """Read an array of ``count`` values, and return the first 16 hexadecimal digits of their SHA-256.
-
-        Raise CheckpointError if the file is too short for so many values.
-
-        ``item`` is the number of the values' type in GGUF. ``key`` is the array's key, for error messages.
-        """
+        """Read an array of ``count`` values, and return the first 16 hexadecimal digits of their SHA-256."""
         size = 8 if item == STRING else struct.calcsize(_SCALARS[item])
         self._check_count(count, size, f"entries of {shown(key)}")
         if item != STRING:
@@ -258,10 +221,7 @@ class _HeaderReader:
         return found.hexdigest()[:16]
 
     def _digest(self, count: int) -> str:
-        """Read ``count`` bytes. Return the first 16 hexadecimal digits of their SHA-256.
-
-        Raise CheckpointError if the file ends too early.
-        """
+        """Read ``count`` bytes."""
         if count > self._size - self._at:
             raise self._unusable("it ends inside its header")
         found = hashlib.sha256()
@@ -272,20 +232,14 @@ class _HeaderReader:
         return found.hexdigest()[:16]
 
     def _alignment(self, kind: int, value: Any, text: str) -> int:
-        """Return ``value``, the value of the key general.alignment, as an int.
-
-        Raise CheckpointError if its type ``kind`` is not uint32, or if it is not a power of two. The message shows
-        ``text``, because the value of a string or an array is None.
-        """
+        """Return ``value``, the value of the key general.alignment, as an int."""
+        # The message shows ``text``, because the value of a string or an array is None.
         if kind != 4 or value < 1 or value & (value - 1):
             raise self._unusable(f"{_ALIGNMENT_KEY} is {shown(text)}; a power of two, of type uint32, is needed")
         return int(value)
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Read the description of a tensor. Return (name, shape, type number, offset in the data section).
-
-        Raise CheckpointError if it has more than four axes. The other numbers are checked by _entries.
-        """
+        """Read the description of a tensor."""
         name = self._text("a tensor")
         axes = self._number("<I")
         if axes > _MAX_AXES:
@@ -296,19 +250,7 @@ class _HeaderReader:
     def _entries(
         self, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
     ) -> tuple[TensorEntry, ...]:
-        """Check the descriptions of all tensors, and return one TensorEntry per tensor, in the order of their bytes.
-
-        Raise CheckpointError in these cases:
-
-        - A type is unknown.
-        - A row is not a whole number of blocks.
-        - A name occurs twice.
-        - A tensor does not begin at the first multiple of ``alignment`` after the tensor before it.
-        - The file ends inside a tensor.
-
-        infos: (name, shape, type number, offset in the data section) per tensor.
-        start: where the data section begins.
-        """
+        """Check the descriptions of all tensors, and return one TensorEntry per tensor, in the order of their bytes."""
         found: dict[str, TensorEntry] = {}
         end = 0
         for name, shape, number, offset in infos:

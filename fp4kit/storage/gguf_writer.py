@@ -26,20 +26,7 @@ def gguf_header(
     dropped: Collection[str] = (),
     takes_keys: bool = True,
 ) -> tuple[bytes, dict[str, int], int]:
-    """Return (header, positions, size) of a new GGUF file.
-
-    The header includes the padding that follows it. ``positions`` is {tensor name: position of its first byte in the
-    file}. ``size`` is the size of the whole file. Nothing is written.
-
-    Args:
-        file: the source of the version, the alignment and the keys, which keep their order.
-        specs: the tensors in the order of their bytes, each of a GGUF type.
-        keys: {name: value} of keys to add after the copied ones. A key of the source file with one of these names is
-            not copied.
-        dropped: further keys of the source file that are not copied.
-        takes_keys: False to copy no key of the source file, so that the alignment is GGUF's default. The later files of
-            a split model have no keys of the source.
-    """
+    """Return (header, positions, size) of a new GGUF file."""
     alignment = file.alignment if takes_keys else ALIGNMENT
     copied = [field for field in file.fields if takes_keys and field.key not in keys and field.key not in dropped]
     with file.path.open("rb") as stream:

@@ -17,10 +17,7 @@ class _DuplicateKey(ValueError):
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the (key, value) pairs of a JSON object as a dict. Raise _DuplicateKey for a repeated key.
-
-    Without this function, Python's json module would silently keep the last value of a repeated key.
-    """
+    """Return the (key, value) pairs of a JSON object as a dict."""
     result = dict(pairs)
     if len(result) < len(pairs):
         counts = Counter(key for key, _ in pairs)  # in the order of first occurrence
@@ -29,10 +26,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_object(text: bytes, label: str) -> dict[str, Any]:
-    """Return the JSON object in ``text``. ``label`` names the file in errors.
-
-    Raise CheckpointError if the text is not UTF-8 or not a JSON object, or if a key occurs twice in an object.
-    """
+    """Return the JSON object in ``text``."""
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except _DuplicateKey as error:
@@ -45,11 +39,7 @@ def parse_object(text: bytes, label: str) -> dict[str, Any]:
 
 
 def load_object(path: Path, label: str) -> dict[str, Any]:
-    """Return the JSON object in the file ``path``. ``label`` names the file in errors.
-
-    Raise CheckpointError if the file is larger than 256 MiB, and in all cases in which parse_object raises it. Raise
-    OSError if the file cannot be read.
-    """
+    """Return the JSON object in the file ``path``."""
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise CheckpointError(f"{label}: {size} bytes; at most {MAX_BYTES} bytes are read from a JSON file")
@@ -61,11 +51,5 @@ def load_object(path: Path, label: str) -> dict[str, Any]:
 
 
 def dump_object(value: dict[str, Any], indent: int = 2) -> bytes:
-    """Return ``value`` as JSON bytes in ASCII that end with a newline. Keys keep their order.
-
-    Raise TypeError for a value that JSON cannot hold. NaN and infinity are not rejected; they give bytes that strict
-    parsers do not read.
-
-    indent: the number of spaces per level of nesting.
-    """
+    """Return ``value`` as JSON bytes in ASCII that end with a newline."""
     return (json.dumps(value, indent=indent) + "\n").encode("ascii")

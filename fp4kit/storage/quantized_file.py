@@ -119,28 +119,19 @@ def _digits(crc32: int) -> str:
 
 
 def _sums_entry(header: str, tensors: Mapping[str, str]) -> str:
-    """Return the value of the metadata entry fp4kit_crc32 as JSON text.
-
-    header: the CRC-32 of the header, as 8 hexadecimal digits.
-    tensors: {tensor name: its CRC-32 as 8 hexadecimal digits}.
-    """
+    """Return the value of the metadata entry fp4kit_crc32 as JSON text."""
     return json.dumps({"header": header, "tensors": tensors})
 
 
 def _header_sum(entry: str, specs: Iterable[TensorEntry | NewTensor]) -> str:
-    """Return a CRC-32 of what a file's header says, as 8 hexadecimal digits.
-
-    It covers ``entry`` (the metadata of the arrays) and the name, dtype and shape of every tensor in ``specs``.
-    """
+    """Return a CRC-32 of what a file's header says, as 8 hexadecimal digits."""
     tensors = sorted([spec.name, spec.dtype, list(spec.shape)] for spec in specs)
     return _digits(zlib.crc32(json.dumps([entry, tensors], separators=(",", ":")).encode("ascii")))
 
 
 def _check_array(name: Any, q: Any) -> None:
-    """Raise TypeError or ValueError if save cannot store this name and array.
-
-    A name must be a nonempty str that UTF-8 can encode, and an array must be a Quantized.
-    """
+    """Raise TypeError or ValueError if save cannot store this name and array."""
+    # A name must be a nonempty str that UTF-8 can encode, and an array must be a Quantized.
     if not isinstance(name, str):
         raise TypeError(f"save: the name {name!r} is a {type(name).__name__}; needs a str")
     if not name:
@@ -159,11 +150,7 @@ def _parts(arrays: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized, st
 
 
 def _facts(q: Quantized) -> dict[str, Any]:
-    """Return the metadata of an array as a dict for JSON: one entry per name in _FIELDS.
-
-    The entries are all fields of the Quantized except its arrays, and "parts", the names of its arrays that are not
-    None.
-    """
+    """Return the metadata of an array as a dict for JSON: one entry per name in _FIELDS."""
     parts = [part for part in PARTS if getattr(q, part) is not None]
     values = (as_data(q.recipe), list(q.shape), q.dtype.name, q.axis, q.scale_layout, parts)
     return dict(zip(_FIELDS, values, strict=True))
@@ -216,12 +203,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
 
 
 def recipes_of(path: str | os.PathLike[str]) -> dict[str, Recipe] | None:
-    """Return {array name: Recipe} for a file that fp4kit.save wrote; None for any other safetensors file.
-
-    Only the header is read. Raise CheckpointError if the file is not a safetensors file, if its header is damaged, or
-    if it describes an unknown or changed recipe. Raise OSError if the file cannot be read, and TypeError if `path` is
-    not a path.
-    """
+    """Return {array name: Recipe} for a file that fp4kit.save wrote; None for any other safetensors file."""
     source = as_path("load", path)
     file = read_header(source, f"load: {source.name}")
     if ENTRY not in file.metadata:
@@ -235,12 +217,7 @@ def recipes_of(path: str | os.PathLike[str]) -> dict[str, Recipe] | None:
 
 
 def _sums(file: SafetensorsFile) -> Mapping[str, str] | None:
-    """Return {tensor name: CRC-32}, or None if the file has no checksums or was not written by save.
-
-    Raises CheckpointError if the CRC-32 of the header differs from the stored one, or if the checksums do not list
-    exactly the tensors of the file. For a file that save wrote, raises it also if the metadata has an entry that save
-    does not write.
-    """
+    """Return {tensor name: CRC-32}, or None if the file has no checksums or was not written by save."""
     unlisted = [name for name in file.metadata if name not in _KNOWN]
     if unlisted and ENTRY in file.metadata:  # perhaps the entry fp4kit_crc32, with a changed bit in its name
         raise CheckpointError(
@@ -262,22 +239,13 @@ _DAMAGED = "the file is damaged; copy it again"
 
 
 def _check_sum(what: str, found: str, written: Any) -> None:
-    """Raise CheckpointError if the computed CRC-32 (``found``) differs from the stored one (``written``).
-
-    ``what`` names the checked bytes in the message.
-    """
+    """Raise CheckpointError if the computed CRC-32 (``found``) differs from the stored one (``written``)."""
     if found != written:
         raise CheckpointError(f"{what} has CRC-32 {found}; {_brief(written)} is stored; {_DAMAGED}")
 
 
 def _described(file: SafetensorsFile) -> dict[str, dict[str, Any]]:
-    """Return {array name: metadata} for the arrays of the file.
-
-    The metadata is a dict of every field of a Quantized except its arrays, and the names of its arrays ("parts").
-
-    Raise CheckpointError if the file was not written by save or has another version, or if a field is missing or has
-    the wrong type.
-    """
+    """Return {array name: metadata} for the arrays of the file."""
     if ENTRY not in file.metadata:
         raise CheckpointError(
             f"{file.label}: has no metadata {ENTRY}; it was not written by fp4kit.save; "
@@ -306,11 +274,7 @@ def _brief(value: Any) -> str:
 
 
 def _check_facts(label: str, facts: Any) -> None:
-    """Raise CheckpointError unless ``facts``, the metadata of an array, has every field, each of the right type.
-
-    Recipe and Quantized check later whether the values of the fields are valid and fit together. ``label`` names the
-    file and the array in the message.
-    """
+    """Raise CheckpointError unless ``facts``, the metadata of an array, has every field, each of the right type."""
     if not isinstance(facts, dict) or sorted(facts) != sorted(_FIELDS):
         found = ", ".join(map(shown, facts)) if isinstance(facts, dict) else _brief(facts)
         raise CheckpointError(f"{label}: its metadata has {found or 'nothing'}; needs {', '.join(_FIELDS)}")
@@ -338,10 +302,7 @@ _NEEDED = {
 
 
 def _orders() -> list[list[str]]:
-    """Return the six values that the metadata field "parts" can have: the lists of array names that ``save`` writes.
-
-    Each list begins with "packed". "block_scale" and "tensor_scale" may follow, and "tensor_amax" after "tensor_scale".
-    """
+    """Return the six values that the metadata field "parts" can have: the lists of array names that ``save`` writes."""
     ends: list[list[str]] = [[], ["tensor_scale"], ["tensor_scale", "tensor_amax"]]
     return [["packed", *scales, *end] for scales in ([], ["block_scale"]) for end in ends]
 
@@ -364,10 +325,7 @@ class _Contents(NamedTuple):
     sums: Mapping[str, str] | None
 
     def read(self, entry: TensorEntry) -> np.ndarray:
-        """Read a tensor and return it as a new array. Raise CheckpointError if its CRC-32 differs from the stored one.
-
-        If the file has no checksums, the tensor is not checked.
-        """
+        """Read a tensor and return it as a new array."""
         if self.sums is None:
             return self.reader.read(entry)
         raw = np.empty(entry.nbytes, np.uint8)
@@ -390,17 +348,7 @@ class _Contents(NamedTuple):
 
 
 def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
-    """Return one array of the file as a Quantized.
-
-    Raise CheckpointError in these cases:
-
-    - A part is missing, has a wrong dtype, or differs from its CRC-32.
-    - Recipe or Quantized rejects the contents.
-
-    name: the array's name.
-    facts: its metadata, as _described returns it.
-    contents: the tensors of the open file.
-    """
+    """Return one array of the file as a Quantized."""
     label = contents.file.label
     parts = {part: _part(f"{name}.{part}", _STORED[part], contents) for part in facts["parts"]}
     fields: dict[str, Any] = {part: parts.get(part) for part in PARTS}
@@ -414,10 +362,7 @@ def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
 
 
 def _part(name: str, dtype: str, contents: _Contents) -> np.ndarray:
-    """Return one part of a saved array (its packed codes, a scale or an amax): the tensor `name` of the file.
-
-    Raise CheckpointError if it is missing, has another dtype, or does not have the recorded CRC-32.
-    """
+    """Return one part of a saved array (its packed codes, a scale or an amax): the tensor `name` of the file."""
     entry, label = contents.entries.get(name), contents.file.label
     if entry is None:
         raise CheckpointError(f"{label}: the tensor {shown(name)} is missing; write the file again with fp4kit.save")

@@ -81,11 +81,7 @@ _PLAIN_WORDS = {
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the size of a tensor in bytes, for a dtype of safetensors or GGUF.
-
-    Elements below 8 bits are packed; only the last byte is padded. GGUF types such as Q4_K are stored in blocks. Raise
-    KeyError for a dtype that is in neither format.
-    """
+    """Return the size of a tensor in bytes, for a dtype of safetensors or GGUF."""
     if dtype in BLOCKED:
         return ggml_nbytes(BLOCKED[dtype], shape)
     return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
@@ -135,21 +131,13 @@ class SafetensorsFile:
 
 
 def _plain_words(message: str) -> str:
-    """Return an explanation of an error message of the safetensors library, in words for the owner of the file.
-
-    For a message that is not known here, the explanation is a general sentence.
-    """
+    """Return an explanation of an error message of the safetensors library, in words for the owner of the file."""
     matching = (words for part, words in _PLAIN_WORDS.items() if part in message)
     return next(matching, "the safetensors library rejects it")
 
 
 def unusable(label: str, error: SafetensorError, path: Path | None = None) -> CheckpointError:
-    """Return the CheckpointError for a file that the safetensors library rejects with `error`.
-
-    label: the file's name in the message.
-    path: where the file is; None if only its bytes are known. With a path, the message says if the file is of another
-        kind, such as a web page.
-    """
+    """Return the CheckpointError for a file that the safetensors library rejects with `error`."""
     other = other_file(path) if path is not None else None
     if other is not None:
         return CheckpointError(f"{label}: not a usable safetensors file: {other}")
@@ -160,10 +148,7 @@ def unusable(label: str, error: SafetensorError, path: Path | None = None) -> Ch
 
 
 def _check_with_library(path: Path, label: str) -> None:
-    """Raise CheckpointError if the safetensors library rejects the header of the file at ``path``.
-
-    The message explains the fault in plain words. ``label`` is the name of the file in it.
-    """
+    """Raise CheckpointError if the safetensors library rejects the header of the file at ``path``."""
     try:
         with safe_open(path, framework="numpy"):
             pass
@@ -172,22 +157,13 @@ def _check_with_library(path: Path, label: str) -> None:
 
 
 def _entry(name: str, info: Mapping[str, Any], data_start: int) -> TensorEntry:
-    """Return the TensorEntry of a tensor, from its description in the header, which the library has accepted.
-
-    data_start: the position in the file from which the header counts offsets.
-    """
+    """Return the TensorEntry of a tensor, from its description in the header, which the library has accepted."""
     begin, end = info["data_offsets"]
     return TensorEntry(name, info["dtype"], tuple(info["shape"]), data_start + begin, end - begin)
 
 
 def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
-    """Return the checked header of the safetensors file at ``path``.
-
-    Raises CheckpointError if the file is not regular, if the library rejects it, or if a tensor name occurs twice.
-    Raises OSError if the file is missing or cannot be read.
-
-    name: the file's name in error messages; None for the last part of ``path``.
-    """
+    """Return the checked header of the safetensors file at ``path``."""
     name = name or path.name
     label = shown(name)
     if not stat.S_ISREG(path.stat().st_mode):
@@ -233,22 +209,14 @@ class TensorReader:
         self._stream.close()
 
     def read_bytes(self, entry: TensorEntry, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
-        """Return ``count`` bytes of a tensor as uint8, beginning at the tensor's byte ``start``.
-
-        If ``count`` is None, return all bytes from ``start`` to the end of the tensor. Raise CheckpointError if the
-        file ends too early.
-        """
+        """Return ``count`` bytes of a tensor as uint8, beginning at the tensor's byte ``start``."""
         count = entry.nbytes - start if count is None else count
         data = np.empty(count, np.uint8)
         self.read_into(data, entry, start)
         return data
 
     def read_into(self, data: npt.NDArray[np.uint8], entry: TensorEntry, start: int) -> None:
-        """Fill ``data`` with bytes of a tensor, beginning at the tensor's byte ``start``.
-
-        Raise CheckpointError if the file ends too early. If ``data`` is longer than the rest of the tensor, the bytes
-        that follow the tensor in the file are read too.
-        """
+        """Fill ``data`` with bytes of a tensor, beginning at the tensor's byte ``start``."""
         self._stream.seek(entry.start + start)
         done = 0
         while done < data.size:
@@ -261,11 +229,7 @@ class TensorReader:
             done += got
 
     def read(self, entry: TensorEntry) -> np.ndarray:
-        """Return a tensor as a new array of its shape. FP8, E8M0 and I8 tensors are returned as uint8 bit patterns.
-
-        Raise KeyError if the dtype of the tensor is not in NUMPY_DTYPES, and CheckpointError if the file ends too
-        early.
-        """
+        """Return a tensor as a new array of its shape."""
         return self.read_bytes(entry).view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def chunks(self, entry: TensorEntry, size: int = 16 << 20) -> Iterator[npt.NDArray[np.uint8]]:

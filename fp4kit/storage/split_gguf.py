@@ -25,10 +25,7 @@ _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3}
 
 
 def bytes_of_text(text: str) -> int:
-    """Return the number of bytes that a size such as "5G", "500M" or "4096" means.
-
-    K, M and G are powers of 1000, as in llama.cpp. Raises CheckpointError for any other text, also for "0".
-    """
+    """Return the number of bytes that a size such as "5G", "500M" or "4096" means."""
     match = re.fullmatch(r"([1-9]\d*)([KMG]?)", text)
     if match is None:
         raise CheckpointError(
@@ -38,48 +35,25 @@ def bytes_of_text(text: str) -> int:
 
 
 def name_of_part(index: int, count: int) -> str:
-    """Return the end of a file name of a split model: "00001-of-00003.gguf" for index 0 and count 3.
-
-    index: the number of the file, counted from 0.
-    count: the number of files.
-    """
+    """Return the end of a file name of a split model: "00001-of-00003.gguf" for index 0 and count 3."""
     return f"{index + 1:05}-of-{count:05}.gguf"
 
 
 def whole_path(path: Path) -> Path:
-    """Return the path of a file of a split model without the part number: "a-00001-of-00003.gguf" gives "a.gguf".
-
-    Return ``path`` itself if its name has no part number. No file is read or needs to exist.
-    """
+    """Return the path of a file of a split model without the part number: "a-00001-of-00003.gguf" gives "a.gguf"."""
     match = _NAME.fullmatch(path.name)
     return path if match is None else path.with_name(f"{match[1]}.gguf")
 
 
 def first_parts_of(path: Path) -> list[Path]:
-    """Return the first file of each split model named ``path``: ["a-00001-of-00003.gguf"] for "a.gguf".
-
-    The result is a sorted list of paths in the directory of ``path``. It is empty if there is no split model of this
-    name, and has several entries if there are models with different numbers of files.
-    """
+    """Return the first file of each split model named ``path``: ["a-00001-of-00003.gguf"] for "a.gguf"."""
     found = path.parent.glob("*.gguf") if path.parent.is_dir() else ()
     named = ((one, _NAME.fullmatch(one.name)) for one in found)
     return sorted(one for one, match in named if match and int(match[2]) == 1 and f"{match[1]}.gguf" == path.name)
 
 
 def divide(sizes: Sequence[int], limit: int) -> list[slice]:
-    """Divide tensors among the files of a split model, as llama-gguf-split --split-max-size does.
-
-    Return one slice of the list of tensors per file. A file takes the next tensor as long as its tensors have at most
-    ``limit`` bytes, where each tensor counts with its size rounded up to a multiple of 32. The header is not counted.
-    Without tensors, there is one file with an empty slice.
-
-    Args:
-        sizes: the bytes of each tensor, in order.
-        limit: the most bytes of tensors per file; at least the largest of ``sizes``, rounded up to a multiple of 32.
-
-    Raises:
-        CheckpointError: if a tensor is larger than the limit, or there are more files than a uint16 counts.
-    """
+    """Divide tensors among the files of a split model, as llama-gguf-split --split-max-size does."""
     found, first, total = [], 0, 0
     for i, size in enumerate(sizes):
         padded = -(-size // _PADDED) * _PADDED
@@ -101,24 +75,12 @@ def divide(sizes: Sequence[int], limit: int) -> list[slice]:
 
 
 def keys_of_part(index: int, count: int, tensors: int) -> dict[str, np.uint16 | np.int32]:
-    """Return the three keys of file `index` of a split model, with the types and in the order of llama-gguf-split.
-
-    index: the number of the file, counted from 0.
-    count: the number of files.
-    tensors: the number of tensors of the whole model.
-    """
+    """Return the three keys of file `index` of a split model, with the types and in the order of llama-gguf-split."""
     return {_NUMBER: np.uint16(index), _TENSORS: np.int32(tensors), _COUNT: np.uint16(count)}
 
 
 def read_gguf_model(path: Path) -> tuple[GgufFile, ...]:
-    """Return the checked headers of all files of a GGUF model, in their order.
-
-    path: the model's only file, or any file of a split model. The other files are beside it.
-
-    Raises:
-        CheckpointError: if a file is invalid, missing or not named as llama-gguf-split names it, or if files contradict
-            each other.
-    """
+    """Return the checked headers of all files of a GGUF model, in their order."""
     parts = [] if path.exists() else first_parts_of(path)
     if parts:
         raise CheckpointError(
@@ -147,11 +109,7 @@ def read_gguf_model(path: Path) -> tuple[GgufFile, ...]:
 
 
 def _check(files: tuple[GgufFile, ...]) -> None:
-    """Raise CheckpointError if the files of a split model contradict each other.
-
-    Their keys split.no, split.count and split.tensors.count must fit the order of the files and the number of tensors.
-    No tensor may be in two files.
-    """
+    """Raise CheckpointError if the files of a split model contradict each other."""
     count, total = files[0].metadata[_COUNT], files[0].metadata.get(_TENSORS, "")
     for i, file in enumerate(files):
         wanted = {_NUMBER: str(i), _COUNT: count, _TENSORS: total}

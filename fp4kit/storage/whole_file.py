@@ -11,12 +11,8 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``, to which the caller writes the new file.
-
-    When the ``with`` statement ends, the temporary file replaces ``path``. If it ends with an exception, the temporary
-    file is removed and ``path`` stays as it was. Raise FileNotFoundError at the end if the caller wrote no file. The
-    caller flushes the content to the disk if it must survive a crash.
-    """
+    """Yield a temporary path beside ``path``, to which the caller writes the new file."""
+    # The caller flushes the content to the disk if it must survive a crash.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         yield temporary

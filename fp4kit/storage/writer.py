@@ -47,20 +47,12 @@ _RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
 
 
 def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Return a new list of ``specs`` in the order in which a safetensors file stores the tensors.
-
-    Tensors with wide elements come first, which keeps every tensor aligned. Tensors of one dtype are sorted by name.
-    Dtypes of equal width have the order of the safetensors library.
-    """
+    """Return a new list of ``specs`` in the order in which a safetensors file stores the tensors."""
     return sorted(specs, key=lambda spec: (-_RANK[spec.dtype], spec.name))
 
 
 def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of a safetensors file before its first tensor: the length field and the padded header.
-
-    specs: the tensors in the order in which the file stores them.
-    metadata: the entry __metadata__ of the header, which is left out if it is empty.
-    """
+    """Return the bytes of a safetensors file before its first tensor: the length field and the padded header."""
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     begin = 0
     for spec in specs:
@@ -114,10 +106,7 @@ class SafetensorsWriter:
             data = data[self._stream.write(data) :]
 
     def replace_metadata(self, metadata: Mapping[str, str]) -> None:
-        """Overwrite the metadata in the header. Raise ValueError if the new metadata has another length than the old.
-
-        Use this for values that are known only after the tensors are written, such as checksums.
-        """
+        """Overwrite the metadata in the header."""
         header = header_bytes(self._ordered, metadata)
         if len(header) != self._header_size:
             raise ValueError(
@@ -127,10 +116,7 @@ class SafetensorsWriter:
         self._put(0, memoryview(header))
 
     def write(self, name: str, data: npt.NDArray[np.generic]) -> None:
-        """Write the bytes of ``data`` to the tensor ``name``, after the bytes that were already written to it.
-
-        Raise CheckpointError if the bytes exceed the size of the tensor, and KeyError if there is no such tensor.
-        """
+        """Write the bytes of ``data`` to the tensor ``name``, after the bytes that were already written to it."""
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         position = self._next[name]
         if position + raw.size > self._end[name]:
