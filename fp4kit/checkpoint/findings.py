@@ -48,11 +48,7 @@ from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 
 def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collection[str]) -> list[Issue]:
-    """Return the findings that follow from headers, configs and scalars. No file is read.
-
-    scalars: tensor name -> stored value of tensor scales and input scales; scales that are not known are left out.
-    rotated: the names of the layers whose weights are rotated.
-    """
+    """Return the findings that follow from headers, configs and scalars."""
     found = [*doubtful_declarations(model), *wrapped_names(model), *loader_issues(model, scalars)]
     found += map(loader_issue, input_rotation.findings(rotated, model.tensors))
     return [*found, *input_scale_issues(model.layers.values(), scalars)]
@@ -61,10 +57,7 @@ def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collec
 def findings_of_files(
     model: Checkpoint, ignore: Iterable[str] = ()
 ) -> tuple[list[Issue], Checkpoint, transforms.Undone, dict[str, float]]:
-    """Return the findings about a checkpoint on disk. Of the tensors, only scalars and matrices of transforms are read.
-
-    Return (findings, the checkpoint without the matrices of transforms, its undone transforms, its scalars).
-    """
+    """Return the findings about a checkpoint on disk."""
     turned = transforms.resolved(model, model.weights, ignore)
     model = model.without(turned.matrices)
     scalars = scalars_of(model.layers.values())
@@ -77,10 +70,10 @@ def findings_of_files(
 
 
 def opened(root: Path) -> Checkpoint:
-    """Open a model directory or file as a Checkpoint, with its config and the content of hf_quant_config.json, if any.
-
-    A directory must have a config, unlike in ``fp4kit inspect``. Raise CheckpointError if the model cannot be opened.
+    """Open a model directory or file as a Checkpoint, with its config and the content of hf_quant_config.json, if
+    any.
     """
+    # A directory must have a config, unlike in ``fp4kit inspect``.
     found = open_source(root)
     beside = (
         load_object(existing_file(root, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if lexists(root / HF_QUANT_CONFIG) else None
@@ -89,10 +82,7 @@ def opened(root: Path) -> Checkpoint:
 
 
 def scalars_of(weights: Iterable[Weight]) -> dict[str, float]:
-    """Return the stored tensor scales and input scales, as a dict: tensor name -> number. Stacks are left out.
-
-    If a tensor has several numbers, its first number is returned.
-    """
+    """Return the stored tensor scales and input scales, as a dict: tensor name -> number."""
     single = [weight.parts for weight in weights if len(weight.shape) == 2]
     places = [parts[part] for parts in single for part in (TENSOR_SCALE, INPUT_SCALE) if part in parts]
     with Readers() as readers:
@@ -100,13 +90,7 @@ def scalars_of(weights: Iterable[Weight]) -> dict[str, float]:
 
 
 def findings_of_plan(plan: Plan, destination: Path = Path()) -> list[Issue]:
-    """Return the findings about the checkpoint that a plan would write, as far as they can be known before.
-
-    The scalars are those that the conversion carries over from the source or gets from the user; the scales of newly
-    quantized layers are not known yet.
-
-    destination: the directory or file to write; by default, a directory.
-    """
+    """Return the findings about the checkpoint that a plan would write, as far as they can be known before."""
     return findings_of(_planned(plan, destination), dict(_planned_scalars(plan)), plan.rotated_layers)
 
 
@@ -178,15 +162,7 @@ def lines_of(issues: Iterable[Issue]) -> list[tuple[str, str]]:
 
 
 def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Iterable[Issue]) -> tuple[str, ...]:
-    """Return the serving engines that load a checkpoint, according to the table of engines and to its findings.
-
-    An engine does not load it if a finding about this engine is an error, is about the whole model, or says that the
-    engine rejects a layer. The result is () for a Diffusers model and for a format that the table does not have.
-
-    format_name: the name of the format, such as "modelopt NVFP4".
-    config: the content of config.json.
-    issues: the findings about the checkpoint.
-    """
+    """Return the serving engines that load a checkpoint, according to the table of engines and to its findings."""
     if class_of(config) or (format_name not in CONTAINERS and format_name not in MIXTURES):
         return ()
     issues = [*issues]
@@ -196,10 +172,7 @@ def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Itera
 
 
 def rejections_of(issues: Iterable[Issue]) -> dict[str, str]:
-    """Return a dict from engine, with its version, to the reason why it rejects the checkpoint, as "subject: text".
-
-    The reason is the first finding that is an error about this engine, or says that it rejects a layer.
-    """
+    """Return a dict from engine, with its version, to the reason why it rejects the checkpoint, as "subject: text"."""
     found: dict[str, str] = {}
     for issue in issues:
         if issue.loader and (issue.severity == "error" or issue.text.endswith(REJECTS)):

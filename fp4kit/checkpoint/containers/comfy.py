@@ -26,11 +26,7 @@ _ROWS = {"nvfp4": 16, "mxfp8": 32, "fp8 tensor": 1}
 
 
 def form_for(recipe: Recipe) -> Container:
-    """Return the container in FORMS in which ComfyUI stores a recipe's codes and scales.
-
-    Raises:
-        CheckpointError: if none can store them.
-    """
+    """Return the container in FORMS in which ComfyUI stores a recipe's codes and scales."""
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
         usable = several([id for id, r in RECIPES.items() if any(form.stores(r) for form in FORMS)], recipe)
@@ -39,36 +35,20 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def check(form: Container, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError for the first layer that ComfyUI's loader would pad or reject if it were quantized.
-
-    The loader pads a layer whose number of rows is not a multiple of 16 (NVFP4) or 32 (MXFP8), and rejects stacks of
-    experts. Do nothing if all layers are usable.
-
-    Args:
-        form: the container to write, one of FORMS.
-        shapes: layer name -> shape, for the layers to quantize.
-    """
+    """Raise CheckpointError for the first layer that ComfyUI's loader would pad or reject if it were quantized."""
     for name, text in troubles({name: (form, shape) for name, shape in shapes.items()}):
         raise CheckpointError(f"{shown(name)}: {text}; leave it out with --keep")
 
 
 def wrong_dtypes(scales: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (tensor name, fault as text) for each tensor scale or input scale that is not F32, as ComfyUI needs it.
-
-    Args:
-        scales: tensor name -> safetensors dtype, for the tensor scales and the input scales.
-    """
+    """Yield (tensor name, fault as text) for each tensor scale or input scale that is not F32, as ComfyUI needs it."""
     for name, dtype in scales.items():
         if dtype != "F32":
             yield name, f"is {dtype}; {ENGINE} needs F32; fp4kit convert --format {FORMAT} writes it"
 
 
 def troubles(layers: Mapping[str, tuple[Container, tuple[int, ...]]]) -> Iterator[tuple[str, str]]:
-    """Yield (layer name, fault as text) for each layer that ComfyUI's loader would pad or reject.
-
-    Args:
-        layers: layer name -> (container, shape), for the quantized layers. The container must be one of FORMS.
-    """
+    """Yield (layer name, fault as text) for each layer that ComfyUI's loader would pad or reject."""
     for name, (form, shape) in layers.items():
         multiple = _ROWS[form.kind]
         if len(shape) != 2:

@@ -67,14 +67,8 @@ MIXED = {"compressed-tensors": "compressed-tensors mixed-precision", "modelopt":
 
 
 def quant_algo(form: Container, has_input_scale: bool) -> str:
-    """Return the value of Model-Optimizer's config entry ``quant_algo`` for a container, such as "NVFP4".
-
-    NVFP4 without input scales is "W4A16_NVFP4", because loaders of plain NVFP4 always read ``input_scale``.
-
-    Args:
-        form: one of Model-Optimizer's containers.
-        has_input_scale: True if the layers have input scales. It matters for NVFP4 only.
-    """
+    """Return the value of Model-Optimizer's config entry ``quant_algo`` for a container, such as "NVFP4"."""
+    # NVFP4 without input scales is "W4A16_NVFP4", because loaders of plain NVFP4 always read ``input_scale``.
     if form.name == MODELOPT_FP8_ROWS.name:
         return "FP8_PER_CHANNEL_PER_TOKEN"
     name = form.name.removeprefix("modelopt ")
@@ -82,56 +76,25 @@ def quant_algo(form: Container, has_input_scale: bool) -> str:
 
 
 def container_id(form: Container, has_input_scale: bool) -> str:
-    """Return the name that the modules in fp4kit/checkpoint/loaders use for a container.
-
-    - For Model-Optimizer's containers, it is made of "modelopt" and the ``quant_algo``, such as "modelopt NVFP4". NVFP4
-      with input scales and NVFP4 without them thus have different names.
-    - For all other containers, it is ``form.name``.
-
-    Args:
-        form: the container.
-        has_input_scale: True if the layers have input scales. It matters for NVFP4 only.
-    """
+    """Return the name that the modules in fp4kit/checkpoint/loaders use for a container."""
     return f"modelopt {quant_algo(form, has_input_scale)}" if form.format == "modelopt" else form.name
 
 
 def compressed_format(name: str) -> str:
-    """Return the ``format`` that compressed-tensors declares for the layers of one of its containers.
-
-    The format is "float-quantized" for FP8 with one scale per layer, per row or per 128x128 block. For all other
-    containers, it is the name without the first word, such as "nvfp4-pack-quantized".
-
-    Args:
-        name: the name of the container, such as "compressed-tensors nvfp4-pack-quantized".
-    """
+    """Return the ``format`` that compressed-tensors declares for the layers of one of its containers."""
     is_fp8 = name in (CT_FP8.name, CT_FP8_ROWS.name, CT_FP8_BLOCKS.name)
     return "float-quantized" if is_fp8 else name.removeprefix("compressed-tensors ")
 
 
 def _producer() -> dict[str, str]:
-    """Return the entry ``producer`` of a config in Model-Optimizer's format.
-
-    The entry is {"name": "modelopt", "version": "fp4kit-VERSION"}. Loaders look for the name, and the version records
-    that fp4kit wrote the file.
-    """
+    """Return the entry ``producer`` of a config in Model-Optimizer's format."""
     return {"name": "modelopt", "version": f"fp4kit-{__version__}"}
 
 
 def declarations(
     form: Container, ignore: Sequence[str], has_input_scale: bool, own: Mapping[str, Any], layers: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return both configs of a converted model: (``quantization_config`` of config.json, hf_quant_config.json).
-
-    The second is None except for Model-Optimizer's containers and for DeepSeek-V4 with NVFP4 experts. The KV cache is
-    declared unquantized; if the checkpoint has scales for it, the caller changes the declaration.
-
-    Args:
-        form: the container of the quantized layers.
-        ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
-        has_input_scale: True if the quantized layers have input scales.
-        own: fp4kit's record of the conversion (version, recipe), stored under the key ``fp4kit``.
-        layers: names of the quantized layers; used only for DeepSeek-V4 with NVFP4 experts.
-    """
+    """Return both configs of a converted model: (``quantization_config`` of config.json, hf_quant_config.json)."""
     declared = {**_MAKERS[form.format](form, list(ignore), has_input_scale), "fp4kit": dict(own)}
     if form is DEEPSEEK_V4_NVFP4:
         return _deepseek_v4_nvfp4(form, declared, layers)
@@ -146,20 +109,7 @@ def declarations(
 def mixed_declarations(
     layers: Mapping[Container, Sequence[str]], ignore: Sequence[str], scaled: Collection[str], own: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return both configs of a model with layers in several containers of compressed-tensors or of Model-Optimizer.
-
-    The first is ``quantization_config`` of config.json. The second is hf_quant_config.json, or None for
-    compressed-tensors.
-
-    Both formats have one config group per container, whose targets are the container's layers. Model-Optimizer also
-    gets ``quantized_layers``, which states the algorithm of every quantized layer. Its config has no exclusion list.
-
-    Args:
-        layers: container -> names of its layers. All containers belong to one of the two formats.
-        ignore: the exclusion list, which names the layers that stay unquantized; used for compressed-tensors only.
-        scaled: the names of the containers whose layers have input scales.
-        own: fp4kit's record of the conversion (version, recipe), stored under the key ``fp4kit``.
-    """
+    """Return both configs of a model with layers in several containers of compressed-tensors or of Model-Optimizer."""
     if next(iter(layers)).format == "compressed-tensors":
         compressed = {
             f"group_{i}": {**_compressed_group(form, form.name in scaled), "targets": _targets(names)}
@@ -184,14 +134,7 @@ def mixed_declarations(
 
 
 def _targets(names: Sequence[str]) -> list[str]:
-    """Return the targets by which a config group of compressed-tensors names its layers, sorted.
-
-    A layer outside experts is named itself. All experts of a module share one target, a regular expression ("re:...")
-    that matches every name in MODULE.experts, because engines need one container for all of them.
-
-    Args:
-        names: the names of the layers in the group.
-    """
+    """Return the targets by which a config group of compressed-tensors names its layers, sorted."""
     found = set()
     for name in names:
         cut = name.rfind(".experts.")
@@ -200,17 +143,7 @@ def _targets(names: Sequence[str]) -> list[str]:
 
 
 def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
-    """Return the config group of Model-Optimizer for the layers of one container, without the entry ``targets``.
-
-    The group has the entry ``weights``. It also has ``input_activations`` if the layers have input scales, and always
-    for MXFP8 and for FP8 per row.
-
-    Args:
-        form: the container.
-        has_input_scale: True if the layers have input scales.
-
-    Source: Model-Optimizer modelopt/torch/export/convert_hf_config.py _quant_algo_to_group_config.
-    """
+    """Return the config group of Model-Optimizer for the layers of one container, without the entry ``targets``."""
     one: dict[str, Any] = {"dynamic": False, "num_bits": form.element.bits, "type": "float"}
     one |= {"group_size": form.group_size} if form.group_size else {}
     weights = {**one, "strategy": "channel"} if form.name == MODELOPT_FP8_ROWS.name else dict(one)
@@ -221,14 +154,7 @@ def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
 def awq_declarations(
     declared: Mapping[str, Any], beside: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return Model-Optimizer's two configs for NVFP4, changed to declare AWQ (layers with a factor per column).
-
-    The result is (``quantization_config`` of config.json, hf_quant_config.json). The second is None if ``beside`` is
-    None. The arguments are not changed.
-
-    Args:
-        declared, beside: the two configs for NVFP4, as ``declarations`` returns them.
-    """
+    """Return Model-Optimizer's two configs for NVFP4, changed to declare AWQ (layers with a factor per column)."""
     config = {key: value for key, value in declared.items() if key != "config_groups"} | {
         "quant_algo": _AWQ["quant_algo"]
     }
@@ -238,15 +164,7 @@ def awq_declarations(
 
 
 def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` of Model-Optimizer for layers in one container.
-
-    It has ``config_groups`` only for NVFP4 and for FP8 with one scale per layer.
-
-    Args:
-        form: the container of the quantized layers.
-        ignore: the exclusion list.
-        has_input_scale: True if the quantized layers have input scales.
-    """
+    """Return the ``quantization_config`` of Model-Optimizer for layers in one container."""
     config: dict[str, Any] = {}
     if form in (MODELOPT_NVFP4, MODELOPT_FP8):
         one = {"dynamic": False, "num_bits": form.element.bits, "type": "float"}
@@ -258,13 +176,7 @@ def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict
 
 
 def _compressed_tensors(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` of compressed-tensors, with one config group for all Linear layers.
-
-    Args:
-        form: the container of the quantized layers.
-        ignore: the exclusion list.
-        has_input_scale: True if the quantized layers have input scales.
-    """
+    """Return the ``quantization_config`` of compressed-tensors, with one config group for all Linear layers."""
     group = _compressed_group(form, has_input_scale)
     return {
         "config_groups": {"group_0": group},
@@ -278,20 +190,7 @@ def _compressed_tensors(form: Container, ignore: list[str], has_input_scale: boo
 
 
 def _compressed_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
-    """Return the config group of compressed-tensors for the layers of one container. Its target is Linear.
-
-    The group also says how engines quantize the inputs of the layers:
-
-    - FP8 with one scale per layer or per row: with the layer's input scale if it has one, otherwise per token at run
-      time.
-    - FP8 in 128x128 blocks: at run time, with one scale per 128 elements of a token.
-    - MXFP8: at run time.
-    - NVFP4 and MXFP4: with the layer's input scale if it has one, otherwise not at all.
-
-    Args:
-        form: the container.
-        has_input_scale: True if the layers have input scales.
-    """
+    """Return the config group of compressed-tensors for the layers of one container."""
     if form.kind in ("fp8 tensor", "fp8 rows"):
         fp8 = {"num_bits": form.element.bits, "type": "float", "symmetric": True}
         weights = {**fp8, "strategy": "channel" if form is CT_FP8_ROWS else "tensor", "dynamic": False}
@@ -319,12 +218,7 @@ def _compressed_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
 
 
 def _group_of(form: Container, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a config group of compressed-tensors with the given schemes. Its target is Linear, which means all layers.
-
-    Args:
-        form: the container of the layers.
-        weights, inputs: the schemes of weights and inputs. If ``inputs`` is None, inputs stay unquantized.
-    """
+    """Return a config group of compressed-tensors with the given schemes."""
     return {
         "targets": ["Linear"],
         "weights": weights,
@@ -335,13 +229,7 @@ def _group_of(form: Container, weights: Mapping[str, Any], inputs: Mapping[str, 
 
 
 def _sglang_mxfp8(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` that SGLang reads for MXFP8.
-
-    Args:
-        form: the container of the quantized layers.
-        ignore: the exclusion list.
-        has_input_scale: not used, because this container has no input scales.
-    """
+    """Return the ``quantization_config`` that SGLang reads for MXFP8."""
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -353,35 +241,19 @@ def _sglang_mxfp8(form: Container, ignore: list[str], has_input_scale: bool) -> 
 
 
 def _fp8(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` of FP8 in 128x128 blocks, as the releases of DeepSeek-V3 and Qwen3 have it.
-
-    The exclusion list is written under two names, because some engines read one name and some the other.
-
-    Args:
-        form: the container of the quantized layers.
-        ignore: the exclusion list.
-        has_input_scale: not used, because this container has no input scales.
-    """
+    """Return the ``quantization_config`` of FP8 in 128x128 blocks, as the releases of DeepSeek-V3 and Qwen3 have it."""
+    # The exclusion list is written under two names, because some engines read one name and some the other.
     scheme = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(form.block)}
     return {"quant_method": "fp8", **scheme, "ignored_layers": ignore, "modules_to_not_convert": list(ignore)}
 
 
 def _gpt_oss(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` that transformers reads for gpt-oss.
-
-    Args:
-        form: not used.
-        ignore: the exclusion list.
-        has_input_scale: not used.
-    """
+    """Return the ``quantization_config`` that transformers reads for gpt-oss."""
     return {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
 
 
 def _deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` of the DeepSeek-V4 release, a constant. The arguments are not used.
-
-    The config describes only the FP8 layers in 128x128 blocks, and does not mention the experts.
-    """
+    """Return the ``quantization_config`` of the DeepSeek-V4 release, a constant."""
     scheme = {"fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     return {"quant_method": "fp8", **scheme}
 
@@ -389,18 +261,7 @@ def _deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> d
 def _deepseek_v4_nvfp4(
     form: Container, declared: dict[str, Any], layers: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both configs of a DeepSeek-V4 model with FP8 layers and NVFP4 experts.
-
-    The result is (``quantization_config`` of config.json, hf_quant_config.json).
-
-    Args:
-        form: the container of the experts, DEEPSEEK_V4_NVFP4.
-        declared: the ``quantization_config`` of the FP8 layers. A copy of it with the NVFP4 entries is returned.
-        layers: names of the layers in NVFP4, such as "layers.3.ffn.experts.0.w1". The config declares the modules that
-            hold the experts, such as "layers.3.ffn.experts".
-
-    Source: Model-Optimizer examples/deepseek/deepseek_v4/quantize_to_nvfp4.py.
-    """
+    """Return both configs of a DeepSeek-V4 model with FP8 layers and NVFP4 experts."""
     one = {"quant_algo": "NVFP4", "group_size": form.group_size}
     expert_modules = sorted({name.partition(".experts.")[0] + ".experts" for name in layers})
     ignore = ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]

@@ -119,10 +119,7 @@ class Container:
 
     @property
     def producer(self) -> str:
-        """The tool or format that defines this container, such as "modelopt" or "comfy-kitchen".
-
-        Recipe ids use the same word. It is usually the first word of ``name``; _PRODUCERS lists the exceptions.
-        """
+        """The tool or format that defines this container, such as "modelopt" or "comfy-kitchen"."""
         word = self.name.partition(" ")[0]
         return _PRODUCERS.get(word, word)
 
@@ -133,49 +130,33 @@ class Container:
         return hash(self.name)
 
     def for_columns(self, columns: int) -> Container:
-        """Return this container with a block width that is not 0, for layers with rows of ``columns`` elements.
-
-        If the width is 0, which stands for a whole row, return a copy with the width ``columns``. Otherwise return
-        self.
-        """
+        """Return this container with a block width that is not 0, for layers with rows of ``columns`` elements."""
         return self if self.block[1] else replace(self, block=(self.block[0], columns))
 
     @property
     def group_size(self) -> int:
-        """The number of adjacent elements of a row that share one scale; 0 if a scale covers whole rows or the layer.
-
-        For blocks of 128x128 it is 128, although each scale also covers 128 rows.
+        """The number of adjacent elements of a row that share one scale; 0 if a scale covers whole rows or the
+        layer.
         """
         return self.block[1]
 
     @property
     def row_multiple(self) -> int:
-        """The number that must divide K, the number of elements per row, so that a layer can be quantized.
-
-        - For GGUF, it is the number of elements per block.
-        - For all other containers, it is ``group_size``, or 1 if that is 0 (8-bit codes with one scale per row or
-          layer).
-        """
+        """The number that must divide K, the number of elements per row, so that a layer can be quantized."""
         if self.in_blocks:
             return GGUF_BLOCKS[self.kind].elements
         return max(self.group_size, self._unit_bits // self.element.bits)
 
     @property
     def _unit_bits(self) -> int:
-        """The number of bits of one element of the codes tensor, such as 8 for U8, which holds two 4-bit codes.
-
-        If codes and scales share a tensor (in_blocks), this is the number of bits of one code, because that tensor has
-        the layer's shape.
-        """
+        """The number of bits of one element of the codes tensor, such as 8 for U8, which holds two 4-bit codes."""
+        # If codes and scales share a tensor (in_blocks), this is the number of bits of one code, because that tensor
+        # has the layer's shape.
         return self.element.bits if self.in_blocks else DTYPE_BITS[self.codes_dtype]
 
     @property
     def needed(self) -> set[str]:
-        """The parts that a layer must have to be read as this container, except the tensor scale.
-
-        These are the codes, block scales, factors per column and low-rank factors, as far as the container has them.
-        The input scale and ComfyUI's tag are optional. The tensor scale is checked separately.
-        """
+        """The parts that a layer must have to be read as this container, except the tensor scale."""
         return set(self.suffixes) & {CODES, SCALES, COLUMN_SCALE, LOW_RANK_A, LOW_RANK_B}
 
     @property
@@ -200,33 +181,19 @@ class Container:
 
     @property
     def direction(self) -> tuple[bool, float]:
-        """The pair (divides, tensor_scale_unit).
-
-        Two containers with equal pairs store a tensor scale as the same number, so that it can be copied bit for bit.
-        """
+        """The pair (divides, tensor_scale_unit)."""
+        # Two containers with equal pairs store a tensor scale as the same number, so that it can be copied bit for bit.
         return self.divides, self.tensor_scale_unit
 
     def multiplier(self, stored: np.float32) -> np.float32:
-        """Convert a stored tensor scale to the factor by which decoding multiplies, as float32.
-
-        - If the container divides: 1 / stored. A stored 0 gives infinity.
-        - Otherwise: stored / tensor_scale_unit.
-
-        The division is rounded once to float32. NaN gives NaN. No NumPy warnings are issued.
-        """
+        """Convert a stored tensor scale to the factor by which decoding multiplies, as float32."""
         with np.errstate(all="ignore"):
             return np.float32(1) / stored if self.divides else stored / np.float32(self.tensor_scale_unit)
 
     def specs(self, shape: tuple[int, ...], has_input_scale: bool = False) -> dict[str, Spec]:
-        """Return a dict from part to (safetensors dtype, shape), with one entry per tensor to write for a layer.
-
-        Low-rank parts (SVDQuant) have no entry, because fp4kit does not write them. The tensor scale and the input
-        scale have the shape [E] for a stack, otherwise ``tensor_scale_shape``.
-
-        Args:
-            shape: the shape of the layer, [N, K], or [E, N, K] for a stack of experts.
-            has_input_scale: True to include the input scale.
-        """
+        """Return a dict from part to (safetensors dtype, shape), with one entry per tensor to write for a layer."""
+        # Low-rank parts (SVDQuant) have no entry, because fp4kit does not write them.
+        # The tensor scale and the input scale have the shape [E] for a stack, otherwise ``tensor_scale_shape``.
         *lead, rows, columns = shape
         height, width = self.for_columns(columns).block
         codes = (*lead, rows, columns * self.element.bits // self._unit_bits)
@@ -251,41 +218,22 @@ class Container:
         return found
 
     def tag(self, shape: tuple[int, ...]) -> bytes:
-        """Return the content of the tag tensor that ComfyUI reads: JSON with the format and the layer's shape.
-
-        An example is ``{"format": "nvfp4", "orig_shape": [256, 512]}``, as bytes.
-        """
+        """Return the content of the tag tensor that ComfyUI reads: JSON with the format and the layer's shape."""
         return json.dumps({"format": self.tag_format, "orig_shape": list(shape)}).encode()
 
     @property
     def slab_rows(self) -> int:
-        """The number of rows that slabs must be a multiple of. A slab is some rows of a layer, written at a time.
-
-        The number is 128 if scales are swizzled, otherwise 1. Only the last slab of a layer may have any number of
-        rows.
-        """
+        """The number of rows that slabs must be a multiple of."""
+        # The number is 128 if scales are swizzled, otherwise 1.
         return 128 if self.swizzled else 1
 
     def outputs(self, module: str, shape: tuple[int, ...], has_input_scale: bool = False) -> tuple[OutputTensor, ...]:
-        """Return the name, dtype and shape of each tensor to write for a layer (see ``specs``). No data is written.
-
-        Args:
-            module: the layer's name.
-            shape: the shape of the layer, [N, K], or [E, N, K] for a stack of experts.
-            has_input_scale: True to include the input scale.
-        """
+        """Return the name, dtype and shape of each tensor to write for a layer (see ``specs``)."""
         specs = self.specs(shape, has_input_scale).items()
         return tuple(OutputTensor(module + self.suffixes[part], *spec, part) for part, spec in specs)
 
     def shape_of(self, codes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the shape [N, K] or [E, N, K] of the layer whose codes tensor has the shape ``codes``.
-
-        Return None if no layer in this container has a codes tensor of this shape:
-
-        - The number of axes is wrong, or an axis has the length 0.
-        - The container stores stacks as [E, N, K/32, 16], and the last axis has another length.
-        - A row does not consist of whole blocks. Only blocks of several rows (128x128) may be partial.
-        """
+        """Return the shape [N, K] or [E, N, K] of the layer whose codes tensor has the shape ``codes``."""
         if self.stack == "columns":
             if len(codes) != 3:
                 return None
@@ -301,16 +249,8 @@ class Container:
         return shape if height > 1 or shape[-1] % width == 0 else None
 
     def shapes_of_scales(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return all shapes in which tools store the block scales of a layer of shape [..., N, K].
-
-        Readers of checkpoints accept each of them. The container must store block scales in a tensor of their own.
-
-        The first is the shape that ``specs`` gives. Further shapes exist in three cases:
-
-        - One scale per row is [N, 1] or [N].
-        - Scales of square blocks are [rows, columns] or [rows, 1, columns, 1].
-        - Swizzled scales, padded to whole tiles, are [rows, columns] or, in torchao, [rows / 4, columns * 4].
-        """
+        """Return all shapes in which tools store the block scales of a layer of shape [..., N, K]."""
+        # The container must store block scales in a tensor of their own.
         usual = self.specs(shape)[SCALES][1]
         if not self.block[1]:
             lead_and_rows = usual if self.flat_scales else usual[:-1]
@@ -321,31 +261,21 @@ class Container:
         return (usual, (*lead, rows, 1, columns, 1)) if self.block[0] > 1 else (usual,)
 
     def module_of(self, name: str) -> str | None:
-        """Return the name of the layer to which the tensor ``name`` belongs, if ``name`` is LAYER + ``key_suffix``.
-
-        Return None for all other names. A reader calls this for all tensors to find the layers of the container. The
-        suffix is usually that of the scales, because unquantized layers have no scales.
-        """
+        """Return the name of the layer to which the tensor ``name`` belongs, if ``name`` is LAYER + ``key_suffix``."""
+        # The suffix is usually that of the scales, because unquantized layers have no scales.
         suffix = self.key_suffix
         return name[: -len(suffix)] if name.endswith(suffix) and len(name) > len(suffix) else None
 
     @property
     def key_suffix(self) -> str:
-        """The suffix of the tensor by which ``module_of`` finds a layer of this container.
-
-        The suffix belongs to the block scales or, if there are no block scales, to the tensor scale. If codes and
-        scales share a tensor (in_blocks), the suffix belongs to that tensor.
-        """
+        """The suffix of the tensor by which ``module_of`` finds a layer of this container."""
         part = next(part for part in (SCALES, TENSOR_SCALE, CODES) if part in self.suffixes)
         return self.suffixes[CODES if self.in_blocks else part]
 
     def stores(self, recipe: Recipe) -> bool:
-        """Return whether this container can store the codes and scales of a recipe.
-
-        Element format, scale format, block size and tensor scaling must agree. A recipe that only fakes quantization
-        cannot be stored. FP8 containers with one scale per layer or per row need a recipe without blocks, and those
-        with 128x128 blocks need a recipe with blocks of this size.
-        """
+        """Return whether this container can store the codes and scales of a recipe."""
+        # Element format, scale format, block size and tensor scaling must agree.
+        # A recipe that only fakes quantization cannot be stored.
         scaling = {"fp8 rows": "row", "fp8": "block"}.get(self.kind, "tensor" if self.has_tensor_scale else "none")
         size = recipe.block_size == self.group_size if recipe.block else self.kind in ("fp8 rows", "fp8 tensor")
         if self.kind == "fp8":
@@ -357,30 +287,20 @@ class Container:
         )
 
     def same_codes(self, other: Container) -> bool:
-        """Return whether a layer can be moved to the container ``other`` without changing its codes and block scales.
-
-        Names, layout and the direction of the tensor scale may differ. If only ``other`` has a tensor scale, the layer
-        gets the tensor scale 1. If only this container has one, the result is False.
-
-        A container may also round decoded values (``rounds``). This is not compared here, but in job.action_of.
+        """Return whether a layer can be moved to the container ``other`` without changing its codes and block
+        scales.
         """
         return self._values == other._values and self.has_tensor_scale <= other.has_tensor_scale
 
     @property
     def _values(self) -> tuple[object, ...]:
-        """The facts that determine how stored numbers are decoded, as a tuple for ``same_codes`` to compare.
-
-        They are the element format, the scale format, the block, and whether there are factors per column and low-rank
-        parts. For FP8 with one scale per layer or per row, the tuple has the kind in place of the block, because both
-        have the block (1, 0).
-        """
+        """The facts that determine how stored numbers are decoded, as a tuple for ``same_codes`` to compare."""
+        # For FP8 with one scale per layer or per row, the tuple has the kind in place of the block, because both have
+        # the block (1, 0).
         more = COLUMN_SCALE in self.suffixes, LOW_RANK_A in self.suffixes
         block = self.kind if self.scale is None and self.block[0] == 1 else self.block
         return self.element, self.scale, block, more
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Return how many bytes the tensors of a layer of shape [..., N, K] take in this container.
-
-        Input scales and low-rank parts (SVDQuant) are not counted.
-        """
+        """Return how many bytes the tensors of a layer of shape [..., N, K] take in this container."""
         return sum(nbytes_of(*spec) for spec in self.specs(shape).values())

@@ -52,23 +52,13 @@ _KEPT = re.compile(
 
 
 def unquantized_reason(name: str) -> str | None:
-    """Return the reason why llama.cpp's quantizer leaves the matrix ``name`` unquantized, as text for a message.
-
-    Return None if the name does not forbid quantization.
-    """
+    """Return the reason why llama.cpp's quantizer leaves the matrix ``name`` unquantized, as text for a message."""
     found = _KEPT.search(name)
     return f"llama.cpp reads it unquantized ({found[0]})" if found else None
 
 
 def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Build a stand-in for config.json from the header of a GGUF file, for code that expects a Hugging Face config.
-
-    The stand-in holds the architecture. It also holds the numbers of layers and heads and fp4kit's record of the
-    conversion, if the header has them.
-
-    Args:
-        metadata: key -> value as text, from the header.
-    """
+    """Build a stand-in for config.json from the header of a GGUF file, for code that expects a Hugging Face config."""
     architecture = metadata.get(ARCHITECTURE, "")
     config: dict[str, Any] = {ARCHITECTURE: architecture}
     layers = metadata.get(f"{architecture}.block_count", "")
@@ -113,16 +103,7 @@ _BEFORE_BIAS = re.compile(r"blk\.\d+\.ffn_(gate|down|up)(_shexp)?")
 
 
 def scale_troubles(architecture: str, scaled: Iterable[str], tensors: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (module, fault as text) for each module whose tensor scale (``.scale``) llama.cpp cannot use.
-
-    The fault says what llama.cpp does: it rejects the file, ignores the scale, or aborts. A module has at most one
-    fault.
-
-    Args:
-        architecture: the value of ``general.architecture`` in the file's header.
-        scaled: the names of the modules that have a tensor scale.
-        tensors: the names of all tensors in the file.
-    """
+    """Yield (module, fault as text) for each module whose tensor scale (``.scale``) llama.cpp cannot use."""
     for module in scaled:
         if not _SCALED.fullmatch(module):
             yield module, "rejects the file, because it supports no .scale for this module"

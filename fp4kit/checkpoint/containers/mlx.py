@@ -63,11 +63,7 @@ _LOSING = {"ernie4_5_moe", "mellum", "qwen3_moe"}
 
 
 def form_for(recipe: Recipe) -> Container:
-    """Return the MLX container that stores a recipe's codes and scales.
-
-    Raises:
-        CheckpointError: if there is none, or if the recipe has a tensor scale, which linear layers of mlx-lm ignore.
-    """
+    """Return the MLX container that stores a recipe's codes and scales."""
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
         usable = several([id for id, r in RECIPES.items() if any(form.stores(r) for form in FORMS)], recipe)
@@ -81,25 +77,12 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def declaration(form: Container) -> dict[str, Any]:
-    """Return the object that declares one of MLX's containers in config.json, under the key ``quantization``.
-
-    For example: {"group_size": 32, "bits": 4, "mode": "mxfp4"}.
-    """
+    """Return the object that declares one of MLX's containers in config.json, under the key ``quantization``."""
     return {"group_size": form.group_size, "bits": form.element.bits, "mode": form.kind}
 
 
 def check(config: Mapping[str, Any], modules: Collection[str]) -> None:
-    """Raise CheckpointError unless mlx-lm is known to load a model correctly once ``modules`` are quantized.
-
-    Do nothing if mlx-lm can load it. There are two reasons to reject a model:
-
-    - Its model type is in none of the lists in this file, so that it is unknown how mlx-lm loads it.
-    - mlx-lm would drop the scales of experts that are among ``modules``.
-
-    Args:
-        config: the content of config.json, whose ``model_type`` decides.
-        modules: the names of the layers to quantize.
-    """
+    """Raise CheckpointError unless mlx-lm is known to load a model correctly once ``modules`` are quantized."""
     kind = str(config.get("model_type", ""))
     if kind in _LOSING:
         lost = [name for name in modules if _EXPERTS in name.split(".")]
@@ -115,15 +98,7 @@ def check(config: Mapping[str, Any], modules: Collection[str]) -> None:
 
 
 def troubles(config: Mapping[str, Any], layers: Mapping[str, Container]) -> Iterator[tuple[str, str]]:
-    """Yield (module or file, fault as text) for each reason why mlx-lm would reject a directory or load it wrongly.
-
-    A layer is compared with its own entry in ``quantization``. If it has no entry, its container is not checked against
-    the default entry.
-
-    Args:
-        config: the content of config.json.
-        layers: module name -> container, for the quantized layers.
-    """
+    """Yield (module or file, fault as text) for each reason why mlx-lm would reject a directory or load it wrongly."""
     declared = config.get("quantization")
     if not isinstance(declared, Mapping):
         yield "config.json", "has no quantization entry, so mlx-lm loads no layer as quantized and rejects the weights"

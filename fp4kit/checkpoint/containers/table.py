@@ -84,15 +84,7 @@ _Pair = tuple[str, str]
 def _modelopt(
     name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair
 ) -> Container:
-    """Return one of Model-Optimizer's containers with block scales, for the constants of this file.
-
-    Args:
-        name: the container's name without "modelopt".
-        kind: the container's kind: "nvfp4", which has tensor and input scales, "mxfp4" or "mxfp8".
-        element, scale: the element formats of codes and block scales.
-        size: the number of elements per block.
-        dtypes: the safetensors dtypes of codes and block scales.
-    """
+    """Return one of Model-Optimizer's containers with block scales, for the constants of this file."""
     suffixes = {CODES: ".weight", SCALES: ".weight_scale"}
     if kind == "nvfp4":
         suffixes |= {TENSOR_SCALE: ".weight_scale_2", INPUT_SCALE: ".input_scale"}
@@ -102,16 +94,7 @@ def _modelopt(
 def _compressed(
     name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair
 ) -> Container:
-    """Return one of the containers of compressed-tensors with block scales, for the constants of this file.
-
-    Args:
-        name: the container's name without "compressed-tensors".
-        kind: the container's kind: "nvfp4", "mxfp4" or "mxfp8". Only "nvfp4" has tensor and input scales. Decoding
-            divides by the tensor scale.
-        element, scale: the element formats of codes and block scales.
-        size: the number of elements per block.
-        dtypes: the safetensors dtypes of codes and block scales.
-    """
+    """Return one of the containers of compressed-tensors with block scales, for the constants of this file."""
     suffixes = {CODES: ".weight" if kind == "mxfp8" else ".weight_packed", SCALES: ".weight_scale"}
     if kind == "nvfp4":
         suffixes |= {TENSOR_SCALE: ".weight_global_scale", INPUT_SCALE: ".input_global_scale"}
@@ -184,13 +167,7 @@ _FP8_DTYPES = ("F8_E4M3", "F32")
 
 
 def _fp8(name: str, block: tuple[int, int], method: str) -> Container:
-    """Return a container of FP8 codes with float32 scales.
-
-    Args:
-        name: the container's name without the method.
-        block: (rows, columns) per scale; (1, 0) for one scale per row; (0, 0) for one scale per layer.
-        method: the ``quant_method`` of config.json that declares the container.
-    """
+    """Return a container of FP8 codes with float32 scales."""
     part = SCALES if block[0] else TENSOR_SCALE
     suffixes = {CODES: ".weight", part: ".weight_scale", INPUT_SCALE: ".input_scale"}
     kind = {(128, 128): "fp8", (1, 0): "fp8 rows"}.get(block, "fp8 tensor")
@@ -255,14 +232,7 @@ MODELOPT_AWQ = replace(
 
 
 def _svdquant(name: str, prefix: str) -> Container:
-    """Return a container of Model-Optimizer's SVDQuant: NVFP4_AWQ with a low-rank matrix that is added on decode.
-
-    The low-rank matrix is the product B A of two additional parts of the layer, B [N, r] and A [r, K].
-
-    Args:
-        name: the container's name without "modelopt".
-        prefix: what follows the layer's name in the names of the low-rank parts.
-    """
+    """Return a container of Model-Optimizer's SVDQuant: NVFP4_AWQ with a low-rank matrix that is added on decode."""
     low_rank = {LOW_RANK_A: f"{prefix}svdquant_lora_a", LOW_RANK_B: f"{prefix}svdquant_lora_b"}
     return replace(MODELOPT_AWQ, name=f"modelopt {name}", suffixes={**MODELOPT_AWQ.suffixes, **low_rank})
 
@@ -309,16 +279,7 @@ GPT_OSS_NAMES = tuple(
 
 
 def _comfy(like: Container, name: str, format: str = "comfy", **more: Any) -> Container:
-    """Return a variant of a container as ComfyUI stores it: with a tag tensor and input scales.
-
-    The tag holds the format and the layer's shape. If ``like`` has block scales, they are swizzled in the variant.
-
-    Args:
-        like: the container whose names, formats and dtypes are used.
-        name: the new container's name without "comfy".
-        format: the value of ``--format`` that writes it; "" if it is only read.
-        more: further fields of Container to change.
-    """
+    """Return a variant of a container as ComfyUI stores it: with a tag tensor and input scales."""
     suffixes = {**like.suffixes, INPUT_SCALE: ".input_scale", TAG: ".comfy_quant"}
     return replace(
         like, name=f"comfy {name}", format=format, suffixes=suffixes, swizzled=like.scale is not None, **more
@@ -348,15 +309,7 @@ CAST_E5M2 = replace(COMFY_OLD_E5M2, name="cast to float8_e5m2", suffixes={CODES:
 
 
 def _torchao(name: str, like: Container, tensor_scale: bool = False) -> Container:
-    """Return a variant of a container as torchao's safetensors files store it, with swizzled block scales.
-
-    fp4kit reads such files but does not write them.
-
-    Args:
-        name: the new container's name without "torchao".
-        like: the container whose formats and dtypes are used.
-        tensor_scale: True if a tensor scale is stored. The layer may then have an input scale too.
-    """
+    """Return a variant of a container as torchao's safetensors files store it, with swizzled block scales."""
     suffixes = {CODES: "._weight_qdata", SCALES: "._weight_scale"}
     if tensor_scale:
         suffixes |= {TENSOR_SCALE: "._weight_per_tensor_scale", INPUT_SCALE: "._weight_act_per_tensor_scale"}
@@ -373,13 +326,7 @@ TORCHAO = (
 
 
 def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> Container:
-    """Return the container "mlx NAME" for one of MLX's formats.
-
-    Args:
-        name: the kind of the container, such as "mxfp4".
-        element, scale: the element formats of codes and block scales.
-        size: the number of elements per block.
-    """
+    """Return the container "mlx NAME" for one of MLX's formats."""
     suffixes = {CODES: ".weight", SCALES: ".scales"}
     return Container(
         f"mlx {name}", "mlx", name, element, scale, (1, size), suffixes, "U32", "U8", stack="rows", is_exact=True
@@ -387,14 +334,7 @@ def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> 
 
 
 def _gguf(kind: str, scale: ElementFormat) -> Container:
-    """Return the GGUF container "gguf MXFP4" or "gguf NVFP4", in which codes and scales share a tensor.
-
-    Neither has a tensor scale.
-
-    Args:
-        kind: "mxfp4" or "nvfp4".
-        scale: the element format of the block scales.
-    """
+    """Return the GGUF container "gguf MXFP4" or "gguf NVFP4", in which codes and scales share a tensor."""
     block, dtype = GGUF_BLOCKS[kind], kind.upper()
     suffixes = {CODES: ".weight", INPUT_SCALE: ".input_scale"}
     return Container(
@@ -483,11 +423,8 @@ def container(name: str) -> Container:
 
 
 def _with_block(name: str, block: tuple[int, int]) -> Container:
-    """Return the container called ``name`` with ``block`` as its block.
-
-    This is the container in CONTAINERS if its block is ``block``, otherwise a copy, as ``for_columns`` makes it.
-    Unpickling a Container calls this function, so that a process has one object per container.
-    """
+    """Return the container called ``name`` with ``block`` as its block."""
+    # Unpickling a Container calls this function, so that a process has one object per container.
     found = container(name)
     return found if found.block == block else replace(found, block=block)
 

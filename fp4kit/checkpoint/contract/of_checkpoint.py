@@ -37,16 +37,7 @@ from fp4kit.storage.quantized_file import recipes_of
 
 
 def contract_of(path: str | Path, source: str | Path | None = None) -> Contract:
-    """Return the contract of a checkpoint, as fp4kit.Contract.of documents it. Raise the errors of Contract.of.
-
-    - A .json file, or the contract file of a directory, is loaded.
-    - A file that fp4kit.save wrote gets a contract with the recipes that it records.
-    - For any other checkpoint, the contract is inferred. Only then is ``source`` used.
-
-    path: a contract file (.json), a model directory, a .safetensors file or a GGUF file.
-    source: the model that the checkpoint was made from, to identify the recipe if fp4kit did not record it; None to
-        identify none.
-    """
+    """Return the contract of a checkpoint, as fp4kit.Contract.of documents it."""
     place = Path(path)
     if place.suffix == ".json":
         return _loaded(place)
@@ -68,13 +59,7 @@ def _loaded(path: Path) -> Contract:
 
 
 def _of_saved(recipes: Mapping[str, Recipe]) -> Contract:
-    """Return the contract of a file that fp4kit.save wrote.
-
-    ``weights`` is the most frequent recipe; if several are equally frequent, the first. ``patterns`` has one (name,
-    recipe) pair for every tensor with another recipe. The settings of the server are unknown.
-
-    recipes: tensor name -> recipe, as the file records them; not empty.
-    """
+    """Return the contract of a file that fp4kit.save wrote."""
     layers = {name.removesuffix(".weight"): r for name, r in recipes.items()}
     (usual, _), *_ = Counter(layers.values()).most_common()
     found = _Inferred()
@@ -85,18 +70,8 @@ def _of_saved(recipes: Mapping[str, Recipe]) -> Contract:
 
 
 def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
-    """Infer the contract of a checkpoint from what it stores and declares.
-
-    ``weights``, ``container`` and the settings of the server are listed as unknown if they cannot be inferred. If no
-    layer is quantized, only the settings of the server are unknown.
-
-    source: the model that the checkpoint was made from; None if there is none. It serves to identify the recipe if the
-        checkpoint does not record one, or records one that some layers do not have.
-
-    Raises:
-        CheckpointError: if the recorded patterns are malformed. Also if fp4kit cannot read any quantized layer of a
-            checkpoint that has some, because it has tensors in unknown formats or declares quantization.
-    """
+    """Infer the contract of a checkpoint from what it stores and declares."""
+    # ``weights``, ``container`` and the settings of the server are listed as unknown if they cannot be inferred.
     layers = checkpoint.layers
     found = _Inferred()
     if not layers:
@@ -134,9 +109,8 @@ def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
 
 
 def _check_unquantized(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a checkpoint without quantized layers has signs of quantization that fp4kit cannot read.
-
-    The signs are tensors that fp4kit refuses, such as packed weights in an unknown format, and declarations in configs.
+    """Raise CheckpointError if a checkpoint without quantized layers has signs of quantization that fp4kit cannot
+    read.
     """
     refused = next((item for item in checkpoint.items if item.place == "tensor" and item.group == REFUSED), None)
     if refused is not None:
@@ -149,15 +123,7 @@ def _check_unquantized(checkpoint: Checkpoint) -> None:
 
 
 def _container(layers: Mapping[str, Weight], has_input_scale: bool) -> str | None:
-    """Return the name of the container of a checkpoint's layers, as a conversion writes it in a contract.
-
-    Model-Optimizer's NVFP4 counts as one container with its layers of AWQ and its stacks of experts. If there are
-    several containers, return the name for mixed checkpoints of their format, such as "modelopt MIXED_PRECISION".
-    Return None if that format has no such name, or if the containers have several formats.
-
-    layers: the quantized layers; not empty.
-    has_input_scale: True if layers have input scales.
-    """
+    """Return the name of the container of a checkpoint's layers, as a conversion writes it in a contract."""
     forms = {weight.container.name: weight.container for weight in layers.values() if weight.container is not None}
     if MODELOPT_NVFP4.name in forms:
         forms = {name: form for name, form in forms.items() if form not in (MODELOPT_AWQ, MODELOPT_STACKS)}
@@ -176,21 +142,12 @@ class _Inferred:
         self.unknown: list[str] = []
 
     def add(self, name: str, value: object, how: str) -> None:
-        """Store the value of the setting `name`, and how it was found. A value that was stored before is replaced.
-
-        Do nothing if the value is None or ().
-        """
+        """Store the value of the setting `name`, and how it was found."""
         if value not in (None, ()):
             self.values[name], self.how[name] = value, how
 
     def identified(self, verdict: CheckpointVerdict) -> None:
-        """Store what an identification found as the settings ``weights`` and ``patterns``.
-
-        ``weights`` is the first recipe of the verdict. ``patterns`` has one (layer name, recipe) pair for every layer
-        that some recipe explains, but none of the verdict's recipes. If the verdict has no recipe, nothing is stored.
-
-        verdict: the result of identify_checkpoint.
-        """
+        """Store what an identification found as the settings ``weights`` and ``patterns``."""
         if verdict.recipe is None:
             return
         self.add("weights", recipe(verdict.recipe), f"identified: {verdict.short_sentence}")
@@ -203,10 +160,7 @@ class _Inferred:
         self.add("patterns", pairs, "identified")
 
     def contract(self) -> Contract:
-        """Return the contract with the stored settings. It lists the settings in the attribute unknown as unknown.
-
-        It also lists `weights` and the settings in SERVER as unknown if they are missing.
-        """
+        """Return the contract with the stored settings."""
         missing = (name for name in SETTINGS if name in ("weights", *SERVER) and name not in self.values)
         unknown = (*self.unknown, *missing)
         return Contract(**self.values, unknown=unknown, inferred=tuple(self.how.items()))  # type: ignore[arg-type]
@@ -220,25 +174,14 @@ def _record(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _recorded_pairs(checkpoint: Checkpoint) -> list[list[str]]:
-    """Return the [pattern, recipe id] pairs that fp4kit recorded in a checkpoint; [] if there are none.
-
-    They are in the config. If fp4kit has no record there, the metadata of the first file is read. Raise CheckpointError
-    if they are malformed.
-    """
+    """Return the [pattern, recipe id] pairs that fp4kit recorded in a checkpoint; [] if there are none."""
     own = _record(checkpoint)
     text = checkpoint.files[0].metadata.get(PATTERNS) if checkpoint.files and not own else None
     return patterns_in((own if text is None else parse_object(text.encode(), PATTERNS)).get("recipes"))
 
 
 def _agrees(checkpoint: Checkpoint, usual: Recipe, patterns: tuple[tuple[str, Recipe], ...]) -> bool:
-    """Return whether the recorded recipes can be those of all quantized layers.
-
-    Return False if the record says that layers have codes of another recipe, or if the container of a layer cannot
-    store the layer's recipe.
-
-    usual: the recorded recipe of the layers that match no pattern.
-    patterns: the recorded (pattern, recipe) pairs.
-    """
+    """Return whether the recorded recipes can be those of all quantized layers."""
     kept = _record(checkpoint).get("codes") or checkpoint.files[0].metadata.get(KEPT_CODES)
     if kept == PARTLY_CARRIED:
         return False
@@ -248,11 +191,7 @@ def _agrees(checkpoint: Checkpoint, usual: Recipe, patterns: tuple[tuple[str, Re
 
 
 def _shared(layers: dict[str, Weight]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of leaf names, such as (q_proj, k_proj, v_proj), whose layers share a tensor scale.
-
-    A leaf name is the last part of a layer's name. The layers of a group are those that loaders fuse. A group is
-    returned if its layers have equal tensor scales wherever they occur in the model.
-    """
+    """Return the groups of leaf names, such as (q_proj, k_proj, v_proj), whose layers share a tensor scale."""
     scaled = [name for name, one in layers.items() if one.container is not None and one.container.has_tensor_scale]
     found: dict[tuple[str, ...], set[str]] = {}
     unequal: set[tuple[str, ...]] = set()

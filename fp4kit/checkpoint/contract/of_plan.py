@@ -20,16 +20,7 @@ SERVER = ("activations", "input_scales", "kv_cache", "kv_layout", "unit")  # set
 
 
 def contract_of_plan(plan: Plan) -> Contract:
-    """Return the contract of the checkpoint that a plan writes.
-
-    These settings are listed as unknown:
-
-    - the settings of the server, except the input scales if the plan writes them for all containers
-    - ``weights``, if the output is quantized but the recipe of its codes is not known, or not known for some layers
-    - ``patterns`` too in that case, and if a recorded recipe is unknown, as far as patterns are recorded
-    - ``hadamard`` and ``hadamard_signs``, if only some layers are rotated, because a contract states one transform for
-      all layers
-    """
+    """Return the contract of the checkpoint that a plan writes."""
     recipe, patterns = _recorded(plan), plan.recorded_patterns
     has_static = plan.has_input_scale and all(form.name in plan.input_scaled for form in plan.layers_of_forms)
     unknown = [name for name in SERVER if name != "input_scales" or not has_static]
@@ -57,13 +48,8 @@ def contract_of_plan(plan: Plan) -> Contract:
 
 
 def signs_of(rotation: WeightRotation | None) -> str | None:
-    """Return the signs of a rotation (Hadamard transform) as text of "+" and "-", for a contract; None if it has none.
-
-    There is one exception: for a rotation of size 16 without signs, return 16 plus signs, which change no value. In a
-    contract, size 16 without signs would mean the transform inside fp4kit.quantize, but a conversion uses
-    fp4kit.hadamard.
-
-    rotation: the rotation; None if there is none, for which None is returned.
+    """Return the signs of a rotation (Hadamard transform) as text of "+" and "-", for a contract; None if it has
+    none.
     """
     if rotation is not None and not rotation.signs and rotation.size == HADAMARD_BLOCK:
         return "+" * rotation.size
@@ -71,10 +57,7 @@ def signs_of(rotation: WeightRotation | None) -> str | None:
 
 
 def _recorded(plan: Plan) -> Recipe | None:
-    """Return the recipe that made the written codes.
-
-    Return None for unquantized outputs, or if the recipe is unknown for one or more layers.
-    """
+    """Return the recipe that made the written codes."""
     if plan.form is None or plan.carries_some_codes:
         return None
     if plan.recorded == plan.recipe.id:
@@ -83,9 +66,8 @@ def _recorded(plan: Plan) -> Recipe | None:
 
 
 def _unquantized(plan: Plan) -> Iterator[str]:
-    """Yield the names of the unquantized layers that a plan copies, and of those that it decodes beside quantized ones.
-
-    Stacks of experts may have names without ".weight".
+    """Yield the names of the unquantized layers that a plan copies, and of those that it decodes beside quantized
+    ones.
     """
     weights = weights_of(plan.source.tensors, plan.source.config)
     for tensor in plan.tensors:
@@ -97,19 +79,12 @@ def _unquantized(plan: Plan) -> Iterator[str]:
 
 
 def _shares(plan: Plan) -> bool:
-    """Return whether a plan gives some layers that loaders fuse, such as q, k and v, one shared tensor amax.
-
-    Return False if the output is unquantized.
-    """
+    """Return whether a plan gives some layers that loaders fuse, such as q, k and v, one shared tensor amax."""
     return plan.form is not None and any(tensor.group for tensor in plan.converted)
 
 
 def shared_leaves(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of leaf names, such as (gate_proj, up_proj), that loaders fuse among the layers ``modules``.
-
-    A leaf name is the last part of a layer's name. Each group is returned once, even if many fused layers of the model
-    have it. A fused layer with only one part in ``modules`` is ignored. Return () if there is no group.
-    """
+    """Return the groups of leaf names, such as (gate_proj, up_proj), that loaders fuse among the layers ``modules``."""
     found: dict[tuple[str, ...], set[str]] = {}
     for (_, fusion), members in fused_groups(modules).items():
         if len(members) > 1:

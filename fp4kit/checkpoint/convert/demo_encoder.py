@@ -38,11 +38,7 @@ SENTENCES = (
 
 
 def cosines_of_embeddings(source: Path, destination: Path) -> tuple[float, float]:
-    """Return (median, smallest) cosine between the embeddings of SENTENCES before and after a conversion.
-
-    source: the demo model.
-    destination: the directory to which it was converted, whose layers are decoded to float32.
-    """
+    """Return (median, smallest) cosine between the embeddings of SENTENCES before and after a conversion."""
     before, after = tensors_of(source), tensors_of(destination)
     after |= {f"{name}.weight": q.dequantize(np.float32) for name, q in open_checkpoint(destination).items()}
     pairs = ([embed(tensors, tokens_of(text, source)) for tensors in (before, after)] for text in SENTENCES)
@@ -51,11 +47,7 @@ def cosines_of_embeddings(source: Path, destination: Path) -> tuple[float, float
 
 
 def embed(tensors: EncoderTensors, tokens: Sequence[int]) -> np.ndarray:
-    """Return the embedding of a text, float32 [384] with Euclidean norm 1: the mean over its tokens, normalized.
-
-    tensors: name -> array, the tensors of the model.
-    tokens: the ids of the text without [CLS] and [SEP], which are added.
-    """
+    """Return the embedding of a text, float32 [384] with Euclidean norm 1: the mean over its tokens, normalized."""
     mean = encode(tensors, [_CLS, *tokens, _SEP]).mean(axis=0)
     found: np.ndarray = mean / np.linalg.norm(mean)
     return found
@@ -65,34 +57,20 @@ _CLS, _SEP = 101, 102  # ids of [CLS] and [SEP] in vocab.txt
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    """Read the float32 tensors of ``model.safetensors`` in a model directory, and return them as a dict by name.
-
-    Tensors of other dtypes are left out.
-    """
+    """Read the float32 tensors of ``model.safetensors`` in a model directory, and return them as a dict by name."""
     file = read_header(folder / "model.safetensors")
     with TensorReader(file) as reader:
         return {entry.name: reader.read(entry) for entry in file.entries if entry.dtype == "F32"}
 
 
 def tokens_of(text: str, folder: Path) -> list[int]:
-    """Return the WordPiece token ids of a text.
-
-    The text is lower-cased and split into words and punctuation. Each word is split greedily into the longest pieces
-    that the vocabulary has. A part of a word that matches no piece gives the id of [UNK].
-
-    folder: the directory of the model, with the vocabulary vocab.txt.
-    """
+    """Return the WordPiece token ids of a text."""
     known = {word: i for i, word in enumerate((folder / "vocab.txt").read_text(encoding="utf-8").splitlines())}
     return [known[piece] for word in re.findall(r"\w+|[^\w\s]", text.lower()) for piece in _pieces(word, known)]
 
 
 def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
-    """Yield the vocabulary pieces of a word, from its start, each as long as possible.
-
-    If no piece matches the rest of the word, yield "[UNK]" for this rest.
-
-    known: piece -> its id, for all pieces of the vocabulary.
-    """
+    """Yield the vocabulary pieces of a word, from its start, each as long as possible."""
     start = 0
     while start < len(word):
         beginnings = (("##" if start else "") + word[start:end] for end in range(len(word), start, -1))
@@ -105,14 +83,7 @@ def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
 
 
 def encode(tensors: EncoderTensors, tokens: Sequence[int], seen: Seen = lambda name, x: None) -> np.ndarray:
-    """Return the last hidden states of the encoder for one sequence, float32 [tokens, 384].
-
-    GELU is computed by its approximation with tanh.
-
-    tensors: name -> array, the tensors of the model.
-    tokens: the ids of the sequence, with [CLS] and [SEP].
-    seen: called for each linear layer, with the name of its weight tensor and its input.
-    """
+    """Return the last hidden states of the encoder for one sequence, float32 [tokens, 384]."""
     e = "embeddings"
     x = tensors[f"{e}.word_embeddings.weight"][tokens]
     x = x + tensors[f"{e}.position_embeddings.weight"][: len(tokens)] + tensors[f"{e}.token_type_embeddings.weight"][0]
@@ -123,12 +94,7 @@ def encode(tensors: EncoderTensors, tokens: Sequence[int], seen: Seen = lambda n
 
 
 def _layer(tensors: EncoderTensors, p: str, x: np.ndarray, seen: Seen) -> np.ndarray:
-    """Return the output of one encoder layer for the input ``x``: float32 (tokens, 384), like the input.
-
-    tensors: name -> array, the tensors of the model.
-    p: the name of the layer, with which the names of its tensors begin, such as "encoder.layer.0".
-    seen: called for each linear layer, with the name of its weight tensor and its input.
-    """
+    """Return the output of one encoder layer for the input ``x``: float32 (tokens, 384), like the input."""
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:
         seen(f"{p}.{name}.weight", x)
@@ -149,11 +115,7 @@ def _layer(tensors: EncoderTensors, p: str, x: np.ndarray, seen: Seen) -> np.nda
 
 
 def _norm(tensors: EncoderTensors, name: str, x: np.ndarray) -> np.ndarray:
-    """Return the layer norm of ``x`` with the weight and bias of the layer ``name``, float32.
-
-    tensors: the tensors of the model by name.
-    x: the values to normalize, (..., columns). Each row is normalized by itself.
-    """
+    """Return the layer norm of ``x`` with the weight and bias of the layer ``name``, float32."""
     centered = x - x.mean(axis=-1, keepdims=True)
     scaled = centered / np.sqrt(np.square(centered).mean(axis=-1, keepdims=True) + EPS)
     found: np.ndarray = (scaled * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]).astype(np.float32)

@@ -22,12 +22,7 @@ _FRACTION, _SIGN_AND_EXPONENT = np.uint32(0x007FFFFF), 23
 
 
 def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
-    """Return the E8M0 code of each scale, or -1 for a scale that is not a power of two that E8M0 can represent.
-
-    The result is also -1 for 0, NaN, infinity, and negative or subnormal float32 numbers.
-
-    scales: float32 numbers, or uint8 if they are E8M0 codes already.
-    """
+    """Return the E8M0 code of each scale, or -1 for a scale that is not a power of two that E8M0 can represent."""
     if scales.dtype == np.uint8:
         return np.where(scales == E8M0.nan_code, -1, scales.astype(np.int64))
     bits = np.ascontiguousarray(scales, np.float32).view(np.uint32)
@@ -37,29 +32,19 @@ def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
 
 
 def is_exact(weight: Weight, slab: Slab) -> bool:
-    """Return whether a slab (some rows of a weight) can become MXFP8 without loss.
-
-    This is so if all scales of the slab are powers of two that E8M0 can represent. Codes are not examined.
-    """
+    """Return whether a slab (some rows of a weight) can become MXFP8 without loss."""
     assert slab.scales is not None
     return _are_exact(slab.scales)
 
 
 def _are_exact(scales: np.ndarray) -> bool:
-    """Return whether all scales are powers of two that E8M0 can represent.
-
-    scales: float32 numbers, or uint8 if they are E8M0 codes already.
-    """
+    """Return whether all scales are powers of two that E8M0 can represent."""
     return bool((_exponent_codes(scales) >= 0).all())
 
 
 def check(weights: Iterable[Weight]) -> None:
-    """Raise CheckpointError for the first weight with a scale that is not a power of two that E8M0 can represent.
-
-    Only the scales are read, so that a plan can call this before any conversion.
-
-    weights: weights in FP8 with 128x128 blocks.
-    """
+    """Raise CheckpointError for the first weight with a scale that is not a power of two that E8M0 can represent."""
+    # Only the scales are read, so that a plan can call this before any conversion.
     with Readers() as readers:
         for weight in weights:
             scales = readers.array(weight.parts[SCALES])
@@ -74,12 +59,7 @@ def refused(tensor: str) -> CheckpointError:
 
 
 def write(job: Job, readers: Readers, output: Sink) -> None:
-    """Write a job's codes unchanged, and one E8M0 scale per 1x32 block in place of one scale per 128x128 block.
-
-    All scales must be powers of two; see is_exact.
-
-    readers, output: where to read the weight from, and where to write the result.
-    """
+    """Write a job's codes unchanged, and one E8M0 scale per 1x32 block in place of one scale per 128x128 block."""
     have, wide, columns = job.weight.container, job.container.group_size, job.weight.shape[-1]
     assert have is not None
     height, width = have.block

@@ -110,10 +110,8 @@ class TensorConverter:
         )
 
     def _converted_of(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """Convert a bucket, and yield the (name, array) pairs that are ready, even those that ``since`` holds already.
-
-        Raise TypeError if ``tensors`` does not consist of pairs, or if a name is not a str. Raise CheckpointError if a
-        tensor cannot be converted.
+        """Convert a bucket, and yield the (name, array) pairs that are ready, even those that ``since`` holds
+        already.
         """
         rules = self.rules
         if isinstance(tensors, Mapping):
@@ -144,15 +142,7 @@ class TensorConverter:
                     yield from self._gathered(module, matrix, own)
 
     def _is_converted(self, name: str, array: Any) -> bool:
-        """Return whether the rules select a tensor for quantization.
-
-        If they do not select it, record the reason for the messages of flush, provided that the tensor is a weight or
-        its rows are not whole blocks. If they do, but the dtype is neither
-        float32, float16 nor bfloat16, raise CheckpointError.
-
-        name: the Hugging Face name of the tensor.
-        array: the tensor, of which only the dtype and the shape are used.
-        """
+        """Return whether the rules select a tensor for quantization."""
         shape, dtype = tuple(array.shape), _dtype_name(array)
         kind = _SAFETENSORS.get(dtype, "F32")
         own = self.rules.of_layer(name.removesuffix(".weight"))
@@ -170,13 +160,8 @@ class TensorConverter:
         return selected
 
     def _check_beside(self, name: str, array: Any) -> None:
-        """Raise CheckpointError if an unconverted tensor LAYER.SUFFIX may change the weight of a converted layer LAYER.
-
-        A tensor that is known to leave the weight unchanged, such as LAYER.bias, is accepted. If no converted layer
-        with this name has arrived yet, the tensor is recorded, and _check_module checks it later.
-
-        Args:
-            name, array: the unconverted tensor; only the shape of ``array`` is used.
+        """Raise CheckpointError if an unconverted tensor LAYER.SUFFIX may change the weight of a converted layer
+        LAYER.
         """
         entry = TensorEntry(name, "F32", tuple(array.shape), 0, 0)
         at = name.rfind(".")
@@ -188,14 +173,7 @@ class TensorConverter:
             at = name.rfind(".", 0, at)
 
     def _check_module(self, module: str, array: Any) -> None:
-        """Record the shape of a converted layer or stack of experts, for the checks of later tensors.
-
-        Raise CheckpointError if the shapes of two stacks of experts do not fit together. Raise it also if a tensor that
-        came earlier is named LAYER.SUFFIX and may change the weight of this layer (see _check_beside).
-
-        Args:
-            module, array: the name of the layer or stack, and its values.
-        """
+        """Record the shape of a converted layer or stack of experts, for the checks of later tensors."""
         if module in self._beside:
             raise _lies_beside(self._beside[module], module)
         shape = tuple(array.shape)
@@ -205,10 +183,8 @@ class TensorConverter:
             raise CheckpointError(trouble)
 
     def _check_new(self, name: str, array: Any) -> None:
-        """Raise CheckpointError if a name came before, or if its tensor is quantized or belongs to a LoRA adapter.
-
-        Record the name, so that it is rejected when it comes again.
-        """
+        """Raise CheckpointError if a name came before, or if its tensor is quantized or belongs to a LoRA adapter."""
+        # Record the name, so that it is rejected when it comes again.
         if name in self._seen:
             raise CheckpointError(f"{shown(name)}: came twice; send every tensor once, or begin a new TensorConverter")
         self._seen.add(name)
@@ -263,13 +239,7 @@ class TensorConverter:
         return self._new(pair for members in waiting.values() for pair in self._quantized(members))
 
     def _why_waiting(self, members: list[_Member]) -> str:
-        """Return a clause for an error message: why the layers of a group still wait, and what to do.
-
-        If a layer of the group stays unquantized, the clause names this layer and the reason. Otherwise some layers of
-        the group never came, and the clause names those that did.
-
-        members: the waiting layers of one group, at least one.
-        """
+        """Return a clause for an error message: why the layers of a group still wait, and what to do."""
         group = fused_layers.group_of(members[0][0])
         kept = [(name, why) for name, why in self._unconverted.items() if fused_layers.group_of(name) == group]
         if kept:
@@ -284,14 +254,8 @@ class TensorConverter:
         )
 
     def _gathered(self, module: str, matrix: Any, own: Rules) -> Iterator[Named]:
-        """Quantize a layer and yield its (name, array) pairs, once all layers that share its tensor scale have arrived.
-
-        Until then, store the layer in ``_waiting`` and yield nothing. When the last of these layers arrives, yield the
-        pairs of all of them. A layer that shares its tensor scale with no other is quantized at once. Raise
-        CheckpointError if layers that share a tensor scale have different recipes.
-
-        module, matrix: the name and the values of the layer.
-        own: the rules of this layer.
+        """Quantize a layer and yield its (name, array) pairs, once all layers that share its tensor scale have
+        arrived.
         """
         group = fused_layers.group_of(module) if own.form.has_tensor_scale else None
         if group is None:
@@ -304,10 +268,7 @@ class TensorConverter:
             yield from self._quantized(self._waiting.pop(name))
 
     def _quantized(self, members: list[_Member]) -> Iterator[Named]:
-        """Quantize layers that share a tensor scale, and yield their (name, array) pairs.
-
-        Raise CheckpointError if they have different recipes.
-        """
+        """Quantize layers that share a tensor scale, and yield their (name, array) pairs."""
         if any(own is not members[0][2] for _, _, own in members):
             self.rules.mixture.check_fused({module: self._sources[module] for module, _, _ in members})
         yield from quantized([(module, matrix) for module, matrix, _ in members], members[0][2])
@@ -328,13 +289,10 @@ _EIGHT_BITS = {
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two arrays are equal in library, dtype, shape and every byte.
-
-    Bytes are compared, so that a NaN equals a NaN of the same bits, but 0 does not equal -0. Arrays of PyTorch and CuPy
-    on a GPU are compared there. PyTorch tensors on different devices count as different, whatever their bytes. Arrays
-    that share memory count as different too, because a comparison cannot tell whether they were updated in place. JAX
-    arrays are immutable, so they are compared.
-    """
+    """Return whether two arrays are equal in library, dtype, shape and every byte."""
+    # Bytes are compared, so that a NaN equals a NaN of the same bits, but 0 does not equal -0.
+    # Arrays that share memory count as different too, because a comparison cannot tell whether they were updated in
+    # place.
     if type(a) is not type(b) or a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
         return False
     library = library_of(a)
@@ -419,11 +377,7 @@ def convert_tensors(
 
 
 def _lies_beside(name: str, module: str) -> CheckpointError:
-    """Return the error to raise for a tensor LAYER.SUFFIX that may change the weight of the converted layer LAYER.
-
-    name: the name of the tensor.
-    module: the name of the layer.
-    """
+    """Return the error to raise for a tensor LAYER.SUFFIX that may change the weight of the converted layer LAYER."""
     return CheckpointError(
         f"{shown(name)}: lies beside the layer {shown(module)}, which is converted, and is not known; leave the tensor"
         " out, or keep the layer unquantized with Wishes(keep=...)"

@@ -30,10 +30,7 @@ from fp4kit.storage.safetensors_file import SafetensorsFile
 
 
 def header_digest(file: SafetensorsFile) -> str:
-    """Return the SHA-256 of the header of a safetensors or GGUF file, as hexadecimal text.
-
-    For a safetensors file, the hash includes the eight bytes before the header that hold its length.
-    """
+    """Return the SHA-256 of the header of a safetensors or GGUF file, as hexadecimal text."""
     with file.path.open("rb") as stream:
         if isinstance(file, GgufFile):
             return hashlib.sha256(stream.read(file.data_start)).hexdigest()
@@ -42,9 +39,8 @@ def header_digest(file: SafetensorsFile) -> str:
 
 
 def source_facts(source: Source) -> dict[str, dict[str, Any]]:
-    """Return {file name: {"bytes": size, "header_sha256": SHA-256 of the header}} for the files of a model's tensors.
-
-    Equal facts of two models mean that their files have equal names, sizes and headers. Values are not compared.
+    """Return {file name: {"bytes": size, "header_sha256": SHA-256 of the header}} for the files of a model's
+    tensors.
     """
     return {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in source.files}
 
@@ -56,12 +52,7 @@ def identity(source: Source) -> str:
 
 
 def request_facts(request: Request) -> dict[str, Any]:
-    """Return a request as an object for JSON, for the key of a run and for the manifest.
-
-    Optional fields of the request (codes, recipes, search, activations, ignore, split_max_size, hadamard,
-    hadamard_seed, hadamard_only, adapter, allow_loss) are left out if they are not used. If codes are copied from
-    another model, "recipe" is the id of the recipe that made them, and "recipe_of_form" is the recipe of the request.
-    """
+    """Return a request as an object for JSON, for the key of a run and for the manifest."""
     recipe = as_data(request.recipe)
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
     search = {} if request.search is None else {"scale_search": request.search.facts()}
@@ -95,11 +86,7 @@ def request_facts(request: Request) -> dict[str, Any]:
 
 
 def key_of(source: Source, request: Request) -> str:
-    """Return the key that identifies a run, a SHA-256 as hexadecimal text.
-
-    Two runs have the same key if their sources, requests and versions of fp4kit are equal. Sources are compared by the
-    name, size, modification time and header of every file and by the config, not by their values.
-    """
+    """Return the key that identifies a run, a SHA-256 as hexadecimal text."""
     times = {file.name: file.path.stat().st_mtime_ns for file in source.files}
     facts = [__version__, source_facts(source), times, dict(source.config), request_facts(request)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
@@ -141,9 +128,8 @@ class Journal:
         os.close(self._file)
 
     def _begin(self, path: Path, key: str) -> None:
-        """Read the complete lines of the journal, cut off an incomplete last line, and write the key to a new journal.
-
-        Raise CheckpointError if the journal has a different key or is too large.
+        """Read the complete lines of the journal, cut off an incomplete last line, and write the key to a new
+        journal.
         """
         size = os.fstat(self._file).st_size
         if size > MAX_BYTES:
@@ -180,25 +166,17 @@ class Journal:
             data = data[os.write(self._file, data) :]
 
     def note_measured(self, found: Measured) -> None:
-        """Append a line with the measurements of a job's weight, such as its amax.
-
-        ``measured``, which holds what an interrupted run recorded, is not changed.
-        """
+        """Append a line with the measurements of a job's weight, such as its amax."""
+        # ``measured``, which holds what an interrupted run recorded, is not changed.
         self._write({"measured": list(found)})
 
     def note_done(self, found: Done) -> None:
-        """Append a line that records that a job is done, with the CRC-32 of the bytes that it wrote.
-
-        ``done``, which holds what an interrupted run recorded, is not changed.
-        """
+        """Append a line that records that a job is done, with the CRC-32 of the bytes that it wrote."""
         self._write({"done": list(found)})
 
 
 def key_of_lines(path: Path) -> str | None:
-    """Return the key of the run that wrote the journal ``path``, or None if the file does not begin with a key.
-
-    Raise OSError if the file cannot be read.
-    """
+    """Return the key of the run that wrote the journal ``path``, or None if the file does not begin with a key."""
     with path.open("rb") as file:
         key = _parsed(file.readline(_LONGEST_KEY)).get("key")
     return key if isinstance(key, str) else None

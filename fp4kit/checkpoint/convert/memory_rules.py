@@ -103,13 +103,7 @@ class Rules:
         return self._of_choice(self.mixture.of(module)) if self.recipes else self
 
     def _of_choice(self, choice: LayerQuantization) -> Rules:
-        """Return a copy of these rules that has only the recipe and the container that were chosen for a layer.
-
-        The copy gives no input scales if its recipe has no tensor scale but another recipe of these rules has one.
-        Equal choices get the same copy.
-
-        choice: the recipe and the container of the layer, from ``mixture``.
-        """
+        """Return a copy of these rules that has only the recipe and the container that were chosen for a layer."""
         assert choice.form is not None
         key = choice.recipe.id, choice.form.name
         if key not in self._by_choice:
@@ -183,12 +177,7 @@ class Rules:
         return no_multiple(tensor.shape, block) if decide([whole], self._wishes, block)[name].converted else ""
 
     def _candidate(self, name: str, dtype: str, shape: tuple[int, ...]) -> Candidate:
-        """Return the description of a tensor that the function ``decide`` needs to tell whether to quantize it.
-
-        name: the Hugging Face name of the tensor.
-        dtype: its safetensors dtype, such as "BF16".
-        shape: its shape. For a stack of experts, the rows and columns are put into the order [E, N, K].
-        """
+        """Return the description of a tensor that the function ``decide`` needs to tell whether to quantize it."""
         if len(shape) != 3:
             return candidate(name, dtype, shape, self._facts)
         return Candidate(name, name.removesuffix(".weight"), dtype, stack_shape(shape, self.config), self._facts)

@@ -33,10 +33,7 @@ _NEAREST_AMAX = 2.0**-7  # the largest relative difference of a tensor scale tha
 
 
 def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[str, Losses, Survival]:
-    """Write the merged weight of a job. Return the action that was taken, and the sums of its search and its survival.
-
-    amax: the largest merged amax of the layers that share the tensor scale.
-    """
+    """Write the merged weight of a job."""
     scale = tensor_scale_of(readers, job.weight, job.expert)
     if job.merge_scales == "new" or not keeps_tensor_scale(job.container.element, scale, job.new_recipe, amax):
         _, losses, survival, _ = quantize_rows.write(job, readers, _WithoutInputScale(output), amax)
@@ -88,11 +85,7 @@ class _WithoutInputScale:
 
 
 def keeps_tensor_scale(element: ElementFormat, scale: np.float32 | None, recipe: Recipe, amax: np.float32) -> bool:
-    """Return whether a tensor scale fits merged values of this amax; True without a tensor scale.
-
-    It does if no value is further from the largest representable one than half a step of the elements there, and if the
-    scale of the largest block is no subnormal. So a value that saturates has no larger error than one that is rounded.
-    """
+    """Return whether a tensor scale fits merged values of this amax; True without a tensor scale."""
     if scale is None:
         return True
     second, top = np.sort(element.values[np.isfinite(element.values)])[-2:]
@@ -124,12 +117,7 @@ def nearest(
     new: Callable[[], Quantized] | None,
     weights: np.ndarray | None,
 ) -> Quantized:
-    """Quantize rows with the tensor scale ``scale``, and per block the better of two block scales.
-
-    scales: the block scales of the source, as in a Slab.
-    new: computes the rows with new block scales; None to keep those of the source.
-    weights: the weight of each column in the squared error; None for equal weights.
-    """
+    """Quantize rows with the tensor scale ``scale``, and per block the better of two block scales."""
     base = _with_scales(x, recipe, scales, scale)
     if new is None or (recipe.scale is None and scale is not None):
         return base
@@ -171,13 +159,7 @@ def keeps(q: Quantized, largest: np.float32) -> bool:
 
 
 def merged(q: Quantized, x: np.ndarray, scales: str, largest: np.float32) -> Quantized:
-    """Quantize merged values as ``write`` does, with the scales of ``q`` if they fit, all as NumPy arrays.
-
-    q: the matrix before the merge.
-    x: the merged values, float32.
-    scales: one of ADAPTER_SCALES.
-    largest: the largest merged amax of the matrices that share the tensor scale.
-    """
+    """Quantize merged values as ``write`` does, with the scales of ``q`` if they fit, all as NumPy arrays."""
     recipe = q.recipe
     by_tensor = recipe.tensor_scaling == "tensor"
     if scales == "new" or not keeps(q, largest):

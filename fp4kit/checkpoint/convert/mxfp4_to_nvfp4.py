@@ -42,12 +42,7 @@ _POWERS = {  # exponent of a power of two -> its E4M3 code
 
 
 def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
-    """Return, for each block of some rows, whether it contains a nonzero code. The codes of 0 and -0 count as zero.
-
-    The result is boolean and has the shape of the slab's scales.
-
-    weight, slab: the MXFP4 weight, and some of its rows.
-    """
+    """Return, for each block of some rows, whether it contains a nonzero code."""
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     blocks = slab.codes.reshape(*slab.scales.shape, -1)
     found: npt.NDArray[np.bool_] = ((blocks & _ANY_MAGNITUDE) != 0).any(axis=-1)
@@ -55,26 +50,16 @@ def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
 
 
 def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
-    """Return (smallest, largest) scale exponent of the blocks of a slab (some rows of a weight) with a nonzero code.
-
-    Return (2^20, -2^20) if all codes are zero, so that such a slab does not affect the minimum and the maximum over
-    several slabs.
-
-    weight, slab: the MXFP4 weight, and some of its rows.
-    """
+    """Return (smallest, largest) scale exponent of the blocks of a slab (some rows of a weight) with a nonzero code."""
     assert slab.scales is not None
     used = slab.scales[_holds_something(weight, slab)]
     return (int(used.min()) - E8M0.bias, int(used.max()) - E8M0.bias) if used.size else (1 << 20, -(1 << 20))
 
 
 def is_exact(low: int, high: int) -> bool:
-    """Return whether NVFP4 can hold MXFP4 blocks with the scale exponents ``low`` to ``high`` without loss.
-
-    E4M3 must be able to represent all block scales. The tensor scale, and the tensor amax (2688 times the scale), must
-    be normal float32 numbers. Return True for all-zero weights, for which exponents() gives low > high.
-
-    low, high: the smallest and the largest scale exponent of the blocks that contain a nonzero code.
-    """
+    """Return whether NVFP4 can hold MXFP4 blocks with the scale exponents ``low`` to ``high`` without loss."""
+    # E4M3 must be able to represent all block scales.
+    # The tensor scale, and the tensor amax (2688 times the scale), must be normal float32 numbers.
     if high < low:
         return True
     scale = np.ldexp(np.float64(1), high - _HIGHEST)
@@ -84,14 +69,8 @@ def is_exact(low: int, high: int) -> bool:
 
 
 def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]:
-    """Return the E4M3 scale codes for the 16-element NVFP4 blocks of a slab (some rows of a weight).
-
-    Each 32-element MXFP4 block gives two equal codes. The code is 0 for all-zero blocks, and for blocks whose scale
-    E4M3 cannot represent.
-
-    weight, slab: the MXFP4 weight, and some of its rows.
-    high: the largest scale exponent of all nonzero blocks that share the tensor scale.
-    """
+    """Return the E4M3 scale codes for the 16-element NVFP4 blocks of a slab (some rows of a weight)."""
+    # The code is 0 for all-zero blocks, and for blocks whose scale E4M3 cannot represent.
     assert slab.scales is not None
     table = np.zeros(256, np.uint8)
     for code in range(256):
@@ -101,18 +80,8 @@ def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]
 
 
 def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
-    """Return whether a weight can be cast from MXFP4 to NVFP4, so that all blocks in range keep their codes.
-
-    A block is in range if E4M3 can represent its new scale. All other blocks are requantized by ``recipe``. If the
-    result is False, the whole layer must be requantized. The result is False in two cases:
-
-    - The tensor scale, or the tensor amax that belongs to it, is not a normal float32 (see is_exact).
-    - Some blocks are out of range, and ``recipe`` cannot quantize them with the tensor scale 2^(high - 8), which the
-      blocks in range need.
-
-    low, high: the smallest and the largest scale exponent of all nonzero blocks that share the tensor scale. If high is
-        below low, there are no such blocks, and the result is True.
-    """
+    """Return whether a weight can be cast from MXFP4 to NVFP4, so that all blocks in range keep their codes."""
+    # If the result is False, the whole layer must be requantized.
     if high < low or high - low <= _RANGE:
         return is_exact(low, high)
     if not is_exact(high, high) or recipe.tensor_scaling != "tensor" or recipe.block_rows > 1:
@@ -122,26 +91,14 @@ def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
 
 
 def _amax(recipe: Recipe, high: int) -> np.float32:
-    """Return the tensor amax for which ``recipe`` computes the tensor scale 2^(high - 8).
-
-    Blocks out of range are quantized with this amax, so that they get the tensor scale of all other blocks.
-
-    high: the largest scale exponent of all nonzero blocks that share the tensor scale.
-    """
+    """Return the tensor amax for which ``recipe`` computes the tensor scale 2^(high - 8)."""
+    # Blocks out of range are quantized with this amax, so that they get the tensor scale of all other blocks.
     return np.float32(np.ldexp(full_range(recipe), high - _HIGHEST))
 
 
 def write(job: Job, readers: Readers, output: Sink, high: int) -> Changes:
-    """Write the codes of a job's MXFP4 weight with NVFP4 block scales and tensor scale.
-
-    Return the numbers of blocks and values that changed, and the largest change. Only blocks out of range (whose new
-    scale would be too small for E4M3) get new codes. Call this only if keeps_codes returns True.
-
-    job: the job, whose weight is MXFP4 and whose container is NVFP4.
-    readers, output: where to read the weight from, and where to write the result.
-    high: the largest scale exponent of all nonzero blocks that share the tensor scale. If there are no such blocks,
-        it is -2^20, and the tensor scale is 1.
-    """
+    """Write the codes of a job's MXFP4 weight with NVFP4 block scales and tensor scale."""
+    # Only blocks out of range (whose new scale would be too small for E4M3) get new codes.
     changes = Changes()
     for slab in slabs(readers, job.weight, job.expert, job.span, job.container.slab_rows):
         codes, scales = slab.codes, block_scales(job.weight, slab, high)
@@ -156,11 +113,7 @@ def write(job: Job, readers: Readers, output: Sink, high: int) -> Changes:
 
 
 def _out_of_range(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.bool_]:
-    """Return, for each block of some rows, whether it has a nonzero code and its new scale is too small for E4M3.
-
-    weight, slab: the MXFP4 weight, and some of its rows.
-    high: the largest scale exponent of all nonzero blocks that share the tensor scale.
-    """
+    """Return, for each block of some rows, whether it has a nonzero code and its new scale is too small for E4M3."""
     assert slab.scales is not None
     out: npt.NDArray[np.bool_] = slab.scales.astype(np.int32) - E8M0.bias < high - _RANGE
     return out & _holds_something(weight, slab)
@@ -169,16 +122,7 @@ def _out_of_range(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.bool_
 def _encoded(
     job: Job, slab: Slab, out: npt.NDArray[np.bool_], scales: npt.NDArray[np.uint8], amax: np.float32
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], Changes]:
-    """Quantize the blocks of a slab that are out of range. Return the slab's codes, its block scales and what changed.
-
-    Blocks in range keep their codes and the scales that are given. The inputs are not changed.
-
-    job: the job, which gives the recipe and the weight of the slab.
-    slab: some rows of the weight.
-    out: for each block of 32, whether it is out of range.
-    scales: the E4M3 codes of the scales, one per block of 16. The result has new codes for blocks out of range.
-    amax: the tensor amax to quantize with.
-    """
+    """Quantize the blocks of a slab that are out of range."""
     assert slab.codes is not None
     rows = out.any(axis=1)
     x, chosen = np.ascontiguousarray(values_of(job.weight, slab)[rows], np.float32), out[rows]

@@ -51,11 +51,7 @@ def _quantized(x: np.ndarray, job: Job) -> tuple[Quantized, Changes]:
 
 
 def check(weights: Iterable[tuple[Weight, Container, Recipe]]) -> None:
-    """Raise CheckpointError if values would change, with the numbers of blocks and values of the first such weight.
-
-    weights: each weight, the container to write it in, and the recipe for blocks that cannot be exact. For MXFP4, the
-        scales decide in most cases; the codes are read only where they do not.
-    """
+    """Raise CheckpointError if values would change, with the numbers of blocks and values of the first such weight."""
     lossy: list[tuple[Weight, Recipe, Changes]] = []
     with Readers() as readers:
         for weight, form, recipe in weights:

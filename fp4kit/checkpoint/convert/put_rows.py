@@ -14,17 +14,10 @@ from fp4kit.layouts import pack_gguf, swizzle_scales
 
 
 def put_rows(job: Job, output: Sink, codes: Any, scales: Any) -> None:
-    """Write the next rows of a layer: their packed codes and their block scales.
-
-    If the container stores blocks (GGUF), codes and scales are interleaved in one tensor; otherwise they are two
-    tensors. If the container stores swizzled scales, every call but the last must get a multiple of 128 rows.
-
-    job, output: the job of the layer, and where to write its parts.
-    codes: packed codes of shape (rows, bytes per row). For 4-bit elements, the first code of each byte is in the low
-        half. If the container stores the first code in the high half, the halves are swapped here.
-    scales: the codes of the block scales, of shape (rows, blocks per row). For FP8, the scales of rows or of 128x128
-        blocks, as floats. They are ignored if the container stores one scale per layer.
-    """
+    """Write the next rows of a layer: their packed codes and their block scales."""
+    # If the container stores blocks (GGUF), codes and scales are interleaved in one tensor; otherwise they are two
+    # tensors.
+    # If the container stores swizzled scales, every call but the last must get a multiple of 128 rows.
     form = job.container
     if form.in_blocks:
         output.put(CODES, pack_gguf(codes, scales, form.kind))

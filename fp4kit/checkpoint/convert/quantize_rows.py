@@ -65,20 +65,7 @@ _LOW_CODE = 2  # E4M3 scales up to this code, 2^-8, are rounded by up to half of
 
 
 def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses, Survival, bool]:
-    """Quantize the weight of a job, and write its codes and the scales of its blocks or rows.
-
-    If the recipe has a tensor scale, write the tensor scale and, if the output has one, the input scale too.
-
-    Return (number of NaN and infinite values that were replaced, Losses of the job's scale search, Survival of the
-    weight's update, whether the values may be lost). Sums are 0 if nothing was searched, or if there is no update.
-    Raise CheckpointError if a scale is unusable, or if an input scale is needed but missing (see check_scales and
-    put_scalars).
-
-    job: the job, which gives the weight and the recipe.
-    readers, output: where to read the weight from, and where to write the result.
-    amax: the largest amax of the layers that share the tensor scale. With nonfinite="saturate", it also replaces
-        infinities.
-    """
+    """Quantize the weight of a job, and write its codes and the scales of its blocks or rows."""
     tensor_amax = amax if job.new_recipe.tensor_scaling == "tensor" else None
     replaced, q, losses, survival = 0, None, Losses(), Survival()
     weights, weak = column_weights(job, readers), Weak()
@@ -107,10 +94,7 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
 
 
 def survival_of(weight: Weight, slab: Slab, stored: np.ndarray, packed: Any = None) -> Survival:
-    """Return how much of the update of a slab is left in the values that were stored for it.
-
-    packed: the new codes, if those of the source are in the same format; None for no comparison of codes.
-    """
+    """Return how much of the update of a slab is left in the values that were stored for it."""
     if slab.update is None:
         return Survival()
     delta = slab.update.delta if slab.rotation is None else slab.rotation.of(slab.update.delta)
@@ -140,14 +124,7 @@ def with_codes(found: Survival, before: np.ndarray, after: np.ndarray, bits: int
 
 
 def stored_scales(q: Quantized) -> Any:
-    """Return the scales of a matrix other than its tensor scale, as containers store them; None if there are none.
-
-    These are the codes of the block scales. For FP8 with one float32 scale per row or block, they are these scales.
-    A block of several rows has one such scale in a container, whereas ``q`` holds it once per row.
-
-    Args:
-        q: a quantized matrix, in any library. Its first row must be the first row of a block.
-    """
+    """Return the scales of a matrix other than its tensor scale, as containers store them; None if there are none."""
     if q.recipe.scale is not None or q.recipe.tensor_scaling == "tensor":
         return q.block_scale
     return q.tensor_scale if q.recipe.block is None else q.tensor_scale[:: q.recipe.block_rows]
@@ -161,12 +138,7 @@ def column_weights(job: Job, readers: Readers) -> np.ndarray | None:
 
 
 def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:
-    """Quantize a slab (some rows of a weight) on the job's device, and return the result as NumPy arrays.
-
-    x: the rows, as an array in host memory.
-    tensor_amax: the amax for the tensor scale; None if the recipe has no tensor scale. If it is 0, all codes and block
-        scales become 0 and the tensor scale becomes 1 (see of_zeros).
-    """
+    """Quantize a slab (some rows of a weight) on the job's device, and return the result as NumPy arrays."""
     if tensor_amax is not None and tensor_amax == 0:
         return of_zeros(quantize(x, job.new_recipe, tensor_amax=tensor_amax))
     if job.device is None:
@@ -176,17 +148,8 @@ def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quanti
 
 
 def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtype) -> np.float32 | None:
-    """Return the number to store for the tensor scale, if the tensor scale alone does not determine it; otherwise None.
-
-    - A container that stores the amax in place of the scale (MLX): return ``amax`` if it decodes to the recipe's tensor
-      scale, up to one rounding.
-    - A container that stores a divisor: return the recipe's own divisor if the recipe computes one.
-
-    In all other cases, and for an amax of 0, return None; the caller then computes the number from the tensor scale.
-
-    recipe, form: the recipe that made the layer, and the container to write.
-    amax: the largest amax of the layers that share the tensor scale.
-    dtype: the dtype of the values that are quantized.
+    """Return the number to store for the tensor scale, if the tensor scale alone does not determine it; otherwise
+    None.
     """
     if form.tensor_scale_unit != 1 and amax > 0:
         made = np.float32(tensor_scale(np.asarray(amax), recipe, dtype).decode)
@@ -197,13 +160,7 @@ def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtyp
 
 
 def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
-    """Return (``x`` with infinities replaced by +-``amax`` and NaN by 0, the number of replaced values).
-
-    The array is a copy in the dtype of ``x``. If there is nothing to replace, it is ``x`` itself.
-
-    amax: the largest finite magnitude of the layers that share a tensor scale. If the dtype of ``x`` cannot hold it,
-        the largest value of the dtype is used.
-    """
+    """Return (``x`` with infinities replaced by +-``amax`` and NaN by 0, the number of replaced values)."""
     wide = x.astype(np.float32)
     count = int(np.count_nonzero(~np.isfinite(wide)))
     if not count:
@@ -213,16 +170,7 @@ def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
 
 
 def check_scales(job: Job, q: Quantized) -> None:
-    """Raise CheckpointError if new block scales are NaN or new float32 scales are unusable for every loader.
-
-    - Block scales: some recipes compute NaN for zeros or subnormals. NaN is accepted if the job has nonfinite="keep",
-      except in GGUF blocks.
-    - Float32 scales of rows or blocks: each must be a positive normal float32, or NaN or infinity with "keep".
-    - A single scale per tensor is not checked here.
-
-    Args:
-        job, q: the job of the layer, and the rows that it has quantized.
-    """
+    """Raise CheckpointError if new block scales are NaN or new float32 scales are unusable for every loader."""
     if q.recipe.scale is None:
         scales = np.asarray(q.tensor_scale if q.recipe.tensor_scaling == "tensor" else stored_scales(q), np.float32)
         usable = (scales >= FLT_MIN) & (scales <= FLT_MAX)

@@ -27,15 +27,7 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
-    """Quantize layers that share a tensor scale, and yield all resulting (name, array) pairs: codes and scales.
-
-    The tensor scale, if the container has one, follows from the largest amax of the layers. Raise CheckpointError if a
-    matrix contains NaN or infinity, if the tensor scale is not a positive normal float32, or if ``rules.activations``
-    does not fit a layer.
-
-    members: (layer name, matrix) per layer; a single pair for a layer with a tensor scale of its own.
-    rules: the recipe, the container and the input scales.
-    """
+    """Quantize layers that share a tensor scale, and yield all resulting (name, array) pairs: codes and scales."""
     largest = _largest_amax(members)
     shared = largest if rules.form.has_tensor_scale else None
     columns = {module: int(matrix.shape[-1]) for module, matrix in members}
@@ -51,10 +43,7 @@ def _largest_amax(members: list[Named]) -> np.float32:
 
 
 def _finite_amax(module: str, matrix: Any) -> np.float32:
-    """Return the amax of a matrix as a float32 on the host. Raise CheckpointError if it is NaN or infinite.
-
-    module: the name of the layer, for the message.
-    """
+    """Return the amax of a matrix as a float32 on the host."""
     found = np.float32(float(amax_of(matrix)))
     if not np.isfinite(found):
         raise CheckpointError(
@@ -66,17 +55,7 @@ def _finite_amax(module: str, matrix: Any) -> np.float32:
 def _parts(
     module: str, matrix: Any, shared: np.float32 | None, rules: Rules, input_amax: np.float32 | None
 ) -> Iterator[Named]:
-    """Quantize one layer and yield its (name, array) pairs: codes, block scales, tensor scale and input scale.
-
-    The tensor scale is left out if ``shared`` is None. The input scale is left out if there is neither
-    ``rules.input_scale`` nor ``input_amax``.
-
-    module: the name of the layer, with which the yielded names begin.
-    matrix: the values of the layer, [N, K], or [E, N, K] for a stack of experts.
-    shared: the largest amax of the layers that share the tensor scale; None if the container has no tensor scale.
-    rules: the recipe and the container.
-    input_amax: the amax of the layer's inputs; None if it was not measured.
-    """
+    """Quantize one layer and yield its (name, array) pairs: codes, block scales, tensor scale and input scale."""
     form = rules.form
     q = quantize(matrix, rules.recipe, tensor_amax=shared)
     packed, scales_of_blocks = q.packed, q.block_scale
@@ -103,17 +82,8 @@ def _parts(
 
 @ieee("convert_tensors")
 def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.float32:
-    """Return the number that the container stores as tensor scale.
-
-    The number is the scale of ``q`` or, if the container divides, a divisor. The recipe computes the divisor if it can;
-    otherwise, the divisor is the reciprocal of the scale. Raise CheckpointError if the scale or the divisor is not a
-    positive normal float32, because no loader could use it.
-
-    module: the name of the layer, for the message.
-    q: the quantized layer.
-    amax: the largest amax of the layers that share the tensor scale.
-    rules: the recipe and the container.
-    """
+    """Return the number that the container stores as tensor scale."""
+    # The recipe computes the divisor if it can; otherwise, the divisor is the reciprocal of the scale.
     scale = np.float32(float(q.tensor_scale))
     divisor = divisor_of(rules.recipe, rules.form, amax, q.dtype)
     with np.errstate(divide="ignore", over="ignore"):
@@ -126,11 +96,7 @@ def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.flo
 
 
 def _typed(array: Any, dtype: str) -> Any:
-    """Return a view of an array of bytes with the dtype that corresponds to the safetensors dtype ``dtype``.
-
-    The view belongs to the library of the array. For "U32", four bytes of a row become one word. For "U8", the array
-    itself is returned; in CuPy and JAX, also for "I8" and 8-bit floats.
-    """
+    """Return a view of an array of bytes with the dtype that corresponds to the safetensors dtype ``dtype``."""
     if dtype == "U32":
         library = library_of(array)
         if library is None:
@@ -146,10 +112,8 @@ def _typed(array: Any, dtype: str) -> Any:
 
 
 def _in_library(value: np.ndarray, like: Any) -> Any:
-    """Return the host array ``value`` in the library and on the device of the array ``like``.
-
-    If ``like`` is a NumPy array, ``value`` is returned unchanged, otherwise as a copy.
-    """
+    """Return the host array ``value`` in the library and on the device of the array ``like``."""
+    # If ``like`` is a NumPy array, ``value`` is returned unchanged, otherwise as a copy.
     if isinstance(like, np.ndarray):
         return value
     library = library_of(like)

@@ -26,21 +26,9 @@ from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
 
 def write(job: Job, readers: Readers, output: Sink) -> None:
-    """Write all parts of a job's weight that the output has: codes, block scales, tensor scale and input scale.
-
-    A scalar is copied bit for bit if both containers store it in the same direction and unit (see Container.direction);
-    otherwise it is converted. A missing tensor scale is written as 1. A missing input scale is taken from the job. The
-    factors per column of AWQ layers are copied.
-
-    Raise CheckpointError in these cases:
-
-    - The input scale or a converted scale is not a positive normal float32.
-    - The output has an input scale, but neither the weight nor the job gives one.
-    - The factors per column are not BF16.
-
-    job: the job; both containers must have equal codes and block scales.
-    readers, output: where to read the weight from, and where to write the result.
-    """
+    """Write all parts of a job's weight that the output has: codes, block scales, tensor scale and input scale."""
+    # A scalar is copied bit for bit if both containers store it in the same direction and unit (see
+    # Container.direction); otherwise it is converted.
     source_form = job.weight.container
     assert source_form is not None
     dtypes = {

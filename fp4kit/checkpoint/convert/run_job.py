@@ -90,11 +90,8 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
 
 
 def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
-    """Return a copy of the measurements ``found`` of some rows of a quantized weight, with two more fields filled in.
-
-    ``reach`` is the largest magnitude that the scales allow. ``lost`` is the number of blocks with scale 0 but nonzero
-    codes. Both show later whether the scales can be right. If the rows have no codes or no block scales, for example
-    those of an unquantized weight, return ``found`` unchanged.
+    """Return a copy of the measurements ``found`` of some rows of a quantized weight, with two more fields filled
+    in.
     """
     form = job.weight.container
     if form is None or slab.codes is None or slab.scales is None:
@@ -104,10 +101,7 @@ def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
 
 
 def _joined(a: Measured, b: Measured) -> Measured:
-    """Return the combined measurements of two parts of a weight, or of two weights, with the key of ``a``.
-
-    Counts are added; amaxes and ranges of exponents become those of both together.
-    """
+    """Return the combined measurements of two parts of a weight, or of two weights, with the key of ``a``."""
     low, high = min(a.low, b.low), max(a.high, b.high)
     nonfinite, lost = a.nonfinite + b.nonfinite, a.lost + b.lost
     exact, reach = a.exact and b.exact, max(a.reach, b.reach)
@@ -115,14 +109,8 @@ def _joined(a: Measured, b: Measured) -> Measured:
 
 
 def _measured(job: Job, slab: Slab) -> Measured:
-    """Return the measurements of one slab (some rows) of a job's weight: amax, NaN, infinities and scales.
-
-    For the action rename, the amax is not measured. For quantized weights, the action carry also measures whether all
-    scales are powers of two that E8M0 can represent, and the action cast measures the range of the scale exponents.
-
-    For a quantized weight, raise CheckpointError if its scales are invalid (see trouble_with_scales), unless the job
-    has nonfinite="keep".
-    """
+    """Return the measurements of one slab (some rows) of a job's weight: amax, NaN, infinities and scales."""
+    # For the action rename, the amax is not measured.
     if job.weight.container is not None and job.nonfinite != "keep":
         trouble = trouble_with_scales(job.weight, slab)
         if trouble:
@@ -143,12 +131,7 @@ def _measured(job: Job, slab: Slab) -> Measured:
 
 
 def join_group(found: list[Measured]) -> Measured:
-    """Return the combined measurements of all layers that share a tensor scale, with the key of the first layer.
-
-    For example, the amax is the largest amax of these layers, and the number of NaN is the sum.
-
-    found: the measurements of the layers, one per job; not empty.
-    """
+    """Return the combined measurements of all layers that share a tensor scale, with the key of the first layer."""
     result = found[0]
     for one in found[1:]:
         result = _joined(result, one)
@@ -156,14 +139,7 @@ def join_group(found: list[Measured]) -> Measured:
 
 
 def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
-    """Run a job: write its bytes into the output files, and return what it did, with the CRC-32 of the bytes.
-
-    Raise CheckpointError if the output cannot hold a scale of the weight.
-
-    shared: the combined measurements of the layers that share a tensor scale with the job's layer; None for a job that
-        needs no measurements.
-    tick: called with the number of bytes after each read; None for no call.
-    """
+    """Run a job: write its bytes into the output files, and return what it did, with the CRC-32 of the bytes."""
     with Readers(tick) as readers, _Output(job.targets) as output:
         made = produce(job, shared, readers, output)
         return Done(job.key, output.finish(), *made)
@@ -189,20 +165,7 @@ class Made(NamedTuple):
 
 
 def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
-    """Convert the weight of a job, write the bytes of the result to ``output``, and return what was done.
-
-    The actions "cast" and "carry" keep the codes, and "rescale" the values. The weight is requantized in two cases:
-
-    - The new format cannot hold the scales. A cast to NVFP4 is an exception: if its tensor scale is usable, only blocks
-      out of range get new codes.
-    - The weight has NaN or infinities that the job replaces (nonfinite="saturate").
-
-    Raise CheckpointError if a new scale is one that no loader can use.
-
-    shared: the combined measurements of the layers that share the weight's tensor scale; None for a job that needs no
-        measurements.
-    readers: where to read the weight from.
-    """
+    """Convert the weight of a job, write the bytes of the result to ``output``, and return what was done."""
     action, replaced, losses, changes, survival = job.action, 0, Losses(), Changes(), Survival()
     is_weak = False
     values_are_kept = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
@@ -235,34 +198,19 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
 
 
 def _is_castable(job: Job, shared: Measured) -> bool:
-    """Return whether the weight of a job can be cast from MXFP4 to NVFP4, which keeps the codes of blocks in range.
-
-    If False, the weight must be requantized.
-
-    shared: the combined measurements of the layers that share the weight's tensor scale.
-    """
+    """Return whether the weight of a job can be cast from MXFP4 to NVFP4, which keeps the codes of blocks in range."""
+    # If False, the weight must be requantized.
     return mxfp4_to_nvfp4.keeps_codes(job.new_recipe, shared.low, shared.high)
 
 
 def _copy(source: Located, readers: Readers, output: Sink) -> None:
-    """Copy a tensor byte for byte to ``output``, in pieces that each hold at most PIECE bytes.
-
-    source: where the tensor is stored.
-    """
+    """Copy a tensor byte for byte to ``output``, in pieces that each hold at most PIECE bytes."""
     for start in range(0, source.entry.nbytes, PIECE):
         output.put(VALUES, readers.bytes(source, start, min(PIECE, source.entry.nbytes - start)))
 
 
 def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> tuple[int, Survival]:
-    """Decode a weight, round its values to the dtype of the output tensor, and write them.
-
-    Return the number of NaN and infinite values that were replaced, and how much of the weight's update is left. A
-    matrix that the output stores transposed is written some columns at a time.
-
-    job: the job of the weight.
-    readers, output: where to read the weight from, and where to write its values.
-    shared: the measurements of the weight, to replace NaN by 0 and infinities by its amax; None to keep them.
-    """
+    """Decode a weight, round its values to the dtype of the output tensor, and write them."""
     dtype = NUMPY_DTYPES[job.targets[0].dtype]
     replaced, survival = 0, Survival()
     if not job.transposed:
@@ -289,13 +237,7 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
 
 
 def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tuple[np.ndarray, int]:
-    """Return ``values`` rounded to ``dtype``, and the number of NaN and infinite values that were replaced before.
-
-    Finite values that overflow ``dtype`` become infinite.
-
-    shared: the measurements of the weight. NaN is replaced by 0, and infinities by the measured amax, with their sign.
-        If it is None, nothing is replaced.
-    """
+    """Return ``values`` rounded to ``dtype``, and the number of NaN and infinite values that were replaced before."""
     values, count = (values, 0) if shared is None else quantize_rows.saturated(values, np.float32(shared.amax))
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(dtype), count
@@ -348,10 +290,7 @@ class _Output:
         self._next[part] += raw.size
 
     def finish(self) -> str:
-        """Return the CRC-32 values of all parts as one text (see _joined_sums).
-
-        Raise CheckpointError if a part is incomplete.
-        """
+        """Return the CRC-32 values of all parts as one text (see _joined_sums)."""
         for part, target in self._targets.items():
             missing = target.position + target.nbytes - self._next[part]
             if missing:
@@ -363,12 +302,7 @@ class _Output:
 
 
 def write_at(descriptor: int, data: memoryview, position: int) -> None:
-    """Write all bytes of ``data`` at the byte ``position`` of an open file, in several system calls if necessary.
-
-    The position of the file itself is neither used nor changed.
-
-    descriptor: the file descriptor, open for writing.
-    """
+    """Write all bytes of ``data`` at the byte ``position`` of an open file, in several system calls if necessary."""
     while data:
         written = os.pwrite(descriptor, data, position)
         data, position = data[written:], position + written
@@ -380,18 +314,12 @@ def _joined_sums(sums: Iterable[int]) -> str:
 
 
 def read_back(job: Job) -> Done:
-    """Read the bytes that an interrupted run wrote for a job, and return a Done with their CRC-32.
-
-    The scheduler compares it with the CRC-32 in the journal to know whether all bytes of the job reached the disk.
-    """
+    """Read the bytes that an interrupted run wrote for a job, and return a Done with their CRC-32."""
     return Done(job.key, _joined_sums(_sum_of(target) for target in job.targets), job.action)
 
 
 def _sum_of(target: Target) -> int:
-    """Read a target's bytes from its output file, and return their CRC-32.
-
-    If the file is too short, the CRC-32 covers the bytes that exist.
-    """
+    """Read a target's bytes from its output file, and return their CRC-32."""
     found, left = 0, target.nbytes
     with target.path.open("rb", buffering=0) as file:
         file.seek(target.position)
@@ -401,10 +329,7 @@ def _sum_of(target: Target) -> int:
 
 
 def check_finite(job: Job, found: Measured) -> None:
-    """Raise CheckpointError if a weight contains NaN or infinity and its job has nonfinite="error".
-
-    found: the measurements of the weight.
-    """
+    """Raise CheckpointError if a weight contains NaN or infinity and its job has nonfinite="error"."""
     if found.nonfinite and job.nonfinite == "error":
         raise CheckpointError(
             f"{shown(job.name)}: {found.nonfinite} of {prod(job.shape)} values are NaN or infinite; repair the source, "

@@ -61,11 +61,7 @@ class JobScheduler:
         self._unmeasured = {group: {job.key for job in members} for group, members in self._groups.items()}
 
     def run(self, executor: Executor | None, width: int) -> None:
-        """Run all jobs of the plan, except those that an interrupted earlier run has already done.
-
-        executor: where the jobs run; None for this process.
-        width: how many calls are submitted to the executor at a time.
-        """
+        """Run all jobs of the plan, except those that an interrupted earlier run has already done."""
         self._in_process = executor is None
         self._take_over(executor)
         queue = deque(self._first())
@@ -74,11 +70,8 @@ class JobScheduler:
                 queue.extendleft(reversed(self._after(one)))
 
     def _take_over(self, executor: Executor | None) -> None:
-        """Mark jobs as done if the journal records them as done and their output bytes still have the recorded CRC-32.
-
-        The source bytes of these jobs are reported to ``tick`` as processed. All other jobs remain to be run.
-
-        executor: where the bytes are read; None for this process.
+        """Mark jobs as done if the journal records them as done and their output bytes still have the recorded
+        CRC-32.
         """
         noted = self._journal.done
         for now in run_all(
@@ -108,20 +101,13 @@ class JobScheduler:
                 yield self._call(run_job.write, job, None)
 
     def _call(self, function: Callable[..., Any], job: Job, *arguments: Any) -> FunctionCall[Any]:
-        """Return the call ``function(job, *arguments)`` in the form that run_all takes.
-
-        In this process, the call reports progress after every read. With an executor, ``_after`` reports the progress
-        when the call has ended.
-        """
+        """Return the call ``function(job, *arguments)`` in the form that run_all takes."""
         return (
             (_metered, (self._tick, function, job, *arguments)) if self._in_process else (function, (job, *arguments))
         )
 
     def _after(self, result: Measured | Done | Digest | None) -> list[FunctionCall[Any]]:
-        """Record the result of a finished call, and return the calls that can start because of it; may be [].
-
-        result: None if the call synced a file, for which there is nothing to record.
-        """
+        """Record the result of a finished call, and return the calls that can start because of it; may be []."""
         if result is None:
             return []
         if isinstance(result, Digest):
@@ -138,13 +124,8 @@ class JobScheduler:
         return calls
 
     def _take_measured(self, found: Measured) -> list[FunctionCall[Any]]:
-        """Check and record the measurements of a job, and return the calls that write its group.
-
-        A group is written when the last of its jobs is measured; until then, return []. Jobs that are done already are
-        not written again. Raise CheckpointError if the measurements show values that the request does not allow.
-
-        found: the measurements of the job.
-        """
+        """Check and record the measurements of a job, and return the calls that write its group."""
+        # A group is written when the last of its jobs is measured; until then, return [].
         job = self._jobs[found.key]
         self._check(job, found)
         self._measured[found.key] = found
@@ -156,12 +137,7 @@ class JobScheduler:
         return [self._call(run_job.write, member, shared) for member in members if member.key not in self.done]
 
     def _take_done(self, result: Done) -> list[FunctionCall[Any]]:
-        """Record in ``done`` what a job did, and return the calls that sync and hash the files that it completed.
-
-        A file is complete when all jobs that write into it are done. Return [] if the job completed no file.
-
-        result: what the job did.
-        """
+        """Record in ``done`` what a job did, and return the calls that sync and hash the files that it completed."""
         self.done[result.key] = result
         calls: list[FunctionCall[Any]] = []
         for path in dict.fromkeys(target.path for target in self._jobs[result.key].targets):
@@ -172,20 +148,13 @@ class JobScheduler:
 
 
 def _last_calls(path: Path) -> list[FunctionCall[Any]]:
-    """Return two calls for a complete file: one syncs it to disk and one hashes it.
-
-    The calls are separate, because the first waits for the disk and the second for a CPU.
-    """
+    """Return two calls for a complete file: one syncs it to disk and one hashes it."""
+    # The calls are separate, because the first waits for the disk and the second for a CPU.
     return [(staging.sync_file, (path,)), (digest_of, (path,))]
 
 
 def _metered(tick: Tick, function: Callable[..., T], job: Job, *arguments: Any) -> T:
-    """Call ``function(job, *arguments, tick)`` with a tick that reports progress, and return the result.
-
-    The reported bytes always add up to ``job.nbytes_in``, even if the call reads more or fewer bytes.
-
-    tick: called with a number of bytes after every read.
-    """
+    """Call ``function(job, *arguments, tick)`` with a tick that reports progress, and return the result."""
     left = job.nbytes_in
 
     def count(nbytes: int) -> None:

@@ -41,15 +41,7 @@ _WIDE = (-4, 1)  # the range of j for E8M0 scales if the default range may miss 
 
 
 def quantized(x: Any, recipe: Recipe, objective: str, weights: Any) -> Quantized:
-    """Quantize a matrix for GGUF with the scale byte that gives each block the smallest error.
-
-    Among equal errors, the smallest scale wins. If all column weights of a block are 0, its columns get equal weights.
-
-    x: float32, float16 or bfloat16 (rows, columns), a NumPy or CuPy array.
-    recipe: nvfp4-gguf or mxfp4-gguf.
-    objective: the error to minimize, as for fp4kit.search_scales, such as "mse".
-    weights: the weight of each column in the error, float32 (columns,); None for equal weights.
-    """
+    """Quantize a matrix for GGUF with the scale byte that gives each block the smallest error."""
     error = cast(Objective, objective)
     weights = None if weights is None else _without_zero_blocks(weights, recipe.block_size)
     if recipe.scale == E8M0:
@@ -61,12 +53,7 @@ def quantized(x: Any, recipe: Recipe, objective: str, weights: Any) -> Quantized
 
 
 def _with_scales(x: Any, recipe: Recipe, values: Any) -> Quantized:
-    """Quantize a matrix with given block scales. The scale of a block becomes 0 if all its element codes are 0.
-
-    x: the matrix, a NumPy or CuPy array.
-    recipe: a recipe with E4M3 scales.
-    values: the block scales as numbers that E4M3 represents exactly, of shape (rows, blocks per row).
-    """
+    """Quantize a matrix with given block scales."""
     on_host = isinstance(values, np.ndarray)
     codes = encode(values if on_host else values.get(), E4M3)
     q = quantize(x, recipe, block_scale=codes if on_host else to_device(codes))
@@ -76,10 +63,7 @@ def _with_scales(x: Any, recipe: Recipe, values: Any) -> Quantized:
 
 
 def _without_zero_blocks(weights: Any, size: int) -> Any:
-    """Return the column weights, with ones in every block of ``size`` columns whose weights are all zero.
-
-    Otherwise, every scale of such a block would have the error 0.
-    """
+    """Return the column weights, with ones in every block of ``size`` columns whose weights are all zero."""
     blocks = weights.reshape(-1, size)
     is_zero = ~blocks.any(axis=-1, keepdims=True)
     return (blocks + is_zero.astype(np.float32)).reshape(-1)

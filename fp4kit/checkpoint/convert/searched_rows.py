@@ -22,13 +22,7 @@ from fp4kit.types import Objective
 
 
 def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | None) -> tuple[Quantized, Losses]:
-    """Quantize ``x`` with the block scales that give the smallest error under the objective ``job.search``.
-
-    Return (the result as NumPy arrays, the squared errors without and with the search).
-
-    amax: the largest amax of the layers that share the tensor scale; unused by GGUF recipes, which have none.
-    weights: the weight of each column in the error; None for equal weights.
-    """
+    """Quantize ``x`` with the block scales that give the smallest error under the objective ``job.search``."""
     if job.device is None:
         before, after = _both(x, job, amax, weights)
     else:
@@ -39,13 +33,7 @@ def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | N
 
 
 def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, Quantized]:
-    """Quantize ``x`` twice, and return (the result without the scale search, the result with it).
-
-    x: the rows to quantize, a CuPy array if the job has a device, otherwise a NumPy array.
-    job: says which recipe and which objective to use.
-    amax: the largest amax of the layers that share the tensor scale; unused by GGUF recipes.
-    weights: the weight of each column in the error, an array of the kind of ``x``; None for equal weights.
-    """
+    """Quantize ``x`` twice, and return (the result without the scale search, the result with it)."""
     r = job.new_recipe
     if r.id in BLOCK_RECIPES:
         return quantize(x, r), searched_blocks.quantized(x, r, job.search, weights)
@@ -55,13 +43,8 @@ def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, 
 
 @ieee("convert")
 def _losses(x: np.ndarray, before: Quantized, after: Quantized, weights: np.ndarray | None) -> Losses:
-    """Return three sums: of x^2, of the squared errors of ``before``, and of the squared errors of ``after``.
-
-    Differences are exact in float64. Sums are taken over chunks of rows, in order, so that they are reproducible.
-
-    before, after: ``x`` quantized without and with the search.
-    weights: the weight of each column in the sums; None for equal weights.
-    """
+    """Return three sums: of x^2, of the squared errors of ``before``, and of the squared errors of ``after``."""
+    # Sums are taken over chunks of rows, in order, so that they are reproducible.
     values = [dequantize(q, np.float32) for q in (before, after)]
     found = Losses()
     for rows in row_chunks(*x.shape):
@@ -71,10 +54,7 @@ def _losses(x: np.ndarray, before: Quantized, after: Quantized, weights: np.ndar
 
 
 def _squares(x: np.ndarray, weights: np.ndarray | None) -> float:
-    """Return the sum of squares of ``x``, added in an order that does not depend on the machine.
-
-    weights: one factor per column, by which the squares are multiplied; None for no factors.
-    """
+    """Return the sum of squares of ``x``, added in an order that does not depend on the machine."""
     if weights is None:
         flat = x.reshape(-1)
         return float(np.einsum("i,i->", flat, flat))

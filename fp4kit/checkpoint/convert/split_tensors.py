@@ -17,25 +17,14 @@ _RANKS = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")  # config keys with
 
 
 def check_array(name: str, array: Any) -> None:
-    """Raise TypeError if a value is not an array, which is recognized by its attributes ``dtype`` and ``shape``.
-
-    name: the name of the tensor, for the message.
-    array: the value.
-    """
+    """Raise TypeError if a value is not an array, which is recognized by its attributes ``dtype`` and ``shape``."""
     if not (hasattr(array, "dtype") and hasattr(array, "shape")):
         kind = type(array).__name__
         raise TypeError(f"convert_tensors: {shown(name)} is {kind}; an array of NumPy, CuPy, PyTorch or JAX is needed")
 
 
 def split_parameter(megatron_name: str, array: Any, rules: Rules) -> Iterator[Named]:
-    """Split a Megatron-Core parameter, and yield its Hugging Face (name, array) pairs.
-
-    A fused parameter gives two or three pairs; linear_fc1 of an MLP without a gate gives only one. ``_extra_state``
-    gives none. Any other parameter gives one.
-
-    Raise CheckpointError for an unknown Megatron-Core name, and for a fused parameter whose rows do not fit
-    ``rules.config``. Raise TypeError if ``array`` is not an array.
-    """
+    """Split a Megatron-Core parameter, and yield its Hugging Face (name, array) pairs."""
     names = rules.names(megatron_name)
     if names:
         check_array(megatron_name, array)
@@ -51,15 +40,7 @@ def split_parameter(megatron_name: str, array: Any, rules: Rules) -> Iterator[Na
 
 
 def _has_no_gate(first: str, rows: int, config: Mapping[str, Any]) -> bool:
-    """Return whether linear_fc1 holds up_proj alone, because the model's MLPs have no gate (Nemotron).
-
-    That is so if it has as many rows as up_proj, and not twice as many. Return False if ``config`` does not state the
-    number of rows of up_proj, and for all parameters other than linear_fc1.
-
-    first: the Hugging Face name of the first tensor of the parameter.
-    rows: the number of rows of the parameter.
-    config: the content of config.json.
-    """
+    """Return whether linear_fc1 holds up_proj alone, because the model's MLPs have no gate (Nemotron)."""
     text = config.get("text_config", config)
     if ".gate_proj." not in first:
         return False
@@ -69,12 +50,8 @@ def _has_no_gate(first: str, rows: int, config: Mapping[str, Any]) -> bool:
 
 
 def _shared_expert_rows(config: Mapping[str, Any]) -> int | None:
-    """Return the number of rows of up_proj of the shared experts of a layer, or None if the config does not state it.
-
-    Configs state it as moe_shared_expert_intermediate_size (Nemotron-H), as shared_expert_intermediate_size (Qwen), or
-    as n_shared_experts * moe_intermediate_size (DeepSeek).
-
-    config: the part of config.json that describes the text model.
+    """Return the number of rows of up_proj of the shared experts of a layer, or None if the config does not state
+    it.
     """
     for key in ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"):
         if type(config.get(key)) is int:
@@ -84,21 +61,7 @@ def _shared_expert_rows(config: Mapping[str, Any]) -> int | None:
 
 
 def _rows_of_first(megatron_name: str, first: str, rows: int, config: Mapping[str, Any]) -> int:
-    """Return how many rows of a fused Megatron-Core parameter belong to the first of its two tensors.
-
-    linear_fc1 holds gate and up, with half of the rows each. linear_qkv_down_proj holds q_a_proj with q_lora_rank rows,
-    then kv_a_proj_with_mqa with kv_lora_rank + qk_rope_head_dim rows.
-
-    Raise CheckpointError if gate and up would have different numbers of rows, or if the ranks in ``config`` are missing
-    or do not add up to ``rows``.
-
-    megatron_name: the name of the parameter, for the message.
-    first: the Hugging Face name of its first tensor.
-    rows: the number of rows of the parameter.
-    config: the content of config.json.
-
-    Source: Megatron-Core transformer/multi_latent_attention.py FusedMLASelfAttention.
-    """
+    """Return how many rows of a fused Megatron-Core parameter belong to the first of its two tensors."""
     if ".q_a_proj." not in first:
         if rows % 2:
             raise CheckpointError(
@@ -117,15 +80,7 @@ def _rows_of_first(megatron_name: str, first: str, rows: int, config: Mapping[st
 
 
 def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Split Megatron-Core's fused linear_qkv into q, k and v, and return them in this order.
-
-    The rows of the fused tensor are grouped by key-value head. Each group holds the query heads that use this head, its
-    key head and its value head. Raise CheckpointError if ``config`` lacks the numbers of heads or they do not fit.
-
-    megatron_name: the name of the parameter, for the message.
-    array: the fused weight or bias; its first axis is the rows.
-    config: the content of config.json.
-    """
+    """Split Megatron-Core's fused linear_qkv into q, k and v, and return them in this order."""
     text = config.get("text_config", config)
     heads, groups = text.get("num_attention_heads"), text.get("num_key_value_heads", text.get("num_attention_heads"))
     if not heads or not groups or heads % groups:
@@ -152,17 +107,7 @@ def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[A
 
 
 def layers_of(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
-    """Yield (layer name, matrix) for every layer that a tensor holds.
-
-    - A 2-D tensor is one layer.
-    - A 3-D stack of experts is split into one layer per expert, or into two per expert if it holds gate and up.
-    - If the container stores stacks whole, a stack is yielded as one array.
-
-    Stacks that the model stores transposed are transposed back.
-
-    name: the name of the tensor, a layer's name with or without ".weight".
-    rules: the container to write, and the config of the model.
-    """
+    """Yield (layer name, matrix) for every layer that a tensor holds."""
     shape = tuple(array.shape)
     module = name.removesuffix(".weight")
     if len(shape) == 2:
@@ -178,11 +123,5 @@ def layers_of(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
 
 
 def _pieces(module: str, name: str, shape: tuple[int, ...], rules: Rules) -> Iterator[Piece]:
-    """Yield the layers that a stack of experts is split into: for each its name, expert number and range of rows.
-
-    module: the name of the stack without ".weight".
-    name: the full name of the stack's tensor.
-    shape: the shape [E, N, K] of the stack, with N rows and K columns per expert, however the model stores them.
-    rules: the container to write, and the config of the model.
-    """
+    """Yield the layers that a stack of experts is split into: for each its name, expert number and range of rows."""
     return pieces(Weight(module, name, shape, None, {}), rules.form, rules.config, False)

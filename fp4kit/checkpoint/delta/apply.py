@@ -81,12 +81,7 @@ def apply(
 
 
 def _check_base(root: Path, patch: Patch) -> None:
-    """Raise CheckpointError if a file of the old version that the patch needs is missing or has the wrong size.
-
-    Raise CheckpointError also if ``root`` is a directory and the patch is for files, or the other way round.
-
-    root: the old version: a directory or a file.
-    """
+    """Raise CheckpointError if a file of the old version that the patch needs is missing or has the wrong size."""
     if root.is_dir() != patch.is_directory:
         kind = "the model directory" if patch.is_directory else "the safetensors or GGUF file"
         state = "is a directory" if root.is_dir() else "is no directory"
@@ -105,19 +100,7 @@ def _check_base(root: Path, patch: Patch) -> None:
 def _write_file(
     name: str, facts: FileFacts, root: Path, patch: Patch, reader: TensorReader, folder: Path, tick: Tick
 ) -> None:
-    """Write one file of the new version, unless an interrupted run has completed it.
-
-    The new file is synced to disk. Raise CheckpointError if the SHA-256 of the written file, or of the old file if it
-    is needed, differs from the SHA-256 in the patch.
-
-    name: the name of the file.
-    facts: the size and SHA-256 that the new file must have.
-    root: the old version: a directory or a file.
-    patch: the opened patch.
-    reader: reads tensors of the patch file.
-    folder: the directory to write into.
-    tick: called with the number of bytes written since the last call.
-    """
+    """Write one file of the new version, unless an interrupted run has completed it."""
     target = folder / name
     if target.is_file() and _digest(target) == facts.sha256:  # the interrupted run completed it
         tick(facts.nbytes)
@@ -151,23 +134,10 @@ def _write_file(
 def _patched(
     name: str, root: Path, patch: Patch, reader: TensorReader, out: object, written: object, read: object, tick: Tick
 ) -> None:
-    """Write one file of the new version as a copy of the old file, with the changed bytes of the patch written over it.
-
-    The file is copied in chunks of CHUNK bytes. If the patch has no changed bytes for the file, the copy equals the old
-    file. The hashes ``written`` and ``read`` are updated, so that the caller can compare them with the patch.
-
-    Raise CheckpointError if the old file is missing, or if the patch is damaged: its runs of changed bytes do not add
-    up, or lie outside their chunk.
-
-    name: the name of the file in the patch.
-    root: the old version: a directory or a file.
-    patch: the opened patch.
-    reader: reads tensors of the patch file.
-    out: the binary stream to which the new file is written.
-    written: a hash object, which is updated with all bytes of the new file.
-    read: a hash object, which is updated with all bytes of the old file.
-    tick: called with the size of each chunk in bytes, after the chunk is written.
+    """Write one file of the new version as a copy of the old file, with the changed bytes of the patch written over
+    it.
     """
+    # The hashes ``written`` and ``read`` are updated, so that the caller can compare them with the patch.
     counts_entry = patch.entry(name, COUNTS)
     counts = None if counts_entry is None else reader.read_bytes(counts_entry).view(np.int64).reshape(-1, 2)
     parts = {part: patch.entry(name, part) for part in (STARTS, LENGTHS, BYTES)}
@@ -195,12 +165,7 @@ def _patched(
 
 
 def _check_counts(name: str, counts: np.ndarray, runs: int, nbytes: int) -> None:
-    """Raise CheckpointError if the counts per chunk do not add up to the totals that the patch stores.
-
-    name: the name of the file, for the message.
-    counts: (chunks, 2), the number of runs of changed bytes, and the number of their bytes, per chunk.
-    runs, nbytes: the number of runs and the number of bytes that the patch stores for the file.
-    """
+    """Raise CheckpointError if the counts per chunk do not add up to the totals that the patch stores."""
     within = counts.min(initial=0) >= 0 and counts.max(initial=0) <= CHUNK
     if not within or counts.sum(axis=0).tolist() != [runs, nbytes]:
         raise CheckpointError(
@@ -209,15 +174,7 @@ def _check_counts(name: str, counts: np.ndarray, runs: int, nbytes: int) -> None
 
 
 def _overlaid(name: str, data: bytes, starts: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> bytes:
-    """Return a copy of a chunk with runs of new bytes written over it.
-
-    Raise CheckpointError if a run is empty or lies outside the chunk, or if the number of new bytes is wrong.
-
-    name: the name of the file, for the message.
-    data: the bytes of the chunk.
-    starts, lengths: the first byte of each run within the chunk, and its number of bytes.
-    values: the new bytes of all runs, in order.
-    """
+    """Return a copy of a chunk with runs of new bytes written over it."""
     within = lengths.min() >= 1 and lengths.max() <= len(data) and starts.min() >= 0 and starts.max() < len(data)
     if not within or (starts + lengths).max() > len(data) or int(lengths.sum()) != values.size:
         raise CheckpointError(

@@ -141,11 +141,7 @@ def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | 
 
 
 def _check_kinds(old: Path, new: Path) -> None:
-    """Raise CheckpointError unless both versions exist and are of one kind.
-
-    The kinds are directories, safetensors files and GGUF models. If the versions are files, raise it also if the file
-    ``old`` is not a checkpoint.
-    """
+    """Raise CheckpointError unless both versions exist and are of one kind."""
     for root in (old, new):
         if not root.exists():
             inspect_checkpoint(root)  # raises, with advice
@@ -189,17 +185,7 @@ class _Stored(NamedTuple):
 
 
 def _compare(name: str, before: Path | None, after: Path, spool: Path, flips: _Flips, tick: Tick) -> _Stored:
-    """Compare one file of the new version with the old version, and write its changed bytes to temporary files.
-
-    Return how the patch must store the file: as changed bytes, or by its hash alone if no byte differs. A file that is
-    missing in the old version or has a different size there is not compared; it is stored as a whole.
-
-    name: the name of the file in the patch.
-    before, after: the paths of the file in the old and in the new version; None if the old version has no such file.
-    spool: the path of the temporary files, without their endings (see _part).
-    flips: where the changes are counted per layer.
-    tick: called with the number of bytes of the new file processed since its last call.
-    """
+    """Compare one file of the new version with the old version, and write its changed bytes to temporary files."""
     if before is None or before.stat().st_size != after.stat().st_size:
         tick(after.stat().st_size)
         return _Stored(name, "whole", None, _facts_of(after), spool)
@@ -228,27 +214,16 @@ def _compare(name: str, before: Path | None, after: Path, spool: Path, flips: _F
 
 
 def _part(spool: Path, part: str) -> Path:
-    """Return the path of the temporary file that holds one part (counts, starts, lengths or bytes) of a file's runs.
-
-    Args:
-        spool: the path of the file's temporary files, without their endings.
-    """
+    """Return the path of the temporary file that holds one part (counts, starts, lengths or bytes) of a file's runs."""
     return spool.with_name(f"{spool.name}.{part}")
 
 
 def _spool_runs(
     out: Mapping[str, IO[bytes]], at: npt.NDArray[np.intp], data: npt.NDArray[np.uint8], first: int
 ) -> None:
-    """Join the differing bytes of one chunk to runs, and append the runs to the temporary files.
-
-    Neighboring differing bytes belong to one run if they are at most 16 positions apart, so that a run may contain
-    equal bytes. For a chunk without differing bytes, only its counts, two zeros, are appended.
-
-    out: part (counts, starts, lengths, bytes) -> temporary file.
-    at: the indices within the chunk of the bytes that differ, in ascending order.
-    data: the bytes of the new chunk.
-    first: the position of the chunk in the file.
-    """
+    """Join the differing bytes of one chunk to runs, and append the runs to the temporary files."""
+    # Neighboring differing bytes belong to one run if they are at most 16 positions apart, so that a run may contain
+    # equal bytes.
     if not at.size:
         out[COUNTS].write(np.zeros(2, np.int64).tobytes())
         return
@@ -262,21 +237,14 @@ def _spool_runs(
 
 
 def positions_of(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the position of every byte of runs that begin at ``starts`` and have ``lengths`` bytes, in order.
-
-    For example, the starts [3, 10] and the lengths [2, 3] give [3, 4, 10, 11, 12].
-    """
+    """Return the position of every byte of runs that begin at ``starts`` and have ``lengths`` bytes, in order."""
     before = np.cumsum(lengths) - lengths
     found: npt.NDArray[np.int64] = np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
     return found
 
 
 def _write(path: Path, stored: list[_Stored], new: Mapping[str, Path], metadata: dict[str, str]) -> None:
-    """Write the patch file from the temporary files with runs and from the files that are stored as a whole.
-
-    new: name in the patch -> path, for the files of the new version.
-    metadata: the metadata of the patch file, from metadata_of.
-    """
+    """Write the patch file from the temporary files with runs and from the files that are stored as a whole."""
     specs, sources = [], {}
     for one in stored:
         if one.kind == "whole":
@@ -318,13 +286,7 @@ class _Flips:
         }
 
     def has_layout(self, name: str, before: Path) -> bool:
-        """Return whether a file has equal headers in both versions, so that its tensors are at equal positions.
-
-        Changes can be counted per layer only if this is True. Return False for a file without tensors.
-
-        name: the name of the file.
-        before: the file of the old version.
-        """
+        """Return whether a file has equal headers in both versions, so that its tensors are at equal positions."""
         if name not in self._starts or not self._starts[name][1].entries:
             return False
         file = self._starts[name][1]
@@ -333,14 +295,7 @@ class _Flips:
             return a.read(first) == b.read(first)
 
     def add(self, name: str, at: npt.NDArray[np.intp], changes: npt.NDArray[np.uint8]) -> None:
-        """Count changed bytes of a file for the layers to which they belong.
-
-        Bytes that are neither codes nor block scales of a layer are not counted. Call this only if has_layout is True.
-
-        name: the name of the file.
-        at: the positions of the changed bytes in the file.
-        changes: for each changed byte, the XOR of its old and new value.
-        """
+        """Count changed bytes of a file for the layers to which they belong."""
         starts, file = self._starts[name]
         entries = sorted(file.entries, key=lambda entry: entry.start)
         owner = np.searchsorted(starts, at, side="right") - 1
@@ -352,10 +307,7 @@ class _Flips:
                     self._counts[weight.name, which] = self._counts.get((weight.name, which), 0) + count
 
     def layers(self) -> tuple[LayerFlips, ...]:
-        """Return the counts of all layers with a changed code or block scale, in the order of the files.
-
-        Return () if no layer changed.
-        """
+        """Return the counts of all layers with a changed code or block scale, in the order of the files."""
         return tuple(self._of_layers())
 
     def _of_layers(self) -> Iterator[LayerFlips]:
@@ -371,26 +323,17 @@ class _Flips:
 
 
 def _by_name(files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
-    """Return a dict from name to file, for the files of a model directory.
-
-    In a patch, the name of such a file is its path in the directory.
-    """
+    """Return a dict from name to file, for the files of a model directory."""
     return {file.name: file for file in files}
 
 
 def _changed_items(
     weight: Weight, part: str, at: npt.NDArray[np.intp], changes: npt.NDArray[np.uint8]
 ) -> dict[str, int]:
-    """Count the changes in one tensor of a layer: CODES -> number of codes, SCALES -> number of bytes of block scales.
-
-    A byte of two 4-bit codes counts once per code that differs. A tensor of GGUF blocks holds both parts, so the result
-    has both keys; otherwise it has only the key ``part``.
-
-    weight: the weight that the tensor belongs to.
-    part: the part that the tensor holds, CODES or SCALES.
-    at: the positions of the changed bytes in the tensor.
-    changes: for each changed byte, the XOR of its old and new value.
+    """Count the changes in one tensor of a layer: CODES -> number of codes, SCALES -> number of bytes of block
+    scales.
     """
+    # A tensor of GGUF blocks holds both parts, so the result has both keys; otherwise it has only the key ``part``.
     assert weight.container is not None
     if weight.container.in_blocks:
         block = GGUF_BLOCKS[weight.container.kind]
@@ -402,8 +345,5 @@ def _changed_items(
 
 
 def _changed_nibbles(changes: npt.NDArray[np.uint8]) -> int:
-    """Return how many 4-bit codes differ between old and new bytes, with two codes per byte.
-
-    changes: the XOR of each old byte with its new byte.
-    """
+    """Return how many 4-bit codes differ between old and new bytes, with two codes per byte."""
     return int(np.count_nonzero(changes & 0x0F) + np.count_nonzero(changes & 0xF0))

@@ -66,10 +66,7 @@ class Patch:
     result: Mapping[str, FileFacts]
 
     def entry(self, name: str, part: str) -> TensorEntry | None:
-        """Return the tensor that holds a part of the file ``name``, or None if the patch has no such tensor.
-
-        part: COUNTS, STARTS, LENGTHS, BYTES or WHOLE.
-        """
+        """Return the tensor that holds a part of the file ``name``, or None if the patch has no such tensor."""
         wanted = f"{name}/{part}"
         return next((entry for entry in self.file.entries if entry.name == wanted), None)
 
@@ -77,13 +74,7 @@ class Patch:
 def metadata_of(
     base: Mapping[str, FileFacts], result: Mapping[str, FileFacts], is_directory: bool = True
 ) -> dict[str, str]:
-    """Return the metadata of a patch file: one entry, whose value is JSON text.
-
-    The JSON records the version of the format, whether the model is a directory, and all files of both versions.
-
-    base, result: file name -> size and SHA-256, for the files of the old and of the new version.
-    is_directory: True if both versions are directories.
-    """
+    """Return the metadata of a patch file: one entry, whose value is JSON text."""
     files = {
         side: {name: {"bytes": one.nbytes, "sha256": one.sha256} for name, one in sorted(facts.items())}
         for side, facts in (("base", base), ("result", result))
@@ -92,10 +83,7 @@ def metadata_of(
 
 
 def open_patch(path: Path) -> Patch:
-    """Open a patch file, check its header, and return it as a Patch. The changed bytes are not read.
-
-    Raise CheckpointError if the file is missing, is not a patch, has another version of the format, or is malformed.
-    """
+    """Open a patch file, check its header, and return it as a Patch."""
     if not path.is_file():
         raise CheckpointError(f"{path}: is not a file; a patch that fp4kit diff wrote is needed")
     file = read_header(path)
@@ -114,12 +102,7 @@ def open_patch(path: Path) -> Patch:
 
 
 def _facts(path: Path, content: Any) -> dict[str, FileFacts]:
-    """Return a dict from file name to size and SHA-256, read from the JSON content for one version of the model.
-
-    Raise CheckpointError for wrong types, and for file names that could lead out of a directory or are hidden.
-
-    path: the patch file, for messages.
-    """
+    """Return a dict from file name to size and SHA-256, read from the JSON content for one version of the model."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: its {KEY} entry is malformed; make the patch again")
     found = {}
@@ -142,18 +125,8 @@ def _facts(path: Path, content: Any) -> dict[str, FileFacts]:
 
 
 def _check_parts(path: Path, patch: Patch, name: str, facts: FileFacts) -> None:
-    """Raise CheckpointError if the shapes of the tensors that store a file do not fit together or do not fit its size.
-
-    - If the file is stored as a whole, the tensor must have as many bytes as the file.
-    - If it is stored as runs, all four tensors must exist, the old file must have the same size, ``counts`` must have
-      one row per chunk, and ``starts`` and ``lengths`` must have equal shapes.
-    - If it has no tensors, its size and SHA-256 must be equal in both versions.
-
-    The content of the tensors is not read.
-
-    path: the patch file, for messages.
-    name: the name of a file of the new version.
-    facts: the size and SHA-256 of that file.
+    """Raise CheckpointError if the shapes of the tensors that store a file do not fit together or do not fit its
+    size.
     """
     base = patch.base.get(name)
     whole, counts = patch.entry(name, WHOLE), patch.entry(name, COUNTS)

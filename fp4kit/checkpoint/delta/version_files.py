@@ -26,13 +26,7 @@ _NAME_OF_FILE = re.compile(r"model\.(safetensors|gguf)|\d{5}-of-\d{5}\.gguf")
 
 
 def files_of(root: Path) -> dict[str, Path]:
-    """Return a dict from the name in a patch to the path, for all files of a version.
-
-    For a directory, the manifest is included, and hidden files are left out. For any file of a split GGUF model, all
-    its files are returned.
-
-    Raises CheckpointError if ``root`` does not exist, or is an incomplete GGUF model.
-    """
+    """Return a dict from the name in a patch to the path, for all files of a version."""
     if root.is_dir():
         manifest = [MANIFEST] if (root / MANIFEST).is_file() else []
         return {name: root / name for name in [*names_in(root), *manifest]}
@@ -47,12 +41,7 @@ def files_of(root: Path) -> dict[str, Path]:
 
 
 def path_of(root: Path, name: str) -> Path:
-    """Return the path of the file that a patch names ``name``, in a version of the model.
-
-    root: the version: a directory, a safetensors file, or any file of a GGUF model.
-
-    Raises CheckpointError if this version has no such file.
-    """
+    """Return the path of the file that a patch names ``name``, in a version of the model."""
     if root.is_dir():
         return existing_file(root, name)
     found = files_of(root)
@@ -64,23 +53,12 @@ def path_of(root: Path, name: str) -> Path:
 
 
 def are_of_files(names: Collection[str]) -> bool:
-    """Return whether all names in a patch are names of the files of a model that is not a directory.
-
-    Such names are model.safetensors, model.gguf, and names such as 00001-of-00003.gguf. Return False if ``names`` is
-    empty.
-    """
+    """Return whether all names in a patch are names of the files of a model that is not a directory."""
     return bool(names) and all(_NAME_OF_FILE.fullmatch(name) for name in names)
 
 
 def paths_to_write(names: Collection[str], target: Path) -> dict[str, Path]:
-    """Return {name in a patch: final path} for a model of single files that is written as ``target``.
-
-    The path is ``target`` itself, except for a split GGUF model, whose files get the number of the part in their names.
-
-    names: the names in the patch of all files of the new version; not empty.
-
-    Raises CheckpointError if ``target`` is not named like the files that the patch produces.
-    """
+    """Return {name in a patch: final path} for a model of single files that is written as ``target``."""
     suffix = Path(next(iter(names))).suffix
     if target.suffix.lower() != suffix:
         raise CheckpointError(f"{target}: the patch leads to a {suffix} file; name a file that ends in {suffix}")

@@ -61,20 +61,7 @@ def fit_of(
     rows: bool = False,
     steps: int = 1,
 ) -> Fit | None:
-    """Measure how well the codes of a layer fit its source with the stored scales.
-
-    Return None in these cases, in which they cannot be compared:
-
-    - The layer and the source have different shapes, or the number of block scales does not fit.
-    - The block scales are not in linear order.
-    - The tensor scale is not one positive finite number. (A layer without a tensor scale is compared.)
-    - The format has no block scales, or has blocks of several rows.
-
-    x: the source (the original weight), of shape (N, K).
-    columns: factors by which the columns of the source are multiplied first, float32 (K,); None for no factors.
-    rows: True to multiply each row of the source by the factor that fits the decoded row best.
-    steps: the largest distance at which a code counts as near the code of its source value, in representable values.
-    """
+    """Measure how well the codes of a layer fit its source with the stored scales."""
     r = layer.recipe
     if not _is_comparable(layer, x):
         return None
@@ -121,11 +108,7 @@ class Likeness:
 
     @property
     def is_of_another_version(self) -> bool:
-        """True if the layer was probably made from another version of its source, such as a fine-tuned one.
-
-        Another version changes most codes by at most one step, or many codes. Damaged bytes leave most codes as they
-        are, and change the others by many steps.
-        """
+        """True if the layer was probably made from another version of its source, such as a fine-tuned one."""
         return self.is_same_size and self.correlation >= LIKE and (self.far <= _LUCK or self.equal < _MANY_EQUAL)
 
 
@@ -142,12 +125,7 @@ _MANY_EQUAL = 0.7  # least share of equal codes if bytes are damaged
 
 @ieee("identify")
 def likeness_of(layer: StoredLayer, x: npt.NDArray[np.generic]) -> Likeness | None:
-    """Compare the decoded values of a layer with its source. Return None if fit_of cannot compare them.
-
-    At most 1,024 evenly spaced rows are compared.
-
-    x: the source (the original weight), of shape (N, K).
-    """
+    """Compare the decoded values of a layer with its source."""
     r, n = layer.recipe, len(x)
     if not _is_comparable(layer, x):
         return None
@@ -187,19 +165,8 @@ def _is_comparable(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
 
 @ieee("identify")
 def is_gptq(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
-    """Return whether the codes of a layer look like GPTQ's. The layer must be one that fit_of can compare.
-
-    GPTQ rounds the first column that it takes to the nearest codes, and changes all later columns before it rounds
-    them. So these conditions must hold:
-
-    - In at least one column, every code is the one nearest to its source value, given the stored scales. A code also
-      counts as nearest if it is nearest to a quotient rounded to bfloat16, because some tools round the quotient.
-    - There are at most four such columns, or 5% of all columns.
-    - Random damage does not explain such a column: if all codes that are not nearest were spread at random over the
-      layer, at most 0.01 columns without such codes would be expected.
-
-    x: the source (the original weight), of shape (N, K).
-    """
+    """Return whether the codes of a layer look like GPTQ's."""
+    # The layer must be one that fit_of can compare.
     wrong = np.zeros(x.shape[1], np.int64)
     encode, largest = layer.recipe.element.encode, layer.recipe.element.max
     for part in _decoded(layer, x.shape):
@@ -228,13 +195,8 @@ class _Decoded:
 
 
 def _decoded(layer: StoredLayer, shape: tuple[int, ...]) -> Iterator[_Decoded]:
-    """Yield all rows of a layer, in ranges of rows that have about CHUNK elements each.
-
-    Codes and scales are not checked here, so the layer must be one that fit_of can compare.
-
-    layer: the layer as its file stores it.
-    shape: the shape (N, K) of the layer.
-    """
+    """Yield all rows of a layer, in ranges of rows that have about CHUNK elements each."""
+    # Codes and scales are not checked here, so the layer must be one that fit_of can compare.
     r, step = layer.recipe, max(CHUNK // max(shape[1], 1), 1)
     assert r.scale is not None
     tensor = 1.0 if layer.tensor_scale is None else float(layer.tensor_scale)

@@ -50,18 +50,7 @@ class ScaledRows:
 
 
 def scaled_rows(layer: StoredLayer, x: np.ndarray) -> ScaledRows | None:
-    """Estimate the factors by which the columns of a layer were multiplied, from its first rows.
-
-    Return these rows with the factors, or None if the layer does not look scaled per column. It looks so if the factors
-    raise the SQNR to at least 12 dB, and to at least 0.5 dB more than the best common factor of all columns. Return
-    None also in these cases:
-
-    - The layer has fewer than 32 rows.
-    - The source or the decoded values contain NaN or infinity, or a factor is not positive.
-    - Codes, block scales or the tensor scale do not have the shape, layout or value that the recipe needs.
-
-    x: the source (the original weight) of the layer, of shape (N, K).
-    """
+    """Estimate the factors by which the columns of a layer were multiplied, from its first rows."""
     r, scale, rows = layer.recipe, layer.tensor_scale, min(len(x), MAX_ROWS)
     in_order = layer.shape == x.shape and layer.block_scale.size * r.block_size == x.size
     usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
@@ -88,14 +77,7 @@ Scaling = Callable[[np.ndarray], np.ndarray]
 
 
 def scalings(found: ScaledRows) -> Iterator[Scaling]:
-    """Yield functions that scale the columns of the source as a tool may have done before it quantized the layer.
-
-    There is one function for each recipe from _rules and each of three ways: multiply the columns by bfloat16 factors,
-    divide them by bfloat16 factors, or multiply them by the float32 reciprocals of bfloat16 factors. Each function uses
-    those factors near the estimates that fit the layer best, and returns an array in the dtype of the source.
-
-    found: the first rows of the layer, their source, and the estimated factors.
-    """
+    """Yield functions that scale the columns of the source as a tool may have done before it quantized the layer."""
     near, inverse = (_neighbors(f) for f in (found.factors, 1 / found.factors))
     for r in _rules(found.q.recipe):
         yield _chosen(found, r, near, _multiplied)
@@ -114,25 +96,15 @@ def _divided(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
 
 
 def _neighbors(factors: np.ndarray) -> list[np.ndarray]:
-    """Return 25 arrays of bfloat16 numbers near the given positive factors, as float32, the nearest first.
-
-    Each array has one number per factor. All numbers of an array are equally many bfloat16 steps away from their
-    factors: 0 steps in the first array, up to STEPS (12) steps up or down in the others.
-    """
+    """Return 25 arrays of bfloat16 numbers near the given positive factors, as float32, the nearest first."""
     bits = factors.astype(ml_dtypes.bfloat16).view(np.int16)
     steps = sorted(range(-STEPS, STEPS + 1), key=abs)
     return [(bits + np.int16(step)).view(ml_dtypes.bfloat16).astype(np.float32) for step in steps]
 
 
 def _chosen(found: ScaledRows, r: Recipe, candidates: list[np.ndarray], apply: Callable) -> Scaling:
-    """Return a function that scales each column of a matrix (N, K) by the candidate factor that fits the column best.
-
-    For each column, the best candidate is the one with the fewest wrong codes and block scales (see _wrong).
-
-    found: the stored rows and their source.
-    r: the recipe to quantize with.
-    candidates: arrays (K,) with one factor per column.
-    apply: _multiplied or _divided.
+    """Return a function that scales each column of a matrix (N, K) by the candidate factor that fits the column
+    best.
     """
     wrong = np.stack([_wrong(found, r, apply(found.x, factors)) for factors in candidates])
     best = np.stack(candidates)[np.argmin(wrong, axis=0), np.arange(found.x.shape[1])]
@@ -140,15 +112,7 @@ def _chosen(found: ScaledRows, r: Recipe, candidates: list[np.ndarray], apply: C
 
 
 def _wrong(found: ScaledRows, r: Recipe, x: np.ndarray) -> np.ndarray:
-    """Return, per column, how many stored codes and block scales differ from those that a recipe gives, int64 (K,).
-
-    The recipe quantizes the scaled source rows ``x``, and uses the stored scales for the codes. A block scale that
-    differs counts for the column that holds the block's amax.
-
-    found: the stored rows.
-    r: the recipe to quantize with.
-    x: the scaled source rows.
-    """
+    """Return, per column, how many stored codes and block scales differ from those that a recipe gives, int64 (K,)."""
     q = found.q
     amax = None if q.tensor_scale is None else next(amaxes_of(q.tensor_scale, r, x.dtype))
     with np.errstate(all="ignore"):
@@ -164,11 +128,7 @@ def _wrong(found: ScaledRows, r: Recipe, x: np.ndarray) -> np.ndarray:
 
 
 def _rules(own: Recipe) -> Iterator[Recipe]:
-    """Yield recipes to try for a layer in the format of ``own``, one for each rule of block scales.
-
-    Only recipes of tools that scale columns (PRODUCERS) are yielded, with blocks of one row and the kind of tensor
-    scaling that ``own`` has.
-    """
+    """Yield recipes to try for a layer in the format of ``own``, one for each rule of block scales."""
     seen = set()
     for r in candidates_of(own):
         fits = r.tensor_scaling == own.tensor_scaling and r.block_rows == 1 and r.id.endswith(PRODUCERS)

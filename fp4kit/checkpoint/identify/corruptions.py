@@ -86,10 +86,8 @@ class StoredLayer:
 
     @property
     def blank(self) -> bool:
-        """True if all codes are zeros of either sign and all block scales are 0.
-
-        In such a layer, a wrong order of bytes cannot be told from the right order.
-        """
+        """True if all codes are zeros of either sign and all block scales are 0."""
+        # In such a layer, a wrong order of bytes cannot be told from the right order.
         return not self.block_scale.any() and self.has_zero_codes
 
     @property
@@ -128,25 +126,15 @@ def _as_stored(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarr
 
 
 def _bytes_transposed(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
-    """Return codes of the original matrix from a layer whose codes were packed, and whose bytes were then transposed.
-
-    The transposition is undone. The result has one code per byte.
-
-    layer: the layer with transposed bytes.
-    rows, columns: the rows and columns of the original matrix to return.
+    """Return codes of the original matrix from a layer whose codes were packed, and whose bytes were then
+    transposed.
     """
     turned = layer.codes[_bytes(layer, columns)][:, rows].T
     return unpacked(np.ascontiguousarray(turned), layer.recipe.element.packing)
 
 
 def _codes_transposed(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
-    """Return codes of the original matrix from a layer whose codes were transposed, and were then packed.
-
-    The transposition is undone. The result has one code per byte.
-
-    layer: the layer with transposed codes.
-    rows, columns: the rows and columns of the original matrix to return.
-    """
+    """Return codes of the original matrix from a layer whose codes were transposed, and were then packed."""
     if layer.recipe.element.packing.codes == 1:
         return _bytes_transposed(layer, rows, columns)
     pairs = layer.codes[columns][:, rows // 2]
@@ -212,22 +200,13 @@ def _swapped(codes: np.ndarray) -> np.ndarray:
 
 
 def _from_halves(codes: np.ndarray, half: int, swap: bool) -> np.ndarray:
-    """Return the codes in the order of the elements, for codes in which distant elements of a group share a byte.
-
-    The group has 2 * half elements, and its elements j and j + half share a byte.
-
-    swap: True if element j is in the high nibble, False if it is in the low nibble.
-    """
+    """Return the codes in the order of the elements, for codes in which distant elements of a group share a byte."""
     pairs = (_swapped(codes) if swap else codes).reshape(len(codes), -1, half, 2)
     return pairs.swapaxes(2, 3).reshape(codes.shape)
 
 
 def code_orders(recipe: Recipe, columns: int) -> list[CodeOrder]:
-    """Return the orders that codes in rows of ``columns`` elements can have. The right order comes first.
-
-    8-bit codes have only the right order. An order that permutes groups of elements is left out if a row is not a whole
-    number of groups.
-    """
+    """Return the orders that codes in rows of ``columns`` elements can have."""
     found = [CodeOrder(None, _same)]
     if recipe.element.packing.codes == 2:
         found.append(CodeOrder("nibbles are swapped", _swapped, 2))
@@ -257,20 +236,8 @@ class Scales(NamedTuple):
 
 
 def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> Iterator[Scales]:
-    """Yield the block scales of a layer in linear order, once for each order that the stored bytes may have.
-
-    The results are made one at a time, because together they would need many times the memory of the stored bytes. The
-    orders of the stored bytes are:
-
-    - linear, and each layout of fp4kit.layouts, whole or with the padding cut off
-    - column by column
-    - the order that results if a reader takes scales in one layout for scales in another, if linear scales are declared
-    - rows shuffled for FlashInfer, if linear scales are declared
-
-    stored: the bytes of the block scales, of any shape.
-    declared: the layout that the container declares. It is tried first if it fits the number of bytes.
-    shape: the shape (N, B) of the scales in linear order.
-    """
+    """Yield the block scales of a layer in linear order, once for each order that the stored bytes may have."""
+    # The results are made one at a time, because together they would need many times the memory of the stored bytes.
     for layout in sorted(SCALE_LAYOUTS, key=lambda layout: layout != declared):
         mishap = None if layout == declared else f"block scales are {layout}, declared {declared}"
         yield from _in_layout(stored, layout, declared, shape, mishap)
@@ -285,17 +252,7 @@ def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> I
 def _in_layout(
     stored: np.ndarray, layout: str, declared: str, shape: tuple[int, int], mishap: str | None
 ) -> Iterator[Scales]:
-    """Yield the scales in linear order for each way in which the stored bytes may be in ``layout``.
-
-    The bytes may be complete, or their padding may be cut off. If ``layout`` is linear, they may also include the
-    padding of the declared layout, in its place or at the end. Yield nothing if the number of bytes fits no case.
-
-    stored: the bytes of the block scales, of any shape.
-    layout: the layout to try, one of SCALE_LAYOUTS.
-    declared: the layout that the container declares.
-    shape: the shape (N, B) of the scales in linear order.
-    mishap: the name of the mishap of scales in ``layout`` with correct padding; None if this is the declared layout.
-    """
+    """Yield the scales in linear order for each way in which the stored bytes may be in ``layout``."""
     padded = padded_shape(shape, layout)
     if stored.size == prod(padded):
         yield Scales(mishap, unswizzle_scales(stored, layout, shape))
@@ -314,14 +271,7 @@ def _in_layout(
 
 
 def _read_as_another(stored: np.ndarray, shape: tuple[int, int]) -> Iterator[Scales]:
-    """Yield the scales in linear order for each pair of layouts (true, assumed) that a reader may have confused.
-
-    Such a reader took scales in the true layout for scales in the assumed layout, and stored the result as linear
-    scales. Only layouts that need no padding for this ``shape`` are tried.
-
-    stored: the scales (N, B) as they are stored.
-    shape: the shape (N, B).
-    """
+    """Yield the scales in linear order for each pair of layouts (true, assumed) that a reader may have confused."""
     unpadded = [layout for layout in SCALE_LAYOUTS if padded_shape(shape, layout) == shape]
     for read in unpadded[1:]:
         for layout in unpadded:
@@ -339,11 +289,7 @@ def _shuffled(stored: np.ndarray) -> Iterator[Scales]:
 
 
 def _shuffles(rows: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (tile, order of rows) for each shuffle of FlashInfer that fits a number of rows.
-
-    FlashInfer shuffles rows for a tile of 128 rows if their number is a multiple of 32, and for a tile of 64 rows if it
-    is a multiple of 16. Yield nothing for 0 rows.
-    """
+    """Yield (tile, order of rows) for each shuffle of FlashInfer that fits a number of rows."""
     for tile, multiple in ((128, 32), (64, 16)):
         if rows and not rows % multiple:
             yield tile, shuffle_rows(rows, tile)
@@ -365,13 +311,7 @@ class CorruptedRows(NamedTuple):
 
 
 def _stacks(rows: int) -> Iterator[CorruptedRows]:
-    """Yield the five wrong orders that the rows of a matrix may have if it stacks gate and up.
-
-    - The halves are exchanged, interleaved, or both.
-    - Rows that should be interleaved are stacked, gate first or up first.
-
-    rows: the number of rows of both halves together; it must be even.
-    """
+    """Yield the five wrong orders that the rows of a matrix may have if it stacks gate and up."""
     half, pair = np.arange(rows).reshape(2, -1), np.arange(rows).reshape(-1, 2)
     yield CorruptedRows("halves of the rows (gate and up) are exchanged", half[::-1].ravel())
     yield CorruptedRows("halves of the rows (gate and up) are interleaved", half.T.ravel())
@@ -381,11 +321,7 @@ def _stacks(rows: int) -> Iterator[CorruptedRows]:
 
 
 def _rotary(rows: int, heads: int) -> Iterator[CorruptedRows]:
-    """Yield the wrong orders that the rows of llama's q and k may have, for a given number of heads.
-
-    A rotary pair is rows i and i + d/2 of a head of d rows (Hugging Face), or two adjacent rows (GGUF, Meta). Yield
-    nothing if the rows cannot be divided into heads of pairs.
-    """
+    """Yield the wrong orders that the rows of llama's q and k may have, for a given number of heads."""
     if heads < 1 or rows % (2 * heads):
         return
     count = f"{heads} head{'s' * (heads > 1)}"
@@ -396,14 +332,7 @@ def _rotary(rows: int, heads: int) -> Iterator[CorruptedRows]:
 
 
 def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second: bool = False) -> list[CorruptedRows]:
-    """Return the orders that the rows of a layer may have, without duplicates. The right order comes first.
-
-    rows: the number of rows.
-    heads: possible numbers of heads if the layer is q or k; empty otherwise.
-    other: True if the layer is half of a gated pair, and the source of the other half is known and has the same number
-        of rows.
-    second: True if the layer is the second half (up).
-    """
+    """Return the orders that the rows of a layer may have, without duplicates."""
     found = [CorruptedRows(None, np.arange(rows)), *(order for count in heads for order in _rotary(rows, count))]
     if other:
         found += _halves_of_pair(rows, second)
@@ -420,12 +349,8 @@ def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second
 
 
 def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
-    """Yield the wrong orders that half of a gated pair can have if it was cut out of a wrongly ordered stack of both.
-
-    In each order, a number below ``rows`` means a row of this half, and ``rows`` + n means row n of the other half.
-
-    rows: the number of rows of one half.
-    second: True for the second half (up), False for the first (gate).
+    """Yield the wrong orders that half of a gated pair can have if it was cut out of a wrongly ordered stack of
+    both.
     """
     for mishap, index in _stacks(2 * rows):
         own = index[rows:] if second else index[:rows]
@@ -438,12 +363,7 @@ def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
 
 
 def name_of_rows(index: np.ndarray) -> str:
-    """Return the name of the mishap (fault) for an order of rows that was found by search.
-
-    This is the name of a rotary order if some number of heads gives the order, otherwise "rows are permuted".
-
-    index: for each stored row, the number of its source row.
-    """
+    """Return the name of the mishap (fault) for an order of rows that was found by search."""
     for heads in range(1, len(index) // 2 + 1):
         matches = (order for order in _rotary(len(index), heads) if np.array_equal(order.source, index))
         if (order := next(matches, None)) is not None and order.mishap:
@@ -455,26 +375,16 @@ def name_of_rows(index: np.ndarray) -> str:
 
 
 def within_ulps(a: Any, b: Any) -> bool:
-    """Return whether two float32 scales differ by at most 2 ulp (ULPS). For arrays, return whether all pairs do.
-
-    NaN counts as equal to NaN only, and 0 as different from -0.
-    """
+    """Return whether two float32 scales differ by at most 2 ulp (ULPS)."""
     a, b = np.broadcast_arrays(np.asarray(a, np.float32), np.asarray(b, np.float32))
     steps = np.abs(a.astype(np.float32).view(np.int32).astype(np.int64) - b.astype(np.float32).view(np.int32))
     return bool((np.where(np.isnan(a) | np.isnan(b), np.isnan(a) & np.isnan(b), steps <= ULPS)).all())
 
 
 def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
-    """Return the name of the mishap (fault) of a stored tensor scale, or None if the tensor scale is right.
-
-    The name is a clause such as "tensor scale is missing (0.5 is needed)". A difference of 2 ulp is accepted, because
-    compressed-tensors stores a divisor, and the reciprocal of a reciprocal may be off by as much. No tensor scale and a
-    tensor scale of 1 are equivalent.
-
-    stored: the tensor scale in the file, as a multiplier on decode; None if there is none.
-    right: the tensor scale with which the codes were made; None if the recipe has none.
-    amax: the amax from which ``right`` was computed; None if there is none.
-    """
+    """Return the name of the mishap (fault) of a stored tensor scale, or None if the tensor scale is right."""
+    # A difference of 2 ulp is accepted, because compressed-tensors stores a divisor, and the reciprocal of a reciprocal
+    # may be off by as much.
     ones = np.float32(1)
     if right is None or stored is None:
         needless = stored is None or within_ulps(stored, ones)

@@ -150,10 +150,7 @@ class Diagnosis:
 
     @property
     def explained(self) -> bool:
-        """True if a known recipe, or a rule that has no recipe, reproduces every byte.
-
-        It does not matter whether a mishap (a known defect, such as swapped nibbles) must be assumed.
-        """
+        """True if a known recipe, or a rule that has no recipe, reproduces every byte."""
         return bool(self.names)
 
     @property
@@ -177,11 +174,7 @@ _NEEDED = re.compile(r" \([^()]* is needed\)$")
 
 
 def without_numbers(mishap: str) -> str:
-    """Return the name of a mishap (fault) without the numbers of one layer, so that layers can be compared.
-
-    mishap: one name, or several joined by "; ". From each, the end "(... is needed)" is removed: "tensor scale is
-        missing (0.5 is needed)" becomes "tensor scale is missing". Other numbers stay.
-    """
+    """Return the name of a mishap (fault) without the numbers of one layer, so that layers can be compared."""
     return "; ".join(_NEEDED.sub("", part) for part in mishap.split("; "))
 
 
@@ -197,44 +190,7 @@ def explain(
     unnamed: bool = True,
     earlier: Earlier | None = None,
 ) -> Diagnosis:
-    """Find the recipe and the mishaps that reproduce every byte of a stored layer.
-
-    A mishap is a fault between the quantizer and the file, such as swapped nibbles. Each mishap in corruptions.py is
-    tried, alone and together with mishaps of other kinds. Explanations with fewer mishaps are preferred. The tensor
-    scale may be off by 2 ulp. If none reproduces every byte, three faults without a name are tried:
-
-    - rows in any order
-    - block scales in the places of other blocks
-    - whole blocks in other places
-
-    If the source has NaN or infinities, both the source as it is and the source with replacements (as in a conversion
-    with nonfinite="saturate") are tried.
-
-    Args:
-        layer: the layer as its file stores it.
-        x: the source (the original weight), of shape (N, K): float32, float16 or bfloat16.
-        other: the source of the other half, if the layer is half of a gated pair (gate and up); otherwise None.
-        second: True if the layer is the second half (up).
-        heads: possible numbers of heads if the layer is q or k; empty otherwise.
-        amaxes: amaxes of groups of layers that may share the layer's tensor scale, besides its own amax.
-        unnamed: True to search also for faults without a name, and on a sample for Hadamard transforms and stochastic
-            rounding.
-        earlier: what is known of similar layers; None to try everything.
-
-    Returns:
-        A Diagnosis. Its ``recipe`` is None if no recipe reproduces every byte, for example because the number of block
-        scales fits no layout. If a rule without a recipe reproduces every byte, such as FOUR_OVER_SIX, ``rules`` names
-        it.
-
-    Raises:
-        ValueError: x is not a matrix.
-        TypeError: x has a dtype other than these three.
-
-    Cost: memory for chunks of a million elements, and several times the bytes of the block scales. The layer is
-    quantized about once per recipe that gives its bytes, and a sample some hundred times. If nothing explains the
-    layer, most of the time goes into faults without a name. With ``unnamed=False``, each recipe quantizes the sample
-    once per amax.
-    """
+    """Find the recipe and the mishaps that reproduce every byte of a stored layer."""
     if x.ndim != 2:
         raise ValueError(f"identify: x has shape {x.shape}; (N, K) is needed; pass the source of one layer")
     if x.dtype not in FLOATS:
@@ -277,9 +233,8 @@ _DTYPES = {str(dtype): dtype for dtype in FLOATS}
 
 
 def _converted(evidence: LayerEvidence, name: str, recipes: tuple[Recipe, ...] = ()) -> Diagnosis | None:
-    """Return the explanation from the source converted to the dtype ``name``; None if there is none without a mishap.
-
-    recipes: the recipes to try; () for those of the evidence.
+    """Return the explanation from the source converted to the dtype ``name``; None if there is none without a
+    mishap.
     """
     dtype = _DTYPES[name]
     with np.errstate(all="ignore"):
@@ -302,13 +257,7 @@ _Sources = tuple[np.ndarray, np.ndarray | None]
 
 
 def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...]) -> Iterator[_Sources]:
-    """Yield (x, other) with NaN and infinities replaced, once for each amax that may have replaced infinities.
-
-    Yield nothing if x has no NaN or infinities.
-
-    other: the source of the other half of a gated pair; if None, None is yielded for it.
-    amaxes: amaxes of groups of layers that may share the layer's tensor scale.
-    """
+    """Yield (x, other) with NaN and infinities replaced, once for each amax that may have replaced infinities."""
     own, count = amax_and_nonfinite(x)
     if not count:
         return
@@ -318,20 +267,7 @@ def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...
 
 
 def _better_explained(found: Diagnosis, again: Diagnosis) -> Diagnosis:
-    """Return the better of two explanations of a layer whose source has NaN or infinities.
-
-    An explanation reproduces every byte if it names a recipe or rule.
-
-    - If ``again`` does not reproduce every byte, return ``found``.
-    - If only ``again`` reproduces every byte, return ``again``.
-    - If both reproduce every byte with equal mishaps, return ``found``, with the recipes of both.
-    - If both reproduce every byte with different mishaps, return ``again``, except if only ``found`` needs no mishap.
-
-    The sentence of ``again`` is extended to say that NaN and infinities were replaced.
-
-    found: the explanation from the source as it is.
-    again: the explanation from the source with NaN and infinities replaced.
-    """
+    """Return the better of two explanations of a layer whose source has NaN or infinities."""
     if not again.explained or (found.explained and found.mishap is None and again.mishap is not None):
         return found
     text = f"of the source with NaN and infinities replaced (nonfinite saturate): {again.sentence}"
@@ -344,10 +280,7 @@ def _better_explained(found: Diagnosis, again: Diagnosis) -> Diagnosis:
 
 
 def confirm(evidence: LayerEvidence, how: MadeBy) -> Diagnosis | None:
-    """Return the explanation of a layer that was made like an earlier one; None if it was not.
-
-    If ``how`` has mishaps, the layer is first tried without them.
-    """
+    """Return the explanation of a layer that was made like an earlier one; None if it was not."""
     if how.dtype:
         return _converted(evidence, how.dtype, how.recipes)
     clean = MadeBy(how.recipes)
@@ -392,13 +325,7 @@ _FEW_ROWS = 32  # a multiple of the rows of every block
 
 
 def _explain_source(evidence: LayerEvidence, unnamed: bool, earlier: Earlier | None = None) -> Diagnosis:
-    """Explain a layer from the source as it is given, without replacing NaN and infinities. See ``explain``.
-
-    Return a Diagnosis, whose ``recipe`` is None if no recipe reproduces every byte.
-
-    unnamed: True to search also for faults without a name.
-    earlier: what is known of similar layers; None for nothing.
-    """
+    """Explain a layer from the source as it is given, without replacing NaN and infinities."""
     layer, x, earlier = evidence.layer, evidence.x, earlier or Earlier()
     if evidence.amaxes[0] == 0 and layer.blank:
         return _zeros(layer)
@@ -419,37 +346,21 @@ def _explain_source(evidence: LayerEvidence, unnamed: bool, earlier: Earlier | N
 
 
 def _has_scales(layer: StoredLayer, layout: Layout) -> bool:
-    """Return whether the number of stored block scales fits the codes of a layer, if the codes are read in ``layout``.
-
-    The scales may be in any known order, for example swizzled with padding.
+    """Return whether the number of stored block scales fits the codes of a layer, if the codes are read in
+    ``layout``.
     """
     return next(stored_scales(layer, layout), None) is not None
 
 
 def _scales_that_do_not_fit(layer: StoredLayer, shape: tuple[int, int]) -> str:
-    """Return the text of the explanation for a layer whose number of block scales fits no layout.
-
-    shape: the shape of the codes, in elements.
-    """
+    """Return the text of the explanation for a layer whose number of block scales fits no layout."""
     needed = shape[0], shape[1] // layer.recipe.block_size
     found = layer.block_scale.shape
     return f"block scales have shape {found}; codes of shape {shape} need {needed}, or these in a known layout"
 
 
 def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool, factors: bool) -> Diagnosis:
-    """Explain a layer: try the layouts, then rarer causes, and return the first explanation that applies.
-
-    These steps are made in turn. The result is the first explanation that is found:
-
-    1. A recipe in the first layout, in which codes are read as declared and rows are in place.
-    2. Searched block scales: a recipe reproduces all codes if it is given the stored scales.
-    3. A recipe in another layout. This is tried also if step 1 needs several mishaps, and the fewest mishaps win.
-    4. A recipe for the scales, and another way to choose codes, such as GPTQ.
-    5. Columns that were multiplied by factors, if the first layout has no mishap. If the factors give no recipe for
-       every byte, step 6 is preferred when it applies and some recipe reproduces all codes of a sample.
-    6. Orders without a name (see permutations.py), if ``unnamed`` is True.
-    7. The hypothesis that fits best, with the share of bytes that it reproduces.
-    """
+    """Explain a layer: try the layouts, then rarer causes, and return the first explanation that applies."""
     trial = SampleVerdict()
     found = _first_explanation(evidence, layouts, unnamed, factors, trial)
     if found.how is not None or trial.nearest is None:
@@ -496,9 +407,8 @@ def _first_explanation(
 def _nearest_or_cause(
     evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool, is_like: bool
 ) -> Diagnosis:
-    """Return the explanation for a layer that nothing explains: tuned, near another version of the source, or unknown.
-
-    is_like: True if some known order makes the signs of codes agree with the source.
+    """Return the explanation for a layer that nothing explains: tuned, near another version of the source, or
+    unknown.
     """
     likeness = likeness_of(evidence.layer, evidence.x)
     nearest = replace(
@@ -529,18 +439,7 @@ def _has_own_tensor_scale(evidence: LayerEvidence) -> bool:
 
 
 def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
-    """Return the explanation that block scales were searched or calibrated, or None if it does not apply.
-
-    The explanation applies if a recipe reproduces all codes with the stored scales. If the search is known, the
-    explanation names it (see _search_family).
-
-    The explanation does not apply if the nearest hypothesis reproduces all codes, and more than 95% of the codes and
-    scales together. In that case, the few scales that differ count as damaged.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    trial: the hypotheses that were compared with a sample in the layout ``plain``.
-    """
+    """Return the explanation that block scales were searched or calibrated, or None if it does not apply."""
     assert trial.nearest is not None  # because every format has a recipe to compare with
     found = recipes_under_stored_scales(evidence, plain)
     if not found:
@@ -578,19 +477,7 @@ def _with_fault(recipes: tuple[Recipe, ...], fault: str, tally: MatchCount) -> D
 def _search_family(
     evidence: LayerEvidence, plain: Layout, nearest: Hypothesis, found: tuple[Recipe, ...]
 ) -> Diagnosis | None:
-    """Return the explanation that names the search that chose the block scales, or None if it is unknown.
-
-    These searches are tried, and the first that fits is named:
-
-    1. the search of the nearest recipe, which may choose differently if two scales of a block have equal errors
-    2. Model-Optimizer's four over six
-    3. auto-round's search with an importance matrix
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    nearest: the hypothesis that fits a sample best.
-    found: the recipes that reproduce all codes with the stored block scales.
-    """
+    """Return the explanation that names the search that chose the block scales, or None if it is unknown."""
     names, tally = [r.id for r in found], _all_bytes(evidence)
     count = blocks_of_equal_error(evidence, nearest)
     if count is not None:
@@ -611,19 +498,7 @@ def _search_family(
 def _other_codes_under_scales(
     evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool
 ) -> Diagnosis | None:
-    """Return the explanation that a recipe reproduces all scales, but an unknown rule such as GPTQ gives the codes.
-
-    If the codes were rounded stochastically, the explanation says so instead. Return None in these cases:
-
-    - No recipe reproduces all scales.
-    - A recipe reproduces more than 95% of the bytes, so that the other bytes count as damaged.
-    - Fewer than 90% of the nonzero codes in a sample have the sign of the source.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    trial: the hypotheses that were compared with a sample in all layouts.
-    unnamed: True to check for stochastic rounding.
-    """
+    """Return the explanation that a recipe reproduces all scales, but an unknown rule such as GPTQ gives the codes."""
     if not trial.scales_only or signs_agree(evidence, plain) < SIGNS_UNDER_SCALES:
         return None
     tallies = [(h, count_matches(evidence, h, early=False)) for h in trial.scales_only]
@@ -653,14 +528,7 @@ def _other_codes_under_scales(
 
 
 def _explained_with_column_factors(evidence: LayerEvidence, search: bool) -> Diagnosis | None:
-    """Return the explanation that columns were multiplied by factors before the layer was quantized, as AWQ does.
-
-    - If a recipe reproduces every byte with factors that were tried, the explanation names it.
-    - If none does, but the layer looks scaled per column, the explanation has no recipe, and a ``cause``.
-    - If the layer does not look scaled per column, return None.
-
-    search: True to search for factors with which a recipe reproduces every byte.
-    """
+    """Return the explanation that columns were multiplied by factors before the layer was quantized, as AWQ does."""
     rows = scaled_rows(evidence.layer, evidence.x)
     if rows is None:
         return None
@@ -685,12 +553,7 @@ def _explained_with_column_factors(evidence: LayerEvidence, search: bool) -> Dia
 
 
 def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
-    """Return an explanation if rows, block scales or whole blocks are permuted, otherwise None.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    trial: the hypotheses that were compared with a sample in all layouts.
-    """
+    """Return an explanation if rows, block scales or whole blocks are permuted, otherwise None."""
     if not plain.reading.mishap:
         for layout, order in permuted_rows(evidence, plain):
             more = SampleVerdict()
@@ -715,14 +578,7 @@ def _all_bytes(evidence: LayerEvidence) -> MatchCount:
 
 
 def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = False) -> Diagnosis:
-    """Return the Diagnosis for hypotheses that reproduce every byte, which all have equally many mishaps.
-
-    The Diagnosis reports the mishaps of the first hypothesis, and the recipes of all hypotheses with these mishaps,
-    whose numbers are ignored. Its sentence also names the mishaps of one other hypothesis, if they differ.
-
-    tally: the counts of the layer's bytes.
-    blank: True if the layer is all zeros.
-    """
+    """Return the Diagnosis for hypotheses that reproduce every byte, which all have equally many mishaps."""
     kinds = [without_numbers("; ".join(hypothesis.mishaps)) for hypothesis in hypotheses]
     by_kind: dict[str, tuple[str, ...]] = {}
     for kind, hypothesis in zip(kinds, hypotheses, strict=True):
@@ -745,17 +601,8 @@ def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = Fa
 def _with_four_over_six(
     explained: Diagnosis, hypotheses: list[Hypothesis], evidence: LayerEvidence, plain: Layout
 ) -> Diagnosis:
-    """Return a copy of an explanation with the rule FOUR_OVER_SIX added, if this rule reproduces every byte too.
-
-    Return the explanation itself if the rule does not, if the explanation has a mishap, or if none of its recipes
-    chooses scales like the rule. The rule is added so that all layers that Model-Optimizer made with it get one
-    verdict.
-
-    explained: an explanation that reproduces every byte.
-    hypotheses: the hypotheses of this explanation.
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    """
+    """Return a copy of an explanation with the rule FOUR_OVER_SIX added, if this rule reproduces every byte too."""
+    # The rule is added so that all layers that Model-Optimizer made with it get one verdict.
     alike = any(h.recipe.four_over_six == "mse" and h.recipe.scale_max == 256 for h in hypotheses)
     if explained.mishap or plain.mishaps or not alike or not is_four_over_six(evidence, plain):
         return explained
@@ -764,27 +611,15 @@ def _with_four_over_six(
 
 
 def _zeros(layer: StoredLayer) -> Diagnosis:
-    """Return the Diagnosis for an all-zero layer with an all-zero source: every recipe of its format explains it.
-
-    The tensor scale is ignored, because converters write 1 for such layers while recipes give different numbers.
-    """
+    """Return the Diagnosis for an all-zero layer with an all-zero source: every recipe of its format explains it."""
+    # The tensor scale is ignored, because converters write 1 for such layers while recipes give different numbers.
     recipes = tuple(name_of(r) for r in candidates_of(layer.recipe))
     codes, scales = layer.codes.size, layer.block_scale.size
     return Diagnosis(recipes[0], None, codes, scales, codes + scales, "all zeros, as the source", recipes, True)
 
 
 def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Diagnosis:
-    """Return the Diagnosis for a layer of which no hypothesis reproduces every byte.
-
-    If ``unnamed`` is True and a sample shows a Hadamard transform or stochastic rounding, the field ``sentence`` of the
-    Diagnosis says so. Otherwise it names the hypothesis that fits the sample best, and the share of the layer's bytes
-    that this hypothesis reproduces.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    trial: the hypotheses that were compared with a sample.
-    unnamed: True to search the sample also for a transform and stochastic rounding.
-    """
+    """Return the Diagnosis for a layer of which no hypothesis reproduces every byte."""
     assert trial.nearest is not None  # because every format has a recipe to compare with
     tally = count_matches(evidence, trial.nearest, early=False)
     share = min(100 * tally.share, 99.99)
@@ -794,26 +629,14 @@ def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnam
 
 
 def _unexplained(text: str, tally: MatchCount) -> Diagnosis:
-    """Return a Diagnosis without a recipe. Its sentence is "nothing explains these bytes: ", followed by ``text``.
-
-    tally: the counts of the bytes that the nearest hypothesis gives.
-    """
+    """Return a Diagnosis without a recipe."""
     sentence = f"nothing explains these bytes: {text}"
     return Diagnosis(None, None, tally.codes, tally.scales, tally.total, sentence)
 
 
 def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
-    """Return a text if fp4kit.identify finds a Hadamard transform or stochastic rounding in a sample, otherwise None.
-
-    The text is "on a sample, ", followed by the verdict. The sample is some rows and columns of the layer. Return None
-    in these cases:
-
-    - Neither a Hadamard transform nor stochastic rounding explains the sample.
-    - The layout is not the usual one: it has a mishap, or the block scales are swizzled, or their number does not fit.
-    - The tensor scale is not one that the recipe can have (see _sampled).
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
+    """Return a text if fp4kit.identify finds a Hadamard transform or stochastic rounding in a sample, otherwise
+    None.
     """
     layer, r = evidence.layer, evidence.layer.recipe
     if plain.mishaps or layer.scale_layout != "linear" or layer.block_scale.size * r.block_size != evidence.x.size:
@@ -829,15 +652,7 @@ def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
 def _sampled(
     layer: StoredLayer, r: Recipe, plain: Layout, rows: np.ndarray, columns: slice, dtype: np.dtype
 ) -> Quantized | None:
-    """Return some rows and columns of a layer, read in the layout ``plain``, as a Quantized for fp4kit.identify.
-
-    Return None if the layer's tensor scale is not a positive finite number. Return None also if the recipe needs a
-    tensor scale and the layer has none, or the reverse.
-
-    r: the recipe that decodes the layer.
-    rows, columns: the numbers of the rows, and the range of columns, from 0.
-    dtype: the dtype of the source.
-    """
+    """Return some rows and columns of a layer, read in the layout ``plain``, as a Quantized for fp4kit.identify."""
     scale = layer.tensor_scale
     usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
     if not usable or (r.tensor_scaling == "tensor") != (scale is not None):

@@ -57,10 +57,7 @@ class Fp8Layer:
         return f"{words} per {f'{self.side}x{self.side} block' if self.scaling == 'block' else self.scaling}"
 
     def amaxes(self, x: np.ndarray) -> np.ndarray:
-        """Return, for each scale, the amax of the elements of ``x`` (N, K) that share this scale.
-
-        The result is float32 in the shape of ``scales``. An amax is NaN if one of its elements is NaN.
-        """
+        """Return, for each scale, the amax of the elements of ``x`` (N, K) that share this scale."""
         if self.own is not None:
             return self.own.reshape(1, 1)
         magnitudes = np.abs(x).astype(np.float32)
@@ -72,10 +69,7 @@ class Fp8Layer:
         return np.maximum.reduceat(np.maximum.reduceat(magnitudes, rows, axis=0), columns, axis=1)
 
     def spread(self, scales: np.ndarray) -> np.ndarray:
-        """Return the scales in a shape that broadcasts against the codes.
-
-        Scales of blocks are repeated to (N, K). Scales per tensor or per row are returned unchanged.
-        """
+        """Return the scales in a shape that broadcasts against the codes."""
         if self.scaling != "block":
             return scales
         rows, columns = self.codes.shape
@@ -83,20 +77,8 @@ class Fp8Layer:
 
 
 def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) -> Diagnosis:
-    """Find the recipe or the rule that reproduces every code and scale of an FP8 layer, and return it in a Diagnosis.
-
-    If none does, the sentence of the Diagnosis names the scaling of the layer, and says the first of these things that
-    is true:
-
-    - All codes are nearest to the source with the stored scales, but the scales are not amax / 448.
-    - The scales are reciprocals.
-    - Nothing explains the bytes. It then states what percentage of the codes is nearest to the source with the stored
-      scales.
-
-    If the codes and the source differ in shape, the sentence says only this.
-
-    x: the source (the original weight), of shape (N, K).
-    amaxes: amaxes of groups of layers that may share the layer's scale, besides its own amax.
+    """Find the recipe or the rule that reproduces every code and scale of an FP8 layer, and return it in a
+    Diagnosis.
     """
     total = layer.codes.size + layer.scales.size
     name, most = layer.name, float(layer.element.max)
@@ -142,12 +124,9 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
 
 
 def _likeness(layer: Fp8Layer, x: np.ndarray) -> tuple[float, float, float]:
-    """Return the likeness of the decoded values and the source.
-
-    The result is (correlation, factor by which the source must be multiplied to fit best, share of nonzero codes that
-    have the sign of the source). At most the first 1,024 rows are compared. The correlation is 0 if either is constant
-    or not finite.
-    """
+    """Return the likeness of the decoded values and the source."""
+    # The result is (correlation, factor by which the source must be multiplied to fit best, share of nonzero codes that
+    # have the sign of the source).
     rows = min(len(x), _MOST_ROWS)
     with np.errstate(all="ignore"):
         values = (E4M3.values[layer.codes] * layer.spread(layer.scales))[:rows].astype(np.float64)
@@ -168,12 +147,8 @@ _NEARLY_ALL = 0.98
 
 
 def _are_reciprocals(layer: Fp8Layer, x: np.ndarray) -> bool:
-    """Return whether at least 98% of the codes are nearest to the source if the stored scales are taken as divisors.
-
-    Fewer than all are needed, because the reciprocal of a reciprocal may be off by 1 ulp.
-
-    x: the source (the original weight), of shape (N, K).
-    """
+    """Return whether at least 98% of the codes are nearest to the source if the stored scales are taken as divisors."""
+    # Fewer than all are needed, because the reciprocal of a reciprocal may be off by 1 ulp.
     with np.errstate(all="ignore"):
         inverted = replace(layer, scales=np.float32(1) / layer.scales)
     return max(_quotients(inverted, x).values()) >= _NEARLY_ALL * layer.codes.size
@@ -188,32 +163,19 @@ def _has_signal(layer: Fp8Layer, x: np.ndarray) -> bool:
 
 
 def _rule(name: str, most: float, scales: str, quotient: str) -> str:
-    """Return a text that describes one rule by which tools quantize to FP8, for a Diagnosis.
-
-    name: the format, such as "FP8 per row".
-    most: the largest number that a code stands for.
-    scales: the dtype to which scales are rounded.
-    quotient: the dtype to which quotients are rounded.
-    """
+    """Return a text that describes one rule by which tools quantize to FP8, for a Diagnosis."""
     rounded = " rounded to bfloat16" * (scales == "bfloat16")
     return f"{name} (amax / {most:g}{rounded}, codes nearest to the quotient in {quotient})"
 
 
 def _unexplained(text: str, codes: int, scales: int, total: int) -> Diagnosis:
-    """Return a Diagnosis without a recipe.
-
-    text: the sentence of the Diagnosis.
-    codes, scales: the number of codes and of scales that the nearest rule gives.
-    total: the number of all codes and scales.
-    """
+    """Return a Diagnosis without a recipe."""
     return Diagnosis(None, None, codes, scales, total, text)
 
 
 def _recipes(layer: Fp8Layer) -> Iterator[Recipe]:
-    """Yield the recipes that make E4M3 codes with float scales, one scale per tensor, row or block as in ``layer``.
-
-    Recipes with blocks of one row are left out, because checkpoints have one scale per square block.
-    """
+    """Yield the recipes that make E4M3 codes with float scales, one scale per tensor, row or block as in ``layer``."""
+    # Recipes with blocks of one row are left out, because checkpoints have one scale per square block.
     for r in RECIPES.values():
         is_fp8 = r.element == layer.element and r.scale is None and not r.fake_only
         if is_fp8 and r.tensor_scaling == layer.scaling and r.block in (None, (layer.side, layer.side)):
@@ -221,13 +183,8 @@ def _recipes(layer: Fp8Layer) -> Iterator[Recipe]:
 
 
 def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float, ...]) -> bool:
-    """Return whether a recipe reproduces all codes and scales of a layer, from its own amax or from one of ``amaxes``.
-
-    Return False if the recipe does not allow the row length of the layer.
-
-    x: the source (the original weight), of shape (N, K).
-    r: the recipe.
-    amaxes: amaxes of groups of layers that may share the layer's scale. They are used only for one scale per tensor.
+    """Return whether a recipe reproduces all codes and scales of a layer, from its own amax or from one of
+    ``amaxes``.
     """
     if x.shape[1] % r.length_multiple:
         return False
@@ -244,16 +201,7 @@ def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float
 
 
 def _scale_rules(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...]) -> tuple[list[str], int]:
-    """Return (dtypes, count) for the rule scale = amax / 448, rounded to float32 or to bfloat16.
-
-    dtypes: "float32" and "bfloat16", without those in which the rule does not give all stored scales; may be [].
-    count: the number of stored scales that the rule gives in the better of the two dtypes.
-
-    The amax is that of the elements that share the scale. For one scale per tensor, ``amaxes`` are tried as well.
-
-    x: the source (the original weight), of shape (N, K).
-    amaxes: amaxes of groups of layers that may share the layer's scale.
-    """
+    """Return (dtypes, count) for the rule scale = amax / 448, rounded to float32 or to bfloat16."""
     own = layer.amaxes(x)
     candidates = [own, *(np.full_like(own, max(a, float(own.max()))) for a in amaxes if own.size == 1)]
     found = {}
@@ -264,10 +212,8 @@ def _scale_rules(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...]) -> t
 
 
 def _quotients(layer: Fp8Layer, x: np.ndarray) -> dict[str, int]:
-    """Return how many codes are nearest to x / scale, for quotients in "float32" and in "bfloat16", as a dict by dtype.
-
-    layer: the stored codes and scales.
-    x: the source (the original weight), of shape (N, K).
+    """Return how many codes are nearest to x / scale, for quotients in "float32" and in "bfloat16", as a dict by
+    dtype.
     """
     found = dict.fromkeys(_DTYPES, 0)
     step = max(CHUNK // max(x.shape[1], 1) // 128, 1) * 128

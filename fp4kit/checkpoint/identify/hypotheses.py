@@ -61,12 +61,7 @@ class LayerEvidence:
     recipes: tuple[Recipe, ...] = ()
 
     def values(self, index: np.ndarray, columns: slice, turned: bool) -> np.ndarray:
-        """Return the rows ``index`` of the source, restricted to ``columns``.
-
-        index: row numbers. If the source is half of a gated pair (gate and up) of N rows each, row number n >= N means
-            row n - N of the other half.
-        turned: True if ``index`` and ``columns`` refer to the transposed source. The other half is then not used.
-        """
+        """Return the rows ``index`` of the source, restricted to ``columns``."""
         if turned:
             return np.ascontiguousarray(self.x[columns][:, index].T)
         in_own_half = index < len(self.x)
@@ -95,10 +90,7 @@ class Layout:
 
     @property
     def mishaps(self) -> tuple[str, ...]:
-        """The names of the mishaps (faults) that this layout undoes: in the codes, then in the order of rows.
-
-        () if there are none.
-        """
+        """The names of the mishaps (faults) that this layout undoes: in the codes, then in the order of rows."""
         return tuple(filter(None, (self.reading.mishap, self.rows.mishap)))
 
 
@@ -155,10 +147,7 @@ class Hypothesis:
 
     @property
     def weight(self) -> int:
-        """The number of mishaps (faults) in this hypothesis. Hypotheses with a small number are preferred.
-
-        A tensor scale that is wrong for an unknown reason counts as two mishaps.
-        """
+        """The number of mishaps (faults) in this hypothesis."""
         return len(self.mishaps) + ((self.tensor_mishap or "").startswith(corruptions.WRONG_SCALE))
 
 
@@ -193,18 +182,7 @@ class MatchCount:
 def expected_parts(
     evidence: LayerEvidence, layout: Layout, rows: np.ndarray, columns: slice, recipe_amax: RecipeWithAmax
 ) -> tuple:
-    """Quantize the source of some stored rows, and return the parts that these rows should have.
-
-    Return the codes (n, K), one per byte, the block scales (n, B) and the tensor scale: one number, one per row, or
-    None if the recipe has none.
-
-    evidence: the stored layer and its source (the original weight).
-    layout: how the rows are read, and from which source rows they were made.
-    rows: the numbers of the stored rows.
-    columns: the range of columns to quantize, from 0.
-    recipe_amax: the recipe and the tensor amax. If the recipe has one tensor scale per row, the amaxes are computed
-        here.
-    """
+    """Quantize the source of some stored rows, and return the parts that these rows should have."""
     r, amax = recipe_amax
     index = layout.rows.source[rows]
     wanted = _whole_blocks(index, r.block_rows, len(evidence.x)) if layout.moved_after_quantizing else index
@@ -221,25 +199,14 @@ def expected_parts(
 
 
 def _whole_blocks(index: np.ndarray, height: int, rows: int) -> np.ndarray:
-    """Return the numbers of all source rows that are in a block with one of the rows ``index``, in ascending order.
-
-    height: the number of rows per block.
-    rows: the number of rows of the source. Rows with this number or a higher one belong to the other half of a gated
-        pair, whose blocks begin anew.
-    """
+    """Return the numbers of all source rows that are in a block with one of the rows ``index``, in ascending order."""
     start = index // rows * rows + index % rows // height * height
     every = (np.unique(start)[:, None] + np.arange(height)).ravel()
     return every[every < -(-(index.max(initial=0) + 1) // rows) * rows]
 
 
 def row_amaxes(evidence: LayerEvidence, layout: Layout, index: np.ndarray) -> np.ndarray:
-    """Return the largest magnitude of each source row in ``index``, ignoring NaN, as float32 (n,).
-
-    evidence: the stored layer and its source (the original weight).
-    layout: tells whether the rows belong to the transposed source, and how long they are.
-    index: the numbers of the source rows. If the source has N rows, n >= N means row n - N of the other half of the
-        pair.
-    """
+    """Return the largest magnitude of each source row in ``index``, ignoring NaN, as float32 (n,)."""
     found = np.zeros(len(index), np.float32)
     step = max(CHUNK // max(layout.shape[1], 1), 1)
     for start in range(0, len(index), step):
@@ -249,18 +216,12 @@ def row_amaxes(evidence: LayerEvidence, layout: Layout, index: np.ndarray) -> np
 
 
 def _largest(values: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """Return the largest magnitudes of an array along ``axis`` as float32; over all elements if ``axis`` is None.
-
-    NaN is ignored, infinity is not. The result is 0 where there are no elements or only NaN.
-    """
+    """Return the largest magnitudes of an array along ``axis`` as float32; over all elements if ``axis`` is None."""
     return np.asarray(np.fmax.reduce(np.abs(values), axis=axis, initial=0), np.float32)
 
 
 def own_amax(x: np.ndarray) -> np.float32:
-    """Return the largest magnitude of a matrix as float32, ignoring NaN; 0 if the matrix is empty or has only NaN.
-
-    Infinity is not ignored. The amax is computed in chunks of rows.
-    """
+    """Return the largest magnitude of a matrix as float32, ignoring NaN; 0 if the matrix is empty or has only NaN."""
     if x.size and not (found := amax_and_nonfinite(x))[1]:
         return found[0]
     step = max(CHUNK // max(x.shape[1], 1), 1)
@@ -268,16 +229,7 @@ def own_amax(x: np.ndarray) -> np.float32:
 
 
 def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
-    """Return the tensor amaxes with which a recipe may have made the layer.
-
-    - If the recipe has no tensor scale, or one per row: [None].
-    - If the layer has no stored tensor scale: the candidates in ``evidence.amaxes``.
-    - If it has one: the candidates that give the stored scale, up to 2 ulp.
-    - If no candidate gives the stored scale: all candidates, and the amaxes that follow from the stored scale.
-
-    Of amaxes that give equal tensor scales, only the first is returned. A candidate 0 is left out, unless the layer's
-    own amax is 0.
-    """
+    """Return the tensor amaxes with which a recipe may have made the layer."""
     if r.tensor_rule is None or r.tensor_scaling != "tensor":
         return [None]
     # The amax of a group is at least the amax of each layer in it, so 0 is possible only if the layer's own amax is 0.
@@ -294,16 +246,7 @@ def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
 
 
 def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield the amaxes that follow from a stored tensor scale if it is right, is inverted, or is the amax itself.
-
-    Amaxes that are not 2^-6 to 2^10 times the layer's own amax are left out. Nothing is yielded if the scale is not
-    positive and finite, or if it differs between rows.
-
-    stored: the stored tensor scale, one number or one per row.
-    own: the layer's own amax.
-    r: the recipe whose formula is inverted.
-    dtype: the dtype of the source.
-    """
+    """Yield the amaxes that follow from a stored tensor scale if it is right, is inverted, or is the amax itself."""
     scale = np.asarray(stored).reshape(-1)[0]
     if not (np.asarray(stored) == scale).all() or not 0 < scale < np.inf:
         return
@@ -313,18 +256,7 @@ def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) ->
 
 
 def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Scales]:
-    """Yield the block scales of a layer in linear order: as declared, then with each possible fault undone.
-
-    The faults (mishaps) are:
-
-    - the wrong orders of corruptions.scale_orders
-    - for E8M0 scales in the declared order, exponents that are off by one
-
-    If the layer has only some of its rows, only the declared order is possible. An order that does not fit the number
-    of stored scales is left out. Nothing is yielded if no order fits.
-
-    layout: the layout in which the codes are read, which determines the shape (N, B) of the scales.
-    """
+    """Yield the block scales of a layer in linear order: as declared, then with each possible fault undone."""
     shape = layout.shape[0], layout.shape[1] // layer.recipe.block_size
     for found in corruptions.scale_orders(layer.block_scale, layer.scale_layout, shape):
         yield found
@@ -339,13 +271,7 @@ def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Sc
 def tensor_mishap(
     evidence: LayerEvidence, scale: np.ndarray | None, recipe_amax: RecipeWithAmax, rows: np.ndarray
 ) -> str | None:
-    """Return the name of the mishap (fault) of the stored tensor scale of some rows, or None if the scale is right.
-
-    evidence: the stored layer and its source (the original weight).
-    scale: the tensor scale that the recipe gives; None if it gives none.
-    recipe_amax: the recipe and the tensor amax that it was given.
-    rows: the numbers of the stored rows, which matter if there is one tensor scale per row.
-    """
+    """Return the name of the mishap (fault) of the stored tensor scale of some rows, or None if the scale is right."""
     stored = evidence.layer.tensor_scale
     part = stored if stored is None or not np.ndim(stored) else stored[rows]
     return corruptions.tensor_mishap(part, scale, recipe_amax[1])
@@ -355,15 +281,7 @@ def tensor_mishap(
 
 
 def tensor_agrees(evidence: LayerEvidence, hypothesis: Hypothesis, scale: np.ndarray | None, rows: np.ndarray) -> bool:
-    """Return whether the stored tensor scale of some rows agrees with a hypothesis.
-
-    A hypothesis with a mishap of the tensor scale agrees with any tensor scale. All other hypotheses need the right
-    tensor scale, which must be checked for each chunk of rows, because there may be one tensor scale per row.
-
-    evidence: the stored layer and its source (the original weight).
-    scale: the tensor scale that the recipe gives for these rows; None if it gives none.
-    rows: the numbers of the stored rows.
-    """
+    """Return whether the stored tensor scale of some rows agrees with a hypothesis."""
     return (
         hypothesis.tensor_mishap is not None
         or tensor_mishap(evidence, scale, (hypothesis.recipe, hypothesis.amax), rows) is None
@@ -371,14 +289,7 @@ def tensor_agrees(evidence: LayerEvidence, hypothesis: Hypothesis, scale: np.nda
 
 
 def chunks(layout: Layout, r: Recipe) -> Iterator[np.ndarray]:
-    """Yield the numbers of all stored rows in order, as arrays of consecutive numbers, int64.
-
-    The rows of an array have about a million elements together; fewer if blocks span several rows and rows were moved
-    after they were quantized. No block is divided between two arrays.
-
-    layout: the shape of the layer, and whether rows were moved after they were quantized.
-    r: the recipe, which determines how many rows a block has.
-    """
+    """Yield the numbers of all stored rows in order, as arrays of consecutive numbers, int64."""
     height = lcm(32, r.block_rows)
     size = CHUNK // (r.block_rows if layout.moved_after_quantizing else 1)
     step = max(size // max(layout.shape[1], 1) // height, 1) * height
@@ -387,11 +298,7 @@ def chunks(layout: Layout, r: Recipe) -> Iterator[np.ndarray]:
 
 
 def bytes_equal(a: np.ndarray, b: np.ndarray, r: Recipe) -> tuple[int, int]:
-    """Return (number of bytes that are equal in a and b, number of all bytes), counting bytes of packed codes.
-
-    a, b: codes in the format of ``r``, one per byte. Each pair of 4-bit codes counts as one byte, which is equal if
-        both codes are.
-    """
+    """Return (number of bytes that are equal in a and b, number of all bytes), counting bytes of packed codes."""
     same = a == b
     if r.element.packing.codes == 2:
         same = same.reshape(-1).view(np.uint16) == 0x0101  # both codes of a byte
@@ -399,11 +306,7 @@ def bytes_equal(a: np.ndarray, b: np.ndarray, r: Recipe) -> tuple[int, int]:
 
 
 def count_matches(evidence: LayerEvidence, hypothesis: Hypothesis, early: bool) -> MatchCount:
-    """Count the stored bytes of a whole layer that a hypothesis predicts correctly.
-
-    evidence: the stored layer and its source (the original weight).
-    early: True to stop after the first chunk of rows with a difference, so that the counts cover only a part.
-    """
+    """Count the stored bytes of a whole layer that a hypothesis predicts correctly."""
     layout, r = hypothesis.layout, hypothesis.recipe
     everywhere = slice(0, layout.shape[1])
     _, values, present = next(islice(stored_scales(evidence.layer, layout), hypothesis.scales, None))

@@ -41,14 +41,8 @@ class LayerVerdict:
     scaling: str = ""
 
     def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
-        """Return whether a verdict with these recipes and this mishap (fault) explains the layer.
-
-        One of ``recipes`` must explain the layer, and the layer must have the mishap ``mishap``. The mishap of an
-        all-zero layer is not compared, because zeros have equal bytes in every order.
-
-        recipes: ids of recipes, or descriptions of rules.
-        mishap: the name of a mishap, without the numbers of a single layer; None for no mishap.
-        """
+        """Return whether a verdict with these recipes and this mishap (fault) explains the layer."""
+        # The mishap of an all-zero layer is not compared, because zeros have equal bytes in every order.
         return bool({*recipes} & {*self.explanation.names}) and (self.explanation.blank or _kind(self) == mishap)
 
 
@@ -119,35 +113,20 @@ class CheckpointVerdict:
 
     @property
     def is_clean(self) -> bool:
-        """True if every layer has a counterpart in the source, and the recipe or method of every layer is known.
-
-        The recipe or method of a layer is known in two cases:
-
-        - A recipe or rule explains the layer without a mishap. A mishap is a fault that happened to a layer's bytes
-          after the recipe had made them.
-        - The layer is recognized as the result of a method with calibration data, such as GPTQ.
-
-        Layers may have different recipes. False if there are no quantized layers.
-        """
+        """True if every layer has a counterpart in the source, and the recipe or method of every layer is known."""
         known = all(layer.explanation.recognized for layer in self.layers)
         return bool(self.layers) and not self.unpaired and known
 
     @property
     def exceptions(self) -> tuple[LayerVerdict, ...]:
-        """The layers to which the verdict on their format does not apply.
-
-        These layers have a different recipe or mishap (fault) from most layers of their format, or have no explanation.
-        """
+        """The layers to which the verdict on their format does not apply."""
         parts = {id(layer): part for part in self.others for layer in part.layers}
         verdicts = ((layer, parts.get(id(layer), self)) for layer in self.layers)
         return tuple(layer for layer, part in verdicts if not layer.fits(part._names, part.mishap))
 
     @property
     def sentence(self) -> str:
-        """The verdict on the checkpoint in one sentence, such as "nvfp4-te made 12 layers".
-
-        The sentence has a part for each format, for layers from scaled weights, and for layers without a counterpart.
-        """
+        """The verdict on the checkpoint in one sentence, such as "nvfp4-te made 12 layers"."""
         others = {id(layer) for part in self.others for layer in part.layers}
         own = replace(self, layers=tuple(layer for layer in self.layers if id(layer) not in others), others=())
         found = "; ".join(part._own_sentence for part in (own, *self.others))
@@ -164,15 +143,7 @@ class CheckpointVerdict:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The problems of the layers, such as "nibbles are swapped, 14 of 14 layers". () if nothing is wrong.
-
-        Problems are listed in this order:
-
-        - mishaps, the most frequent first
-        - layers that nothing explains
-        - layers that look like the result of a method, but do not fit their source as such results do
-        - layers without a counterpart
-        """
+        """The problems of the layers, such as "nibbles are swapped, 14 of 14 layers"."""
         counts = Counter(_kind(layer) for layer in self.layers if layer.explanation.mishap)
         unknown = sum(not (x.explanation.explained or x.explanation.cause) for x in self.layers)
         found = [(str(mishap), count) for mishap, count in counts.most_common()]
@@ -192,10 +163,7 @@ class CheckpointVerdict:
 
     @property
     def short_sentence(self) -> str:
-        """The sentence with the names of producers, such as "nvfp4-te (Transformer Engine) made 12 layers".
-
-        If more than two recipes agree, only the first one and the number of the others are named.
-        """
+        """The sentence with the names of producers, such as "nvfp4-te (Transformer Engine) made 12 layers"."""
         return short_text(self.sentence, self.recipes)
 
     @property
@@ -221,17 +189,7 @@ class CheckpointVerdict:
 
     @property
     def hint(self) -> str | None:
-        """A sentence about what is probably wrong with the source; None if nothing is known to be wrong.
-
-        There are three cases, of which the first that applies is named:
-
-        - Layers were made from layers of the source that have other names (see ``moved``).
-        - No layer can have been made from the source, because the signs of codes and source differ in every known
-          order.
-        - At least half of the layers are near the source, but not equal to it.
-
-        All-zero layers are ignored.
-        """
+        """A sentence about what is probably wrong with the source; None if nothing is known to be wrong."""
         layers = [layer.explanation for layer in self.layers if not layer.explanation.blank]
         if self.moved:
             pairs = [f"{layer} from its {other}" for layer, other in self.moved]
@@ -278,13 +236,8 @@ class CheckpointVerdict:
 
 
 def short_text(text: str, recipes: tuple[str, ...]) -> str:
-    """Add the names of producers to a sentence about recipes, and return it: "nvfp4-te (Transformer Engine) made ...".
-
-    If there are more than two recipes, the sentence returned names only the first one, and the number of the others. If
-    there are no recipes, return the text unchanged.
-
-    text: the sentence, such as "nvfp4-te made 2 layers".
-    recipes: the ids of the recipes that the text names, in the order in which ``either`` joined them.
+    """Add the names of producers to a sentence about recipes, and return it: "nvfp4-te (Transformer Engine) made
+    ...".
     """
     if not recipes:
         return text
@@ -297,23 +250,14 @@ def short_text(text: str, recipes: tuple[str, ...]) -> str:
 
 
 def with_producer(id: str) -> str:
-    """Return a recipe id with the name of its producer in parentheses, such as "nvfp4-te (Transformer Engine)".
-
-    If the id already contains the name, or has no known producer, return the id alone. For names with two parts, such
-    as "llama.cpp (GGUF)", the first part that the id does not contain is used.
-    """
+    """Return a recipe id with the name of its producer in parentheses, such as "nvfp4-te (Transformer Engine)"."""
     names = PRODUCER_NAMES.get(producer_of(id), "").removesuffix(")").split(" (")
     name = next((one for one in names if one.lower().replace("_", "-") not in id), "")
     return f"{id} ({name})" if name else id
 
 
 def _summary(found: Diagnosis) -> str:
-    """Return the start of a clause about layers with this explanation, to which the caller appends their number.
-
-    - If recipes explain the layer without a mishap: the recipes, as in "nvfp4-te made".
-    - Otherwise, if a cause is known: the first part of the cause, followed by "in".
-    - Otherwise: "".
-    """
+    """Return the start of a clause about layers with this explanation, to which the caller appends their number."""
     if found.mishap is None and found.recipes:
         return f"{either(found.recipes)} made"
     return f"{found.cause.split(': ')[0]} in" if found.cause else ""
@@ -325,25 +269,7 @@ def _layers(count: int) -> str:
 
 
 def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -> CheckpointVerdict:
-    """Explain every layer, and return a verdict that says what made most of them.
-
-    The returned verdict is about the format with the most layers. Its `others` holds a verdict for each other format,
-    and its `layers` holds every layer in the given order. Each verdict is found in two steps:
-
-    1. Count the mishaps of the explained layers, and choose the most frequent one (None counts as a mishap). All-zero
-       layers are counted only if no other layer is explained.
-    2. Among the layers with this mishap, choose the recipes that explain the most layers. List the recipe that the file
-       records first, then the recipes of the producer that the file names, then all others.
-
-    After four layers in a row that have neither an explanation nor a known cause, `explain` stops searching for faults
-    without a name. The search resumes after the next layer that has one of them.
-
-    layers: the layers with their sources. One layer is requested at a time, so that an iterator that reads files needs
-        the memory of one layer.
-    unpaired: the names of quantized layers that have no counterpart in the source, for the verdict.
-
-    Raises ValueError if a source is not a matrix, and TypeError if it has an unsupported dtype.
-    """
+    """Explain every layer, and return a verdict that says what made most of them."""
     return checkpoint_verdict(tuple(_verdicts(layers)), unpaired)
 
 
@@ -359,12 +285,7 @@ def checkpoint_verdict(found: tuple[LayerVerdict, ...], unpaired: Sequence[str] 
 
 
 def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
-    """Return the verdict on layers of one format, chosen in the two steps that identify_layers describes.
-
-    If no layer is explained, the verdict has neither recipes nor rules nor a mishap.
-
-    layers: the verdicts on the layers, at least one.
-    """
+    """Return the verdict on layers of one format, chosen in the two steps that identify_layers describes."""
     found = tuple(layers)
     explained = [layer for layer in found if layer.explanation.explained and not layer.explanation.blank]
     explained = explained or [layer for layer in found if layer.explanation.explained]
@@ -382,12 +303,7 @@ def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
 
 
 def _most_votes(votes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the names that occur in the largest number of tuples, in the order in which they first occur.
-
-    Several names are returned if they occur equally often. Return () if there are no names.
-
-    votes: one tuple of names per voter, without duplicates.
-    """
+    """Return the names that occur in the largest number of tuples, in the order in which they first occur."""
     counts = Counter(name for names in votes for name in names)
     return tuple(name for name, count in counts.items() if count == max(counts.values()))
 

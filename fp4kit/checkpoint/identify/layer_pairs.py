@@ -125,20 +125,12 @@ class LayerSpecs:
         self._members = {key: tuple(origins) for key, origins in members.items()}
 
     def _origin(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
-        """Return the rows of the source from which a matrix of a weight was made, or None if the source lacks them.
-
-        If the weight is rotated, the rows are rotated in the same way when they are read.
-
-        name: the layer name to look up in place of the weight's own name.
-        """
+        """Return the rows of the source from which a matrix of a weight was made, or None if the source lacks them."""
         found = self._counterparts.of(weight, expert, name)
         return None if found is None else found.rotated(self._rotations.get(weight.name))
 
     def of(self, chosen: Iterable[Weight]) -> tuple[list[LayerSpec], list[str]]:
-        """Return the specs of the layers of some weights, and the names of those that have no counterpart.
-
-        Expert 3 of a stack has a name such as "mlp.experts.up_proj[3]".
-        """
+        """Return the specs of the layers of some weights, and the names of those that have no counterpart."""
         specs, unpaired = [], []
         for weight in chosen:
             origins = [self._origin(weight, expert) for expert in range(weight.experts)]
@@ -152,10 +144,7 @@ class LayerSpecs:
         return specs, unpaired
 
     def _spec(self, weight: Weight, expert: int, origin: Origin, stack: tuple[tuple[Origin, ...], ...]) -> LayerSpec:
-        """Return the spec of one layer.
-
-        stack: all experts of the weight, as a group, if they share one stored tensor scale; otherwise ().
-        """
+        """Return the spec of one layer."""
         parent, leaf = fused_layers.split_module(weight.name)
         partner = None
         if leaf in _HALVES:
@@ -171,12 +160,7 @@ class LayerSpecs:
         return LayerSpec(*place, leaf in _SECOND, self._heads(leaf), facts, self._all_rows)
 
     def _producer(self, weight: Weight) -> str:
-        """Return the name of the producer that made a layer, according to the checkpoint.
-
-        If fp4kit recorded a recipe, return the producer of this recipe. If the config names auto-round as its
-        ``provider``, return "auto-round"; other providers are ignored. Otherwise, return the producer that usually
-        writes the layer's container.
-        """
+        """Return the name of the producer that made a layer, according to the checkpoint."""
         if self._recorded is not None:
             return self._recorded.producer
         declared = self._config.get("quantization_config")
@@ -185,12 +169,7 @@ class LayerSpecs:
         return "auto-round" if provider == "auto-round" else weight.container.producer
 
     def _heads(self, leaf: str) -> tuple[int, ...]:
-        """Return the possible numbers of heads of a layer according to the config, in ascending order.
-
-        The config and its ``text_config`` are searched. Return () if the layer is not q or k, or if no number is found.
-
-        leaf: the last part of the layer's name, such as "q_proj".
-        """
+        """Return the possible numbers of heads of a layer according to the config, in ascending order."""
         if leaf not in _HEADS:
             return ()
         text = self._config.get("text_config")
@@ -210,11 +189,7 @@ class PairReader:
         self._amaxes: dict[tuple[str, int, tuple[int, int]], tuple[np.float32, int]] = {}
 
     def some(self, spec: LayerSpec) -> LayerPair:
-        """Read the rows of a layer that are compared first, and the same rows of its source.
-
-        The whole layer is read if its rows alone cannot be explained: if it has a low-rank part, if its shape is not
-        that of its source, or if its source has NaN or infinities.
-        """
+        """Read the rows of a layer that are compared first, and the same rows of its source."""
         spans = spec.spans
         regular = spec.origin.shape == spec.weight.shape[-2:] and LOW_RANK_A not in spec.weight.parts
         if not regular:
@@ -236,11 +211,7 @@ class PairReader:
         return LayerPair(spec.name, parts, x, amaxes=amaxes, **spec.facts)
 
     def whole(self, spec: LayerSpec) -> LayerPair:
-        """Read a layer and its source, and return them with further facts, such as possible amaxes, as a LayerPair.
-
-        A layer with a low-rank part (SVDQuant) is paired with the weight minus this part. Its only further facts are
-        those that the checkpoint declares.
-        """
+        """Read a layer and its source, and return them with further facts, such as possible amaxes, as a LayerPair."""
         parts = stored_layer(spec.weight, spec.expert, self._readers)
         if LOW_RANK_A in spec.weight.parts:
             return LayerPair(spec.name, parts, self._rest(spec), is_rest=True, **spec.facts)
@@ -262,10 +233,7 @@ class PairReader:
         return x if spans is None else np.ascontiguousarray(x[rows_in(spans)])
 
     def _amax(self, origin: Origin) -> tuple[np.float32, int]:
-        """Return (amax of the finite values, number of NaN and infinities) for rows of the source.
-
-        The rows are read slab by slab (some rows at a time).
-        """
+        """Return (amax of the finite values, number of NaN and infinities) for rows of the source."""
         key = _key(origin)
         if key not in self._amaxes:
             found = slabs(self._readers, origin.weight, origin.expert, origin.span)
@@ -280,11 +248,8 @@ class PairReader:
         return tuple(max(float(self._amax(origin)[0]) for origin in group) for group in spec.groups)
 
     def _rest(self, spec: LayerSpec) -> np.ndarray:
-        """Return the values that the codes of an SVDQuant layer store, approximately.
-
-        These are the rows of the source, divided by the factors per column, minus the low-rank part. The tool rounded
-        them to the dtype of the model several times, so that the result may differ in the last bits.
-        """
+        """Return the values that the codes of an SVDQuant layer store, approximately."""
+        # The tool rounded them to the dtype of the model several times, so that the result may differ in the last bits.
         x = spec.origin.values(self._readers)
         slab = next(slabs(self._readers, spec.weight, max_bytes=1 << 40))
         assert slab.low_rank is not None and slab.column_scale is not None
@@ -299,11 +264,7 @@ def _key(origin: Origin) -> tuple[str, int, tuple[int, int]]:
 
 
 def scaling_of(stored: Source, weights: Iterable[Weight]) -> str:
-    """Return "AWQ" or "SmoothQuant" if a checkpoint declares that this method scaled the columns of its weights.
-
-    A modifier in llm-compressor's recipe.yaml declares either method. Factors per column in the file declare AWQ.
-    Return "" if the checkpoint declares neither method, or both.
-    """
+    """Return "AWQ" or "SmoothQuant" if a checkpoint declares that this method scaled the columns of its weights."""
     named = modifiers_of(stored.root / RECIPE_FILE)
     found = {method for method in ("AWQ", "SmoothQuant") if f"{method}Modifier" in named}
     if any(COLUMN_SCALE in weight.parts for weight in weights):

@@ -66,10 +66,7 @@ class LayerPair:
 
     @property
     def format(self) -> str:
-        """The name of the layer's format: elements, scales and block size, such as "E2M1 E4M3 16", or "fp8 per row".
-
-        All layers of a checkpoint with equal formats get one verdict together.
-        """
+        """The name of the layer's format: elements, scales and block size, such as "E2M1 E4M3 16", or "fp8 per row"."""
         if isinstance(self.parts, Fp8Layer):
             return f"fp8 per {self.parts.scaling}"
         r = self.parts.recipe
@@ -140,16 +137,9 @@ class LayerSeries:
     def explain(
         self, some: LayerPair, whole: Callable[[], LayerPair] | None = None, complete: bool = True
     ) -> Diagnosis:
-        """Explain a layer, at first with what explained earlier layers of its format.
-
-        After four layers in a row that have neither an explanation nor a known cause, faults without a name are no
-        longer searched for, because the search takes long. It is resumed after the next layer that has one of them.
-
-        some: the layer, or what is compared first: some of its rows, or all rows without what is known beside them.
-        whole: reads the whole layer with all that is known; None if ``some`` is that. It is called if ``some`` does not
-            tell what explains the layer, but after four failures only for small layers.
-        complete: True if ``some`` has all rows.
-        """
+        """Explain a layer, at first with what explained earlier layers of its format."""
+        # After four layers in a row that have neither an explanation nor a known cause, faults without a name are no
+        # longer searched for, because the search takes long.
         known = self._known.setdefault(some.format, _Known())
         found = self._explain(some, whole, complete, known)
         known.learn(found)
@@ -190,18 +180,7 @@ def _agrees(found: Diagnosis, known: _Known) -> bool:
 
 
 def _explained(layer: LayerPair, unnamed: bool, known: _Known | None = None) -> Diagnosis:
-    """Explain one layer with ``explain`` or ``explain_fp8``, and add what the file declares about its producer.
-
-    - For an FP8 layer, return the result of ``explain_fp8`` unchanged.
-    - If the file declares AWQ or SmoothQuant, texts name only this method instead of "AWQ or SmoothQuant".
-    - For a layer with a low-rank part, return the result of ``_of_rest``, unless its signs differ from the source.
-    - If codes and scales look tuned, the file names auto-round, and all codes are near the source, the method is
-      "auto-round".
-
-    unnamed: True to search for faults without a name. If False and nothing explains the layer, the sentence of the
-        result says that they were not tried.
-    known: what explained earlier layers; None to try everything.
-    """
+    """Explain one layer with ``explain`` or ``explain_fp8``, and add what the file declares about its producer."""
     if isinstance(layer.parts, Fp8Layer):
         return explain_fp8(layer.parts, layer.source, layer.amaxes)
     earlier = None
@@ -244,36 +223,21 @@ _LOW_RANK = "low-rank part (SVDQuant): the codes store the rest of the weight, w
 
 
 def _declared(text: str, scaling: str) -> str:
-    """Return a text in which "AWQ or SmoothQuant" is replaced by the method that a file declares.
-
-    scaling: the method; "" to return the text unchanged.
-    """
+    """Return a text in which "AWQ or SmoothQuant" is replaced by the method that a file declares."""
     return text.replace(SCALING, scaling) if scaling else text
 
 
 def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
-    """Return whether every code of a layer is near the code of its source value, and the SQNR is at least 12 dB.
-
-    The stored scales are used. Return False if ``fit_of`` cannot compare the layer. The layer must not be FP8 with
-    float scales.
-
-    steps: the largest distance that counts as near, in representable values.
-    """
+    """Return whether every code of a layer is near the code of its source value, and the SQNR is at least 12 dB."""
+    # The layer must not be FP8 with float scales.
     assert isinstance(layer.parts, StoredLayer)
     fit = fit_of(layer.parts, layer.source, steps=steps)
     return fit is not None and fit.is_sound
 
 
 def _of_rest(layer: LayerPair, found: Diagnosis) -> Diagnosis:
-    """Return the explanation of an SVDQuant layer, whose codes store the weight without its low-rank part.
-
-    If recipes reproduce every byte, they are named. Otherwise the cause is the low-rank part, and the sentence gives
-    the share of bytes that the nearest recipe gives. The method is then "SVDQuant" if every code is near the source,
-    otherwise None.
-
-    layer: the layer. Its source is approximately the weight without the low-rank part.
-    found: the explanation of the codes from this source.
-    """
+    """Return the explanation of an SVDQuant layer, whose codes store the weight without its low-rank part."""
+    # The method is then "SVDQuant" if every code is near the source, otherwise None.
     if found.explained:
         return replace(found, sentence=f"of the weight without its low-rank part (SVDQuant): {found.sentence}")
     share = min(100 * (found.codes_equal + found.scales_equal) / max(found.total, 1), 99.99)

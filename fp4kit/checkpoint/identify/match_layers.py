@@ -41,10 +41,7 @@ class Origin:
     span: tuple[int, int]
 
     def values(self, readers: Readers) -> np.ndarray:
-        """Read the rows and return their values (rows, columns).
-
-        Rows of a quantized weight are decoded; rows of an unquantized weight keep their dtype.
-        """
+        """Read the rows and return their values (rows, columns)."""
         parts = [values_of(self.weight, slab) for slab in slabs(readers, self.weight, self.expert, self.span)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -69,32 +66,20 @@ class Origin:
         return tuple(part.entry.name for weight in weights for part in weight.parts.values())
 
     def slab(self, readers: Readers, rows: slice) -> Slab:
-        """Read some of the rows without decoding them, as one Slab (codes and scales, or unquantized values).
-
-        readers: where to read the rows from.
-        rows: the range of rows, counted from the first row of ``span``.
-        """
+        """Read some of the rows without decoding them, as one Slab (codes and scales, or unquantized values)."""
         first = self.span[0]
         return next(
             slabs(readers, self.weight, self.expert, (first + rows.start, first + rows.stop), max_bytes=1 << 40)
         )
 
     def amax(self, readers: Readers) -> float:
-        """Return the amax of the finite values of the rows, or 0.0 if no value is finite.
-
-        The rows are read slab by slab (some rows at a time).
-        """
+        """Return the amax of the finite values of the rows, or 0.0 if no value is finite."""
         found = slabs(readers, self.weight, self.expert, self.span)
         return max(float(amax_and_nonfinite(values_of(self.weight, slab))[0]) for slab in found)
 
 
 def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int], Origin]:
-    """Find the rows of a model from which a conversion to ``form`` would make each layer.
-
-    Return a dict: (layer name, expert number) -> rows. Layers are named and split as the container ``form`` needs. The
-    expert number is 0 unless the container stores stacks of experts. Hadamard and similar transforms of the model are
-    undone, if possible, when the rows are read.
-    """
+    """Find the rows of a model from which a conversion to ``form`` would make each layer."""
     found: dict[tuple[str, int], Origin] = {}
     config = model.config or {}
     for weight in decodable(model.tensors, config).values():
@@ -134,15 +119,8 @@ class Counterparts:
         self._exact, self._by_key = _origins_by_name(source)
 
     def of(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
-        """Return the rows of the source from which a matrix of a weight was made, or None if the source has none.
-
-        Equal names are tried first, then the names that tools give the layer. For embed_q of mlx-lm, the result is a
-        TurnedOrigin, because it stores a part of kv_b_proj transposed.
-
-        weight: the weight of the checkpoint.
-        expert: the number of the matrix in a stack of experts; 0 for a single layer.
-        name: the layer name to look up in place of the weight's own name.
-        """
+        """Return the rows of the source from which a matrix of a weight was made, or None if the source has none."""
+        # For embed_q of mlx-lm, the result is a TurnedOrigin, because it stores a part of kv_b_proj transposed.
         wanted = name or weight.name
         if (found := self._exact.get((wanted, expert))) is not None:
             return found
@@ -150,10 +128,7 @@ class Counterparts:
         return self._by_key.get(key) or self._part_of_kv_b(weight, expert)
 
     def _part_of_kv_b(self, weight: Weight, head: int) -> Origin | None:
-        """Return the rows of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out.
-
-        Return None for all other weights. Return None too if the source lacks kv_b_proj or the sizes of its heads.
-        """
+        """Return the rows of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out."""
         name = kv_b_name(weight.name)
         whole = self._by_key.get(name) if name else None
         nope, value = (self._config.get(key) for key in ("qk_nope_head_dim", "v_head_dim"))
@@ -165,11 +140,7 @@ class Counterparts:
 
 
 def _origins_by_name(source: Source) -> tuple[dict[tuple[str, int], Origin], dict[str, Origin]]:
-    """Return two dicts with the matrices of a source.
-
-    The first maps (weight name, expert number) to matrices. The second maps the keys of pair_names.keys_of to matrices.
-    It lacks every key that belongs to more than one matrix.
-    """
+    """Return two dicts with the matrices of a source."""
     exact: dict[tuple[str, int], Origin] = {}
     found: dict[str, Origin] = {}
     twice: set[str] = set()

@@ -25,11 +25,7 @@ _AGREE = 0.97  # least share of nonzero codes that have the sign of the source
 
 
 def other_places(unlike: Sequence[LayerSpec], every: Sequence[LayerSpec]) -> tuple[tuple[str, str], ...]:
-    """Return (layer, layer of the source) for stored layers that were made from source layers of other names.
-
-    unlike: the layers that do not have the signs of their source. At most 64 are looked for.
-    every: all layers, whose origins are the layers of the source to compare with.
-    """
+    """Return (layer, layer of the source) for stored layers that were made from source layers of other names."""
     found: list[tuple[str, str]] = []
     with Readers() as readers:
         by_shape: dict[tuple[int, ...], list[tuple[str, npt.NDArray[np.float32]]]] = defaultdict(list)

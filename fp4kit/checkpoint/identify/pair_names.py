@@ -28,10 +28,8 @@ _KV_B = {"embed_q": "kv_b_proj", "unembed_out": "kv_b_proj"}
 
 
 def canonical(module: str) -> str:
-    """Return the canonical name of a module, a key for matching that does not depend on the tool that wrote the file.
-
-    Parts that wrappers add, such as _orig_mod, are removed. The layers of experts are named
-    "PARENT.mlp.experts.NUMBER.LEAF", with gate_proj, down_proj and up_proj in place of w1, w2 and w3.
+    """Return the canonical name of a module, a key for matching that does not depend on the tool that wrote the
+    file.
     """
     parts = [part for part in module.split(".") if part not in _WRAPPERS]
     if "experts" in parts[:-1]:
@@ -41,26 +39,13 @@ def canonical(module: str) -> str:
 
 
 def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
-    """Return a weight that reads all gate rows before all up rows.
-
-    If gate and up rows of a gate_up stack alternate, as in gpt-oss, the result is a copy that reorders rows on reading.
-    Any other weight is returned unchanged.
-
-    config: the content of config.json, which tells whether rows alternate.
-    """
+    """Return a weight that reads all gate rows before all up rows."""
     alternates = len(weight.shape) == 3 and is_interleaved(config) and weight.name.endswith("gate_up_proj")
     return replace(weight, order=HeadOrder(weight.shape[-2], False)) if alternates else weight
 
 
 def keys_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, Weight, tuple[int, int]]]:
-    """Yield (key, weight to read, range of rows) for each matrix that other tools may make of a layer or an expert.
-
-    The key is a canonical name. The first item is the whole matrix. If the weight is a stack of gate_up matrices, the
-    gate half and the up half follow, each with the weight that gate_first returns.
-
-    expert: the number of the expert; 0 for a single layer.
-    config: the content of config.json.
-    """
+    """Yield (key, weight to read, range of rows) for each matrix that other tools may make of a layer or an expert."""
     rows = weight.shape[-2]
     name = weight.name if len(weight.shape) == 2 else expert_name(weight.name, expert)
     yield canonical(name), weight, (0, rows)
@@ -73,24 +58,12 @@ def keys_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[
 
 
 def kv_b_name(module: str) -> str | None:
-    """Return the canonical name of the kv_b_proj layer from which mlx-lm made the stack ``module``.
-
-    Return None if the module is not embed_q or unembed_out.
-    """
+    """Return the canonical name of the kv_b_proj layer from which mlx-lm made the stack ``module``."""
     parent, leaf = split_module(module)
     return canonical(join_module(parent, _KV_B[leaf])) if leaf in _KV_B else None
 
 
 def kv_b_rows(leaf: str, rows: int, head: int, nope: int, expert: int) -> tuple[int, int]:
-    """Return the range (first row, end row) of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out.
-
-    Each head of kv_b_proj has ``head`` rows: ``nope`` rows for embed_q, then the rows for unembed_out.
-
-    leaf: "embed_q" or "unembed_out".
-    rows: the number of rows of the range.
-    head: the number of rows per head in kv_b_proj.
-    nope: the number of rows per head that belong to embed_q.
-    expert: the number of the head.
-    """
+    """Return the range (first row, end row) of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out."""
     first = expert * head + (0 if leaf == "embed_q" else nope)
     return first, first + rows

@@ -39,21 +39,7 @@ SIGNED_ZERO_WEIGHT = np.float32(2.0**-6)  # added with its sign to each decoded 
 
 
 def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layout, CodeOrder]]:
-    """Yield (layout, order of codes) for each order of codes in bytes in which stored rows are permuted source rows.
-
-    Each stored row is matched with the most similar source row among those that agree with the signs of at least 99% of
-    its nonzero codes. In a gated pair, rows of the other half are considered too. An order of codes is left out in
-    these cases:
-
-    - A stored row has no match.
-    - Two stored rows that are not all zero have the same match.
-    - All rows are in place.
-
-    Yield nothing if the layer has only one row, or more than 2^15 rows.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    """
+    """Yield (layout, order of codes) for each order of codes in bytes in which stored rows are permuted source rows."""
     rows, height = plain.shape
     pair = evidence.other is not None and evidence.other.shape == evidence.x.shape
     sources = np.arange(2 * rows if pair else rows)
@@ -77,17 +63,7 @@ def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layo
 def _nearest_sources(
     evidence: LayerEvidence, plain: Layout, order: CodeOrder, rows: np.ndarray, values: np.ndarray
 ) -> np.ndarray:
-    """Return, for each stored row, the number of the most similar source row among those whose signs agree, int64.
-
-    Signs agree if at least 99% of the nonzero codes have the sign of the source. The number is -1 if no source row has
-    signs that agree. It is -2 - n if all codes of the stored row are zero, where n is the most similar source row.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    order: the order of codes within bytes.
-    rows: the numbers of the stored rows.
-    values: the source rows, each divided by its largest magnitude, restricted to the first columns.
-    """
+    """Return, for each stored row, the number of the most similar source row among those whose signs agree, int64."""
     element, columns = evidence.layer.recipe.element, slice(0, values.shape[1])
     codes = order.undo(plain.reading.read(evidence.layer, rows, columns))
     decoded = np.nan_to_num(element.values[codes], posinf=0, neginf=0)
@@ -103,14 +79,8 @@ def _nearest_sources(
 
 
 def _assign_zero_rows(index: np.ndarray, rows: int) -> np.ndarray | None:
-    """Assign a source row to each all-zero stored row: the most similar one if it is unused, else the first unused one.
-
-    Return a new array with the source row of every stored row. Return None if a row has no source row, if two rows
-    share one, or if too few source rows are unused.
-
-    index: for each stored row, the number of its source row, or -1 if it has none. For a row whose codes are all zero,
-        the number is -2 - n, where n is the most similar source row.
-    rows: the number of rows of the source.
+    """Assign a source row to each all-zero stored row: the most similar one if it is unused, else the first unused
+    one.
     """
     assigned = index[index >= 0]
     if (index == -1).any() or len(np.unique(assigned)) != len(assigned):
@@ -129,14 +99,7 @@ def _assign_zero_rows(index: np.ndarray, rows: int) -> np.ndarray | None:
 
 
 def permuted_scales(evidence: LayerEvidence, hypothesis: Hypothesis) -> str | None:
-    """Return the name of the fault if the stored block scales are a permutation of those that a hypothesis predicts.
-
-    Return None if they are not, or if a code or the tensor scale differs from the prediction. The name says whether
-    scales only moved within their rows.
-
-    evidence: the stored layer and its source (the original weight).
-    hypothesis: a hypothesis that reproduces all codes of a sample.
-    """
+    """Return the name of the fault if the stored block scales are a permutation of those that a hypothesis predicts."""
     layout, everywhere = hypothesis.layout, slice(0, hypothesis.layout.shape[1])
     stored = _linear_scales(evidence, layout)
     if stored is None:
@@ -155,10 +118,7 @@ def permuted_scales(evidence: LayerEvidence, hypothesis: Hypothesis) -> str | No
 
 
 def _linear_scales(evidence: LayerEvidence, layout: Layout) -> np.ndarray | None:
-    """Return the stored block scales as (N, B), read in the declared layout.
-
-    Return None if their number does not fit this layout.
-    """
+    """Return the stored block scales as (N, B), read in the declared layout."""
     layer = evidence.layer
     shape = layout.shape[0], layout.shape[1] // layer.recipe.block_size
     first = next(iter(scale_orders(layer.block_scale, layer.scale_layout, shape)), None)
@@ -166,15 +126,7 @@ def _linear_scales(evidence: LayerEvidence, layout: Layout) -> np.ndarray | None
 
 
 def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hypothesis, str]]:
-    """Yield (hypothesis, name of the fault) for each recipe and amax whose blocks are the stored blocks, permuted.
-
-    A block is its codes and its scale. Blocks may have moved within their rows. In a layer of at most 2^18 blocks and
-    2^23 elements, they may have moved anywhere. Yield nothing if there are no block scales, or if their number does not
-    fit the layer.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    """
+    """Yield (hypothesis, name of the fault) for each recipe and amax whose blocks are the stored blocks, permuted."""
     scales = _linear_scales(evidence, plain)
     if scales is None or not scales.size:
         return
@@ -198,16 +150,7 @@ def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hy
 def _same_blocks(
     evidence: LayerEvidence, hypothesis: Hypothesis, stored: np.ndarray, parts: Iterable[np.ndarray], in_rows: bool
 ) -> bool:
-    """Return whether the stored blocks (codes and scale) are a permutation of the blocks that a hypothesis predicts.
-
-    Return False also if the tensor scale does not agree with the hypothesis.
-
-    evidence: the stored layer and its source (the original weight).
-    hypothesis: predicts the codes and the scale of every block.
-    stored: the stored block scales (N, B).
-    parts: arrays of row numbers. Each array is compared by itself, so that blocks cannot move from one to another.
-    in_rows: True if blocks may move only within their row, False if they may move between the rows of an array.
-    """
+    """Return whether the stored blocks (codes and scale) are a permutation of the blocks that a hypothesis predicts."""
     layout, everywhere = hypothesis.layout, slice(0, hypothesis.layout.shape[1])
     for rows in parts:
         codes, scales, scale = expected_parts(evidence, layout, rows, everywhere, (hypothesis.recipe, hypothesis.amax))
@@ -223,13 +166,7 @@ def _same_blocks(
 
 
 def _hashes(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return a uint64 hash of every block, (n, B), so that blocks can be compared in any order.
-
-    The hash is the sum of codes and scale times odd random weights, modulo 2^64.
-
-    codes: the codes (n, K), one per byte.
-    scales: the block scales (n, B).
-    """
+    """Return a uint64 hash of every block, (n, B), so that blocks can be compared in any order."""
     blocks = codes.reshape(*scales.shape, -1)
     weights = np.random.default_rng(0).integers(1, 2**63, blocks.shape[-1] + 1, np.uint64) * np.uint64(2) + np.uint64(1)
     sums = scales * weights[-1]

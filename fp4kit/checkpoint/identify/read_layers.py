@@ -29,13 +29,7 @@ _AT_ONCE = 4 << 20  # a layer of at most this many bytes is read at once; of a l
 
 
 def sample_spans(weight: Weight) -> RowRanges | None:
-    """Return the rows of a matrix of a weight to compare with its source; None if only all rows will do.
-
-    One group of rows is drawn from each of equally large parts of the matrix: from the first part its first rows, from
-    the last part its last rows, from the others rows that depend on the name of the weight.
-
-    None is returned for damaged shapes, for layers with a low-rank part, and if all rows are few.
-    """
+    """Return the rows of a matrix of a weight to compare with its source; None if only all rows will do."""
     form, rows = weight.container, weight.shape[-2]
     assert form is not None
     if rows <= SAMPLED_ROWS or LOW_RANK_A in weight.parts or not _is_regular(weight):
@@ -68,10 +62,7 @@ def rows_in(spans: RowRanges) -> np.ndarray:
 
 
 def some_rows(weight: Weight, expert: int, readers: Readers, spans: RowRanges | None) -> StoredLayer | Fp8Layer:
-    """Read rows of one layer. For ``spans`` of None, read the whole layer; faults in the order of rows are not tried.
-
-    expert: the number of the matrix in a stack of experts; 0 for a single layer.
-    """
+    """Read rows of one layer."""
     if spans is None:
         return _limited(stored_layer(weight, expert, readers))
     if weight.nbytes // weight.experts <= _AT_ONCE:
@@ -107,17 +98,7 @@ def _selected(layer: StoredLayer | Fp8Layer, rows: np.ndarray) -> StoredLayer | 
 def stored_layer(
     weight: Weight, expert: int, readers: Readers, span: tuple[int, int] | None = None
 ) -> StoredLayer | Fp8Layer:
-    """Read one layer of a quantized weight, and return its parts with linear block scales and the low nibble first.
-
-    There are two exceptions: block scales with a shape that the container does not allow, and a missing tensor scale.
-    Then the parts are returned as the file stores them, so that ``explain`` can find the fault.
-
-    FP8 with float scales, or with blocks of several rows, is returned as Fp8Layer, everything else as StoredLayer.
-
-    expert: the number of the matrix in a stack of experts; 0 for a single layer.
-    readers: where to read the parts from.
-    span: (first row, end row) of a regular layer; None for all rows.
-    """
+    """Read one layer of a quantized weight, and return its parts with linear block scales and the low nibble first."""
     form = weight.container
     assert form is not None
     if form.scale is None or form.block[0] > 1:
@@ -137,13 +118,7 @@ def stored_layer(
 
 
 def _fp8_layer(weight: Weight, expert: int, readers: Readers, span: tuple[int, int] | None) -> Fp8Layer:
-    """Read one layer of FP8 codes with one scale per tensor, per row or per square block.
-
-    weight: the quantized weight that holds the layer.
-    expert: the number of the matrix in a stack of experts; 0 for a single layer.
-    readers: where to read the codes and scales from.
-    span: (first row, end row); None for all rows.
-    """
+    """Read one layer of FP8 codes with one scale per tensor, per row or per square block."""
     form = weight.container
     assert form is not None
     slab = next(slabs(readers, weight, expert, span, max_bytes=1 << 40))
@@ -162,17 +137,7 @@ def _fp8_layer(weight: Weight, expert: int, readers: Readers, span: tuple[int, i
 
 
 def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.ndarray:
-    """Read the elements of a tensor that belong to one expert, for a stack of experts whose shapes are damaged.
-
-    - If the first axis counts the experts, return the matrix of the expert.
-    - Otherwise, divide the elements in order into equal shares, and return the share of the expert.
-    - If this is not possible, or if the weight is a single layer, return the whole tensor.
-
-    readers: where to read the elements from.
-    part: the tensor of codes or block scales.
-    weight: the weight that the tensor belongs to.
-    expert: the number of the expert.
-    """
+    """Read the elements of a tensor that belong to one expert, for a stack of experts whose shapes are damaged."""
     experts, shape = weight.experts, part.entry.shape
     if len(weight.shape) == 3 and len(shape) > 1 and shape[0] == experts:
         return readers.matrix(part, expert)
@@ -182,22 +147,13 @@ def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.n
 
 @cache
 def _any_recipe(form: Container) -> Recipe:
-    """Return a recipe that stands for the format of a container: its element format, scale format and block size.
-
-    It is the first recipe in RECIPES that the container can store. If there is none, it is a recipe from RECIPES that
-    was changed to have this block size.
-
-    form: the container.
-    """
+    """Return a recipe that stands for the format of a container: its element format, scale format and block size."""
     found = next((recipe for recipe in RECIPES.values() if form.stores(recipe)), None)
     return found or next(variant for variant in _variants(form) if form.stores(variant))
 
 
 def _variants(form: Container) -> Iterator[Recipe]:
-    """Yield the recipes with the container's element and scale formats, changed to have its block size.
-
-    Recipes that do not allow this block size are left out.
-    """
+    """Yield the recipes with the container's element and scale formats, changed to have its block size."""
     for recipe in RECIPES.values():
         if (recipe.element, recipe.scale) == (form.element, form.scale):
             with suppress(ValueError):  # the recipe does not allow such blocks

@@ -148,10 +148,7 @@ class PreparedIdentification:
 
 
 def _chosen(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:
-    """Return the weights whose names match a pattern; all if there are none.
-
-    Raise CheckpointError for a pattern that matches none.
-    """
+    """Return the weights whose names match a pattern; all if there are none."""
     for pattern in patterns:
         if not any(fnmatchcase(weight.name, pattern) for weight in weights):
             raise CheckpointError(
@@ -176,10 +173,7 @@ def _batches(specs: Iterable[tuple[int, LayerSpec]]) -> Iterator[list[tuple[int,
 
 
 def _explained_batch(batch: list[tuple[int, LayerSpec]], series: LayerSeries) -> list[tuple[int, LayerVerdict]]:
-    """Explain a batch of layers in a worker. Return (number, verdict) for each.
-
-    series: what explained the first layers. It is copied, so that batches do not depend on each other.
-    """
+    """Explain a batch of layers in a worker."""
     return list(_explained(batch, deepcopy(series)))
 
 
@@ -194,14 +188,7 @@ def _explained(batch: list[tuple[int, LayerSpec]], series: LayerSeries) -> Itera
 
 
 def _nothing_matches(weights: list[Weight], destination: str | Path, source: str | Path) -> str:
-    """Return the error message for the case that no quantized layer of a checkpoint has a counterpart in the source.
-
-    If the checkpoint is a GGUF file and the source is not, the message says how to write a source in GGUF. Otherwise,
-    it says to give the model that the checkpoint was made from.
-
-    weights: the quantized weights of the checkpoint.
-    destination, source: the paths of both models.
-    """
+    """Return the error message for the case that no quantized layer of a checkpoint has a counterpart in the source."""
     in_gguf, from_gguf = any(w.container and w.container.in_blocks for w in weights), str(source).endswith(".gguf")
     start = f"{destination}: no quantized layer has the name of a weight of {source}; "
     if in_gguf and not from_gguf:

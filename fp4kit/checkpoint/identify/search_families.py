@@ -70,18 +70,7 @@ class _Rows(NamedTuple):
 
 @ieee("identify")
 def blocks_of_equal_error(evidence: LayerEvidence, hypothesis: Hypothesis) -> int | None:
-    """Return in how many blocks the stored scale differs from the scale of a hypothesis, but gives an equal error.
-
-    Return None if the hypothesis does not explain the layer. This is so in these cases:
-
-    - A stored scale differs from that of the hypothesis, and gives a different squared error. (Errors count as equal up
-      to the rounding of float32 sums.)
-    - In a block with equal scales, the decoded values differ.
-    - The hypothesis has a mishap, or its recipe searches no scales.
-
-    evidence: the stored layer and its source (the original weight).
-    hypothesis: the hypothesis that fits a sample best. All codes of the layer must follow from the stored scales.
-    """
+    """Return in how many blocks the stored scale differs from the scale of a hypothesis, but gives an equal error."""
     if not hypothesis.recipe.search or hypothesis.mishaps:
         return None
     count, plain = 0, hypothesis.layout
@@ -101,15 +90,7 @@ def blocks_of_equal_error(evidence: LayerEvidence, hypothesis: Hypothesis) -> in
 
 @ieee("identify")
 def is_four_over_six(evidence: LayerEvidence, plain: Layout) -> bool:
-    """Return whether every block scale is computed from the block's amax or 1.5 times the amax (four over six).
-
-    Both kinds of scales must occur, and the stored scale must have the smaller error in at least 90% of the blocks.
-    Codes are not compared. Return False if the layer is not NVFP4 with one tensor scale that follows from a candidate
-    amax.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    """
+    """Return whether every block scale is computed from the block's amax or 1.5 times the amax (four over six)."""
     tensor = _tensor_of(evidence, _STATIC)
     if tensor is None:
         return False
@@ -131,15 +112,11 @@ def is_four_over_six(evidence: LayerEvidence, plain: Layout) -> bool:
 
 @ieee("identify")
 def is_weighted_search(evidence: LayerEvidence, plain: Layout) -> bool:
-    """Return whether auto-round's search with an importance matrix may have chosen the block scales.
-
-    Every block scale must be one that auto-round tries. In a sample, at least a quarter of the block scales must have
-    the smallest error without weights. (Weights make other scales better in many blocks, but not in all.) Return False
-    if the layer is not NVFP4 with one tensor scale that follows from a candidate amax.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    """
+    """Return whether auto-round's search with an importance matrix may have chosen the block scales."""
+    # Every block scale must be one that auto-round tries.
+    # In a sample, at least a quarter of the block scales must have the smallest error without weights. (Weights make
+    # other scales better in many blocks, but not in all.) Return False if the layer is not NVFP4 with one tensor scale
+    # that follows from a candidate amax.
     tensor = _tensor_of(evidence, _AUTO_ROUND)
     if tensor is None:
         return False
@@ -157,19 +134,7 @@ def is_weighted_search(evidence: LayerEvidence, plain: Layout) -> bool:
 
 @ieee("identify")
 def is_rounded_near(evidence: LayerEvidence, plain: Layout) -> bool:
-    """Return whether the codes of a layer look as if auto-round had tuned their rounding, judged by a sample.
-
-    Let y be a source value divided by the stored scales, and q the value of its code. Two conditions must hold:
-
-    - For at least 98% of the codes, round(y - 1/2) <= q <= round(y + 1/2).
-    - At least half of the codes are the nearest to y.
-
-    Return False if codes, scales or rows are not in order, if the tensor scale is not positive and finite, or if
-    elements do not have 4 bits.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    """
+    """Return whether the codes of a layer look as if auto-round had tuned their rounding, judged by a sample."""
     layer = evidence.layer
     r, scale = layer.recipe, layer.tensor_scale
     in_order = layer.scale_layout == "linear" and layer.block_scale.size * r.block_size == evidence.x.size
@@ -188,46 +153,28 @@ def is_rounded_near(evidence: LayerEvidence, plain: Layout) -> bool:
 
 
 def _nearest_values(quotient: npt.NDArray[np.float64], r: Recipe) -> npt.NDArray[np.float64]:
-    """Return the value of the element format that is nearest to each quotient. Quotients beyond the range are clipped.
-
-    r: the recipe whose element format is used.
-    """
+    """Return the value of the element format that is nearest to each quotient."""
     clipped = np.clip(quotient, -r.element.max, r.element.max).astype(np.float32)
     found: npt.NDArray[np.float64] = r.element.values[r.element.encode(clipped)].astype(np.float64)
     return found
 
 
 def _tried(evidence: LayerEvidence, part: _Rows, tensor: TensorScale) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the scale codes that auto-round tries for some rows, one array (rows, blocks) per multiple of the amax.
-
-    evidence: the layer that the rows belong to.
-    part: the rows.
-    tensor: the tensor scale.
-    """
+    """Yield the scale codes that auto-round tries for some rows, one array (rows, blocks) per multiple of the amax."""
     amax = np.abs(part.x).max(axis=-1).astype(np.float32)
     for factor in FACTORS[_AUTO_ROUND.search]:
         yield _code(amax * np.float32(factor), tensor, _AUTO_ROUND, evidence)
 
 
 def _is_nvfp4(evidence: LayerEvidence) -> bool:
-    """Return whether a layer has the elements, block scales and block size of NVFP4, and at most one tensor scale.
-
-    Return False for a layer with several tensor scales, such as one per expert.
-    """
+    """Return whether a layer has the elements, block scales and block size of NVFP4, and at most one tensor scale."""
     r = evidence.layer.recipe
     parts = r.element, r.scale, r.block_size
     return parts == (_STATIC.element, _STATIC.scale, _STATIC.block_size) and np.ndim(evidence.layer.tensor_scale) == 0
 
 
 def _tensor_of(evidence: LayerEvidence, r: Recipe) -> TensorScale | None:
-    """Return the tensor scale that a recipe computes from one of the layer's candidate amaxes.
-
-    The first amax is used that gives the stored tensor scale up to 2 ulp. Return None if no amax gives it, or if the
-    layer is not NVFP4 with one tensor scale.
-
-    evidence: the layer, with its candidate amaxes.
-    r: the recipe that computes the tensor scale.
-    """
+    """Return the tensor scale that a recipe computes from one of the layer's candidate amaxes."""
     stored = evidence.layer.tensor_scale
     if stored is None or not _is_nvfp4(evidence):
         return None
@@ -237,33 +184,19 @@ def _tensor_of(evidence: LayerEvidence, r: Recipe) -> TensorScale | None:
 
 
 def _code(amax: np.ndarray, tensor: TensorScale, r: Recipe, evidence: LayerEvidence) -> npt.NDArray[np.uint8]:
-    """Return the scale codes that a recipe computes from block amaxes.
-
-    amax: the block amaxes, float32.
-    tensor: the tensor scale.
-    r: the recipe.
-    evidence: the layer, whose source has the dtype to compute in.
-    """
+    """Return the scale codes that a recipe computes from block amaxes."""
     name = r.block_rule or ""
     return np.asarray(BLOCK_RULES[name].code(amax, tensor.columns(r), r, evidence.x.dtype)).view(np.uint8)
 
 
 def _parts(evidence: LayerEvidence, plain: Layout) -> Iterator[_Rows]:
-    """Yield all rows of a layer as _Rows, some rows at a time. Block scales must be in linear order.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read.
-    """
+    """Yield all rows of a layer as _Rows, some rows at a time."""
+    # Block scales must be in linear order.
     yield from (_rows_of(evidence, plain, rows) for rows in chunks(plain, evidence.layer.recipe))
 
 
 def _rows_of(evidence: LayerEvidence, plain: Layout, rows: npt.NDArray[np.int64]) -> _Rows:
-    """Return some rows of a layer: the source, the decoded values, and the stored scale codes.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read; block scales must be in linear order.
-    rows: the numbers of the stored rows.
-    """
+    """Return some rows of a layer: the source, the decoded values, and the stored scale codes."""
     layer = evidence.layer
     codes = plain.reading.read(layer, rows, slice(0, plain.shape[1]))
     scales = np.ascontiguousarray(layer.block_scale.reshape(plain.shape[0], -1)[rows]).view(np.uint8)
@@ -272,12 +205,7 @@ def _rows_of(evidence: LayerEvidence, plain: Layout, rows: npt.NDArray[np.int64]
 
 
 def _decoded(evidence: LayerEvidence, codes: np.ndarray, scales: np.ndarray) -> npt.NDArray[np.float64]:
-    """Return the decoded values of some rows with the stored tensor scale, float64 (rows, blocks, block size).
-
-    evidence: the layer that the rows belong to.
-    codes: the element codes (rows, columns), one per byte.
-    scales: the scale codes (rows, blocks).
-    """
+    """Return the decoded values of some rows with the stored tensor scale, float64 (rows, blocks, block size)."""
     r, tensor = evidence.layer.recipe, evidence.layer.tensor_scale
     assert r.scale is not None
     elements = r.element.values[codes].astype(np.float64).reshape(*scales.shape, r.block_size)
@@ -287,12 +215,7 @@ def _decoded(evidence: LayerEvidence, codes: np.ndarray, scales: np.ndarray) -> 
 
 
 def _requantized(evidence: LayerEvidence, part: _Rows, scales: np.ndarray) -> npt.NDArray[np.float64]:
-    """Quantize the source of some rows with given block scales, and return the decoded values.
-
-    evidence: the layer that the rows belong to.
-    part: the rows, with their source.
-    scales: the scale codes (rows, blocks) to use in place of the stored ones.
-    """
+    """Quantize the source of some rows with given block scales, and return the decoded values."""
     x = np.ascontiguousarray(evidence.x[part.rows])
     q = quantize(x, _STATIC, block_scale=scales, tensor_scale=evidence.layer.tensor_scale)
     return _decoded(evidence, unpacked(q.packed, _STATIC.element.packing), scales)

@@ -19,18 +19,7 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple[Recipe, ...]:
-    """Return the recipes that reproduce all codes of a layer with its stored block scales and tensor scale.
-
-    Return () if there are none, and in these cases:
-
-    - The layout has a mishap (fault), or the block scales are not in linear order.
-    - The stored tensor scale is not a single positive finite number. (A layer without a tensor scale is tried.)
-
-    Recipes that search scales themselves, and recipes with blocks of several rows, are not tried.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    """
+    """Return the recipes that reproduce all codes of a layer with its stored block scales and tensor scale."""
     layer, scale = evidence.layer, evidence.layer.tensor_scale
     in_order = layer.scale_layout == "linear" and layer.block_scale.size * layer.recipe.block_size == evidence.x.size
     usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
@@ -51,13 +40,8 @@ def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple
 
 
 def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | None]:
-    """Yield the tensor scales with which the codes may have been made: the stored one, then others within 2 ulp of it.
-
-    The others are computed by the recipe from the layer's candidate amaxes. They are tried because a file that stores
-    the reciprocal of a scale determines the scale only up to 2 ulp. Yield only None if no tensor scale is stored.
-
-    evidence: the layer, with its candidate amaxes.
-    r: the recipe that computes them from the amaxes.
+    """Yield the tensor scales with which the codes may have been made: the stored one, then others within 2 ulp of
+    it.
     """
     stored = evidence.layer.tensor_scale
     yield stored
@@ -72,14 +56,7 @@ def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | 
 def _codes_match(
     evidence: LayerEvidence, plain: Layout, r: Recipe, tensor_scale: np.float32 | None, rows: np.ndarray
 ) -> bool:
-    """Return whether a recipe reproduces all codes of some rows, given their stored block scales and a tensor scale.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    r: the recipe.
-    tensor_scale: the tensor scale; None if the recipe has none.
-    rows: the numbers of the stored rows.
-    """
+    """Return whether a recipe reproduces all codes of some rows, given their stored block scales and a tensor scale."""
     codes = plain.reading.read(evidence.layer, rows, slice(0, plain.shape[1]))
     scales = np.ascontiguousarray(evidence.layer.block_scale.reshape(plain.shape[0], -1)[rows]).view(np.uint8)
     with np.errstate(all="ignore"):
@@ -95,14 +72,7 @@ _UNROUNDED = 0.999  # least share of codes that the unrounded scales give; the o
 def wide_blocks(
     evidence: LayerEvidence, plain: Layout, recipes: tuple[Recipe, ...]
 ) -> tuple[tuple[Recipe, ...], str] | None:
-    """Return (recipes, fault) if block scales come from the amax of several neighboring blocks, otherwise None.
-
-    A few blocks may have the scale of their own amax.
-
-    evidence: the stored layer and its source (the original weight).
-    plain: the layout in which codes are read as declared and rows are in place.
-    recipes: the recipes that reproduce all codes with the stored scales.
-    """
+    """Return (recipes, fault) if block scales come from the amax of several neighboring blocks, otherwise None."""
     rows, size = sample_of(plain.shape, evidence.layer.recipe).rows, evidence.layer.recipe.block_size
     for count in _WIDER:
         if plain.shape[1] % (count * size):
@@ -133,13 +103,7 @@ def _are_wide(
 
 
 def unrounded_scales(evidence: LayerEvidence, plain: Layout) -> str | None:
-    """Return the name of the fault if codes were computed with the block scales before they were rounded.
-
-    The codes are then those of x / (block amax / largest element). Return None if this does not give them.
-
-    evidence: the stored layer and its source (the original weight). All block scales must be those of a recipe.
-    plain: the layout in which codes are read as declared and rows are in place.
-    """
+    """Return the name of the fault if codes were computed with the block scales before they were rounded."""
     r, rows = evidence.layer.recipe, sample_of(plain.shape, evidence.layer.recipe).rows
     if plain.mishaps or r.block_rows > 1:
         return None

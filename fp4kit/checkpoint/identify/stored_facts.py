@@ -24,13 +24,7 @@ _OWN = "fp4kit"  # the entry of quantization_config in which fp4kit records the 
 
 
 def problems_of(checkpoint: Checkpoint) -> Counter[str]:
-    """Check whether codes seem to belong to their scales, and scales to the model. Return a Counter of warnings.
-
-    The Counter maps the text of each warning to the number of layers that have it. It is empty if nothing is odd. At
-    most 64 evenly spaced layers are checked.
-
-    Raise CheckpointError if a file cannot be read.
-    """
+    """Check whether codes seem to belong to their scales, and scales to the model."""
     with Readers() as readers:
         doubts = (doubt_of(readers, weight) for weight in _sample(checkpoint))
         found = Counter(doubt for doubt in doubts if doubt)
@@ -41,12 +35,8 @@ def problems_of(checkpoint: Checkpoint) -> Counter[str]:
 
 
 def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield (what, text) pairs that tell about the producer of a checkpoint, such as ("recipe.yaml", "GPTQModifier").
-
-    The pairs come from containers, configs, recipe.yaml, metadata and block scales. Metadata of tokenizers and texts of
-    more than 120 characters are left out. Values of weights are not examined.
-
-    Raise CheckpointError if a file cannot be read.
+    """Yield (what, text) pairs that tell about the producer of a checkpoint, such as ("recipe.yaml",
+    "GPTQModifier").
     """
     layers = checkpoint.layers
     for form, count in Counter(weight.dtype for weight in layers.values()).most_common():
@@ -67,11 +57,10 @@ RECIPE_FILE = "recipe.yaml"  # llm-compressor writes it
 
 
 def modifiers_of(path: Path) -> list[str]:
-    """Return the modifier names, such as "GPTQModifier", from an llm-compressor recipe file, in the order of the file.
-
-    Each name is returned once. Return [] if there is no such file. A regular expression finds the names in the first
-    MiB, so that no YAML parser is needed.
+    """Return the modifier names, such as "GPTQModifier", from an llm-compressor recipe file, in the order of the
+    file.
     """
+    # A regular expression finds the names in the first MiB, so that no YAML parser is needed.
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -91,11 +80,8 @@ def _sample(checkpoint: Checkpoint) -> list[Weight]:
 
 
 def _largest_scales(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield ("largest block scale", text) for the three values that are most often the largest block scale of a layer.
-
-    The text says in how many layers this is so, and what the value tells about the tensor scale: amax / (6 x 448) makes
-    448 the largest block scale, and amax / (6 x 256) makes it 256. At most 64 layers are sampled, and only those with a
-    tensor scale and separate block scales are read. If there are none, nothing is yielded.
+    """Yield ("largest block scale", text) for the three values that are most often the largest block scale of a
+    layer.
     """
     found: Counter[float] = Counter()
     with Readers() as readers:

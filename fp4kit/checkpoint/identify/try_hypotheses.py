@@ -60,11 +60,7 @@ class SampleVerdict:
     scales_only: list[Hypothesis] = field(default_factory=list)
 
     def add(self, hypothesis: Hypothesis, exact: bool, share: float) -> None:
-        """Record a hypothesis that was compared with the sample. It becomes ``nearest`` if its score is the highest.
-
-        exact: True if it reproduces every byte of the sample.
-        share: the share of the sample's bytes that it gives, from 0 to 1.
-        """
+        """Record a hypothesis that was compared with the sample."""
         if exact:
             self.exact.append(hypothesis)
         score = share - MISHAP_PENALTY * len(hypothesis.mishaps)
@@ -88,13 +84,7 @@ class Sample:
 
 
 def sample_of(shape: tuple[int, int], r: Recipe) -> Sample:
-    """Return a sample of a layer of ``shape``: groups of rows, spread evenly from the first rows to the last.
-
-    The sample has about 2^16 elements, in at least two groups of rows and at most about 1024 columns. A smaller layer
-    is its own sample.
-
-    r: a recipe of the layer's format, which determines the sizes of groups and blocks.
-    """
+    """Return a sample of a layer of ``shape``: groups of rows, spread evenly from the first rows to the last."""
     height, width = lcm(32, *(c.block_rows for c in recipes_of(r))), lcm(64, r.block_size)
     columns = shape[1] if shape[1] <= max(SAMPLE_COLUMNS, width) else max(SAMPLE_COLUMNS // width, 1) * width
     groups = -(-shape[0] // height)
@@ -113,13 +103,7 @@ def plain_layout(evidence: LayerEvidence) -> Layout | None:
 
 
 def layouts_of(evidence: LayerEvidence) -> Iterator[Layout]:
-    """Yield a Layout for each way to read the codes that fits the source's shape, with each possible order of rows.
-
-    If the layer has the shape of the source, the first layout reads codes as declared, with rows in place. If the
-    source was transposed before it was quantized, rows are tried only in place. Nothing is yielded if no shape fits.
-
-    evidence: the stored layer and its source (the original weight).
-    """
+    """Yield a Layout for each way to read the codes that fits the source's shape, with each possible order of rows."""
     if evidence.layer.some_rows:
         plain = plain_layout(evidence)
         yield from () if plain is None else (plain,)
@@ -144,13 +128,7 @@ def same_rows(rows: int) -> CorruptedRows:
 
 
 def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
-    """Return the share of the nonzero codes, from 0 to 1, that have the sign of their source value.
-
-    Codes whose source value is NaN are not counted. Return 1 if no code is counted.
-
-    codes: codes in the format of ``r``, one per byte.
-    values: the source values, in the shape of ``codes``.
-    """
+    """Return the share of the nonzero codes, from 0 to 1, that have the sign of their source value."""
     sign = np.uint8(r.element.sign_bit)
     counted = (codes & ~sign != 0) & ~np.isnan(values)
     wrong = ((codes & sign != 0) != np.signbit(values)) & counted
@@ -158,12 +136,8 @@ def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
 
 
 def signs_agree(evidence: LayerEvidence, layout: Layout) -> float:
-    """Return the share of nonzero codes, from 0 to 1, that have the sign of their source value, in a sample of a layer.
-
-    Codes whose source value is NaN are not counted. Return 1 if no code is counted.
-
-    evidence: the stored layer and its source (the original weight).
-    layout: how the sample is read, and from which source rows its rows were made.
+    """Return the share of nonzero codes, from 0 to 1, that have the sign of their source value, in a sample of a
+    layer.
     """
     sample = sample_of(layout.shape, evidence.layer.recipe)
     read = layout.reading.read(evidence.layer, sample.rows, sample.columns)
@@ -172,10 +146,7 @@ def signs_agree(evidence: LayerEvidence, layout: Layout) -> float:
 
 
 def orders_by_sign(evidence: LayerEvidence, layout: Layout) -> list[CodeOrder]:
-    """Read a sample of the layer in ``layout``, and return the orders of codes whose signs agree with the source.
-
-    Signs agree if at least 99% of the nonzero codes have the sign of the source. Return [] if there is no such order.
-    """
+    """Read a sample of the layer in ``layout``, and return the orders of codes whose signs agree with the source."""
     r, sample = evidence.layer.recipe, sample_of(layout.shape, evidence.layer.recipe)
     read = layout.reading.read(evidence.layer, sample.rows, sample.columns)
     values = evidence.values(layout.rows.source[sample.rows], sample.columns, layout.reading.source_transposed)
@@ -184,15 +155,8 @@ def orders_by_sign(evidence: LayerEvidence, layout: Layout) -> list[CodeOrder]:
 
 
 def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrder], trial: SampleVerdict) -> None:
-    """Compare a sample with every combination of recipe, amax, order of codes and order of block scales, in one layout.
-
-    If the layout has moved rows, and blocks span several rows, two cases are tried: the rows were moved before they
-    were quantized, or afterwards. The second case is left out if the two halves of a gated pair would share a block.
-
-    evidence: the stored layer and its source (the original weight).
-    layout: how the codes are read, and from which source rows the stored rows were made.
-    orders: the orders of codes to try.
-    trial: the verdict to which the results are added, in place.
+    """Compare a sample with every combination of recipe, amax, order of codes and order of block scales, in one
+    layout.
     """
     layer, sample = evidence.layer, sample_of(layout.shape, evidence.layer.recipe)
     read = layout.reading.read(layer, sample.rows, sample.columns)
@@ -208,37 +172,21 @@ def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrd
 
 @cache
 def recipes_of(own: Recipe) -> tuple[Recipe, ...]:
-    """Return the recipes that may have made a layer: all recipes that have its format.
-
-    For MXFP8, they include mxfp8-auto-round with a scale search, which auto-round uses by default (iters=0).
-
-    own: a recipe of the layer's format.
-    """
+    """Return the recipes that may have made a layer: all recipes that have its format."""
     like = RECIPES["mxfp8-auto-round"]
     is_mxfp8 = (own.element, own.scale, own.block_size) == (like.element, like.scale, like.block_size)
     return (*candidates_of(own), *([replace(like, search="auto_round_powers")] if is_mxfp8 else []))
 
 
 def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:
-    """Return whether the halves of a gated pair can be quantized as one stacked matrix without shifting blocks of rows.
-
-    Return False if the first half ends within a block and rows of the second half occur, because their blocks would be
-    shifted.
-
-    layout: the source row of each stored row; rows with the number ``rows`` or a higher one belong to the second half.
-    rows: the number of rows of one half.
-    height: the number of rows per block.
+    """Return whether the halves of a gated pair can be quantized as one stacked matrix without shifting blocks of
+    rows.
     """
     return not rows % height or bool((layout.rows.source < rows).all())
 
 
 def _sampled_scales(layer: StoredLayer, layout: Layout, sample: Sample) -> Iterator[tuple]:
-    """Yield (name of the fault or None, scales of the sample as int16) for each order of block scales.
-
-    A scale that the file lacks is -1.
-
-    layout, sample: the layout in which the layer is read, and the rows and columns of the sample.
-    """
+    """Yield (name of the fault or None, scales of the sample as int16) for each order of block scales."""
     blocks = slice(0, sample.columns.stop // layer.recipe.block_size)
     for mishap, values, present in stored_scales(layer, layout):
         found = values[sample.rows, blocks].astype(np.int16)
@@ -254,15 +202,8 @@ def _compare(
     scales: list,
     trial: SampleVerdict,
 ) -> None:
-    """Quantize the sample with one recipe and amax, and compare the result with all orders of codes and block scales.
-
-    evidence: the stored layer and its source (the original weight).
-    layout: how codes are read, and from which source rows the stored rows were made.
-    sample: which rows and columns to compare.
-    recipe_amax: the recipe and the tensor amax.
-    codes: (order, stored codes of the sample in this order) per order of codes.
-    scales: (name of the mishap or None, stored scales of the sample) per order of block scales.
-    trial: where the results are recorded.
+    """Quantize the sample with one recipe and amax, and compare the result with all orders of codes and block
+    scales.
     """
     made_codes, made_scales, scale = expected_parts(evidence, layout, sample.rows, sample.columns, recipe_amax)
     tensor = tensor_mishap(evidence, scale, recipe_amax, sample.rows)
@@ -284,14 +225,7 @@ def _compare(
 
 @ieee("identify")
 def exact_hypotheses(evidence: LayerEvidence, hypotheses: list[Hypothesis]) -> tuple[list[Hypothesis], MatchCount]:
-    """Return (hypotheses that reproduce every byte of codes and block scales of the whole layer, their MatchCount).
-
-    Only hypotheses with the fewest mishaps are returned. A hypothesis that the tensor scales of some rows contradict
-    gets one more mishap, a wrong tensor scale. Return ([], MatchCount()) if no hypothesis reproduces every byte.
-
-    evidence: the stored layer and its source (the original weight).
-    hypotheses: the hypotheses that reproduce every byte of a sample.
-    """
+    """Return (hypotheses that reproduce every byte of codes and block scales of the whole layer, their MatchCount)."""
     found: list[Hypothesis] = []
     tally = MatchCount()
     for hypothesis in sorted(hypotheses, key=lambda hypothesis: hypothesis.weight):

@@ -48,26 +48,14 @@ _WITH_INPUT_SCALES = (
 
 
 def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
-    """Return whether the config of compressed-tensors requires the checkpoint to store input scales.
-
-    It does so if the container is for NVFP4, or for FP8 with one scale per tensor or row, and a config group quantizes
-    input activations with scales that are not computed at run time (its ``dynamic`` is not true). Return False for all
-    other containers.
-
-    container: one of ``containers.CONTAINERS``.
-    config: the content of config.json.
-    """
+    """Return whether the config of compressed-tensors requires the checkpoint to store input scales."""
     inputs = [_section(group, "input_activations") for group in groups(config)]
     stored = any(each and each.get("dynamic") is not True for each in inputs)
     return stored and container in _WITH_INPUT_SCALES
 
 
 def _method(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if the config does not declare the ``quant_method`` with which engines load this container.
-
-    Any method whose name begins with "modelopt", in any case, fits a container of Model-Optimizer. Containers for which
-    no method is known are not checked.
-    """
+    """Yield a finding if the config does not declare the ``quant_method`` with which engines load this container."""
     used = CONTAINERS[container].format
     needed = _METHODS.get(used)
     method = str(quantization_config(config).get("quant_method", ""))
@@ -88,15 +76,7 @@ KNOWN_TO = {"vLLM": (), "SGLang": ("NVFP4_AWQ",)}  # engine -> the algorithms of
 
 
 def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each entry of a Model-Optimizer config that does not fit the tensors.
-
-    The algorithm, the group size and, for NVFP4, the input activations are checked. If the algorithm is another one
-    that stores such tensors, such as AWQ, there is a finding only for each engine that does not know this algorithm,
-    and nothing else is checked.
-
-    container: the container of the tensors, one of ``containers.CONTAINERS``.
-    config: the content of config.json.
-    """
+    """Yield a finding for each entry of a Model-Optimizer config that does not fit the tensors."""
     section = quantization_config(config)
     algo, needed = section.get("quant_algo"), container.removeprefix("modelopt ")
     text = f"quantization_config.quant_algo is {algo!r}; the tensors are {needed!r}"
@@ -120,10 +100,7 @@ def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _group_size(container: str, section: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for vLLM and one for SGLang if the config declares a group size that is not the container's.
-
-    section: the ``quantization_config``; if it declares no group size, nothing is yielded.
-    """
+    """Yield a finding for vLLM and one for SGLang if the config declares a group size that is not the container's."""
     size, needed = section.get("group_size"), CONTAINERS[container].group_size
     if size is not None and size != needed:
         for engine in ("vLLM", "SGLang"):
@@ -140,13 +117,7 @@ def is_mixed(config: Mapping[str, Any]) -> bool:
 
 
 def unlisted_layers(config: Mapping[str, Any], layers: Iterable[str]) -> Iterator[str]:
-    """Yield the quantized layers that a MIXED_PRECISION config does not list, so that engines miss them.
-
-    A layer is listed if ``quantized_layers`` names the layer itself or a module that contains it.
-
-    config: the content of config.json.
-    layers: the names of all quantized layers.
-    """
+    """Yield the quantized layers that a MIXED_PRECISION config does not list, so that engines miss them."""
     listed = set(_section(quantization_config(config), "quantized_layers"))
     for name in layers:
         parts = name.split(".")
@@ -155,19 +126,7 @@ def unlisted_layers(config: Mapping[str, Any], layers: Iterable[str]) -> Iterato
 
 
 def declared_for(kind: str, container: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a copy of a mixed checkpoint's config.json with only the declarations for the layers of one container.
-
-    These layers can then be checked as if the checkpoint had no others. The copy differs as follows:
-
-    - Model-Optimizer: its ``quant_algo`` is the algorithm in ``quantized_layers`` that fits ``kind``.
-    - compressed-tensors: it has only the ``config_groups`` with the container's format. If some of these have the
-      container's strategy too, only those are kept.
-
-    Return ``config`` itself if it is not mixed, or if no algorithm in ``quantized_layers`` fits.
-
-    kind: the kind of the layers, such as "nvfp4".
-    container: the container of the layers, one of ``containers.CONTAINERS``.
-    """
+    """Return a copy of a mixed checkpoint's config.json with only the declarations for the layers of one container."""
     declared = quantization_config(config)
     layers = declared.get("quantized_layers")
     if isinstance(layers, Mapping) and is_mixed(config):
@@ -199,13 +158,7 @@ _CT_WEIGHTS: dict[str, dict[str, Any]] = {
 
 
 def _compressed_tensors(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each entry of a compressed-tensors config that does not fit the tensors.
-
-    The format, the presence of ``config_groups`` and the weights of each group are checked.
-
-    container: the container of the tensors, one of ``containers.CONTAINERS``.
-    config: the content of config.json.
-    """
+    """Yield a finding for each entry of a compressed-tensors config that does not fit the tensors."""
     needed_format = compressed_format(container)
     if (found := quantization_config(config).get("format")) != needed_format:
         yield finding(
@@ -225,11 +178,7 @@ def _compressed_tensors(container: str, config: Mapping[str, Any]) -> Iterator[F
 
 
 def _fp8(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each entry of an fp8 config that does not fit: the block size and the activation scheme.
-
-    container: the container of the tensors, "fp8 128x128".
-    config: the content of config.json.
-    """
+    """Yield a finding for each entry of an fp8 config that does not fit: the block size and the activation scheme."""
     section, size = quantization_config(config), CONTAINERS[container].group_size
     for key, needed in (("weight_block_size", [size, size]), ("activation_scheme", "dynamic")):
         if section.get(key) != needed:
@@ -238,27 +187,14 @@ def _fp8(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _gpt_oss(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if the ``model_type`` of config.json is not "gpt_oss", or if there is none.
-
-    Engines read this container for no other model.
-
-    container: not used; all config checks have this argument.
-    config: the content of config.json.
-    """
+    """Yield a finding if the ``model_type`` of config.json is not "gpt_oss", or if there is none."""
     if config.get("model_type") != "gpt_oss":
         text = f"model_type is {config.get('model_type')!r}; blocks and scales are read only for 'gpt_oss'"
         yield finding("vLLM", "error", _CONFIG, text)
 
 
 def _deepseek_v4(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each entry of a DeepSeek-V4 config that does not fit the tensors.
-
-    The model type, the ``quant_method``, the data type of the experts (fp4 if it is absent) and, for NVFP4 experts,
-    ``moe_quant_algo`` are checked.
-
-    container: the container of the tensors, one of ``containers.CONTAINERS``.
-    config: the content of config.json.
-    """
+    """Yield a finding for each entry of a DeepSeek-V4 config that does not fit the tensors."""
     method, model_type = quantization_config(config).get("quant_method"), config.get("model_type")
     if model_type == "deepseek_v41":
         yield finding("vLLM", "warning", _CONFIG, "model_type is 'deepseek_v41', which was not tried with this engine")
@@ -284,12 +220,7 @@ _CHECKS = {
 
 
 def _nested(container: str, config: Mapping[str, Any], nested: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if hf_quant_config.json lacks entries, and one for each entry that contradicts config.json.
-
-    container: the key of CONTAINERS, which decides what entries are needed.
-    config: the content of config.json.
-    nested: the content of hf_quant_config.json.
-    """
+    """Yield a finding if hf_quant_config.json lacks entries, and one for each entry that contradicts config.json."""
     section = _section(nested, "quantization")
     needed = ("kv_cache_quant_algo", "exclude_modules")
     keys = (*needed, "group_size") if CONTAINERS[container].kind == "nvfp4" else needed
@@ -306,12 +237,7 @@ def _nested(container: str, config: Mapping[str, Any], nested: Mapping[str, Any]
 
 
 def _kv_cache(config: Mapping[str, Any], nested: Mapping[str, Any], tensors: Collection[str]) -> Iterator[Finding]:
-    """Yield a finding if a config declares an FP8 KV cache, but the checkpoint has neither a k_scale nor a v_scale.
-
-    config: the content of config.json.
-    nested: the content of hf_quant_config.json; {} if there is no such file.
-    tensors: the names of all tensors.
-    """
+    """Yield a finding if a config declares an FP8 KV cache, but the checkpoint has neither a k_scale nor a v_scale."""
     scheme = _section(quantization_config(config), "kv_cache_scheme")
     declared = scheme.get("num_bits") == 8 or _section(nested, "quantization").get("kv_cache_quant_algo") == "FP8"
     if declared and not any(name.endswith((".k_scale", ".v_scale")) for name in tensors):
@@ -321,15 +247,7 @@ def _kv_cache(config: Mapping[str, Any], nested: Mapping[str, Any], tensors: Col
 def findings(
     container: str, config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, tensors: Collection[str]
 ) -> list[Finding]:
-    """Return a finding for each entry of a checkpoint's configs that an engine would reject or misread.
-
-    The list is empty if there is no such entry.
-
-    container: the container of the quantized layers, one of ``containers.CONTAINERS``.
-    config: the content of config.json.
-    hf_quant_config: the content of hf_quant_config.json; None if there is no such file.
-    tensors: the names of all tensors.
-    """
+    """Return a finding for each entry of a checkpoint's configs that an engine would reject or misread."""
     used = CONTAINERS[container].format
     found = list(_method(container, config))
     if used in _CHECKS:

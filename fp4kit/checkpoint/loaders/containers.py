@@ -41,10 +41,7 @@ class LoaderContainer:
 
 
 def _declared() -> dict[str, LoaderContainer]:
-    """Return a dict from id to container, for the containers that FORMATS write.
-
-    Model-Optimizer's NVFP4 has two ids: "modelopt NVFP4" with input scales, "modelopt W4A16_NVFP4" without.
-    """
+    """Return a dict from id to container, for the containers that FORMATS write."""
     ids = [(container_id(MODELOPT_NVFP4, False), MODELOPT_NVFP4)]
     ids += [(container_id(form, True), form) for form in STORED if form.format in FORMATS]
     found = {
@@ -60,15 +57,7 @@ MIXTURES = {name: LoaderContainer(name, format, "mixed", None, _SYNTAX[format]) 
 
 
 def container(format: str, kind: str, *, input_scale: bool = False) -> LoaderContainer | None:
-    """Return the container in which ``format`` stores recipes of ``kind``, or None if it cannot store them.
-
-    format: one of FORMATS.
-    kind: one of KINDS; the format "bf16" accepts any of them.
-    input_scale: True if input scales are stored. Then Model-Optimizer's NVFP4 is "modelopt NVFP4", otherwise "modelopt
-        W4A16_NVFP4". All other containers ignore it.
-
-    Raises ValueError for a format that is not in FORMATS or a kind that is not in KINDS.
-    """
+    """Return the container in which ``format`` stores recipes of ``kind``, or None if it cannot store them."""
     for name, value, allowed in (("format", format, FORMATS), ("recipe kind", kind, KINDS)):
         if value not in allowed:
             raise ValueError(f"container: {name} {value!r}; one of {', '.join(allowed)} is needed")

@@ -47,10 +47,5 @@ class Finding:
 
 
 def finding(engine: str, severity: Severity, subject: str, text: str) -> Finding:
-    """Return a Finding about ``engine``, with the engine's version from VERSIONS.
-
-    severity: "error" if the engine rejects the checkpoint or decodes wrong values, otherwise "warning".
-    subject: the name of a module, tensor or file, or "model" for the whole model.
-    text: a message that says what is wrong.
-    """
+    """Return a Finding about ``engine``, with the engine's version from VERSIONS."""
     return Finding(engine, VERSIONS[engine], severity, subject, text)

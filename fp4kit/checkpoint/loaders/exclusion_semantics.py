@@ -39,12 +39,9 @@ class PartsDisagree(ValueError):
 
 
 def container_of(module: str) -> str | None:
-    """Return the name of the container of experts that ``module`` is or lies in, such as ``layers.0.mlp.experts``.
-
-    Return None if the module is neither a container of experts nor inside one. The stacks of GraniteMoE,
-    ``block_sparse_moe.input_linear`` and ``block_sparse_moe.output_linear``, belong to ``block_sparse_moe.experts``,
-    because engines give their experts this name.
-    """
+    """Return the name of the container of experts that ``module`` is or lies in, such as ``layers.0.mlp.experts``."""
+    # The stacks of GraniteMoE, ``block_sparse_moe.input_linear`` and ``block_sparse_moe.output_linear``, belong to
+    # ``block_sparse_moe.experts``, because engines give their experts this name.
     parent, leaf = split_module(module)
     if leaf in GRANITE_STACKS and split_module(parent)[1] == "block_sparse_moe":
         return f"{parent}.experts"
@@ -88,11 +85,7 @@ class Patterns(tuple[str, ...]):
         return {}
 
     def expressions(self, translated: Callable[[str], str | None]) -> list[re.Pattern[str]]:
-        """Return the patterns as compiled regular expressions. Raise ValueError if one cannot be compiled.
-
-        translated: a function that returns the regular expression of a pattern, or None to leave the pattern out. The
-            compiled expressions are cached per function.
-        """
+        """Return the patterns as compiled regular expressions."""
         if translated not in self._compiled:
             texts = ((pattern, translated(pattern)) for pattern in self)
             self._compiled[translated] = [_expression(text, pattern) for pattern, text in texts if text is not None]
@@ -100,10 +93,7 @@ class Patterns(tuple[str, ...]):
 
 
 def _expression(text: str, pattern: str) -> re.Pattern[str]:
-    """Compile the regular expression ``text``. If this fails, raise ValueError with ``pattern`` in its message.
-
-    pattern: the pattern of the exclusion list from which ``text`` was made.
-    """
+    """Compile the regular expression ``text``."""
     try:
         return re.compile(text)
     except re.error as error:
@@ -116,23 +106,13 @@ def _prepared(patterns: Iterable[str]) -> Patterns:
 
 
 def _parts(module: str, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the full names of the layers that the fused layer ``module`` joins, or [] if it is not a fused layer.
-
-    fused: last part of a fused layer's name -> last parts of the names of the layers that it joins.
-    """
+    """Return the full names of the layers that the fused layer ``module`` joins, or [] if it is not a fused layer."""
     parent, leaf = split_module(module)
     return [join_module(parent, part) for part in fused.get(leaf, ())]
 
 
 def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) -> bool:
-    """Return True if all parts of a fused layer are excluded, and False if none is or ``parts`` is empty.
-
-    Raise PartsDisagree if only some of them are excluded.
-
-    module: the name of the fused layer, for the message.
-    parts: the names of the layers that it joins.
-    hit: a function that takes the name of a part and returns whether it is excluded.
-    """
+    """Return True if all parts of a fused layer are excluded, and False if none is or ``parts`` is empty."""
     hits = [part for part in parts if hit(part)]
     if hits and len(hits) < len(parts):
         others = [part for part in parts if part not in hits]
@@ -141,17 +121,7 @@ def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) 
 
 
 def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether vLLM's quant_utils.is_layer_skipped leaves ``module`` unquantized, given an exclusion list.
-
-    The function compares whole names. Three kinds of modules are left unquantized:
-
-    - A layer that is not fused, if it is in the list.
-    - A fused layer, such as qkv_proj, if all of its parts are in the list. If only some are, raise PartsDisagree.
-    - A module with "experts" in its name, if its name occurs in any entry, such as the name of one of its experts.
-
-    prepared: the exclusion list.
-    fused: last part of a fused layer's name -> last parts of the names of the layers that it joins.
-    """
+    """Return whether vLLM's quant_utils.is_layer_skipped leaves ``module`` unquantized, given an exclusion list."""
     parts = _parts(module, fused)
     if parts:
         return _all_or_none(module, parts, prepared.names.__contains__)
@@ -161,10 +131,7 @@ def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str
 
 
 def _split_wildcards(patterns: Iterable[str]) -> Iterable[str]:
-    """Yield ``prefix`` and ``prefix.*`` for each pattern ``prefix*``, and every other pattern unchanged.
-
-    The pattern ``*`` and patterns that end in ``.*`` are yielded unchanged too.
-    """
+    """Yield ``prefix`` and ``prefix.*`` for each pattern ``prefix*``, and every other pattern unchanged."""
     for pattern in patterns:
         if len(pattern) > 1 and pattern[-1] == "*" and pattern[-2] != ".":
             yield from (pattern[:-1], f"{pattern[:-1]}.*")
@@ -178,26 +145,8 @@ def _fnmatch_glob(pattern: str) -> str | None:
 
 
 def vllm_modelopt(module: str, patterns: Sequence[str], *, mapped: bool = False) -> bool:
-    """Return whether vLLM leaves ``module`` of a Model-Optimizer checkpoint unquantized.
-
-    A module is excluded by each of these:
-
-    - its exact name in the list
-    - for a fused layer, the exact names of all its parts; raise PartsDisagree if only some are listed
-    - for a container of experts, a pattern that contains its name, such as the name of one expert
-    - a pattern that is a substring of its name (so ``model.layers.1`` also excludes layer 10)
-    - an fnmatch glob that matches its name
-    - vision_tower, vision_model or vit_large_projector in its name
-
-    vLLM repeats the substring test without a leading ``language_model.``; this never excludes more.
-
-    patterns: the exclusion list.
-    mapped: True for a model whose module names vLLM maps to its own. Then vLLM first replaces each pattern ``prefix*``
-        by ``prefix`` and ``prefix.*``.
-
-    Source: vLLM 0.33.0 layers/quantization/modelopt.py ModelOptQuantConfigBase.is_layer_excluded, get_quant_method,
-    apply_vllm_mapper; utils/quant_utils.py is_layer_skipped.
-    """
+    """Return whether vLLM leaves ``module`` of a Model-Optimizer checkpoint unquantized."""
+    # vLLM repeats the substring test without a leading ``language_model.``; this never excludes more.
     prepared = _prepared(_split_wildcards(patterns) if mapped else patterns)
     if _vllm_skipped(module, prepared, VLLM_FUSED) or any(tower in module for tower in _VLLM_TOWERS):
         return True
@@ -215,19 +164,7 @@ def _paths(module: str) -> Iterable[str]:
 
 
 def _sglang_skipped(module: str, prepared: Patterns) -> bool:
-    """Return whether SGLang's is_layer_skipped leaves ``module`` unquantized, given an exclusion list.
-
-    Three kinds of modules are left unquantized:
-
-    - A layer that is not fused, if an entry of the list is a dotted path that occurs anywhere in its name.
-    - A fused layer, such as qkv_proj, if all of its parts are left unquantized by the first rule. If this is so for
-      only some of its parts, PartsDisagree is raised.
-    - A module with "experts" in its name, if its name occurs in any entry, such as the name of one of its experts.
-
-    The function is in SGLang's quantization/utils.py.
-
-    prepared: the exclusion list.
-    """
+    """Return whether SGLang's is_layer_skipped leaves ``module`` unquantized, given an exclusion list."""
     parts = _parts(module, SGLANG_FUSED)
     if parts:
         return _all_or_none(module, parts, lambda part: not prepared.names.isdisjoint(_paths(part)))
@@ -237,32 +174,12 @@ def _sglang_skipped(module: str, prepared: Patterns) -> bool:
 
 
 def _sglang_glob(pattern: str) -> str | None:
-    """Translate a glob to a regular expression as SGLang does: ``.`` stands for itself and ``*`` for any text.
-
-    All other characters keep their meaning in regular expressions, because SGLang escapes none of them. Return None for
-    a plain name, which has only letters, digits, ``_``, ``.`` and ``-``.
-    """
+    """Translate a glob to a regular expression as SGLang does: ``.`` stands for itself and ``*`` for any text."""
     return pattern.replace(".", r"\.").replace("*", ".*") if re.search(r"[^\w.-]", pattern) else None
 
 
 def sglang_modelopt(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether SGLang leaves ``module`` of a Model-Optimizer NVFP4 checkpoint unquantized.
-
-    A module is excluded by each of these:
-
-    - a pattern that is a dotted path within its name; for a fused layer, within the names of all its parts
-    - for a container of experts, a pattern that contains its name, such as the name of one expert
-    - a glob that matches its whole name, its name without ``language_model.``, or any single part of its name
-    - the MLA rule: if a pattern ends in q_a_proj, q_b_proj, kv_a_proj_with_mqa or kv_b_proj, the modules of every
-      layer are excluded whose last part contains this projection's name
-
-    Raise PartsDisagree if only some parts of a fused layer are excluded by dotted paths.
-
-    patterns: the exclusion list.
-
-    Source: SGLang 0.5.23 layers/quantization/modelopt_quant.py ModelOptQuantConfig.is_layer_excluded; utils.py
-    is_layer_skipped, _module_path_match.
-    """
+    """Return whether SGLang leaves ``module`` of a Model-Optimizer NVFP4 checkpoint unquantized."""
     prepared = _prepared(patterns)
     if _sglang_skipped(module, prepared):
         return True
@@ -274,64 +191,32 @@ def sglang_modelopt(module: str, patterns: Sequence[str]) -> bool:
 
 
 def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether SGLang leaves ``module`` of an mxfp8 or fp8 checkpoint unquantized.
-
-    - A module is excluded by a pattern, with or without a leading ``model.``, that is a dotted path within its name.
-    - A fused layer is excluded if all its parts are; raise PartsDisagree if only some are.
-    - A container of experts is also excluded by a pattern that contains its name, such as the name of one expert.
-
-    There are no wildcards: ``model.visual.*`` excludes nothing.
-
-    patterns: the exclusion list.
-
-    Source: SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config; utils.py is_layer_skipped,
-    _module_path_match.
-    """
+    """Return whether SGLang leaves ``module`` of an mxfp8 or fp8 checkpoint unquantized."""
     return _sglang_skipped(module, _prepared(patterns).with_and_without_model)
 
 
 def _ct_expression(pattern: str) -> str | None:
-    """Return the text after ``re:`` of a compressed-tensors pattern; None for a pattern without ``re:``, a plain name.
-
-    The text is not checked to be a regular expression.
+    """Return the text after ``re:`` of a compressed-tensors pattern; None for a pattern without ``re:``, a plain
+    name.
     """
     return pattern.removeprefix("re:") if pattern.startswith("re:") else None
 
 
 def _ct_name(module: str, prepared: Patterns) -> bool:
-    """Return whether a list has the exact name of ``module``, or a ``re:`` pattern that matches the name's beginning.
-
-    prepared: the exclusion list.
+    """Return whether a list has the exact name of ``module``, or a ``re:`` pattern that matches the name's
+    beginning.
     """
     return module in prepared.names or any(each.match(module) for each in prepared.expressions(_ct_expression))
 
 
 def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[str] = ("Linear", "Module")) -> bool:
-    """Return whether compressed-tensors leaves ``module`` unquantized.
-
-    The result also holds for transformers, which uses compressed-tensors. A layer is excluded by its exact name, by a
-    ``re:`` pattern that matches the beginning of the name, or by the name of one of its classes. Raise ValueError if a
-    ``re:`` pattern is not a regular expression.
-
-    patterns: the exclusion list.
-    classes: the names of the layer's class and base classes.
-
-    Source: compressed-tensors 0.20.0 utils/match.py is_match, match_name; transformers 5.23.0
-    quantizers/quantizer_compressed_tensors.py, which applies the configuration through it.
-    """
+    """Return whether compressed-tensors leaves ``module`` unquantized."""
     prepared = _prepared(patterns)
     return _ct_name(module, prepared) or not prepared.names.isdisjoint(classes)
 
 
 def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether a serving engine leaves ``module`` of a compressed-tensors checkpoint unquantized.
-
-    The rules of vllm_compressed_tensors apply. Raise PartsDisagree if only some parts of a fused layer or of a
-    container of experts are excluded.
-
-    patterns: the exclusion list.
-    fused: the engine's fused layers: last part of the name -> last parts of the names of the layers that it joins.
-    """
+    """Return whether a serving engine leaves ``module`` of a compressed-tensors checkpoint unquantized."""
     prepared = _prepared(patterns)
     parts = _parts(module, fused)
     if split_module(module)[1] == "experts":
@@ -342,65 +227,25 @@ def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[s
 
 
 def vllm_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether vLLM leaves ``module`` of a compressed-tensors checkpoint unquantized.
-
-    - A linear layer is excluded by its exact name or by a ``re:`` pattern that matches the beginning of its name.
-    - A fused layer is excluded by its exact name, or if all its parts are excluded.
-    - A container of experts is excluded if 0.gate_proj, 0.up_proj and 0.down_proj below it are all excluded.
-
-    Raise PartsDisagree if only some of these parts are excluded. Unlike in compressed-tensors, names of classes have no
-    effect.
-
-    patterns: the exclusion list.
-
-    Source: vLLM 0.33.0 layers/quantization/compressed_tensors/utils.py should_ignore_layer; compressed_tensors_moe
-    get_moe_method.
-    """
+    """Return whether vLLM leaves ``module`` of a compressed-tensors checkpoint unquantized."""
     return _served_ct(module, patterns, VLLM_FUSED)
 
 
 def sglang_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether SGLang leaves ``module`` of a compressed-tensors checkpoint unquantized.
-
-    - A linear layer is excluded by its exact name or by a ``re:`` pattern that matches the beginning of its name.
-    - A fused layer is excluded by its exact name, or if all its parts are excluded.
-    - A container of experts is excluded if 0.gate_proj, 0.up_proj and 0.down_proj below it are all excluded.
-
-    Raise PartsDisagree if only some of these parts are excluded. Only the fused layers differ from vLLM: see
-    SGLANG_FUSED.
-
-    patterns: the exclusion list.
-
-    Source: SGLang 0.5.23 layers/quantization/compressed_tensors/utils.py should_ignore_layer.
-    """
+    """Return whether SGLang leaves ``module`` of a compressed-tensors checkpoint unquantized."""
     return _served_ct(module, patterns, SGLANG_FUSED)
 
 
 def _up_to_a_part(pattern: str) -> str:
-    """Return a regular expression like ``pattern`` whose matches must end at a boundary between parts of a dotted name.
-
-    A boundary is just before a dot, just after a dot, or at the end of the name. For example, the result for
-    "model.layers.1" matches the beginning of "model.layers.1.mlp" but not that of "model.layers.10.mlp".
-
-    pattern: a regular expression.
+    """Return a regular expression like ``pattern`` whose matches must end at a boundary between parts of a dotted
+    name.
     """
     return rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))"
 
 
 def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
-    """Return whether transformers finds ``module`` in ``modules_to_not_convert`` of an mxfp4, mxfp8 or fp8 checkpoint.
-
-    A module is listed in two cases:
-
-    - A pattern, as a regular expression, matches the whole name or a beginning of it that ends just before or after a
-      dot.
-    - The name ends in a pattern, taken as plain text.
-
-    Raise ValueError if a pattern is not a regular expression.
-
-    patterns: the content of ``modules_to_not_convert``. If it is None, no module is listed.
-
-    Source: transformers 5.23.0 quantizers/quantizers_utils.py should_convert_module.
+    """Return whether transformers finds ``module`` in ``modules_to_not_convert`` of an mxfp4, mxfp8 or fp8
+    checkpoint.
     """
     if patterns is None:
         return False
@@ -409,51 +254,22 @@ def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
 
 
 def transformers_mxfp4(module: str, patterns: Sequence[str] | None) -> bool:
-    """Return whether transformers leaves ``module`` of a gpt-oss checkpoint unquantized.
-
-    transformers quantizes only containers of experts that are not listed (see transformers_listed).
-
-    patterns: the content of ``modules_to_not_convert``. If it is None, no module is listed.
-
-    Source: transformers 5.23.0 integrations/mxfp4.py replace_with_mxfp4_linear.
-    """
+    """Return whether transformers leaves ``module`` of a gpt-oss checkpoint unquantized."""
     return split_module(module)[1] != "experts" or transformers_listed(module, patterns)
 
 
 def vllm_gpt_oss(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether vLLM leaves ``module`` of a gpt-oss checkpoint unquantized.
-
-    The result is False for containers of experts and True for all other modules. vLLM ignores the exclusion list of a
-    gpt-oss checkpoint, so ``patterns`` has no effect.
-
-    Source: vLLM 0.33.0 layers/quantization/mxfp4.py Mxfp4Config.
-    """
+    """Return whether vLLM leaves ``module`` of a gpt-oss checkpoint unquantized."""
     return split_module(module)[1] != "experts"
 
 
 def vllm_fp8(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether vLLM leaves ``module`` of an fp8 checkpoint unquantized.
-
-    A linear layer is excluded by its exact name. A fused layer is excluded by the exact names of all its parts. If only
-    some parts are listed, raise PartsDisagree. A container of experts is excluded by a pattern that contains its name.
-
-    patterns: the exclusion list.
-
-    Source: vLLM layers/quantization/fp8.py Fp8Config.get_quant_method; utils/quant_utils.py is_layer_skipped.
-    """
+    """Return whether vLLM leaves ``module`` of an fp8 checkpoint unquantized."""
     return _vllm_skipped(module, _prepared(patterns), VLLM_FUSED)
 
 
 def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether vLLM leaves the experts of one layer of a DeepSeek-V4 checkpoint unquantized.
-
-    It does so if a pattern in the list contains the name of their container, as the name of each expert does.
-
-    module: the name of the container of experts.
-    patterns: the exclusion list.
-
-    Source: vLLM 0.33.0 models/deepseek_v4/quant_config.py DeepseekV4FP8Config.get_quant_method.
-    """
+    """Return whether vLLM leaves the experts of one layer of a DeepSeek-V4 checkpoint unquantized."""
     return _vllm_skipped(module, _prepared(patterns), {})
 
 
@@ -481,11 +297,7 @@ class Reader:
     unwraps: bool = False
 
     def lookups(self, modules: Iterable[str]) -> dict[str, list[str]]:
-        """Group modules by the name that the engine looks up for them: looked-up name -> the modules that it covers.
-
-        For example, the name of a fused layer covers its parts, but only those in ``modules``. Modules that the engine
-        does not look up are left out.
-        """
+        """Group modules by the name that the engine looks up for them: looked-up name -> the modules that it covers."""
         fused_of = {part: leaf for leaf, parts in self.fused.items() for part in parts}
         groups: dict[str, list[str]] = {}
         for module in modules:
@@ -495,10 +307,7 @@ class Reader:
         return groups
 
     def _lookup(self, module: str, fused_of: Mapping[str, str]) -> str | None:
-        """Return the name under which the engine looks up ``module``, or None if the engine does not look it up.
-
-        fused_of: last part of a layer's name -> last part of the name of the fused layer that joins it.
-        """
+        """Return the name under which the engine looks up ``module``, or None if the engine does not look it up."""
         container = container_of(module)
         if container is not None and self.experts != "each":
             return container if self.experts == "container" else None

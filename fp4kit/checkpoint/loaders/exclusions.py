@@ -47,21 +47,12 @@ def _parents(module: str) -> Iterator[str]:
 
 
 def _below(module: str, roots: Collection[str]) -> str | None:
-    """Return the innermost member of ``roots`` that contains ``module``, or None if there is none.
-
-    A module does not contain itself.
-    """
+    """Return the innermost member of ``roots`` that contains ``module``, or None if there is none."""
     return next((parent for parent in _parents(module) if parent in roots), None)
 
 
 def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str]:
-    """Yield the names of the fused layers, such as "a.qkv_proj", that engines make of layers that stay unquantized.
-
-    Fused layers with a quantized part are left out.
-
-    modules: names of layers that stay unquantized.
-    converted: names of the quantized layers.
-    """
+    """Yield the names of the fused layers, such as "a.qkv_proj", that engines make of layers that stay unquantized."""
     modules = list(modules)
     parents = {split_module(module)[0] for module in modules}
     beside = [module for module in converted if split_module(module)[0] in parents]
@@ -71,35 +62,20 @@ def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str
 
 
 def _containers(copied: Iterable[str], converted: Iterable[str]) -> set[str]:
-    """Return the containers of experts (``...mlp.experts``) that contain copied experts, but no quantized expert.
-
-    copied: names of layers that stay unquantized.
-    converted: names of the quantized layers.
-    """
+    """Return the containers of experts (``...mlp.experts``) that contain copied experts, but no quantized expert."""
     taken = {container_of(module) for module in converted}
     return {container for module in copied if (container := container_of(module)) and container not in taken}
 
 
 def _mla_hits(names: Iterable[str], converted: Iterable[str]) -> bool:
-    """Return whether SGLang's MLA rule would exclude a quantized layer if ``names`` were the exclusion list.
-
-    By this rule, a pattern that ends in the name of an MLA projection, such as kv_b_proj, excludes every module of the
-    model whose last part contains this name.
-
-    names: the patterns of the list.
-    converted: names of the quantized layers.
-    """
+    """Return whether SGLang's MLA rule would exclude a quantized layer if ``names`` were the exclusion list."""
     leaves = {split_module(name)[1] for name in names}.intersection(MLA_LEAVES)
     return any(leaf in split_module(module)[1] for module in converted for leaf in leaves)
 
 
 def _starred(name: str) -> str:
-    """Return a pattern that excludes the MLA projection ``name`` in its own layer only, such as "a.kv_b_proj*".
-
-    Without the ``*``, SGLang's MLA rule would apply the pattern to every layer. For the fused layer of MLA projections,
-    the pattern is "a.fused_qkv_a_proj*", which matches the names that vLLM and SGLang give it. Any other name is
-    returned unchanged.
-    """
+    """Return a pattern that excludes the MLA projection ``name`` in its own layer only, such as "a.kv_b_proj*"."""
+    # Without the ``*``, SGLang's MLA rule would apply the pattern to every layer.
     parent, leaf = split_module(name)
     if leaf == _MLA_ALIAS:
         return join_module(parent, _MLA_ANY_ALIAS)
@@ -107,16 +83,9 @@ def _starred(name: str) -> str:
 
 
 def _modelopt(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """Return the exclusion list in Model-Optimizer's syntax: names and globs.
-
-    These are the names, the containers, and `x.*` for each root and container x. If the name of an MLA projection
-    would make SGLang exclude a layer of ``converted``, names of MLA projections end in `*` (see _starred).
-
-    names: names of single layers to exclude.
-    roots: prefixes below which everything is excluded.
-    containers: names of containers of experts below which everything is excluded.
-    converted: names of the quantized layers.
-    """
+    """Return the exclusion list in Model-Optimizer's syntax: names and globs."""
+    # If the name of an MLA projection would make SGLang exclude a layer of ``converted``, names of MLA projections end
+    # in `*` (see _starred).
     written = {_starred(name) for name in names} if _mla_hits(names, converted) else names
     return written | containers | {f"{root}.*" for root in roots | containers}
 
@@ -127,15 +96,9 @@ def _expression(root: str) -> str:
 
 
 def _mounted(root: str) -> str:
-    """Return the name that serving engines give the subtree ``root`` of a multimodal model; it may equal ``root``.
-
-    - "model.language_model.X" and "language_model.X" become "language_model.model.X".
-    - "model.layers.X" is unchanged.
-    - Any other name loses a leading "model.".
-
-    An exclusion list needs a regular expression for each of the two names, because engines translate plain names in a
-    list into their own names, but not regular expressions.
-    """
+    """Return the name that serving engines give the subtree ``root`` of a multimodal model; it may equal ``root``."""
+    # An exclusion list needs a regular expression for each of the two names, because engines translate plain names in a
+    # list into their own names, but not regular expressions.
     name = root.removeprefix("model.")
     if name.startswith("language_model."):
         return f"language_model.model.{name.removeprefix('language_model.')}"
@@ -157,13 +120,7 @@ _IN_TRANSFORMERS = {
 
 
 def _in_transformers(names: Iterable[str], roots: Collection[str]) -> Iterator[str]:
-    """Yield, for each name that transformers changes when it loads a checkpoint, the name that it looks up instead.
-
-    Yield nothing for names that transformers does not change.
-
-    names: names of layers or prefixes of subtrees.
-    roots: prefixes below which everything is excluded.
-    """
+    """Yield, for each name that transformers changes when it loads a checkpoint, the name that it looks up instead."""
     for name in names:
         for old, new in _IN_TRANSFORMERS.items():
             if f"{name}.".startswith(old) and (old != "model.layers." or "visual" in roots):
@@ -171,15 +128,7 @@ def _in_transformers(names: Iterable[str], roots: Collection[str]) -> Iterator[s
 
 
 def _compressed_tensors(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """Return the exclusion list in compressed-tensors' syntax: names and ``re:`` patterns.
-
-    Engines look up some layers and subtrees of multimodal models under other names. These names are listed too.
-
-    names: names of single layers to exclude.
-    roots: prefixes below which everything is excluded.
-    containers: names of containers of experts below which everything is excluded.
-    converted: not used in this syntax.
-    """
+    """Return the exclusion list in compressed-tensors' syntax: names and ``re:`` patterns."""
     covered = roots | containers
     plain = names | containers
     expressions = covered | set(map(_mounted, covered)) | set(_in_transformers(covered, roots))
@@ -187,26 +136,13 @@ def _compressed_tensors(names: set[str], roots: set[str], containers: set[str], 
 
 
 def _dotted(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """Return the exclusion list in the syntax of SGLang's mxfp8: dotted paths, which cover all layers below them.
-
-    names: names of single layers to exclude.
-    roots: prefixes below which everything is excluded.
-    containers: names of containers of experts below which everything is excluded.
-    converted: not used in this syntax.
-    """
+    """Return the exclusion list in the syntax of SGLang's mxfp8: dotted paths, which cover all layers below them."""
     return names | roots | containers
 
 
 def _mxfp4(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """Return the exclusion list of a gpt-oss model for transformers. It consists of names.
-
-    Special characters in names are escaped, because transformers reads the names as regular expressions.
-
-    names: names of single layers to exclude.
-    roots: prefixes below which everything is excluded.
-    containers: names of containers of experts below which everything is excluded.
-    converted: not used in this syntax.
-    """
+    """Return the exclusion list of a gpt-oss model for transformers."""
+    # Special characters in names are escaped, because transformers reads the names as regular expressions.
     return {name if re.fullmatch(r"[\w.-]+", name) else re.escape(name) for name in names | roots | containers}
 
 
@@ -265,25 +201,7 @@ def _is_plain(module: str, plain: Collection[str]) -> bool:
 def exclusion_list(
     syntax: str, copied: Iterable[str], subtrees: Iterable[str], converted: Collection[str]
 ) -> tuple[str, ...]:
-    """Return the exclusion list to write for a checkpoint, sorted.
-
-    One prefix covers all layers below a subtree, and all experts of a container in which none is quantized. In the
-    syntax "modelopt", an MLA projection may be copied in some layers and quantized in others. Its pattern then ends in
-    ``*``, so that SGLang does not apply the pattern to every layer.
-
-    The list also names lm_head unless lm_head is quantized, each fused layer that engines make only of copied layers,
-    and "q_proj" for a layer "q_proj.linear" (see Reader.unwraps).
-
-    syntax: "modelopt" (globs such as ``model.visual.*``), "compressed-tensors" (names, and patterns such as
-        ``re:model\\.visual\\..*``), "dotted" (SGLang's mxfp8, paths without wildcards such as ``model.visual``),
-        "names" (fp8: these paths, and the names of all layers below them, because vLLM compares whole names) or "mxfp4"
-        (``modules_to_not_convert`` of gpt-oss, for transformers).
-    copied: names of the linear layers and stacks of experts that stay unquantized.
-    subtrees: prefixes below which nothing is quantized.
-    converted: names of the quantized layers.
-
-    Raises ValueError if the syntax is unknown, or if a quantized layer lies below one of ``subtrees``.
-    """
+    """Return the exclusion list to write for a checkpoint, sorted."""
     if syntax not in _SYNTAXES:
         raise ValueError(f"exclusion_list: syntax {syntax!r}; one of {', '.join(_SYNTAXES)} is needed")
     copied, converted, subtrees = set(copied), set(converted), set(subtrees)
@@ -313,15 +231,7 @@ _KEYS = {
 
 
 def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the exclusion list in a ``quantization_config``, or () if it has none.
-
-    The list is the value of a key that depends on the syntax: ``ignore`` for "modelopt" and "compressed-tensors",
-    ``modules_to_not_convert`` for "mxfp4". For "dotted" and "names", it is ``ignored_layers``, or
-    ``modules_to_not_convert`` if ``ignored_layers`` is absent. A key with null counts as absent. Raises ValueError if
-    the value is not a list of strings, because engines fail on such a value.
-
-    syntax: one of those of ``exclusion_list``; KeyError for any other.
-    """
+    """Return the exclusion list in a ``quantization_config``, or () if it has none."""
     for key in _KEYS[syntax]:
         patterns = quantization_config.get(key)
         if patterns is not None:
@@ -332,14 +242,7 @@ def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _culprit(reader: Reader, name: str, patterns: Sequence[str]) -> str:
-    """Return the text " by PATTERN" for a message, with the first pattern that alone excludes the module ``name``.
-
-    Return "" if there is no such pattern, or if the engine excludes the module even with an empty list. Patterns on
-    which the engine fails are skipped.
-
-    reader: how the engine looks up modules.
-    patterns: the exclusion list.
-    """
+    """Return the text " by PATTERN" for a message, with the first pattern that alone excludes the module ``name``."""
     if not reader.excluded(name, ()):
         for pattern in patterns:
             try:
@@ -351,11 +254,7 @@ def _culprit(reader: Reader, name: str, patterns: Sequence[str]) -> str:
 
 
 def _mla_advice(reader: Reader, culprit: str) -> str:
-    """Return advice for a message if SGLang's MLA rule applies a pattern to every layer of the model; otherwise "".
-
-    reader: how the engine looks up modules. Only SGLang has the MLA rule.
-    culprit: " by PATTERN", with the pattern that excludes the module; "" if no pattern does so on its own.
-    """
+    """Return advice for a message if SGLang's MLA rule applies a pattern to every layer of the model; otherwise ""."""
     parent, leaf = split_module(culprit.removeprefix(" by "))
     if reader.engine != "SGLang" or leaf not in MLA_LEAVES:
         return ""
@@ -368,15 +267,8 @@ def _mla_advice(reader: Reader, culprit: str) -> str:
 def _verdict(
     reader: Reader, name: str, members: Sequence[str], converted: Collection[str], patterns: Sequence[str]
 ) -> str | None:
-    """Return a message about the fault that an engine meets when it looks up ``name`` in the exclusion list, or None.
-
-    There is no fault if all ``members`` are quantized and ``name`` is not excluded, or if all are unquantized and
-    ``name`` is excluded.
-
-    reader: how the engine looks up modules.
-    members: the modules that ``name`` covers, such as the layers that a fused layer joins.
-    converted: names of the quantized layers.
-    patterns: the exclusion list.
+    """Return a message about the fault that an engine meets when it looks up ``name`` in the exclusion list, or
+    None.
     """
     quantized = [member for member in members if member in converted]
     if quantized and len(quantized) < len(members):
@@ -404,18 +296,7 @@ def check(
     converted: Iterable[str],
     config: Mapping[str, Any] | None = None,
 ) -> tuple[Finding, ...]:
-    """Return a finding for every module that an exclusion list makes an engine load wrongly; () if there is none.
-
-    For example, a quantized layer is excluded, or an unquantized layer is not. A finding names the module as the engine
-    looks it up: the linear layer, the fused layer, or the container of experts.
-
-    container: one of ``containers.CONTAINERS``. For any other name the result is (), because no engine is known.
-    patterns: the exclusion list of the checkpoint.
-    copied: names of the linear layers and stacks of experts that are not quantized.
-    converted: names of the quantized layers.
-    config: the content of config.json, whose "architectures" say how engines rename modules, and which modules they
-        never quantize; None if it is not known.
-    """
+    """Return a finding for every module that an exclusion list makes an engine load wrongly; () if there is none."""
     converted, known = tuple(converted), class_of(config or {})
     modules = dict.fromkeys((*(name for name in copied if not _is_plain(name, known.plain)), *converted))
     roots = {"visual"} if any(module.startswith("visual.") for module in modules) else set()
@@ -425,13 +306,7 @@ def check(
 def unquantized(
     container: str, patterns: Iterable[str], modules: Iterable[str], config: Mapping[str, Any]
 ) -> dict[str, dict[str, bool]]:
-    """Return engine -> module -> whether the engine leaves it unquantized, for the modules that it looks up.
-
-    Engines that fail on the list are left out.
-
-    container, patterns, config: as for ``check``.
-    modules: the names of all linear layers and stacks of experts.
-    """
+    """Return engine -> module -> whether the engine leaves it unquantized, for the modules that it looks up."""
     known, names = class_of(config), list(dict.fromkeys(modules))
     roots = {"visual"} if any(module.startswith("visual.") for module in names) else set()
     found: dict[str, dict[str, bool]] = {}
@@ -449,23 +324,7 @@ def unquantized(
 def _as_looked_up(
     reader: Reader, patterns: Sequence[str], roots: Collection[str], known: _ModelClass
 ) -> tuple[Reader, Sequence[str]]:
-    """Return (reader, exclusion list) with which modules can be looked up under their names in the checkpoint.
-
-    For multimodal models, engines rename modules or the list, and so does the result:
-
-    - transformers renames modules before it looks them up. The returned reader does so too.
-    - vLLM and SGLang rename the plain names in a list of compressed-tensors. In the returned list, the checkpoint's
-      names are added to the names that transformers uses.
-    - For some classes of models, vLLM and SGLang rename the list and the tensors. In the returned list, a renamed
-      pattern has both names. vLLM then also splits a pattern ``prefix*`` (see vllm_modelopt).
-
-    All other readers and lists are returned unchanged.
-
-    reader: how the engine looks up modules.
-    patterns: the exclusion list.
-    roots: {"visual"} for the older names of Qwen2-VL, otherwise empty.
-    known: how engines build the model.
-    """
+    """Return (reader, exclusion list) with which modules can be looked up under their names in the checkpoint."""
     excluded = reader.excluded
     if known.renames and reader.engine in ("vLLM", "SGLang"):
         both = {**known.renames, **{new: old for old, new in known.renames.items()}}
@@ -499,17 +358,7 @@ def _check(
     roots: Collection[str],
     known: _ModelClass,
 ) -> Iterator[Finding]:
-    """Yield an error for each module that an engine would load wrongly, for every engine that reads ``container``.
-
-    A module is loaded wrongly if it is quantized but excluded, if it is unquantized but not excluded, or if only some
-    of its parts are quantized.
-
-    listed: the exclusion list.
-    modules: names of all layers, copied or quantized.
-    converted: names of the quantized layers.
-    roots: {"visual"} for the older names of Qwen2-VL, otherwise empty.
-    known: how engines build the model.
-    """
+    """Yield an error for each module that an engine would load wrongly, for every engine that reads ``container``."""
     has_head = any(split_module(module)[1] == _HEAD for module in modules)
     for one in READERS.get(container, ()):
         reader, patterns = _as_looked_up(one, listed, roots, known)

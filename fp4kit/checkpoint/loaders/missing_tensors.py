@@ -19,16 +19,9 @@ _INPUT_SCALES = (".input_scale", ".input_global_scale")
 
 
 def consequence(engine: str, container: str, layer: str, suffix: str) -> str:
-    """Return a clause that says what ``engine`` does if the tensor ``suffix`` of a layer is missing.
-
-    If this is not known, the clause says so for an input scale; for any other tensor, it says that the layer cannot be
-    decoded.
-
-    engine: the name of the engine. Only vLLM and SGLang are known.
-    container: the id of the container, such as "modelopt NVFP4".
-    layer: the name of the layer, which tells whether it is an expert.
-    suffix: the end of the tensor's name, such as ".weight_scale".
-    """
+    """Return a clause that says what ``engine`` does if the tensor ``suffix`` of a layer is missing."""
+    # If this is not known, the clause says so for an input scale; for any other tensor, it says that the layer cannot
+    # be decoded.
     format = container.partition(" ")[0]
     is_expert = container_of(layer) is not None
     if engine == "vLLM":
@@ -45,13 +38,7 @@ def consequence(engine: str, container: str, layer: str, suffix: str) -> str:
 
 
 def _vllm(format: str, container: str, is_expert: bool, suffix: str) -> str | None:
-    """Return a clause that says what vLLM does if a tensor of a layer is missing, or None if that is not known.
-
-    format: the first word of the container's id, such as "modelopt".
-    container: the id of the container, such as "modelopt NVFP4".
-    is_expert: True if the layer is an expert.
-    suffix: the end of the tensor's name, such as ".weight_scale".
-    """
+    """Return a clause that says what vLLM does if a tensor of a layer is missing, or None if that is not known."""
     if container == "modelopt FP8" and suffix == ".input_scale":
         return None
     if format == "modelopt" and "NVFP4" in container and not is_expert and suffix == ".weight_scale":
@@ -64,11 +51,7 @@ def _vllm(format: str, container: str, is_expert: bool, suffix: str) -> str | No
 
 
 def _sglang(format: str, suffix: str) -> str | None:
-    """Return a clause that says what SGLang does if a tensor of a layer is missing, or None if that is not known.
-
-    format: the first word of the container's id, such as "modelopt".
-    suffix: the end of the tensor's name, such as ".weight_scale".
-    """
+    """Return a clause that says what SGLang does if a tensor of a layer is missing, or None if that is not known."""
     if format == "modelopt" and suffix == ".input_scale":
         return _ONE
     if format in ("modelopt", "compressed-tensors"):

@@ -76,22 +76,14 @@ _CODES = {"packed": ("U8", "N, K/2"), "bytes": ("F8_E4M3", "N, K")}
 
 
 def _mx(weight: str, kind: str, scale: str) -> tuple[Required, ...]:
-    """Return the requirements for the two tensors of an MXFP4 or MXFP8 layer: first the codes, then the block scales.
-
-    weight, scale: the suffixes of codes and block scales.
-    kind: "packed" for 4-bit codes, "bytes" for 8-bit codes.
+    """Return the requirements for the two tensors of an MXFP4 or MXFP8 layer: first the codes, then the block
+    scales.
     """
     return Required(weight, *_CODES[kind]), Required(scale, "U8", "N, K/32")
 
 
 def _nvfp4(weight: str, *scalars: str) -> tuple[Required, ...]:
-    """Return the requirements for the tensors of an NVFP4 layer: the codes, the block scales, then the scalars.
-
-    The block scales always have the suffix ".weight_scale".
-
-    weight: the suffix of the codes.
-    scalars: the suffixes of the float32 scalars, such as the tensor scale.
-    """
+    """Return the requirements for the tensors of an NVFP4 layer: the codes, the block scales, then the scalars."""
     scales = (Required(scalar, "F32", "") for scalar in scalars)
     return Required(weight, *_CODES["packed"]), Required(".weight_scale", "F8_E4M3", "N, K/16"), *scales
 
@@ -100,10 +92,8 @@ _HALVES = ("BF16", "F16")  # dtypes of FP8 scales that engines convert to float3
 
 
 def _fp8(shape: str, *scalars: str) -> tuple[Required, ...]:
-    """Return the requirements for the tensors of an FP8 layer: its codes, its scales, and scalars such as input scales.
-
-    shape: the shape of the scales.
-    scalars: the suffix of each scalar, such as ".input_scale".
+    """Return the requirements for the tensors of an FP8 layer: its codes, its scales, and scalars such as input
+    scales.
     """
     scales = (Required(scalar, "F32", "", _HALVES) for scalar in scalars)
     return Required(".weight", *_CODES["bytes"]), Required(".weight_scale", "F32", shape, _HALVES), *scales
@@ -142,20 +132,14 @@ _INPUT_SCALES = {
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """Split a tensor's name into (layer, suffix), such as ("mlp.up_proj", ".weight_scale").
-
-    Return None if the name does not end in a suffix of a quantized layer's tensors.
-    """
+    """Split a tensor's name into (layer, suffix), such as ("mlp.up_proj", ".weight_scale")."""
     match = _SUFFIX.fullmatch(name)
     return (match[1], match[2]) if match else None
 
 
 def quantized_layers(tensors: Mapping[str, DtypeAndShape]) -> dict[str, dict[str, DtypeAndShape]]:
-    """Group tensors by layer: layer -> suffix -> tensor, for every layer or stack of experts that has codes or scales.
-
-    Model-Optimizer's stacks ``P``, ``P_weight_scale`` (Llama 4) are not recognized.
-
-    tensors: name -> (safetensors dtype, shape), for all tensors of the checkpoint.
+    """Group tensors by layer: layer -> suffix -> tensor, for every layer or stack of experts that has codes or
+    scales.
     """
     layers: dict[str, dict[str, DtypeAndShape]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -165,11 +149,7 @@ def quantized_layers(tensors: Mapping[str, DtypeAndShape]) -> dict[str, dict[str
 
 
 def _is_quantized(parts: LayerTensors) -> bool:
-    """Return whether a layer has codes or scales. Any tensor other than ``.weight``, such as an input scale, is enough.
-
-    parts: suffix -> (safetensors dtype, shape); not empty. A layer whose only tensor is a ``.weight`` is quantized if
-        this tensor has an 8-bit dtype and at least two dimensions.
-    """
+    """Return whether a layer has codes or scales."""
     if set(parts) - {".weight"}:
         return True
     dtype, shape = parts[".weight"]
@@ -177,18 +157,7 @@ def _is_quantized(parts: LayerTensors) -> bool:
 
 
 def _required(container: str, parts: LayerTensors, config: Mapping[str, Any]) -> tuple[Required, ...]:
-    """Return the tensors that engines require for a layer.
-
-    The container determines them, with two exceptions:
-
-    - A compressed-tensors config can require input scales.
-    - In a DeepSeek-V4 model, some layers are FP8, and some experts may be MXFP4 beside NVFP4 experts. There, the dtype
-      of the layer's weight decides.
-
-    container: one of ``containers.CONTAINERS``.
-    parts: suffix -> (safetensors dtype, shape), for the tensors that the layer has.
-    config: the content of config.json.
-    """
+    """Return the tensors that engines require for a layer."""
     dtype = parts.get(".weight", ("",))[0]
     if container.startswith("deepseek-v4") and dtype == "F8_E4M3":
         tiles = configs.quantization_config(config).get("weight_block_size")
@@ -202,23 +171,15 @@ def _required(container: str, parts: LayerTensors, config: Mapping[str, Any]) ->
 
 
 def _evaluated(rule: str, rows: int, columns: int) -> tuple[int, ...]:
-    """Return the shape that ``Required.shape``, such as "N, K/2", gives for N = rows and K = columns.
-
-    Quotients are rounded up. The shape is () for the rule "".
-    """
+    """Return the shape that ``Required.shape``, such as "N, K/2", gives for N = rows and K = columns."""
     sizes = {"N": rows, "K": columns}
     terms = [term.strip().partition("/") for term in rule.split(",")] if rule else []
     return tuple(-(-sizes[size] // int(over or 1)) if size in sizes else int(size) for size, _, over in terms)
 
 
 def _logical(weight: Required, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int] | None:
-    """Return (leading sizes, N, K) of a layer, derived from the stored shape of its codes; None if the rank is wrong.
-
-    The leading sizes are (E,) for a stack of E experts and () for a single layer. Codes of gpt-oss (``_blocks``) are
-    stored as (E, N, K / 32, 16). All other codes are stored as (..., N, K), or as (..., N, K / 2) if packed.
-
-    weight: the requirement for the codes, which tells how they are stored.
-    shape: the stored shape.
+    """Return (leading sizes, N, K) of a layer, derived from the stored shape of its codes; None if the rank is
+    wrong.
     """
     if weight.suffix == "_blocks":
         return (shape[:-3], shape[-3], shape[-2] * 32) if len(shape) == 4 else None
@@ -237,14 +198,7 @@ _COPIED = {
 
 
 def _wrong(part: Required, tensor: DtypeAndShape, lead: tuple[int, ...], size: tuple[int, int]) -> str | None:
-    """Return a message about the wrong dtype or shape of one tensor, or None if both are right.
-
-    If both are wrong, the message names only the dtype. For a scalar of a single layer, the shape (1,) is right too.
-
-    part: what is required.
-    lead: the leading sizes of a stack of experts; () for a single layer.
-    size: N and K of the layer.
-    """
+    """Return a message about the wrong dtype or shape of one tensor, or None if both are right."""
     dtype, shape = tensor
     if dtype not in (part.dtype, *part.others):
         return f"{part.suffix[1:]} is {dtype}; {part.dtype} is needed{_COPIED.get((dtype, part.dtype), '')}"
@@ -255,14 +209,8 @@ def _wrong(part: Required, tensor: DtypeAndShape, lead: tuple[int, ...], size: t
 
 
 def _faults(container: str, parts: LayerTensors, required: tuple[Required, ...]) -> Iterator[str]:
-    """Yield a message for each wrong dtype or shape among the tensors that a layer has. Missing tensors are ignored.
-
-    If the codes are missing or have a wrong rank, the other tensors are not checked, because N and K are unknown.
-
-    container: one of ``containers.CONTAINERS``.
-    parts: suffix -> (safetensors dtype, shape).
-    required: the tensors that engines require; the first is the codes, which determine N and K.
-    """
+    """Yield a message for each wrong dtype or shape among the tensors that a layer has."""
+    # If the codes are missing or have a wrong rank, the other tensors are not checked, because N and K are unknown.
     weight = required[0]
     logical = _logical(weight, parts[weight.suffix][1]) if weight.suffix in parts else None
     if logical is None:
@@ -279,17 +227,7 @@ def _faults(container: str, parts: LayerTensors, required: tuple[Required, ...])
 
 
 def readers(container: str, family: str) -> tuple[str, ...]:
-    """Return the names of the engines whose requirements a checkpoint is checked against; at least one.
-
-    These are the first of the following that exist:
-
-    1. the serving engines that are known to load the container for this family of models
-    2. the serving engines that read exclusion lists of the container
-    3. ("Model-Optimizer",)
-
-    container: one of ``containers.CONTAINERS``.
-    family: the model's family, one of ``support.FAMILIES``.
-    """
+    """Return the names of the engines whose requirements a checkpoint is checked against; at least one."""
     loading = engines_for(container, family)
     serving = tuple(dict.fromkeys(each.engine for each in READERS[container] if each.engine in SERVING))
     return loading or serving or ("Model-Optimizer",)
@@ -298,13 +236,7 @@ def readers(container: str, family: str) -> tuple[str, ...]:
 def _layer_findings(
     container: str, layer: str, parts: LayerTensors, required: tuple[Required, ...], engines: Iterable[str]
 ) -> Iterator[Finding]:
-    """Yield a finding per engine for every tensor of a layer that is wrong, missing, or foreign to the container.
-
-    All foreign tensors of a layer share one finding. Dtypes and shapes are checked only if ``required`` is not empty.
-
-    parts: suffix -> (safetensors dtype, shape), for the tensors that the layer has.
-    required: the tensors that engines require.
-    """
+    """Yield a finding per engine for every tensor of a layer that is wrong, missing, or foreign to the container."""
     expected = {part.suffix for part in required} | _OPTIONAL
     faults = list(_faults(container, parts, required)) if required else []
     foreign = [suffix[1:] for suffix in parts if suffix not in expected]
@@ -319,13 +251,7 @@ def _layer_findings(
 
 
 def _unusable(name: str, value: float) -> tuple[Severity, str] | None:
-    """Check a tensor scale or input scale. Return None if it is a positive normal float32, else (severity, message).
-
-    A subnormal is a warning. NaN, infinity, 0 and negative numbers are errors.
-
-    name: the name of the scale, for the message.
-    value: the stored scale.
-    """
+    """Check a tensor scale or input scale."""
     if not math.isfinite(value) or value <= 0:
         return "error", f"{name} is {value}; a positive finite number is needed"
     if value < float(FLT_MIN):
@@ -337,15 +263,7 @@ _KEPT = {".weight_scale_2": "the largest", ".weight_global_scale": "the largest 
 
 
 def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) -> str | None:
-    """Return a message if vLLM would fuse layers with different tensor scales into one layer with one scale.
-
-    The message says by which factors values are wrong. Return None if the scales agree, if some of them are unusable,
-    or if fewer than two are known.
-
-    members: the names of the layers that the fused layer joins.
-    suffix: the suffix of the tensor scale.
-    scales: tensor name -> stored value.
-    """
+    """Return a message if vLLM would fuse layers with different tensor scales into one layer with one scale."""
     values = {split_module(member)[1]: scales[member + suffix] for member in members if member + suffix in scales}
     if len(set(values.values())) < 2 or not all(math.isfinite(value) and value > 0 for value in values.values()):
         return None
@@ -360,13 +278,8 @@ def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) 
 
 
 def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines: Iterable[str]) -> Iterator[Finding]:
-    """Yield a finding per engine for every scale that is unusable, and one per fused layer whose tensor scales differ.
-
-    Fused layers are checked only if ``engines`` contains "vLLM", and their findings are about vLLM.
-
-    layers: the names of the quantized layers.
-    scales: tensor name -> stored value, for tensor scales and input scales.
-    engines: the names of the engines to report on.
+    """Yield a finding per engine for every scale that is unusable, and one per fused layer whose tensor scales
+    differ.
     """
     for name, value in scales.items():
         layer, part = split_module(name)
@@ -387,19 +300,7 @@ _EXPERTS_ALONE = (  # (container, engine, True if the known fault concerns only 
 
 
 def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Finding]:
-    """Yield a warning for each engine that is known to reject or misread even a sound checkpoint in this container.
-
-    An engine is known to do so if its cell in the table of support.py has a note, and the status "fails" or "wrong
-    values". There are two exceptions:
-
-    - If the fault concerns only experts, or only layers that are not experts, and the checkpoint has no such layers,
-      nothing is yielded.
-    - The fault SPLIT_EXPERTS is never yielded here; ``split_experts`` reports it.
-
-    container: one of ``containers.CONTAINERS``.
-    family: the model's family, one of ``support.FAMILIES``.
-    layers: the names of the quantized layers.
-    """
+    """Yield a warning for each engine that is known to reject or misread even a sound checkpoint in this container."""
     experts = {container_of(layer) is not None for layer in layers}
     for engine, each in known_traps(container, family):
         applies_to_experts = next(
@@ -416,16 +317,7 @@ _TALL = {"compressed-tensors FP8 128x128": 128, "fp8 128x128": 128}  # container
 
 
 def partial_blocks(container: str, rows: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield findings about layers that do not consist of whole blocks of 128 rows, for engines that need this.
-
-    - vLLM and SGLang reject a fused layer if any part except the last has a shorter last block. One warning per
-      engine names the first such fused layer, and ends in REJECTS.
-    - transformers without a GPU takes rows / scale rows as the height of a block of "fp8 128x128", which is wrong if
-      the last of several blocks is shorter. One warning names the first such layer.
-
-    container: one of ``containers.CONTAINERS``. Nothing is yielded if its blocks have one row.
-    rows: name of a quantized layer -> its number of rows.
-    """
+    """Yield findings about layers that do not consist of whole blocks of 128 rows, for engines that need this."""
     height = _TALL.get(container)
     if height is None:
         return
@@ -452,21 +344,11 @@ def findings(
     config: Mapping[str, Any],
     hf_quant_config: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
-    """Return a finding for each fault that an engine would meet in a checkpoint's tensors, tensor scales and configs.
-
-    Return [] if there is no fault. Severity "error" means that the named engine rejects the checkpoint or decodes wrong
-    values. Severity "warning" means that the checkpoint is sound, but that the named engine cannot use it, may misread
-    it, or may lose a value. Exclusion lists are checked by ``exclusions.check``.
-
-    container: the container of the quantized layers, one of ``containers.CONTAINERS``.
-    tensors: name -> (safetensors dtype, shape), for all tensors.
-    tensor_scales: name -> stored value, for tensor scales (``P.weight_scale_2``, ``P.weight_global_scale``) and input
-        scales; scales of stacks may be left out.
-    config: the content of config.json.
-    hf_quant_config: the content of hf_quant_config.json; None if there is no such file.
-
-    Raises ValueError for a container that is not in ``containers.CONTAINERS``.
+    """Return a finding for each fault that an engine would meet in a checkpoint's tensors, tensor scales and
+    configs.
     """
+    # Severity "warning" means that the checkpoint is sound, but that the named engine cannot use it, may misread it, or
+    # may lose a value.
     if container not in CONTAINERS:
         raise ValueError(f"findings: container {container!r}; one of {', '.join(CONTAINERS)} is needed")
     family = family_of(config)

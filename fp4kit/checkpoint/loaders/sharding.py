@@ -102,10 +102,7 @@ class Sharding:
 
 
 def sharding_of(weights: Iterable[Weight], config: Mapping[str, Any]) -> Sharding | None:
-    """Return the sizes that a model allows; None for a model that vLLM and SGLang do not load.
-
-    weights: all weights of the model, quantized or not. config: the content of config.json.
-    """
+    """Return the sizes that a model allows; None for a model that vLLM and SGLang do not load."""
     layers = _layers(weights, config)
     if layers is None:
         return None
@@ -122,14 +119,7 @@ def sharding_of(weights: Iterable[Weight], config: Mapping[str, Any]) -> Shardin
 def obstacles(
     weights: Iterable[Weight], config: Mapping[str, Any], tp: int | None, ep: int | None
 ) -> tuple[Obstacle, ...]:
-    """Return what keeps a model from being split over `tp` ranks, in groups of `ep` ranks that share the experts.
-
-    Each rank of such a group holds whole experts, which are split over tp / ep ranks. If only `ep` is given, tp = ep.
-    If only `tp` is given, every expert is split over all ranks.
-
-    Raises:
-        CheckpointError: if tp is no multiple of ep, or if the model is none that vLLM and SGLang load.
-    """
+    """Return what keeps a model from being split over `tp` ranks, in groups of `ep` ranks that share the experts."""
     tp, ep = (tp or ep or 1), (ep or 1)
     if tp % ep:
         raise CheckpointError(

@@ -70,10 +70,7 @@ _UNKNOWN = Cell("unknown")
 
 
 def _cells() -> dict[tuple[str, str, str], Cell]:
-    """Return the observations in ``observations.RUNS`` as a dict: (container, family, engine) -> Cell.
-
-    If several rows are about one cell, the last row counts.
-    """
+    """Return the observations in ``observations.RUNS`` as a dict: (container, family, engine) -> Cell."""
     table: dict[tuple[str, str, str], Cell] = {}
     for containers, families, engine, status, how, note in RUNS:
         for container_id in containers:
@@ -86,17 +83,7 @@ _CELLS = _cells()
 
 
 def cell(container_id: str, family: str, engine: str) -> Cell:
-    """Return the table entry that says what ``engine`` does with a container, for models of ``family``.
-
-    The cell has the status "unknown" if nothing is known. If the family "llama" has no cell of its own, the cell of
-    "dense" is returned.
-
-    container_id: one of ``containers.CONTAINERS`` or ``containers.MIXTURES``.
-    family: one of FAMILIES.
-    engine: one of ``engines.VERSIONS``.
-
-    Raises ValueError if one of the arguments is not listed there.
-    """
+    """Return the table entry that says what ``engine`` does with a container, for models of ``family``."""
     if container_id not in (*CONTAINERS, *MIXTURES) or family not in FAMILIES or engine not in VERSIONS:
         raise ValueError(
             f"cell: container {container_id!r}, family {family!r}, engine {engine!r}: at least one is unknown; see"
@@ -109,26 +96,12 @@ def cell(container_id: str, family: str, engine: str) -> Cell:
 
 
 def engines_for(container_id: str, family: str) -> tuple[str, ...]:
-    """Return the names of the serving engines that load a container for models of a family.
-
-    The serving engines are vLLM, SGLang and transformers. Return () if none is known to load it. Raises ValueError for
-    a container, or a family of models, that is unknown.
-
-    container_id: one of ``containers.CONTAINERS`` or ``containers.MIXTURES``.
-    family: one of FAMILIES.
-    """
+    """Return the names of the serving engines that load a container for models of a family."""
     return tuple(engine for engine in SERVING if cell(container_id, family, engine).status == "loads")
 
 
 def _rank(container_id: str, family: str) -> tuple[int, int, int]:
-    """Return a sort key of three numbers for a container and a family of models; a larger key is better.
-
-    The numbers are:
-
-    - the number of serving engines that load the container
-    - the number of serving engines that silently misread the container, negated
-    - the number of serving engines that load the container and were run, instead of only their source being read
-    """
+    """Return a sort key of three numbers for a container and a family of models; a larger key is better."""
     cells = [cell(container_id, family, engine) for engine in SERVING]
     loads = [each for each in cells if each.status == "loads"]
     return len(loads), -sum(each.status == "wrong values" for each in cells), sum(each.how == "run" for each in loads)
@@ -141,20 +114,7 @@ def _candidates(kind: str) -> list[LoaderContainer]:
 
 
 def best_format(kind: str, family: str) -> str | None:
-    """Return the format that most serving engines load for recipes of ``kind`` and a model of ``family``.
-
-    Return None if no engine is known to load any format. Among formats with equally many engines, these rules decide,
-    in this order:
-
-    - Prefer the format that fewer engines silently misread.
-    - Prefer the format that more engines were seen to load in a run.
-    - Prefer the format that is first in FORMATS.
-
-    kind: a kind of recipe, one of KINDS, such as "nvfp4".
-    family: one of FAMILIES.
-
-    Raises ValueError for an unknown kind or family.
-    """
+    """Return the format that most serving engines load for recipes of ``kind`` and a model of ``family``."""
     if kind not in KINDS:
         raise ValueError(f"best_format: recipe kind {kind!r}; one of {', '.join(KINDS)} is needed")
     best = max(_candidates(kind), key=lambda each: _rank(each.id, family))
@@ -162,11 +122,8 @@ def best_format(kind: str, family: str) -> str | None:
 
 
 def _way_out(kind: str, family: str) -> str:
-    """Return advice for an error message: a format that engines load for ``family``, with the names of these engines.
-
-    - If engines load a format for recipes of ``kind``, the advice names the best of these formats.
-    - Otherwise, it names the first other kind of recipe for which engines load a format, and this format.
-    - If there is no such kind, it names bf16.
+    """Return advice for an error message: a format that engines load for ``family``, with the names of these
+    engines.
     """
     for other in (kind, *(each for each in KINDS if each != kind)):
         best = best_format(other, family)
@@ -185,11 +142,11 @@ def _stored(format: str, kind: str) -> LoaderContainer:
 
 
 def refusal(format: str, kind: str, family: str) -> str | None:
-    """Return the reason why a conversion to ``format`` by a recipe of ``kind`` is rejected, or None if it is accepted.
-
-    A conversion is rejected if the format cannot store recipes of this kind, or if no serving engine is known to load
-    the result for models of ``family``. The text also says what to use instead.
+    """Return the reason why a conversion to ``format`` by a recipe of ``kind`` is rejected, or None if it is
+    accepted.
     """
+    # A conversion is rejected if the format cannot store recipes of this kind, or if no serving engine is known to load
+    # the result for models of ``family``.
     target = container(format, kind)
     if target is None:
         holds = ", ".join(
@@ -208,10 +165,8 @@ def refusal(format: str, kind: str, family: str) -> str | None:
 
 
 def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:
-    """Return (engine, Cell) for every engine whose Cell has a note and a status other than "unknown"; () if none has.
-
-    A Cell says what an engine does with a container, for models of one family. These engines fail on the container,
-    misread it, or load it under a condition, which the note states.
+    """Return (engine, Cell) for every engine whose Cell has a note and a status other than "unknown"; () if none
+    has.
     """
     cells = ((engine, cell(container_id, family, engine)) for engine in VERSIONS)
     return tuple((engine, each) for engine, each in cells if each.note and each.status != "unknown")
@@ -223,12 +178,7 @@ _MIXABLE = ("modelopt NVFP4", "modelopt W4A16_NVFP4", "modelopt FP8")
 
 
 def mixture_warnings(container_ids: Iterable[str]) -> list[str]:
-    """Return a list with one warning if a mixture has layers that vLLM may take for unquantized, otherwise [].
-
-    These are layers in containers of Model-Optimizer other than NVFP4, W4A16_NVFP4 and FP8.
-
-    container_ids: the containers of the layers. A single container is not a mixture, and gives [].
-    """
+    """Return a list with one warning if a mixture has layers that vLLM may take for unquantized, otherwise []."""
     ids = [*container_ids]
     other = [each.removeprefix("modelopt ") for each in ids if each.startswith("modelopt") and each not in _MIXABLE]
     if len(ids) < 2 or not other:
@@ -245,28 +195,14 @@ _SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def split_experts(container: str, family: str, names: Iterable[str]) -> Iterator[Finding]:
-    """Yield a warning if experts are stored separately in a model whose experts transformers reads only as stacks.
-
-    container: one of ``containers.CONTAINERS``.
-    family: the model's family, one of FAMILIES.
-    names: the names of the model's modules or tensors.
-    """
+    """Yield a warning if experts are stored separately in a model whose experts transformers reads only as stacks."""
     each = cell(container, family, "transformers")
     if SPLIT_EXPERTS in each.note and any(map(_SEPARATE_EXPERT.search, names)):
         yield finding("transformers", "warning", "model", f"wrong values: {SPLIT_EXPERTS}")
 
 
 def family_of(config: Mapping[str, Any]) -> str:
-    """Return the family of a model, one of FAMILIES, judged by the content of its config.json.
-
-    The first of these that is known decides:
-
-    1. ``model_type``, if it is one whose experts transformers reads as stacks
-    2. a nested ``text_config`` or an entry ``vision_config``: "vlm"
-    3. any other known ``model_type``
-    4. the name of the architecture
-    5. the number of experts: "moe" if it is positive, otherwise "dense"
-    """
+    """Return the family of a model, one of FAMILIES, judged by the content of its config.json."""
     by_stacks = _FAMILY_OF_STACKS.get(str(config.get("model_type", "")))
     if by_stacks is not None:
         return by_stacks
@@ -287,12 +223,7 @@ def family_of(config: Mapping[str, Any]) -> str:
 
 
 def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
-    """Return one row of the Markdown table in the docs, for families that all engines treat alike.
-
-    container_id: one of ``containers.CONTAINERS`` or ``containers.MIXTURES``.
-    families: the names of the families, at least one.
-    notes: text of a note -> its number. Notes that are new in this row are added to it.
-    """
+    """Return one row of the Markdown table in the docs, for families that all engines treat alike."""
     cells = []
     for engine in VERSIONS:
         found = cell(container_id, families[0], engine)
@@ -303,10 +234,8 @@ def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
 
 
 def _alike(container_id: str) -> list[list[str]]:
-    """Return groups of families that every engine treats alike for one container, as lists of family names.
-
-    Families about which nothing is known are left out, so that the result may be [].
-    """
+    """Return groups of families that every engine treats alike for one container, as lists of family names."""
+    # Families about which nothing is known are left out, so that the result may be [].
     groups: dict[tuple[Cell, ...], list[str]] = {}
     for family in FAMILIES:
         groups.setdefault(tuple(cell(container_id, family, engine) for engine in VERSIONS), []).append(family)
@@ -314,10 +243,7 @@ def _alike(container_id: str) -> list[list[str]]:
 
 
 def markdown() -> str:
-    """Return the table for the docs as Markdown, with one column per engine, and numbered notes below it.
-
-    Each row is for one container and a group of families that every engine treats alike.
-    """
+    """Return the table for the docs as Markdown, with one column per engine, and numbered notes below it."""
     notes: dict[str, int] = {}
     head = f"| container | models | {' | '.join(f'{engine} {version}' for engine, version in VERSIONS.items())} |"
     ids = (*CONTAINERS, *MIXTURES)

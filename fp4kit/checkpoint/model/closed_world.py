@@ -72,34 +72,13 @@ class OpenedModel(Protocol):
 
 
 def items_of(model: OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
-    """Return every item (tensor, config key or metadata entry) of an opened model that may concern quantization.
-
-    Refused items are included, so this never fails because of one. To raise an error for them, use ``check_model``.
-
-    Args:
-        model: the opened model.
-        weights: the weights that ``weights_of`` finds in the model.
-        ignore: globs of item names, as given with ``--ignore``. A refused item that matches one of them gets the group
-            IGNORED.
-
-    Raises:
-        CheckpointError: if ComfyUI's metadata or a tag of ComfyUI is not a JSON object.
-    """
+    """Return every item (tensor, config key or metadata entry) of an opened model that may concern quantization."""
+    # Refused items are included, so this never fails because of one.
     return account(model.tensors, weights, model.config, model.hf_quant_config, ignore)
 
 
 def check_model(model: OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
-    """Return every item (tensor, config key or metadata entry) of a model, after checking that none is refused.
-
-    Args:
-        model: the opened model.
-        weights: the weights that ``weights_of`` finds in the model.
-        ignore: globs of item names, as given with ``--ignore``. Items that match one of them are not refused, but
-            returned with the group IGNORED.
-
-    Raises:
-        CheckpointError: if an item is refused, or if a glob matches no item that would be refused.
-    """
+    """Return every item (tensor, config key or metadata entry) of a model, after checking that none is refused."""
     patterns = tuple(ignore)
     items = items_of(model, weights, patterns)
     check(items, patterns)
@@ -113,21 +92,7 @@ def account(
     hf_quant_config: Mapping[str, Any] | None,
     ignore: Iterable[str] = (),
 ) -> tuple[Item, ...]:
-    """Return every item of a checkpoint: first its tensors, then its configs, then its metadata.
-
-    If no layer is quantized, only tensors give items.
-
-    Args:
-        tensors: tensor name -> (its file, its header entry), for all tensors of the checkpoint.
-        weights: the weights that ``weights_of`` finds in the tensors.
-        config: the content of config.json; None if the file is missing.
-        hf_quant_config: the content of hf_quant_config.json; None if the file is missing.
-        ignore: globs of item names, as given with ``--ignore``. A refused item that matches one of them gets the group
-            IGNORED.
-
-    Raises:
-        CheckpointError: if ComfyUI's metadata or a tag of ComfyUI is not a JSON object.
-    """
+    """Return every item of a checkpoint: first its tensors, then its configs, then its metadata."""
     patterns = tuple(ignore)
     found = [
         *_tensor_items(tensors, weights, config or {}),
@@ -158,14 +123,8 @@ def check_integers(items: Iterable[Item]) -> None:
 
 
 def check(items: Iterable[Item], ignore: Iterable[str] = ()) -> None:
-    """Raise CheckpointError if an item is refused, or if a glob in ``ignore`` is useless; otherwise do nothing.
-
-    A glob is useless if it matches no item that would be refused without it. Useless globs are reported first.
-
-    Args:
-        items: the items, as ``account`` returns them for the same ``ignore``.
-        ignore: globs of item names, as given with ``--ignore``.
-    """
+    """Raise CheckpointError if an item is refused, or if a glob in ``ignore`` is useless; otherwise do nothing."""
+    # A glob is useless if it matches no item that would be refused without it.
     refused = refused_in(items, ignore)
     if refused:
         raise CheckpointError(refusal(refused))
@@ -181,14 +140,7 @@ def refused_in(items: Iterable[Item], ignore: Iterable[str] = ()) -> list[Item]:
 
 
 def refusal(refused: list[Item]) -> str:
-    """Return the error message for refused items.
-
-    For each of the first four different reasons, the message names the first items and counts the other items with that
-    reason. Items with other reasons are only counted. The message ends with a hint at ``--ignore``.
-
-    Args:
-        refused: the refused items, at least one.
-    """
+    """Return the error message for refused items."""
     lines = reasons(refused)
     rest = [f"{len(lines) - 4} more kinds, listed by fp4kit inspect"] if len(lines) > 4 else []
     return "; ".join([*lines[:4], *rest]) + "; --ignore NAME leaves one out at your own risk"
@@ -235,16 +187,7 @@ _TRANSFORMS = re.compile(
 
 
 def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight], config: Mapping[str, Any]) -> Iterator[Item]:
-    """Yield an item for each tensor that concerns quantization. Skip other tensors, such as unquantized weights.
-
-    These tensors give an item:
-
-    - codes and scales of quantized layers, and tensors whose names begin with the name of a quantized layer;
-    - scales of the KV cache or of attention;
-    - tensors of adapters, such as LoRA;
-    - if a layer is quantized, tensors whose names say that they transform weights or inputs;
-    - tensors that look like codes or scales of an unknown format.
-    """
+    """Yield an item for each tensor that concerns quantization."""
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
     parts = {place.entry.name: (weight, part) for weight in quantized.values() for part, place in weight.parts.items()}
     plain = {weight.name: weight for weight in weights.values() if weight.container is None}
@@ -288,14 +231,7 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight], config: Mappi
 def _unread_item(
     name: str, place: tuple[SafetensorsFile, TensorEntry], quantized: Mapping[str, Weight], foreign: ForeignLayers
 ) -> Item | None:
-    """Return the item for a tensor that belongs to no layer that fp4kit reads; None if it is no codes and no scales.
-
-    Args:
-        name: the name of the tensor.
-        place: its file and its header entry.
-        quantized: module name -> quantized weight.
-        foreign: the layers that are not read.
-    """
+    """Return the item for a tensor that belongs to no layer that fp4kit reads; None if it is no codes and no scales."""
     entry, what = place[1], f"{place[1].dtype} {list(place[1].shape)}"
     if cast_of(Located(*place), quantized.values()) is not None:
         return Item(UNDERSTOOD, "tensor", name, "cast to FP8, so that the codes are the values")
@@ -310,10 +246,7 @@ _MOST_OF_CASTS, _SAMPLED = 8.0, 1 << 16
 
 
 def _scales_of_casts(weights: Iterable[Weight]) -> Iterator[Item]:
-    """Yield a refused item for each of some layers without scales whose codes are too large to be values.
-
-    The first bytes of eight layers are read.
-    """
+    """Yield a refused item for each of some layers without scales whose codes are too large to be values."""
     casts = [weight for weight in weights if weight.container is not None and weight.container.is_cast]
     with Readers() as readers:
         for weight in casts[:: max(len(casts) // 8, 1)]:
@@ -331,10 +264,7 @@ def _scales_of_casts(weights: Iterable[Weight]) -> Iterator[Item]:
 
 
 def _fused_experts(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[Item]:
-    """Yield a refused item for each stack in vLLM's form of experts that does not have the shapes of its model.
-
-    Engines may have padded or swizzled such stacks, or have put the rows of gate and up in another order.
-    """
+    """Yield a refused item for each stack in vLLM's form of experts that does not have the shapes of its model."""
     found = {weight.name: weight for weight in weights if weight.dtype == VLLM_EXPERTS.name}
     sizes = [section["hidden_size"] for _, section in sections(config) if isinstance(section.get("hidden_size"), int)]
     for name, weight in found.items():
@@ -354,11 +284,7 @@ def _fused_experts(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iter
 
 
 def _layers_named_twice(weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield refused items for weights that are stored twice.
-
-    These are layers under two names, such as w1 and gate_proj of one expert, and experts that are stored separately and
-    also in a stack.
-    """
+    """Yield refused items for weights that are stored twice."""
     by_name = {weight.name: weight for weight in weights.values()}
     for name, why in named_twice(by_name):
         entry = by_name[name].located.entry
@@ -387,17 +313,11 @@ def is_attention_scale(name: str) -> bool:
 
 
 def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
-    """Yield a warning about NVFP4 layers without a tensor scale if most layers have one, or the reverse.
-
-    The warning names the minority. It is yielded for all layers and, if these are half and half, per role of layers.
-
-    Only layers of GGUF, torchao and mlx-lm are counted, because these formats allow NVFP4 layers without a tensor
-    scale. Stacks of mlx-lm are counted with stacks only, because mlx-lm stores tensor scales for experts and for no
-    other layers.
-
-    Args:
-        weights: the quantized layers of a checkpoint.
-    """
+    """Yield a warning about NVFP4 layers without a tensor scale if most layers have one, or the reverse."""
+    # Only layers of GGUF, torchao and mlx-lm are counted, because these formats allow NVFP4 layers without a tensor
+    # scale.
+    # Stacks of mlx-lm are counted with stacks only, because mlx-lm stores tensor scales for experts and for no other
+    # layers.
     found = [w for w in weights if w.container is not None and w.container.kind == "nvfp4" and _may_lack_scale(w)]
     kinds: dict[str, list[Weight]] = defaultdict(list)  # all stacks of mlx-lm, all other layers, then each role
     for weight in found:
@@ -421,21 +341,13 @@ def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
 
 
 def _may_lack_scale(weight: Weight) -> bool:
-    """Return whether a layer is in a format whose NVFP4 layers may have no tensor scale: GGUF, torchao or mlx-lm.
-
-    Unquantized layers give False, too.
-    """
+    """Return whether a layer is in a format whose NVFP4 layers may have no tensor scale: GGUF, torchao or mlx-lm."""
     form = weight.container
     return form is not None and (form.in_blocks or form.method == "torchao" or form.format == "mlx")
 
 
 def check_no_adapter(tensors: Tensors, ignore: Iterable[str] = ()) -> None:
-    """Raise CheckpointError if a tensor belongs to an adapter, such as LoRA.
-
-    Args:
-        tensors: tensor name -> (its file, its header entry).
-        ignore: globs of names that are not checked.
-    """
+    """Raise CheckpointError if a tensor belongs to an adapter, such as LoRA."""
     patterns = tuple(ignore)
     found = [
         Item(REFUSED, "tensor", name, adapter_trouble(name), f"{entry.dtype} {list(entry.shape)}")
@@ -447,19 +359,7 @@ def check_no_adapter(tensors: Tensors, ignore: Iterable[str] = ()) -> None:
 
 
 def layer_above(name: str, layers: Mapping[str, Weight]) -> tuple[Weight, str] | None:
-    """Find the layer whose name is the beginning of a tensor's name, to tell which layer the tensor may concern.
-
-    Return (layer, rest of the tensor's name), or None if there is no such layer. The tensor "mlp.up_proj.bias" gives
-    (layer "mlp.up_proj", "bias").
-
-    The rest usually follows a dot. It may follow an underscore if the layer is a stack of experts, or if the rest is in
-    _REFUSED_TENSORS. A match at a dot is preferred to a match at an underscore; among equals, the longest layer name is
-    taken.
-
-    Args:
-        name: the name of a tensor.
-        layers: module name -> weight, for the layers that are quantized or to be quantized.
-    """
+    """Find the layer whose name is the beginning of a tensor's name, to tell which layer the tensor may concern."""
     at = name.rfind(".")
     while at > 0:
         if name[:at] in layers:
@@ -477,10 +377,8 @@ def layer_above(name: str, layers: Mapping[str, Weight]) -> tuple[Weight, str] |
 
 
 def is_scale_of_layer(item: Item) -> bool:
-    """Return whether an item is a carried tensor that holds the input scale or output scale of a layer.
-
-    A conversion to unquantized output leaves these tensors out, because a decoded layer has no such scales.
-    """
+    """Return whether an item is a carried tensor that holds the input scale or output scale of a layer."""
+    # A conversion to unquantized output leaves these tensors out, because a decoded layer has no such scales.
     leaf = item.name.rpartition(".")[2]
     return item.group == CARRIED and item.place == "tensor" and leaf in _SCALES_OF_LAYERS
 
@@ -489,16 +387,7 @@ _SCALES_OF_LAYERS = ("input_scale", "input_global_scale", "output_scale")
 
 
 def is_known_beside(rest: str, entry: TensorEntry) -> bool:
-    """Return whether a tensor that is named after a quantized layer is known not to change the decoded weight.
-
-    This is so for biases and for the scales of inputs, outputs, attention and the KV cache, with two restrictions:
-    tensors of integers or booleans are never known, and a scale of inputs or outputs must have a float dtype and at
-    most one axis.
-
-    Args:
-        rest: the end of the tensor's name, after the layer's name (see layer_above).
-        entry: the tensor's dtype and shape.
-    """
+    """Return whether a tensor that is named after a quantized layer is known not to change the decoded weight."""
     is_usual = len(entry.shape) < 2 and entry.dtype in FLOAT_DTYPES
     return rest in _CARRIED_TENSORS and not _is_integer(entry) and (rest not in _SCALES_OF_LAYERS or is_usual)
 
@@ -509,16 +398,8 @@ def _is_integer(entry: TensorEntry) -> bool:
 
 
 def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:
-    """Return the item for a tensor that is named after a quantized layer but is not one of its codes or scales.
-
-    The item is CARRIED if the tensor is known not to change the weights, otherwise REFUSED with the reason.
-
-    Args:
-        name: the name of the tensor.
-        rest: the end of this name, after the layer's name (see layer_above).
-        entry: the tensor's dtype and shape.
-        weight: the quantized layer.
-    """
+    """Return the item for a tensor that is named after a quantized layer but is not one of its codes or scales."""
+    # The item is CARRIED if the tensor is known not to change the weights, otherwise REFUSED with the reason.
     if is_known_beside(rest, entry):
         return Item(CARRIED, "tensor", name, _CARRIED_TENSORS[rest])
     known = _REFUSED_TENSORS.get(rest, f"not known beside a layer of {weight.dtype}")
@@ -537,10 +418,7 @@ _NIBBLES = (
 
 
 def _comfy_verdict(weight: Weight, entry: Any) -> tuple[str, str]:
-    """Return (group, reason) of the item for what ComfyUI's tag or metadata says about a layer.
-
-    The item is DOUBTFUL if the layer has 4-bit codes, and the entry has neither ``orig_shape`` nor ``orig_dtype``.
-    """
+    """Return (group, reason) of the item for what ComfyUI's tag or metadata says about a layer."""
     assert weight.container is not None
     why = _comfy_trouble(weight, entry)
     if why:
@@ -550,16 +428,8 @@ def _comfy_verdict(weight: Weight, entry: Any) -> tuple[str, str]:
 
 
 def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) -> Item:
-    """Return the item for a layer's tensor ``.comfy_quant``: refused if it contradicts the layer, otherwise understood.
-
-    Args:
-        weight: the layer; ``.comfy_quant`` is one of its parts.
-        file: the file that holds the tensor.
-        tagged: layer -> its entry in ComfyUI's metadata, or None if it has none (see ``comfy_layers``). An entry is
-            used instead of the content of ``.comfy_quant``.
-
-    Raises:
-        CheckpointError: if the layer has no entry, and the tensor does not hold a JSON object.
+    """Return the item for a layer's tensor ``.comfy_quant``: refused if it contradicts the layer, otherwise
+    understood.
     """
     place = weight.parts[TAG]
     with Readers() as readers:
@@ -569,16 +439,8 @@ def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) 
 
 
 def _comfy_trouble(weight: Weight, entry: Any) -> str:
-    """Return the reason to refuse what ComfyUI's tag or metadata says about a layer; "" if it agrees with the tensors.
-
-    The entry is refused in these cases:
-
-    - It is not a JSON object, or has an unknown key.
-    - It declares a format or shape that the tensors do not have.
-
-    Args:
-        weight: the layer.
-        entry: the parsed content of the tag, or the layer's entry in the metadata.
+    """Return the reason to refuse what ComfyUI's tag or metadata says about a layer; "" if it agrees with the
+    tensors.
     """
     assert weight.container is not None
     if not isinstance(entry, Mapping):
@@ -608,19 +470,7 @@ _CONCERNS_WEIGHTS = re.compile(
 
 
 def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield an item for each metadata entry of the checkpoint's safetensors files.
-
-    - ComfyUI's entry describes many layers, and gives several items.
-    - An entry named after a tensor or layer is torchao's; it gives one item. A torchao layer without an entry gives a
-      refused item.
-    - Any other entry gives one item. It is refused if its key sounds like quantization and fp4kit does not know it.
-
-    The metadata of GGUF files is not checked here.
-
-    Args:
-        tensors: tensor name -> (its file, its header entry), for the whole checkpoint.
-        weights: the weights that ``weights_of`` finds in the tensors.
-    """
+    """Yield an item for each metadata entry of the checkpoint's safetensors files."""
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
     files = {file.path: file for file, _ in tensors.values()}
     yield from _without_class(files.values(), quantized)
@@ -641,36 +491,13 @@ def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator
 
 
 def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[str]) -> bool:
-    """Return whether a metadata entry says how layers are stored, as ComfyUI and torchao write them.
-
-    These are ComfyUI's entry, which describes all layers, and every entry whose key is the name of a tensor or of a
-    quantized layer, as torchao writes them. A conversion does not copy such entries, because it stores the layers
-    differently.
-
-    Args:
-        key: the key of the entry.
-        tensors: the tensors of the model.
-        quantized: the module names of the model's quantized layers.
-    """
+    """Return whether a metadata entry says how layers are stored, as ComfyUI and torchao write them."""
+    # A conversion does not copy such entries, because it stores the layers differently.
     return key == COMFY_METADATA or key in tensors or key.removesuffix(".weight") in quantized
 
 
 def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield the items of ComfyUI's metadata, which describes the quantized layers of a file.
-
-    - An unknown key or version gives a refused item.
-    - A described layer that is missing or unquantized gives a refused item.
-    - A described layer without a tensor ``.comfy_quant`` gives an item, which is refused if the metadata contradicts
-      the layer's tensors. (For a layer with this tensor, the tensor gives the item; see _tag_item.)
-    - One further item, always understood, stands for the metadata as a whole.
-
-    Args:
-        text: the metadata, as JSON.
-        quantized: module name -> quantized weight.
-
-    Raises:
-        CheckpointError: if the text is not a JSON object.
-    """
+    """Yield the items of ComfyUI's metadata, which describes the quantized layers of a file."""
     content = parse_object(text.encode(), f"metadata {COMFY_METADATA}")
     unknown = [key for key in content if key not in ("format_version", "layers")]
     if unknown or content.get("format_version", "1.0") != "1.0":
@@ -698,20 +525,7 @@ _TORCHAO_DTYPES = {"float4_e2m1fn_x2": "mxfp4", "float8_e4m3fn": "mxfp8"}
 
 
 def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
-    """Return the item for a metadata entry that torchao writes per tensor: the tensor's class and fields, as JSON.
-
-    The item is refused if one of these is true, otherwise understood:
-
-    - The entry is malformed or names an unknown class.
-    - It does not declare its scales as swizzled. The class "Tensor", which is an unquantized tensor, needs no such
-      declaration.
-    - It contradicts the tensors of a torchao layer. If ``weight`` is None or in another container, this is not checked.
-
-    Args:
-        key: the name of the tensor.
-        text: the entry.
-        weight: the quantized layer that the entry describes; None if the tensor is not one.
-    """
+    """Return the item for a metadata entry that torchao writes per tensor: the tensor's class and fields, as JSON."""
     try:
         content = json.loads(text)
         kind, data = content.get("_type"), content.get("_data") or {}
@@ -730,15 +544,7 @@ def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
 
 
 def _torchao_trouble(kind: str, data: Mapping[str, Any], form: Container) -> str:
-    """Return the reason to refuse a metadata entry of torchao that contradicts the layer's tensors; "" if it agrees.
-
-    The kind of the layer and its block size are compared. A field that the entry lacks is not compared.
-
-    Args:
-        kind: the class that the entry names, such as "NVFP4Tensor".
-        data: the fields of the entry, such as block_size and elem_dtype. The class NVFP4Tensor needs no elem_dtype.
-        form: the container of the layer.
-    """
+    """Return the reason to refuse a metadata entry of torchao that contradicts the layer's tensors; "" if it agrees."""
     size = data.get("block_size", form.group_size)
     dtype = data.get("elem_dtype")
     element = str(dtype.get("_data") if isinstance(dtype, Mapping) else dtype).removeprefix("torch.")
@@ -750,14 +556,7 @@ def _torchao_trouble(kind: str, data: Mapping[str, Any], form: Container) -> str
 
 
 def _without_class(files: Iterable[SafetensorsFile], quantized: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield a refused item for each layer of torchao without a metadata entry.
-
-    Without the entry, it is unknown whether the block scales are swizzled.
-
-    Args:
-        files: the files of the checkpoint.
-        quantized: module name -> quantized weight.
-    """
+    """Yield a refused item for each layer of torchao without a metadata entry."""
     keys = {key for file in files if not isinstance(file, GgufFile) for key in file.metadata}
     for name, weight in quantized.items():
         form = weight.container

@@ -37,16 +37,7 @@ SWAPPED_NIBBLES = (
 def swapped_layers(
     weights: Iterable[Weight], tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]
 ) -> list[Weight]:
-    """Return the layers whose nibbles seem to be swapped; [] if there are none. SWAPPED_NIBBLES is the warning text.
-
-    Only matrices of 4-bit codes with at least 128 columns are examined, and at most 512 matrices per number of columns.
-    They are compared with the norms and unquantized weights that have the same number of columns. If there are no such
-    norms and weights, the matrices are not examined.
-
-    Args:
-        weights: the weights of a model.
-        tensors: its tensors: name -> (file, header entry).
-    """
+    """Return the layers whose nibbles seem to be swapped; [] if there are none."""
     weights = [*weights]
     layers: dict[int, list[Weight]] = defaultdict(list)
     for weight in weights:
@@ -67,18 +58,7 @@ def _references(
     columns: int,
     readers: Readers,
 ) -> Iterator[tuple[str, _Floats]]:
-    """Yield (name, profile) for tensors to compare columns with: norms and unquantized matrices.
-
-    A column's magnitude is that of the norm's element or, for a matrix, the root mean square over the first rows (at
-    most 128). At most _MOST_REFERENCES norms and _MOST_REFERENCES matrices are used. A tensor is left out if its
-    columns are nearly equal, or if at least half of them are zero or not finite.
-
-    Args:
-        weights: the weights of the model.
-        tensors: the model's tensors: name -> (file, header entry).
-        columns: the number of columns that the tensors must have.
-        readers: where to read the tensors from.
-    """
+    """Yield (name, profile) for tensors to compare columns with: norms and unquantized matrices."""
     norms = [
         located(file, entry)
         for name, (file, entry) in tensors.items()
@@ -92,15 +72,7 @@ def _references(
 
 
 def _if_varied(name: str, sizes: _Floats) -> Iterator[tuple[str, _Floats]]:
-    """Yield (name, profile) once, or nothing if the columns do not vary enough to tell their order.
-
-    They do not if their magnitudes are nearly equal, or if at least half of them are 0 or not finite. A column whose
-    magnitude is 0 or not finite has the value 0 in the profile.
-
-    Args:
-        name: the name of the tensor.
-        sizes: the magnitude of each column.
-    """
+    """Yield (name, profile) once, or nothing if the columns do not vary enough to tell their order."""
     usable = np.isfinite(sizes) & (sizes > 0)
     if 2 * np.count_nonzero(usable) > sizes.size:
         profile = np.where(usable, np.log(np.where(usable, sizes, 1)), 0)
@@ -110,14 +82,7 @@ def _if_varied(name: str, sizes: _Floats) -> Iterator[tuple[str, _Floats]]:
 
 
 def _sizes(weight: Weight, readers: Readers) -> _Floats:
-    """Return the root mean square of each column over the first rows (at most 128) of a weight: float64 (K,).
-
-    The weight's factors per column (AWQ) are not applied.
-
-    Args:
-        weight: the weight.
-        readers: where to read it from.
-    """
+    """Return the root mean square of each column over the first rows (at most 128) of a weight: float64 (K,)."""
     count = min(_ROWS, weight.shape[-2])
     slab = next(slabs(readers, weight, 0, (0, count), max_bytes=1 << 40))
     with np.errstate(all="ignore"):
@@ -127,16 +92,9 @@ def _sizes(weight: Weight, readers: Readers) -> _Floats:
 
 
 def _is_swapped(sizes: _Floats, references: Iterable[_Floats]) -> bool:
-    """Return whether a layer's columns match a reference only if neighboring columns are exchanged.
-
-    The columns match if their magnitudes are correlated with the reference. The correlation with the best reference
-    must be large if neighbors are exchanged, and clearly larger than without the exchange (see _LEAST, _GAIN and
-    _SIGMAS). Return False if the layer's columns do not vary enough to tell (see _if_varied).
-
-    Args:
-        sizes: the magnitude of each column of the layer.
-        references: the profiles of the tensors to compare with (see _references), at least one.
-    """
+    """Return whether a layer's columns match a reference only if neighboring columns are exchanged."""
+    # The correlation with the best reference must be large if neighbors are exchanged, and clearly larger than without
+    # the exchange (see _LEAST, _GAIN and _SIGMAS).
     profile = next((found for _, found in _if_varied("", sizes)), None)
     if profile is None:
         return False

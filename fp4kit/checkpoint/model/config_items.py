@@ -60,10 +60,7 @@ def _kv_scheme(value: Any, layers: _Layers) -> str:
 
 
 def brief(value: Any) -> str:
-    """Return a value as JSON text for a message. If the text is longer than 60 characters, cut it and end with "...".
-
-    Values that JSON does not have are converted with str.
-    """
+    """Return a value as JSON text for a message."""
     text = shown(json.dumps(value, default=str))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -86,15 +83,7 @@ _MIXED = "MIXED_PRECISION"
 
 
 def _algorithm(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse Model-Optimizer's ``quant_algo``, or "" to accept it.
-
-    The algorithm is refused if it is unknown, if a layer has a kind other than the algorithm's, or if the algorithm is
-    W4A8_NVFP4_FP8 and an NVFP4 layer does not have blocks of 32. MIXED_PRECISION is accepted for all layers.
-
-    Args:
-        value: the value of the entry.
-        layers: the quantized layers of the checkpoint.
-    """
+    """Return the reason to refuse Model-Optimizer's ``quant_algo``, or "" to accept it."""
     name = str(value).upper()
     if name == _MIXED:
         return ""
@@ -108,23 +97,13 @@ def _algorithm(value: Any, layers: _Layers) -> str:
 
 
 def _kinds_beside(allowed: Collection[str], layers: _Layers) -> str:
-    """Return text that lists the kinds of quantized layers that are not in ``allowed``, or "" if there are none.
-
-    Each kind is followed by the name of its first layer: "fp8 (lm_head), nvfp4 (model.layers.0.mlp.up_proj)".
-    """
+    """Return text that lists the kinds of quantized layers that are not in ``allowed``, or "" if there are none."""
     first = {form.kind: name for name, form in reversed([*layers.forms.items()])}
     return ", ".join(f"{kind} ({name})" for kind, name in sorted(first.items()) if kind not in allowed)
 
 
 def _quantized_layers(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse Model-Optimizer's ``quantized_layers``, or "" to accept it.
-
-    The entry is refused if it names an unknown algorithm or key, or if an algorithm contradicts its layer's tensors.
-    Layers that are not quantized layers of the checkpoint are not compared.
-
-    Args:
-        value, layers: the value of the entry, and the quantized layers of the checkpoint.
-    """
+    """Return the reason to refuse Model-Optimizer's ``quantized_layers``, or "" to accept it."""
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
     for name, entry in value.items():
@@ -142,14 +121,7 @@ def _quantized_layers(value: Any, layers: _Layers) -> str:
 
 
 def _group_size(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse a ``group_size`` (the number of elements per block), or "" to accept it.
-
-    It is refused if the checkpoint has NVFP4, MXFP4 or MXFP8 layers, and no such layer has blocks of this width. The
-    value None is accepted.
-
-    Args:
-        value, layers: the value of the entry, and the quantized layers of the checkpoint.
-    """
+    """Return the reason to refuse a ``group_size`` (the number of elements per block), or "" to accept it."""
     sizes = sorted({form.block[1] for form in layers.forms.values() if form.kind in _MX_KINDS})
     if value is None or not sizes or value in sizes:
         return ""
@@ -166,14 +138,7 @@ def _mxfp4_block_size(value: Any, layers: _Layers) -> str:
 
 
 def _block_size(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``weight_block_size``, or "" to accept it.
-
-    It is refused if the checkpoint has MXFP8 layers or FP8 layers in square blocks, and no such layer has blocks of
-    this size. The value None is accepted.
-
-    Args:
-        value, layers: the value of the entry, and the quantized layers of the checkpoint.
-    """
+    """Return the reason to refuse ``weight_block_size``, or "" to accept it."""
     blocks = {form.block for form in layers.forms.values() if form.kind in ("fp8", "mxfp8")}
     if value is None or not blocks or (isinstance(value, list) and tuple(value) in blocks):
         return ""
@@ -181,10 +146,7 @@ def _block_size(value: Any, layers: _Layers) -> str:
 
 
 def _expert_dtype(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse DeepSeek's ``expert_dtype``, or "" to accept it.
-
-    It is "fp4" or "fp8", and some quantized layer must have such codes.
-    """
+    """Return the reason to refuse DeepSeek's ``expert_dtype``, or "" to accept it."""
     bits = {"fp4": 4, "fp8": 8}.get(str(value))
     if bits is None:
         return f'is {brief(value)}, which is not supported; known is "fp4" or "fp8"'
@@ -220,15 +182,7 @@ _SCHEME: dict[str, EntryCheck] = {
 
 
 def _scheme(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse the scheme of weights in a config group, or "" to accept it.
-
-    The scheme is refused if it is not an object, if it has a key that _SCHEME does not list, or if the check of a key
-    refuses the value. These checks do not compare the scheme with the tensors; see _targets for that.
-
-    Args:
-        value: the scheme.
-        layers: the quantized layers of the checkpoint, which are passed to the checks.
-    """
+    """Return the reason to refuse the scheme of weights in a config group, or "" to accept it."""
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
     for key, one in value.items():
@@ -239,15 +193,7 @@ def _scheme(value: Any, layers: _Layers) -> str:
 
 
 def _describes(scheme: Mapping[str, Any], form: Container) -> bool:
-    """Return whether a scheme of weights in a config group fits layers of a container.
-
-    ``num_bits`` is compared and, for NVFP4, MXFP4 and MXFP8, ``group_size``. A missing key fits, and so does a
-    ``group_size`` of null, -1 or 0. Other keys are not compared.
-
-    Args:
-        scheme: the scheme of weights.
-        form: the container.
-    """
+    """Return whether a scheme of weights in a config group fits layers of a container."""
     if scheme.get("num_bits", form.element.bits) != form.element.bits:
         return False
     return form.kind not in _MX_KINDS or scheme.get("group_size") in (None, -1, 0, form.group_size)
@@ -264,14 +210,7 @@ _FORMATS = {
 
 
 def _format(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse the ``format`` of compressed-tensors, or "" to accept it.
-
-    The format is refused if it is unknown, or if a quantized layer is of another kind than the format's. The values
-    None, "dense" and "mixed-precision" are accepted for all layers.
-
-    Args:
-        value, layers: the value of the entry, and the quantized layers of the checkpoint.
-    """
+    """Return the reason to refuse the ``format`` of compressed-tensors, or "" to accept it."""
     if value in ("mixed-precision", None, "dense"):
         return ""
     if not is_one_of(value, _FORMATS):
@@ -292,29 +231,12 @@ _GROUP_KEYS = (
 
 
 def _groups(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``config_groups`` of compressed-tensors or Model-Optimizer, or "" to accept it.
-
-    Two things are checked:
-
-    - Each group has known keys, a known format and a valid scheme of weights. The scheme of activations is not checked.
-    - If any group has targets, every quantized layer is a target of a group whose format and scheme fit it.
-
-    Args:
-        value: the value of ``config_groups``.
-        layers: the quantized layers of the checkpoint.
-    """
+    """Return the reason to refuse ``config_groups`` of compressed-tensors or Model-Optimizer, or "" to accept it."""
     return _known_groups(value, layers) or _targets(list(value.values()), layers)
 
 
 def _known_groups(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``config_groups`` because a group is unknown or malformed, or "" to accept it.
-
-    The groups are not compared with the quantized layers of the checkpoint; see _targets for that.
-
-    Args:
-        value: the value of ``config_groups``.
-        layers: the quantized layers of the checkpoint, which are passed to the checks of schemes.
-    """
+    """Return the reason to refuse ``config_groups`` because a group is unknown or malformed, or "" to accept it."""
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
     for name, group in value.items():
@@ -325,11 +247,7 @@ def _known_groups(value: Any, layers: _Layers) -> str:
 
 
 def _group(group: Any, layers: _Layers) -> str:
-    """Return the reason to refuse one config group because it is unknown or malformed; "" to accept it.
-
-    The reason is the rest of a sentence after the group's name, such as "with the key x, which fp4kit does not know".
-    Only the group itself is checked: it is not compared with the quantized layers.
-    """
+    """Return the reason to refuse one config group because it is unknown or malformed; "" to accept it."""
     if not isinstance(group, Mapping):
         return f"which is {brief(group)}, where an object is needed"
     unknown = [key for key in group if key not in _GROUP_KEYS]
@@ -361,15 +279,8 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
 
 
 def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
-    """Return the reason to refuse config groups that contradict the tensors of a layer; "" if all layers agree.
-
-    Every quantized layer must be a target of at least one group whose format and scheme fit it. The reason names the
-    first layer for which there is no such group. If no group has the key ``targets``, nothing is compared.
-
-    Args:
-        groups: the config groups, in which _known_groups has found nothing to refuse.
-        layers: the quantized layers of the checkpoint.
-    """
+    """Return the reason to refuse config groups that contradict the tensors of a layer; "" if all layers agree."""
+    # Every quantized layer must be a target of at least one group whose format and scheme fit it.
     if not any("targets" in group for group in groups):
         return ""
     for name, form in layers.forms.items():
@@ -382,26 +293,15 @@ def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
 
 
 def _fits(group: Mapping[str, Any], form: Container) -> bool:
-    """Return whether a config group may describe the layers of a container.
-
-    The format and the scheme of weights that the group declares must fit the container. A format or scheme that the
-    group does not declare fits every container.
-
-    Args:
-        group: an entry of ``config_groups``.
-        form: the container.
-    """
+    """Return whether a config group may describe the layers of a container."""
+    # The format and the scheme of weights that the group declares must fit the container.
     declared, scheme = group.get("format"), group.get("weights")
     of_format = declared is None or form.kind in _FORMATS[declared]
     return of_format and (scheme is None or _describes(scheme, form))
 
 
 def _declared_by(group: Mapping[str, Any]) -> str:
-    """Return the format, num_bits and group_size that a config group declares, for a message.
-
-    An example is "nvfp4 with num_bits 4 and group_size 16". What the group does not declare is left out, and so is a
-    group_size of 0 or null. Return "nothing" if nothing is left.
-    """
+    """Return the format, num_bits and group_size that a config group declares, for a message."""
     scheme = group.get("weights") or {}
     words = [", ".join(_FORMATS[group["format"]])] if group.get("format") else []
     words += [f"num_bits {scheme['num_bits']}"] if "num_bits" in scheme else []
@@ -410,18 +310,7 @@ def _declared_by(group: Mapping[str, Any]) -> str:
 
 
 def _matches(group: Mapping[str, Any], name: str) -> bool:
-    """Return whether a config group applies to a layer.
-
-    A target of a group is one of these:
-
-    - a regular expression ("re:...") that matches the beginning of the layer's name;
-    - the name of a class, such as Linear or FusedMoE, which matches every layer;
-    - the name of the layer, which may lack its first components, or the name of a module that contains the layer.
-
-    Args:
-        group: an entry of ``config_groups``.
-        name: the name of the layer.
-    """
+    """Return whether a config group applies to a layer."""
     for target in group.get("targets") or ():
         if target.startswith("re:"):
             if re.match(target[3:], name):
@@ -432,19 +321,12 @@ def _matches(group: Mapping[str, Any], name: str) -> bool:
 
 
 def _is_class(target: str) -> bool:
-    """Return whether a target of a config group is the name of a class, such as Linear.
-
-    Such a name begins with a capital letter and has no dot.
-    """
+    """Return whether a target of a config group is the name of a class, such as Linear."""
     return target[:1].isupper() and "." not in target
 
 
 def _transform(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``transform_config``, or "" if it is null, is empty or has no transform.
-
-    Transforms rotate the stored weights, so values are wrong unless they are undone. Only a conversion to BF16 undoes
-    transforms, and only some kinds (see transforms.py). ``layers`` is ignored.
-    """
+    """Return the reason to refuse ``transform_config``, or "" if it is null, is empty or has no transform."""
     if not value or value == {"config_groups": {}}:
         return ""
     return (
@@ -454,25 +336,14 @@ def _transform(value: Any, layers: _Layers) -> str:
 
 
 def _dense(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``sparsity_config``, or "" if it declares no format or the format "dense".
-
-    Sparse weights are stored in formats of their own, which fp4kit does not read. ``layers`` is ignored.
-    """
+    """Return the reason to refuse ``sparsity_config``, or "" if it declares no format or the format "dense"."""
     form = value.get("format") if isinstance(value, Mapping) else value
     return "" if not form or form == "dense" else f"declares the sparse format {brief(form)}, which is not supported"
 
 
 def _quark_algorithms(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``algo_config`` of quark, or "" to accept it.
-
-    GPTQ, AWQ and smoothing are accepted, because they change only which values are stored. All other algorithms are
-    refused, because they may rotate the weights. A null or empty value is accepted.
-
-    Args:
-        value: the value of the entry: an algorithm, or a list of algorithms. An algorithm is a name, or an object with
-            a name.
-        layers: ignored.
-    """
+    """Return the reason to refuse ``algo_config`` of quark, or "" to accept it."""
+    # GPTQ, AWQ and smoothing are accepted, because they change only which values are stored.
     for one in value if isinstance(value, list) else [value] if value else []:
         name = str(one.get("name", "")) if isinstance(one, Mapping) else str(one)
         if not name.startswith(("gptq", "awq", "smooth", "autosmoothquant")):
@@ -481,14 +352,7 @@ def _quark_algorithms(value: Any, layers: _Layers) -> str:
 
 
 def _listed(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse a list of unquantized layers, or "" to accept it.
-
-    The list is refused if it names a quantized layer, or if it is not a list of names and patterns. The value None is
-    accepted.
-
-    Args:
-        value, layers: the value of the entry, and the quantized layers of the checkpoint.
-    """
+    """Return the reason to refuse a list of unquantized layers, or "" to accept it."""
     if value is None:
         return ""
     if not _is_list_of_names(value):
@@ -501,13 +365,7 @@ def _listed(value: Any, layers: _Layers) -> str:
 
 
 def _excludes(pattern: str, name: str) -> bool:
-    """Return whether an entry of a list of unquantized layers matches the name of a layer.
-
-    Args:
-        pattern: a whole name, a glob (with "*") that must match the whole name, or a regular expression ("re:...") that
-            must match its beginning.
-        name: the name of the layer.
-    """
+    """Return whether an entry of a list of unquantized layers matches the name of a layer."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return fnmatchcase(name, pattern) if "*" in pattern else name == pattern
@@ -523,16 +381,7 @@ _QUARK_DTYPES = {
 
 
 def _quark_layers(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse quark's config because it contradicts the tensors of a layer, or "" to accept it.
-
-    At least one entry must fit each layer. The candidates are the entries of layer_quant_config whose name or glob
-    matches the layer. If no entry matches, the candidates are all entries of layer_type_quant_config, and
-    global_quant_config. A layer is accepted if no candidate declares a scheme of weights.
-
-    Args:
-        value: the whole config. It is refused if layer_quant_config or layer_type_quant_config is not an object.
-        layers: the quantized layers of the checkpoint.
-    """
+    """Return the reason to refuse quark's config because it contradicts the tensors of a layer, or "" to accept it."""
     of_names, of_types = found = [value.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config")]
     if wrong := next((one for one in found if not isinstance(one, Mapping)), None):
         return f"has the entry {brief(wrong)} for layers, where an object is needed"
@@ -547,11 +396,7 @@ def _quark_layers(value: Any, layers: _Layers) -> str:
 
 
 def _quark_weight(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the scheme of weights in an entry of quark's config, or None if the entry has no such object.
-
-    An entry may have a list of schemes. If one of them has block scales in FP8 (NVFP4), the others describe the scale
-    of these scales. Otherwise, the list holds the stages of one quantization, and the last describes the codes.
-    """
+    """Return the scheme of weights in an entry of quark's config, or None if the entry has no such object."""
     found = spec.get("weight")
     if isinstance(found, list) and found:
         blocks = (one for one in found if isinstance(one, Mapping) and _has_fp8_scales(one))
@@ -565,15 +410,7 @@ def _has_fp8_scales(scheme: Mapping[str, Any]) -> bool:
 
 
 def _quark_fits(scheme: Mapping[str, Any], form: Container) -> bool:
-    """Return whether dtype and group_size in a scheme of quark fit layers of a container. A missing key fits.
-
-    If ``mx_element_dtype`` is present, it is compared instead of ``dtype``. ``group_size`` is compared only for NVFP4,
-    MXFP4 and MXFP8, where the values null, -1 and 0 fit too. ``block_size`` is compared only for FP8 in square blocks.
-
-    Args:
-        scheme: the scheme of weights.
-        form: the container.
-    """
+    """Return whether dtype and group_size in a scheme of quark fit layers of a container."""
     dtype = scheme.get("mx_element_dtype") or scheme.get("dtype")
     if dtype is not None and form.kind not in _QUARK_DTYPES.get(str(dtype), ()):
         return False
@@ -595,17 +432,8 @@ _AUTO_ROUND_KINDS = {
 
 
 def _auto_round_layers(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse auto-round's config because it contradicts the tensors of a layer; "" to accept it.
-
-    The config's ``extra_config`` has entries for some layers, by name or regular expression. Each overrides bits,
-    data_type and group_size of the whole config. A layer is accepted in two cases:
-
-    - One of the entries that match it fits.
-    - No entry has exactly the layer's name, and the config without overrides fits.
-
-    Args:
-        value: the whole config. It is refused if ``extra_config`` is not an object of objects.
-        layers: the quantized layers of the checkpoint.
+    """Return the reason to refuse auto-round's config because it contradicts the tensors of a layer; "" to accept
+    it.
     """
     extra = value.get("extra_config") or {}
     if not isinstance(extra, Mapping):
@@ -623,28 +451,13 @@ def _auto_round_layers(value: Any, layers: _Layers) -> str:
 
 
 def _names_layer(key: str, name: str) -> bool:
-    """Return whether a key of auto-round's ``extra_config`` matches a layer.
-
-    Args:
-        key: the name of the layer, or a regular expression that is found in it.
-        name: the name of the layer.
-    """
+    """Return whether a key of auto-round's ``extra_config`` matches a layer."""
     pattern = _compiled(key)
     return key == name or (pattern is not None and pattern.search(name) is not None)
 
 
 def _auto_round_fits(entry: Mapping[str, Any], form: Container) -> bool:
-    """Return whether bits, data_type and group_size of auto-round fit layers of a container.
-
-    - If fp4kit knows the data_type: data_type and bits must name the container's kind. Missing bits fit. For NVFP4,
-      MXFP4 and MXFP8 layers, group_size must also be the block width, or missing, null, -1 or 0.
-    - If the data_type is missing or unknown: only bits are compared, with those of the container's elements. Missing
-      bits fit.
-
-    Args:
-        entry: the config, or the entry of a layer merged into it.
-        form: the container of the layer.
-    """
+    """Return whether bits, data_type and group_size of auto-round fit layers of a container."""
     bits, data_type = entry.get("bits"), str(entry.get("data_type", ""))
     known = next((name for name in ("mx_fp", "nv_fp", "fp") if data_type.startswith(name)), None)
     if known is None:
@@ -787,18 +600,7 @@ _DECLARES = re.compile(
 
 
 def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield an item for each entry of config.json that concerns quantization (see closed_world.py).
-
-    The top level and nested configs such as text_config are searched.
-
-    - For quantization_config and other known entries, each key in the entry is an item.
-    - An unknown entry whose name sounds like quantization, such as rotation_config, is a refused item.
-    - Entries that are null, false, 0 or empty are skipped.
-
-    Args:
-        config: the content of config.json.
-        weights: the weights that ``weights_of`` finds in the model.
-    """
+    """Yield an item for each entry of config.json that concerns quantization (see closed_world.py)."""
     layers = _layers(weights)
     for prefix, section in sections(config):
         for key, value in section.items():
@@ -821,19 +623,7 @@ def _layers(weights: Mapping[str, Weight]) -> _Layers:
 
 
 def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
-    """Yield an item for each key of a ``quantization_config``. Its ``quant_method`` decides which keys are known.
-
-    - Without ``quant_method``, it is read as Model-Optimizer's if it has a ``quant_algo``, otherwise as that of
-      compressed-tensors.
-    - If it is not an object, or its ``quant_method`` is unknown, a single refused item is yielded for it.
-    - For quark and auto-round, another refused item follows if the config as a whole contradicts the tensors of a
-      layer.
-
-    Args:
-        value: the content of ``quantization_config``.
-        path: the path of ``quantization_config`` in config.json, with which the names of the items begin.
-        layers: the quantized layers of the checkpoint.
-    """
+    """Yield an item for each key of a ``quantization_config``."""
     if not isinstance(value, Mapping):
         yield Item(REFUSED, CONFIG, path, f"is {brief(value)}, where an object is needed")
         return
@@ -859,9 +649,8 @@ _MX_TYPE = re.compile(r"W([48])A\d+_MXFP[48]?")
 
 
 def _description(value: Mapping[str, Any], layers: _Layers) -> Iterator[Item]:
-    """Yield the items of msmodelslim's description: a refused one per layer that it contradicts, and one for the file.
-
-    It names the type of every tensor. "FLOAT" is unquantized. Other entries, such as "version", say how it was made.
+    """Yield the items of msmodelslim's description: a refused one per layer that it contradicts, and one for the
+    file.
     """
     file, seen = str(value.get("file")), set()
     for key, one in value.items():
@@ -884,18 +673,7 @@ def _description(value: Mapping[str, Any], layers: _Layers) -> Iterator[Item]:
 def _entries(
     value: Mapping[str, Any], path: str, place: str, known: Mapping[str, _Entry], layers: _Layers
 ) -> Iterator[Item]:
-    """Yield an item for each key of a JSON object in a config file.
-
-    An item is refused if its key is unknown or if the key's check refuses the value. Otherwise it gets the group and
-    the reason that are known for the key.
-
-    Args:
-        value: the object.
-        path: the path of the object, with which the names of the items begin.
-        place: the name of the config file.
-        known: key -> (group, reason, check).
-        layers: the quantized layers of the checkpoint, which are passed to the checks.
-    """
+    """Yield an item for each key of a JSON object in a config file."""
     for key, one in value.items():
         name = f"{path}.{key}"
         if key not in known:
@@ -907,18 +685,7 @@ def _entries(
 
 
 def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
-    """Yield the items of MLX's ``quantization``, which holds a default scheme and entries of single layers.
-
-    - If ``quantization`` is not an object, or if the scheme of a layer contradicts its tensors, yield one refused item
-      and nothing else.
-    - Otherwise, yield a refused item per entry that is unknown or names a layer that is not quantized. At the end,
-      yield an item that says that ``quantization`` agrees with the tensors.
-
-    Args:
-        value: the content of ``quantization``.
-        path: the path of ``quantization`` in config.json.
-        layers: the quantized layers of the checkpoint.
-    """
+    """Yield the items of MLX's ``quantization``, which holds a default scheme and entries of single layers."""
     if not isinstance(value, Mapping):
         yield Item(REFUSED, CONFIG, path, f"is {brief(value)}, where an object is needed")
         return
@@ -943,14 +710,8 @@ def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
 def lost_column_scales(
     config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, weights: Mapping[str, Weight]
 ) -> str:
-    """Return a warning if the config declares Model-Optimizer's AWQ, but no layer has factors per column; "" otherwise.
-
-    Such a checkpoint may be intact, because Model-Optimizer multiplies most factors into preceding layers and does not
-    store them. It may also have lost its factors; the tensors do not tell which. Return "" if ``weights`` is empty.
-
-    Args:
-        config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
-        weights: the weights that ``weights_of`` finds.
+    """Return a warning if the config declares Model-Optimizer's AWQ, but no layer has factors per column; ""
+    otherwise.
     """
     entry = declared(with_declaration(config, hf_quant_config))
     groups = entry.get("config_groups")
@@ -968,13 +729,7 @@ def lost_column_scales(
 def hf_quant_items(
     content: Mapping[str, Any], config: Mapping[str, Any], weights: Mapping[str, Weight]
 ) -> Iterator[Item]:
-    """Yield an item for each entry of hf_quant_config.json.
-
-    Args:
-        content: the content of the file.
-        config: the content of config.json, whose ``quant_method`` decides which entries are compared with the tensors.
-        weights: the weights that ``weights_of`` finds in the model.
-    """
+    """Yield an item for each entry of hf_quant_config.json."""
     known = {**_COMMON, **(METHODS["fp8"] if declared(config).get("quant_method") == "fp8" else _MODELOPT)}
     layers = _layers(weights)
     for key, value in content.items():

@@ -18,11 +18,7 @@ EXCLUSIONS = ("ignore", "exclude", "exclude_modules", "modules_to_not_convert", 
 
 
 def sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (path, content) for a config and for each config nested in it, at any depth.
-
-    The config itself has the path "". A nested config is an object whose key ends in "_config", except the KEYS that
-    declare quantization. Its path ends with a dot, such as "text_config.".
-    """
+    """Yield (path, content) for a config and for each config nested in it, at any depth."""
     yield "", config
     for key, value in config.items():
         if key.endswith("_config") and key not in KEYS and isinstance(value, Mapping):
@@ -36,15 +32,8 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_declaration(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the config with the checkpoint's declaration of its quantization under the key ``quantization_config``.
-
-    If config.json declares a quantization, that is used; otherwise the declaration in hf_quant_config.json. Keys in the
-    style of hf_quant_config.json are translated to those of ``quantization_config``, whichever file they are from. If
-    neither file declares a quantization, return ``config`` unchanged.
-
-    Args:
-        config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
-    """
+    """Return the config with the checkpoint's declaration of its quantization under the key ``quantization_config``."""
+    # If config.json declares a quantization, that is used; otherwise the declaration in hf_quant_config.json.
     found = declared(config)
     other = (found or hf_quant_config or {}).get("quantization")
     if isinstance(other, Mapping):
@@ -55,19 +44,12 @@ def with_declaration(config: Mapping[str, Any], hf_quant_config: Mapping[str, An
 
 
 def without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of config.json, and of the configs nested in it, without the entries that declare quantization.
-
-    The entries under KEYS, mlx-lm's entry ``quantization`` and DeepSeek's ``expert_dtype`` are left out.
-    """
+    """Return a copy of config.json, and of the configs nested in it, without the entries that declare quantization."""
     return _without(config, (*KEYS, "quantization", "expert_dtype"))
 
 
 def _without(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return a copy of a config without the given keys. ``config`` is not changed, but values are shared with it.
-
-    Nested configs (objects whose keys end in "_config") are copied too. A text_config also loses the given keys; any
-    other nested config loses only KEYS.
-    """
+    """Return a copy of a config without the given keys."""
     return {
         key: _without(value, keys if key == "text_config" else KEYS)
         if key.endswith("_config") and isinstance(value, Mapping)
@@ -78,11 +60,7 @@ def _without(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]
 
 
 def entries(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) for all entries that the config files of a checkpoint declare about its quantization.
-
-    The entries are those of ``quantization_config`` in config.json and of ``quantization`` in hf_quant_config.json, or
-    of the latter inside the former.
-    """
+    """Yield (key, value) for all entries that the config files of a checkpoint declare about its quantization."""
     for found in (declared(config), hf_quant_config or {}):
         inner = found.get("quantization")
         yield from found.items() if found is not hf_quant_config else ()

@@ -18,38 +18,19 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
-    """Raise CheckpointError if a config file declares quantization although no tensor is quantized.
-
-    Args:
-        source: the model.
-        weights: the weights that ``weights_of`` finds in the source.
-    """
+    """Raise CheckpointError if a config file declares quantization although no tensor is quantized."""
     why = "" if any_quantized(weights.values()) else unfulfilled(source.config, source.hf_quant_config)
     if why:
         raise CheckpointError(why)
 
 
 def unfulfilled(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> str:
-    """Return the error message for config files that declare quantization, for a model without quantized tensors.
-
-    Return "" if they declare none. If there are several declarations, the message is about the first.
-
-    Args:
-        config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
-    """
+    """Return the error message for config files that declare quantization, for a model without quantized tensors."""
     return next(_declarations(config, hf_quant_config), "")
 
 
 def _declarations(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield an error message per config entry or file that declares quantization.
-
-    - An entry of config.json that is empty or null declares nothing.
-    - An hf_quant_config.json always declares quantization, whatever it contains.
-    - An entry with an unknown quant_method gets a message of its own.
-
-    Args:
-        config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
-    """
+    """Yield an error message per config entry or file that declares quantization."""
     what = "but no tensor is quantized; remove this entry or file from the source"
     for prefix, section in sections(config):
         for key in KEYS:
@@ -69,11 +50,7 @@ def _declarations(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] 
 
 
 def declared_unquantized(source: Source, names: Iterable[str]) -> set[str]:
-    """Return those of the names of unquantized layers that the config files of a model declare unquantized.
-
-    A layer is declared unquantized if a list of exclusions names it, if a list of all quantized layers or of all
-    targets does not name it, or if it has an entry of its own that says so.
-    """
+    """Return those of the names of unquantized layers that the config files of a model declare unquantized."""
     entries = [declared(source.config), source.config.get("quantization"), source.hf_quant_config]
     entries += [one.get("quantization") for one in entries if isinstance(one, Mapping)]
     found = [one for one in entries if isinstance(one, Mapping)]
@@ -109,10 +86,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return a function that says whether a list of names and patterns names a layer or a module that contains it.
-
-    A pattern is a regular expression ("re:..."), a glob, or a path of components that may occur anywhere in the name.
-    """
+    """Return a function that says whether a list of names and patterns names a layer or a module that contains it."""
     paths, expressions = set(), []
     for pattern in patterns:
         if pattern.startswith("re:") or "*" in pattern:

@@ -65,16 +65,9 @@ class _Sample(NamedTuple):
 
 
 def doubt_of(readers: Readers, weight: Weight, expert: int = 0, empty: bool = False) -> str:
-    """Return a warning if the codes of a quantized matrix do not seem to belong to its scales; "" if nothing is odd.
-
-    The text contains nothing specific to the layer, so that a report can list all layers with the same warning
-    together.
-
-    Args:
-        readers: where to read the layer from.
-        weight, expert: the weight, and the number of the matrix in a stack of experts.
-        empty: whether to warn of codes that are all zero under scales that do not differ, as in pruned layers.
-    """
+    """Return a warning if the codes of a quantized matrix do not seem to belong to its scales; "" if nothing is odd."""
+    # The text contains nothing specific to the layer, so that a report can list all layers with the same warning
+    # together.
     form, (rows, columns) = weight.container, weight.shape[-2:]
     assert form is not None
     slab = _leading_rows(readers, weight, expert)
@@ -103,15 +96,7 @@ def _leading_rows(readers: Readers, weight: Weight, expert: int) -> Slab:
 
 
 def doubt_about_rows(form: Container, slab: Slab, square: bool = False) -> str:
-    """Return a warning if the codes of leading rows do not seem to belong to their scales; "" if nothing is odd.
-
-    If several checks of this file find something, only the first finding is returned.
-
-    Args:
-        form: the container of the layer.
-        slab: the leading rows of the layer, quantized.
-        square: True if the layer has as many rows as columns.
-    """
+    """Return a warning if the codes of leading rows do not seem to belong to their scales; "" if nothing is odd."""
     assert slab.codes is not None and slab.scales is not None
     sample = _Sample(form, codes_of(form, slab.codes), slab.scales, square)
     with np.errstate(all="ignore"):
@@ -128,11 +113,7 @@ def _magnitudes(element: ElementFormat) -> _Floats:
 
 
 def _in_blocks(sample: _Sample) -> _Floats:
-    """Return the magnitudes of a sample's codes by block, as float64.
-
-    The shape is (rows of blocks, blocks per row, elements of a block). Partial blocks at the ends of rows and columns
-    are left out.
-    """
+    """Return the magnitudes of a sample's codes by block, as float64."""
     height, width = sample.form.block
     rows, columns = (size // step * step for size, step in zip(sample.codes.shape, (height, width), strict=True))
     values = _magnitudes(sample.form.element)[sample.codes[:rows, :columns]]
@@ -141,21 +122,12 @@ def _in_blocks(sample: _Sample) -> _Floats:
 
 
 def _scales(sample: _Sample, stored: np.ndarray, shape: tuple[int, ...]) -> _Floats:
-    """Return the values of a sample's block scales as float64, without the scales of partial blocks.
-
-    Args:
-        sample: the leading rows of a layer, whose container determines the format of the scales.
-        stored: block scales as stored.
-        shape: (rows of blocks, blocks per row), counting whole blocks only.
-    """
+    """Return the values of a sample's block scales as float64, without the scales of partial blocks."""
     return scales_of(sample.form, stored)[: shape[0], : shape[1]].astype(np.float64)
 
 
 def _is_scaled_by_block(form: Container) -> bool:
-    """Return whether each block or row has a scale of its own, which follows from its largest element.
-
-    This is False only for containers with one FP8 scale per tensor.
-    """
+    """Return whether each block or row has a scale of its own, which follows from its largest element."""
     return form.kind != "fp8 tensor"
 
 
@@ -180,11 +152,7 @@ def _lost_columns(sample: _Sample) -> str:
 
 
 def _whole_numbers(sample: _Sample) -> str:
-    """Return a warning if float32 scales are whole numbers, like E8M0 bytes that were converted to floats; else "".
-
-    The warning needs all scales to be whole numbers from 16 to 254. E8M0 bytes of trained weights are near 127, but
-    their scales are far below 1. Scales in formats other than float32, and FP8 with one scale per layer, give "".
-    """
+    """Return a warning if float32 scales are whole numbers, like E8M0 bytes that were converted to floats; else ""."""
     if sample.form.scale is not None or not _is_scaled_by_block(sample.form):
         return ""
     scales = sample.scales.astype(np.float64)
@@ -198,16 +166,7 @@ def _whole_numbers(sample: _Sample) -> str:
 
 
 def _unreached(sample: _Sample) -> str:
-    """Return a warning if no block has a code of a large magnitude; "" otherwise.
-
-    A scale that follows from the largest element of its block gives this element a large code. Large means at least
-    half of the largest magnitude for 4-bit codes, and a quarter of it for 8-bit codes.
-
-    "" is returned also in these cases:
-
-    - The container has one scale per tensor, not per block or row.
-    - Fewer than FEWEST_BLOCKS blocks of the sample can be used.
-    """
+    """Return a warning if no block has a code of a large magnitude; "" otherwise."""
     form = sample.form
     if not _is_scaled_by_block(form):
         return ""
@@ -226,23 +185,7 @@ def _unreached(sample: _Sample) -> str:
 
 
 def _equal_scales(sample: _Sample) -> str:
-    """Return a warning if all block scales are equal although the codes need different scales; otherwise "".
-
-    If equal scales are correct, the codes of all blocks have one distribution. Either of two signs contradicts this:
-
-    - F is far above 1. F is the variance of the blocks' mean squares, divided by the variance that codes of one
-      distribution would give them. This happens if scales that are different powers of two were overwritten with one
-      scale.
-    - More blocks have a code near the largest magnitude than independent codes would give. This happens if scales with
-      a mantissa were overwritten, because each such scale gives the largest element of its block a code near the
-      largest magnitude.
-
-    "" is returned also in these cases:
-
-    - The container has one scale per tensor, not per block or row.
-    - Fewer than FEWEST_BLOCKS blocks of the sample can be used.
-    - The codes have only a few different magnitudes.
-    """
+    """Return a warning if all block scales are equal although the codes need different scales; otherwise ""."""
     form, blocks = sample.form, _in_blocks(sample)
     scales = _scales(sample, sample.scales, blocks.shape)
     used = (blocks.max(-1) > 0) & np.isfinite(scales) & (scales != 0)
@@ -264,16 +207,7 @@ def _equal_scales(sample: _Sample) -> str:
 
 
 def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
-    """Return the correlation of log s and log e over blocks, after subtracting means (see _without_means).
-
-    s is the scale of a block, and e is the root mean square of the block's codes. A block is used if s is finite and
-    positive and e is not 0. Return 0 if fewer than FEWEST_BLOCKS blocks are used, or if s or e does not vary.
-
-    Args:
-        sample: the leading rows of a layer.
-        scales: block scales as stored.
-        blocks: magnitudes of codes, (rows of blocks, blocks per row, elements of a block).
-    """
+    """Return the correlation of log s and log e over blocks, after subtracting means (see _without_means)."""
     s, e = _scales(sample, scales, blocks.shape), np.square(blocks).mean(-1)
     used = np.isfinite(s) & (s > 0) & (e > 0)
     if np.count_nonzero(used) < FEWEST_BLOCKS:
@@ -284,14 +218,7 @@ def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
 
 
 def _without_means(x: _Floats, used: npt.NDArray[np.bool_]) -> _Floats:
-    """Return the used entries, flat, after subtracting the mean of each column and then the mean of each row.
-
-    Only used entries count in the means. If rows have fewer than 4 entries, the means of rows are not subtracted.
-
-    Args:
-        x: one number per block, (rows of blocks, blocks per row). It is not changed.
-        used: a mask of the entries to use.
-    """
+    """Return the used entries, flat, after subtracting the mean of each column and then the mean of each row."""
     for axis in (0, 1) if x.shape[1] >= 4 else (0,):
         count = np.maximum(used.sum(axis=axis, keepdims=True), 1)
         x = x - np.where(used, x, 0).sum(axis=axis, keepdims=True) / count
@@ -300,11 +227,7 @@ def _without_means(x: _Floats, used: npt.NDArray[np.bool_]) -> _Floats:
 
 
 def _other_order(sample: _Sample) -> str:
-    """Return a warning if block scales fit the codes only in another layout, or only if the codes are transposed.
-
-    Return "" otherwise. Layers with blocks of several rows, with float scales or in GGUF containers are not examined.
-    Transposed codes are tried only if the layer has as many rows as columns.
-    """
+    """Return a warning if block scales fit the codes only in another layout, or only if the codes are transposed."""
     form, blocks = sample.form, _in_blocks(sample)
     if form.block[0] > 1 or form.scale is None or form.in_blocks:
         return ""
@@ -327,15 +250,7 @@ def _other_order(sample: _Sample) -> str:
 
 
 def _relaid(sample: _Sample, declared: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (layout, scales) for each layout that the stored bytes may have, except the declared one.
-
-    The scales are in linear order: the stored bytes, interpreted in that layout. Only layouts without padding are
-    tried, because padding changes the number of bytes. If the declared layout has padding, nothing is yielded.
-
-    Args:
-        sample: the leading rows of a layer, with their scales in linear order.
-        declared: the layout that the file should have, such as "linear".
-    """
+    """Yield (layout, scales) for each layout that the stored bytes may have, except the declared one."""
     linear = np.ascontiguousarray(sample.scales)
     shape = linear.shape
     raw = swizzle_scales(linear, declared) if padded_shape(shape, declared) == shape else None
@@ -345,18 +260,7 @@ def _relaid(sample: _Sample, declared: str) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _reciprocal_columns(sample: _Sample, slab: Slab) -> str:
-    """Return a warning if the factors per column (AWQ) seem to be stored as their reciprocals; "" otherwise.
-
-    The right factors undo a scaling of the columns and so make the columns more alike: columns that are large before
-    the factors are applied have small factors. In a log-log plot of column size against factor, the slope is then near
-    -1. A slope near +1 means that the reciprocals are stored.
-
-    Nothing is reported for layers without factors, with a low-rank part (SVDQuant), with blocks of several rows, or
-    with fewer than FEWEST_BLOCKS rows or usable columns. Nothing is reported either if the factors hardly differ.
-
-    Args:
-        sample, slab: the leading rows of a layer, as codes and scales, and as they were read with their factors.
-    """
+    """Return a warning if the factors per column (AWQ) seem to be stored as their reciprocals; "" otherwise."""
     factors, height = slab.column_scale, sample.form.block[0]
     if factors is None or slab.low_rank is not None or height > 1 or len(sample.codes) < FEWEST_BLOCKS:
         return ""  # in SVDQuant, the columns of the whole matrix are scaled, and the codes store only a part of it

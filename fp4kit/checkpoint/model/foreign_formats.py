@@ -168,10 +168,7 @@ _BY_MARK = {mark: tuple(row for row in FOREIGN if next(iter(row.parts)) == mark)
 
 
 def split(name: str) -> tuple[str, str]:
-    """Split the name of a tensor into the name of its layer and the suffix of the part.
-
-    The suffix of a name that ends in no known suffix is its last component.
-    """
+    """Split the name of a tensor into the name of its layer and the suffix of the part."""
     parent, _, leaf = name.rpartition(".")
     for suffix in (*_BY_LEAF.get(leaf, ()), *_UNDERSCORED):
         if name.endswith(suffix) and len(name) > len(suffix):
@@ -236,10 +233,8 @@ class ForeignLayers:
 
 
 def _near(parts: Parts, module: str) -> str:
-    """Return the container that a layer nearly fits, and the one tensor that keeps it from fitting; "" if none is near.
-
-    A layer is near only if its codes fit, and its block scales fit in dtype or shape. If its codes have a name that
-    only one kind of container has, the scales may be missing.
+    """Return the container that a layer nearly fits, and the one tensor that keeps it from fitting; "" if none is
+    near.
     """
     return next((text for form in CONTAINERS for text in _misfits(form, parts, module)), "")
 

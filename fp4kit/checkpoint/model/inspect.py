@@ -58,17 +58,11 @@ class Checkpoint:
 
     @lazy_property
     def weights(self) -> dict[str, Weight]:
-        """A map from tensor name to weight, for all weights, quantized or not.
-
-        The tensor is the one with the weight's values or codes (see weights_of).
-        """
+        """A map from tensor name to weight, for all weights, quantized or not."""
         return weights_of(self.tensors, self.config or {})
 
     def without(self, names: Collection[str]) -> Checkpoint:
-        """Return a copy of the checkpoint without the tensors that have these names; self if ``names`` is empty.
-
-        Names that are not in the checkpoint are ignored. Files without any tensor left stay listed.
-        """
+        """Return a copy of the checkpoint without the tensors that have these names; self if ``names`` is empty."""
         if not names:
             return self
         kept = (tuple(entry for entry in file.entries if entry.name not in names) for file in self.files)
@@ -82,19 +76,12 @@ class Checkpoint:
 
     @lazy_property
     def items(self) -> tuple[Item, ...]:
-        """The items of the checkpoint, each with the group that says whether fp4kit knows it (see closed_world.py).
-
-        Transforms that decoding undoes are in the group "understood". The matrices that they store are not read here,
-        so a wrong matrix is not found.
-        """
+        """The items of the checkpoint, each with the group that says whether fp4kit knows it (see closed_world.py)."""
         return transforms.resolved(self, self.weights, reads=False).items
 
     @property
     def unrecognised(self) -> tuple[str, ...]:
-        """The names of the tensors that fp4kit refuses, such as packed weights in an unknown format; () if none.
-
-        Refused config keys and metadata entries are not listed (see ``items``).
-        """
+        """The names of the tensors that fp4kit refuses, such as packed weights in an unknown format; () if none."""
         return tuple(item.name for item in self.items if item.group == REFUSED and item.place == "tensor")
 
     @property
@@ -108,12 +95,7 @@ class Checkpoint:
 
 
 def inspect_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the checkpoint at ``path``: a model directory, a .safetensors file or a GGUF file.
-
-    Raises:
-        CheckpointError: if there is no checkpoint at this path, if it is malformed, or if a file is a link that leads
-            out of the directory.
-    """
+    """Return the checkpoint at ``path``: a model directory, a .safetensors file or a GGUF file."""
     place = Path(path)
     if resolved(place).is_dir():
         files = open_model_files(place)[0]
@@ -131,11 +113,7 @@ def inspect_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
-    """Return a sort key for tensor names that compares numbers in them by value: layers.2 comes before layers.10.
-
-    Use it as ``key=`` of sorted. Different names have different keys: if two names differ only in leading zeros, their
-    text decides.
-    """
+    """Return a sort key for tensor names that compares numbers in them by value: layers.2 comes before layers.10."""
     parts = re.split("([0-9]+)", name)
     return [
         (len(part.lstrip("0")) if i % 2 else 0, part.lstrip("0") if i % 2 else part) for i, part in enumerate(parts)
@@ -143,21 +121,12 @@ def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
 
 
 def _optional(root: Path, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in the file ``name`` of the directory ``root``, or None if the file does not exist.
-
-    Raises:
-        CheckpointError: if the file is not a JSON object, or is a link that leads out of the directory or nowhere.
-    """
+    """Return the JSON object in the file ``name`` of the directory ``root``, or None if the file does not exist."""
     return load_object(existing_file(root, name), name) if os.path.lexists(root / name) else None
 
 
 def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Return what config.json and hf_quant_config.json declare about quantization, for ``fp4kit inspect`` to print.
-
-    The result is a list of (name, value) pairs of strings; [] if neither file declares anything. The names are keys
-    such as "quant_method", then "ignore" with the number of patterns, then "hf_quant_config.json". If the two files
-    declare different algorithms, a pair with the name "disagree" comes last.
-    """
+    """Return what config.json and hf_quant_config.json declare about quantization, for ``fp4kit inspect`` to print."""
     declared = (checkpoint.config or {}).get("quantization_config")
     lines: list[tuple[str, str]] = []
     if isinstance(declared, dict):
@@ -184,8 +153,5 @@ def _length(value: object) -> int:
 
 
 def _compact(value: object) -> str:
-    """Return a config value as text for a summary.
-
-    An object becomes "KEY VALUE, KEY VALUE", without braces. Other values are converted with str.
-    """
+    """Return a config value as text for a summary."""
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)

@@ -29,10 +29,7 @@ class Item(NamedTuple):
 
     @property
     def subject(self) -> str:
-        """The item's name for messages: "NAME (WHAT)" if ``what`` is not empty.
-
-        Otherwise it is NAME for a tensor, and "PLACE: NAME" for any other item, such as "config.json: KEY".
-        """
+        """The item's name for messages: "NAME (WHAT)" if ``what`` is not empty."""
         if self.what:
             return f"{self.name} ({self.what})"
         return self.name if self.place == "tensor" else f"{self.place}: {self.name}"

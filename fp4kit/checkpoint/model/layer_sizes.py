@@ -60,15 +60,8 @@ class Misfit(NamedTuple):
 
 
 def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit]:
-    """Return one Misfit for each axis of a layer whose length does not fit the neighboring layers; [] if all fit.
-
-    Layers that would fit if they were transposed are left out, because other checks name them. Stacks of experts are
-    left out too.
-
-    Args:
-        weights: the weights of a model.
-        config: the content of the model's config.json.
-    """
+    """Return one Misfit for each axis of a layer whose length does not fit the neighboring layers; [] if all fit."""
+    # Layers that would fit if they were transposed are left out, because other checks name them.
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, Mapping) else config
     modules: dict[str, dict[str, Weight]] = defaultdict(dict)
@@ -84,29 +77,13 @@ def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit
 
 
 def _is_transposed(shape: tuple[int, ...], needed: Mapping[int, int]) -> bool:
-    """Return whether both axes of a layer have wrong lengths, and exchanging the axes would make both right.
-
-    Args:
-        shape: the shape of the layer.
-        needed: axis -> the length that neighboring layers require, only for the axes with a wrong length.
-    """
+    """Return whether both axes of a layer have wrong lengths, and exchanging the axes would make both right."""
     return shape == (needed.get(_K), needed.get(_N))
 
 
 def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iterator[Misfit]:
-    """Yield the misfits of the layers of one module.
-
-    Each entry of _AXES lists axes that must have equal lengths, such as the rows of gate and up. The most frequent
-    length counts as right; of two equally frequent ones, the larger. The config's hidden_size counts like one more
-    layer if some layer has this length.
-
-    In addition, q_proj must have as many rows as o_proj has columns, or twice as many. If the config has v_head_dim,
-    this is not checked, and the sizes of keys and values are not compared.
-
-    Args:
-        layers: name of a layer in the module, such as "q_proj" -> layer.
-        config: the content of config.json, with the entries of text_config at the top level.
-    """
+    """Yield the misfits of the layers of one module."""
+    # In addition, q_proj must have as many rows as o_proj has columns, or twice as many.
     for what, axes in _AXES.items():
         if what == "size of keys and values" and "v_head_dim" in config:
             continue
@@ -128,25 +105,13 @@ def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iter
 
 
 def bias_of(weight: Weight, tensors: Mapping[str, TensorEntry]) -> TensorEntry | None:
-    """Return the header entry of a layer's bias, the tensor LAYER.bias or LAYER_bias; None if it has none.
-
-    A stack of experts may have a bias too.
-
-    Args:
-        weight: the layer.
-        tensors: name -> header entry, for the tensors of the model.
-    """
+    """Return the header entry of a layer's bias, the tensor LAYER.bias or LAYER_bias; None if it has none."""
     names = (f"{weight.name}.bias", f"{weight.name}_bias")
     return next((tensors[name] for name in names if name in tensors), None)
 
 
 def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
-    """Yield a warning for each layer whose bias is not a float vector with one element per row of the layer.
-
-    Args:
-        weights: the weights of a model.
-        tensors: name -> header entry, for the tensors of the model.
-    """
+    """Yield a warning for each layer whose bias is not a float vector with one element per row of the layer."""
     for weight in weights:
         bias, rows = bias_of(weight, tensors), weight.shape[:-1]
         if bias is None or (tuple(bias.shape) == rows and bias.dtype in FLOAT_DTYPES):
@@ -158,14 +123,7 @@ def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) 
 
 
 def tied_head(weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
-    """Return a warning if lm_head is quantized although the config ties it to the embedding; "" otherwise.
-
-    The config ties it if tie_word_embeddings is true in config.json or its text_config. Engines then ignore lm_head.
-
-    Args:
-        weights: the weights of a model.
-        config: the content of the model's config.json.
-    """
+    """Return a warning if lm_head is quantized although the config ties it to the embedding; "" otherwise."""
     text = config.get("text_config")
     sections = (config, text if isinstance(text, Mapping) else {})
     if not any(section.get("tie_word_embeddings") is True for section in sections):
@@ -193,15 +151,7 @@ _STACKED = (("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_p
 
 
 def named_twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason to refuse it) for every layer that a module also has under another name.
-
-    - For two names of one layer, such as w1 and gate_proj, ``name`` is one of them, and the reason mentions the other.
-    - For experts that are stored both separately and as a stack, ``name`` is the stack. It is yielded once per separate
-      layer.
-
-    Args:
-        names: the names of the modules of a model's weights.
-    """
+    """Yield (name, reason to refuse it) for every layer that a module also has under another name."""
     known = dict.fromkeys(names)
     leaves: dict[str, dict[str, None]] = defaultdict(dict)
     for name in known:
@@ -219,9 +169,5 @@ def named_twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _why_twice(other: str) -> str:
-    """Return the reason, for a message, to refuse a layer that is stored a second time under the name ``other``.
-
-    Args:
-        other: the name of the other layer.
-    """
+    """Return the reason, for a message, to refuse a layer that is stored a second time under the name ``other``."""
     return f"is stored beside {shown(other)}, another name of the same part of the model; remove one of them"

@@ -52,42 +52,22 @@ class Piece:
 
     @property
     def number(self) -> int:
-        """The number that distinguishes the pieces of one output layer. Jobs have the key "<module>#<number>".
-
-        - If ``height`` is set, it is the index of the piece's first row.
-        - If the piece is the whole layer, it is ``expert``.
-        - Otherwise, it is the position of the piece in the layer: 0, 1, ...
-        """
+        """The number that distinguishes the pieces of one output layer."""
         if self.height:
             return self.first_row
         height = self.span[1] - self.span[0]
         return self.expert if self.total_rows == height else self.first_row // height
 
     def share(self, nbytes: int) -> tuple[int, int]:
-        """Return the bytes of an output tensor that this piece writes, as (offset of the first byte, number of bytes).
-
-        Args:
-            nbytes: the size of the whole output tensor in bytes. Every row takes an equal share.
+        """Return the bytes of an output tensor that this piece writes, as (offset of the first byte, number of
+        bytes).
         """
         rows = self.height or self.span[1] - self.span[0]
         return nbytes * self.first_row // self.total_rows, nbytes * rows // self.total_rows
 
 
 def layer_names(weight: Weight, form: Container | None, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the output layers that a weight becomes.
-
-    - A single matrix stays one layer.
-    - A stack stays one layer if the container stores stacks, or if the output is unquantized.
-    - Any other stack becomes one layer per expert, or two per expert if it holds gate and up.
-
-    Args:
-        weight: a matrix or a stack of experts of the source.
-        form: the container to write; None for unquantized output.
-        config: the content of the model's config.json.
-
-    Raises:
-        CheckpointError: if a stack must be split, but its rows of gate and up alternate (see parts_of).
-    """
+    """Return the names of the output layers that a weight becomes."""
     if len(weight.shape) == 2 or form is None or form.keeps_stacks:
         return (weight.name,)
     return tuple(name for e in range(weight.experts) for name, _ in parts_of(weight, e, config))
@@ -98,16 +78,7 @@ _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
 def expert_name(stack: str, expert: int) -> str:
-    """Return the Hugging Face name of the layer that one expert of a stack becomes.
-
-    Expert 3 of the stack "mlp.experts.down_proj", which mlx-lm calls "mlp.switch_mlp.down_proj", becomes
-    "mlp.experts.3.down_proj". In mlx-lm's Mixtral models (modules called block_sparse_moe), gate_proj, down_proj and
-    up_proj become w1, w2 and w3.
-
-    Args:
-        stack: the name of a stack with one layer per expert. For gate_up stacks, use parts_of.
-        expert: the index of the expert.
-    """
+    """Return the Hugging Face name of the layer that one expert of a stack becomes."""
     parent, _, leaf = stack.rpartition(".")
     if not is_mlx_stack(stack):
         return f"{parent}.{expert}.{leaf}"
@@ -122,19 +93,7 @@ def is_mlx_stack(name: str) -> bool:
 
 
 def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield (module name, (first row, end row)) for each layer that one expert of a stack becomes.
-
-    A gate_up stack gives two layers, gate and up. All other stacks give one.
-
-    Args:
-        weight: a stack of experts.
-        expert: the index of the expert in the stack.
-        config: the content of the model's config.json.
-
-    Raises:
-        CheckpointError: if the rows of a gate_up stack alternate, so that gate is no range of rows. This does not
-            happen if ``weight.order`` undoes the alternation. Also if the stack has the names of OpenAI's own release.
-    """
+    """Yield (module name, (first row, end row)) for each layer that one expert of a stack becomes."""
     parent, _, leaf = weight.name.rpartition(".")
     rows = weight.shape[-2]
     if weight.tensor.endswith(".blocks"):
@@ -154,20 +113,7 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
 
 
 def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input_scale: bool) -> Iterator[Piece]:
-    """Yield the pieces (units of work) that together write a weight in the container ``form``.
-
-    - A single matrix gives one piece, or one per member (see Weight.members).
-    - A stack gives one piece per expert. If the stack is split and holds gate and up, it gives two per expert.
-
-    Args:
-        weight: a matrix or a stack of experts of the source.
-        form: the container to write.
-        config: the content of the model's config.json.
-        has_input_scale: True if the outputs include an input scale per layer.
-
-    Raises:
-        CheckpointError: if a stack must be split, but its rows of gate and up alternate (see parts_of).
-    """
+    """Yield the pieces (units of work) that together write a weight in the container ``form``."""
     rows, columns = weight.shape[-2:]
     if len(weight.shape) == 2 or form.keeps_stacks:
         outputs = form.outputs(weight.name, weight.shape, has_input_scale)
@@ -183,11 +129,10 @@ def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input
 
 
 def members(weight: Weight) -> dict[int, Rows]:
-    """Return where the rows of a weight are stored: index of the first row -> Rows (weight, matrix and span of rows).
-
-    If the weight has members, these are its members; otherwise they are its own matrices. Rows are counted over all
-    matrices of a stack.
+    """Return where the rows of a weight are stored: index of the first row -> Rows (weight, matrix and span of
+    rows).
     """
+    # If the weight has members, these are its members; otherwise they are its own matrices.
     rows = weight.shape[-2]
     parts = weight.members or tuple(Rows(weight, e, (0, rows)) for e in range(weight.experts))
     starts = accumulate((end - begin for _, _, (begin, end) in parts), initial=0)
@@ -195,16 +140,7 @@ def members(weight: Weight) -> dict[int, Rows]:
 
 
 def unquantized_pieces(weight: Weight, dtype: str, transposed: bool) -> Iterator[Piece]:
-    """Yield the pieces (units of work) that together write a weight unquantized, one piece per matrix.
-
-    A stack stays one tensor, with one exception: a stack of mlx-lm becomes one tensor per expert, as in Hugging Face
-    models.
-
-    Args:
-        weight: a matrix or a stack of experts of the source.
-        dtype: the safetensors dtype of the output.
-        transposed: True to write a stack as [E, K, N].
-    """
+    """Yield the pieces (units of work) that together write a weight unquantized, one piece per matrix."""
     rows, columns = weight.shape[-2:]
     stack = len(weight.shape) == 3
     if stack and is_mlx_stack(weight.name):

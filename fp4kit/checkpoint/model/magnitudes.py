@@ -129,10 +129,7 @@ def magnitude_of(
 
 
 def reference_of(weights: Iterable[Weight]) -> float | None:
-    """Return the median amax of a few unquantized matrices, such as embeddings; None if there are none.
-
-    The leading rows of at most eight matrices are read; matrices of zeros are left out.
-    """
+    """Return the median amax of a few unquantized matrices, such as embeddings; None if there are none."""
     plain = [w for w in weights if w.container is None and len(w.shape) >= 2]
     count = min(len(plain), _MOST_REFERENCES)
     amaxes = []
@@ -147,12 +144,7 @@ def reference_of(weights: Iterable[Weight]) -> float | None:
 
 
 def doubts_of(found: Sequence[Magnitude], reference: float | None) -> Iterator[Doubt]:
-    """Yield what is certainly (error) or probably (warning) wrong with the scales of quantized matrices.
-
-    Args:
-        found: the matrices.
-        reference: the amax of unquantized matrices of the model; None if there are none.
-    """
+    """Yield what is certainly (error) or probably (warning) wrong with the scales of quantized matrices."""
     lost = [one for one in found if one.lacks_tensor_scale]
     if lost:
         names = [one.name for one in found if one.is_neutral]
@@ -197,18 +189,13 @@ def _is_far(ratio: float, limit: float) -> bool:
 
 
 def _severity(ratio: float, reach: float) -> str:
-    """Return "error" if no weights explain a ratio of magnitudes and a reach, otherwise "warning".
-
-    Weights may be tiny, as in a layer that was never trained, but none are beyond float16.
-    """
+    """Return "error" if no weights explain a ratio of magnitudes and a reach, otherwise "warning"."""
+    # Weights may be tiny, as in a layer that was never trained, but none are beyond float16.
     return "error" if ratio > _CERTAIN and reach > LARGEST_REACH else "warning"
 
 
 def _unlike_peers(found: Sequence[Magnitude]) -> Iterator[Doubt]:
-    """Yield a finding for each matrix that is far from its kind, or whose kind is far from the median of all kinds.
-
-    A kind of at most two matrices has no median of its own. How far is too far depends on how far the others are apart.
-    """
+    """Yield a finding for each matrix that is far from its kind, or whose kind is far from the median of all kinds."""
     kinds = defaultdict[Hashable, list[float]](list)
     for one in found:
         kinds[_kind(one)].append(log2(one.typical))
@@ -230,9 +217,8 @@ def _unlike_peers(found: Sequence[Magnitude]) -> Iterator[Doubt]:
 
 
 def _limit(groups: Iterable[Sequence[float]], least: float) -> float:
-    """Return the ratio to the median of a group from which on a matrix is doubtful: ``least``, or more if many differ.
-
-    groups: log2 of the typical magnitudes, by group.
+    """Return the ratio to the median of a group from which on a matrix is doubtful: ``least``, or more if many
+    differ.
     """
     away: list[float] = []
     for sizes in groups:
@@ -262,10 +248,7 @@ def _unlike_model(found: Sequence[Magnitude], reference: float | None) -> Iterat
 
 
 def _one_tensor_scale(found: Sequence[Magnitude]) -> Iterator[Doubt]:
-    """Yield a warning if all layers have one tensor scale, and each uses it up to the largest block scale or code.
-
-    Then all have one amax, which is no chance unless weights are clipped; many blocks have the largest scale then.
-    """
+    """Yield a warning if all layers have one tensor scale, and each uses it up to the largest block scale or code."""
     layers = [one for one in found if one.form.kind in ("nvfp4", "fp8 tensor") and one.tensor_scale is not None]
     groups = shared_amax_groups([one.name for one in layers])
     scales = {one.tensor_scale for one in layers}

@@ -28,10 +28,7 @@ def file_digest(path: Path) -> str:
 
 
 def _digest(file: Any) -> str:
-    """Return the SHA-256, in hexadecimal, of an open binary file from its current position to its end.
-
-    Python 3.10 lacks hashlib.file_digest, which does the same. The file stays open.
-    """
+    """Return the SHA-256, in hexadecimal, of an open binary file from its current position to its end."""
     whole = hashlib.sha256()
     while data := file.read(1 << 20):
         whole.update(data)
@@ -58,31 +55,19 @@ def digest_of(path: Path) -> Digest:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the sorted names, relative to ``folder``, of the files in ``folder`` that its manifest must list.
-
-    The manifest must list all files in the directory and its subdirectories, except itself and hidden files. A link is
-    included if its target is inside the directory or in the blobs of the Hugging Face cache.
-    """
+    """Return the sorted names, relative to ``folder``, of the files in ``folder`` that its manifest must list."""
+    # The manifest must list all files in the directory and its subdirectories, except itself and hidden files.
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and _is_inside(path, folder))
     return sorted(name.as_posix() for name in names if not is_hidden(name) and name.as_posix() != MANIFEST)
 
 
 def is_hidden(name: PurePath) -> bool:
-    """Return whether the name of a file, or of a directory in its path, begins with a dot.
-
-    Conversions write no such files, so the manifest does not list them.
-
-    Args:
-        name: the path relative to the model directory.
-    """
+    """Return whether the name of a file, or of a directory in its path, begins with a dot."""
     return any(part.startswith(".") for part in name.parts)
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Return whether ``path`` is inside ``folder``, or in the cache of the Hugging Face Hub that holds ``folder``.
-
-    Links are resolved first. In the cache, a model's directory (a snapshot) consists of links to files in ``blobs``.
-    """
+    """Return whether ``path`` is inside ``folder``, or in the cache of the Hugging Face Hub that holds ``folder``."""
     try:
         contained(path, folder)
     except CheckpointError:
@@ -91,24 +76,13 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def manifest_of(digests: Mapping[str, Digest], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a manifest: a dict that can be written as JSON. Nothing is written.
-
-    Args:
-        digests: name -> Digest of every written file.
-        facts: further top-level entries, such as recipe and source.
-    """
+    """Return the content of a manifest: a dict that can be written as JSON."""
     files = {name: {"sha256": one.sha256, "bytes": one.nbytes} for name, one in sorted(digests.items())}
     return {"fp4kit_manifest": VERSION, **facts, "files": files}
 
 
 def load_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a directory's manifest, or None if the directory has none.
-
-    A manifest that is a link out of the directory is ignored: the result is None.
-
-    Raises:
-        CheckpointError: if the manifest is malformed or of a version other than VERSION.
-    """
+    """Return the content of a directory's manifest, or None if the directory has none."""
     path = folder / MANIFEST
     if not path.is_file() or not _is_inside(path, folder):
         return None
@@ -123,17 +97,9 @@ def load_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def differences(folder: Path, executor: Executor | None = None) -> list[str] | None:
-    """Compare the files of a converted model with its manifest, to find missing, changed and additional files.
-
-    Return one message per such file, [] if all files agree, or None if there is no manifest.
-
-    A file whose size differs from the manifest is reported without being hashed, because a damaged sparse file may
-    appear to hold terabytes.
-
-    Args:
-        folder: the directory of the converted model.
-        executor: where to hash the files, one call per file; None hashes them in this process.
-    """
+    """Compare the files of a converted model with its manifest, to find missing, changed and additional files."""
+    # A file whose size differs from the manifest is reported without being hashed, because a damaged sparse file may
+    # appear to hold terabytes.
     found = load_manifest(folder)
     if found is None:
         return None
@@ -153,15 +119,7 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
 
 
 def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
-    """Return the fault of a file's size, for a message; None if the size agrees with the manifest.
-
-    The fault is that the size differs, or that the manifest's entry is malformed. An entry without a size agrees with
-    every size.
-
-    Args:
-        path: the file.
-        facts: the manifest's entry for the file.
-    """
+    """Return the fault of a file's size, for a message; None if the size agrees with the manifest."""
     size, written = path.stat().st_size, facts.get("bytes")
     if written is None:
         return None

@@ -86,27 +86,7 @@ _MEGATRON_WORDS = re.compile(
 
 
 def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = True) -> tuple[str, ...]:
-    """Return the Hugging Face names of the tensors that a Megatron-Core parameter holds.
-
-    Args:
-        name: the Megatron-Core name. Layers and experts must be numbered over the whole model, not within a pipeline
-            stage or an expert-parallel rank. Leading ``module.`` and ``language_model.`` wrappers are understood.
-        layers: num_hidden_layers. If given, multi-token prediction layer N becomes model.layers.{layers + N}, as
-            DeepSeek stores it. If None, it becomes mtp.layers.N.
-        gated: True if the MLPs have gates. If False, linear_fc1 is up_proj alone.
-
-    Returns:
-        The names, in the order in which the parameter holds the tensors: q, k and v for linear_qkv, gate and up for
-        linear_fc1, q_a_proj and kv_a_proj_with_mqa for linear_qkv_down_proj, a single name for others. The result is ()
-        for ``_extra_state``, which is not a tensor. A name that is not Megatron's is returned unchanged, as a tuple of
-        one name.
-
-    Raises:
-        CheckpointError: if a name within a layer contains Megatron words but is unknown, because the rules would
-            misjudge it.
-
-    Source: Megatron-Core transformer/attention, multi_latent_attention, mlp, moe/experts, multi_token_prediction.
-    """
+    """Return the Hugging Face names of the tensors that a Megatron-Core parameter holds."""
     wrapper = _WRAPPERS.match(name)
     assert wrapper is not None
     plain, root = name[wrapper.end() :], "model.language_model" if wrapper[1] else "model"
@@ -121,29 +101,14 @@ def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = Tr
 
 
 def _prefix(list_name: str, number: int, root: str, layers: int | None) -> str:
-    """Return the Hugging Face prefix of a Megatron layer, such as "model.layers.3".
-
-    Args:
-        list_name: Megatron's list that holds the layer: "decoder", or "mtp" for multi-token prediction.
-        number: the number of the layer in that list.
-        root: the Hugging Face prefix of the model, such as "model".
-        layers: num_hidden_layers, which is added to the number of a multi-token prediction layer; None to name such
-            layers mtp.layers.N.
-    """
+    """Return the Hugging Face prefix of a Megatron layer, such as "model.layers.3"."""
     if list_name == "decoder":
         return f"{root}.layers.{number}"
     return f"mtp.layers.{number}" if layers is None else f"{root}.layers.{layers + number}"
 
 
 def _outside(plain: str, root: str) -> tuple[str, ...] | None:
-    """Return the Hugging Face name of a parameter outside the layers, such as the embedding, as a tuple of one name.
-
-    Return () for ``_extra_state``, which is not a tensor. Return None if the name is not one of Megatron's.
-
-    Args:
-        plain: the Megatron-Core name without wrappers.
-        root: the Hugging Face prefix of the model, such as "model".
-    """
+    """Return the Hugging Face name of a parameter outside the layers, such as the embedding, as a tuple of one name."""
     module, _, kind = plain.rpartition(".")
     if module != "output_layer" and module not in _OUTSIDE:
         return None
@@ -154,15 +119,7 @@ def _outside(plain: str, root: str) -> tuple[str, ...] | None:
 
 @lru_cache(1 << 16)
 def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | None:
-    """Return the Hugging Face names of a layer's parameter, relative to the layer, such as "mlp.down_proj.weight".
-
-    Return () for ``_extra_state``, which is not a tensor. Return None if the parameter is unknown.
-
-    Args:
-        parameter: the Megatron-Core name relative to the layer.
-        is_mtp: True for a multi-token prediction layer.
-        gated: True if the MLPs have gates.
-    """
+    """Return the Hugging Face names of a layer's parameter, relative to the layer, such as "mlp.down_proj.weight"."""
     inner = next((inner for inner in _INNER if parameter.startswith(inner)), "") if is_mtp else ""
     parameter = parameter.removeprefix(inner)
     if parameter in _PARAMETERS:
@@ -183,15 +140,7 @@ def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | No
 
 
 def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
-    """Return (linear layer, Hugging Face modules, "weight" or "bias") of an expert's parameter; None for any other.
-
-    For example, "mlp.experts.linear_fc2.weight3" gives ("linear_fc2", ("mlp.experts.3.down_proj",), "weight"), and so
-    does Megatron's other name of this parameter, "mlp.experts.local_experts.3.linear_fc2.weight". linear_fc1 gives
-    gate_proj and up_proj, also in models without gates.
-
-    Args:
-        parameter: the Megatron-Core name relative to the layer.
-    """
+    """Return (linear layer, Hugging Face modules, "weight" or "bias") of an expert's parameter; None for any other."""
     grouped, local = _GROUPED_EXPERT.fullmatch(parameter), _LOCAL_EXPERT.fullmatch(parameter)
     if grouped:
         linear, kind, number = grouped.groups()
@@ -204,12 +153,7 @@ def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
 
 
 def _refuse_unknown(name: str, layer: re.Match[str] | None) -> None:
-    """Raise CheckpointError if an unknown name within a layer contains words that only Megatron uses.
-
-    Args:
-        name: the unknown name.
-        layer: the match of ``name`` with _LAYER. If it is None, the name is outside the layers and passes.
-    """
+    """Raise CheckpointError if an unknown name within a layer contains words that only Megatron uses."""
     if layer is not None and _MEGATRON_WORDS.search(layer[3]):
         raise CheckpointError(
             f"hugging_face_names: {shown(name)}: unknown Megatron-Core name; rename it as in Hugging Face models, for"

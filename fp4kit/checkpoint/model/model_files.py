@@ -75,11 +75,7 @@ class Source:
 
 
 def resolved(path: Path) -> Path:
-    """Return ``path`` as an absolute path with symbolic links resolved. The path need not exist.
-
-    Raises:
-        CheckpointError: if the symbolic links form a cycle.
-    """
+    """Return ``path`` as an absolute path with symbolic links resolved."""
     try:
         path.stat()
     except OSError as error:
@@ -91,13 +87,7 @@ def resolved(path: Path) -> Path:
 
 
 def contained(path: Path, root: Path) -> Path:
-    """Return ``path`` with symbolic links resolved, after checking that the result is inside the directory ``root``.
-
-    In a Hugging Face cache, links from ``snapshots/<revision>`` to ``blobs`` are allowed too. The path need not exist.
-
-    Raises:
-        CheckpointError: if the result is outside the directory, or if symbolic links form a cycle.
-    """
+    """Return ``path`` with symbolic links resolved, after checking that the result is inside the directory ``root``."""
     real_root = resolved(root)
     roots = [real_root]
     if real_root.parent.name == "snapshots":
@@ -109,11 +99,7 @@ def contained(path: Path, root: Path) -> Path:
 
 
 def existing_file(root: Path, name: str) -> Path:
-    """Return the path of the file ``name`` in the directory ``root``, with symbolic links resolved.
-
-    Raises:
-        CheckpointError: if the file is missing, is not a regular file, or is a link to a file outside ``root``.
-    """
+    """Return the path of the file ``name`` in the directory ``root``, with symbolic links resolved."""
     path = root / name
     real = contained(path, root)
     if not real.is_file():
@@ -123,14 +109,8 @@ def existing_file(root: Path, name: str) -> Path:
 
 
 def check_shard_name(name: object) -> str:
-    """Return ``name``, a shard's name from an index, after checking that it is a plain file name.
-
-    The name must end in .safetensors, must not begin with a dot or a dash, and may have up to 255 bytes. It must not
-    contain a slash, a backslash, a colon or a control character.
-
-    Raises:
-        CheckpointError: for anything else, such as a path, because an index must not name files outside its directory.
-    """
+    """Return ``name``, a shard's name from an index, after checking that it is a plain file name."""
+    # The name must end in .safetensors, must not begin with a dot or a dash, and may have up to 255 bytes.
     plain = (
         isinstance(name, str)
         and re.fullmatch(r"[^/\\:\x00-\x1f]+\.safetensors", name) is not None
@@ -145,21 +125,12 @@ def check_shard_name(name: object) -> str:
 
 
 def index_name(root: Path) -> str | None:
-    """Return the name of the index file in the directory ``root``, or None if there is no index.
-
-    If there are two, one of transformers (INDEX) and one of Diffusers (DIFFUSERS_INDEX), return INDEX. An index that is
-    a broken link counts as existing.
-    """
+    """Return the name of the index file in the directory ``root``, or None if there is no index."""
     return next((name for name in (INDEX, DIFFUSERS_INDEX) if os.path.lexists(root / name)), None)
 
 
 def load_weight_map(root: Path) -> dict[str, str]:
-    """Return the map from tensor name to shard name in the index of the directory ``root``.
-
-    Raises:
-        CheckpointError: if there is no index, if its weight_map is missing or empty, or if a shard name is not a plain
-            file name.
-    """
+    """Return the map from tensor name to shard name in the index of the directory ``root``."""
     name = index_name(root) or INDEX
     index = load_object(existing_file(root, name), name)
     weight_map = index.get("weight_map")
@@ -182,34 +153,12 @@ def _check_numbering(names: Iterable[str]) -> None:
 
 
 def safetensors_in(root: Path) -> list[str]:
-    """Return the sorted names that end in .safetensors in a directory; [] if there are none.
-
-    Subdirectories are not searched.
-
-    Raises:
-        OSError: if the directory cannot be listed, for example for lack of permission. Path.glob would silently find
-            nothing.
-    """
+    """Return the sorted names that end in .safetensors in a directory; [] if there are none."""
     return sorted(name for name in os.listdir(root) if name.endswith(".safetensors"))
 
 
 def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[str]:
-    """Return the names of the safetensors files that make up the model in ``root``.
-
-    The first case that applies decides:
-
-    1. If there is an index, return the files that it names.
-    2. If there is a model.safetensors, or Diffusers' equivalent, return this file alone.
-    3. Otherwise, return all safetensors files in the directory.
-
-    Args:
-        root: the model directory.
-        weight_map: tensor name -> shard name from the index, or None if there is no index.
-
-    Raises:
-        CheckpointError: if there is no file, if a numbered shard is missing, or if there is a model.safetensors that
-            the index does not name.
-    """
+    """Return the names of the safetensors files that make up the model in ``root``."""
     present = safetensors_in(root)
     if weight_map is not None:
         names = sorted(set(weight_map.values()))
@@ -251,14 +200,7 @@ def _check_no_duplicates(files: Iterable[SafetensorsFile]) -> None:
 
 
 def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]) -> None:
-    """Raise CheckpointError if the index and the shards disagree about which tensor is in which shard.
-
-    A tensor that only the index or only a shard has is an error, too.
-
-    Args:
-        weight_map: tensor name -> shard name, from the index.
-        files: the headers of the shards.
-    """
+    """Raise CheckpointError if the index and the shards disagree about which tensor is in which shard."""
     shard_of = {entry.name: file.name for file in files for entry in file.entries}
     absent = [f"{name} in {shard}" for name, shard in weight_map.items() if shard_of.get(name) != shard]
     if absent:
@@ -289,11 +231,7 @@ _OTHER_MODELS = {
 
 
 def _hint_on_other_models(root: Path) -> str:
-    """Return advice to append to an error message about a directory without safetensors files; "" for no advice.
-
-    If the directory holds model files of other kinds, such as .bin or .gguf, the advice says what to do with the first
-    of them in alphabetical order. It begins with "; ".
-    """
+    """Return advice to append to an error message about a directory without safetensors files; "" for no advice."""
     config = root / CONFIG
     declared = load_object(config, CONFIG).get("quantization_config") if config.is_file() else None
     torchao = isinstance(declared, Mapping) and declared.get("quant_method") == "torchao"
@@ -309,14 +247,7 @@ def _hint_on_other_models(root: Path) -> str:
 
 
 def _hint_on_directory(root: Path) -> str:
-    """Return advice to append to an error message about a directory without a model; "" for no advice.
-
-    There is advice, which begins with "; ", in these cases:
-
-    - ``root`` is a model's directory in the cache of the Hugging Face Hub (models--ORG--NAME).
-    - ``root`` is the directory of a Diffusers pipeline.
-    - ``root`` has subdirectories with a config.json and safetensors files.
-    """
+    """Return advice to append to an error message about a directory without a model; "" for no advice."""
     snapshots = root / "snapshots"
     if root.name.startswith("models--") and snapshots.is_dir():
         found = sorted(path.name for path in snapshots.iterdir() if path.is_dir())
@@ -335,11 +266,7 @@ def _hint_on_directory(root: Path) -> str:
 
 
 def _hint_on_config(root: Path) -> str:
-    """Return advice for an error message about a directory without config.json; never "".
-
-    For an adapter (PEFT), and for a release in its author's own format, the advice is specific. For all other
-    directories, it is to download or copy config.json again.
-    """
+    """Return advice for an error message about a directory without config.json; never ""."""
     if os.path.lexists(root / "adapter_config.json"):
         return "this is an adapter (PEFT), not a model; merge it into its model with merge_and_unload() first"
     if os.path.lexists(root / "params.json"):
@@ -353,11 +280,8 @@ def _has_safetensors(folder: Path) -> bool:
 
 
 def check_kind_of_file(path: Path) -> None:
-    """Raise CheckpointError, with advice, if a path has the suffix of a model or config that fp4kit does not read.
-
-    Examples are .bin, .pt, .onnx and .json. For all other suffixes, .gguf and .safetensors included, do nothing. Call
-    this function for a file that could not be read as safetensors, so that the message says what to do.
-    """
+    """Raise CheckpointError, with advice, if a path has the suffix of a model or config that fp4kit does not read."""
+    # Call this function for a file that could not be read as safetensors, so that the message says what to do.
     suffix = path.suffix.lower()
     if suffix == ".gguf" or suffix not in (*_OTHER_MODELS, ".json"):
         return
@@ -367,15 +291,7 @@ def check_kind_of_file(path: Path) -> None:
 
 
 def hint_on_path(path: Path) -> str:
-    """Return advice to append to an error message about a path that is not a model directory; "" for no advice.
-
-    The advice begins with "; ". There is advice in these cases:
-
-    - The path is a file inside a model directory.
-    - It is a model file of another format.
-    - It looks like the name of a model on the Hugging Face Hub, such as "org/model", and there is no local directory
-      "org".
-    """
+    """Return advice to append to an error message about a path that is not a model directory; "" for no advice."""
     suffix = path.suffix.lower()
     if path.is_file() and (suffix in (".safetensors", ".json")):
         return f"; pass its directory, {shown(str(path.parent))}"
@@ -388,23 +304,12 @@ def hint_on_path(path: Path) -> str:
 
 
 def is_gguf_config(config: Mapping[str, Any]) -> bool:
-    """Return whether ``config`` stands for a GGUF file, rather than being the content of a config.json.
-
-    ggml_names.config_of makes such a config from the header of the file.
-    """
+    """Return whether ``config`` stands for a GGUF file, rather than being the content of a config.json."""
     return ARCHITECTURE in config
 
 
 def open_source(root: Path) -> Source:
-    """Open and check a model without reading tensor data, and return it as a Source.
-
-    Args:
-        root: a model directory, a GGUF file or a safetensors file. A safetensors file that is part of a model directory
-            is rejected, because the directory's config belongs to the model.
-
-    Raises:
-        CheckpointError: if a file is missing or damaged, or if files contradict each other.
-    """
+    """Open and check a model without reading tensor data, and return it as a Source."""
     if not root.is_dir():
         return _open_file(root)
     files, ignored, has_index = open_model_files(root)
@@ -414,13 +319,8 @@ def open_source(root: Path) -> Source:
 
 
 def load_config(root: Path) -> dict[str, Any]:
-    """Return the content of config.json, with msmodelslim's description of the weights as ``quantization_config``.
-
-    msmodelslim declares quantization in a file of its own, so that config.json usually has no such entry.
-
-    Raises:
-        CheckpointError: if a file is not a JSON object, or if there are several descriptions.
-    """
+    """Return the content of config.json, with msmodelslim's description of the weights as ``quantization_config``."""
+    # msmodelslim declares quantization in a file of its own, so that config.json usually has no such entry.
     config = load_object(existing_file(root, CONFIG), CONFIG)
     names = sorted(name for name in os.listdir(root) if name.startswith(DESCRIPTION) and name.endswith(".json"))
     if not names:
@@ -442,10 +342,7 @@ def load_config(root: Path) -> dict[str, Any]:
 
 
 def _open_file(path: Path) -> Source:
-    """Open and check a model that is a single safetensors file or a GGUF model, and return it as open_source does.
-
-    Raise CheckpointError for any other path, for example one that does not exist.
-    """
+    """Open and check a model that is a single safetensors file or a GGUF model, and return it as open_source does."""
     if is_gguf(path):
         parts = read_gguf_model(path)
         return Source(path, config_of(parts[0].metadata), parts, (), False)
@@ -456,12 +353,7 @@ def _open_file(path: Path) -> Source:
 
 
 def _is_part_of_model(path: Path) -> bool:
-    """Return whether a safetensors file is part of a model directory, so that it is not a model of its own.
-
-    - True if the file's name is numbered like a shard, such as model-00001-of-00003.safetensors.
-    - True if its directory has a config.json, and the file is one of that model's files.
-    - False otherwise, also if it cannot be determined which files the model in the directory consists of.
-    """
+    """Return whether a safetensors file is part of a model directory, so that it is not a model of its own."""
     root = path.parent
     if _NUMBERED.fullmatch(path.name) is not None:
         return True
@@ -474,18 +366,7 @@ def _is_part_of_model(path: Path) -> bool:
 
 
 def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str, ...], bool]:
-    """Open the safetensors files of a model directory and check them. Only headers and the index are read.
-
-    Return three values: the headers of the model's files, the names of safetensors files that are not part of the
-    model, and whether there is an index.
-
-    Raises:
-        CheckpointError: in one of these cases:
-
-            - A file is missing or damaged, or the files disagree with the index.
-            - Two tensors have the same name, or two file names differ only in case.
-            - The directory holds a Diffusers pipeline, whose models are in subdirectories.
-    """
+    """Open the safetensors files of a model directory and check them."""
     if (root / MODEL_INDEX).is_file() and not os.path.lexists(root / CONFIG):
         raise CheckpointError(f"{root}: has no {CONFIG}{_hint_on_directory(root)}")
     weight_map = load_weight_map(root) if index_name(root) else None

@@ -119,16 +119,7 @@ class QuantizedLayers(Mapping[str, Quantized]):
         return f"QuantizedLayers({str(self.path)!r}: {len(self)} layers, {forms})"
 
     def _recipe_of(self, weight: Weight) -> Recipe:
-        """Return the recipe of a layer.
-
-        1. If the user gave a recipe, return that.
-        2. Otherwise, return the recorded recipe if the layer's container can store it.
-        3. Otherwise, return a recipe that the container can store (see _usual).
-
-        Raises:
-            CheckpointError: if the container cannot store the user's recipe, or if the user gave none and the container
-                can store no recipe at all.
-        """
+        """Return the recipe of a layer."""
         form = weight.container
         assert form is not None
         form = form.for_columns(weight.shape[-1])
@@ -148,11 +139,7 @@ def _recipe(wanted: str | Recipe) -> Recipe:
 
 
 def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
-    """Return the recipe that fp4kit recorded in a checkpoint; None if there is no record that can be read.
-
-    The record is in ``quantization_config`` of the config. If there is no recipe in it, the metadata of the first file
-    is read. If the record has recipes for patterns of layer names, they are not read.
-    """
+    """Return the recipe that fp4kit recorded in a checkpoint; None if there is no record that can be read."""
     declared = (checkpoint.config or {}).get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None
     data = own.get("recipe") if isinstance(own, dict) else None
@@ -165,15 +152,7 @@ def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
 
 
 def _usual(weight: Weight, form: Container) -> Recipe:
-    """Return a recipe that the container can store, for a layer without a recorded recipe.
-
-    These are tried in order: the recipes that are named after the container's producer, the standard recipe for the
-    kind of container (_USUAL), and all RECIPES. Raise CheckpointError if the container can store none.
-
-    Args:
-        weight: the weight, for the message.
-        form: the container of the weight, with a block width that is not 0 (see Container.for_columns).
-    """
+    """Return a recipe that the container can store, for a layer without a recorded recipe."""
     own = f"{form.kind}-{form.name.split()[0]}"
     ids = [*(one for one in RECIPES if one == own or one.startswith(f"{own}-")), _USUAL.get(form.kind, own), *RECIPES]
     found = next((RECIPES[one] for one in ids if one in RECIPES and form.stores(RECIPES[one])), None)
@@ -185,14 +164,8 @@ def _usual(weight: Weight, form: Container) -> Recipe:
 
 
 def _check_columns(weight: Weight, r: Recipe) -> None:
-    """Raise CheckpointError if the rows of a weight do not consist of whole blocks of a recipe.
-
-    Some FP8 checkpoints have such rows, because 128x128 blocks may be partial.
-
-    Args:
-        weight: the weight.
-        r: the recipe.
-    """
+    """Raise CheckpointError if the rows of a weight do not consist of whole blocks of a recipe."""
+    # Some FP8 checkpoints have such rows, because 128x128 blocks may be partial.
     if r.block is not None and weight.shape[-1] % r.block_size:
         raise CheckpointError(
             f"{shown(weight.name)}: K = {weight.shape[-1]} is not a multiple of {r.block_size}, which {r.id} needs;"
@@ -201,15 +174,7 @@ def _check_columns(weight: Weight, r: Recipe) -> None:
 
 
 def _unknown(name: object, checkpoint: Checkpoint, names: list[str]) -> str:
-    """Return the error message for a name that is not the name of a quantized layer.
-
-    The message says whether an unquantized tensor has this name, and suggests similar names of layers.
-
-    Args:
-        name: the unknown name.
-        checkpoint: the checkpoint.
-        names: the names of its quantized layers.
-    """
+    """Return the error message for a name that is not the name of a quantized layer."""
     text = str(name)
     if text.removesuffix(".weight") in names:
         return f"{shown(text)}: layers have the names of modules; use {shown(text.removesuffix('.weight'))!r}"
@@ -222,15 +187,8 @@ def _unknown(name: object, checkpoint: Checkpoint, names: list[str]) -> str:
 
 
 def _read(weight: Weight, r: Recipe) -> Quantized:
-    """Read a quantized weight and return it as a Quantized; a stack of experts has the shape (experts, rows, columns).
-
-    Args:
-        weight: the quantized weight, a matrix or a stack of experts.
-        r: the recipe of the layer.
-
-    Raises:
-        CheckpointError: if the layer has a factor per column (AWQ), if its tensor scale is missing, or if a Quantized
-            cannot hold it for another reason, such as partial blocks.
+    """Read a quantized weight and return it as a Quantized; a stack of experts has the shape (experts, rows,
+    columns).
     """
     form = weight.container
     assert form is not None
@@ -264,15 +222,7 @@ def _read(weight: Weight, r: Recipe) -> Quantized:
 
 
 def _matrix(readers: Readers, weight: Weight, expert: int) -> tuple[Any, Any, Any]:
-    """Return (codes, block scales, tensor scale) of one matrix of a weight; None for parts that it does not have.
-
-    The codes are packed bytes. A tensor scale by which the container divides is returned as it is stored.
-
-    Args:
-        readers: where to read the parts from.
-        weight: the quantized weight.
-        expert: the number of the matrix in a stack of experts; 0 for a single layer.
-    """
+    """Return (codes, block scales, tensor scale) of one matrix of a weight; None for parts that it does not have."""
     form = weight.container
     assert form is not None
     (slab,) = slabs(readers, weight, expert, max_bytes=1 << 60)
@@ -288,14 +238,8 @@ def _matrix(readers: Readers, weight: Weight, expert: int) -> tuple[Any, Any, An
 
 
 def _stacked(parts: list[Any], is_stack: bool) -> Any:
-    """Return a part of a layer, such as its codes, from the parts of its matrices; None if the layer has no such part.
-
-    For a stack of experts, the result is a new array with the parts of all experts. For a single layer, it is the only
-    part itself.
-
-    Args:
-        parts: one part per matrix: all arrays or all None.
-        is_stack: True if the layer is a stack of experts.
+    """Return a part of a layer, such as its codes, from the parts of its matrices; None if the layer has no such
+    part.
     """
     if parts[0] is None:
         return None

@@ -29,9 +29,8 @@ class WeightRotation:
 
     @classmethod
     def drawn(cls, size: int, seed: int | None) -> WeightRotation:
-        """Return a transform with the signs that fp4kit.random_signs(size, seed) gives; without signs if seed is None.
-
-        The result depends only on ``size`` and ``seed``. ``inverse`` is False.
+        """Return a transform with the signs that fp4kit.random_signs(size, seed) gives; without signs if seed is
+        None.
         """
         return cls(size) if seed is None else cls(size, _text(random_signs(size, seed)))
 
@@ -47,26 +46,17 @@ class WeightRotation:
 
     @property
     def matrix(self) -> npt.NDArray[np.float32]:
-        """The matrix M of the transform, float32 [size, size] with elements 1 and -1. A row x becomes x M / sqrt(size).
-
-        compressed-tensors stores this matrix. ``inverse`` is ignored.
-        """
+        """The matrix M of the transform, float32 [size, size] with elements 1 and -1."""
         return _sylvester(self.size) * self.factors[:, None].astype(np.float32)
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        """Return the matrix ``values`` with every row rotated, as a new array of the same dtype.
-
-        The number of columns must be a multiple of ``size``.
-        """
+        """Return the matrix ``values`` with every row rotated, as a new array of the same dtype."""
+        # The number of columns must be a multiple of ``size``.
         return hadamard(values, self.size, signs=self.factors if self.signs else None, inverse=self.inverse)
 
 
 def rotation_of(matrix: np.ndarray) -> WeightRotation | None:
-    """Return the transform that has this matrix (see WeightRotation.matrix), with ``inverse`` False.
-
-    Return None if no transform has the matrix: it is not square, its size is not in HADAMARD_SIZES, or an element
-    differs.
-    """
+    """Return the transform that has this matrix (see WeightRotation.matrix), with ``inverse`` False."""
     size = len(matrix)
     if size not in HADAMARD_SIZES or matrix.shape != (size, size):
         return None
@@ -81,8 +71,6 @@ def _text(factors: np.ndarray) -> str:
 
 
 def _sylvester(size: int) -> npt.NDArray[np.float32]:
-    """Return Sylvester's Hadamard matrix, float32 [size, size], with elements 1 and -1. It is symmetric.
-
-    ``size`` must be one of HADAMARD_SIZES.
-    """
+    """Return Sylvester's Hadamard matrix, float32 [size, size], with elements 1 and -1."""
+    # ``size`` must be one of HADAMARD_SIZES.
     return np.rint(hadamard(np.eye(size, dtype=np.float32), size) * np.sqrt(np.float32(size)))

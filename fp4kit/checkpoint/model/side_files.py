@@ -76,13 +76,7 @@ class AuxiliaryFiles:
 
 
 def _walk(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (name relative to ``root``, path) for every file in a directory and its subdirectories.
-
-    Links to directories, and hidden directories, are yielded like files and are not entered.
-
-    Raises:
-        CheckpointError: if a directory cannot be read.
-    """
+    """Yield (name relative to ``root``, path) for every file in a directory and its subdirectories."""
     for folder, directories, names in os.walk(root, onerror=_unreadable):
         links = [name for name in directories if (Path(folder) / name).is_symlink()]
         hidden = [name for name in directories if name.startswith(".") and name not in links]
@@ -93,33 +87,16 @@ def _walk(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _unreadable(error: OSError) -> NoReturn:
-    """Raise CheckpointError for a file or directory that cannot be read.
-
-    os.walk calls this as its ``onerror``, because it would otherwise skip an unreadable directory silently.
-
-    Args:
-        error: the error, with the name of the file or directory.
-    """
+    """Raise CheckpointError for a file or directory that cannot be read."""
+    # os.walk calls this as its ``onerror``, because it would otherwise skip an unreadable directory silently.
     raise CheckpointError(
         f"{shown(str(error.filename))}: cannot be read ({error.strerror}); grant read permission, or remove it"
     )
 
 
 def _skip_reason(name: str, path: Path, root: Path) -> str | None:
-    """Return the reason not to copy a file, for the report; None if it is to be copied.
-
-    A file is copied only if all of this is true:
-
-    - Its name is that of a kind of file that is copied, such as a tokenizer, and does not begin with a dot.
-    - With links resolved, it is a regular file inside the model directory.
-
-    A directory is never copied.
-
-    Args:
-        name: the path of the file, relative to the model directory.
-        path: the file, or a directory that is not searched: a link, or a hidden directory.
-        root: the model directory.
-    """
+    """Return the reason not to copy a file, for the report; None if it is to be copied."""
+    # A directory is never copied.
     base = path.name
     if path.is_dir():
         return "a link to a directory" if path.is_symlink() else "hidden directory"
@@ -146,18 +123,7 @@ _NEXT = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # layers of multi
 
 
 def other_weights(root: Path, names: Collection[str], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (file name, what engines do with it) for each safetensors file beside a model that is not part of it.
-
-    Only the directory itself is searched. Yield nothing if ``root`` is a file.
-
-    Args:
-        root: the model directory.
-        names: the names of the files that are part of the model.
-        config: the content of config.json.
-
-    Source: vLLM model_loader/weight_utils.py filter_duplicate_safetensors_files; SGLang's function of this name, and
-        maybe_add_mtp_safetensors.
-    """
+    """Yield (file name, what engines do with it) for each safetensors file beside a model that is not part of it."""
     if not root.is_dir():
         return
     index = index_name(root)
@@ -182,20 +148,7 @@ def other_weights(root: Path, names: Collection[str], config: Mapping[str, Any])
 
 
 def scan(root: Path, model_files: set[str], keeps_layers: bool = True) -> AuxiliaryFiles:
-    """Decide for each file in a model directory that is not part of the model whether a conversion copies it.
-
-    Return the files to copy and the skipped files. If ``root`` is a file, both lists are empty. Neither list has the
-    files in ``model_files``, or files that the conversion writes anew.
-
-    Args:
-        root: the model directory, or a file.
-        model_files: the names of the files that the conversion handles itself: those with tensors, and the index.
-        keeps_layers: True if the result stores its layers as the source does. If False, files that declare how the
-            source is quantized are skipped.
-
-    Raises:
-        CheckpointError: if a directory or a file to copy cannot be read.
-    """
+    """Decide for each file in a model directory that is not part of the model whether a conversion copies it."""
     copied: list[AuxiliaryFile] = []
     skipped: list[tuple[str, str]] = []
     for name, path in _walk(root) if root.is_dir() else ():

@@ -68,13 +68,7 @@ class Readers:
         return self._open[file.path]
 
     def bytes(self, place: Located, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
-        """Read and return ``count`` bytes of a tensor, from its byte ``start`` on, as uint8. Report them to ``tick``.
-
-        Args:
-            place: where the tensor is stored.
-            start: the first byte, counted from the beginning of the tensor.
-            count: the number of bytes; None for all bytes from ``start`` on.
-        """
+        """Read and return ``count`` bytes of a tensor, from its byte ``start`` on, as uint8."""
         data = self.of(place.file).read_bytes(place.entry, start, count)
         if self._tick is not None:
             self._tick(data.size)
@@ -85,12 +79,7 @@ class Readers:
         return self.of(place.file).read(place.entry)
 
     def matrix(self, place: Located, index: int) -> np.ndarray:
-        """Read and return ``tensor[index]``, such as one expert's matrix in a stack. ``tick`` is not called.
-
-        Args:
-            place: where the tensor is stored.
-            index: the index on the first axis, not negative.
-        """
+        """Read and return ``tensor[index]``, such as one expert's matrix in a stack."""
         count, *shape = place.entry.shape
         size = place.entry.nbytes // count
         raw = self.of(place.file).read_bytes(place.entry, index * size, size)
@@ -130,31 +119,13 @@ class Slab(NamedTuple):
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
-    """Read the tensor scale or the input scale of one matrix, and return the stored number as float32.
-
-    If a stack stores only one number, it is returned for every expert.
-
-    Args:
-        readers: where to read the scalar from.
-        weight: a quantized weight.
-        part: TENSOR_SCALE or INPUT_SCALE. The weight must have this part.
-        expert: the index of the matrix; 0 for a single layer.
-    """
+    """Read the tensor scale or the input scale of one matrix, and return the stored number as float32."""
     stored = readers.array(weight.parts[part]).reshape(-1)
     return np.float32(stored[expert if stored.size > 1 else 0])
 
 
 def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.float32 | None:
-    """Return the tensor scale of one matrix of a weight, as the factor to multiply by on decode.
-
-    The stored number may be a divisor, or the factor in another unit; it is converted (see Container.multiplier).
-    Return None if the weight is unquantized or its container has no tensor scale.
-
-    Args:
-        readers: where to read the tensor scale from.
-        weight: the weight, quantized or not.
-        expert: the index of the matrix in a stack of experts; 0 for a single layer.
-    """
+    """Return the tensor scale of one matrix of a weight, as the factor to multiply by on decode."""
     form = weight.container
     if form is None or not form.has_tensor_scale:
         return None
@@ -162,13 +133,7 @@ def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.flo
 
 
 def _divisor_of(readers: Readers, weight: Weight, expert: int) -> np.float32 | None:
-    """Return the stored tensor scale of one matrix if decoding divides by it; None otherwise.
-
-    Args:
-        readers: where to read it from.
-        weight: the weight, quantized or not.
-        expert: the index of the matrix; 0 for a single layer.
-    """
+    """Return the stored tensor scale of one matrix if decoding divides by it; None otherwise."""
     form = weight.container
     if form is None or not (form.divides and form.has_tensor_scale):
         return None
@@ -176,27 +141,13 @@ def _divisor_of(readers: Readers, weight: Weight, expert: int) -> np.float32 | N
 
 
 def column_scale_of(readers: Readers, weight: Weight) -> npt.NDArray[np.float32] | None:
-    """Return the factors that the decoded columns of a weight are multiplied by, float32 [K].
-
-    Return None if the weight has no such factors. Only AWQ and SVDQuant layers have them.
-
-    Args:
-        readers: where to read the factors from.
-        weight: the weight, quantized or not.
-    """
+    """Return the factors that the decoded columns of a weight are multiplied by, float32 [K]."""
     place = weight.parts.get(COLUMN_SCALE)
     return None if place is None else readers.array(place).reshape(-1).astype(np.float32)
 
 
 def _low_rank_of(readers: Readers, weight: Weight) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
-    """Return the low-rank parts (B, A) that SVDQuant adds to a weight as the product B A; None if it has none.
-
-    B is float64 [N, r] and A is float64 [r, K], where r is their rank.
-
-    Args:
-        readers: where to read the parts from.
-        weight: the weight, quantized or not.
-    """
+    """Return the low-rank parts (B, A) that SVDQuant adds to a weight as the product B A; None if it has none."""
     if LOW_RANK_A not in weight.parts:
         return None
     a, b = (readers.array(weight.parts[part]).astype(np.float64) for part in (LOW_RANK_A, LOW_RANK_B))
@@ -219,20 +170,7 @@ def slabs(
     height: int = 1,
     max_bytes: int | None = None,
 ) -> Iterator[Slab]:
-    """Yield the rows of one matrix of a weight as slabs, from the first row to the last.
-
-    Args:
-        readers: where to read the weight from.
-        weight: the weight, quantized or not.
-        expert: the index of the matrix in a stack; 0 for a single layer. Ignored if the weight has members, whose rows
-            are yielded as one matrix.
-        span: (first row, end row); None for all rows. For a quantized weight, both must be multiples of the block
-            height.
-        height: the number of rows of every slab is a multiple of this, except in the last slab (of each member).
-        max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES. There are two
-            exceptions. A slab always has at least ``height`` rows. A transposed matrix above WHOLE_EXPERT bytes has
-            slabs of WHOLE_EXPERT / 4 bytes: few, because every slab needs one read per column.
-    """
+    """Yield the rows of one matrix of a weight as slabs, from the first row to the last."""
     if weight.order is not None:
         yield from _in_order(readers, weight, expert, span, height, max_bytes)
         return
@@ -283,19 +221,7 @@ def slabs(
 def _in_order(
     readers: Readers, weight: Weight, expert: int, span: tuple[int, int] | None, height: int, max_bytes: int | None
 ) -> Iterator[Slab]:
-    """Yield the slabs of a weight whose rows must be reordered within each attention head (see Weight.order).
-
-    Whole heads are read, their rows are reordered, and the result is cut to the requested rows. If the weight has
-    members, a single slab is yielded.
-
-    Args:
-        readers: where to read the weight from.
-        weight: the weight, with an ``order``.
-        expert: the index of the matrix; 0 for a single layer.
-        span: (first row, end row) to yield; None for all rows.
-        height: the number of rows that are read at once is a multiple of this.
-        max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES.
-    """
+    """Yield the slabs of a weight whose rows must be reordered within each attention head (see Weight.order)."""
     order, (first, end) = weight.order, span or (0, weight.shape[-2])
     # Rows can only be reordered if no block spans several rows.
     assert order is not None and (weight.container is None or weight.container.block[0] == 1)
@@ -318,18 +244,8 @@ def _in_order(
 def _of_members(
     readers: Readers, weight: Weight, span: tuple[int, int] | None, height: int, max_bytes: int | None
 ) -> Iterator[Slab]:
-    """Yield the rows of a composed matrix as slabs, member by member (see Weight.members).
-
-    A slab never holds rows of two members, and it has the tensor scale of its member. Its ``start`` is the index of its
-    first row in the composed matrix.
-
-    Args:
-        readers: where to read the members from.
-        weight: the weight, with ``members``.
-        span: (first row, end row) to yield; None for all rows.
-        height: the number of rows of every slab, except the last of a member, is a multiple of this.
-        max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES.
-    """
+    """Yield the rows of a composed matrix as slabs, member by member (see Weight.members)."""
+    # A slab never holds rows of two members, and it has the tensor scale of its member.
     first, end = span or (0, weight.shape[-2])
     at = 0
     for member, expert, (begin, stop) in weight.members:
@@ -341,14 +257,7 @@ def _of_members(
 
 
 def _joined(readers: Readers, weight: Weight) -> Slab:
-    """Return one slab with the rows of all members of a weight, in order (see Weight.members).
-
-    All members must be quantized, without tensor scales and without rotations, because a slab has only one of each.
-
-    Args:
-        readers: where to read the members from.
-        weight: the weight, with ``members``.
-    """
+    """Return one slab with the rows of all members of a weight, in order (see Weight.members)."""
     found = [slab for member in weight.members for slab in slabs(readers, *member)]
     assert not any(slab.rotation for slab in found)
     codes, scales = (np.concatenate([getattr(slab, part) for slab in found]) for part in ("codes", "scales"))
@@ -359,15 +268,7 @@ _ROWS = {VALUES, CODES, SCALES}  # tensors of a layer with one row per matrix ro
 
 
 def _values(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> np.ndarray:
-    """Read and return rows of an unquantized matrix in their stored dtype. Rows in Q8_0 are decoded to float32.
-
-    Args:
-        readers: where to read the rows from.
-        weight: an unquantized weight, not transposed.
-        expert: the index of the matrix; 0 for a single layer.
-        start: the index of the first row.
-        count: the number of rows.
-    """
+    """Read and return rows of an unquantized matrix in their stored dtype."""
     rows, columns = weight.shape[-2:]
     if weight.dtype == Q8_0:
         return _decode_q8_0(_whole_rows(readers, weight.located, expert * rows + start, count), columns)
@@ -379,28 +280,13 @@ def _values(readers: Readers, weight: Weight, expert: int, start: int, count: in
 
 
 def _whole_rows(readers: Readers, place: Located, start: int, count: int) -> npt.NDArray[np.uint8]:
-    """Read and return the bytes of ``count`` rows of a tensor, (count, bytes per row).
-
-    Args:
-        readers: where to read the rows from.
-        place: the tensor.
-        start: the index of the first row, counted over all matrices of a stack.
-        count: the number of rows.
-    """
+    """Read and return the bytes of ``count`` rows of a tensor, (count, bytes per row)."""
     width = nbytes_of(place.entry.dtype, place.entry.shape[-1:])
     return readers.bytes(place, start * width, count * width).reshape(count, width)
 
 
 def _decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.float32]:
-    """Return the float32 values of Q8_0 rows, (rows, columns).
-
-    A block of 34 bytes holds a float16 scale and 32 signed bytes. A value is a byte times the scale, exact in float32.
-    If the scale is infinite, zero bytes give NaN.
-
-    Args:
-        raw: the bytes of the rows, (rows, bytes per row).
-        columns: the number of elements per row, a multiple of 32.
-    """
+    """Return the float32 values of Q8_0 rows, (rows, columns)."""
     blocks = raw.reshape(len(raw), -1, 34)
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
     with np.errstate(invalid="ignore"):  # an infinite scale times 0 is NaN
@@ -408,17 +294,7 @@ def _decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.flo
 
 
 def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Read and return (packed codes, block scales) of rows of a quantized matrix, arranged as in a Slab.
-
-    If the container has no block scales, the result has float32 scales of 1.0.
-
-    Args:
-        readers: where to read the rows from.
-        weight: a quantized weight, not transposed.
-        expert: the index of the matrix; 0 for a single layer.
-        start: the index of the first row.
-        count: the number of rows.
-    """
+    """Read and return (packed codes, block scales) of rows of a quantized matrix, arranged as in a Slab."""
     container = weight.container
     assert container is not None
     rows, columns = weight.shape[-2:]
@@ -443,18 +319,8 @@ def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int
 
 
 def _swizzled(readers: Readers, place: Located, line: int, start: int, count: int) -> np.ndarray:
-    """Read swizzled block scales, and return the scales of ``count`` rows in linear order, (count, line).
-
-    Swizzled means stored in tiles of 128 rows and 4 columns, in the order of cuBLAS. Whole tiles are read, and then cut
-    to the requested rows. The tensor must belong to a single layer, not to a stack.
-
-    Args:
-        readers: where to read the scales from.
-        place: the tensor of the scales.
-        line: the number of scales per row.
-        start: the index of the first row.
-        count: the number of rows.
-    """
+    """Read swizzled block scales, and return the scales of ``count`` rows in linear order, (count, line)."""
+    # The tensor must belong to a single layer, not to a stack.
     first, end = start // 128 * 128, -(-(start + count) // 128) * 128
     width = -(-line // 4) * 4
     raw = readers.bytes(place, first * width, (end - first) * width)
@@ -490,10 +356,7 @@ class _TransposedReader:
         return self._all is not None
 
     def _read(self, start: int, count: int) -> np.ndarray:
-        """Read and return ``count`` elements of the stored matrix [K, N], 1-D, from element ``start`` on.
-
-        Elements are counted in the stored order: all N elements of a column follow each other.
-        """
+        """Read and return ``count`` elements of the stored matrix [K, N], 1-D, from element ``start`` on."""
         size = self._dtype.itemsize
         return self._readers.bytes(self._place, (self._first + start) * size, count * size).view(self._dtype)
 
@@ -508,24 +371,7 @@ class _TransposedReader:
 
 
 def values_of(weight: Weight, slab: Slab) -> np.ndarray:
-    """Return the values of a slab (some rows of a matrix), of shape (rows, K).
-
-    Unquantized values are returned in their dtype. Without a rotation, the result is the slab's own array, not a copy.
-    Codes are decoded to float32 in these steps:
-
-    1. The codes are decoded with their scales.
-    2. For SVDQuant, the low-rank matrix is computed and added in float64, and the sum is rounded to float32. Its
-       elements are products of 16-bit floats, so the float64 sum is exact except for extreme ranges.
-    3. Columns are multiplied by their factors.
-    4. For FP8 of compressed-tensors, values are rounded to the dtype of the scales (Container.rounds).
-
-    If the slab has an update, it is added to the values. If it has a rotation, it is applied at the end. Both keep the
-    dtype of the values.
-
-    Args:
-        weight: the weight that the slab was read from.
-        slab: the slab.
-    """
+    """Return the values of a slab (some rows of a matrix), of shape (rows, K)."""
     if slab.values is not None:
         return _changed(slab.values, slab)
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
@@ -545,14 +391,8 @@ def _changed(values: np.ndarray, slab: Slab) -> np.ndarray:
 
 
 def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.float32]:
-    """Return decoded values, rounded to the dtype of the stored scales if the container requires it (Container.rounds).
-
-    The result is float32. The dtype to round to is that of the block scales or, without block scales, of the tensor
-    scale. If the container does not round, or the scales are float32, return ``values`` itself.
-
-    Args:
-        values: the decoded values.
-        weight: the weight that they belong to.
+    """Return decoded values, rounded to the dtype of the stored scales if the container requires it
+    (Container.rounds).
     """
     assert weight.container is not None
     place = weight.parts.get(SCALES, weight.parts.get(TENSOR_SCALE))
@@ -562,17 +402,8 @@ def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.
 
 
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
-    """Return a slab with only the columns [first, end) of ``slab``, which is not changed. Its arrays may be views.
-
-    ``first`` and ``end`` must not cut a block, neither of the codes (if the slab is quantized) nor of a rotation.
-    ``end`` may also be the number of columns.
-
-    Args:
-        weight: the weight that the slab was read from.
-        slab: the slab, quantized or not.
-        first: the first column.
-        end: the column after the last one.
-    """
+    """Return a slab with only the columns [first, end) of ``slab``, which is not changed."""
+    # ``first`` and ``end`` must not cut a block, neither of the codes (if the slab is quantized) nor of a rotation.
     update = None if slab.update is None else slab.update._replace(a=slab.update.a[:, first:end])
     if slab.values is not None:
         return slab._replace(values=slab.values[:, first:end], update=update)
@@ -586,20 +417,7 @@ def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
 
 
 def trouble_with_scales(weight: Weight, slab: Slab) -> str:
-    """Return the reason why the scales of a slab (some quantized rows) cannot be right, or "" if they can.
-
-    These are wrong:
-
-    - a negative block scale or tensor scale, because it would turn signs;
-    - a tensor scale of 0, unless all codes are zero;
-    - a factor per column (AWQ) that is not positive.
-
-    NaN and infinity are not reported here (see count_nonfinite).
-
-    Args:
-        weight: the weight that the slab was read from.
-        slab: the slab.
-    """
+    """Return the reason why the scales of a slab (some quantized rows) cannot be right, or "" if they can."""
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     negative = int(np.count_nonzero(scales_of(weight.container, slab.scales) < 0))
     if negative:
@@ -624,21 +442,7 @@ def _magnitudes(weight: Weight) -> np.uint8:
 
 
 def count_nonfinite(weight: Weight, slab: Slab) -> int:
-    """Return the number of NaN and infinite values in a slab (some quantized rows), found without decoding.
-
-    The result is 0 if and only if all codes, scales and factors per column are finite. Otherwise it may be too large,
-    but never exceeds the number of elements:
-
-    - If the tensor scale or a factor per column is not finite, all elements count.
-    - A non-finite block scale counts as a whole block, and a non-finite code as one element. An element may thus count
-      twice.
-
-    Overflow of finite factors to infinity is not detected.
-
-    Args:
-        weight: the weight that the slab was read from.
-        slab: the slab.
-    """
+    """Return the number of NaN and infinite values in a slab (some quantized rows), found without decoding."""
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     element = weight.container.element
     rows, columns = len(slab.codes), weight.shape[-1]

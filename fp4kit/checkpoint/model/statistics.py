@@ -24,15 +24,7 @@ from fp4kit.ops.amax import amax
 
 
 def sqnr_db(signal: float, noise: float) -> float:
-    """Return the signal-to-noise ratio in decibels, 10 log10(signal / noise).
-
-    Return inf if the noise is 0, even if the signal is 0 too. Return -inf if the signal is 0 but the noise is not, or
-    if the noise is infinite or NaN.
-
-    Args:
-        signal: a sum of squared values.
-        noise: the sum of squared errors of these values.
-    """
+    """Return the signal-to-noise ratio in decibels, 10 log10(signal / noise)."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
@@ -123,19 +115,7 @@ def tally(
     x: np.ndarray | None = None,
     column_scale: npt.NDArray[np.float32] | None = None,
 ) -> StoredCounts:
-    """Return counts of what the codes and scales of stored rows contain. If ``x`` is given, compare the rows with it.
-
-    Args:
-        form: the container that stores the layer.
-        codes: packed codes as stored, [N, K * bits / 8].
-        scales: block scales as stored, one per block, as bytes or float32.
-        tensor_scale: the factor to multiply by on decode; None stands for 1.
-        x: the source values of these rows, float [N, K]; None to count only what is stored.
-        column_scale: float32 [K], the factors that decoded columns are multiplied by; None stands for 1.
-
-    Numerics: values are decoded by ``decode``. The difference from x, and the limit above which a value is saturated,
-    are exact in float64.
-    """
+    """Return counts of what the codes and scales of stored rows contain."""
     height = form.block[0]
     found = []
     with np.errstate(all="ignore"):
@@ -152,15 +132,7 @@ def tally(
 def _count_stored(
     form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray
 ) -> tuple[StoredCounts, npt.NDArray[np.bool_]]:
-    """Return (StoredCounts with the numbers that need no source, mask of the blocks that decode to zeros).
-
-    ``reach`` is left at 0. The mask is bool, (rows of blocks, blocks per row).
-
-    Args:
-        form: the container that stores the layer.
-        codes: packed codes as stored, [N, K * bits / 8].
-        scales: block scales as stored, one per block, as bytes or float32.
-    """
+    """Return (StoredCounts with the numbers that need no source, mask of the blocks that decode to zeros)."""
     empty = _empty_blocks(form, codes)
     values = scales_of(form, scales)
     zero = empty | (values == 0)
@@ -195,14 +167,7 @@ SMALLEST_REACH = 2.0**-14
 def _reach_of(
     form: Container, scales: np.ndarray, tensor_scale: np.float32 | None, counted: npt.NDArray[np.bool_] | None = None
 ) -> float:
-    """Return the largest finite magnitude that an element can have under the given scales; 0 if no block counts.
-
-    Args:
-        form: the container, which determines element and scale format.
-        scales: as stored, one scale per block.
-        tensor_scale: the factor to multiply by on decode. None, NaN and infinity are replaced with 1.
-        counted: a mask of the blocks that count; None for all. Blocks with a NaN or infinite scale never count.
-    """
+    """Return the largest finite magnitude that an element can have under the given scales; 0 if no block counts."""
     values = np.abs(scales_of(form, scales).astype(np.float64))
     finite = np.isfinite(values)
     largest = float(values.max(initial=0, where=finite if counted is None else finite & counted))
@@ -213,18 +178,7 @@ def _reach_of(
 def reach_and_lost_blocks(
     form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray, tensor_scale: np.float32 | None
 ) -> tuple[float, int]:
-    """Return two numbers by which doubt_about judges the scales of stored rows.
-
-    1. The largest magnitude that the scales allow in blocks that are not all zero. As a shortcut, blocks of zeros are
-       included if the number is then from SMALLEST_REACH to LARGEST_REACH, because it is not doubtful.
-    2. The number of blocks whose scale is 0 although their codes are not.
-
-    Args:
-        form: the container that stores the layer.
-        codes: packed codes as stored, [N, K * bits / 8].
-        scales: block scales as stored, one per block, as bytes or float32.
-        tensor_scale: the factor to multiply by on decode; None stands for 1.
-    """
+    """Return two numbers by which doubt_about judges the scales of stored rows."""
     reach = _reach_of(form, scales, tensor_scale)
     zero = scales_of(form, scales) == 0
     is_usual = SMALLEST_REACH <= reach <= LARGEST_REACH
@@ -236,15 +190,7 @@ def reach_and_lost_blocks(
 
 
 def doubt_about(reach: float, lost: int) -> str:
-    """Return a warning if scales are probably wrong; "" if nothing is odd about them.
-
-    They are probably wrong if ``reach`` is far larger or far smaller than trained weights, or if ``lost`` is not 0. A
-    ``reach`` of 0 is not judged.
-
-    Args:
-        reach: the largest magnitude that the scales allow.
-        lost: the number of blocks whose scale is 0 although their codes are not.
-    """
+    """Return a warning if scales are probably wrong; "" if nothing is odd about them."""
     if reach > LARGEST_REACH:
         return (
             f"its scales allow values up to {reach:.2g}, far beyond trained weights; scales that are stored as"
@@ -261,13 +207,7 @@ def doubt_about(reach: float, lost: int) -> str:
 
 
 def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: Iterable[int]) -> int:
-    """Return how many codes (not bytes) equal one of ``wanted``, with the sign bit ignored.
-
-    Args:
-        element: the element format of the codes.
-        codes: packed codes, one or two per byte.
-        wanted: codes without sign bit.
-    """
+    """Return how many codes (not bytes) equal one of ``wanted``, with the sign bit ignored."""
     magnitude = ((1 << element.bits) - 1) ^ element.sign_bit
     pairs = [(magnitude << shift, code << shift) for shift in range(0, 8, element.bits) for code in wanted]
     return sum(int(np.count_nonzero((codes & np.uint8(mask)) == np.uint8(code))) for mask, code in pairs)
@@ -279,12 +219,7 @@ def _nan_codes(element: ElementFormat) -> list[int]:
 
 
 def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the blocks whose codes are all +0 or -0, (rows of blocks, blocks per row).
-
-    Args:
-        form: the container, which determines element format and block.
-        codes: packed codes, [N, K * bits / 8].
-    """
+    """Return a mask of the blocks whose codes are all +0 or -0, (rows of blocks, blocks per row)."""
     element = form.element
     magnitude = ((1 << element.bits) - 1) ^ element.sign_bit
     mask = sum(magnitude << shift for shift in range(0, 64, element.bits))
@@ -299,27 +234,14 @@ def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[
 
 
 def _any_in_blocks(form: Container, flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the blocks in which at least one flag is set, (rows of blocks, blocks per row).
-
-    The last block of a row or column may be partial.
-
-    Args:
-        form: the container, which determines the block.
-        flags: one flag per element of a matrix.
-    """
+    """Return a mask of the blocks in which at least one flag is set, (rows of blocks, blocks per row)."""
     for axis, size in enumerate(form.block):
         flags = np.logical_or.reduceat(flags, np.arange(0, flags.shape[axis], size), axis=axis)
     return flags
 
 
 def _per_element(form: Container, of_blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a matrix of ``shape`` in which every element has the value of its block.
-
-    Args:
-        form: the container, which determines the block.
-        of_blocks: one value per block, (rows of blocks, blocks per row).
-        shape: the shape of the result, (rows, columns).
-    """
+    """Return a matrix of ``shape`` in which every element has the value of its block."""
     height, width = form.block
     rows = of_blocks if height == 1 else np.repeat(of_blocks, height, axis=0)[: shape[0]]
     return np.repeat(rows, width, axis=1)[:, : shape[1]]
@@ -334,19 +256,7 @@ def _compare_with_source(
     zero: npt.NDArray[np.bool_],
     column_scale: npt.NDArray[np.float32] | None,
 ) -> StoredCounts:
-    """Return StoredCounts with the numbers that compare stored rows with their source. All others are 0.
-
-    Source values that are not finite are counted, but left out of the sums of signal and noise.
-
-    Args:
-        form: the container that stores the layer.
-        stored: packed codes as stored, [N, K * bits / 8].
-        scales: block scales as stored, one per block, as bytes or float32.
-        tensor_scale: the factor to multiply by on decode; None stands for 1.
-        source: the source values of these rows, float [N, K].
-        zero: a mask of the blocks that decode to zeros.
-        column_scale: float32 [K], the factors that decoded columns are multiplied by; None stands for 1.
-    """
+    """Return StoredCounts with the numbers that compare stored rows with their source."""
     x = source.astype(np.float32, copy=False)
     codes = codes_of(form, stored)
     decoded = decode(form, codes, scales, tensor_scale)
@@ -378,14 +288,8 @@ def _is_too_small(
     x: np.ndarray,
     flushed: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.bool_]:
-    """Return a mask of the flushed blocks in which encoding x gives zeros, (rows of blocks, blocks per row).
-
-    If the stored scale is 0, the block needs a scale of at most the smallest one of the format. Otherwise its amax is
-    at most the smallest code under the stored scale. The bounds are twice those of rounding to nearest, because some
-    recipes round down.
-
-    flushed: a mask of the blocks that decode to zeros although x is not zero.
-    """
+    """Return a mask of the flushed blocks in which encoding x gives zeros, (rows of blocks, blocks per row)."""
+    # The bounds are twice those of rounding to nearest, because some recipes round down.
     if not flushed.any():
         return flushed
     amax = np.abs(np.where(np.isfinite(x), x, 0)).astype(np.float64)
@@ -402,17 +306,7 @@ def _is_too_small(
 
 
 def _max_magnitudes(form: Container, scales: np.ndarray, tensor_scale: np.float32 | None) -> npt.NDArray[np.float32]:
-    """Return the largest magnitude that each block can hold: the element format's maximum times both scales.
-
-    The result is float32, (rows of blocks, blocks per row), and is used to tell which elements are saturated. The
-    products are exact in float64, and are then rounded down to float32. Therefore a float32 value exceeds the result if
-    and only if it exceeds the exact product. NaN gives NaN, and infinity gives infinity.
-
-    Args:
-        form: the container, which determines element and scale format.
-        scales: block scales as stored.
-        tensor_scale: the factor to multiply by on decode; None stands for 1.
-    """
+    """Return the largest magnitude that each block can hold: the element format's maximum times both scales."""
     exact = np.abs(scales_of(form, scales).astype(np.float64)) * float(form.element.max)
     exact *= 1.0 if tensor_scale is None else abs(float(tensor_scale))
     rounded = exact.astype(np.float32)
@@ -421,10 +315,7 @@ def _max_magnitudes(form: Container, scales: np.ndarray, tensor_scale: np.float3
 
 
 def _signal_and_noise(x: npt.NDArray[np.float32], decoded: npt.NDArray[np.float32]) -> tuple[float, float, int]:
-    """Return (sum of x^2, sum of (x - decoded)^2, number of non-finite x).
-
-    The sums are over finite x, in float64. The second sum is inf if a finite x was stored as NaN or infinity.
-    """
+    """Return (sum of x^2, sum of (x - decoded)^2, number of non-finite x)."""
     wide = x.astype(np.float64)
     signal, noise = _squares(wide), _squares(wide - decoded)
     if math.isfinite(signal) and math.isfinite(noise):
@@ -436,31 +327,22 @@ def _signal_and_noise(x: npt.NDArray[np.float32], decoded: npt.NDArray[np.float3
 
 
 def _squares(x: npt.NDArray[np.float64]) -> float:
-    """Return the sum of x^2 over all elements; 0.0 if there are none.
-
-    The terms are added in one thread, in an order that does not depend on the machine, so the result is reproducible.
-    """
+    """Return the sum of x^2 over all elements; 0.0 if there are none."""
     flat = x.reshape(-1)
     return float(np.einsum("i,i->", flat, flat))
 
 
 def magnitude_bits(x: np.ndarray) -> np.ndarray:
-    """Return the bits of every element with the sign bit cleared, as a new array of unsigned integers of equal width.
-
-    These integers sort like |x|: infinity is above all finite values, and NaN is above infinity.
-
-    Args:
-        x: a contiguous float array.
+    """Return the bits of every element with the sign bit cleared, as a new array of unsigned integers of equal
+    width.
     """
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     return x.view(unsigned) & np.array((1 << (8 * x.dtype.itemsize - 1)) - 1, unsigned)
 
 
 def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
-    """Return (largest |x| of the finite values as float32, number of NaN and infinite values) for a 2-D float array.
-
-    The largest |x| is 0 if ``x`` has no finite value or no rows. If ``x`` has rows, it must also have columns.
-    """
+    """Return (largest |x| of the finite values as float32, number of NaN and infinite values) for a 2-D float array."""
+    # If ``x`` has rows, it must also have columns.
     infinity = magnitude_bits(np.array([np.inf], x.dtype))[0]
     largest, bad = infinity & 0, 0
     for rows in row_chunks(len(x), x.shape[1]):
@@ -474,14 +356,7 @@ def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
 
 
 def amax_and_nonfinite_on(device: int, x: np.ndarray) -> tuple[np.float32, int]:
-    """Return what amax_and_nonfinite returns, computed on a GPU: (largest finite |x|, number of NaN and infinity).
-
-    The array is copied to the GPU. If a value is NaN or infinite, the CPU computes the result instead.
-
-    Args:
-        device: the number of the CUDA device.
-        x: a 2-D float array in host memory.
-    """
+    """Return what amax_and_nonfinite returns, computed on a GPU: (largest finite |x|, number of NaN and infinity)."""
     with making_current(device):
         found: Any = amax(to_device(x))
         largest = np.float32(found.get())

@@ -78,20 +78,7 @@ class _NotUndone(Exception):
 
 
 def undo(model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> Undone:
-    """Return a model whose weights are rotated back when they are decoded. Values, codes and scales are not read here.
-
-    If the model declares no transforms, no weight of the result has a rotation.
-
-    Args:
-        model: the opened model.
-        weights: the weights that ``weights_of`` finds in the model.
-        ignore: globs of item names, as given with ``--ignore``.
-
-    Raises:
-        CheckpointError: if an item is refused, or if a glob matches no item that would be refused. Refused items
-            include a transform that cannot be undone, and a stored matrix that differs from the matrix of its
-            transform.
-    """
+    """Return a model whose weights are rotated back when they are decoded."""
     patterns = tuple(ignore)
     found = resolved(model, weights, patterns)
     closed_world.check(found.items, patterns)
@@ -101,18 +88,7 @@ def undo(model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore:
 def resolved(
     model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = (), reads: bool = True
 ) -> Undone:
-    """Return a model with its transforms undone, and all its items, refused ones included.
-
-    If one of the declared transforms cannot be undone, none is undone: the item of ``transform_config`` is refused with
-    the reason, and no weight has a rotation.
-
-    Args:
-        model: the opened model.
-        weights: the weights that ``weights_of`` finds in the model.
-        ignore: globs of item names, as given with ``--ignore``.
-        reads: True to read stored matrices, and to refuse those that are not the matrix of their transform. False reads
-            no tensor; weights whose rotation has signs then get no rotation.
-    """
+    """Return a model with its transforms undone, and all its items, refused ones included."""
     items = closed_world.items_of(model, weights, ignore)
     if not any(_declares(item) for item in items):
         return Undone(dict(weights), items)
@@ -128,18 +104,7 @@ def resolved(
 
 
 def _understood(item: Item, layers: int, matrices: Mapping[str, _Transform], wrong: Collection[str]) -> Item:
-    """Return the item that replaces ``item`` if the transforms of the model are undone.
-
-    - A refused ``transform_config``, or a refused matrix of a transform, becomes understood.
-    - A wrong matrix stays refused, and the new item says why.
-    - All other items are returned unchanged.
-
-    Args:
-        item: an item (entry of the checkpoint) from closed_world.
-        layers: the number of layers with transforms.
-        matrices: name -> transform, for the tensors that hold matrices of transforms.
-        wrong: the names in ``matrices`` of tensors that differ from the matrix of their transform.
-    """
+    """Return the item that replaces ``item`` if the transforms of the model are undone."""
     if item.group != REFUSED:
         return item
     if item.name in wrong:
@@ -155,16 +120,7 @@ def _understood(item: Item, layers: int, matrices: Mapping[str, _Transform], wro
 
 
 def declaration(rotation: WeightRotation, rotated: Collection[str], others: Collection[str]) -> dict[str, Any]:
-    """Return the ``transform_config`` of a model whose layers were rotated, as compressed-tensors writes it.
-
-    It declares that the weights of these layers are rotated by a Hadamard transform, and that engines must rotate the
-    inputs. It says whether the transform has signs, but not which: the signs are in the stored matrix.
-
-    Args:
-        rotation: the transform of the weights.
-        rotated: the names of the layers that were rotated.
-        others: the names of all other modules with tensors, which the declaration must not match.
-    """
+    """Return the ``transform_config`` of a model whose layers were rotated, as compressed-tensors writes it."""
     targets = _targets(rotated, others)
     both = [
         {"targets": targets, "location": place, "inverse": place == "weight_input", "ignore": []}
@@ -176,38 +132,21 @@ def declaration(rotation: WeightRotation, rotated: Collection[str], others: Coll
 
 
 def _targets(rotated: Collection[str], others: Collection[str]) -> list[str]:
-    """Return targets that match all layers of ``rotated`` and no module of ``others``, sorted.
-
-    Let LEAF be the last component of a layer's name. If no name in ``others`` ends with this component, the target is
-    the pattern "re:(.*\\.)?LEAF$", which also matches when an engine renames the parents of the layer. Otherwise the
-    target is the layer's name.
-    """
+    """Return targets that match all layers of ``rotated`` and no module of ``others``, sorted."""
     taken = {name.rpartition(".")[2] for name in others}
     leaves = {name: name.rpartition(".")[2] for name in rotated}
     return sorted({name if leaf in taken else rf"re:(.*\.)?{re.escape(leaf)}$" for name, leaf in leaves.items()})
 
 
 def matrix_name(layer: str, group: str = _GROUP) -> str:
-    """Return the name of the tensor beside a layer that holds the matrix of its transform: LAYER.GROUP_input.weight.
-
-    The tensor need not exist.
-
-    Args:
-        layer: the name of the layer.
-        group: the name of the config group that declares the transform.
-    """
+    """Return the name of the tensor beside a layer that holds the matrix of its transform: LAYER.GROUP_input.weight."""
     return f"{layer}.{group}_input.weight"
 
 
 def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """Return all weights of a model, as weights_of does, and set ``rotation`` where a transform must be undone.
-
-    Unlike ``undo``, this never refuses a model. If any declared transform cannot be undone, no weight has a rotation.
-
-    Args:
-        tensors: tensor name -> (its file, its header entry).
-        config: the content of config.json.
-    """
+    """Return all weights of a model, as weights_of does, and set ``rotation`` where a transform must be undone."""
+    # Unlike ``undo``, this never refuses a model.
+    # If any declared transform cannot be undone, no weight has a rotation.
     weights, value = weights_of(tensors, config), declared(config).get(KEY)
     if not value:
         return weights
@@ -222,12 +161,7 @@ def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[
 def _turned(
     weights: Mapping[str, Weight], found: Mapping[str, _Transform], rotations: Mapping[_Transform, WeightRotation]
 ) -> dict[str, Weight]:
-    """Return all weights; those in ``found`` are copies that have the rotation of their transform.
-
-    Args:
-        found: tensor name -> transform.
-        rotations: transform -> rotation. A weight whose transform is missing here gets the rotation None.
-    """
+    """Return all weights; those in ``found`` are copies that have the rotation of their transform."""
     return {
         name: replace(one, rotation=rotations.get(found[name])) if name in found else one
         for name, one in weights.items()
@@ -237,15 +171,7 @@ def _turned(
 def _stored_matrices(
     found: Mapping[str, _Transform], weights: Mapping[str, Weight], tensors: closed_world.Tensors
 ) -> dict[str, _Transform]:
-    """Return the tensors that hold matrices of transforms: tensor name -> transform; {} if no matrix is stored.
-
-    Args:
-        found: tensor name -> transform, for the weights with transforms.
-        weights, tensors: the weights and the tensors of the model, by tensor name.
-
-    Raises:
-        _NotUndone: if no matrix of a transform with signs is stored, because only the matrix tells the signs.
-    """
+    """Return the tensors that hold matrices of transforms: tensor name -> transform; {} if no matrix is stored."""
     names = {matrix_name(weights[tensor].name, one.group): one for tensor, one in found.items()}
     stored = {name: one for name, one in names.items() if name in tensors}
     lost = next((one for one in found.values() if one.has_signs and one not in {*stored.values()}), None)
@@ -257,16 +183,7 @@ def _stored_matrices(
 def _rotations(
     found: Mapping[str, _Transform], matrices: Mapping[str, _Transform], tensors: closed_world.Tensors
 ) -> tuple[dict[_Transform, WeightRotation], set[str]]:
-    """Read the stored matrices and return (transform -> the rotation that undoes it, names of wrong matrices).
-
-    A matrix is wrong if it is not the matrix of its transform, or if it differs from another matrix of this transform.
-    A transform with signs is missing in the dict if none of its matrices is right.
-
-    Args:
-        found: tensor name -> transform, for the weights with transforms.
-        matrices: tensor name -> transform, for the matrices to read.
-        tensors: the tensors of the model.
-    """
+    """Read the stored matrices and return (transform -> the rotation that undoes it, names of wrong matrices)."""
     rotations = {one: WeightRotation(one.size, inverse=True) for one in found.values() if not one.has_signs}
     wrong = set()
     with Readers() as readers:
@@ -283,15 +200,7 @@ def _declares(item: Item) -> bool:
 
 
 def _transforms(value: Any, weights: Mapping[str, Weight]) -> Iterator[tuple[str, _Transform]]:
-    """Yield (tensor name, transform) for every weight with a transform.
-
-    Args:
-        value: the content of ``transform_config``.
-        weights: tensor name -> weight, for the weights of the model.
-
-    Raises:
-        _NotUndone: if a transform is declared that cannot be undone, or if a weight has several transforms.
-    """
+    """Yield (tensor name, transform) for every weight with a transform."""
     groups = value.get("config_groups") if isinstance(value, Mapping) else None
     if not isinstance(groups, Mapping) or set(value) != {"config_groups"}:
         raise _NotUndone(f"is {brief(value)}")
@@ -310,15 +219,7 @@ def _transforms(value: Any, weights: Mapping[str, Weight]) -> Iterator[tuple[str
 
 
 def _transformed(name: str, scheme: Any, weights: Mapping[str, Weight]) -> list[Weight]:
-    """Return the weights that a config group rotates, all of which are quantized matrices.
-
-    Args:
-        name, scheme: the key and the content of the config group.
-        weights: tensor name -> weight, for the weights of the model.
-
-    Raises:
-        _NotUndone: unless the group is a Hadamard transform of the inputs of these layers and of their weights.
-    """
+    """Return the weights that a config group rotates, all of which are quantized matrices."""
     if not isinstance(scheme, Mapping) or not isinstance(scheme.get("apply"), list) or set(scheme) - _SCHEME:
         raise _NotUndone(f"has {shown(name)}, which is {brief(scheme)}")
     if scheme.get("type") not in (HADAMARD, RANDOM) or scheme.get("randomize"):
@@ -346,24 +247,7 @@ def _transformed(name: str, scheme: Any, weights: Mapping[str, Weight]) -> list[
 
 
 def _matched(apply: Mapping[str, Any], weights: Mapping[str, Weight]) -> set[str]:
-    """Return the tensor names of the weights that one entry of a scheme's list "apply" selects.
-
-    A target in the entry is one of these:
-
-    - "Linear", which stands for all weights except embeddings;
-    - a regular expression ("re:..."), which matches the beginning of a name;
-    - the name of a layer.
-
-    Weights that match a target in the entry's list "ignore" are left out.
-
-    Args:
-        apply: the entry.
-        weights: tensor name -> weight, for the weights of the model.
-
-    Raises:
-        _NotUndone: for the name of another class, and for a target that matches no layer. In the list "ignore", a
-            regular expression may match no layer, and lm_head may be missing, because tied heads are not stored.
-    """
+    """Return the tensor names of the weights that one entry of a scheme's list "apply" selects."""
     targets, ignored = (_names(apply.get(key, [])) for key in ("targets", "ignore"))
     for one in [*targets, *(name for name in ignored if name != "lm_head" and not name.startswith("re:"))]:
         if not any(_matches(weight, [one]) for weight in weights.values()):
@@ -372,13 +256,7 @@ def _matched(apply: Mapping[str, Any], weights: Mapping[str, Weight]) -> set[str
 
 
 def _names(value: Any) -> list[str]:
-    """Return the targets in ``value``, a string or a list of strings, as a new list.
-
-    A known target is "Linear", a layer's name that does not begin with a capital letter, or a valid pattern "re:...".
-
-    Raises:
-        _NotUndone: for any other value.
-    """
+    """Return the targets in ``value``, a string or a list of strings, as a new list."""
     names = [value] if isinstance(value, str) else value
     for one in names if isinstance(names, list) else [names]:
         try:
@@ -392,11 +270,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _matches(weight: Weight, targets: list[str]) -> bool:
-    """Return whether at least one of the targets matches a weight.
-
-    A target is "Linear", the name of a layer, or a "re:" pattern (see _matched). "Linear" does not match embeddings,
-    which are layers with "embed" in the last part of their names.
-    """
+    """Return whether at least one of the targets matches a weight."""
     if weight.name in targets or ("Linear" in targets and "embed" not in weight.name.rpartition(".")[2]):
         return True
     return any(re.match(one[3:], weight.name) for one in targets if one.startswith("re:"))

@@ -41,17 +41,7 @@ def role_of(name: str) -> str:
 def unlike_layers(
     weights: Iterable[Weight], tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield a warning for each way in which layers differ from their peers (see the head of this file).
-
-    The ways are a tensor that only some peers have, a container that no config declares for single layers, and a rare
-    dtype of a scale or bias. Input scales that only some roles have give a warning too, except in a declared mixture.
-    Tensor scales are left out of the first check (see closed_world.lost_tensor_scales).
-
-    Args:
-        weights: the weights of a model.
-        tensors: name -> header entry, for the tensors of the model.
-        config: the content of config.json, with the declaration of the quantization.
-    """
+    """Yield a warning for each way in which layers differ from their peers (see the head of this file)."""
     layers = [weight for weight in weights if weight.container is not None]
     beside: dict[str, set[str]] = defaultdict(set)
     for name in tensors:
@@ -116,10 +106,7 @@ def _grouped(layers: Iterable[Weight], key: Callable[[Weight], Hashable]) -> lis
 
 
 def _other_containers(families: list[list[Weight]]) -> Iterator[str]:
-    """Yield a warning for each rare container among peers. Files that state the format of each tensor give none.
-
-    families: the layers of one role, by container.
-    """
+    """Yield a warning for each rare container among peers."""
     forms = [family[0].container for family in families]
     if any(form is None or form.producer in _SELF_DESCRIBED for form in forms):
         return
@@ -134,31 +121,14 @@ def _other_containers(families: list[list[Weight]]) -> Iterator[str]:
 
 
 def _leaves(layer: Weight, beside: Mapping[str, set[str]], tensors: Mapping[str, TensorEntry]) -> set[str]:
-    """Return the last parts of the names of the tensors in a layer's module, such as {"weight", "weight_scale"}.
-
-    The tensor scale is left out. For a stack of experts whose bias is called STACK_bias, the set has "bias".
-
-    Args:
-        layer: the layer.
-        beside: module name -> last parts of the names of its tensors.
-        tensors: name -> header entry, for the tensors of the model.
-    """
+    """Return the last parts of the names of the tensors in a layer's module, such as {"weight", "weight_scale"}."""
     scale = layer.parts.get(TENSOR_SCALE)
     found = beside.get(layer.name, set()) - ({scale.entry.name.rpartition(".")[2]} if scale else set())
     return found | ({"bias"} if bias_of(layer, tensors) is not None else set())
 
 
 def _lacking(what: str, have: Mapping[str, bool], peers: str) -> Iterator[str]:
-    """Yield a warning if some layers have a tensor and others lack it. Yield nothing otherwise.
-
-    The warning names the minority, which may be the layers with the tensor or those without it. If both are equally
-    many, it names those without it.
-
-    Args:
-        what: what the tensor is called.
-        have: layer name -> whether it has the tensor.
-        peers: what the layers have in common, in words.
-    """
+    """Yield a warning if some layers have a tensor and others lack it."""
     names, without = [name for name, has in have.items() if has], [name for name, has in have.items() if not has]
     end = "the model computes other values; take the layers from another copy of the model"
     if 0 < len(without) <= len(names):
@@ -170,15 +140,7 @@ def _lacking(what: str, have: Mapping[str, bool], peers: str) -> Iterator[str]:
 
 
 def _dtypes(what: str, dtypes: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each float dtype other than the usual one, which is the dtype that most layers have.
-
-    Of two equally frequent dtypes, the first in ``dtypes`` is the usual one. Yield nothing if all layers have one
-    dtype, or if the tensor is not a float in some layer, for example bytes.
-
-    Args:
-        what: the tensor whose dtypes are compared, in words.
-        dtypes: layer name -> dtype of this tensor, for the layers of one container.
-    """
+    """Yield a warning for each float dtype other than the usual one, which is the dtype that most layers have."""
     counts = Counter(dtypes.values())
     if len(counts) < 2 or not {*counts} <= {*FLOAT_DTYPES}:
         return

@@ -139,11 +139,7 @@ class HeadOrder(NamedTuple):
     weaves: bool
 
     def sources(self, rows: int) -> npt.NDArray[np.intp]:
-        """Return, for each row of the reordered matrix, the index of the row in the file.
-
-        Args:
-            rows: the number of rows of the matrix, a multiple of ``head``.
-        """
+        """Return, for each row of the reordered matrix, the index of the row in the file."""
         pairs = (2, self.head // 2) if self.weaves else (self.head // 2, 2)
         return np.arange(rows).reshape(-1, *pairs).swapaxes(1, 2).reshape(-1)
 
@@ -185,28 +181,20 @@ class Weight:
 
     @property
     def dtype(self) -> str:
-        """The stored dtype of an unquantized weight, such as "BF16", or the name of a quantized weight's container.
-
-        Weights in GGUF's Q8_0 count as unquantized, with the dtype "Q8_0".
-        """
+        """The stored dtype of an unquantized weight, such as "BF16", or the name of a quantized weight's container."""
         return self.located.entry.dtype if self.container is None else self.container.name
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of all tensors that store the weight, scales included.
-
-        If the weight has members, only the rows that it takes from them count.
-        """
+        """The size in bytes of all tensors that store the weight, scales included."""
         if self.members:
             return sum(w.nbytes * (end - begin) // (w.experts * w.shape[-2]) for w, _, (begin, end) in self.members)
         return sum(part.entry.nbytes for part in self.parts.values())
 
     @property
     def rotated_columns(self) -> int:
-        """The number of columns per block of the largest rotation of the weight and its members; 1 without rotations.
-
-        All block sizes are powers of two. A range of columns that begins and ends at multiples of the largest size
-        therefore cuts no block of any rotation.
+        """The number of columns per block of the largest rotation of the weight and its members; 1 without
+        rotations.
         """
         size = 1 if self.rotation is None else self.rotation.size
         return max([size, *(member.weight.rotated_columns for member in self.members)])
@@ -218,32 +206,17 @@ class Weight:
 
 
 def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
-    """Return the Located of a tensor: its own entry, and its file without the entries of the header.
-
-    A job without these entries stays small when it is sent to a worker process.
-    """
+    """Return the Located of a tensor: its own entry, and its file without the entries of the header."""
     return Located(replace(file, entries=(), metadata={}), entry)
 
 
 def part_names(weights: Iterable[Weight]) -> set[str]:
-    """Return the names of all tensors that store the weights, scales included.
-
-    If a weight has members, only the tensors of its first member are included.
-    """
+    """Return the names of all tensors that store the weights, scales included."""
     return {part.entry.name for weight in weights for part in weight.parts.values()}
 
 
 def looks_quantized(entry: TensorEntry) -> bool:
-    """Return whether a tensor looks like codes or scales of a quantized layer, by its name and dtype.
-
-    The result is True in these cases:
-
-    - The dtype is F8_E8M0.
-    - The name ends like the names of codes or scales, such as ".weight_scale", and the dtype is not I64.
-    - The name ends in ".weight", and the tensor has at least two axes and a dtype of codes, such as U8.
-    - The tensor is a large matrix of integers or of floats of at most 8 bits, and its name is not that of a mask or of
-      indices.
-    """
+    """Return whether a tensor looks like codes or scales of a quantized layer, by its name and dtype."""
     if entry.dtype == "F8_E8M0" or (entry.name.endswith(_QUANTIZED_NAMES) and not entry.dtype.startswith("I64")):
         return True
     if entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2:
@@ -260,20 +233,7 @@ def any_quantized(weights: Iterable[Weight]) -> bool:
 def weights_of(
     tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], config: Mapping[str, Any], damaged: bool = False
 ) -> dict[str, Weight]:
-    """Find the weights of a checkpoint: all quantized layers, and all unquantized matrices and stacks of experts.
-
-    Return a dict from tensor name to weight, in the order of ``tensors``; {} if there are none. The tensor name is that
-    of the tensor with the weight's values or codes. Weights in GGUF's Q8_0 count as unquantized.
-
-    Args:
-        tensors: tensor name -> (its file, its header entry).
-        config: the content of config.json.
-        damaged: True to include quantized layers whose block scales have the wrong shape or whose tensor scale is
-            missing. If False, their tensors are treated like tensors of an unknown format.
-
-    Raises:
-        CheckpointError: if ComfyUI's metadata in a file is not a JSON object.
-    """
+    """Find the weights of a checkpoint: all quantized layers, and all unquantized matrices and stacks of experts."""
     files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}
     found: dict[str, Weight] = {}
@@ -303,17 +263,7 @@ def weights_of(
 def _casts(
     places: Mapping[str, Located], quantized: Iterable[Weight], taken: Collection[str], config: Mapping[str, Any]
 ) -> Iterator[Weight]:
-    """Yield the matrices whose FP8 codes are their values, because somebody cast a model to FP8.
-
-    FP8 without scales may also have lost its scales. It is a cast only if no config declares quantization, no other
-    layer has 8-bit codes (ComfyUI tags such layers), and no tensor is left that looks like scales.
-
-    Args:
-        places: tensor name -> place, for all tensors of the checkpoint.
-        quantized: the quantized layers in the other containers.
-        taken: the names of their tensors.
-        config: the content of config.json.
-    """
+    """Yield the matrices whose FP8 codes are their values, because somebody cast a model to FP8."""
     left = [place.entry for name, place in places.items() if name not in taken]
     scales = any(
         (looks_quantized(entry) and not _is_fp8_weight(entry)) or entry.name.endswith("scaled_fp8") for entry in left
@@ -329,16 +279,7 @@ def _casts(
 
 
 def cast_of(place: Located, weights: Iterable[Weight]) -> Weight | None:
-    """Return a tensor of a model that was cast to FP8 as a weight of one matrix; None if it is not such a tensor.
-
-    These are the tensors that are no linear layers, such as norms, biases and convolutions. Their axes after the first
-    are joined to one, or a vector is one row.
-
-    Args:
-        place: the tensor, which belongs to none of the weights.
-        weights: the weights of the model. The model may have such tensors if one of them was cast, or is tagged
-            by ComfyUI.
-    """
+    """Return a tensor of a model that was cast to FP8 as a weight of one matrix; None if it is not such a tensor."""
     entry = place.entry
     form = {"F8_E4M3": CAST_E4M3, "F8_E5M2": CAST_E5M2}.get(entry.dtype)
     if form is None or not entry.shape or 0 in entry.shape:
@@ -357,15 +298,8 @@ def _is_fp8_weight(entry: TensorEntry) -> bool:
 
 
 def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> dict[str, Any]:
-    """Return a dict with the layers that ComfyUI marks as quantized: module name -> entry in its safetensors metadata.
-
-    The value is None for a layer that is marked only by a tensor ``.comfy_quant``. Return {} if nothing is marked.
-
-    Args:
-        tensors: tensor name -> (its file, its header entry).
-
-    Raises:
-        CheckpointError: if ComfyUI's metadata in a file is not a JSON object.
+    """Return a dict with the layers that ComfyUI marks as quantized: module name -> entry in its safetensors
+    metadata.
     """
     found: dict[str, Any] = {name.removesuffix(COMFY_TAG): None for name in tensors if name.endswith(COMFY_TAG)}
     for text in {file.metadata.get(COMFY_METADATA, "") for file, _ in tensors.values()} - {""}:
@@ -375,12 +309,7 @@ def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> 
 
 
 def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
-    """Return the containers to try for the layers of a checkpoint, those of the declared ``quant_method`` first.
-
-    The order matters for MXFP8 layers of Model-Optimizer and of compressed-tensors, whose tensors are identical: the
-    first container that fits is taken. A container that needs a certain declaration is left out if the config does not
-    have it.
-    """
+    """Return the containers to try for the layers of a checkpoint, those of the declared ``quant_method`` first."""
     found = declared(config)
     method = str(found.get("quant_method", ""))
     algorithm = str(found.get("quant_algo") or found.get("store_dtype") or method).upper()
@@ -389,15 +318,7 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
 
 
 def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
-    """Return the quantized weight of a module if its tensors fit a container, or None if they do not.
-
-    Args:
-        module: the name of the module.
-        container: the container to try.
-        places: tensor name -> place (its file and header entry), for all tensors of the checkpoint.
-        damaged: True to accept block scales of the wrong shape and a missing tensor scale. Containers with ``is_exact``
-            never accept them.
-    """
+    """Return the quantized weight of a module if its tensors fit a container, or None if they do not."""
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
     damaged = damaged and not container.is_exact
     scaled = damaged or container.has_tensor_scale == (TENSOR_SCALE in parts)
@@ -434,43 +355,22 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
 
 
 def _fits_low_rank(parts: Mapping[str, Located], shape: tuple[int, ...]) -> bool:
-    """Return whether the low-rank parts of a layer are float matrices A [r, K] and B [N, r].
-
-    Args:
-        parts: part -> place of its tensor. Both low-rank parts must be among them.
-        shape: the shape [N, K] of the layer.
-    """
+    """Return whether the low-rank parts of a layer are float matrices A [r, K] and B [N, r]."""
     a, b = (parts[part].entry for part in (LOW_RANK_A, LOW_RANK_B))
     fits = len(a.shape) == len(b.shape) == 2 and (*b.shape[:1], *a.shape[1:]) == shape and a.shape[0] == b.shape[1]
     return fits and {a.dtype, b.dtype} <= set(FLOAT_DTYPES)
 
 
 def _holds(dtype: str, wanted: str, part: str) -> bool:
-    """Return whether a tensor of ``dtype`` can hold a part of a layer that is usually stored as ``wanted``.
-
-    - Codes and block scales that are stored as bytes may have any dtype with the same bytes, such as U8 for F8_E4M3.
-      Codes of MLX and GGUF are an exception: they must have the dtype ``wanted``.
-    - Scales that are usually F32 may also be BF16 or F16.
-    - Factors per column may be F32, BF16 or F16.
-
-    Args:
-        dtype: the safetensors dtype of the tensor.
-        wanted: the usual safetensors dtype of the part in this container.
-        part: the kind of part, such as CODES or SCALES.
-    """
+    """Return whether a tensor of ``dtype`` can hold a part of a layer that is usually stored as ``wanted``."""
     if part == CODES and wanted not in ("U8", "I8", "F8_E4M3"):
         return dtype == wanted
     return dtype == wanted or dtype in SAME_BYTES.get("F32" if part == COLUMN_SCALE else wanted, ())
 
 
 def _shape(codes: TensorEntry, container: Container) -> tuple[int, ...] | None:
-    """Return the shape [..., N, K] of a layer, from its tensor of codes; None if the tensor does not fit the container.
-
-    The shape of a tensor of dtype F4 counts codes. The shape of any other tensor counts bytes or words of packed codes.
-
-    Args:
-        codes: the tensor's header entry.
-        container: the container to try.
+    """Return the shape [..., N, K] of a layer, from its tensor of codes; None if the tensor does not fit the
+    container.
     """
     if codes.dtype != "F4":
         return container.shape_of(codes.shape)
@@ -479,16 +379,8 @@ def _shape(codes: TensorEntry, container: Container) -> tuple[int, ...] | None:
 
 
 def _plain(name: str, place: Located, places: Mapping[str, Located], config: Mapping[str, Any]) -> Weight | None:
-    """Return the unquantized weight that a tensor stores: a matrix ``P.weight`` or a 3-d stack of experts.
-
-    The dtype must be a float dtype or GGUF's Q8_0. A stack stored as [E, K, N] gives a Weight of shape (E, N, K) that
-    is marked as transposed. Return None for any other tensor, such as a vector, an empty tensor or integers.
-
-    Args:
-        name, place: the tensor.
-        places: tensor name -> place (its file and header entry), for all tensors of the checkpoint.
-        config: the content of config.json.
-    """
+    """Return the unquantized weight that a tensor stores: a matrix ``P.weight`` or a 3-d stack of experts."""
+    # The dtype must be a float dtype or GGUF's Q8_0.
     entry, module = place.entry, name.removesuffix(".weight")
     if entry.dtype not in (*FLOAT_DTYPES, Q8_0) or 0 in entry.shape:
         return None
@@ -505,16 +397,7 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
 
 
 def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[str, Any]) -> bool:
-    """Return True if the stacks of experts in a module are stored as [E, K, N], False if as [E, N, K].
-
-    The shapes of gate_up_proj and down_proj decide, if they fit together in only one of the two orders. Otherwise, also
-    if one of these stacks is missing, the model type decides.
-
-    Args:
-        parent: the name of the module that holds the stacks.
-        places: tensor name -> place (its file and header entry), for all tensors of the checkpoint.
-        config: the content of config.json.
-    """
+    """Return True if the stacks of experts in a module are stored as [E, K, N], False if as [E, N, K]."""
     by_type = has_transposed_stacks(config)
     names = (f"{parent}.gate_up_proj", f"{parent}.down_proj")
     gate_up, down = (places.get(name, places.get(f"{name}.weight")) for name in names)
@@ -526,31 +409,16 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
 
 
 def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape (E, N, K) of a stack of experts, which may be stored as (E, N, K) or as (E, K, N).
-
-    Args:
-        shape: the stored shape.
-        config: the content of config.json, whose ``model_type`` decides in which order the stack is stored.
-    """
+    """Return the shape (E, N, K) of a stack of experts, which may be stored as (E, N, K) or as (E, K, N)."""
     experts, a, b = shape
     return (experts, b, a) if has_transposed_stacks(config) else (experts, a, b)
 
 
 def has_transposed_stacks(config: Mapping[str, Any]) -> bool:
-    """Return whether models of this ``model_type`` store stacks of experts as [E, K, N].
-
-    Args:
-        config: the content of config.json.
-    """
+    """Return whether models of this ``model_type`` store stacks of experts as [E, K, N]."""
     return str(config.get("model_type", "")) in _TRANSPOSED_STACKS
 
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:
-    """Return whether the rows of gate_up stacks alternate (gate 0, up 0, gate 1, ...). True for gpt-oss only.
-
-    In all other models, all rows of gate come before the rows of up.
-
-    Args:
-        config: the content of config.json.
-    """
+    """Return whether the rows of gate_up stacks alternate (gate 0, up 0, gate 1, ...)."""
     return str(config.get("model_type", "")) == "gpt_oss"

@@ -132,23 +132,16 @@ class Activations:
         return _usable({layer: found[layer] for layer in layers if layer in found})
 
     def _amax_of(self, layer: str) -> np.float32 | None:
-        """Return the largest amax that was measured for the inputs of a layer; None if there is none.
-
-        The inputs may have been measured under the name of the layer, of a layer that is fused with it, or of the fused
-        layer.
-        """
+        """Return the largest amax that was measured for the inputs of a layer; None if there is none."""
+        # The inputs may have been measured under the name of the layer, of a layer that is fused with it, or of the
+        # fused layer.
         names = fused_layers.same_input_names(layer)
         return max((self.amaxes[name] for name in names if name in self.amaxes), default=None)
 
     def _experts_of(self, stack: str) -> dict[str, np.float32]:
-        """Return a dict from layer name to amax, for the measured experts of a layer; 0 if an expert saw only zeros.
-
-        An expert also counts as measured if its inputs were measured under the name of a layer that is fused with this
-        one. The names in the result consist of ``stack`` and a number, such as "mlp.experts.3.up_proj".
-
-        Args:
-            stack: the name of the layer without the number of the expert, such as "mlp.experts.up_proj".
-        """
+        """Return a dict from layer name to amax, for the measured experts of a layer; 0 if an expert saw only zeros."""
+        # An expert also counts as measured if its inputs were measured under the name of a layer that is fused with
+        # this one.
         measured = {name for same in fused_layers.same_input_names(stack) for name in self._numbered.get(same, ())}
         names = {expert_name("activations", stack, number) for number in measured}
         return {name: self._amax_of(name) or np.float32(0) for name in sorted(names)}
@@ -164,11 +157,7 @@ class Activations:
         return found
 
     def _check_columns(self, layers: Mapping[str, int]) -> None:
-        """Raise CheckpointError if a layer was measured with a number of columns other than its own.
-
-        Args:
-            layers: layer -> its number of columns. A layer that was not measured passes.
-        """
+        """Raise CheckpointError if a layer was measured with a number of columns other than its own."""
         for layer, columns in layers.items():
             for name in fused_layers.same_input_names(layer):
                 if self.columns.get(name, columns) != columns:
@@ -189,26 +178,13 @@ def _check_files(paths: Iterable[Path]) -> None:
 
 
 def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bool:
-    """Return whether a layer belongs to an expert of a stack in which at least one expert was measured.
-
-    Such a layer needs no measurement of its own: without one, its expert counts as an expert that saw no token.
-
-    Args:
-        layer: the name of the layer.
-        experts: name of a layer without the number of the expert -> its measured experts (see Activations._experts_of).
-    """
+    """Return whether a layer belongs to an expert of a stack in which at least one expert was measured."""
     expert = expert_of(layer)
     return expert is not None and bool(experts[expert.stack])
 
 
 def _usable(amaxes: dict[str, np.float32]) -> dict[str, np.float32]:
-    """Return ``amaxes`` (layer -> amax) itself, after checking that all input scales can be stored.
-
-    An input scale is stored as a factor or as its reciprocal. Both must be normal float32 numbers.
-
-    Raises:
-        CheckpointError: if one of the two is not a normal float32. The message names the layers.
-    """
+    """Return ``amaxes`` (layer -> amax) itself, after checking that all input scales can be stored."""
     unusable = [
         layer
         for layer, amax in amaxes.items()

@@ -104,10 +104,8 @@ class LoraAdapter:
 
     @classmethod
     def of(cls, path: str | Path) -> LoraAdapter:
-        """Read an adapter's config and header, and check that every update is finite and of the rank that is declared.
-
-        Raises:
-            CheckpointError: if a file is missing or damaged, or if anything in it is not understood.
+        """Read an adapter's config and header, and check that every update is finite and of the rank that is
+        declared.
         """
         root = Path(path)
         label = f"adapter {shown(str(root))}"
@@ -157,16 +155,7 @@ class LoraAdapter:
         return cls(root, updates, copies, found_facts)
 
     def attach(self, weights: Mapping[str, Weight], config: Mapping[str, Any]) -> dict[str, Weight]:
-        """Return the weights of a model, with the updates of this adapter: tensor name -> weight.
-
-        Args:
-            weights: tensor name -> weight of the model.
-            config: the content of the model's config.json.
-
-        Raises:
-            CheckpointError: if an update fits no layer or several, if its shape differs, or if the adapter holds a
-                weight of its own that differs from the model's.
-        """
+        """Return the weights of a model, with the updates of this adapter: tensor name -> weight."""
         label, names = self.label, {tensor: weight.name for tensor, weight in weights.items()}
         found = dict(weights)
         for layer, tensor in self.matched(names).items():
@@ -178,11 +167,7 @@ class LoraAdapter:
         return found
 
     def matched(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Return the adapter's name of each layer -> the key of the layer in ``names``, which are the model's names.
-
-        Raises:
-            CheckpointError: if a layer has no counterpart or several, or if two layers have the same one.
-        """
+        """Return the adapter's name of each layer -> the key of the layer in ``names``, which are the model's names."""
         found, by_name = {layer: "" for layer in self.updates}, _Names(names)
         for layer in found:
             key = by_name.find(self.label, layer)

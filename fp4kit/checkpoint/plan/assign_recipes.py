@@ -112,11 +112,7 @@ class Assignment:
         return tuple(pattern for pattern, name in self._patterns() if name == KEEP)
 
     def _patterns(self) -> Iterable[tuple[str, str]]:
-        """Yield (glob, name of the chosen option) pairs that together match every layer of every unit.
-
-        If all layers of a unit are experts, one glob stands for all experts of a module, such as
-        "model.layers.0.mlp.experts.*". Otherwise, each layer has a glob of its own.
-        """
+        """Yield (glob, name of the chosen option) pairs that together match every layer of every unit."""
         for unit, option in zip(self.units, self.options, strict=True):
             holders = {container_of(layer) for layer in unit.layers}
             if None in holders:
@@ -222,13 +218,8 @@ class _Candidates:
             self.weights |= found
 
     def parts(self, weight: Weight) -> list[Piece]:
-        """Return the pieces of a weight. The rows of a piece are measured together, and get one recipe.
-
-        A matrix is one piece. A stack of experts has one piece per expert, or two (gate and up) if it holds both.
-
-        Each piece becomes one output layer. If the container stores stacks whole, the pieces of all experts become one
-        output layer instead.
-        """
+        """Return the pieces of a weight."""
+        # The rows of a piece are measured together, and get one recipe.
         form = next(iter(self.forms.values())).form
         assert form is not None
         return list(pieces(weight, form, self.source.config, False))
@@ -238,11 +229,7 @@ _Key = tuple[str, int]
 
 
 def _key(piece: Piece) -> _Key:
-    """Return the key of a piece (some rows of a weight): (name of its output layer, Piece.number).
-
-    The key is unique in the model. If a stack is written whole, its pieces have the same output layer but different
-    numbers.
-    """
+    """Return the key of a piece (some rows of a weight): (name of its output layer, Piece.number)."""
     return piece.module, piece.number
 
 
@@ -261,16 +248,7 @@ class _Sums(NamedTuple):
 def _measured(
     found: _Candidates, keeps: bool, columns: ScaleSearch | None, tick: Callable[[int], None] | None
 ) -> tuple[LayerGroup, ...]:
-    """Return the units of a model, each with its options: the number of bits and the error under each candidate.
-
-    All layers are read and quantized for this, in several threads.
-
-    Args:
-        found: the candidates, and the layers that each fits.
-        keeps: True to add the option of leaving a unit unquantized.
-        columns: column weights of the error; None weights all columns equally.
-        tick: called with the number of bytes after each read, or None.
-    """
+    """Return the units of a model, each with its options: the number of bits and the error under each candidate."""
     work = [(tensor, piece) for tensor, weight in found.weights.items() for piece in found.parts(weight)]
     _check_columns(columns, [piece for _, piece in work])
     amax_groups = shared_amax_groups(piece.module for _, piece in work)
@@ -290,11 +268,8 @@ def _measured(
 
 
 def _check_columns(columns: ScaleSearch | None, found: Sequence[Piece]) -> None:
-    """Raise CheckpointError if column weights are missing or invalid for the pieces in ``found``.
-
-    A file of column weights must have all layers. An importance matrix may lack some layers, but not all; no warning is
-    given about them here. If ``columns`` is None or has no column weights, nothing is checked.
-    """
+    """Raise CheckpointError if column weights are missing or invalid for the pieces in ``found``."""
+    # A file of column weights must have all layers.
     if columns is None or columns.columns is None:
         return
     if isinstance(columns.columns, Imatrix):
@@ -309,19 +284,7 @@ def _sums_of_group(
     columns: ScaleSearch | None,
     tick: Callable[[int], None] | None,
 ) -> dict[_Key, _Sums]:
-    """Measure the pieces that share a tensor scale: return a dict from the key of each piece to its _Sums.
-
-    Each piece is read twice: first for the amax of all pieces, then for its sums.
-
-    Args:
-        found: the candidates, and the layers that each fits.
-        members: the (tensor name, piece) pairs that share a tensor scale.
-        columns: column weights of the errors; None weights all columns equally.
-        tick: called with the number of bytes after each read, or None.
-
-    Raises:
-        CheckpointError: if a value is NaN or infinite.
-    """
+    """Measure the pieces that share a tensor scale: return a dict from the key of each piece to its _Sums."""
     with Readers(tick) as readers:
         amax = max(_amax(readers, piece) for _, piece in members)
         sums = {}
@@ -332,12 +295,7 @@ def _sums_of_group(
 
 
 def _amax(readers: Readers, piece: Piece) -> np.float32:
-    """Return the largest magnitude of a piece. Raise CheckpointError if a value is NaN or infinite.
-
-    Args:
-        readers: where to read the piece from.
-        piece: some rows of a weight.
-    """
+    """Return the largest magnitude of a piece."""
     found = np.float32(0)
     for slab in slabs(readers, piece.weight, piece.expert, piece.span):
         found = np.maximum(found, np.abs(values_of(piece.weight, slab).astype(np.float32)).max(initial=0))
@@ -350,13 +308,7 @@ def _amax(readers: Readers, piece: Piece) -> np.float32:
 
 
 def _column_weights(readers: Readers, piece: Piece, columns: ScaleSearch | None) -> np.ndarray | None:
-    """Return the column weights of a piece, float64 (K,), or None if all columns have equal weights.
-
-    Args:
-        readers: where to read the column weights from.
-        piece: some rows of a weight.
-        columns: column weights of the errors; None if there are none.
-    """
+    """Return the column weights of a piece, float64 (K,), or None if all columns have equal weights."""
     found = None if columns is None else columns.columns_of((piece.module, piece.weight), piece.expert)
     if found is None:
         return None
@@ -366,17 +318,7 @@ def _column_weights(readers: Readers, piece: Piece, columns: ScaleSearch | None)
 def _sums(
     readers: Readers, piece: Piece, amax: np.float32, recipes: Sequence[Recipe], weights: np.ndarray | None
 ) -> _Sums:
-    """Return the sums of one piece: of its squares, and of its squared errors under each recipe.
-
-    Each term is multiplied by the weight of its column. If ``amax`` is 0, all errors are 0.
-
-    Args:
-        readers: where to read the piece from.
-        piece: rows of a weight, with finite values.
-        amax: the largest amax of the layers that share the piece's tensor scale.
-        recipes: the recipes to measure.
-        weights: column weights (K,); None weights all columns equally.
-    """
+    """Return the sums of one piece: of its squares, and of its squared errors under each recipe."""
     signal, errors = 0.0, dict.fromkeys((one.id for one in recipes), 0.0)
     by_column = np.ones(piece.weight.shape[-1]) if weights is None else weights
     step = max(one.block_rows for one in recipes)
@@ -398,21 +340,7 @@ def _unit(
     sums: Mapping[_Key, _Sums],
     keeps: bool,
 ) -> LayerGroup:
-    """Return one unit (layers that must get one recipe) with its options.
-
-    The options are the candidates that can quantize all layers of the unit, then "keep" (unquantized) if ``keeps`` is
-    True. Each option states the bits that the unit takes, and its error.
-
-    Args:
-        name: a readable name of the unit.
-        operators: the (tensor name, piece) pairs of each linear operator of the unit.
-        found: the candidates, and the layers that each fits.
-        sums: key of a piece (see _key) -> its sums.
-        keeps: True to add the option of leaving the unit unquantized.
-
-    Raises:
-        CheckpointError: if there is no option.
-    """
+    """Return one unit (layers that must get one recipe) with its options."""
     whole = [pair for operator in operators for pair in operator]
     tensors = dict.fromkeys(tensor for tensor, _ in whole)
     options = []
@@ -430,24 +358,12 @@ def _unit(
 
 
 def _ratio(sums: Sequence[_Sums], recipe_id: str) -> float:
-    """Return the noise-to-signal ratio of an operator under a recipe; 0 for an operator of zeros.
-
-    Args:
-        sums: the sums of the operator's pieces.
-        recipe_id: the id of the recipe, which must be among the errors of each piece.
-    """
+    """Return the noise-to-signal ratio of an operator under a recipe; 0 for an operator of zeros."""
     signal = sum(one.signal for one in sums)
     return sum(one.errors[recipe_id] for one in sums) / signal if signal else 0.0
 
 
 def _bits(piece: Piece, form: Container) -> int:
-    """Return the number of bits that the rows of a piece would take in a container as a layer of their own.
-
-    Scales are included, input scales are not.
-
-    Args:
-        piece: some rows of a weight.
-        form: the container.
-    """
+    """Return the number of bits that the rows of a piece would take in a container as a layer of their own."""
     shape = piece.span[1] - piece.span[0], piece.weight.shape[-1]
     return 8 * sum(output.nbytes for output in form.outputs(piece.module, shape))

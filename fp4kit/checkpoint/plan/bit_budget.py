@@ -89,20 +89,13 @@ class _Step(NamedTuple):
 
 
 def _grains(error: float) -> int:
-    """Return an error as a whole number of grains: error / 2^-50, rounded to the nearest integer.
-
-    ``solve`` calculates with grains, so that its comparisons are exact.
-    """
+    """Return an error as a whole number of grains: error / 2^-50, rounded to the nearest integer."""
+    # ``solve`` calculates with grains, so that its comparisons are exact.
     return round(error / _GRAIN)
 
 
 def _hull(options: Sequence[Option]) -> list[int]:
-    """Return the indices of the options on the lower convex hull of the points (bits, error), by increasing bits.
-
-    The hull begins with the option with the fewest bits, and ends with the option with the smallest error. Of several
-    options with the fewest bits, the one with the smallest error counts. Errors are compared in grains, and fall
-    strictly along the hull.
-    """
+    """Return the indices of the options on the lower convex hull of the points (bits, error), by increasing bits."""
     found: list[int] = []
     for i in sorted(range(len(options)), key=lambda i: (options[i].bits, options[i].error)):
         one = options[i]
@@ -130,22 +123,15 @@ def _steps(units: Sequence[LayerGroup], hulls: Sequence[list[int]]) -> list[_Ste
 
 
 def _point(units: Sequence[LayerGroup], choices: Sequence[int]) -> Point:
-    """Return the Point of an assignment: its total bits, its total error and its choices.
-
-    Args:
-        units: the units.
-        choices: for each unit, the index of its option.
-    """
+    """Return the Point of an assignment: its total bits, its total error and its choices."""
     chosen = [unit.options[choice] for unit, choice in zip(units, choices, strict=True)]
     return Point(sum(one.bits for one in chosen), sum(one.error for one in chosen), tuple(choices))
 
 
 def curve(units: Sequence[LayerGroup]) -> list[Point]:
-    """Return optimal assignments by growing size and falling error, from the smallest possible size on.
-
-    No assignment of the same size or smaller has a smaller error, because each result minimizes error + slope * bits
-    for some slope. These are not all optimal assignments: others may lie between two returned ones.
-    """
+    """Return optimal assignments by growing size and falling error, from the smallest possible size on."""
+    # No assignment of the same size or smaller has a smaller error, because each result minimizes error + slope * bits
+    # for some slope.
     hulls = [_hull(unit.options) for unit in units]
     choices = [hull[0] for hull in hulls]
     found = [_point(units, choices)]
@@ -156,24 +142,10 @@ def curve(units: Sequence[LayerGroup]) -> list[Point]:
 
 
 def solve(units: Sequence[LayerGroup], budget: int) -> Point:
-    """Return the assignment with the smallest total error of all that take at most ``budget`` bits.
-
-    The method is a dynamic program over the units with pruning by a Lagrangian bound. It is exact:
-
-    - Let e and c be the error and the bits of a partial assignment, B the budget, and s >= 0 any slope. The bits of the
-      other units may sum to at most B - c. Every completion within the budget thus has a total error of at least
-      e + sum over the other units of min(error + s * bits) - s * (B - c). If this exceeds the error of an assignment
-      that is known to fit, no completion can be better, and the partial assignment is dropped.
-    - Let two partial assignments P and R cover the same units, and let P have neither more bits nor more error than R.
-      Then each completion of R is at least as bad as the same completion of P, so R is dropped.
-
-    No other assignment is dropped, so an optimal one remains. The slope is taken at the step at which the budget is
-    exhausted, because the bound is tightest there. Errors are compared as whole multiples of 2^-50, and the slope is a
-    ratio of integers, so that no comparison is rounded.
-
-    Raises:
-        CheckpointError: if even the smallest options take more than ``budget`` bits.
-    """
+    """Return the assignment with the smallest total error of all that take at most ``budget`` bits."""
+    # The slope is taken at the step at which the budget is exhausted, because the bound is tightest there.
+    # Errors are compared as whole multiples of 2^-50, and the slope is a ratio of integers, so that no comparison is
+    # rounded.
     hulls = [_hull(unit.options) for unit in units]
     choices = [hull[0] for hull in hulls]
     used = sum(unit.options[choice].bits for unit, choice in zip(units, choices, strict=True))
@@ -196,30 +168,13 @@ def solve(units: Sequence[LayerGroup], budget: int) -> Point:
 
 
 def _next(hulls: Sequence[list[int]], choices: Sequence[int], step: _Step) -> int:
-    """Return the position, in the hull of a step's unit, of the option after the unit's current one.
-
-    If the current option is the last one of the hull, return its own position.
-
-    Args:
-        hulls: for each unit, the indices of the options on its hull, by increasing bits.
-        choices: the current option of each unit. It must be on the unit's hull.
-        step: the step, which names the unit.
-    """
+    """Return the position, in the hull of a step's unit, of the option after the unit's current one."""
     hull = hulls[step.unit]
     return min(hull.index(choices[step.unit]) + 1, len(hull) - 1)
 
 
 def _branch(units: Sequence[LayerGroup], budget: int, slope: _Step, known: Sequence[int]) -> list[int]:
-    """Return an optimal assignment within the budget: for each unit, the index of its option.
-
-    ``solve`` explains the method. If no assignment is better than ``known``, one with the same error is returned.
-
-    Args:
-        units: the units.
-        budget: the largest number of bits.
-        slope: the step at which the budget is exhausted. Its gain / cost is the price of a bit, in units of error.
-        known: an assignment that fits the budget: for each unit, the index of its option.
-    """
+    """Return an optimal assignment within the budget: for each unit, the index of its option."""
     p, q = slope.gain, slope.cost
     errors = [[_grains(option.error) for option in unit.options] for unit in units]
     prices = [
@@ -258,11 +213,7 @@ def _second(prices: Sequence[int]) -> int:
 def _undominated(
     states: list[_State],
 ) -> list[_State]:
-    """Return the partial assignments that are not dominated by another one, sorted by increasing bits.
-
-    One assignment dominates another if neither its bits nor its error is larger. Of equal ones, the first is kept.
-    ``states`` is sorted in place.
-    """
+    """Return the partial assignments that are not dominated by another one, sorted by increasing bits."""
     states.sort(key=lambda state: state[:2])
     found: list[_State] = []
     for state in states:
@@ -272,15 +223,7 @@ def _undominated(
 
 
 def shown_points(points: Sequence[Point], count: int) -> list[Point]:
-    """Return at most ``count`` points of a curve, spread evenly over its range of bits, with the first and the last.
-
-    If the curve has no more than ``count`` points, return all. Otherwise, fewer than ``count`` may be returned, because
-    no point is repeated.
-
-    Args:
-        points: the points of the curve, by increasing bits.
-        count: the largest number of points, at least 2.
-    """
+    """Return at most ``count`` points of a curve, spread evenly over its range of bits, with the first and the last."""
     if len(points) <= count:
         return list(points)
     bits = [point.bits for point in points]

@@ -51,21 +51,7 @@ _KINDS = ("mxfp4", "nvfp4")
 
 
 def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) -> dict[str, Weight]:
-    """Return the weights of ``model``, in which weights with a counterpart in ``donor`` have the donor's codes.
-
-    The result is a new dict with the keys of ``weights``. Only counterparts in MXFP4 or NVFP4 are used. A stack of
-    experts gets codes only if all of its layers have counterparts of one shape and in one container. All other weights
-    are returned unchanged.
-
-    Args:
-        weights: tensor name -> weight of ``model``, the source of the conversion.
-        model: the source of the conversion.
-        donor: a quantized version of the model.
-
-    Raises:
-        CheckpointError: if both or neither of ``model`` and ``donor`` are GGUF files, or if no weight gets codes. Also
-            if the gguf package is missing or does not know the architecture.
-    """
+    """Return the weights of ``model``, in which weights with a counterpart in ``donor`` have the donor's codes."""
     if is_gguf_config(model.config) == is_gguf_config(donor.config):
         raise CheckpointError(
             "--codes: needs one GGUF file and one model directory; source and --codes are of the same kind"
@@ -95,14 +81,7 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
 
 
 def _origins(source: Source) -> dict[_Layer, Origin]:
-    """Return where a model stores the MXFP4 or NVFP4 codes of its layers: (module, expert) -> rows.
-
-    - A single matrix gives one entry, with the expert 0.
-    - A stack of experts in a GGUF file gives one entry per expert: (name of the stack, index of the expert).
-    - A stack in a model directory gives one entry per layer of an expert: (name of that layer, 0).
-
-    Unquantized layers and layers in other formats are left out.
-    """
+    """Return where a model stores the MXFP4 or NVFP4 codes of its layers: (module, expert) -> rows."""
     form, found = GGUF_NVFP4 if is_gguf_config(source.config) else CT_NVFP4, {}
     for weight in weights_of(source.tensors, source.config).values():
         if weight.container is not None and weight.container.kind in _KINDS:
@@ -114,13 +93,7 @@ def _origins(source: Source) -> dict[_Layer, Origin]:
 
 
 def _layers(weight: Weight, model: Source) -> list[_Layer]:
-    """Return the layers (module, expert) that a weight of ``model`` consists of, in the order of its rows.
-
-    - A single matrix is one layer: (its name, 0).
-    - A stack in a GGUF file consists of (its name, e) for each expert e.
-    - A stack in a model directory consists of (name of the expert's layer, 0) for each expert. A gate_up stack gives
-      gate and up of each expert, gate first.
-    """
+    """Return the layers (module, expert) that a weight of ``model`` consists of, in the order of its rows."""
     if len(weight.shape) == 2 or is_gguf_config(model.config):
         return [(weight.name, e) for e in range(weight.experts)]
     stack = gate_first(weight, model.config)
@@ -128,14 +101,7 @@ def _layers(weight: Weight, model: Source) -> list[_Layer]:
 
 
 def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
-    """Return the quantized rows in ``origins``, one Rows per origin, if they make up the whole weight.
-
-    Return () if they do not: if rows are missing, if there are no origins, or if their containers or shapes differ.
-
-    Args:
-        weight: a weight of the source.
-        origins: the counterparts that were found for the layers of ``weight``, in the order of its rows.
-    """
+    """Return the quantized rows in ``origins``, one Rows per origin, if they make up the whole weight."""
     wanted = weight.experts * weight.shape[-2], weight.shape[-1]
     if len({(one.shape, one.weight.container) for one in origins}) != 1:
         return ()
@@ -150,22 +116,7 @@ def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
 def _in_order(
     weight: Weight, rows: tuple[Rows, ...], model: Source, order: HeadOrder | None, readers: Readers
 ) -> tuple[Rows, ...]:
-    """Return the quantized counterpart of a weight, reordered to the row order of the weight.
-
-    - For a gate_up weight of alternating rows, the rows of gate and up alternate in the result.
-    - For q and k, ``rows`` are returned as they are or reordered by ``order``, whichever decodes closer to the weight.
-    - For all other layers, ``rows`` are returned as they are.
-
-    Args:
-        weight: a weight of ``model``, the source.
-        rows: the quantized counterpart of ``weight`` in the other model, one item per layer.
-        model: the source of the conversion.
-        order: for q and k, the reordering to try (see row_orders.py); None for all other layers.
-        readers: where to read rows from, to compare their values.
-
-    Raises:
-        CheckpointError: if rows of gate and up must alternate, but have separate tensor scales.
-    """
+    """Return the quantized counterpart of a weight, reordered to the row order of the weight."""
     if has_alternating_rows(weight, model.config):
         return tuple(alternate_rows(rows))
     return rows if order is None else (in_closest_order(weight, rows[0], order, readers),)
@@ -199,14 +150,8 @@ class GgufNames:
         self._map = gguf.get_tensor_name_map(number, int(file.config.get("num_hidden_layers", 0)))
 
     def of(self, source: Source, layer: _Layer) -> _Layer | None:
-        """Return (module, expert) as a GGUF file names a layer of ``source``; None if the name map has no such layer.
-
-        The expert is the index of an expert in a stack, and 0 for all other layers. If ``source`` is a GGUF file,
-        return ``layer`` itself, even if the map does not have it.
-
-        Args:
-            source: the model that the layer is from.
-            layer: (module, expert). In a model directory, the number of an expert is part of the module's name.
+        """Return (module, expert) as a GGUF file names a layer of ``source``; None if the name map has no such
+        layer.
         """
         if is_gguf_config(source.config):
             return layer
@@ -220,31 +165,17 @@ class GgufNames:
         return None if name is None else (name, int(match[2]))
 
     def order(self, weight: Weight, source: Source) -> HeadOrder | None:
-        """Return a reordering that may turn the other model's rows into the rows of ``weight``; None for most layers.
-
-        Only attn_q and attn_k of GGUF files, and the layers that correspond to them in a model directory, such as
-        q_proj and k_proj, have such a reordering. If ``source`` is the GGUF file, it interleaves the two halves of
-        every head; otherwise, it undoes that. Comparing values tells whether it is needed (see in_closest_order).
-
-        Return None for all other layers, stacks included. Return None too if the header of the GGUF file has no number
-        of heads, or if this number does not divide the rows into heads of an even size above 2.
-
-        Args:
-            weight: the weight.
-            source: the model, one of the two, that ``weight`` is from.
+        """Return a reordering that may turn the other model's rows into the rows of ``weight``; None for most
+        layers.
         """
+        # If ``source`` is the GGUF file, it interleaves the two halves of every head; otherwise, it undoes that.
         layer = self.of(source, (weight.name, 0)) if len(weight.shape) == 2 else None
         leaf = layer[0].rpartition(".")[2] if layer is not None else ""
         return order_of_heads(leaf, weight.shape[-2], self._config, is_gguf_config(source.config))
 
 
 def recorded_recipe(source: Source) -> str:
-    """Return the id of the fp4kit recipe that made a model's codes, as the model records it; "" if it records none.
-
-    The id is in ``quantization_config`` of the config. If the config has no ``quantization_config``, as in ComfyUI
-    files, the metadata of the model's safetensors files is searched. The id is "" too if the record says that some
-    layers have codes of another recipe.
-    """
+    """Return the id of the fp4kit recipe that made a model's codes, as the model records it; "" if it records none."""
     declared = source.config.get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
     if isinstance(own, Mapping) and own.get("codes") == PARTLY_CARRIED:
@@ -258,19 +189,7 @@ def recorded_recipe(source: Source) -> str:
 
 
 def mixes_codes(actions: Set[str], request: Request, source: Source) -> bool:
-    """Return whether an output has codes of a recipe that may differ from the recorded recipe and patterns.
-
-    - If all layers keep the codes of the source, or if all codes are copied from another model (--codes), return False.
-    - MXFP4 that is cast to NVFP4, FP8 that is carried to MXFP8, rescaled layers, and layers into which an adapter is
-      merged have codes of an unknown recipe: return True.
-    - Layers that keep the codes of the source, beside layers with new codes, have the recipe that the source records.
-      Return False only if the source records the recipe and the patterns of the request.
-
-    Args:
-        actions: the actions that give the quantized layers of the output.
-        request: what the user asked for.
-        source: the model to read.
-    """
+    """Return whether an output has codes of a recipe that may differ from the recorded recipe and patterns."""
     if actions <= {RENAME}:
         return False
     if request.codes or actions & {CAST, CARRY, RESCALE, MERGE}:
@@ -280,14 +199,7 @@ def mixes_codes(actions: Set[str], request: Request, source: Source) -> bool:
 
 
 def recorded_patterns(source: Source) -> list[list[str]]:
-    """Return the [pattern, recipe id] pairs that a model records for layers with a recipe of their own; [] if none.
-
-    The first pattern that matches a layer's name decides. The pairs are in fp4kit's record in ``quantization_config``.
-    If the config has no such record, the metadata of the model's files is searched.
-
-    Raises:
-        CheckpointError: if the record is malformed.
-    """
+    """Return the [pattern, recipe id] pairs that a model records for layers with a recipe of their own; [] if none."""
     declared = source.config.get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
     if isinstance(own, Mapping):
@@ -304,11 +216,7 @@ def recorded_include(files: Iterable[SafetensorsFile]) -> list[str]:
 
 
 def patterns_in(value: Any) -> list[list[str]]:
-    """Return a list of recorded [pattern, recipe id] pairs unchanged, and [] for None.
-
-    Raises:
-        CheckpointError: if ``value`` is anything else.
-    """
+    """Return a list of recorded [pattern, recipe id] pairs unchanged, and [] for None."""
     pairs = [] if value is None else value
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair) for pair in pairs
@@ -323,15 +231,8 @@ def patterns_in(value: Any) -> list[list[str]]:
 def check_values_agree(
     converted: Iterable[str], unquantized: Mapping[str, Weight], taken: Mapping[str, Weight]
 ) -> None:
-    """Raise CheckpointError if borrowed codes do not decode to about the values of the weight that they replace.
-
-    A few rows are compared; their signal-to-noise ratio must be at least 6 dB.
-
-    Args:
-        converted: the tensor names of the weights to check.
-        unquantized: tensor name -> weight of the source, with its own values.
-        taken: tensor name -> the weight with borrowed codes, as ``borrow_codes`` returns it.
-    """
+    """Raise CheckpointError if borrowed codes do not decode to about the values of the weight that they replace."""
+    # A few rows are compared; their signal-to-noise ratio must be at least 6 dB.
     with Readers() as readers:
         for name in converted:
             for at, rows in members(taken[name]).items():

@@ -44,18 +44,8 @@ DEFAULTS = (
 def with_defaults(
     request: Request, config: Mapping[str, Any], weights: Iterable[Weight], recorded: str, given: bool
 ) -> Request:
-    """Return a request with the recipe and the format that follow from the source, and the reason for them.
-
-    If ``given`` is True, the user named the recipe, and only the format follows. An unsuitable request is returned as
-    it is, so that making the plan raises the error.
-
-    Args:
-        request: the request; its recipe counts only if ``given`` is True.
-        config: the content of the source's config.json.
-        weights: the weights whose containers decide: those of the source or, with --codes, of the other model.
-        recorded: the id of the recipe that the source records; "" if it records none.
-        given: True if the user named the recipe.
-    """
+    """Return a request with the recipe and the format that follow from the source, and the reason for them."""
+    # An unsuitable request is returned as it is, so that making the plan raises the error.
     if request.format == UNQUANTIZED:
         return request
     sizes: Counter[Container] = Counter()
@@ -89,9 +79,8 @@ def _formats(request: Request, config: Mapping[str, Any], forms: Iterable[Contai
 def _followed(
     request: Request, config: Mapping[str, Any], have: Container, recorded: str, is_like: Any
 ) -> Request | None:
-    """Return the request with the first recipe that stores layers of the container ``have`` alike; None if none does.
-
-    ``is_like`` compares the container of the source with that of the output.
+    """Return the request with the first recipe that stores layers of the container ``have`` alike; None if none
+    does.
     """
     for name in (recorded, *DEFAULTS):
         if name in RECIPES:
@@ -128,10 +117,7 @@ def _mixes(request: Request, config: Mapping[str, Any]) -> bool:
 
 
 def _with_others(request: Request, config: Mapping[str, Any], layers: Mapping[str, Container], first: Container) -> Any:
-    """Return the request with recipes for the layers whose container is not that of the default recipe.
-
-    Without a format that holds mixtures, the request is returned unchanged.
-    """
+    """Return the request with recipes for the layers whose container is not that of the default recipe."""
     default = _form(request, config)
     if request.recipes or is_gguf_config(config) or request.codes or request.format not in (None, *MIXED):
         return request

@@ -69,10 +69,8 @@ class ExpertStack:
         return len(self.experts), rows, self.experts[0][0].weight.shape[-1]
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces (units of work) that write the stack: one per expert, transposed to [K, N].
-
-        The stack is written in BF16 if the first matrix is quantized, otherwise in the dtype of that matrix.
-        """
+        """Yield the pieces (units of work) that write the stack: one per expert, transposed to [K, N]."""
+        # The stack is written in BF16 if the first matrix is quantized, otherwise in the dtype of that matrix.
         experts, rows, columns = self.shape
         first = self.experts[0][0].weight
         dtype = "BF16" if first.container is not None else first.dtype
@@ -86,21 +84,7 @@ class ExpertStack:
 
 
 def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> dict[str, ExpertStack]:
-    """Return the stacks to put together from separate experts: tensor name -> stack; {} if there are none.
-
-    There are none in most model families, whose experts engines can read separately. The key of a stack is its
-    ``tensor``.
-
-    Experts stay separate in these cases:
-
-    - One of them is incomplete.
-    - They differ in shape, dtype or container.
-    - transformers could not tell the axis order of the stacks.
-
-    Args:
-        weights: the weights of the model, as weights_of returns them.
-        config: the content of config.json.
-    """
+    """Return the stacks to put together from separate experts: tensor name -> stack; {} if there are none."""
     if family_of(config) not in (STACKED_MOE, LLAMA4):
         return {}
     modules: dict[str, Matrices] = defaultdict(dict)
@@ -115,10 +99,7 @@ def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> d
 
 
 def _matrices(weight: Weight) -> Iterator[tuple[str, str, int, Rows]]:
-    """Yield (name of the experts' module, last part of the name, number, rows) for each expert's matrix in a weight.
-
-    Yield nothing if the weight's name is neither that of an expert's layer nor that of a stack of experts.
-    """
+    """Yield (name of the experts' module, last part of the name, number, rows) for each expert's matrix in a weight."""
     rows = (0, weight.shape[-2])
     if len(weight.shape) == 2:
         match = _SEPARATE.fullmatch(weight.name)
@@ -132,19 +113,7 @@ def _matrices(weight: Weight) -> Iterator[tuple[str, str, int, Rows]]:
 
 
 def _stacks(parent: str, matrices: Matrices, config: Mapping[str, Any]) -> Iterator[ExpertStack]:
-    """Yield the stacks gate_up_proj and down_proj of a module, or nothing if they cannot be put together.
-
-    They cannot be put together in these cases:
-
-    - An expert or one of its layers is missing.
-    - Experts differ in shape, dtype or container.
-    - transformers could not tell the axis order of the stacks.
-
-    Args:
-        parent: the name of the experts' module.
-        matrices: the layers of all experts in the module.
-        config: the content of config.json.
-    """
+    """Yield the stacks gate_up_proj and down_proj of a module, or nothing if they cannot be put together."""
     experts = 1 + max(expert for _, expert in matrices)
     text = config.get("text_config")
     counts = {**(text if isinstance(text, Mapping) else {}), **config}

@@ -22,13 +22,7 @@ def stores(recipe: Recipe) -> bool:
 
 
 def form_for(recipe: Recipe) -> Container:
-    """Return the GGUF container for a recipe: the first in FORMS that can store its codes and scales.
-
-    A recipe with a tensor scale gives GGUF_SCALED.
-
-    Raises:
-        CheckpointError: if no GGUF container can store the recipe.
-    """
+    """Return the GGUF container for a recipe: the first in FORMS that can store its codes and scales."""
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
         usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in FORMS)]
@@ -39,19 +33,7 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def check(source: Source, form: Container | None, modules: Collection[str]) -> None:
-    """Raise CheckpointError if llama.cpp could not use the result of converting a GGUF file; otherwise do nothing.
-
-    It could not in these cases:
-
-    - The file is an image or audio projector.
-    - ``form`` stores tensor scales, and llama.cpp does not support a tensor scale for one of the modules (see
-      ggml_names.scale_troubles).
-
-    Args:
-        source: the GGUF file to convert.
-        form: the container to write, or None to write unquantized tensors.
-        modules: the names of the modules to quantize.
-    """
+    """Raise CheckpointError if llama.cpp could not use the result of converting a GGUF file; otherwise do nothing."""
     file = source.files[0]
     if source.config[ggml_names.ARCHITECTURE] == "clip":
         raise CheckpointError(
@@ -62,12 +44,7 @@ def check(source: Source, form: Container | None, modules: Collection[str]) -> N
 
 
 def _check_scales(source: Source, modules: Collection[str]) -> None:
-    """Raise CheckpointError if llama.cpp would ignore or reject the tensor scale of a module to quantize.
-
-    Args:
-        source: a GGUF file.
-        modules: the names of the modules to quantize.
-    """
+    """Raise CheckpointError if llama.cpp would ignore or reject the tensor scale of a module to quantize."""
     found = list(ggml_names.scale_troubles(source.config[ggml_names.ARCHITECTURE], modules, source.tensors))
     if found:
         module, text = found[0]

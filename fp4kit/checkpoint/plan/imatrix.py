@@ -97,19 +97,7 @@ class Imatrix:
         return {"imatrix": self.path.name, "sha256": self.sha256}
 
     def of(self, module: str, weight: Weight, expert: int) -> ChannelWeights | None:
-        """Return the place of the column weights of one matrix, or None if the file has none for it.
-
-        Each name is looked up first as it is, then as the gguf package's name map translates it.
-
-        Args:
-            module: the name of the layer to write. If it is not found, the name of ``weight`` is tried.
-            weight: the source weight that the layer is made from.
-            expert: the index of the matrix in ``weight``; 0 for a single matrix.
-
-        Raises:
-            CheckpointError: if the file has the weight, but with a size that does not fit. Also if a name must be
-                translated and the gguf package is missing.
-        """
+        """Return the place of the column weights of one matrix, or None if the file has none for it."""
         for name in (module, weight.name):
             if name in self.entries:
                 return self._matrix(self.entries[name], weight, expert, weight.experts)
@@ -122,14 +110,7 @@ class Imatrix:
         return None
 
     def _translated(self, module: str) -> tuple[str, int | None] | None:
-        """Translate a Hugging Face name and return (key in ``entries``, index of the expert).
-
-        The index is None if the name has no expert number. Return None instead of the pair if the file has no such
-        weight.
-
-        Raises:
-            CheckpointError: if the gguf package is missing.
-        """
+        """Translate a Hugging Face name and return (key in ``entries``, index of the expert)."""
         match = _EXPERT.fullmatch(module)
         stem, index = (module, None) if match is None else (match[1], int(match[2]))
         leaves = ("",) if match is None else tuple(f".{leaf}" for leaf in _PARTS.get(match[3], (match[3],)))
@@ -140,17 +121,7 @@ class Imatrix:
         return None
 
     def _matrix(self, entry: ImatrixEntry, weight: Weight, expert: int, experts: int) -> ChannelWeights:
-        """Return the place of the column weights of one matrix of an entry.
-
-        Args:
-            entry: the entry, a matrix or a stack of experts.
-            weight: the source weight that the matrix belongs to.
-            expert: the index of the matrix in the entry.
-            experts: the number of matrices that the entry must have values for.
-
-        Raises:
-            CheckpointError: if the numbers of values or divisors do not fit ``weight`` and ``experts``.
-        """
+        """Return the place of the column weights of one matrix of an entry."""
         columns = weight.shape[-1]
         counts = len(entry.divisors)
         if entry.nvalues != columns * experts or expert >= experts or counts not in (1, experts):
@@ -163,20 +134,7 @@ class Imatrix:
         return ChannelWeights(self.path, entry.position + 4 * columns * expert, columns, divisor)
 
     def check(self, layers: Iterable[tuple[str, Weight, int]]) -> tuple[str, ...]:
-        """Check the column weights of all layers that a scale search will use, and return warnings.
-
-        There may be two warnings: one names the layers that the file lacks, and one the experts that were never called.
-
-        Args:
-            layers: (module, weight, expert) per layer, as for ``of``. Duplicates are checked once.
-
-        Returns:
-            The warnings; () if there are none.
-
-        Raises:
-            CheckpointError: if the file has none of the layers, a size does not fit, or weights are negative, NaN or
-                infinite.
-        """
+        """Check the column weights of all layers that a scale search will use, and return warnings."""
         missing, never, found = [], [], 0
         for module, weight, expert in {(module, one.tensor, e): (module, one, e) for module, one, e in layers}.values():
             place = self.of(module, weight, expert)
@@ -195,12 +153,7 @@ class Imatrix:
         return tuple(self._warnings(missing, never))
 
     def _checked(self, module: str, place: ChannelWeights) -> np.ndarray:
-        """Read and return the column weights at ``place``. Raise CheckpointError if one is negative, NaN or infinite.
-
-        Args:
-            module: the name of the layer, for the error message.
-            place: where the column weights are.
-        """
+        """Read and return the column weights at ``place``."""
         values = place.read()
         bad = int(np.count_nonzero(~(np.isfinite(values) & (values >= 0))))
         if bad:
@@ -211,14 +164,7 @@ class Imatrix:
         return values
 
     def _warnings(self, missing: list[str], never: list[str]) -> Iterator[str]:
-        """Yield a warning about layers without column weights, and one about experts that were never called.
-
-        An empty list gives no warning.
-
-        Args:
-            missing: the names of the layers without column weights. All their columns have equal weights.
-            never: the names of the experts that were never called. They get column weights of 1.
-        """
+        """Yield a warning about layers without column weights, and one about experts that were never called."""
         name = shown(self.path.name)
         if missing:
             text = f"has no weights for {len(missing)} layers, whose columns count equally: {listed(missing)}"
@@ -228,29 +174,13 @@ class Imatrix:
 
 
 def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
-    """Return whether a matrix saw no token when the imatrix was made.
-
-    - True if the divisor is 0.
-    - True if there are several column weights and all are 1, because legacy files store this for an expert that saw no
-      token.
-    - False otherwise.
-
-    Args:
-        values: the column weights, read from ``place``.
-        place: the place of the column weights, with their divisor.
-    """
+    """Return whether a matrix saw no token when the imatrix was made."""
     return place.divisor == 0 or bool(values.size > 1 and (values == 1).all())
 
 
 @cache
 def _name_map() -> dict[str, tuple[str, ...]]:
-    """Return the gguf package's map from Hugging Face names to possible names in GGUF files, for all architectures.
-
-    A value is a tuple of one or more names. In keys and values, "{bid}" stands for the number of a layer.
-
-    Raises:
-        CheckpointError: if the gguf package is missing.
-    """
+    """Return the gguf package's map from Hugging Face names to possible names in GGUF files, for all architectures."""
     try:
         import gguf
     except ImportError:
@@ -268,14 +198,7 @@ def _name_map() -> dict[str, tuple[str, ...]]:
 
 
 def gguf_names(module: str) -> tuple[str, ...]:
-    """Return the names that a layer with a Hugging Face name may have in GGUF files; () if the name is unknown.
-
-    There may be several names, because the name map covers all architectures. ``module`` and the names do not end in
-    ".weight".
-
-    Raises:
-        CheckpointError: if the gguf package is missing.
-    """
+    """Return the names that a layer with a Hugging Face name may have in GGUF files; () if the name is unknown."""
     module = module.replace("language_model.", "")
     number = _NUMBER.search(module)
     if number is None:
@@ -285,13 +208,7 @@ def gguf_names(module: str) -> tuple[str, ...]:
 
 
 def read_imatrix(path: str | Path) -> Imatrix:
-    """Read the structure of an imatrix file, legacy or GGUF, and return where its column weights are.
-
-    The values are not checked here. The whole file is read once, for its SHA-256.
-
-    Raises:
-        CheckpointError: if the file is missing, is not a complete imatrix file, or has no entries.
-    """
+    """Read the structure of an imatrix file, legacy or GGUF, and return where its column weights are."""
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"imatrix {shown(str(path))}: is not a file; a file that llama-imatrix wrote is needed")
@@ -304,11 +221,7 @@ def read_imatrix(path: str | Path) -> Imatrix:
 
 
 def _gguf_entries(path: Path) -> dict[str, ImatrixEntry]:
-    """Return the entries of an imatrix file in GGUF form, by weight name; {} if it has no entries.
-
-    Raises:
-        CheckpointError: if the GGUF file is not an imatrix, or if sums or counts of a weight are missing or invalid.
-    """
+    """Return the entries of an imatrix file in GGUF form, by weight name; {} if it has no entries."""
     file = read_gguf(path)
     name = shown(path.name)
     if file.metadata.get("general.type") != "imatrix":
@@ -329,11 +242,7 @@ def _gguf_entries(path: Path) -> dict[str, ImatrixEntry]:
 
 
 def _legacy_entries(path: Path) -> dict[str, ImatrixEntry]:
-    """Return the entries of a legacy imatrix file (not GGUF), by weight name.
-
-    Raises:
-        CheckpointError: if the file is no legacy imatrix file, ends early, or names a weight twice.
-    """
+    """Return the entries of a legacy imatrix file (not GGUF), by weight name."""
     size, found = path.stat().st_size, {}
     with path.open("rb") as stream:
         count = _number(stream, path, "its number of entries")
@@ -359,16 +268,7 @@ def _legacy_entries(path: Path) -> dict[str, ImatrixEntry]:
 
 
 def _number(stream: BinaryIO, path: Path, what: str) -> int:
-    """Read and return the next number of a legacy imatrix file, a little-endian signed int32.
-
-    Args:
-        stream: the open file, which advances by 4 bytes.
-        path: the path of the file, for the error message.
-        what: what the number means, for the error message.
-
-    Raises:
-        CheckpointError: if the file ends before the number is complete.
-    """
+    """Read and return the next number of a legacy imatrix file, a little-endian signed int32."""
     data = stream.read(4)
     if len(data) < 4:
         raise _damaged(path, f"it ends inside {what}")
@@ -376,10 +276,5 @@ def _number(stream: BinaryIO, path: Path, what: str) -> int:
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    """Return the error for a file that is not a usable legacy imatrix file.
-
-    Args:
-        path: the path of the file.
-        why: the fault that was found.
-    """
+    """Return the error for a file that is not a usable legacy imatrix file."""
     return CheckpointError(f"imatrix {shown(path.name)}: is no usable imatrix file: {why}; make it with llama-imatrix")

@@ -30,24 +30,7 @@ def rotated(
     rotation: WeightRotation,
     patterns: Collection[str] = (),
 ) -> dict[str, Weight]:
-    """Return copies of the weights to rotate, with ``rotation`` set: tensor name -> weight.
-
-    A weight with ``rotation`` is rotated when it is read. Weights that no pattern matches are not in the result.
-
-    Args:
-        selected: tensor name -> weight, for the weights to quantize.
-        candidates: tensor name -> description for the selection rules, for the same tensors.
-        rotation: the rotation.
-        patterns: globs of the names of the layers to rotate (--hadamard-only); () for all.
-
-    Raises:
-        CheckpointError: in one of these cases:
-
-            - A layer is a routed expert, whose inputs no engine rotates.
-            - The rows of a layer do not consist of whole blocks of the transform.
-            - Only some of the layers that loaders fuse would be rotated.
-            - A pattern matches no layer.
-    """
+    """Return copies of the weights to rotate, with ``rotation`` set: tensor name -> weight."""
     size, names = rotation.size, [weight.name for weight in selected.values()]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -73,16 +56,9 @@ def _matches(weight: Weight, patterns: Collection[str]) -> bool:
 
 
 def _check_fused(size: int, names: Iterable[str], chosen: Collection[str]) -> None:
-    """Raise CheckpointError if some layers of a fused group are rotated and others are not.
-
-    Loaders fuse layers that share their inputs, such as q_proj, k_proj and v_proj, so all of them must get the same
-    inputs.
-
-    Args:
-        size: the size that the user gave.
-        names: the names of the layers that are quantized.
-        chosen: those of ``names`` that are rotated.
-    """
+    """Raise CheckpointError if some layers of a fused group are rotated and others are not."""
+    # Loaders fuse layers that share their inputs, such as q_proj, k_proj and v_proj, so all of them must get the same
+    # inputs.
     for key, members in fused_groups(names).items():
         count = sum(member in chosen for member in members)
         if 0 < count < len(members):
@@ -93,30 +69,13 @@ def _check_fused(size: int, names: Iterable[str], chosen: Collection[str]) -> No
 
 
 def _refuse(size: int, layers: Collection[str], why: str, way_out: str) -> None:
-    """Raise CheckpointError with a message that names ``layers``; do nothing if ``layers`` is empty.
-
-    Args:
-        size: the size that the user gave.
-        layers: the names of the layers that cannot be rotated.
-        why, way_out: why these layers cannot be rotated, and what the user can do.
-    """
+    """Raise CheckpointError with a message that names ``layers``; do nothing if ``layers`` is empty."""
     if layers:
         raise CheckpointError(f"--hadamard {size}: {listed([*layers])}: {why}; {way_out}")
 
 
 def findings(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Finding]:
-    """Yield a finding (warning) for each engine that cannot run rotated layers, or may give wrong outputs for them.
-
-    These are transformers and SGLang in any case, and vLLM if a rotated layer has a bias. Yield nothing if no layer is
-    rotated.
-
-    Args:
-        rotated_layers: the names of the rotated layers.
-        tensors: the names of all tensors of the checkpoint.
-
-    Source: transformers 5.23 quantizers/quantizer_compressed_tensors.py, which does not read ``transform_config``; vLLM
-    compressed_tensors/transform/linear.py, whose method ``apply`` asserts that there is no bias.
-    """
+    """Yield a finding (warning) for each engine that cannot run rotated layers, or may give wrong outputs for them."""
     if not rotated_layers:
         return
     why = "ignores transform_config and does not rotate inputs, so the outputs of the model are wrong"

@@ -59,15 +59,9 @@ class Sink(Protocol):
 
 
 def target_of(have: Container | None, form: Container) -> Container:
-    """Return the container to write for a weight: ``form``, except for AWQ layers.
-
-    If ``have`` is AWQ, of Model-Optimizer or of ComfyUI, and ``form`` is NVFP4 of one of them, return the container of
-    AWQ that belongs to ``form``, so that the layer keeps its factors per column.
-
-    Args:
-        have: the container of the weight; None if it is unquantized.
-        form: the container of the output.
-    """
+    """Return the container to write for a weight: ``form``, except for AWQ layers."""
+    # If ``have`` is AWQ, of Model-Optimizer or of ComfyUI, and ``form`` is NVFP4 of one of them, return the container
+    # of AWQ that belongs to ``form``, so that the layer keeps its factors per column.
     return _AWQ.get(form, form) if have in _AWQ.values() else form
 
 
@@ -75,26 +69,7 @@ _AWQ = {MODELOPT_NVFP4: MODELOPT_AWQ, COMFY_NVFP4: COMFY_AWQ}
 
 
 def action_of(weight: Weight, form: Container | None) -> str:
-    """Return the action that brings a weight into the container to write (see the head of this file).
-
-    The first case that applies decides:
-
-    1. An unquantized weight is quantized. If ``form`` is None, it is copied or, with an update, written again.
-    2. A quantized weight is dequantized if ``form`` is None.
-    3. A weight with a rotation is requantized, because it cannot keep its codes. A weight with an update is merged if
-       ``form`` can store its codes, and it has no factors of AWQ or SVDQuant and no scales in 16 bits; otherwise it is
-       requantized.
-    4. A weight is renamed if ``form`` can store its codes and block scales unchanged. If decoding rounds its values to
-       16 bits, ``form`` must round them too.
-    5. MXFP4 is cast to NVFP4 if ``form`` has a tensor scale, otherwise requantized.
-    6. FP8 with 128x128 blocks is carried to MXFP8.
-    7. MXFP4 and MXFP8 are rescaled to MXFP8 and to FP8, unless that has one scale per layer.
-    8. Any other weight is requantized.
-
-    Args:
-        weight: the weight to convert.
-        form: the container to write; None to write unquantized values.
-    """
+    """Return the action that brings a weight into the container to write (see the head of this file)."""
     have = weight.container
     if have is None and form is None:
         return COPY if weight.update is None else DEQUANTIZE
@@ -117,10 +92,7 @@ def action_of(weight: Weight, form: Container | None) -> str:
 
 
 def is_rounded(weight: Weight) -> bool:
-    """Return whether decoding rounds the values of a weight to 16 bits, the dtype of its scales.
-
-    This is so for FP8 layers of compressed-tensors whose scales are stored in 16 bits.
-    """
+    """Return whether decoding rounds the values of a weight to 16 bits, the dtype of its scales."""
     place = weight.parts.get(SCALES, weight.parts.get(TENSOR_SCALE))
     rounds = weight.container is not None and weight.container.rounds
     return rounds and place is not None and place.entry.dtype != "F32"
@@ -213,41 +185,26 @@ class Job:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape (rows, columns) of what the job converts: the rows of ``span``, or all rows of the matrix.
-
-        An assertion fails for "copy".
-        """
+        """The shape (rows, columns) of what the job converts: the rows of ``span``, or all rows of the matrix."""
         rows, columns = self.weight.shape[-2:]
         first, end = self.span or (0, rows)
         return end - first, columns
 
     @property
     def slab_bytes(self) -> int | None:
-        """The largest size of a slab (rows that are read at a time), in bytes of source elements.
-
-        It is None for a job that runs on the CPU; reading then uses the default size.
-        """
+        """The largest size of a slab (rows that are read at a time), in bytes of source elements."""
         return None if self.device is None else DEVICE_SLAB_BYTES
 
     @property
     def nbytes_in(self) -> int:
-        """The number of source bytes that the job reads in one pass over its source, scales included.
-
-        If the job reads only some rows of a weight, the weight's size is divided in proportion to the rows.
-        """
+        """The number of source bytes that the job reads in one pass over its source, scales included."""
         if isinstance(self.source, Located):
             return self.source.entry.nbytes
         return self.weight.nbytes * self.shape[0] // (self.weight.experts * self.weight.shape[-2])
 
     @property
     def is_measured(self) -> bool:
-        """True if the job reads its source twice. The first pass finds the amax, scale exponents, NaN and infinity.
-
-        - For quantize, cast, carry, rescale, merge and requantize: True.
-        - For dequantize: True unless ``nonfinite`` is "keep".
-        - For rename: True if ``nonfinite`` is "error".
-        - For copy: False.
-        """
+        """True if the job reads its source twice."""
         checked = {DEQUANTIZE: self.nonfinite != "keep", RENAME: self.nonfinite == "error"}
         changing = (QUANTIZE, CAST, CARRY, RESCALE, REQUANTIZE, MERGE)
         return self.action in changing or checked.get(self.action, False)
@@ -294,10 +251,7 @@ class Changes(NamedTuple):
     largest_error: float = 0.0
 
     def plus(self, other: Changes) -> Changes:
-        """Return the combined changes of two parts of a layer or of two layers.
-
-        Counts are added; the larger of the two errors is kept.
-        """
+        """Return the combined changes of two parts of a layer or of two layers."""
         error = max(self.largest_error, other.largest_error)
         return Changes(self.blocks + other.blocks, self.values + other.values, error)
 

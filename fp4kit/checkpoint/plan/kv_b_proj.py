@@ -69,10 +69,7 @@ class SplitLayer:
         return heads * (nope + self.values.shape[1]), columns
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces (units of work) that write kv_b_proj: two per head, from embed_q and from unembed_out.
-
-        kv_b_proj is written in the dtype of the first stack that is unquantized, or in BF16 if both are quantized.
-        """
+        """Yield the pieces (units of work) that write kv_b_proj: two per head, from embed_q and from unembed_out."""
         dtype = next((weight.dtype for weight in self.weights if weight.container is None), "BF16")
         output = OutputTensor(f"{self.name}.weight", dtype, self.shape, VALUES)
         heads, columns, nope = self.keys.shape
@@ -86,17 +83,8 @@ class SplitLayer:
 
 
 def split_layers(tensors: Tensors, weights: Mapping[str, Weight]) -> dict[str, SplitLayer]:
-    """Return a dict from tensor name to layer, for every kv_b_proj that is stored as two stacks; {} if there is none.
-
-    The key of a layer is the name of the tensor with the values or codes of embed_q. The stacks may be quantized or
-    not.
-
-    Args:
-        tensors: tensor name -> (its file, its header entry), for all tensors of the model.
-        weights: the weights of the model, as weights_of returns them.
-
-    Raises:
-        CheckpointError: if one of the two stacks is missing, or if their shapes do not fit together.
+    """Return a dict from tensor name to layer, for every kv_b_proj that is stored as two stacks; {} if there is
+    none.
     """
     stacks = {weight.name: weight for weight in weights.values() if _leaf(weight.name) in _PARTNER}
     for name, (file, entry) in tensors.items():
@@ -119,10 +107,7 @@ def split_layers(tensors: Tensors, weights: Mapping[str, Weight]) -> dict[str, S
 
 
 def is_split(name: str) -> bool:
-    """Return whether a tensor has the name of one of the two stacks that mlx-lm makes of kv_b_proj.
-
-    Such a name ends in ".embed_q.weight" or ".unembed_out.weight".
-    """
+    """Return whether a tensor has the name of one of the two stacks that mlx-lm makes of kv_b_proj."""
     return name.endswith((f".{_KEYS}.weight", f".{_VALUES}.weight"))
 
 
@@ -137,14 +122,7 @@ def _is_plain_stack(entry: TensorEntry) -> bool:
 
 
 def _check_shapes(keys: Weight, values: Weight) -> None:
-    """Raise CheckpointError unless embed_q has the shape [H, K, nope] and unembed_out [H, v, K], with equal H and K.
-
-    H is the number of heads, and K the number of columns of kv_b_proj. nope and v are the rows per head for keys and
-    values.
-
-    Args:
-        keys, values: the stacks embed_q and unembed_out.
-    """
+    """Raise CheckpointError unless embed_q has the shape [H, K, nope] and unembed_out [H, v, K], with equal H and K."""
     if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != (values.shape[0], values.shape[2]):
         raise CheckpointError(
             f"{shown(keys.name)}: has shape {list(keys.shape)} and {_VALUES} {list(values.shape)}; [H, K, nope] and"

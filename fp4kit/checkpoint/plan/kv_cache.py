@@ -50,10 +50,8 @@ class KvCache(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        """True if the cache is FP8 (8-bit floats) with static scales, the only cache that both formats support.
-
-        ``scheme`` decides if there is one, and otherwise ``algorithm``.
-        """
+        """True if the cache is FP8 (8-bit floats) with static scales, the only cache that both formats support."""
+        # ``scheme`` decides if there is one, and otherwise ``algorithm``.
         if self.scheme is None:
             return self.algorithm == "FP8"
         kind = self.scheme.get("num_bits"), self.scheme.get("type")
@@ -65,17 +63,7 @@ class KvCache(NamedTuple):
         return bool(self.scheme or self.algorithm or self.tensors)
 
     def declaration(self, format: str) -> tuple[Mapping[str, Any] | None, str | None]:
-        """Return (kv_cache_scheme, kv_cache_quant_algo), which the config files of the output must declare.
-
-        - If the output does not keep the KV cache (see ``is_carried``), or the source stores scales but declares
-          nothing, both are None.
-        - For an FP8 cache, they are the two spellings of the output format, so that its config files agree. The scheme
-          of the source is kept if the format is the same.
-        - For another cache, both are those of the source, where either may be None.
-
-        Args:
-            format: the output format, such as "modelopt".
-        """
+        """Return (kv_cache_scheme, kv_cache_quant_algo), which the config files of the output must declare."""
         if not self.is_carried(format):
             return None, None
         if not self.is_fp8:
@@ -85,22 +73,12 @@ class KvCache(NamedTuple):
         return scheme, "FP8" if format == "modelopt" else None
 
     def is_carried(self, format: str) -> bool:
-        """Return whether an output of the given format keeps the scales and the declaration of the KV cache.
-
-        - False if the source has no quantized KV cache, and for formats other than "modelopt" and "compressed-tensors".
-        - True if the source has the given format, if the cache is FP8, or if there are scales without a declaration.
-        - False for any other cache.
-        """
+        """Return whether an output of the given format keeps the scales and the declaration of the KV cache."""
         undeclared = self.scheme is None and self.algorithm is None
         return self.is_declared and format in FORMATS and (format == self.format or self.is_fp8 or undeclared)
 
     def reason(self, format: str, format_name: str) -> str:
-        """Return the reason why an output of a format cannot keep the KV cache, for the user.
-
-        Args:
-            format: the output format.
-            format_name: its name for the message.
-        """
+        """Return the reason why an output of a format cannot keep the KV cache, for the user."""
         if format not in FORMATS:
             return f"{format_name} has no place for it; {' and '.join(FORMATS)} have"
         cache = self.algorithm or brief(self.scheme)
@@ -109,14 +87,7 @@ class KvCache(NamedTuple):
         )
 
     def name(self, tensor: str, format: str) -> str:
-        """Return the output name of a tensor with a scale of the KV cache, such as "attn.k_scale".
-
-        A name that does not end in k_scale or v_scale is returned unchanged.
-
-        Args:
-            tensor: the name of the scale in the source.
-            format: the output format, "modelopt" or "compressed-tensors".
-        """
+        """Return the output name of a tensor with a scale of the KV cache, such as "attn.k_scale"."""
         attention, _, leaf = tensor.rpartition(".")
         projection = _LEAVES.get(leaf)
         if projection is None:
@@ -126,10 +97,8 @@ class KvCache(NamedTuple):
 
 
 def kv_cache_of(source: Source) -> KvCache:
-    """Return the quantized KV cache of a source, as its config files declare it and its tensors store it. Never None.
-
-    If the source has none, ``is_declared`` of the result is False. No tensor data is read.
-    """
+    """Return the quantized KV cache of a source, as its config files declare it and its tensors store it."""
+    # Never None.
     found = declared(with_declaration(source.config, source.hf_quant_config))
     scheme = found.get("kv_cache_scheme")
     declares = entries(source.config, source.hf_quant_config)
@@ -142,17 +111,7 @@ def kv_cache_of(source: Source) -> KvCache:
 
 
 def troubles(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> Iterator[tuple[str, str, str]]:
-    """Yield (severity, name, reason) for each scale of the KV cache that is wrong or has no counterpart.
-
-    - "error": the scale is zero, negative, NaN or infinite.
-    - "warning": a key scale has no value scale beside it, or the reverse. It may be intended, because models with
-      latent attention (MLA) may need only one of them.
-
-    The scales are read from the files.
-
-    Args:
-        tensors: tensor name -> (its file, its header entry), for a whole model.
-    """
+    """Yield (severity, name, reason) for each scale of the KV cache that is wrong or has no counterpart."""
     scales = {name: place for name, place in tensors.items() if name.rpartition(".")[2] in _LEAVES}
     layers: dict[str, set[str]] = defaultdict(set)
     with Readers() as readers:

@@ -23,16 +23,8 @@ _PAIRS = {"gate_up_proj": "down_proj", "w13": "w2"}
 
 
 def check(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> None:
-    """Raise CheckpointError if a layer must not be quantized, because the result could not be read or would be wrong.
-
-    There are two reasons:
-
-    - The layer's module also has a tensor that fp4kit does not know, so that fp4kit would refuse the output.
-    - The shapes of two stacks of experts do not fit together, so that it is unknown which axis is which.
-
-    Args:
-        selected: tensor name -> weight, for the layers to convert. Quantized ones are not checked.
-        others: the tensors of the model that store no weight, by name.
+    """Raise CheckpointError if a layer must not be quantized, because the result could not be read or would be
+    wrong.
     """
     plain = {weight.name: weight for weight in selected.values() if weight.container is None}
     _check_stacks(plain)
@@ -46,14 +38,7 @@ def check(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> 
 
 
 def _check_stacks(plain: Mapping[str, Weight]) -> None:
-    """Raise CheckpointError if the shapes of the gate_up stack and the down stack of a module do not fit together.
-
-    The shapes tell whether stacks are stored as [E, N, K] or transposed as [E, K, N]; without this, the axes are
-    unknown. A stack without its counterpart passes.
-
-    Args:
-        plain: module name -> unquantized weight.
-    """
+    """Raise CheckpointError if the shapes of the gate_up stack and the down stack of a module do not fit together."""
     shapes = {name: weight.shape for name, weight in plain.items()}
     for name in plain:
         trouble = stacks_trouble(name, shapes)
@@ -62,15 +47,7 @@ def _check_stacks(plain: Mapping[str, Weight]) -> None:
 
 
 def stacks_trouble(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return an error message if the shapes of a stack of experts and of its counterpart do not fit; "" if they do.
-
-    The stack of gate and up projections and the stack of down projections are counterparts. Return "" also if the layer
-    is no such stack, or if its counterpart is missing.
-
-    Args:
-        name: the module of one stack.
-        shapes: module name -> shape [E, N, K], for all layers and stacks that are known.
-    """
+    """Return an error message if the shapes of a stack of experts and of its counterpart do not fit; "" if they do."""
     parent, _, leaf = name.rpartition(".")
     pair = next(((a, b) for a, b in _PAIRS.items() if leaf in (a, b)), None)
     both = () if pair is None else tuple(shapes.get(f"{parent}.{one}", ()) for one in pair)
@@ -90,13 +67,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")
 
 
 def missing_experts(names: Iterable[str]) -> Iterator[str]:
-    """Yield a warning for each module in which the number of an expert is missing: one below the largest number.
-
-    Numbers start at 0. Only names such as "mlp.experts.3.up_proj" count, so stacks are ignored.
-
-    Args:
-        names: the names of the weights of a model.
-    """
+    """Yield a warning for each module in which the number of an expert is missing: one below the largest number."""
     found: dict[str, set[int]] = defaultdict(set)
     for match in filter(None, map(_EXPERT.match, names)):
         found[match[1]].add(int(match[2]))
@@ -110,13 +81,7 @@ def missing_experts(names: Iterable[str]) -> Iterator[str]:
 
 
 def wide_floats(others: Mapping[str, TensorEntry]) -> Iterator[str]:
-    """Yield one warning that names all matrices in float64, which are not quantized. Yield nothing if there are none.
-
-    A matrix here is a tensor NAME.weight with at least two axes.
-
-    Args:
-        others: the tensors of the model that store no weight, by name.
-    """
+    """Yield one warning that names all matrices in float64, which are not quantized."""
     names = [name for name, one in others.items() if one.dtype == "F64" and name.endswith(".weight") and one.shape[1:]]
     if names:
         yield f"{listed(names)}: stay F64, because only F32, F16 and BF16 are quantized; convert them first"
@@ -129,16 +94,7 @@ _READS, _WRITES = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_pr
 def all_doubts(
     weights: Iterable[Weight], config: Mapping[str, Any], tensors: Mapping[str, tuple[object, TensorEntry]]
 ) -> Iterator[str]:
-    """Yield all warnings about layers that seem wrong: damaged layers, transposed layers, and a tied output head.
-
-    There is a warning about the output head if it is quantized although the config ties it to the embedding. For the
-    other warnings, see ``doubtful_layers``.
-
-    Args:
-        weights: the weights of a model.
-        config: the content of the model's config.json.
-        tensors: the tensors of the model: name -> (file, header entry).
-    """
+    """Yield all warnings about layers that seem wrong: damaged layers, transposed layers, and a tied output head."""
     weights = [*weights]
     yield from doubtful_layers(weights, config, tensors)
     yield from filter(None, [layer_sizes.tied_head(weights, config)])
@@ -147,16 +103,7 @@ def all_doubts(
 def doubtful_layers(
     weights: Iterable[Weight], config: Mapping[str, Any], tensors: Mapping[str, tuple[object, TensorEntry]]
 ) -> Iterator[str]:
-    """Yield warnings about layers that seem to lack rows, columns or tensors, or to be stored transposed.
-
-    There are also warnings about biases and scales that do not fit their layer, or whose dtype differs from that in
-    similar layers.
-
-    Args:
-        weights: the weights of a model.
-        config: the content of the model's config.json.
-        tensors: the tensors of the model: name -> (file, header entry).
-    """
+    """Yield warnings about layers that seem to lack rows, columns or tensors, or to be stored transposed."""
     weights = [*weights]
     cut = layer_sizes.misfits(weights, config)
     yield from (misfit.text for misfit in cut)
@@ -169,16 +116,9 @@ def doubtful_layers(
 
 
 def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one warning that names all layers that seem to be stored as [K, N]. Yield nothing if there are none.
-
-    Only matrices in decoder layers with usual names are checked, such as q_proj and down_proj. The config's hidden_size
-    must be the length of the last axis if the layer reads the hidden state, and of the first axis if it writes it. A
-    layer seems transposed if only the other axis has this length.
-
-    Args:
-        weights: the weights of a model.
-        config: the content of the model's config.json.
-    """
+    """Yield one warning that names all layers that seem to be stored as [K, N]."""
+    # The config's hidden_size must be the length of the last axis if the layer reads the hidden state, and of the first
+    # axis if it writes it.
     text = config.get("text_config")
     size = (text if isinstance(text, Mapping) else config).get("hidden_size")
     names = []

@@ -193,19 +193,7 @@ def make_plan(
 
 
 def _plan(facts: PlanFacts) -> Plan:
-    """Return the plan that follows from the decisions about a model, with all warnings.
-
-    Args:
-        facts: the decisions about the model.
-
-    Raises:
-        CheckpointError: in one of these cases:
-
-            - Nothing is converted.
-            - Two output tensors have the same name.
-            - A scale search does not fit the layers.
-            - A tensor is larger than the limit for files of a split GGUF model.
-    """
+    """Return the plan that follows from the decisions about a model, with all warnings."""
     if not facts.selected and not facts.restored:
         raise CheckpointError(
             "0 tensors to convert: nothing in the source is quantized, so there is nothing to decode; use another"
@@ -268,10 +256,7 @@ def _plan(facts: PlanFacts) -> Plan:
 
 
 def _doubtful_magnitudes(facts: PlanFacts) -> tuple[str, ...]:
-    """Return warnings about scales of the source whose magnitudes are wrong. Some rows of its layers are read.
-
-    Raise CheckpointError if scales are certainly wrong, and the request does not allow this.
-    """
+    """Return warnings about scales of the source whose magnitudes are wrong."""
     weights = [*facts.weights.values()]
     if not any_quantized(weights):
         return ()
@@ -283,13 +268,7 @@ def _doubtful_magnitudes(facts: PlanFacts) -> tuple[str, ...]:
 
 
 def _joined(shards: tuple[ShardPlan, ...]) -> ShardPlan:
-    """Return one plan for a split GGUF model, with the tensors of all its files.
-
-    The name and the metadata are those of the first file.
-
-    Args:
-        shards: the plans of the files, at least one.
-    """
+    """Return one plan for a split GGUF model, with the tensors of all its files."""
     tensors = tuple(tensor for shard in shards for tensor in shard.tensors)
     return ShardPlan(shards[0].name, tensors, shards[0].metadata)
 

@@ -19,12 +19,7 @@ from fp4kit.storage.errors import CheckpointError, listed, shown
 
 
 def first_match(patterns: Iterable[str], module: str) -> int | None:
-    """Return the index of the first pattern that matches a module name, or None if no pattern does.
-
-    Args:
-        patterns: case-sensitive globs that must match the whole name.
-        module: the name of a module.
-    """
+    """Return the index of the first pattern that matches a module name, or None if no pattern does."""
     return next((i for i, pattern in enumerate(patterns) if fnmatchcase(module, pattern)), None)
 
 
@@ -54,11 +49,7 @@ class Mixture:
         self._found: dict[str, LayerQuantization] = {}  # module -> its recipe and container
 
     def of(self, module: str) -> LayerQuantization:
-        """Return the recipe and container of a layer: those of the first pattern that matches it, or the default.
-
-        Args:
-            module: the layer's name in the source. A stack of experts is one layer.
-        """
+        """Return the recipe and container of a layer: those of the first pattern that matches it, or the default."""
         if not self._patterns:
             return self.default
         choice = self._found.get(module)
@@ -68,27 +59,14 @@ class Mixture:
         return choice
 
     def check_patterns(self, modules: Sequence[str], copied: Mapping[str, str]) -> None:
-        """Raise CheckpointError for the first pattern that decides about no layer.
-
-        A pattern decides about a layer to quantize if it is the first pattern that matches it.
-
-        Args:
-            modules: the names of the layers to quantize.
-            copied: name -> reason, for all other weights.
-        """
+        """Raise CheckpointError for the first pattern that decides about no layer."""
         used = {first_match(self._patterns, module) for module in modules} if self._patterns else set()
         for i, pattern in enumerate(self._patterns):
             if i not in used:
                 raise CheckpointError(f"--recipe {shown(pattern)}=...: {self._unused(i, modules, copied)}")
 
     def _unused(self, index: int, modules: Sequence[str], copied: Mapping[str, str]) -> str:
-        """Return the reason why a pattern decides about no layer, and advice, as a clause of an error message.
-
-        Args:
-            index: the position of the pattern in the list of patterns, from 0.
-            modules: the names of the layers to quantize.
-            copied: for all other weights, name -> the reason why the weight stays unquantized.
-        """
+        """Return the reason why a pattern decides about no layer, and advice, as a clause of an error message."""
         pattern = self._patterns[index]
         for module in modules:
             if fnmatchcase(module, pattern):
@@ -105,14 +83,7 @@ class Mixture:
         )
 
     def check_fused(self, layers: Mapping[str, str]) -> None:
-        """Raise CheckpointError if layers that engines compute together would get different recipes or containers.
-
-        The parts of a fused layer, such as q_proj and k_proj, need one recipe. All experts of a decoder layer need one
-        container, because engines compute them with one kernel. Without patterns, nothing is checked.
-
-        Args:
-            layers: output layer -> name of the source's layer that it is made from.
-        """
+        """Raise CheckpointError if layers that engines compute together would get different recipes or containers."""
         if not self._patterns:
             return
         for key, members in fused_groups(layers).items():
@@ -127,13 +98,7 @@ class Mixture:
 
     @staticmethod
     def _check_equal(group: str, found: Mapping[str, str], what: str) -> None:
-        """Raise CheckpointError if the members of a group do not all have the same recipe or container.
-
-        Args:
-            group: a readable name of the group (a fused layer, or experts), for the error message.
-            found: member -> id of the member's recipe, or name of its container.
-            what: "recipe" or "container".
-        """
+        """Raise CheckpointError if the members of a group do not all have the same recipe or container."""
         if len(set(found.values())) > 1:
             first = next(iter(found))
             other = next(member for member, one in found.items() if one != found[first])

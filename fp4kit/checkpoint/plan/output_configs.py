@@ -20,13 +20,7 @@ from fp4kit.checkpoint.selection import diffusers_classes
 
 
 def configs(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return a dict from file name to JSON content, for the index and configs that engines need to load the result.
-
-    - config.json is always present. It is the source's config with the declaration of the new quantization. If the
-      result is unquantized, or in ComfyUI's format, it declares no quantization.
-    - The index is present if the source has one, or if the result has several files of tensors.
-    - hf_quant_config.json is present only for the formats whose loaders read it.
-    """
+    """Return a dict from file name to JSON content, for the index and configs that engines need to load the result."""
     found: dict[str, dict[str, Any]] = {}
     if plan.source.has_index or len(plan.files) > 1:
         weight_map = {output.name: file.name for file in plan.files for output in file.outputs}

@@ -38,13 +38,7 @@ class OutputFile:
     is_first: bool = True
 
     def header(self, source: Source) -> tuple[bytes, dict[str, int], int]:
-        """Return (bytes of the header, {tensor name: offset of its data}, size of the file in bytes).
-
-        Offsets are counted from the beginning of the file. Nothing is written.
-
-        Args:
-            source: the source of the conversion. A GGUF file takes keys of the source into its header.
-        """
+        """Return (bytes of the header, {tensor name: offset of its data}, size of the file in bytes)."""
         file = source.files[0]
         if isinstance(file, GgufFile):
             return gguf_header(file, self.outputs, {**self.metadata, **self.numbers}, SPLIT_KEYS, self.is_first)
@@ -58,19 +52,7 @@ class OutputFile:
 
 
 def parts_of(outputs: tuple[OutputTensor, ...], metadata: Mapping[str, str], limit: int) -> tuple[OutputFile, ...]:
-    """Divide the tensors of a GGUF model into files of limited size, and return the files in order.
-
-    The division is that of llama-gguf-split --split-max-size. Until the end of the run, a file has only the last part
-    of its final name, such as 00001-of-00003.gguf (see final_path).
-
-    Args:
-        outputs: all tensors of the model.
-        metadata: key -> text to write into the header of the first file.
-        limit: the largest number of bytes of tensors per file.
-
-    Raises:
-        CheckpointError: if a tensor is larger than the limit, or if there would be more than 65535 files.
-    """
+    """Divide the tensors of a GGUF model into files of limited size, and return the files in order."""
     slices = divide([output.nbytes for output in outputs], limit)
     return tuple(
         OutputFile(
@@ -85,23 +67,13 @@ def parts_of(outputs: tuple[OutputTensor, ...], metadata: Mapping[str, str], lim
 
 
 def final_path(target: Path, name: str) -> Path:
-    """Return the final path of a file of a split GGUF model, such as DST-00001-of-00003.gguf.
-
-    Args:
-        target: the destination that the user named, DST.gguf.
-        name: the name of the file in the partial directory, "00001-of-00003.gguf".
-    """
+    """Return the final path of a file of a split GGUF model, such as DST-00001-of-00003.gguf."""
     return target.with_name(f"{target.stem}-{name}")
 
 
 def check_target(target: Path) -> None:
-    """Raise CheckpointError if the destination of a split GGUF model has the name of one of its files.
-
-    The destination must be DST.gguf, not DST-00001-of-00003.gguf. It need not exist.
-
-    Args:
-        target: the destination that the user named.
-    """
+    """Raise CheckpointError if the destination of a split GGUF model has the name of one of its files."""
+    # The destination must be DST.gguf, not DST-00001-of-00003.gguf.
     whole = whole_path(target)
     if whole != target:
         raise CheckpointError(

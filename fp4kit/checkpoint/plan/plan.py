@@ -147,10 +147,7 @@ class Plan:
     findings: tuple[Issue, ...] = ()
 
     def __repr__(self) -> str:
-        """Return one line with the source, the output format and the number of converted tensors.
-
-        For example: Plan('/models/m' to modelopt NVFP4; 7 of 10 tensors converted).
-        """
+        """Return one line with the source, the output format and the number of converted tensors."""
         counts = f"{len(self.converted)} of {len(self.tensors)} tensors converted"
         return f"Plan({str(self.source.root)!r} to {self.format_name}; {counts})"
 
@@ -312,14 +309,7 @@ class Plan:
 def jobs_of(
     plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Sequence[int | None] = (None,)
 ) -> Iterator[Job]:
-    """Yield the jobs of a plan, in the order of its tensors: one per tensor to copy, and one per piece to convert.
-
-    Args:
-        plan: the plan.
-        positions: name of an output tensor -> (output file, offset of the tensor's first byte).
-        device: the numbers of the CUDA devices to use, with None for the CPU. Jobs that convert get them in turn; jobs
-            that copy need none.
-    """
+    """Yield the jobs of a plan, in the order of its tensors: one per tensor to copy, and one per piece to convert."""
     number = 0
     for tensor in plan.tensors:
         if tensor.place is not None:
@@ -337,15 +327,7 @@ def jobs_of(
 def _job(
     plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None
 ) -> Job:
-    """Return the job that converts one piece of a tensor's plan.
-
-    Args:
-        plan: the whole plan, with the user's request.
-        tensor: the plan of the tensor.
-        piece: the piece to convert.
-        positions: name of an output tensor -> (output file, offset of the tensor's first byte).
-        device: the number of the CUDA device that computes; None for the CPU.
-    """
+    """Return the job that converts one piece of a tensor's plan."""
     targets = []
     for output in piece.outputs:
         path, at = positions[output.name]

@@ -154,15 +154,7 @@ class PlanFacts:
             powers_of_two.check((w, _written(one), one.recipe) for w, one in zip(rescaled, choices, strict=True))
 
     def _decisions(self) -> dict[str, Decision]:
-        """Decide for each tensor whether to convert it, and return the decisions by tensor name.
-
-        A weight has one decision, under the name of the tensor with its values or codes. Its other tensors, such as
-        scales, are not in the result. For unquantized output, only weights are in the result, and converting means
-        decoding.
-
-        Raises:
-            CheckpointError: if the user's patterns do not fit the tensors (see selection.check).
-        """
+        """Decide for each tensor whether to convert it, and return the decisions by tensor name."""
         if self.form is None:
             changes = {name: w.container is not None or w.update is not None for name, w in self.weights.items()}
             return {name: Decision(converted, "already unquantized") for name, converted in changes.items()}
@@ -193,9 +185,8 @@ class PlanFacts:
         return decisions | {name: _as_in_source(self.as_in_source[module]) for name, module in names.items()}
 
     def _candidates(self) -> list[Candidate]:
-        """Return all tensors of the source as the selection rules see them, without scales and other parts of weights.
-
-        If codes are copied from another model (--codes), that model is the one that tells which layers are quantized.
+        """Return all tensors of the source as the selection rules see them, without scales and other parts of
+        weights.
         """
         facts = model_facts(self.config)
         parts = (part_names(self.weights.values()) - set(self.weights)) | self.absorbed
@@ -206,17 +197,9 @@ class PlanFacts:
         return [replace(one, model=facts) for facts in [replace(facts, is_quantized=True)] for one in found]
 
     def _candidate(self, name: str, entry: TensorEntry, facts: Any) -> Candidate:
-        """Return a Candidate, which describes a tensor to the selection rules.
-
-        If requantizing is allowed, the dtype of a weight in Q8_0 is described as that of a container, so that the rules
-        let it be quantized.
-
-        Args:
-            name: the name of the tensor.
-            entry: the tensor's dtype and shape. If the tensor holds the values or codes of a weight, the weight's dtype
-                and shape are used.
-            facts: the facts about the model, from model_facts.
-        """
+        """Return a Candidate, which describes a tensor to the selection rules."""
+        # If requantizing is allowed, the dtype of a weight in Q8_0 is described as that of a container, so that the
+        # rules let it be quantized.
         weight = self.weights.get(name)
         if weight is None:
             return candidate(name, entry.dtype, entry.shape, facts)
@@ -224,14 +207,7 @@ class PlanFacts:
         return Candidate(name, weight.name, dtype, weight.shape, facts)
 
     def _rotate(self, rotation: WeightRotation) -> None:
-        """Set the rotation of the selected weights that --hadamard-only allows, in ``selected`` and ``weights``.
-
-        Args:
-            rotation: the rotation to apply to the columns of these weights.
-
-        Raises:
-            CheckpointError: if a selected weight cannot be rotated (see input_rotation.rotated).
-        """
+        """Set the rotation of the selected weights that --hadamard-only allows, in ``selected`` and ``weights``."""
         facts = model_facts(self.config)
         found = {name: self._candidate(name, self.source.tensors[name][1], facts) for name in self.selected}
         self.selected = self.selected | input_rotation.rotated(
@@ -244,29 +220,16 @@ class PlanFacts:
         return self.mixture.of(module).form
 
     def others(self) -> dict[str, TensorEntry]:
-        """Return the tensors to copy that store no weight, such as biases: name -> header entry.
-
-        Tensors that are left out and the scales of the KV cache are not in the result.
-        """
+        """Return the tensors to copy that store no weight, such as biases: name -> header entry."""
         taken = part_names(self.weights.values()) | self.absorbed | self.left_out | set(self.kv_cache.tensors)
         return {name: entry for name, (_, entry) in self.source.tensors.items() if name not in taken}
 
     def has_codes(self, name: str) -> bool:
-        """Return whether a weight has codes that are copied from another model (--codes).
-
-        Args:
-            name: the name of the tensor with the weight's values or codes.
-        """
+        """Return whether a weight has codes that are copied from another model (--codes)."""
         return name in self.weights and bool(self.weights[name].members)
 
     def stays_quantized(self, weight: Weight) -> bool:
-        """Return whether a quantized layer that is not selected stays as it is. If not, it is decoded.
-
-        A layer stays in two cases:
-
-        - The experts of DeepSeek-V4 are converted, because its loaders expect FP8 layers beside them.
-        - A file for ComfyUI is written, which reads every layer by its own tag, and a cast without a tag.
-        """
+        """Return whether a quantized layer that is not selected stays as it is."""
         form = weight.container
         for_comfy = self.form is not None and self.form.format == comfy.FORMAT
         if form is not None and for_comfy and (TAG in form.suffixes or form.is_cast):
@@ -278,10 +241,8 @@ class PlanFacts:
         return cast_of(place, self.weights.values()) if place.entry.dtype.startswith("F8") else None
 
     def _check_engine(self) -> None:
-        """Raise CheckpointError if the only engine that reads the output format could not load the selected layers.
-
-        Only GGUF (llama.cpp), MLX and ComfyUI output is checked, because other formats have several engines.
-        """
+        """Raise CheckpointError if the only engine that reads the output format could not load the selected layers."""
+        # Only GGUF (llama.cpp), MLX and ComfyUI output is checked, because other formats have several engines.
         shapes = {weight.name: weight.shape for weight in self.selected.values()}
         if is_gguf_config(self.config):
             gguf.check(self.source, self.form, shapes)
@@ -291,10 +252,7 @@ class PlanFacts:
             comfy.check(self.form, shapes)
 
     def _check_recipes(self) -> None:
-        """Raise CheckpointError if a pattern of --recipe is unused, or would give fused layers different recipes.
-
-        Fused layers are layers that loaders join, such as q_proj and k_proj. Without patterns, nothing is checked.
-        """
+        """Raise CheckpointError if a pattern of --recipe is unused, or would give fused layers different recipes."""
         if not self.request.recipes:
             return
         modules = [weight.name for weight in self.selected.values()]
@@ -310,11 +268,7 @@ class PlanFacts:
         )
 
     def _forms(self) -> dict[Container, dict[str, Weight]]:
-        """Return the selected weights by output container, {container: {tensor name: weight}}.
-
-        Return {} for unquantized output. An AWQ layer that keeps its codes is listed under Model-Optimizer's NVFP4,
-        although it is written as MODELOPT_AWQ.
-        """
+        """Return the selected weights by output container, {container: {tensor name: weight}}."""
         found: dict[Container, dict[str, Weight]] = defaultdict(dict)
         for name, weight in self.selected.items():
             form = self.form_of(weight.name)
@@ -323,13 +277,7 @@ class PlanFacts:
         return found
 
     def _groups(self) -> dict[str, str]:
-        """Return a dict from output module to the name of its group, for the modules that share a tensor scale.
-
-        Return {} if no output container has a tensor scale.
-
-        Raises:
-            CheckpointError: if a gate projection has no matching up projection.
-        """
+        """Return a dict from output module to the name of its group, for the modules that share a tensor scale."""
         scaled = [
             (form, weight) for form, own in self.forms.items() if form.has_tensor_scale for weight in own.values()
         ]
@@ -340,11 +288,7 @@ class PlanFacts:
         return fused_layers.shared_amax_groups(modules)
 
     def _actions(self) -> dict[str, str]:
-        """Return the action for each selected weight, by tensor name; {} if the output is unquantized.
-
-        Raises:
-            CheckpointError: if an action is not allowed (see _actions_of).
-        """
+        """Return the action for each selected weight, by tensor name; {} if the output is unquantized."""
         if self.form is None:
             return {}
         groups: dict[str, set[str]] = defaultdict(set)
@@ -356,20 +300,7 @@ class PlanFacts:
         return _actions_of(self.selected, groups, choices, self.request.requantize)
 
     def _has_input_scale(self, form: Container, own: Mapping[str, Weight]) -> bool:
-        """Return whether the layers of a container get input scales.
-
-        - False if the container has no tensor scale.
-        - True if the user gives input scales.
-        - Otherwise, True if all layers have an input scale of their own, and False if none has one. An input scale
-          counts only if it is for the container's format: that of an FP8 layer does not count if NVFP4 is written.
-
-        Args:
-            form: the container.
-            own: tensor name -> weight, for the weights to write in this container.
-
-        Raises:
-            CheckpointError: if the user gives no input scale and only some of the layers to convert have one.
-        """
+        """Return whether the layers of a container get input scales."""
         if not form.has_tensor_scale:
             return False
         if self.request.gives_input_scales:
@@ -385,16 +316,7 @@ class PlanFacts:
         return bool(have)
 
     def _input_amaxes(self) -> dict[str, np.float32]:
-        """Return a dict from output layer to the amax of its inputs, for input scales computed from activations.
-
-        Return {} if the user gives no activations, or if the output is unquantized. These layers are left out:
-
-        - layers that keep their codes and their own input scale;
-        - experts that saw no token, if Activations.unseen is "none".
-
-        Raises:
-            CheckpointError: if no layer needs the activations, or if a layer was not measured.
-        """
+        """Return a dict from output layer to the amax of its inputs, for input scales computed from activations."""
         if self.request.activations is None or self.form is None:
             return {}
         columns = {
@@ -415,32 +337,16 @@ class PlanFacts:
         return form is not None and form.name in self.input_scaled
 
     def _keeps_input_scale(self, tensor: str) -> bool:
-        """Return whether a selected weight keeps both its codes and its own input scale.
-
-        False if the weight gets new codes, or if it has no input scale.
-
-        Args:
-            tensor: the name of the tensor with the weight's values or codes.
-        """
+        """Return whether a selected weight keeps both its codes and its own input scale."""
         return self.actions[tensor] in (RENAME, MERGE) and INPUT_SCALE in self.selected[tensor].parts
 
     @property
     def matrix_holder(self) -> Weight | None:
-        """The weight beside which the rotation matrix is stored: the first selected weight with a rotation, or None.
-
-        One copy is enough, because compressed-tensors and vLLM share the matrix among the layers of a transform.
-        """
+        """The weight beside which the rotation matrix is stored: the first selected weight with a rotation, or None."""
         return next((weight for weight in self.selected.values() if weight.rotation), None)
 
     def without_input_scale(self, weight: Weight, piece: Piece) -> bool:
-        """Return whether the layer of ``piece`` gets no input scale, because it is an expert that saw no token.
-
-        Return False if the user gives no activations, or if the layer keeps its own input scale.
-
-        Args:
-            weight: the source weight of the layer.
-            piece: the unit of work that writes the layer.
-        """
+        """Return whether the layer of ``piece`` gets no input scale, because it is an expert that saw no token."""
         measured = self.request.activations is not None and piece.module not in self.input_amaxes
         return measured and self._gets_input_scale(weight) and not self._keeps_input_scale(weight.tensor)
 
@@ -459,25 +365,9 @@ def _actions_of(
     choices: Mapping[str, LayerQuantization],
     requantize: bool,
 ) -> dict[str, str]:
-    """Return the action for each weight to convert (one of those in job.py), by tensor name.
-
-    If weights that share a tensor scale would get different actions, the quantized ones among them are requantized. The
-    unquantized ones are quantized as always. If an adapter is merged into some of them, and the others would keep their
-    codes, all get the action "merge". Requantizing needs no permission where an adapter asks for it.
-
-    Args:
-        selected: the weights to convert, by the name of the tensor with their values or codes.
-        groups: group name -> the tensor names of the weights that share a tensor scale.
-        choices: the recipe and the container of each weight to convert, by the same names.
-        requantize: True to allow requantizing.
-
-    Raises:
-        CheckpointError: in one of these cases:
-
-            - A weight would be requantized, but ``requantize`` is False.
-            - Weights that share a tensor scale have different dtypes, and the recipe rounds the scale to the dtype (see
-              _check_dtypes).
-    """
+    """Return the action for each weight to convert (one of those in job.py), by tensor name."""
+    # If weights that share a tensor scale would get different actions, the quantized ones among them are requantized.
+    # If an adapter is merged into some of them, and the others would keep their codes, all get the action "merge".
     forms = {name: _written(choices[name]) for name in selected}
     found = {name: action_of(weight, target_of(weight.container, forms[name])) for name, weight in selected.items()}
     mixed: dict[str, str] = {}
@@ -517,13 +407,7 @@ def _check_factors(weight: Weight, form: Container) -> None:
 
 
 def _loss(weight: Weight, form: Container, group: str | None) -> str:
-    """Return the error message for a weight that would have to be requantized although that is not allowed.
-
-    Args:
-        weight: the weight, which is quantized.
-        form: the container to write.
-        group: the name of the group of weights that share a tensor scale, if the group is the reason; otherwise None.
-    """
+    """Return the error message for a weight that would have to be requantized although that is not allowed."""
     why = f"quantizing it as {form} would change its values"
     if group is not None:
         why = f"it shares a tensor scale with layers that are stored differently: {shown(group)}"
@@ -532,16 +416,8 @@ def _loss(weight: Weight, form: Container, group: str | None) -> str:
 
 
 def _check_dtypes(group: str, weights: Collection[Weight], recipe: Recipe) -> None:
-    """Raise CheckpointError if weights cannot share a tensor scale because their dtypes differ.
-
-    Only recipes of compressed-tensors can cause this, because they round the tensor scale to the dtype of the weight.
-    All other recipes accept every dtype. A quantized weight counts as float32.
-
-    Args:
-        group: the name of the group of weights that share the tensor scale, for the error message.
-        weights: the weights of the group.
-        recipe: the recipe of the weights.
-    """
+    """Raise CheckpointError if weights cannot share a tensor scale because their dtypes differ."""
+    # Only recipes of compressed-tensors can cause this, because they round the tensor scale to the dtype of the weight.
     dtypes = sorted({weight.dtype if weight.container is None else "F32" for weight in weights})
     if len(dtypes) > 1 and recipe.tensor_rule == "compressed_tensors":
         raise CheckpointError(

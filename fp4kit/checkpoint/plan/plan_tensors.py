@@ -70,14 +70,7 @@ _WORDS = {
 
 
 def shard_plan(facts: PlanFacts, file: SafetensorsFile, recorded: str, patterns: list[list[str]]) -> ShardPlan:
-    """Return the plan for one source file: what happens to its tensors, and the metadata of the output file.
-
-    Args:
-        facts: the decisions about the model.
-        file: the source file.
-        recorded: the id of the recipe to record in the metadata; "" to record none.
-        patterns: the [pattern, recipe id] pairs to record.
-    """
+    """Return the plan for one source file: what happens to its tensors, and the metadata of the output file."""
     parts = (part_names(facts.weights.values()) - set(facts.weights)) | facts.left_out
     parts |= facts.absorbed - set(facts.restored)
     tensors = tuple(_tensor(facts, file, entry) for entry in file.entries if entry.name not in parts)
@@ -100,15 +93,7 @@ def shard_plan(facts: PlanFacts, file: SafetensorsFile, recorded: str, patterns:
 
 
 def recorded(facts: PlanFacts) -> tuple[str, list[list[str]]]:
-    """Return the id of the recipe and the [pattern, recipe id] pairs to record in the output files.
-
-    - For unquantized output, return ("", []).
-    - If the source's own codes are kept in all converted weights, return the id and the pairs that the source records.
-    - Otherwise, return those of the request. The id is "" if codes are copied from a model that records no recipe.
-
-    Args:
-        facts: the decisions about the model.
-    """
+    """Return the id of the recipe and the [pattern, recipe id] pairs to record in the output files."""
     if facts.form is None:
         return "", []
     if set(facts.actions.values()) == {RENAME} and not facts.request.codes:
@@ -117,14 +102,7 @@ def recorded(facts: PlanFacts) -> tuple[str, list[list[str]]]:
 
 
 def _kept_metadata(facts: PlanFacts, file: SafetensorsFile) -> dict[str, str]:
-    """Return the metadata (key -> text) of a source file that the output keeps.
-
-    Entries of ComfyUI and torchao that say how layers are stored are left out (see describes_stored_layers).
-
-    Args:
-        facts: the decisions about the model.
-        file: the source file.
-    """
+    """Return the metadata (key -> text) of a source file that the output keeps."""
     quantized = {weight.name for weight in facts.weights.values() if weight.container is not None}
     tensors = facts.source.tensors
     return {
@@ -135,22 +113,7 @@ def _kept_metadata(facts: PlanFacts, file: SafetensorsFile) -> dict[str, str]:
 
 
 def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
-    """Return the plan for one tensor of a file, or for the weight whose values or codes the tensor holds.
-
-    The first case that applies decides:
-
-    1. If the tensor is a key of PlanFacts.restored, the layer or stack is put together from several weights, and
-       decoded.
-    2. A selected weight is converted.
-    3. Any other quantized weight is decoded; for DeepSeek-V4, it stays in its container.
-    4. Any other tensor of a model that was cast to FP8 is decoded, except in a file for ComfyUI.
-    5. Any other tensor is copied. Scales of the KV cache get the name that the output format uses.
-
-    Args:
-        facts: the decisions about the model.
-        file: the source file.
-        entry: the tensor's header entry.
-    """
+    """Return the plan for one tensor of a file, or for the weight whose values or codes the tensor holds."""
     if entry.name in facts.restored:
         return _restored(facts, entry.name)
     weight = facts.weights.get(entry.name)
@@ -185,25 +148,14 @@ def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> Tens
 
 
 def _restored(facts: PlanFacts, tensor: str) -> TensorPlan:
-    """Return the plan for an unquantized layer or stack that is put together from several weights of the source.
-
-    Args:
-        facts: the decisions about the model. ``facts.restored`` holds the layer or stack.
-        tensor: its key in ``facts.restored``, which is the name of the first tensor of these weights.
-    """
+    """Return the plan for an unquantized layer or stack that is put together from several weights of the source."""
     one = facts.restored[tensor]
     nbytes = sum(weight.nbytes for weight in one.weights)
     return TensorPlan(tensor, one.dtype, one.shape, DEQUANTIZE, one.reason, nbytes, tuple(one.pieces()))
 
 
 def _copied_whole(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
-    """Return the plan to write a quantized weight in its own container, with its own codes and scales.
-
-    Args:
-        facts: the decisions about the model.
-        weight: the weight, which must be quantized.
-        reason: why the weight is not converted, for the user.
-    """
+    """Return the plan to write a quantized weight in its own container, with its own codes and scales."""
     assert weight.container is not None
     found = pieces(weight, weight.container, facts.config, INPUT_SCALE in weight.parts)
     why = f"{reason}; as it is"
@@ -211,16 +163,7 @@ def _copied_whole(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
 
 
 def _decoded(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
-    """Return the plan to decode a weight to BF16, or to write an unquantized one with its update in its own dtype.
-
-    A stack is written as [E, K, N] if the source stores it so, or if models of this type have such stacks and the
-    source has the layout of gpt-oss. OpenAI's own release (".blocks") and all other models have [E, N, K].
-
-    Args:
-        facts: the decisions about the model.
-        weight: the weight, quantized or with an update.
-        reason: why the weight is decoded, for the user.
-    """
+    """Return the plan to decode a weight to BF16, or to write an unquantized one with its update in its own dtype."""
     form = weight.container
     of_type = is_interleaved(facts.config) or (
         form is not None and form.stack == "blocks" and has_transposed_stacks(facts.config)
@@ -232,12 +175,7 @@ def _decoded(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
 
 
 def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
-    """Return the plan for a selected weight, to convert it, or to decode it if the output is unquantized.
-
-    Args:
-        facts: the decisions about the model.
-        weight: the selected weight.
-    """
+    """Return the plan for a selected weight, to convert it, or to decode it if the output is unquantized."""
     if facts.form is None:
         words = ", an adapter's update is added" if weight.update is not None else ""
         return _decoded(facts, weight, f"{weight.dtype}{': decoded' if weight.container is not None else ''}{words}")
@@ -271,14 +209,7 @@ def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
 
 
 def _with_matrix(weight: Weight, piece: Piece) -> Piece:
-    """Return a copy of a piece that also writes the rotation matrix of its layer.
-
-    The matrix is an additional output tensor, F32 [size, size].
-
-    Args:
-        weight: the weight of the piece, which must have a rotation.
-        piece: the piece.
-    """
+    """Return a copy of a piece that also writes the rotation matrix of its layer."""
     assert weight.rotation is not None
     shape = (weight.rotation.size, weight.rotation.size)
     matrix = OutputTensor(transforms.matrix_name(piece.module), "F32", shape, ROTATION)
@@ -286,13 +217,7 @@ def _with_matrix(weight: Weight, piece: Piece) -> Piece:
 
 
 def _with_scales_of(weight: Weight, piece: Piece) -> Piece:
-    """Return a copy of a piece that writes scales in the dtype in which the source stores them.
-
-    Decoding rounds values to this dtype, so another dtype would change them.
-
-    Args:
-        weight: the weight of the piece.
-        piece: the piece.
-    """
+    """Return a copy of a piece that writes scales in the dtype in which the source stores them."""
+    # Decoding rounds values to this dtype, so another dtype would change them.
     kept = {part: weight.parts[part].entry.dtype for part in (SCALES, TENSOR_SCALE) if part in weight.parts}
     return replace(piece, outputs=tuple(replace(one, dtype=kept.get(one.part, one.dtype)) for one in piece.outputs))

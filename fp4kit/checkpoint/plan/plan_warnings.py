@@ -24,12 +24,8 @@ from fp4kit.storage.errors import listed, shown
 
 
 def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (exclusion list, warnings about layers that loaders may treat wrongly).
-
-    The exclusion list tells loaders which layers are unquantized, where they would expect quantized ones. Quantized
-    layers that stay in their containers are not in it. The list is () if the output is unquantized or its format has no
-    such list.
-    """
+    """Return (exclusion list, warnings about layers that loaders may treat wrongly)."""
+    # The exclusion list tells loaders which layers are unquantized, where they would expect quantized ones.
     if facts.form is None:
         return (), ()
     quantized = [
@@ -54,10 +50,7 @@ def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _rows_of_other_length(facts: PlanFacts) -> list[str]:
-    """Return warnings about layers that stay unquantized because their rows do not consist of whole blocks.
-
-    There is one warning per row length and dtype; [] if there are no such layers.
-    """
+    """Return warnings about layers that stay unquantized because their rows do not consist of whole blocks."""
     assert facts.form is not None
     rows: dict[str, list[str]] = defaultdict(list)
     for name, weight in facts.weights.items():
@@ -74,9 +67,8 @@ def _rows_of_other_length(facts: PlanFacts) -> list[str]:
 
 
 def decoded_layers(facts: PlanFacts) -> tuple[str, ...]:
-    """Return a note per reason, other than the user's choice and the length of rows, why quantized layers are decoded.
-
-    Layers of other row lengths have a warning of their own.
+    """Return a note per reason, other than the user's choice and the length of rows, why quantized layers are
+    decoded.
     """
     if facts.form is None:
         return ()
@@ -95,23 +87,14 @@ def decoded_layers(facts: PlanFacts) -> tuple[str, ...]:
 
 
 def _restored_layers(facts: PlanFacts) -> list[str]:
-    """Return a list with one warning, which names the kv_b_proj layers that stay unquantized; [] if there are none.
-
-    They stay unquantized because they are put together from mlx-lm's stacks embed_q and unembed_out, whose blocks run
-    along different axes.
-    """
+    """Return a list with one warning, which names the kv_b_proj layers that stay unquantized; [] if there are none."""
     names = [layer.name for layer in facts.split.values()]
     why = "put together from mlx-lm's embed_q and unembed_out, whose blocks run along another axis"
     return [f"{_several(names)}: {why}; unquantized in the output"] if names else []
 
 
 def unmeasured(facts: PlanFacts, shards: Iterable[ShardPlan]) -> tuple[str, ...]:
-    """Return a tuple with one warning, which names the experts without an input scale; () if no expert lacks one.
-
-    Args:
-        facts: the decisions about the model.
-        shards: the plans of all output files.
-    """
+    """Return a tuple with one warning, which names the experts without an input scale; () if no expert lacks one."""
     converted = (tensor for shard in shards for tensor in shard.tensors if tensor.name in facts.selected)
     pairs = [
         (piece.module, piece.form)
@@ -133,21 +116,13 @@ def unmeasured(facts: PlanFacts, shards: Iterable[ShardPlan]) -> tuple[str, ...]
 
 
 def _several(layers: list[str]) -> str:
-    """Return the text that names layers in a warning: one name, or the number of layers and the first few names.
-
-    ``layers`` must not be empty.
-    """
+    """Return the text that names layers in a warning: one name, or the number of layers and the first few names."""
+    # ``layers`` must not be empty.
     return shown(layers[0]) if len(layers) == 1 else f"{len(layers)} layers ({listed(layers)})"
 
 
 def _kept_stacks(decisions: Mapping[str, Decision]) -> list[str]:
-    """Return a list with one warning about the stacks of experts that stay unquantized because of their names.
-
-    Return [] if there are no such stacks.
-
-    Args:
-        decisions: tensor name -> the decision whether it is converted.
-    """
+    """Return a list with one warning about the stacks of experts that stay unquantized because of their names."""
     kept = [name for name, found in decisions.items() if found.reason.startswith(UNSUPPORTED_STACK)]
     return (
         [f"{_several(kept)}: kept unquantized, because expert stacks of such names are not supported"] if kept else []

@@ -93,10 +93,7 @@ class Request:
 
     @property
     def rotation(self) -> WeightRotation | None:
-        """The Hadamard rotation to apply to layers before they are quantized; None for no rotation.
-
-        ``hadamard_only`` says which layers are rotated.
-        """
+        """The Hadamard rotation to apply to layers before they are quantized; None for no rotation."""
         return None if self.hadamard is None else WeightRotation.drawn(self.hadamard, self.hadamard_seed)
 
     @property
@@ -106,10 +103,8 @@ class Request:
 
     @property
     def recorded(self) -> str:
-        """The id of the recipe to record in the output as the one that made the written codes; "" if it is unknown.
-
-        If codes are copied from another model, it is ``made_by``, otherwise the id of ``recipe``.
-        """
+        """The id of the recipe to record in the output as the one that made the written codes; "" if it is unknown."""
+        # If codes are copied from another model, it is ``made_by``, otherwise the id of ``recipe``.
         return self.made_by if self.codes else self.recipe.id
 
     def __post_init__(self) -> None:
@@ -173,12 +168,7 @@ class Request:
             )
 
     def _check_hadamard(self) -> None:
-        """Raise CheckpointError if an option about rotations is invalid, or if it conflicts with another option.
-
-        - hadamard_seed and hadamard_only need hadamard.
-        - hadamard needs the format compressed-tensors and nonfinite "error". It cannot be combined with measured
-          activations or column weights.
-        """
+        """Raise CheckpointError if an option about rotations is invalid, or if it conflicts with another option."""
         seed = self.hadamard_seed
         if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
             raise CheckpointError(f"--hadamard-seed {seed!r}: needs an integer from 0 to 2^64 - 1")
@@ -207,35 +197,14 @@ class Request:
             )
 
     def form_for(self, config: Mapping[str, Any]) -> Container | None:
-        """Return the container to write for a model, or None to write unquantized tensors (format "bf16").
-
-        The result is that of the default recipe; ``recipes`` with patterns are not considered (see mixture_for).
-
-        Args:
-            config: the content of the model's config.json.
-
-        Raises:
-            CheckpointError: if no loader can read this recipe and format for this model. Also if the container or the
-                model does not support an option: the scale search, input scales or split_max_size.
-        """
+        """Return the container to write for a model, or None to write unquantized tensors (format "bf16")."""
         form = self._form_for(config)
         if self.search is not None:
             self.search.check(self.recipe, form, self.nonfinite)
         return form
 
     def mixture_for(self, config: Mapping[str, Any]) -> Mixture:
-        """Return a Mixture, which tells the recipe and the container of every layer of a model.
-
-        Args:
-            config: the content of the model's config.json.
-
-        Raises:
-            CheckpointError: in one of these cases:
-
-                - ``form_for`` raises it for one of the recipes.
-                - The recipes need several containers, and the format cannot store layers in all of them.
-                - There are recipes with patterns, and the model is a GGUF file.
-        """
+        """Return a Mixture, which tells the recipe and the container of every layer of a model."""
         if not self.recipes:
             return Mixture(LayerQuantization(self.recipe, self.form_for(config)), ())
         if is_gguf_config(config):
@@ -264,32 +233,11 @@ class Request:
         return Mixture(default, choices)
 
     def _input_scales_of(self, one: Recipe, some: bool) -> dict[str, Any]:
-        """Return the fields to replace in a copy of this request for the recipe ``one`` alone.
-
-        Only recipes with a tensor scale can have input scales. If ``one`` has none, but another recipe of the request
-        has one, the user's input scales belong to the other recipe: return {"input_scale": None, "activations": None}.
-        Otherwise return {}. If no recipe can have input scales, they are rejected later.
-
-        Args:
-            one: a recipe of the request.
-            some: True if a recipe of the request can have input scales.
-        """
+        """Return the fields to replace in a copy of this request for the recipe ``one`` alone."""
         return {} if one.tensor_scaling == "tensor" or not some else {"input_scale": None, "activations": None}
 
     def _common_format(self, config: Mapping[str, Any]) -> str | None:
-        """Return the output format for all recipes of the request.
-
-        - If the user names a format, return it.
-        - Otherwise, if the recipes need containers of several kinds, return the first format in MIXED for which loaders
-          accept all of them.
-        - Otherwise, return the best format for the default recipe if loaders accept it for all recipes, or else the
-          first other format that they accept.
-        - If there is no such format, return the best format for the default recipe, which may be None. Building the
-          containers then raises the error.
-
-        Args:
-            config: the content of the model's config.json.
-        """
+        """Return the output format for all recipes of the request."""
         if self.format is not None:
             return self.format
         kinds = [kind_of(one) for one in (self.recipe, *(each for _, each in self.recipes))]
@@ -299,20 +247,7 @@ class Request:
         return next((f for f in ordered if not any(support.refusal(f, kind, family) for kind in kinds)), best)
 
     def _form_for(self, config: Mapping[str, Any]) -> Container | None:
-        """Return the container to write for a model, or None to write unquantized tensors.
-
-        This does what ``form_for`` does, but does not check the scale search.
-
-        Args:
-            config: the content of the model's config.json.
-
-        Raises:
-            CheckpointError: in one of these cases:
-
-                - No loader can read this recipe and format for this model.
-                - The user gives input scales, but the container has none, or the output is unquantized.
-                - split_max_size is given, and the model is not a GGUF file.
-        """
+        """Return the container to write for a model, or None to write unquantized tensors."""
         if is_gguf_config(config):
             return self._gguf_form()
         if self.split_max_size is not None:
@@ -343,44 +278,25 @@ class Request:
         return self._with_input_scales(form)
 
     def _with_input_scales(self, form: Container) -> Container:
-        """Return ``form`` unchanged, after checking that it can hold the input scales that the user gives, if any.
-
-        Raises:
-            CheckpointError: if the user gives an input scale or activations, but ``form`` has no tensor scale. Such
-                containers have no input scale either.
-        """
+        """Return ``form`` unchanged, after checking that it can hold the input scales that the user gives, if any."""
         if not form.has_tensor_scale:
             self._refuse_input_scales(f"{self.recipe.id} has no input scale", ", or use an NVFP4 recipe")
         return form
 
     def _refuse_input_scales(self, why: str, more: str = "") -> None:
-        """Raise CheckpointError if the user gives an input scale or activations; otherwise do nothing.
-
-        Args:
-            why: the reason, for the message.
-            more: advice to add to the message, besides the advice to leave the option out.
-        """
+        """Raise CheckpointError if the user gives an input scale or activations; otherwise do nothing."""
         if self.activations is not None:
             raise CheckpointError(f"activations: {why}; leave them out{more}")
         if self.input_scale is not None:
             raise CheckpointError(f"input scale: {why}; leave it out{more}")
 
     def _mlx_form(self) -> Container:
-        """Return the MLX container for the recipe.
-
-        Raises:
-            CheckpointError: if no MLX container can store the recipe, or if the user gives input scales.
-        """
+        """Return the MLX container for the recipe."""
         self._refuse_input_scales("mlx-lm reads no input scales")
         return mlx.form_for(self.recipe)
 
     def _gguf_form(self) -> Container | None:
-        """Return the GGUF container for the recipe, or None to write unquantized tensors (format "bf16").
-
-        Raises:
-            CheckpointError: if another format is requested, if the user gives input scales, or if no GGUF container can
-                store the recipe.
-        """
+        """Return the GGUF container for the recipe, or None to write unquantized tensors (format "bf16")."""
         if self.format not in (None, UNQUANTIZED):
             raise CheckpointError(
                 f"format {self.format}: a GGUF file can only become a GGUF file;"
@@ -393,13 +309,7 @@ class Request:
 
 
 def kind_of(recipe: Recipe) -> str:
-    """Return the kind of container that stores a recipe's codes and scales, such as "nvfp4" or "fp8 rows".
-
-    Only the containers in WRITTEN are searched. GGUF, MLX and ComfyUI are not among them.
-
-    Raises:
-        CheckpointError: if none of them can store the recipe.
-    """
+    """Return the kind of container that stores a recipe's codes and scales, such as "nvfp4" or "fp8 rows"."""
     form = next((candidate for candidate in WRITTEN if candidate.stores(recipe)), None)
     if form is None:
         usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in WRITTEN)]
@@ -409,15 +319,7 @@ def kind_of(recipe: Recipe) -> str:
 
 
 def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
-    """Raise CheckpointError if loaders of the container require input scales and none will be written.
-
-    Two containers require them: Model-Optimizer's FP8 with one scale per layer, and the NVFP4 experts of DeepSeek-V4.
-    For all other containers, do nothing.
-
-    Args:
-        form: the container to write; None for unquantized output, which passes.
-        has_input_scale: True if input scales will be written.
-    """
+    """Raise CheckpointError if loaders of the container require input scales and none will be written."""
     if form is DEEPSEEK_V4_NVFP4 and not has_input_scale:
         raise CheckpointError(
             "input scale: loaders of DeepSeek-V4 with NVFP4 experts require one; "
@@ -431,10 +333,7 @@ def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
 
 
 def experts_only(form: Container | None) -> bool:
-    """Return whether loaders of the container ``form`` support only quantized routed experts, and no other layers.
-
-    Return False if ``form`` is None (unquantized output).
-    """
+    """Return whether loaders of the container ``form`` support only quantized routed experts, and no other layers."""
     return form in (GPT_OSS, DEEPSEEK_V4, DEEPSEEK_V4_NVFP4)
 
 

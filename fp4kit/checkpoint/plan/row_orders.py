@@ -29,40 +29,17 @@ _SAMPLE_ROWS = 16  # rows to compare at each end of a matrix
 
 
 def has_alternating_rows(weight: Weight, config: Mapping[str, Any]) -> bool:
-    """Return whether a weight is a stack of experts whose gate and up rows alternate: gate 0, up 0, gate 1, ...
-
-    gate_up_proj of gpt-oss is such a stack.
-
-    Args:
-        weight: a weight of the model.
-        config: the content of the model's config.json.
-    """
+    """Return whether a weight is a stack of experts whose gate and up rows alternate: gate 0, up 0, gate 1, ..."""
     return len(weight.shape) == 3 and is_interleaved(config) and weight.name.endswith("gate_up_proj")
 
 
 def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
-    """Return a weight that is read with all gate rows of an expert before all its up rows.
-
-    If gate and up rows of ``weight`` alternate, the result is a copy that reorders them on reading. Otherwise it is
-    ``weight`` itself.
-
-    Args:
-        weight: a weight of the model.
-        config: the content of the model's config.json.
-    """
+    """Return a weight that is read with all gate rows of an expert before all its up rows."""
     return replace(weight, order=HeadOrder(weight.shape[-2], False)) if has_alternating_rows(weight, config) else weight
 
 
 def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
-    """Yield one matrix per expert, in which the rows of its gate and up layers alternate.
-
-    Args:
-        rows: the rows of all layers: gate and up of the first expert, then gate and up of the second, and so on.
-
-    Raises:
-        CheckpointError: if the layers have tensor scales, because gate and up have separate ones and a matrix has only
-            one.
-    """
+    """Yield one matrix per expert, in which the rows of its gate and up layers alternate."""
     for gate, up in zip(rows[::2], rows[1::2], strict=True):
         one, (begin, end) = gate.weight, gate.span
         if one.container is not None and one.container.has_tensor_scale:
@@ -78,32 +55,15 @@ def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
 
 
 def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool) -> HeadOrder | None:
-    """Return the reordering that interleaves the two halves of every head of q or k, or undoes this; otherwise None.
-
-    - None for all layers other than attn_q and attn_k.
-    - None if the number of heads is unknown, or does not divide the rows into heads of an even size above 2.
-
-    Args:
-        leaf: the last component of the layer's name in a GGUF file, such as "attn_q".
-        rows: the number of rows of the layer.
-        config: the facts from the GGUF header, with the numbers of heads.
-        weaves: True to interleave the two halves of each head, False to undo that (see HeadOrder).
-    """
+    """Return the reordering that interleaves the two halves of every head of q or k, or undoes this; otherwise None."""
     count = config.get(HEADS.get(leaf, ""), 0)
     head = rows // count if count else 0
     return HeadOrder(head, weaves) if head > 2 and head % 2 == 0 and head * count == rows else None
 
 
 def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers: Readers) -> Rows:
-    """Return ``rows`` unchanged or reordered by ``order``, whichever decodes closer to the values of ``unquantized``.
-
-    Only a few rows are compared, unless these tie; then all rows are. If all rows tie, return ``rows`` unchanged.
-
-    Args:
-        unquantized: the weight with its own values.
-        rows: the quantized rows of this weight.
-        order: the reordering to try.
-        readers: where to read both weights from.
+    """Return ``rows`` unchanged or reordered by ``order``, whichever decodes closer to the values of
+    ``unquantized``.
     """
     reordered = rows._replace(weight=replace(rows.weight, order=order))
     for max_rows in (_SAMPLE_ROWS, unquantized.shape[-2]):
@@ -114,17 +74,7 @@ def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers:
 
 
 def sampled_sqnr_db(unquantized: Weight, at: int, rows: Rows, readers: Readers, max_rows: int = _SAMPLE_ROWS) -> float:
-    """Return the signal-to-noise ratio, in decibels, of decoded rows against the unquantized rows.
-
-    Only the first ``max_rows`` and the last ``max_rows`` of the rows are compared. If these are equal, return inf.
-
-    Args:
-        unquantized: the weight with its own values.
-        at: the row of ``unquantized`` that corresponds to the first of ``rows``, counted over all matrices of a stack.
-        rows: the quantized rows.
-        readers: where to read both weights from.
-        max_rows: the number of rows to compare at each end.
-    """
+    """Return the signal-to-noise ratio, in decibels, of decoded rows against the unquantized rows."""
     expert, first = divmod(at, unquantized.shape[-2])
     height = rows.span[1] - rows.span[0]
     pair = Origin(unquantized, expert, (first, first + height)), Origin(*rows)

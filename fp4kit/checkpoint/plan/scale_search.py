@@ -51,10 +51,8 @@ class ColumnWeights:
 
     @lazy_property
     def places(self) -> Mapping[str, Located]:
-        """A map from the name of a vector to its Located: the file, and the place of the vector's bytes in it.
-
-        A Located does not contain the file's header, so that jobs that are sent to worker processes stay small.
-        """
+        """A map from the name of a vector to its Located: the file, and the place of the vector's bytes in it."""
+        # A Located does not contain the file's header, so that jobs that are sent to worker processes stay small.
         alone = SafetensorsFile(self.file.path, self.file.name, self.file.size, (), {})
         return {entry.name: Located(alone, entry) for entry in self.file.entries}
 
@@ -64,26 +62,13 @@ class ColumnWeights:
         return {"column_weights": self.file.name, "sha256": self.sha256}
 
     def of(self, layer: Layer) -> Located | None:
-        """Return where the file stores the column weights of a layer, or None if the file has none for that layer.
-
-        Args:
-            layer: (module to write, weight that it is made from). The vector may have the name of either, with or
-                without ".weight". If there are vectors of both names, the module's is returned.
-        """
+        """Return where the file stores the column weights of a layer, or None if the file has none for that layer."""
         module, weight = layer
         names = (f"{module}.weight", module, weight.tensor, weight.name)
         return next((self.places[name] for name in names if name in self.places), None)
 
     def check(self, layers: Iterable[Layer]) -> None:
-        """Check the column weights of all layers that a scale search will use.
-
-        Args:
-            layers: (module to write, weight that it is made from) per layer. A module that occurs twice is checked
-                once.
-
-        Raises:
-            CheckpointError: if a layer has no vector, or if a vector is not float32 (K,) with finite weights >= 0.
-        """
+        """Check the column weights of all layers that a scale search will use."""
         layers = list(dict(layers).items())
         missing = [layer[0] for layer in layers if self.of(layer) is None]
         if missing:
@@ -99,14 +84,7 @@ class ColumnWeights:
 
 
 def _check_vector(name: str, place: Located, columns: int, readers: Readers) -> None:
-    """Raise CheckpointError unless the tensor at ``place`` is a float32 vector of ``columns`` finite weights >= 0.
-
-    Args:
-        name: the file and the tensor, for error messages.
-        place: the place of the tensor.
-        columns: the number of columns of the layer.
-        readers: where to read the tensor from.
-    """
+    """Raise CheckpointError unless the tensor at ``place`` is a float32 vector of ``columns`` finite weights >= 0."""
     entry = place.entry
     if (entry.dtype, entry.shape) != ("F32", (columns,)):
         raise CheckpointError(
@@ -141,10 +119,8 @@ class ScaleSearch:
             self._check_objective()
 
     def _check_objective(self) -> None:
-        """Raise CheckpointError if the objective is unknown. "as recorded" counts as unknown.
-
-        ``verify`` replaces "as recorded" with the recorded objective; a conversion must name an objective.
-        """
+        """Raise CheckpointError if the objective is unknown."""
+        # ``verify`` replaces "as recorded" with the recorded objective; a conversion must name an objective.
         try:
             power_of("scale search", self.objective)
         except ValueError as error:
@@ -311,23 +287,7 @@ class ScaleSearch:
 def recorded_search(
     request: Mapping[str, Any], config: Mapping[str, Any], requested: ScaleSearch | None
 ) -> tuple[ScaleSearch | None, bool, list[str]]:
-    """Find the scale search to repeat when a converted checkpoint is verified.
-
-    Return three values:
-
-    1. The search: the user's if there is one, otherwise the recorded search. None if the user gave none and no search
-       is recorded, or one that this version does not know.
-    2. True if the recorded search used column weights and the user gave no search. The column weights are then missing.
-    3. Warnings: that the user's column weights differ from the recorded ones, or that the recorded search is unknown.
-
-    If the user's objective is "as recorded", it is replaced with the recorded objective, or with "mse" if none is
-    recorded.
-
-    Args:
-        request: the request recorded in the checkpoint's manifest; {} if there is none.
-        config: fp4kit's entry in the checkpoint's config, used if the manifest records no search.
-        requested: the user's search, which takes precedence over both; None if the user gave none.
-    """
+    """Find the scale search to repeat when a converted checkpoint is verified."""
     facts = request.get("scale_search")
     if not isinstance(facts, Mapping):
         said = str(config.get("scale_search", ""))

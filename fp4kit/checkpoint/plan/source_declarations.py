@@ -183,10 +183,7 @@ def _inputs(facts: PlanFacts) -> tuple[str, str] | None:
 
 
 def carries_inputs(facts: PlanFacts) -> bool:
-    """Return whether the scheme of inputs in the config groups of the source is copied (see output_configs.py).
-
-    It is if compressed-tensors layers of one container, without static input scales, keep their codes.
-    """
+    """Return whether the scheme of inputs in the config groups of the source is copied (see output_configs.py)."""
     ((form, _),) = facts.forms.items() if len(facts.forms) == 1 else ((None, None),)
     same = form is not None and form.kind != "nvfp4" and form.format == "compressed-tensors"
     method = str(value_of(facts.source, "quant_method"))

@@ -47,16 +47,7 @@ _SECONDS = 30  # how long to wait for the dask scheduler, and for its first work
 
 
 def start_devices(devices: Sequence[int], user_executor: Executor | None) -> None:
-    """Initialize CUDA on devices of this machine before a run needs them, so that errors come early.
-
-    This takes about a second. Do nothing if ``devices`` is empty, or if the user gave an executor, because its workers
-    may be on other machines.
-
-    devices: the numbers of the CUDA devices.
-    user_executor: an executor that the user gave, or None.
-
-    Raises CheckpointError if CUDA cannot be used or this machine lacks one of the devices.
-    """
+    """Initialize CUDA on devices of this machine before a run needs them, so that errors come early."""
     if not devices or user_executor is not None:
         return
     try:
@@ -73,19 +64,7 @@ def start_devices(devices: Sequence[int], user_executor: Executor | None) -> Non
 
 @contextmanager
 def executor_of(user_executor: Executor | None, workers: int, by_threads: bool = False) -> Iterator[Executor | None]:
-    """Yield the executor to pass to ``run_all``, or None if the calls are to run in this process.
-
-    - If ``user_executor`` is given, it is yielded. Its owner must close it.
-    - Otherwise, for one worker: None.
-    - Otherwise: a pool of threads or processes, which ends with the with statement. If the run fails or is stopped, or
-      if this process is killed, the pool's worker processes end at once.
-
-    user_executor: an executor that the user gave, or None.
-    workers: the number of workers of the pool.
-    by_threads: True for a pool of threads, False for processes. Threads work in parallel if a GPU or the compiled
-        engine does the work, because both release Python's interpreter lock. Each thread uses one thread of the
-        compiled engine.
-    """
+    """Yield the executor to pass to ``run_all``, or None if the calls are to run in this process."""
     if user_executor is not None or workers == 1:
         yield user_executor
         return
@@ -138,10 +117,7 @@ class _Worker(multiprocessing.context.SpawnProcess):
     """
 
     def start(self) -> None:
-        """Start the process, with one thread per numerical library and with SIGINT (Ctrl-C) blocked.
-
-        The worker inherits both settings from this process. They are set here only while the worker starts.
-        """
+        """Start the process, with one thread per numerical library and with SIGINT (Ctrl-C) blocked."""
         before = {name: os.environ.get(name) for name in _ONE_THREAD}
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
@@ -172,20 +148,8 @@ def _end_with_parent() -> None:
 def run_all(
     executor: Executor | None, queue: deque[FunctionCall[T]], max_pending: int = MAX_PENDING
 ) -> Generator[T, None, None]:
-    """Run the calls in a queue, and yield their results in the order in which the calls finish.
-
-    Calls are taken from the left of the queue. The caller may add calls between two results.
-
-    After an error, or if the caller stops iterating, calls that have not started are cancelled. The generator then
-    waits for the running calls, so that nothing is written after it ends. It does not wait for the calls of a process
-    pool from ``executor_of``, because ``executor_of`` kills the processes of the pool.
-
-    executor: where to run the calls; None for this process.
-    queue: the calls, as (function, arguments).
-    max_pending: the largest number of calls that the executor has at a time, running or waiting.
-
-    Raises ChildProcessError if a worker died. Exceptions of the calls are raised unchanged.
-    """
+    """Run the calls in a queue, and yield their results in the order in which the calls finish."""
+    # The generator then waits for the running calls, so that nothing is written after it ends.
     if executor is None:
         while queue:
             function, call = queue.popleft()
@@ -211,24 +175,14 @@ def run_all(
 
 
 def pending_limit(user_executor: Executor | None, workers: int) -> int:
-    """Return how many calls ``run_all`` should submit at a time (``max_pending``) to an executor from ``executor_of``.
-
-    The limit is 2 per worker: one running and one waiting call. With so few waiting calls, calls that are added later
-    start soon. If the user gave an executor, the limit is MAX_PENDING, because the number of its workers is unknown.
-
-    user_executor: an executor that the user gave, or None.
-    workers: the number of workers of the pool, which is used if the user gave no executor.
+    """Return how many calls ``run_all`` should submit at a time (``max_pending``) to an executor from
+    ``executor_of``.
     """
     return MAX_PENDING if user_executor is not None else 2 * workers
 
 
 def _submit(executor: Executor, run: str, call: FunctionCall[T], finished: SimpleQueue[Future[T]]) -> Future[T]:
-    """Submit a call to the executor and return its future. The future is put into ``finished`` when it is done.
-
-    Raises ChildProcessError if the workers have died.
-
-    run: text that is unique to this run, so that dask does not reuse the result of an equal call of an earlier run.
-    """
+    """Submit a call to the executor and return its future."""
     function, arguments = call
     with _worker_death_as_error():
         future: Future[T] = executor.submit(_run_checked, __version__, run, function, arguments)
@@ -237,14 +191,7 @@ def _submit(executor: Executor, run: str, call: FunctionCall[T], finished: Simpl
 
 
 def _run_checked(version: str, run: str, function: Callable[..., T], call: tuple[Any, ...]) -> T:
-    """Run one call in a worker and return its result.
-
-    version: the version of fp4kit in the main process.
-    run: text that makes the call unique to dask (see _submit); not used here.
-    function, call: the function and its arguments.
-
-    Raises CheckpointError if the worker has a version of fp4kit other than ``version``.
-    """
+    """Run one call in a worker and return its result."""
     if version != __version__:
         raise CheckpointError(
             f"workers: have fp4kit {__version__}, but the main process has {version}; install {version} on the workers"
@@ -254,11 +201,7 @@ def _run_checked(version: str, run: str, function: Callable[..., T], call: tuple
 
 @contextmanager
 def _worker_death_as_error() -> Iterator[None]:
-    """Run the body of the with statement, and raise ChildProcessError with advice if a worker process has died.
-
-    The death of a worker is recognized by the exception that the body raises. All other exceptions are raised
-    unchanged.
-    """
+    """Run the body of the with statement, and raise ChildProcessError with advice if a worker process has died."""
     try:
         yield
     except Exception as error:
@@ -270,13 +213,7 @@ def _worker_death_as_error() -> Iterator[None]:
 
 @contextmanager
 def cluster(scheduler: str | None = None) -> Iterator[Executor | None]:
-    """Yield an executor that runs calls on the machines of a cluster, or None if there is no cluster.
-
-    scheduler: the address of a dask scheduler, such as tcp://host:8786, for dask's executor. If it is None, the result
-        is MPI's executor if mpi4py.futures started this process, otherwise None.
-
-    Raises CheckpointError if dask.distributed is not installed, or if the scheduler does not answer or has no workers.
-    """
+    """Yield an executor that runs calls on the machines of a cluster, or None if there is no cluster."""
     if scheduler is not None:
         with dask_executor(scheduler) as executor:
             yield executor
@@ -289,11 +226,7 @@ def cluster(scheduler: str | None = None) -> Iterator[Executor | None]:
 
 @contextmanager
 def dask_executor(address: str) -> Iterator[Executor]:
-    """Yield an executor of dask.distributed for the scheduler at ``address``, such as tcp://host:8786.
-
-    Raises CheckpointError if dask.distributed is not installed, if the scheduler does not answer, or if it has no
-    workers.
-    """
+    """Yield an executor of dask.distributed for the scheduler at ``address``, such as tcp://host:8786."""
     try:
         from distributed import Client
     except ImportError:
@@ -316,21 +249,15 @@ def dask_executor(address: str) -> Iterator[Executor]:
 
 
 def is_under_mpi() -> bool:
-    """Return whether this process was started with ``python -m mpi4py.futures``, as in ``mpiexec -n N python -m ...``.
-
-    Only the command line is examined, so the result is True without mpiexec too.
+    """Return whether this process was started with ``python -m mpi4py.futures``, as in ``mpiexec -n N python -m
+    ...``.
     """
     return ("-m", "mpi4py.futures") in pairwise(sys.orig_argv)
 
 
 @contextmanager
 def mpi_executor() -> Iterator[Executor]:
-    """Yield the executor of mpi4py.futures. Its workers are the other processes that mpiexec started.
-
-    When the with statement ends, the executor finishes its calls and is shut down.
-
-    Raises ImportError if mpi4py is not installed.
-    """
+    """Yield the executor of mpi4py.futures."""
     from mpi4py.futures import MPIPoolExecutor
 
     with MPIPoolExecutor() as executor:

@@ -24,17 +24,7 @@ _OWN = (staging.JOURNAL, staging.LOCK)  # names of the leftovers, in the order i
 
 
 def leftovers_of(destination: Path) -> tuple[Path, ...]:
-    """Return the paths of the leftovers of a run that finished its result, but was killed before it removed them.
-
-    If the destination is a directory, the leftovers are the lock and the journal in it. If the result is one or several
-    files, there is one leftover, the partial directory beside them. Return () in these cases:
-
-    - There are no leftovers.
-    - A run is still writing to the destination.
-    - The destination is a directory without a valid manifest, so no finished run wrote it.
-
-    destination: the destination of the run. For a split GGUF model, this is NAME.gguf.
-    """
+    """Return the paths of the leftovers of a run that finished its result, but was killed before it removed them."""
     if destination.is_dir():
         is_ours = _is_finished(destination) and not staging.is_live(destination)
         return tuple(destination / name for name in _OWN if _is_own(destination / name)) if is_ours else ()
@@ -50,12 +40,7 @@ def leftovers_of(destination: Path) -> tuple[Path, ...]:
 
 
 def remove_leftovers(destination: Path) -> tuple[Path, ...]:
-    """Remove what a finished run has left: a lock and a journal, or the partial directory that holds them.
-
-    Return the removed paths; () if there are none.
-
-    destination: the destination of the run. For a split GGUF model, this is NAME.gguf.
-    """
+    """Remove what a finished run has left: a lock and a journal, or the partial directory that holds them."""
     found = leftovers_of(destination)
     if found and not destination.is_dir():
         staging.remove_partial(destination)
@@ -66,14 +51,7 @@ def remove_leftovers(destination: Path) -> tuple[Path, ...]:
 
 
 def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | None:
-    """Return a dict from job key to Done, for the jobs of a run that was killed after it had finished its result.
-
-    The dict is read from the journal, one of the run's leftovers. Return None if there are no leftovers, if the journal
-    cannot be read, or if it has another key, because then a run with other options may have made the destination.
-
-    destination: the destination of the run. For a split GGUF model, this is NAME.gguf.
-    key: the key of the run, which identifies source, request and version (see convert/journal.py).
-    """
+    """Return a dict from job key to Done, for the jobs of a run that was killed after it had finished its result."""
     for path in leftovers_of(destination):
         journal = path if path.name == staging.JOURNAL else path / staging.JOURNAL
         with suppress(OSError, CheckpointError):
@@ -84,10 +62,7 @@ def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | No
 
 
 def _is_finished(folder: Path) -> bool:
-    """Return whether a finished conversion wrote this directory, that is, whether it contains a valid manifest.
-
-    Return False if the manifest is missing or damaged.
-    """
+    """Return whether a finished conversion wrote this directory, that is, whether it contains a valid manifest."""
     try:
         return load_manifest(folder) is not None
     except CheckpointError:
@@ -95,12 +70,7 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a file is the lock or the journal of a run of fp4kit, so that the file may be removed.
-
-    A lock of fp4kit is empty, and a journal begins with a run's key. Return False for a link or a missing file.
-
-    path: a path with the name of a lock or journal.
-    """
+    """Return whether a file is the lock or the journal of a run of fp4kit, so that the file may be removed."""
     if path.is_symlink() or not path.is_file():
         return False
     if path.name == staging.LOCK:

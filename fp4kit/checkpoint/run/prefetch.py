@@ -58,20 +58,14 @@ class Prefetcher:
             thread.join()
 
     def _tick(self, count: int) -> None:
-        """Record that the run has read ``count`` more bytes, and report it to ``progress``.
-
-        The with statement returns this method.
-        """
+        """Record that the run has read ``count`` more bytes, and report it to ``progress``."""
         with self._lock:
             self._done += count
         self._progress(count)
 
     def _read(self) -> None:
-        """Prefetch pieces of files until no piece is left or the with statement ends. Each thread runs this method.
-
-        A thread waits while its piece is too far ahead of the run, and skips bytes that the run has already read. Files
-        that cannot be read are skipped, because the run itself reports them.
-        """
+        """Prefetch pieces of files until no piece is left or the with statement ends."""
+        # Files that cannot be read are skipped, because the run itself reports them.
         while self._pieces and not self._stopped.is_set():
             # Ignore OSError, because the run itself reports unreadable files. An IndexError means that the other thread
             # took the last piece.
@@ -90,18 +84,12 @@ class Prefetcher:
                     os.close(descriptor)
 
     def _position_of_run(self) -> float:
-        """Return the approximate position of the run, in bytes from the start of the first file.
-
-        The position is the share of ``total`` that the run has read, times the size of all files.
-        """
+        """Return the approximate position of the run, in bytes from the start of the first file."""
         return self._size * self._done / max(self._total, 1)
 
 
 def memory() -> int:
-    """Return the size of this machine's memory in bytes, or the memory limit of this process if that is smaller.
-
-    A Docker container, for example, may set such a limit.
-    """
+    """Return the size of this machine's memory in bytes, or the memory limit of this process if that is smaller."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # the file does not exist, or contains "max"
         return min(whole, int(_LIMIT.read_text()))

@@ -49,19 +49,13 @@ _MOVED = '{"moved": '  # the beginning of the journal lines that _note_moves wri
 
 
 def is_published(destination: Path) -> bool:
-    """Return whether this process has renamed a complete result to the final path, and the result is still there.
-
-    Callers use this after an exception, to learn whether the run had already finished its result.
-    """
+    """Return whether this process has renamed a complete result to the final path, and the result is still there."""
     path, *inode = _PUBLISHED.get(os.path.abspath(destination), (destination, -1, -1))
     return _inode(path) == tuple(inode)
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """Return (device, inode) of a file or directory, or None if the path does not exist or cannot be examined.
-
-    For a link, the numbers are those of the link itself.
-    """
+    """Return (device, inode) of a file or directory, or None if the path does not exist or cannot be examined."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -70,32 +64,23 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def result_of(destination: Path) -> Path:
-    """Return the path of a run's result: the destination or, for a split GGUF model, the path of its first file.
-
-    Return the destination if there is no result.
-    """
+    """Return the path of a run's result: the destination or, for a split GGUF model, the path of its first file."""
     if os.path.lexists(destination) or destination.suffix.lower() != ".gguf":
         return destination
     return next(iter(first_parts_of(destination)), destination)
 
 
 def partial_of(destination: Path) -> Path:
-    """Return the path of the partial directory of a destination: the hidden directory beside it to which a run writes.
-
-    The destinations "." and "/" are invalid, but are not rejected here.
+    """Return the path of the partial directory of a destination: the hidden directory beside it to which a run
+    writes.
     """
     return destination.parent / f".{destination.name}.partial"
 
 
 def check_destination(source: Path, destination: Path, paths: Iterable[Path] = (), resume: bool = False) -> None:
-    """Raise CheckpointError if a run cannot write ``destination``.
-
-    The destination must not exist, and its parent must be a writable directory. The destination must not be inside the
-    source, nor the source inside the destination.
-
-    paths: the final paths of the files to write, which must not exist either; () if the result is a directory.
-    resume: True to accept existing files that the interrupted run had already renamed to their final paths.
-    """
+    """Raise CheckpointError if a run cannot write ``destination``."""
+    # The destination must not exist, and its parent must be a writable directory.
+    # The destination must not be inside the source, nor the source inside the destination.
     moved = _moved_files(destination) if resume else {}
     for path in dict.fromkeys((destination, *paths)):
         if os.path.lexists(path) and path.absolute() not in moved:
@@ -113,10 +98,8 @@ def check_destination(source: Path, destination: Path, paths: Iterable[Path] = (
 
 
 def free_space(destination: Path) -> int:
-    """Return the number of bytes that are free for ``destination`` on its file system.
-
-    Files that an interrupted run left in the partial directory count as free, because a new run overwrites them.
-    """
+    """Return the number of bytes that are free for ``destination`` on its file system."""
+    # Files that an interrupted run left in the partial directory count as free, because a new run overwrites them.
     free = shutil.disk_usage(destination.parent).free
     with suppress(OSError):
         free += sum(path.stat().st_blocks * 512 for path in partial_of(destination).iterdir() if path.is_file())
@@ -133,18 +116,7 @@ def check_space(destination: Path, needed: int) -> None:
 
 
 def check_partial(destination: Path, resume: bool) -> None:
-    """Raise CheckpointError if the state of the partial directory does not allow a run to begin or to resume.
-
-    These cases are errors:
-
-    - The path of the partial directory is not valid, for example too long, or is not a directory.
-    - A run is writing to the partial directory.
-    - The partial directory exists, and ``resume`` is False.
-    - The partial directory does not exist, and ``resume`` is True.
-
-    destination: the destination of the run.
-    resume: True to resume an interrupted run, False to begin a new run.
-    """
+    """Raise CheckpointError if the state of the partial directory does not allow a run to begin or to resume."""
     partial = partial_of(destination)
     exists = _exists(partial)
     if exists and not _is_folder(partial):
@@ -158,10 +130,7 @@ def check_partial(destination: Path, resume: bool) -> None:
 
 
 def _exists(partial: Path) -> bool:
-    """Return whether the path of a partial directory exists.
-
-    Raises CheckpointError if the path is not valid, for example because it is too long.
-    """
+    """Return whether the path of a partial directory exists."""
     try:
         partial.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -172,32 +141,18 @@ def _exists(partial: Path) -> bool:
 
 
 def _not_created(partial: Path, error: OSError) -> CheckpointError:
-    """Return the error for a partial directory that the system refuses to create.
-
-    error: the system's error.
-    """
+    """Return the error for a partial directory that the system refuses to create."""
     return CheckpointError(f"{shown(str(partial))}: cannot be created ({error.strerror}); name another directory")
 
 
 def recovery_advice(destination: Path) -> str:
-    """Return advice, for an error message, on what to do about an interrupted run.
-
-    If the partial directory has a journal, the advice names two ways: resume the run, or remove its files. Otherwise,
-    it names only the second, because a run without a journal, such as one of ``fp4kit reconcile``, cannot be resumed.
-
-    destination: the destination of the run.
-    """
+    """Return advice, for an error message, on what to do about an interrupted run."""
     resuming = "continue it with --resume, or " if (partial_of(destination) / JOURNAL).is_file() else ""
     return f"{resuming}remove its files with fp4kit convert --remove-stale {shlex.quote(str(destination))}"
 
 
 def is_live(partial: Path) -> bool:
-    """Return whether a run is writing to a directory, which is the case while it holds the lock there.
-
-    Return False if there is no lock file, if the file cannot be opened, or if locks are not supported.
-
-    partial: a partial directory, or a destination to which a run may just have renamed its partial directory.
-    """
+    """Return whether a run is writing to a directory, which is the case while it holds the lock there."""
     try:
         descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -209,10 +164,7 @@ def is_live(partial: Path) -> bool:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Try to take the lock on an open file. Return True if it was taken, or False if another run holds it.
-
-    Return True, too, if the platform or the file system does not support locks.
-    """
+    """Try to take the lock on an open file."""
     if not HAS_LOCKS:
         return True
     try:
@@ -228,19 +180,12 @@ def _is_folder(partial: Path) -> bool:
 
 
 def is_partial(folder: Path) -> bool:
-    """Return whether a directory is the partial directory of a run, judged by its lock file.
-
-    Return True for an empty directory too, because a run may have ended before it created the lock file. Return False
-    for a missing path and for a link.
-    """
+    """Return whether a directory is the partial directory of a run, judged by its lock file."""
     return _is_folder(folder) and ((folder / LOCK).is_file() or not any(folder.iterdir()))
 
 
 def removable(destination: Path) -> Path | None:
-    """Return the partial directory that ``remove_partial`` would remove, or None if there is none.
-
-    Raises CheckpointError if a run is writing to the partial directory, or if no run made it.
-    """
+    """Return the partial directory that ``remove_partial`` would remove, or None if there is none."""
     partial = partial_of(destination)
     if not os.path.lexists(partial):
         return None
@@ -252,13 +197,7 @@ def removable(destination: Path) -> Path | None:
 
 
 def remove_partial(destination: Path) -> Path | None:
-    """Remove the partial directory that an interrupted run left beside a destination.
-
-    Files that the run had already renamed to their final paths are removed too, unless the result is complete. Return
-    the path of the removed directory, or None if there was none.
-
-    Raises CheckpointError if a run is writing to the partial directory, or if no run made it.
-    """
+    """Remove the partial directory that an interrupted run left beside a destination."""
     partial = removable(destination)
     if partial is None:
         return None
@@ -288,11 +227,7 @@ def clear(folder: Path, keep: Collection[str]) -> None:
 
 
 def copy_file(source: Path, destination: Path) -> None:
-    """Copy a regular file to a new file and flush the new file to disk. Missing parent directories are created.
-
-    Raises OSError if the destination exists or the source is a link, and CheckpointError if the source is not a regular
-    file.
-    """
+    """Copy a regular file to a new file and flush the new file to disk."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as reader, destination.open("xb") as writer:
@@ -306,11 +241,7 @@ def copy_file(source: Path, destination: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Flush a file of the partial directory to disk.
-
-    If that fails, remove the journal and raise the error. It is then unknown which bytes were lost, so the run must not
-    be resumed.
-    """
+    """Flush a file of the partial directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -334,11 +265,7 @@ class Stage:
         self.folder, self.is_ours, self.published = folder, is_ours, False
 
     def is_kept_after(self, error: BaseException) -> bool:
-        """Return whether the partial directory must be kept after ``error``, so that a later run can resume.
-
-        The directory is always kept if ``is_ours`` is False. Otherwise it is kept if it has a journal, except after a
-        CheckpointError, because a resumed run would fail again.
-        """
+        """Return whether the partial directory must be kept after ``error``, so that a later run can resume."""
         return not self.is_ours or ((self.folder / JOURNAL).exists() and not isinstance(error, CheckpointError))
 
 
@@ -346,27 +273,7 @@ class Stage:
 def staged_directory(
     destination: Path, resume: bool = False, paths: Mapping[str, Path] | None = None
 ) -> Iterator[Stage]:
-    """Create and lock the partial directory of a destination, yield it, and rename it to the destination at the end.
-
-    Use it in a with statement, which gives a Stage. The body of the with statement writes the output into Stage.folder.
-    If the body raises an exception, nothing is renamed:
-
-    - After a CheckpointError, the partial directory is removed.
-    - After any other exception (KeyboardInterrupt, SystemExit, a full disk, a dead worker), it is kept if it has a
-      journal, otherwise removed.
-    - If ``resume`` is True, it is kept after every exception until the run sets Stage.is_ours.
-
-    resume: True to continue in the partial directory of an interrupted run, False to create a new one.
-    paths: name of a file in the partial directory -> its final path. Only these files are renamed, the first one last.
-        None renames the partial directory itself to the destination.
-
-    Raises CheckpointError in these cases:
-
-    - Another run is writing to the partial directory.
-    - The state of the partial directory does not fit ``resume`` (see check_partial).
-    - The system cannot create the partial directory.
-    - Another program has created one of the final paths meanwhile.
-    """
+    """Create and lock the partial directory of a destination, yield it, and rename it to the destination at the end."""
     partial = partial_of(destination)
     check_partial(destination, resume)
     try:
@@ -399,17 +306,7 @@ def staged_directory(
 
 
 def _publish(stage: Stage, destination: Path, paths: Mapping[str, Path]) -> None:
-    """Flush the partial directory to disk, then rename it, or files in it, to their final paths.
-
-    The result gets the permissions that the umask allows. If a rename fails, files that were already renamed are moved
-    back.
-
-    stage: the partial directory. Its ``published`` is set to True.
-    destination: the destination of the run.
-    paths: name of a file in the partial directory -> its final path; {} if the directory itself is the result.
-
-    Raises CheckpointError if another program has created one of the final paths.
-    """
+    """Flush the partial directory to disk, then rename it, or files in it, to their final paths."""
     moves = [(stage.folder / name, path) for name, path in paths.items()] or [(stage.folder, destination)]
     for partial, _ in moves:
         os.chmod(partial, (0o666 if paths else 0o777) & ~_umask())
@@ -435,11 +332,7 @@ def _publish(stage: Stage, destination: Path, paths: Mapping[str, Path]) -> None
 
 
 def _note_moves(journal: Path, moves: Iterable[tuple[Path, Path]]) -> None:
-    """Record in the journal which files are about to be renamed: name, final path, device and inode per file.
-
-    journal: the path of the journal.
-    moves: (path in the partial directory, final path) per file, the first file of the model first.
-    """
+    """Record in the journal which files are about to be renamed: name, final path, device and inode per file."""
     lines = [json.dumps({"moved": [part.name, str(final.absolute()), *(_inode(part) or ())]}) for part, final in moves]
     with journal.open("a") as file:
         file.write("\n".join([*lines, ""]))
@@ -448,14 +341,7 @@ def _note_moves(journal: Path, moves: Iterable[tuple[Path, Path]]) -> None:
 
 
 def _moved_files(destination: Path) -> dict[Path, str]:
-    """Return {final path: earlier name} for the files that an interrupted run had already renamed.
-
-    The journal in the partial directory names these files. A file is left out if its inode is not the recorded one.
-    Return {} if no file is left. Return {} also if the first file, which is renamed last, has been renamed: the result
-    is then complete.
-
-    destination: the destination of the run.
-    """
+    """Return {final path: earlier name} for the files that an interrupted run had already renamed."""
     journal, lines = partial_of(destination) / JOURNAL, list[str]()
     with suppress(OSError, ValueError):
         if journal.stat().st_size <= MAX_BYTES:  # a larger one is damaged
@@ -472,20 +358,14 @@ def _moved_files(destination: Path) -> dict[Path, str]:
 
 
 def _move_back(destination: Path) -> None:
-    """Move the files that an interrupted run had renamed to their final paths back into its partial directory.
-
-    Do nothing if there are no such files, or if the run had renamed all files, so that its result is complete.
-    """
+    """Move the files that an interrupted run had renamed to their final paths back into its partial directory."""
     for path, name in _moved_files(destination).items():
         os.rename(path, partial_of(destination) / name)
 
 
 def _remove_lock_and_journal(destination: Path) -> None:
-    """Remove the lock and the journal of a run after its result has been renamed to the final path.
-
-    If the result consists of files, the partial directory is removed with the lock and the journal in it. Does nothing
-    before the rename, because another run could take over a partial directory that has no lock.
-    """
+    """Remove the lock and the journal of a run after its result has been renamed to the final path."""
+    # Does nothing before the rename, because another run could take over a partial directory that has no lock.
     if not is_published(destination):
         return
     if destination.is_dir():
@@ -496,13 +376,7 @@ def _remove_lock_and_journal(destination: Path) -> None:
 
 
 def _locked(partial: Path, destination: Path) -> int:
-    """Take the lock of a partial directory, and return the open descriptor of the lock file.
-
-    Closing the descriptor releases the lock. ``destination`` is named in error messages.
-
-    Raises CheckpointError if another run holds the lock or has just removed the lock file, or if the lock file cannot
-    be opened.
-    """
+    """Take the lock of a partial directory, and return the open descriptor of the lock file."""
     try:
         descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:

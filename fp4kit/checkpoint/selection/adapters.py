@@ -83,10 +83,7 @@ def _kind(piece: str) -> str | None:
 
 
 def adapter_tensor(name: str) -> AdapterTensor | None:
-    """Return what a tensor of an adapter is, from its name; None for all other tensors.
-
-    The names are those of PEFT, kohya's scripts, LyCORIS, Diffusers, mlx-lm, Flax NNX, Qwix, Tunix and Gemma.
-    """
+    """Return what a tensor of an adapter is, from its name; None for all other tensors."""
     pieces = name.split(".")
     for at, piece in enumerate(pieces):
         kind = _kind(piece)

@@ -43,26 +43,14 @@ _MODULATION = ("img_mod", "txt_mod")  # components of names of modulation layers
 
 
 def class_of(config: Mapping[str, Any]) -> str:
-    """Return the name of a model's Diffusers class, such as "FluxTransformer2DModel"; "" if it is no Diffusers model.
-
-    Args:
-        config: the content of the model's config.json.
+    """Return the name of a model's Diffusers class, such as "FluxTransformer2DModel"; "" if it is no Diffusers
+    model.
     """
     return str(config.get(CLASS, ""))
 
 
 def unquantized_reason(name: str, parts: tuple[str, ...]) -> str | None:
-    """Return the reason why a layer of a diffusion model must stay unquantized, or None if it may be quantized.
-
-    These layers must stay unquantized:
-
-    - For a class in BLOCKS: layers outside the numbered blocks, and modulation layers in them.
-    - For any other class, and for "": layers with a component in _ORIGINAL, such as "final_layer".
-
-    Args:
-        name: the Diffusers class of the model; "" for all other models, such as a single file of the original release.
-        parts: the components of the module's dotted name.
-    """
+    """Return the reason why a layer of a diffusion model must stay unquantized, or None if it may be quantized."""
     if name not in BLOCKS:
         part = next((part for part in parts if part in _ORIGINAL), None)
         return None if part is None else f"modulation, input or output of a diffusion model ({part})"
@@ -73,14 +61,8 @@ def unquantized_reason(name: str, parts: tuple[str, ...]) -> str | None:
 
 
 def check(config: Mapping[str, Any], only: tuple[str, ...]) -> None:
-    """Raise CheckpointError if a Diffusers model is to be quantized and the user has not named layers with --only.
-
-    No engine is known to load the result, so the user must ask for it. All other models pass.
-
-    Args:
-        config: the content of the model's config.json.
-        only: the patterns of --only.
-    """
+    """Raise CheckpointError if a Diffusers model is to be quantized and the user has not named layers with --only."""
+    # No engine is known to load the result, so the user must ask for it.
     name = class_of(config)
     if not name or only:
         return
@@ -98,10 +80,8 @@ def check(config: Mapping[str, Any], only: tuple[str, ...]) -> None:
 
 
 def warning(config: Mapping[str, Any]) -> str | None:
-    """Return a warning that no engine is known to load quantized weights of a Diffusers model; None for other models.
-
-    Args:
-        config: the content of the model's config.json.
+    """Return a warning that no engine is known to load quantized weights of a Diffusers model; None for other
+    models.
     """
     name = class_of(config)
     if not name:

@@ -58,28 +58,18 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 
 def split_module(module: str) -> tuple[str, str]:
-    """Split a module name at its last dot and return (parent, leaf): ("mlp", "up_proj") for "mlp.up_proj".
-
-    The parent is "" if the name has no dot.
-    """
+    """Split a module name at its last dot and return (parent, leaf): ("mlp", "up_proj") for "mlp.up_proj"."""
     parent, _, leaf = module.rpartition(".")
     return parent, leaf
 
 
 def join_module(parent: str, leaf: str) -> str:
-    """Return the module name with the given parent and leaf: "mlp.up_proj" for "mlp" and "up_proj".
-
-    If the parent is "", return the leaf alone. This is the inverse of split_module.
-    """
+    """Return the module name with the given parent and leaf: "mlp.up_proj" for "mlp" and "up_proj"."""
     return f"{parent}.{leaf}" if parent else leaf
 
 
 def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
-    """Group the modules that loaders fuse into one layer, such as q_proj, k_proj and v_proj of one attention layer.
-
-    Return a dict from (parent module, Fusion) to the names of the modules that are fused there. A group has only
-    modules in ``modules``, so it may be incomplete, down to one module. Modules that loaders do not fuse are left out.
-    """
+    """Group the modules that loaders fuse into one layer, such as q_proj, k_proj and v_proj of one attention layer."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module in modules:
         parent, leaf = split_module(module)
@@ -89,25 +79,12 @@ def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
 
 
 def group_name(parent: str, fusion: Fusion) -> str:
-    """Return a readable name for layers that loaders fuse, such as "model.layers.0.mlp.(gate_proj|up_proj)".
-
-    Args:
-        parent: the parent module of the layers.
-        fusion: the layers, by their leaf names.
-    """
+    """Return a readable name for layers that loaders fuse, such as "model.layers.0.mlp.(gate_proj|up_proj)"."""
     return join_module(parent, f"({'|'.join(fusion.members)})")
 
 
 def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
-    """Return a dict from module to the name of its group, for modules that must share a tensor amax.
-
-    A group consists of the modules that loaders fuse:
-
-    - Experts that are stored separately have one group per expert.
-    - If experts are stored as stacks, the stacks gate_proj and up_proj form one group, with one amax per expert.
-    - A stack gate_up_proj has no group, because its matrices already hold gate and up.
-    - A module without any partner in ``modules`` has no group.
-    """
+    """Return a dict from module to the name of its group, for modules that must share a tensor amax."""
     found: dict[str, str] = {}
     for key, members in fused_groups(modules).items():
         if len(members) > 1:
@@ -116,22 +93,14 @@ def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
 
 
 def group_of(module: str) -> tuple[str, int] | None:
-    """Return the group of fused layers that a module belongs to, as (name, number of layers in a complete group).
-
-    The layers of a group share their tensor amax. For "model.layers.0.mlp.up_proj", the result is
-    ("model.layers.0.mlp.(gate_proj|up_proj)", 2). Return None if loaders do not fuse the module.
-    """
+    """Return the group of fused layers that a module belongs to, as (name, number of layers in a complete group)."""
     parent, leaf = split_module(module)
     fusion = _FUSION_OF.get(leaf)
     return None if fusion is None else (group_name(parent, fusion), fusion.size)
 
 
 def same_input_names(module: str) -> tuple[str, ...]:
-    """Return the names under which calibration may have measured the inputs of a module.
-
-    These are the names of the module itself, of the layers that loaders fuse with it because they read the same input,
-    and of the fused layer. For "mlp.up_proj", they are "mlp.up_proj", "mlp.gate_proj" and "mlp.gate_up_proj".
-    """
+    """Return the names under which calibration may have measured the inputs of a module."""
     parent, leaf = split_module(module)
     fusion = _FUSION_OF.get(leaf)
     if fusion is None:
@@ -141,19 +110,7 @@ def same_input_names(module: str) -> tuple[str, ...]:
 
 
 def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]:
-    """Return one message per quantized gate or up projection whose other half is missing; [] if none is.
-
-    The other half may be in ``converted`` or in ``present``.
-
-    - A gate_proj without up_proj, or a w1 without w3, is reported, except for the gate of an attention layer and for a
-      w1 beside c_proj, because Qwen names the halves w1 and w2.
-    - An up_proj or w3 without a gate is reported only if the same MLP of another layer or expert has a gate. Otherwise,
-      the model's MLPs have no gates, and the up projection is complete.
-
-    Args:
-        converted: the names of the modules that are quantized.
-        present: the names of further modules of the source.
-    """
+    """Return one message per quantized gate or up projection whose other half is missing; [] if none is."""
     converted = list(converted)
     all_modules = {*converted, *present}
     gated: set[str] | None = None
@@ -173,50 +130,24 @@ def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) 
 
 
 def _is_half(parent: str, gate: str, all_modules: Collection[str]) -> bool:
-    """Return whether a gate_proj or w1 must have an up_proj or w3 beside it.
-
-    Return False in two cases:
-
-    - The gate belongs to an attention layer, which has no up_proj.
-    - The gate is a w1 beside a c_proj, because Qwen fuses w1 with w2.
-
-    Args:
-        parent: the gate's parent module.
-        gate: the gate's leaf name, "gate_proj" or "w1".
-        all_modules: the names of all modules of the model.
-    """
+    """Return whether a gate_proj or w1 must have an up_proj or w3 beside it."""
     attends = "attn" in parent or "attention" in parent.lower()
     return not attends and not (gate == "w1" and join_module(parent, "c_proj") in all_modules)
 
 
 def _without_numbers(module: str) -> str:
-    """Return a module name with each number replaced by ``#``, so that all layers and experts give one name.
-
-    Only whole components count as numbers: "layers.3.mlp.w1" gives "layers.#.mlp.w1".
-    """
+    """Return a module name with each number replaced by ``#``, so that all layers and experts give one name."""
     return _NUMBER.sub("#", module)
 
 
 def _up_names_with_gate(all_modules: Collection[str]) -> set[str]:
-    """Return the names of the up projections that must exist because the model has their gates.
-
-    A gate_proj needs an up_proj, and a w1 needs a w3. Each number in a name is replaced with ``#``, so that all layers
-    and experts give one name.
-
-    Args:
-        all_modules: the names of all modules of the model.
-    """
+    """Return the names of the up projections that must exist because the model has their gates."""
     gates = (split_module(module) for module in all_modules if module.endswith(tuple(_PAIRS)))
     return {_without_numbers(join_module(parent, _PAIRS[leaf])) for parent, leaf in gates if leaf in _PAIRS}
 
 
 def partly_converted(copied: Iterable[str], converted: Collection[str]) -> Iterator[str]:
-    """Yield one warning per group of fused layers in which some layers are quantized and some are not.
-
-    Args:
-        copied: the names of the modules that stay unquantized.
-        converted: the names of the modules that are quantized.
-    """
+    """Yield one warning per group of fused layers in which some layers are quantized and some are not."""
     for key, members in fused_groups([*copied, *converted]).items():
         kept = [split_module(member)[1] for member in members if member not in converted]
         if kept and len(kept) < len(members):

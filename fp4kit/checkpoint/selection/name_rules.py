@@ -87,11 +87,7 @@ LayerKind = Literal["routed expert", "shared expert", "dense MLP", "attention", 
 
 @lru_cache(1 << 14)
 def _role(part: str) -> Role | None:
-    """Return the role that one component of a dotted name gives its tensor; None if it gives none.
-
-    For example, "lm_head" gives the role "head", and "q_proj" gives None. The roles are "tower", "mtp", "head",
-    "embedding", "router", "experts", "shared" (experts), "attention" and "mlp". If several fit, the first one wins.
-    """
+    """Return the role that one component of a dotted name gives its tensor; None if it gives none."""
     if _TOWERS.fullmatch(part):
         return "tower"
     if part == "mtp" or part.startswith("mtp_"):
@@ -169,26 +165,16 @@ class Candidate:
 
     @lazy_property
     def is_stack(self) -> bool:
-        """True if the tensor is a stack of experts that fp4kit can convert.
-
-        Such a stack has three axes, the last component of its module name is in STACKS or is llama.cpp's name of a
-        stack, and some component has the role "experts".
-        """
+        """True if the tensor is a stack of experts that fp4kit can convert."""
         return len(self.shape) == 3 and self.parts[-1] in (*STACKS, *ggml_names.STACKS) and "experts" in self.roles
 
     @property
     def is_weight(self) -> bool:
-        """True if the tensor is the ``.weight`` or the codes of a named module, or a stack of experts.
-
-        Only such tensors can be quantized. The patterns of --keep and --only match no other tensors.
-        """
+        """True if the tensor is the ``.weight`` or the codes of a named module, or a stack of experts."""
         return self.module not in ("", self.name) or self.is_stack
 
     def up_to(self, role: Role) -> str | None:
-        """Return the module name up to and including its first component with ``role``; None if no component has it.
-
-        For example, up_to("experts") of "mlp.experts.3.up_proj" is "mlp.experts".
-        """
+        """Return the module name up to and including its first component with ``role``; None if no component has it."""
         return ".".join(self.parts[: self.roles.index(role) + 1]) if role in self.roles else None
 
     def part(self, role: Role) -> str | None:
@@ -197,10 +183,7 @@ class Candidate:
 
     @lazy_property
     def _layer_at(self) -> int | None:
-        """The index of the layer number in ``parts``, such as 2 for model.layers.3.mlp; None if there is none.
-
-        The layer number is the first number that follows a component in _LAYER_LISTS.
-        """
+        """The index of the layer number in ``parts``, such as 2 for model.layers.3.mlp; None if there is none."""
         for at, part in enumerate(self.parts[1:], 1):
             if part.isdecimal() and part.isascii() and len(part) < 10 and self.parts[at - 1] in _LAYER_LISTS:
                 return at
@@ -208,10 +191,7 @@ class Candidate:
 
     @property
     def decoder_layer(self) -> tuple[str, int] | None:
-        """The tensor's decoder layer as (prefix, number), such as ``("model.layers.3", 3)``; None if there is none.
-
-        Layers of a vision or audio tower, of a multi-token prediction module and of an encoder are not decoder layers.
-        """
+        """The tensor's decoder layer as (prefix, number), such as ``("model.layers.3", 3)``; None if there is none."""
         at = self._layer_at
         if at is None or "tower" in self.roles or self.mtp_prefix is not None:
             return None
@@ -221,14 +201,7 @@ class Candidate:
 
     @property
     def mtp_prefix(self) -> str | None:
-        """The name of the multi-token prediction (MTP) module that the tensor belongs to; None if there is none.
-
-        Examples are "mtp" and "model.layers.61". An MTP module is recognized in one of two ways:
-
-        - A component has the role "mtp".
-        - The tensor is in a layer whose number is beyond the last decoder layer. This counts only in a list named
-          "layers", outside an encoder, and if the config states the number of layers.
-        """
+        """The name of the multi-token prediction (MTP) module that the tensor belongs to; None if there is none."""
         prefix, at, layers = self.up_to("mtp"), self._layer_at, self.model.layers
         if prefix or at is None or layers is None or int(self.parts[at]) < layers:
             return prefix
@@ -237,10 +210,8 @@ class Candidate:
 
     @lazy_property
     def kind(self) -> LayerKind:
-        """The kind of layer that the module name suggests, such as "routed expert"; "linear layer" if it suggests none.
-
-        The presets of selection.py name the kinds to quantize. If components suggest several kinds, the first in this
-        order is returned: routed expert, shared expert, attention, dense MLP.
+        """The kind of layer that the module name suggests, such as "routed expert"; "linear layer" if it suggests
+        none.
         """
         if "experts" in self.roles:
             return "routed expert"
@@ -252,25 +223,12 @@ class Candidate:
 
 
 def candidate(name: str, dtype: str, shape: tuple[int, ...], model: ModelFacts) -> Candidate:
-    """Return a Candidate, which describes an unquantized tensor to the name rules.
-
-    Args:
-        name: the tensor's name.
-        dtype: the tensor's safetensors dtype.
-        shape: (N, K), or (E, N, K) for a stack of experts.
-        model: the facts about the tensor's model, from ``model_facts``.
-    """
+    """Return a Candidate, which describes an unquantized tensor to the name rules."""
     return Candidate(name, name.removesuffix(".weight"), dtype, shape, model)
 
 
 def _layer_count(section: Mapping[str, Any]) -> int | None:
-    """Return the decoder's number of layers from one section (a nested object) of config.json.
-
-    If the section states only the encoder's number, return that. If it states neither, return None.
-
-    Raises:
-        CheckpointError: if a number is not a whole number from 1 to _MAX_LAYERS.
-    """
+    """Return the decoder's number of layers from one section (a nested object) of config.json."""
     counts = {key: section[key] for key in (*_LAYER_COUNTS, "encoder_layers") if section.get(key) is not None}
     for key, value in counts.items():
         if type(value) is not int or not 1 <= value <= _MAX_LAYERS:
@@ -279,10 +237,7 @@ def _layer_count(section: Mapping[str, Any]) -> int | None:
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the sections of config.json that may describe the decoder: nested text sections first, ``config`` last.
-
-    A section is an object under a key in _TEXT_SECTIONS, at any depth. Values that are not objects are skipped.
-    """
+    """Yield the sections of config.json that may describe the decoder: nested text sections first, ``config`` last."""
     for key in _TEXT_SECTIONS:
         if isinstance(config.get(key), dict):
             yield from _sections(config[key])
@@ -290,14 +245,7 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def model_facts(config: Mapping[str, Any]) -> ModelFacts:
-    """Return the facts that the selection rules use, from the content of config.json.
-
-    Nested sections such as text_config are searched too. The number of layers is that of the first section that has
-    one, or None.
-
-    Raises:
-        CheckpointError: if a number of layers is not a whole number from 1 to _MAX_LAYERS.
-    """
+    """Return the facts that the selection rules use, from the content of config.json."""
     counts = [count for count in map(_layer_count, _sections(config)) if count is not None]
     has_encoder = any(
         section.get("is_encoder_decoder") or section.get("encoder_layers") for section in _sections(config)
@@ -325,9 +273,8 @@ def _conv1d_model(config: Mapping[str, Any]) -> str:
 
 
 def _other_stack(tensor: Candidate) -> str | None:
-    """Return the reason why a stack of experts stays unquantized if its name or rank is not supported, otherwise None.
-
-    None means that the tensor is 1-D, is a supported stack, belongs to a single expert, or belongs to no expert.
+    """Return the reason why a stack of experts stays unquantized if its name or rank is not supported, otherwise
+    None.
     """
     rank, leaf = len(tensor.shape), tensor.parts[-1]
     granite = rank == 3 and leaf in GRANITE_STACKS
@@ -357,11 +304,7 @@ def _rank(tensor: Candidate) -> str | None:
 
 
 def _diffusers(tensor: Candidate) -> str | None:
-    """Return the reason why a layer of a diffusion model must stay unquantized; None for all other tensors.
-
-    Examples are modulation and output layers. They are recognized by name, also in single files of an original release
-    (see diffusers_classes.unquantized_reason).
-    """
+    """Return the reason why a layer of a diffusion model must stay unquantized; None for all other tensors."""
     return diffusers_classes.unquantized_reason(tensor.model.diffusers, tensor.parts)
 
 
@@ -371,11 +314,7 @@ def _tower_prefix(tensor: Candidate) -> str | None:
 
 
 def _tower(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor of a tower stays unquantized; None for all other tensors.
-
-    A tower is an encoder or decoder for images, sound or video. The reason names it: "vision or audio tower
-    (model.visual)".
-    """
+    """Return the reason why a tensor of a tower stays unquantized; None for all other tensors."""
     prefix = _tower_prefix(tensor)
     return f"vision or audio tower ({prefix})" if prefix else None
 
@@ -386,75 +325,56 @@ def _mtp_prefix(tensor: Candidate) -> str | None:
 
 
 def _mtp(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor of a multi-token prediction module stays unquantized; None for other tensors.
-
-    The reason names the module (see Candidate.mtp_prefix): "multi-token prediction (model.layers.61)".
-    """
+    """Return the reason why a tensor of a multi-token prediction module stays unquantized; None for other tensors."""
     prefix = tensor.mtp_prefix
     return f"multi-token prediction ({prefix})" if prefix else None
 
 
 def _head(tensor: Candidate) -> str | None:
-    """Return the reason why an output head stays unquantized, such as "output head (lm_head)"; None for other tensors.
-
-    A head is recognized by a component of its module name with the role "head". llama.cpp's output head is the module
-    ``output``; as a component of a longer name, ``output`` belongs to an MLP.
+    """Return the reason why an output head stays unquantized, such as "output head (lm_head)"; None for other
+    tensors.
     """
     part = "output" if tensor.parts == ("output",) else tensor.part("head")
     return f"output head ({part})" if part else None
 
 
 def _embedding(tensor: Candidate) -> str | None:
-    """Return the reason why an embedding table stays unquantized; None for all other tensors.
-
-    A table has a component with the role "embedding", or the name ``shared`` as in T5 and BART. Linear layers of
-    embedding modules have this role too, but ``_embedding_layer`` comes earlier in RULES and decides about them.
-    """
+    """Return the reason why an embedding table stays unquantized; None for all other tensors."""
     part = "shared" if tensor.parts[-1] == "shared" else tensor.part("embedding")
     return f"embedding ({part})" if part else None
 
 
 def is_stored_quantized(tensor: Candidate) -> bool:
-    """Return whether a tensor holds the values of a matrix in at most 8 bits, in a container or in any other way.
-
-    Embedding tables do not count, because a file may have only its embedding in 8 bits.
-    """
+    """Return whether a tensor holds the values of a matrix in at most 8 bits, in a container or in any other way."""
+    # Embedding tables do not count, because a file may have only its embedding in 8 bits.
     bits = 8 if tensor.dtype in BLOCKED else DTYPE_BITS.get(tensor.dtype, 8)
     packed = bits <= 8 and tensor.dtype != "BOOL"
     return packed and tensor.is_weight and len(tensor.shape) > 1 and not is_embedding_table(tensor)
 
 
 def is_embedding_table(tensor: Candidate) -> bool:
-    """Return whether a tensor is an embedding table.
-
-    Engines never read such a table as a linear layer, so an exclusion list need not name it.
-    """
+    """Return whether a tensor is an embedding table."""
+    # Engines never read such a table as a linear layer, so an exclusion list need not name it.
     return _embedding(tensor) is not None and _embedding_layer(tensor) is None
 
 
 def _embedding_layer(tensor: Candidate) -> str | None:
-    """Return the reason why a linear layer of an embedding module stays unquantized; None for all other tensors.
-
-    A component of the layer's module name has the role "embedding". If this is the last component, it must also contain
-    "proj"; otherwise the tensor is an embedding table, about which ``_embedding`` decides.
-    """
+    """Return the reason why a linear layer of an embedding module stays unquantized; None for all other tensors."""
+    # If this is the last component, it must also contain "proj"; otherwise the tensor is an embedding table, about
+    # which ``_embedding`` decides.
     part, leaf = tensor.part("embedding"), tensor.parts[-1]
     within = part is not None and (tensor.roles[-1] != "embedding" or "proj" in leaf)
     return f"layer of an embedding ({part})" if within else None
 
 
 def _router(tensor: Candidate) -> str | None:
-    """Return the reason why the router of a mixture-of-experts layer stays unquantized; None for all other tensors.
-
-    A module called ``gate`` is a router too.
-    """
+    """Return the reason why the router of a mixture-of-experts layer stays unquantized; None for all other tensors."""
     return "MoE router" if "router" in tensor.roles or "gate" in tensor.parts[-2:] else None
 
 
 def _draft_input(tensor: Candidate) -> str | None:
-    """Return the reason why an input projection of a multi-token prediction module stays unquantized; otherwise None.
-
-    Such a projection reads hidden states and embeddings. Engines read it unquantized.
+    """Return the reason why an input projection of a multi-token prediction module stays unquantized; otherwise
+    None.
     """
     leaf = tensor.parts[-1]
     joins = leaf in _DRAFT_INPUTS or ("mtp" in tensor.roles and leaf in ("fc", "input_proj"))
@@ -462,11 +382,7 @@ def _draft_input(tensor: Candidate) -> str | None:
 
 
 def _sensitive(tensor: Candidate) -> str | None:
-    """Return the reason why a layer that vLLM expects to be unquantized stays so; None for all other tensors.
-
-    vLLM builds these layers unquantized: wk and weights_proj of an indexer (which vLLM fuses), all layers of a
-    compressor, and x_proj and dt_proj of a state-space model. They are recognized by name alone.
-    """
+    """Return the reason why a layer that vLLM expects to be unquantized stays so; None for all other tensors."""
     leaf = tensor.parts[-1]
     if "compressor" in tensor.parts:
         leaf = f"compressor.{leaf}"
@@ -478,19 +394,13 @@ def _sensitive(tensor: Candidate) -> str | None:
 
 
 def _ggml(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor of a GGUF file stays unquantized because llama.cpp never quantizes this name.
-
-    Return None for all other names, and for models that are not GGUF files.
-    """
+    """Return the reason why a tensor of a GGUF file stays unquantized because llama.cpp never quantizes this name."""
     return ggml_names.unquantized_reason(tensor.name) if tensor.model.is_gguf else None
 
 
 def _conv1d(tensor: Candidate) -> str | None:
-    """Return the reason why the weight of a Conv1D module of transformers, as in GPT-2, stays unquantized.
-
-    Conv1D stores weights as [K, N], which fp4kit cannot convert. It is recognized by its name and the model type, or by
-    its name and a shape with fewer rows than the layer has (more for the second layer of an MLP). Otherwise None.
-    """
+    """Return the reason why the weight of a Conv1D module of transformers, as in GPT-2, stays unquantized."""
+    # Conv1D stores weights as [K, N], which fp4kit cannot convert.
     leaf = tensor.parts[-1]
     if leaf not in _CONV1D_NAMES or len(tensor.shape) != 2:
         return None
@@ -509,11 +419,12 @@ def is_transposed(reason: str) -> bool:
 
 
 def _dtype(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor stays unquantized because of its dtype, such as an integer dtype; otherwise None.
-
-    None means that the dtype is one of FLOAT_DTYPES, or the name of a container, because the layer is already
-    quantized. A layer of dtype "Q8_0" gets a reason, because it is quantized again only with --requantize.
+    """Return the reason why a tensor stays unquantized because of its dtype, such as an integer dtype; otherwise
+    None.
     """
+    # None means that the dtype is one of FLOAT_DTYPES, or the name of a container, because the layer is already
+    # quantized.
+    # A layer of dtype "Q8_0" gets a reason, because it is quantized again only with --requantize.
     if tensor.dtype == "Q8_0":
         return "already quantized as Q8_0; use --requantize to quantize it again"
     plain = (tensor.dtype in DTYPE_BITS or tensor.dtype in BLOCKED) and tensor.dtype not in FLOAT_DTYPES

@@ -35,11 +35,7 @@ _EXPERTS = ".experts."
 
 
 def _without_expert_number(module: str) -> str:
-    """Return a module name with the expert's number replaced: "mlp.experts.#.up_proj" for "mlp.experts.3.up_proj".
-
-    If the first ".experts." is not followed by a number and a further component, return the name unchanged. No rule
-    depends on the expert's number, so all experts of a layer can share a cached decision.
-    """
+    """Return a module name with the expert's number replaced: "mlp.experts.#.up_proj" for "mlp.experts.3.up_proj"."""
     parent, _, suffix = module.partition(_EXPERTS)
     number, dot, leaf = suffix.partition(".")
     return f"{parent}{_EXPERTS}#.{leaf}" if dot and number.isdecimal() else module
@@ -136,10 +132,7 @@ class _Patterns:
         return None
 
     def names_subtree(self, prefix: str) -> bool:
-        """Return whether a pattern explicitly names the module ``prefix`` or a module inside it.
-
-        Only the text before the pattern's first wildcard counts: "mtp.*" names "mtp", but "*" names no module.
-        """
+        """Return whether a pattern explicitly names the module ``prefix`` or a module inside it."""
         return any(head == prefix or head.startswith(f"{prefix}.") for head in self._heads)
 
 
@@ -161,19 +154,7 @@ class Selector:
         self._model: ModelFacts | None = None  # the model that _cache belongs to
 
     def decide(self, tensor: Candidate) -> Decision:
-        """Return the decision on one tensor.
-
-        These rules are tried in order, and the first rule that applies decides:
-
-        1. the rules of name_rules.py, --keep-first and --keep-last, and the length of a row;
-        2. the --keep, --include and --only patterns;
-        3. the preset;
-        4. in a model that has quantized layers, an unquantized tensor stays so.
-
-        Raises:
-            CheckpointError: if --keep-first or --keep-last asks for more layers than the model has, or if one of them
-                is used and the number of layers is unknown.
-        """
+        """Return the decision on one tensor."""
         if tensor.model is not self._model:
             _check_count(self._wishes, tensor.model.layers)
             self._model, self._cache = tensor.model, {}
@@ -184,25 +165,16 @@ class Selector:
         return cached[0] or self._by_patterns(tensor) or cached[1]
 
     def _by_rules(self, tensor: Candidate) -> Decision | None:
-        """Return the decision to leave a tensor unquantized by the rules; None if no rule applies.
-
-        The rules are those of name_rules.py, --keep-first and --keep-last, and that the length of a row must be a
-        multiple of the block. They look at the tensor's name, decoder layer, shape and dtype.
-        """
+        """Return the decision to leave a tensor unquantized by the rules; None if no rule applies."""
+        # The rules are those of name_rules.py, --keep-first and --keep-last, and that the length of a row must be a
+        # multiple of the block.
         copied = self._first_of(FIRST_RULES, tensor) or self._kept_layer(tensor) or self._first_of(RULES, tensor)
         if copied is None and tensor.shape[-1] % self._block:
             return Decision(False, no_multiple(tensor.shape, self._block), True)
         return copied
 
     def _first_of(self, rules: Iterable[Rule], tensor: Candidate) -> Decision | None:
-        """Return the decision of the first rule that leaves a tensor unquantized; None if no rule applies.
-
-        A rule about a whole module (Rule.prefix) does not apply if an --only or --include pattern names the module.
-
-        Args:
-            rules: the rules, in the order in which they are tried.
-            tensor: the tensor.
-        """
+        """Return the decision of the first rule that leaves a tensor unquantized; None if no rule applies."""
         for rule in rules:
             reason = rule.reason(tensor)
             if reason is not None:
@@ -213,11 +185,7 @@ class Selector:
         return None
 
     def _kept_layer(self, tensor: Candidate) -> Decision | None:
-        """Return the decision to leave a tensor unquantized because --keep-first or --keep-last covers its layer.
-
-        Return None if neither option covers the layer, or if the tensor is in no decoder layer. If both options cover
-        the layer, the reason names --keep-first.
-        """
+        """Return the decision to leave a tensor unquantized because --keep-first or --keep-last covers its layer."""
         place = tensor.decoder_layer
         if place is None:
             return None
@@ -236,10 +204,7 @@ class Selector:
         return AS_IN_SOURCE if tensor.model.is_quantized and tensor.dtype in FLOAT_DTYPES else found
 
     def _by_patterns(self, tensor: Candidate) -> Decision | None:
-        """Return the decision of the first of --keep, --include and --only that decides about a tensor, or None.
-
-        If there are --only patterns, they decide about the tensors that none of them matches.
-        """
+        """Return the decision of the first of --keep, --include and --only that decides about a tensor, or None."""
         module = tensor.module
         kept = self._keep.first(module)
         if kept is not None:
@@ -251,47 +216,19 @@ class Selector:
 
 
 def no_multiple(shape: tuple[int, ...], block: int) -> str:
-    """Return the reason why a matrix stays unquantized, such as "K = 100 is not a multiple of 16".
-
-    K is shape[-1]. The caller must have checked that it is not a multiple of ``block``.
-    """
+    """Return the reason why a matrix stays unquantized, such as "K = 100 is not a multiple of 16"."""
+    # The caller must have checked that it is not a multiple of ``block``.
     return f"K = {shape[-1]} is not a multiple of {block}"
 
 
 def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[str, Decision]:
-    """Decide for each candidate whether it is quantized.
-
-    Return a dict from tensor name to decision, in the order of the candidates. A decision depends on its own tensor
-    alone, so the tensors of a model may be split over several calls.
-
-    Args:
-        candidates: tensors of one or several models.
-        wishes: the user's choice of layers.
-        block: a tensor is quantized only if the length of its rows, K, is a multiple of this number.
-
-    Raises:
-        CheckpointError: if --keep-first or --keep-last asks for more layers than the model has. Also if one of them is
-            used and config.json does not state the number of layers.
-    """
+    """Decide for each candidate whether it is quantized."""
     selector = Selector(wishes, block)
     return {tensor.name: selector.decide(tensor) for tensor in candidates}
 
 
 def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[str, Decision]) -> None:
-    """Raise CheckpointError if the user's choice of layers does not fit the model.
-
-    It does not fit in these cases:
-
-    - A pattern matches no module, or the modules of an --only or --include pattern all stay unquantized.
-    - A layer that --keep-first or --keep-last names has no tensors.
-    - Nothing is left to quantize.
-    - A layer to quantize is stored transposed (see check_transposed).
-
-    Args:
-        candidates: the candidates of the whole model.
-        wishes: the user's choice of layers.
-        decisions: the result of ``decide`` for the candidates.
-    """
+    """Raise CheckpointError if the user's choice of layers does not fit the model."""
     candidates = list(candidates)
     weights = [tensor for tensor in candidates if tensor.is_weight]
     _check_layers(weights, wishes)
@@ -313,11 +250,7 @@ def conv1d_wildcard(leaf: str) -> str:
 
 
 def check_transposed(tensor: Candidate, wishes: Wishes, decision: Decision) -> None:
-    """Raise CheckpointError if a layer stays unquantized only because its weight is transposed, as Conv1D stores it.
-
-    Otherwise a conversion of GPT-2 would leave all its layers unquantized. Layers that the user's choice leaves
-    unquantized pass.
-    """
+    """Raise CheckpointError if a layer stays unquantized only because its weight is transposed, as Conv1D stores it."""
     if not is_transposed(decision.reason) or tensor.kind not in PRESETS[wishes.preset]:
         return
     if any(fnmatchcase(tensor.module, pattern) for pattern in wishes.keep):
@@ -331,16 +264,7 @@ def check_transposed(tensor: Candidate, wishes: Wishes, decision: Decision) -> N
 
 
 def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple[Candidate, Iterator[Candidate]]:
-    """Return the first weight that a pattern matches, and an iterator over all later matches.
-
-    Args:
-        option: "--keep", "--only" or "--include", for the error message.
-        pattern: a glob that must match a whole module name, with its case and without ".weight".
-        weights: the weights of the whole model.
-
-    Raises:
-        CheckpointError: if no weight matches.
-    """
+    """Return the first weight that a pattern matches, and an iterator over all later matches."""
     match = re.compile(translate(pattern)).match
     hits = (tensor for tensor in weights if match(tensor.module))
     first = next(hits, None)
@@ -354,16 +278,7 @@ def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple
 
 
 def _nothing_converted(option: str, pattern: str, first: Candidate, decision: Decision) -> str:
-    """Return the error message for an --only or --include pattern whose modules all stay unquantized.
-
-    If a rule leaves a whole module unquantized, such as a vision tower, and the module is outside the decoder layers,
-    the message also says how to select it. It also does so for layers that are unquantized in the source.
-
-    Args:
-        option, pattern: the option and its pattern.
-        first: one of the pattern's modules, which the message names.
-        decision: the decision on this module, with the reason.
-    """
+    """Return the error message for an --only or --include pattern whose modules all stay unquantized."""
     text = f"{option} {pattern!r}: every module that it matches stays unquantized: {shown(first.module)}"
     text += f" ({decision.reason})"
     if decision == AS_IN_SOURCE:
@@ -374,15 +289,7 @@ def _nothing_converted(option: str, pattern: str, first: Candidate, decision: De
 
 
 def _check_count(wishes: Wishes, count: int | None) -> None:
-    """Raise CheckpointError if --keep-first or --keep-last cannot be applied.
-
-    - One of the options asks for more layers than the model has.
-    - One of the options is used, but the number of layers is unknown.
-
-    Args:
-        wishes: the user's choice of layers.
-        count: the model's number of decoder layers; None if it is unknown.
-    """
+    """Raise CheckpointError if --keep-first or --keep-last cannot be applied."""
     for option, wanted in (("--keep-first", wishes.keep_first), ("--keep-last", wishes.keep_last)):
         if wanted and count is None:
             raise CheckpointError(
@@ -393,15 +300,7 @@ def _check_count(wishes: Wishes, count: int | None) -> None:
 
 
 def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
-    """Raise CheckpointError if a layer that --keep-first or --keep-last leaves unquantized has no tensors.
-
-    The number of layers in config.json is then wrong. Nothing is checked if neither option is used, or if the number of
-    layers is unknown.
-
-    Args:
-        weights: the weights of the whole model.
-        wishes: the user's choice of layers.
-    """
+    """Raise CheckpointError if a layer that --keep-first or --keep-last leaves unquantized has no tensors."""
     # One expert of each layer is enough to see which layers exist.
     one_expert = {_without_expert_number(tensor.module): tensor for tensor in weights}.values()
     count = next((tensor.model.layers for tensor in one_expert), None)
@@ -421,14 +320,8 @@ def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
 
 
 def _check_not_empty(candidates: Iterable[Candidate], decisions: Mapping[str, Decision]) -> None:
-    """Raise CheckpointError if no decision is to quantize a tensor.
-
-    The message gives the reasons for up to three tensors that an exclusion list would name (Decision.listed).
-
-    Args:
-        candidates: the candidates of the whole model.
-        decisions: the result of ``decide`` for the candidates.
-    """
+    """Raise CheckpointError if no decision is to quantize a tensor."""
+    # The message gives the reasons for up to three tensors that an exclusion list would name (Decision.listed).
     if any(decision.converted for decision in decisions.values()):
         return
     listed_ones = sorted((c for c in candidates if decisions[c.name].listed), key=lambda one: one.dtype in FLOAT_DTYPES)

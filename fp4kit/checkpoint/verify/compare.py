@@ -95,30 +95,7 @@ class CheckpointComparison:
 def compare_checkpoints(
     a: str | Path, b: str | Path, progress: Callable[[int], None] | None = None, ignore: Iterable[str] = ()
 ) -> CheckpointComparison:
-    """Compare two checkpoints by name: configs, metadata, tensors and quantized layers.
-
-    Args:
-        a, b: directories, .safetensors or .gguf files.
-        progress: called with the number of bytes of ``a`` compared since its last call; these numbers add up to the
-            bytes of its tensors.
-        ignore: globs of tensors, config keys and metadata entries that fp4kit does not know. By default, such items
-            prevent the decoding of layers; those that match a glob do not.
-
-    Returns:
-        A CheckpointComparison. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) over its values. Hadamard
-        transforms of compressed-tensors are undone when values are decoded.
-
-        Between a model directory and a GGUF file, ``layers`` describes the tensors of layers that both have. If neither
-        has quantized a layer, one entry of ``tensors`` describes it instead.
-
-    Raises:
-        CheckpointError: in one of these cases:
-
-            - a or b does not exist or is malformed.
-            - Their configs are nested too deeply to compare.
-            - One is a model directory and the other a GGUF file, and the gguf package is missing or does not know the
-              architecture.
-    """
+    """Compare two checkpoints by name: configs, metadata, tensors and quantized layers."""
     left, right = inspect_checkpoint(a), inspect_checkpoint(b)
     configs, patterns = compare_configs(left, right), tuple(ignore)
     items = (item for model in (left, right) for item in transforms.resolved(model, model.weights, patterns).items)
@@ -151,15 +128,7 @@ def compare_checkpoints(
 def _shared_layers(
     pairs: list[tuple[str, Origin, Origin]], differences: list[TensorDifference], readers: Readers
 ) -> list[LayerDifference]:
-    """Compare the layers that both a model directory and a GGUF file have.
-
-    Return one LayerDifference per layer that is quantized in at least one of them.
-
-    pairs: the result of gguf_pairs.
-    differences: the list of differing tensors, which is changed in place. Entries for tensors of layers in ``pairs``
-        are removed. A layer that is unquantized in both models gets one new entry if its values differ.
-    readers: where to read the layers from.
-    """
+    """Compare the layers that both a model directory and a GGUF file have."""
     found = [_layer_difference(*pair, readers) for pair in pairs]
     described = {name for layer in found for name in layer.tensors}
     differences[:] = [difference for difference in differences if difference.name not in described]
@@ -174,13 +143,7 @@ def _shared_layers(
 
 
 def _header_difference(name: str, left: Checkpoint, right: Checkpoint) -> TensorDifference | None:
-    """Return the first difference in presence, dtype or shape, in this order, of a tensor in two checkpoints.
-
-    Return None if both checkpoints have the tensor ``name``, with equal dtype and shape. At least one must have it.
-
-    Args:
-        left, right: the checkpoints a and b.
-    """
+    """Return the first difference in presence, dtype or shape, in this order, of a tensor in two checkpoints."""
     if name not in right.tensors:
         return TensorDifference(name, "missing", _described(left.tensors[name][1]))
     if name not in left.tensors:
@@ -198,14 +161,7 @@ def _described(entry: TensorEntry) -> str:
 
 
 def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Readers) -> TensorDifference | None:
-    """Count the bytes that differ in a tensor. Return a TensorDifference with their number, or None if there are none.
-
-    Both checkpoints must have the tensor ``name``, with equal dtype and shape. If it is the same tensor of the same
-    file, nothing is read.
-
-    Args:
-        left, right: the checkpoints a and b.
-    """
+    """Count the bytes that differ in a tensor."""
     (file, entry), (other, place) = left.tensors[name], right.tensors[name]
     if entry.start == place.start and os.path.samefile(file.path, other.path):
         return None
@@ -215,13 +171,7 @@ def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Re
 
 
 def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> Iterator[tuple[str, Origin, Origin]]:
-    """Yield (layer name, its rows in ``left``, its rows in ``right``) for every layer to compare.
-
-    A layer is compared if it is quantized in at least one checkpoint, has equal shapes in both, and is stored in a
-    tensor that differs. Each expert of a stack is a layer of its own; its name ends in its number, such as "[3]".
-
-    changed: the names of the tensors that differ between the checkpoints.
-    """
+    """Yield (layer name, its rows in ``left``, its rows in ``right``) for every layer to compare."""
     forms = dict.fromkeys(weight.container for side in (right, left) for weight in side.layers.values())
     seen = set()
     for form in forms:
@@ -255,14 +205,7 @@ class _Counts(NamedTuple):
 
 @ieee("compare")
 def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> LayerDifference:
-    """Compare one layer of two checkpoints, a few rows at a time, and return its differences.
-
-    If the element formats in a and b differ, all codes count as different.
-
-    name: the layer's name for the result.
-    a, b: the rows of the layer in each checkpoint.
-    readers: where to read both layers from.
-    """
+    """Compare one layer of two checkpoints, a few rows at a time, and return its differences."""
     height = max((o.weight.container.block[0] for o in (a, b) if o.weight.container is not None), default=1)
     found = [_rows_difference(a, b, rows, readers) for rows in row_chunks(*a.shape, height)]
     codes, scales = (_total(getattr(one, kind) for one in found) for kind in ("codes", "scales"))
@@ -280,12 +223,7 @@ def _total(counts: Iterable[int | None]) -> int | None:
 
 
 def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Counts:
-    """Compare some rows of a layer in two checkpoints, and return the numbers of differences.
-
-    a, b: the rows of the whole layer in each checkpoint.
-    rows: the range of rows to compare, counted from the first row of the layer.
-    readers: where to read both layers from.
-    """
+    """Compare some rows of a layer in two checkpoints, and return the numbers of differences."""
     one, other = a.slab(readers, rows), b.slab(readers, rows)
     x, y = (values_of(o.weight, slab).astype(np.float32, copy=False) for o, slab in ((a, one), (b, other)))
     codes = scales = None
@@ -302,15 +240,7 @@ def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Co
 def _different(
     format_a: Any, format_b: Any, x: Any, y: Any, total: int, a: Origin | None = None, b: Origin | None = None
 ) -> int:
-    """Return the number of codes, or of block scales, that differ between two layers.
-
-    If the formats or the shapes of the arrays differ, all codes or scales of the first layer count as different.
-
-    format_a, format_b: the formats of codes or scales, such as E4M3.
-    x, y: the packed codes of each layer, or the codes of its block scales.
-    total: the number of codes of x; 0 for block scales, for which the size of x is used.
-    a, b: the layers that the codes belong to, which determine how codes are packed; None for block scales.
-    """
+    """Return the number of codes, or of block scales, that differ between two layers."""
     if format_a != format_b or x.shape != y.shape:
         return total or int(x.size)
     if a is not None and b is not None and a.weight.container is not None and b.weight.container is not None:

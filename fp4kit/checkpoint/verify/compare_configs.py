@@ -35,11 +35,7 @@ class ConfigDifference:
 
     @property
     def detail(self) -> str:
-        """A short text that says what differs.
-
-        It gives both values; for two lists, how many entries only one of them has. If only one checkpoint has the
-        entry, it gives the value there.
-        """
+        """A short text that says what differs."""
         if self.kind != "value":
             return _brief(self.a if self.kind == "missing" else self.b)
         if isinstance(self.a, list) and isinstance(self.b, list):
@@ -48,16 +44,7 @@ class ConfigDifference:
 
 
 def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifference, ...]:
-    """Return the differences between the configs and the metadata of two checkpoints, a (left) and b (right).
-
-    Return () if there are none.
-
-    The order of keys is ignored. Values of different types always differ: 1 equals neither 1.0 nor true. If both
-    checkpoints have exactly the same file names, metadata is compared file by file. Otherwise the metadata of all files
-    of each checkpoint is merged before it is compared.
-
-    Raises CheckpointError if the configs are nested too deeply.
-    """
+    """Return the differences between the configs and the metadata of two checkpoints, a (left) and b (right)."""
     try:
         return tuple(_differences(left, right))
     except RecursionError:
@@ -80,13 +67,7 @@ def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
 
 
 def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifference]:
-    """Yield the differences of the metadata in file headers.
-
-    If both checkpoints have files of the same names, files are compared one by one, and a difference that several files
-    share is yielded once. Otherwise, the merged metadata of all files is compared.
-
-    left, right: the checkpoints a and b.
-    """
+    """Yield the differences of the metadata in file headers."""
     one, other = ({file.name: file.metadata for file in checkpoint.files} for checkpoint in (left, right))
     if one.keys() != other.keys():
         yield from _of_objects(METADATA, "", _merged(left), _merged(right))
@@ -100,9 +81,8 @@ def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
 
 
 def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Merge the metadata of all files of a checkpoint: key -> the value, or a sorted list of values if files disagree.
-
-    The keys that number the files of a split GGUF model are left out.
+    """Merge the metadata of all files of a checkpoint: key -> the value, or a sorted list of values if files
+    disagree.
     """
     found: dict[str, set[str]] = {}
     for file in checkpoint.files:
@@ -114,15 +94,7 @@ def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _of_objects(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[ConfigDifference]:
-    """Yield the differences of two JSON objects, in the order of their keys.
-
-    If both objects have an object under a key, these two are compared entry by entry. All other values, lists too, are
-    compared as a whole.
-
-    place: the name of the file, for the results.
-    prefix: a text to put before every key: the outer keys with "." after each, or "".
-    a, b: the objects, from the checkpoints a and b.
-    """
+    """Yield the differences of two JSON objects, in the order of their keys."""
     for name in sorted({*a, *b}):
         key = f"{prefix}{name}"
         if name not in b:
@@ -141,20 +113,15 @@ def _text(value: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    """Return a value as JSON text, or "N entries" for an object or list whose JSON text is over 40 characters long.
-
-    Strings and numbers are never shortened.
-    """
+    """Return a value as JSON text, or "N entries" for an object or list whose JSON text is over 40 characters long."""
+    # Strings and numbers are never shortened.
     if isinstance(value, (dict, list)) and len(_text(value)) > 40:
         return f"{len(value)} entries"
     return _text(value)
 
 
 def _entries(a: list[Any], b: list[Any]) -> str:
-    """Describe the difference of two lists as text: how many entries only one of them has, with an example.
-
-    If no entry is in only one of them, say that the lists differ in number or order.
-    """
+    """Describe the difference of two lists as text: how many entries only one of them has, with an example."""
     one, other = ([_text(value) for value in values] for values in (a, b))
     only_a, only_b = sorted(set(one) - set(other)), sorted(set(other) - set(one))
     if not only_a and not only_b:

@@ -27,15 +27,7 @@ _NEAR_USUAL_DB = 10.0  # an AWQ layer's SQNR under the right factors is within t
 
 
 def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]:
-    """Find the faults of the first four suitable layers in ``names``. Return a dict: layer name -> fault as text.
-
-    A layer is suitable if it has source rows, is not a stack of experts, and has at most 2^26 elements. Layers whose
-    fault is not found are left out of the dict.
-
-    Args:
-        checks: the matrices of the checkpoint, with their source rows.
-        names: the names of the layers that differ from their source.
-    """
+    """Find the faults of the first four suitable layers in ``names``."""
     by_name = {check.stored.name: check for check in checks if check.origin is not None and check.stored.experts == 1}
     groups = fused_groups(check.stored for check in by_name.values())
     tried = [by_name[name] for name in names if name in by_name and prod(by_name[name].stored.shape) <= _MOST_ELEMENTS]
@@ -48,22 +40,12 @@ def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]
 
 
 def _group(check: Check, groups: Mapping[str, str]) -> str:
-    """Return the name of the group with which a layer shares its tensor scale; "" if it is in no group.
-
-    Args:
-        check: the layer.
-        groups: layer name -> name of its group.
-    """
+    """Return the name of the group with which a layer shares its tensor scale; "" if it is in no group."""
     return groups.get(check.stored.name, "")
 
 
 def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
-    """Return the fault of one layer as text, such as "nibbles are swapped"; "" if none is found.
-
-    check: the layer, with its source rows.
-    members: the layers that may share its tensor scale; empty if there are none.
-    readers: where to read the layers from.
-    """
+    """Return the fault of one layer as text, such as "nibbles are swapped"; "" if none is found."""
     form, origin = check.stored.container, check.origin
     if form is None or origin is None:
         return ""
@@ -81,15 +63,7 @@ def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
 
 
 def _has_reciprocal_columns(check: Check, readers: Readers) -> bool:
-    """Return whether an AWQ layer decodes to its source if its factors per column are replaced by their reciprocals.
-
-    The first 64 rows are decoded. Their SQNR in decibels must be less than 10 below the SQNR that the format usually
-    gives. Return False if the layer has no factors per column, if it has a low-rank part, or if its usual SQNR is
-    unknown.
-
-    check: the layer, with its source rows.
-    readers: where to read both from.
-    """
+    """Return whether an AWQ layer decodes to its source if its factors per column are replaced by their reciprocals."""
     count, origin, form = min(_ROWS, check.stored.shape[-2]), check.origin, check.stored.container
     assert origin is not None and form is not None
     slab = next(slabs(readers, check.stored, check.expert, (0, -(-count // form.block[0]) * form.block[0])))

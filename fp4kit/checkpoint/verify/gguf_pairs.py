@@ -21,15 +21,8 @@ from fp4kit.storage.safetensors_file import FLOAT_DTYPES
 
 
 def gguf_pairs(a: str | Path, b: str | Path, readers: Readers) -> list[tuple[str, Origin, Origin]] | None:
-    """Return a list of (name in the directory, rows in a, rows in b) for the layers that a directory and a GGUF share.
-
-    Rows of q and k in the GGUF file are reordered if that brings their values closer to the values in the directory.
-    Layers whose shapes differ, and layers whose names the gguf package does not map, are left out.
-
-    Return None unless one of a and b is a GGUF file and the other is not.
-
-    Raises:
-        CheckpointError: if the gguf package is missing or does not know the architecture, or if a or b is malformed.
+    """Return a list of (name in the directory, rows in a, rows in b) for the layers that a directory and a GGUF
+    share.
     """
     a, b = Path(a), Path(b)
     if is_gguf(a) == is_gguf(b):
@@ -40,11 +33,7 @@ def gguf_pairs(a: str | Path, b: str | Path, readers: Readers) -> list[tuple[str
 
 
 def _pairs(directory: Source, file: Source, readers: Readers) -> Iterator[tuple[str, Origin, Origin]]:
-    """Yield (name in the directory, its rows there, its rows in the GGUF file) for the layers that both have.
-
-    Layers whose shapes differ are left out. Rows of q and k in the GGUF file are reordered if that brings their values
-    closer to those in the directory.
-    """
+    """Yield (name in the directory, its rows there, its rows in the GGUF file) for the layers that both have."""
     names, stored = GgufNames(file, "compare"), origins(file, GGUF_NVFP4)
     for layer, own in origins(directory, CT_NVFP4).items():
         name = names.of(directory, layer)
@@ -59,13 +48,8 @@ def _pairs(directory: Source, file: Source, readers: Readers) -> Iterator[tuple[
 
 
 def differing_norms(a: str | Path, b: str | Path, readers: Readers) -> Iterator[tuple[str, str, str, int]]:
-    """Yield (name in the directory, name in a, name in b, number of values that differ) for the norms that both have.
-
-    The number is 0 for equal norms. Values are compared as float32. A norm is a one-dimensional float tensor whose name
-    ends in ".weight". Norms of different lengths are left out.
-
-    a, b: a model directory and a GGUF file, in any order.
-    readers: where to read the norms from.
+    """Yield (name in the directory, name in a, name in b, number of values that differ) for the norms that both
+    have.
     """
     left, right = open_source(Path(a)), open_source(Path(b))
     directory, file = (right, left) if is_gguf(Path(a)) else (left, right)

@@ -36,19 +36,7 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 
 def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -> Iterator[Issue]:
-    """Yield a warning for every NVFP4 input scale that contradicts the input scales of other layers.
-
-    There are three kinds of contradictions:
-
-    - The scales look like reciprocals: the median of the input amaxes that follow from them is above 2^19. This is one
-      warning for the whole model.
-    - The input amax of a layer differs by a factor of more than 1024 from the median of all layers whose names differ
-      from its name only in numbers. This is checked if there are at least four such layers.
-    - Layers that an engine fuses have different scales.
-
-    weights: the layers of the checkpoint.
-    stored: tensor name -> stored value of input scales. Zero, negative, NaN and infinite values are ignored.
-    """
+    """Yield a warning for every NVFP4 input scale that contradicts the input scales of other layers."""
     layers = [weight for weight in weights if weight.container is not None and weight.container.kind == "nvfp4"]
     amaxes = {weight.name: _amax_of(weight, stored) for weight in layers}
     known = {name: amax for name, amax in amaxes.items() if amax}
@@ -68,16 +56,9 @@ def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -
 def unlike_activations(
     weights: Iterable[Weight], stored: Mapping[str, float], activations: Activations
 ) -> Iterator[Issue]:
-    """Yield an error for every NVFP4 layer whose stored input scale does not follow from measured activations.
-
-    The stored float32 must equal the input scale that is computed from the activations, bit for bit. Layers without an
-    input scale are ignored, because another check reports them (see loaders/requirements.py). Scales that ``stored``
-    lacks are ignored too. Raises CheckpointError if the activations do not fit the layers (see Activations.of_layers).
-
-    weights: the layers of the checkpoint.
-    stored: tensor name -> stored value of input scales.
-    activations: the measured activations.
-    """
+    """Yield an error for every NVFP4 layer whose stored input scale does not follow from measured activations."""
+    # The stored float32 must equal the input scale that is computed from the activations, bit for bit.
+    # Layers without an input scale are ignored, because another check reports them (see loaders/requirements.py).
     layers = {
         weight.name: weight
         for weight in weights
@@ -94,12 +75,7 @@ def unlike_activations(
 
 
 def recorded_activations(root: Path) -> tuple[Any, Any]:
-    """Return (rule, unseen), the options by which the conversion computed input scales from measured activations.
-
-    Both are read from the manifest of the checkpoint ``root``. They are arguments of Activations.of: ``rule`` turns the
-    measurements into an amax, and ``unseen`` says what to do with experts that saw no input other than zero. An option
-    is None if the manifest does not record it, if its value is unknown, or if there is no manifest.
-    """
+    """Return (rule, unseen), the options by which the conversion computed input scales from measured activations."""
     request = (load_manifest(root) or {}).get("request")
     facts = request.get("activations") if isinstance(request, Mapping) else None
     found = facts if isinstance(facts, Mapping) else {}
@@ -108,13 +84,7 @@ def recorded_activations(root: Path) -> tuple[Any, Any]:
 
 
 def _amax_of(weight: Weight, stored: Mapping[str, float]) -> float:
-    """Return the input amax of a layer, 2688 * input scale, as it follows from the stored scale or divisor.
-
-    Return 0.0 if the layer has no input scale, or one that is not positive and finite.
-
-    weight: the layer.
-    stored: tensor name -> stored value of input scales.
-    """
+    """Return the input amax of a layer, 2688 * input scale, as it follows from the stored scale or divisor."""
     place, form = weight.parts.get(INPUT_SCALE), weight.container
     value = 0.0 if place is None else stored.get(place.entry.name, 0.0)
     if form is None or not (math.isfinite(value) and value > 0):
@@ -123,11 +93,8 @@ def _amax_of(weight: Weight, stored: Mapping[str, float]) -> float:
 
 
 def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:
-    """Yield a warning for every layer whose input amax is more than 1024 times above or below the median of its kind.
-
-    Layers are of one kind if their names differ only in numbers. Kinds of fewer than 4 layers are not checked.
-
-    amaxes: layer name -> amax of the inputs, from the input scale.
+    """Yield a warning for every layer whose input amax is more than 1024 times above or below the median of its
+    kind.
     """
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in amaxes:
@@ -146,13 +113,7 @@ def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:
 
 
 def _unequal(amaxes: Mapping[str, float], divides: set[str]) -> Iterator[Issue]:
-    """Yield a warning for every fused layer whose parts have different input scales.
-
-    The parts are the layers that engines fuse, such as q, k and v.
-
-    amaxes: layer name -> amax of the inputs, from the input scale.
-    divides: the names of the layers whose containers store divisors.
-    """
+    """Yield a warning for every fused layer whose parts have different input scales."""
     for key, members in fused_layers.fused_groups(amaxes).items():
         found = {amaxes[name] for name in members}
         if len(found) > 1:

@@ -67,9 +67,8 @@ class Issue:
 
 
 def wrapped_names(model: Checkpoint) -> Iterator[Issue]:
-    """Yield one error, for the first tensor whose name has a part that a wrapper of PyTorch adds, such as "_orig_mod".
-
-    Engines do not find tensors under such names. Yield nothing if there is no such tensor.
+    """Yield one error, for the first tensor whose name has a part that a wrapper of PyTorch adds, such as
+    "_orig_mod".
     """
     name, why = wrapper_names.trouble(model.tensors)
     if why:
@@ -117,13 +116,8 @@ def swapped_nibbles(model: Checkpoint) -> Iterator[Issue]:
 
 
 def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
-    """Yield an issue for each layer or stack with a tensor scale that is zero, negative, NaN or infinite.
-
-    The issue is a warning if all such scales of the layer are zero, otherwise an error. Containers whose tensor scales
-    are checked by the requirements of engines are left out.
-
-    weights: the quantized layers of a checkpoint.
-    """
+    """Yield an issue for each layer or stack with a tensor scale that is zero, negative, NaN or infinite."""
+    # The issue is a warning if all such scales of the layer are zero, otherwise an error.
     with Readers() as readers:
         for weight in weights:
             place = weight.parts.get(TENSOR_SCALE)
@@ -141,12 +135,7 @@ _CHECKED_FORMATS = ("modelopt", "compressed-tensors", "deepseek-v4")
 
 
 def refused_items(items: Iterable[Item]) -> Iterator[Issue]:
-    """Yield an error for every item that fp4kit refuses to read, and a warning for every doubtful or ignored item.
-
-    All other items give no issue.
-
-    items: the tensors, config keys and metadata entries of a checkpoint, each with the group that it belongs to.
-    """
+    """Yield an error for every item that fp4kit refuses to read, and a warning for every doubtful or ignored item."""
     for item in items:
         if item.group in (DOUBTFUL, REFUSED, IGNORED):
             why = f"left out by --ignore; {item.why}" if item.group == IGNORED else item.why
@@ -163,14 +152,7 @@ _FACTS = (
 
 
 def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
-    """Yield an issue for each count of a layer that should be 0 but is not, such as the number of NaN block scales.
-
-    Yield a warning too if the largest value that the scales allow is above 65504, or below 2^-14 and not 0, because
-    trained weights do not have such values.
-
-    name: the layer's name.
-    tally: the counts of its stored values.
-    """
+    """Yield an issue for each count of a layer that should be 0 but is not, such as the number of NaN block scales."""
     for fact, severity, text in _FACTS:
         count = getattr(tally, fact)
         if count:
@@ -181,20 +163,7 @@ def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
 
 
 def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list[Issue]:
-    """Return an issue for each fault that the engines for this kind of checkpoint would meet when they load it.
-
-    The engine is llama.cpp for GGUF, mlx-lm for MLX and ComfyUI for its format. For all other formats, the requirements
-    in loaders/ are checked. In these cases, a warning takes the place of the check:
-
-    - The model is a Diffusers model or a single file.
-    - No layer has a known format, but a tensor is refused.
-    - The requirements of a layer's format are unknown. All other layers are still checked.
-
-    If a config declares quantized layers, but there are none, the only issue is an error that says so.
-
-    model: the checkpoint.
-    tensor_scales: tensor name -> stored value, for tensor scales and input scales.
-    """
+    """Return an issue for each fault that the engines for this kind of checkpoint would meet when they load it."""
     form, config = _form(model.layers.values()), with_declaration(model.config or {}, model.hf_quant_config)
     if is_gguf_config(config):
         scaled = [name for name, weight in model.layers.items() if TENSOR_SCALE in weight.parts]
@@ -263,15 +232,7 @@ _UNLISTED = "is not named in quantized_layers, so it is loaded as unquantized"
 
 
 def _mixed_issues(model: Checkpoint, name: str, layers: list[str], tensor_scales: Mapping[str, float]) -> list[Issue]:
-    """Return the issues of the layers of one container in a mixed checkpoint.
-
-    If the requirements of engines for this container are unknown, the only issue is a warning that says so.
-
-    model: the checkpoint.
-    name: the name of the container.
-    layers: the names of the layers in this container.
-    tensor_scales: tensor name -> stored value, for tensor scales and input scales.
-    """
+    """Return the issues of the layers of one container in a mixed checkpoint."""
     config = with_declaration(model.config or {}, model.hf_quant_config)
     form, own = container(name), [model.layers[layer] for layer in layers]
     known = _container_id(form, own, config)
@@ -285,22 +246,14 @@ def _mixed_issues(model: Checkpoint, name: str, layers: list[str], tensor_scales
 
 
 def _unknown(container: str, names: list[str]) -> Issue:
-    """Return a warning that layers in a container are not checked, because the requirements of engines are unknown.
-
-    names: the names of these layers.
-    """
+    """Return a warning that layers in a container are not checked, because the requirements of engines are unknown."""
     text = f"{container}: the requirements of loaders are not known, so {len(names)} layers are not checked"
     return Issue("warning", "model", text)
 
 
 def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[str]]:
-    """Return the layers of a mixed checkpoint that are in other containers than ``form``, as {container: layer names}.
-
-    Layers that are checked together with the layers of ``form`` are left out (see _is_checked_with). Return {} if
-    ``form`` is None.
-
-    model: the checkpoint.
-    form: the container that most layers have, from _form.
+    """Return the layers of a mixed checkpoint that are in other containers than ``form``, as {container: layer
+    names}.
     """
     found: dict[str, list[str]] = defaultdict(list)
     beside = is_deepseek_v4(model.config or {})
@@ -312,10 +265,8 @@ def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[s
 
 
 def _is_checked_with(form: Container | None, name: str) -> bool:
-    """Return whether the requirements for the container ``form`` also hold for layers in another container, ``name``.
-
-    This is so only if ``form`` is Model-Optimizer's NVFP4 for single layers, and ``name`` is Model-Optimizer's
-    container for stacks of experts.
+    """Return whether the requirements for the container ``form`` also hold for layers in another container,
+    ``name``.
     """
     return form is MODELOPT_NVFP4 and name == MODELOPT_STACKS.name
 
@@ -326,10 +277,9 @@ def loader_issue(found: Finding) -> Issue:
 
 
 def _form(weights: Iterable[Weight]) -> Container | None:
-    """Return the container that most layers have, or None if no layer is quantized.
-
-    Containers that ``--format`` can write take precedence, because the requirements of engines are known only for them.
-    """
+    """Return the container that most layers have, or None if no layer is quantized."""
+    # Containers that ``--format`` can write take precedence, because the requirements of engines are known only for
+    # them.
     # Count containers by name, because the block of an FP8 container may depend on the row length of its layer.
     counts = Counter(container(weight.container.name) for weight in weights if weight.container is not None)
     usable = {form: count for form, count in counts.items() if form.format} or counts
@@ -337,15 +287,7 @@ def _form(weights: Iterable[Weight]) -> Container | None:
 
 
 def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
-    """Return the name by which loaders/ knows the container ``form``, such as "modelopt NVFP4".
-
-    Model-Optimizer's NVFP4 has two names there: with and without input scales. The ``quant_algo`` of the config
-    decides. If the config has none, the name with input scales is returned if most layers have input scales. The config
-    also tells the NVFP4 experts of DeepSeek-V4 and the FP8 blocks of "FP8_PB_WO", which look like other containers.
-
-    weights: the layers of the checkpoint.
-    config: the content of config.json.
-    """
+    """Return the name by which loaders/ knows the container ``form``, such as "modelopt NVFP4"."""
     declared = config.get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
     if form.kind == DEEPSEEK_V4_NVFP4.kind and is_deepseek_v4(config) and method == "fp8":
@@ -362,16 +304,7 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
 
 
 def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each module that an engine would load wrongly because of the checkpoint's exclusion list.
-
-    Nothing is yielded if the container has no exclusion list, if no engine reads it, or if the config declares no
-    quantization.
-
-    model: the checkpoint.
-    name: the container's name in loaders/, from _container_id.
-    form: the container; None if no layer is quantized.
-    config: the content of config.json, with its ``quantization_config`` at the top level.
-    """
+    """Yield a finding for each module that an engine would load wrongly because of the checkpoint's exclusion list."""
     declared = config.get("quantization_config")
     syntax = CONTAINERS[name].syntax
     if form is None or not READERS.get(name) or syntax is None or not isinstance(declared, Mapping):
@@ -386,10 +319,7 @@ def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Ma
 
 
 def unquantized_by_engine(model: Checkpoint) -> dict[str, dict[str, bool]]:
-    """Return engine -> module -> whether the engine leaves it unquantized, as it reads the exclusion list.
-
-    Return {} if the model is quantized in a container without an exclusion list, or in several, or not at all.
-    """
+    """Return engine -> module -> whether the engine leaves it unquantized, as it reads the exclusion list."""
     form, config = _form(model.layers.values()), with_declaration(model.config or {}, model.hf_quant_config)
     declared = config.get("quantization_config")
     if form is None or not isinstance(declared, Mapping) or is_mixed(config) or is_gguf_config(config):
@@ -406,11 +336,7 @@ def unquantized_by_engine(model: Checkpoint) -> dict[str, dict[str, bool]]:
 
 
 def _unquantized(model: Checkpoint, form: Container) -> list[str]:
-    """Return the names of the unquantized linear layers and stacks of experts, which must be in the exclusion list.
-
-    model: the checkpoint.
-    form: the container of the quantized layers.
-    """
+    """Return the names of the unquantized linear layers and stacks of experts, which must be in the exclusion list."""
     facts = model_facts(model.config or {})
     parts = part_names(model.layers.values())
     # A stack may be stored as [E, K, N] and is then taken for [E, N, K]. This can change the reason why it is
@@ -426,11 +352,7 @@ def _unquantized(model: Checkpoint, form: Container) -> list[str]:
 
 
 def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
-    """Merge issues that have equal severity, loader and text, so that a report can show them in one line.
-
-    Return one pair per group, in the order in which the groups first occur: (a copy of the first issue of the group,
-    with the sum of all counts; the list of the subjects of all issues of the group).
-    """
+    """Merge issues that have equal severity, loader and text, so that a report can show them in one line."""
     found: dict[tuple[str, str, str], list[Issue]] = defaultdict(list)
     for issue in issues:
         found[issue.severity, issue.loader, issue.text].append(issue)

@@ -43,14 +43,7 @@ def zeros_of(tally: StoredCounts) -> Iterator[Loss]:
 
 
 def noise_of(found: float | None, usual_db: float | None, bits: int, is_of_recipe: bool) -> Iterator[Loss]:
-    """Yield an error if the SQNR of a matrix is far below the usual one. Yield nothing if either is unknown.
-
-    Args:
-        found: the SQNR in decibels.
-        usual_db: the SQNR in decibels that the format usually gives on the source.
-        bits: the bits of a code.
-        is_of_recipe: True if all bytes are those that the recipe gives, so that the recipe is the cause.
-    """
+    """Yield an error if the SQNR of a matrix is far below the usual one."""
     if found is None or usual_db is None or found >= usual_db - MARGIN_DB[bits]:
         return
     end = (
@@ -87,17 +80,7 @@ def is_empty(tally: StoredCounts) -> bool:
 
 
 def emptiness_of(tally: StoredCounts, scale: ElementFormat | None, share: float) -> Iterator[Loss]:
-    """Yield a finding about a matrix without a source if most of its blocks are zero.
-
-    Every recipe computes scales from the largest element of a block, so zeros give all blocks one scale. Under
-    different scales, the codes were not zero. Scales that are all near the smallest one of their format show that the
-    others underflowed.
-
-    Args:
-        tally: the counts of the stored values.
-        scale: the format of the block scales; None for float32.
-        share: the share of the model's quantized matrices that are all zero.
-    """
+    """Yield a finding about a matrix without a source if most of its blocks are zero."""
     if 2 * tally.zero_blocks <= tally.blocks:
         return
     low = 0.0 if scale is None else _NEAR_SMALLEST * float(scale.min_subnormal)

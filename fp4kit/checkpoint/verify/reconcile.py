@@ -93,12 +93,8 @@ class Reconciliation:
 
 
 def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weight]]:
-    """Find the fused layers whose parts (such as q, k and v) store different tensor scales.
-
-    Return a dict that maps the name of each such fused layer to {part name: weight}, with all its parts. The dict is
-    empty if the parts of every fused layer agree. The stored numbers are compared, because engines compare them. Two
-    different divisors may have equal reciprocals.
-    """
+    """Find the fused layers whose parts (such as q, k and v) store different tensor scales."""
+    # The stored numbers are compared, because engines compare them.
     layers = {weight.name: weight for weight in _layers(source).values()}
     found: dict[str, dict[str, Weight]] = {}
     for name, group in fused_layers.shared_amax_groups(layers).items():
@@ -115,14 +111,7 @@ def _stored(weight: Weight, readers: Readers) -> tuple[bytes, bool]:
 
 
 def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
-    """Return the part of a fused layer that has the largest tensor scale, as a multiplier on decode.
-
-    Among several such parts, return the one with the smallest stored number. Their stored numbers can differ only if
-    they are divisors with equal reciprocals.
-
-    parts: part name -> weight.
-    readers: where to read the scales from.
-    """
+    """Return the part of a fused layer that has the largest tensor scale, as a multiplier on decode."""
 
     def scale(part: Weight) -> tuple[float, float]:
         found = tensor_scale_of(readers, part)
@@ -133,11 +122,7 @@ def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
 
 
 def _layers(source: Source) -> dict[str, Weight]:
-    """Return the layers whose tensor scale can be reconciled, as a dict from tensor name to weight.
-
-    Such layers are single layers with block scales and a tensor scale. Stacks of experts, swizzled layers and layers
-    that store an amax as tensor scale are left out.
-    """
+    """Return the layers whose tensor scale can be reconciled, as a dict from tensor name to weight."""
     weights = weights_of(source.tensors, source.config)
     return {
         name: weight
@@ -156,35 +141,7 @@ def reconcile(
     progress: Progress | None = None,
     ignore: Iterable[str] = (),
 ) -> Reconciliation:
-    """Write a copy of an NVFP4 checkpoint in which the parts of every fused layer have one tensor scale.
-
-    A fused layer consists of layers that a loader joins into one, such as q, k and v. Everything except the scales of
-    parts that disagree is copied byte for byte, including configs and index. A directory gets a new manifest. If all
-    parts agree, nothing is written.
-
-    Args:
-        source: a model directory or safetensors file with Model-Optimizer's or compressed-tensors' NVFP4.
-        destination: a new directory, or a new safetensors file if the source is a safetensors file; None to write
-            nothing and only report.
-        progress: called with the number of bytes of tensors written since the last call.
-        ignore: globs of tensors, config keys and metadata entries to copy although fp4kit does not know them.
-
-    Returns:
-        A Reconciliation with the repaired layers.
-
-    Raises:
-        CheckpointError: one of these cases:
-
-            - The source is a GGUF file, or has no layer in one of the two formats.
-            - The source has a tensor, config key or metadata entry that fp4kit does not know and that matches no glob
-              of ``ignore``.
-            - A tensor scale of a repaired layer is not a positive normal float32.
-            - The destination exists, is not in a writable directory, lies inside the source, or contains it.
-            - The name of the destination does not suit the source, or there is too little disk space.
-            - Another run is writing to the destination.
-
-    Numerics: see the head of this file for the formula and its rounding.
-    """
+    """Write a copy of an NVFP4 checkpoint in which the parts of every fused layer have one tensor scale."""
     model = open_source(Path(source))
     if is_gguf_config(model.config):
         raise CheckpointError(
@@ -249,10 +206,7 @@ class _Repaired:
         yield self.weight.parts[TENSOR_SCALE].entry.name, np.array([self.stored], np.float32)
 
     def report(self, readers: Readers) -> Repair:
-        """Return a Repair with the changes of the scales and the SQNR of the new values.
-
-        The layer is decoded with the old and the new scales, a few rows at a time.
-        """
+        """Return a Repair with the changes of the scales and the SQNR of the new values."""
         assert self.form.scale is not None
         rows, columns = self.weight.shape
         width = columns * self.form.element.bits // 8
@@ -276,28 +230,14 @@ class _Repaired:
 def _rescaled(
     form: Container, codes: npt.NDArray[np.uint8], scale: np.float32, shared: np.float32
 ) -> npt.NDArray[np.uint8]:
-    """Return the E4M3 codes of block_scale * (scale / shared). NaN stays NaN.
-
-    Nothing overflows, because scale <= shared.
-
-    form: the container of the layer.
-    codes: the E4M3 codes of the block scales.
-    scale, shared: the old and the new tensor scale, as multipliers on decode.
-    """
+    """Return the E4M3 codes of block_scale * (scale / shared)."""
     assert form.scale is not None
     found: npt.NDArray[np.uint8] = form.scale.encode(form.scale.values[codes] * (scale / shared))
     return found
 
 
 def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, readers: Readers, tick: Progress) -> None:
-    """Write a copy of a model to ``target``, in which only the scales of the layers in ``changed`` have new bytes.
-
-    Raise CheckpointError if ``target`` cannot be written (see reconcile).
-
-    changed: layer name -> its new scales.
-    readers: where to read the tensors from.
-    tick: called with the number of bytes of tensors written since the last call.
-    """
+    """Write a copy of a model to ``target``, in which only the scales of the layers in ``changed`` have new bytes."""
     is_file = target.suffix.lower() == ".safetensors"
     if is_file and not model.root.is_file():
         raise CheckpointError(f"{target}: a model directory becomes a directory; name one without .safetensors")
@@ -326,13 +266,7 @@ def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, reader
 def _write_file(
     file: SafetensorsFile, folder: Path, new: Mapping[str, np.ndarray], readers: Readers, tick: Progress
 ) -> None:
-    """Write a copy of one safetensors file into ``folder``.
-
-    file: the file to copy.
-    new: tensor name -> new array; all other tensors are copied byte for byte.
-    readers: where to read its tensors from.
-    tick: called with the number of bytes of each chunk after it is written.
-    """
+    """Write a copy of one safetensors file into ``folder``."""
     with SafetensorsWriter(folder / file.name, file.entries, file.metadata) as writer:
         for entry in file.entries:
             for chunk in _chunks(file, entry, new, readers):
@@ -344,12 +278,7 @@ def _write_file(
 def _chunks(
     file: SafetensorsFile, entry: TensorEntry, new: Mapping[str, np.ndarray], readers: Readers
 ) -> Iterator[np.ndarray]:
-    """Yield the new array of a tensor if ``new`` has its name, otherwise its stored bytes in chunks.
-
-    file, entry: the file that holds the tensor, and the tensor's entry in the header of this file.
-    new: tensor name -> new array.
-    readers: where to read the tensor from.
-    """
+    """Yield the new array of a tensor if ``new`` has its name, otherwise its stored bytes in chunks."""
     if entry.name in new:
         yield new[entry.name]
     else:

@@ -61,20 +61,7 @@ def origins_of(
     rotations: Mapping[str, WeightRotation],
     adapter: LoraAdapter | None = None,
 ) -> dict[tuple[str, int], Origin]:
-    """Find the source rows from which each matrix was made. Return a dict with the keys (layer name, expert number).
-
-    The matrices are those of the weights in the checkpoint. A single layer has the expert number 0. A matrix is left
-    out in these cases:
-
-    - The source has no counterpart of equal shape, or only a transposed one.
-    - Neither the matrix nor its counterpart is quantized, and the counterpart has another name.
-
-    stored: the weights of the checkpoint.
-    original: the source.
-    rotations: layer name -> rotation, for the rotated layers of the checkpoint. Their rows of the source are rotated in
-        the same way when they are read.
-    adapter: the adapter that was merged; None for none. Its updates are added to the rows when they are read.
-    """
+    """Find the source rows from which each matrix was made."""
     stored = list(stored)
     weights = decodable(original.tensors, original.config)
     updates = updates_of(adapter, weights, original.config)
@@ -99,14 +86,7 @@ def origins_of(
 
 
 def transposed_from(stored: Iterable[Weight], original: Source) -> dict[str, tuple[str, ...]]:
-    """Find the quantized weights that store tensors of the source transposed. They are not compared with the source.
-
-    Return a dict: weight name -> names of these source tensors. For example, mlx-lm stores a part of DeepSeek's
-    kv_b_proj transposed.
-
-    stored: the weights of the checkpoint.
-    original: the source.
-    """
+    """Find the quantized weights that store tensors of the source transposed."""
     counterparts = Counterparts(original)
     found = {w.name: counterparts.of(w, 0) for w in stored if w.container is not None}
     return {name: tuple(one.names) for name, one in found.items() if isinstance(one, TurnedOrigin)}
@@ -140,12 +120,7 @@ class Settings:
     adapter_scales: str = ADAPTER_SCALES[0]
 
     def recipe_of(self, original: str) -> Recipe | None:
-        """Return the recipe of a layer: that of the first pattern that matches its name, otherwise ``recipe``.
-
-        None means that the recipe is unknown.
-
-        original: the name that the layer has in the source.
-        """
+        """Return the recipe of a layer: that of the first pattern that matches its name, otherwise ``recipe``."""
         found = first_match((pattern for pattern, _ in self.patterns), original)
         return self.recipe if found is None else self.patterns[found][1]
 
@@ -177,10 +152,7 @@ class Check:
 
     @property
     def needs_amax(self) -> bool:
-        """True if the amax or scale exponents of the source rows are needed before the matrix can be re-encoded.
-
-        The source rows are then read twice.
-        """
+        """True if the amax or scale exponents of the source rows are needed before the matrix can be re-encoded."""
         job = self.job
         if job is None or not job.is_measured or job.action == DEQUANTIZE:
             return False
@@ -229,12 +201,7 @@ class ReencodedLayer:
 
 
 def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin], settings: Settings) -> Iterator[Check]:
-    """Yield a Check for every matrix that is quantized or was decoded from a quantized source.
-
-    stored: the weights of the checkpoint.
-    found: the source rows of matrices, from origins_of; empty without a source.
-    settings: how the checkpoint was made.
-    """
+    """Yield a Check for every matrix that is quantized or was decoded from a quantized source."""
     stored = list(stored)
     groups = fused_groups(stored)
     merged = {groups.get(name, "") for (name, _), origin in found.items() if origin.weight.update is not None} - {""}
@@ -257,15 +224,7 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
 def checks_of_restored(
     stored: Iterable[Weight], layers: Iterable[SplitLayer | ExpertStack], settings: Settings
 ) -> Iterator[Check]:
-    """Yield Checks for the unquantized weights that a conversion put together from several weights of the source.
-
-    There is one Check per part that comes from one source weight, such as one expert of a stack.
-
-    stored: the weights of the checkpoint, without those that are checked already.
-    layers: the layers that can be put together from weights of the source. Layers that are not in ``stored``, or that
-        have another shape there, are left out.
-    settings: how the checkpoint was made.
-    """
+    """Yield Checks for the unquantized weights that a conversion put together from several weights of the source."""
     found = {weight.name: weight for weight in stored if weight.container is None}
     for layer in layers:
         weight = found.get(layer.name)
@@ -289,13 +248,7 @@ def checks_of_restored(
 
 
 def fused_groups(stored: Iterable[Weight]) -> dict[str, str]:
-    """Return a dict: layer name -> name of its group. A group consists of layers that share a tensor scale.
-
-    For example, q, k and v are a group. Unquantized layers, layers without a tensor scale, and layers that share it
-    with no other layer are left out.
-
-    stored: the weights of the checkpoint.
-    """
+    """Return a dict: layer name -> name of its group."""
     return fused_layers.shared_amax_groups(
         [w.name for w in stored if w.container is not None and w.container.has_tensor_scale]
     )
@@ -304,15 +257,7 @@ def fused_groups(stored: Iterable[Weight]) -> dict[str, str]:
 def _job(
     stored: Weight, expert: int, origin: Origin, group: str, settings: Settings, device: int | None, shares: bool
 ) -> tuple[Job | None, str]:
-    """Return (the job that re-encodes a matrix, ""), or (None, the reason as text) if this is not possible.
-
-    stored, expert: the weight of the checkpoint, and the number of the matrix in it.
-    origin: the source rows of the matrix.
-    group: the name of the group of layers that share its tensor scale.
-    settings: how the checkpoint was made.
-    device: the CUDA device that computes; None for the CPU.
-    shares: True if an adapter was merged into a layer that shares the tensor scale.
-    """
+    """Return (the job that re-encodes a matrix, ""), or (None, the reason as text) if this is not possible."""
     form, recipe = stored.container, settings.recipe_of(origin.weight.name)
     if form is not None and form.stack == "columns":
         return None, f"fp4kit reads {form}, but does not write it"
@@ -361,11 +306,7 @@ def _job(
 
 
 def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[Target, ...]:
-    """Return the byte ranges of one matrix in the tensors of a weight, one Target per tensor.
-
-    expert: the number of the matrix in a stack of experts.
-    has_input_scale: True to include the input scale, because its right value is known.
-    """
+    """Return the byte ranges of one matrix in the tensors of a weight, one Target per tensor."""
     found = []
     for part, place in weight.parts.items():
         if part != INPUT_SCALE or has_input_scale:
@@ -393,13 +334,7 @@ class _Comparison:
         return part in self._targets
 
     def put(self, part: str, array: Any) -> None:
-        """Compare the next bytes of a part with the file, and add to ``compared`` and ``differing``.
-
-        Raise CheckpointError if the stored part has fewer bytes.
-
-        part: codes, scales, ...; one for which ``has`` is True.
-        array: the re-encoded values; their bytes are compared.
-        """
+        """Compare the next bytes of a part with the file, and add to ``compared`` and ``differing``."""
         encoded: npt.NDArray[np.uint8] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         target, done = self._targets[part], self.compared[part]
         if done + encoded.size > target.nbytes:
@@ -410,14 +345,7 @@ class _Comparison:
 
 
 def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int], None]) -> Iterator[ReencodedLayer]:
-    """Run all checks, and yield their results in the order in which they finish.
-
-    The amaxes of layers that share a tensor scale are computed from the source before the first check.
-
-    executor: where the checks run; None for this process.
-    tick: called with the number of bytes processed since its last call; these numbers add up to the sum of
-        ``nbytes_read`` over all checks.
-    """
+    """Run all checks, and yield their results in the order in which they finish."""
     members: dict[str, list[Measured]] = defaultdict(list)
     wanted = {check.key: check for check in checks if check.needs_amax}
     for one in run_all(executor, deque((run_job.measure, (check.job,)) for check in wanted.values())):
@@ -435,18 +363,8 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
 
 
 def run_check(check: Check, shared: Measured | None) -> ReencodedLayer:
-    """Run one check: re-encode the matrix, compare it with the file, and count its stored values.
-
-    The matrix is re-encoded a second time, with NaN and infinities replaced, if all of these hold:
-
-    - The first result failed or differs from the file.
-    - ``check.may_saturate`` is True, and the job quantizes or requantizes.
-    - The source rows contain NaN or infinities.
-
-    The second result is returned if it equals the file, otherwise the first.
-
-    shared: the combined measurements of the layers that share the matrix's tensor scale; None if none are needed.
-    """
+    """Run one check: re-encode the matrix, compare it with the file, and count its stored values."""
+    # The second result is returned if it equals the file, otherwise the first.
     doubt = ""
     if check.stored.container is not None:
         with Readers() as readers:
@@ -460,11 +378,7 @@ def run_check(check: Check, shared: Measured | None) -> ReencodedLayer:
 
 
 def _reencoded(check: Check, shared: Measured | None) -> ReencodedLayer:
-    """Run one check like run_check, but leave the field ``doubt`` of the result empty.
-
-    If the check has no job, nothing is re-encoded. The result then has only the counts of the stored values and the
-    usual SQNR.
-    """
+    """Run one check like run_check, but leave the field ``doubt`` of the result empty."""
     with Readers() as readers:
         found = tally_of_rows(check, readers) if check.stored.container is not None else StoredCounts()
         if check.job is None:
@@ -484,16 +398,7 @@ def _reencoded(check: Check, shared: Measured | None) -> ReencodedLayer:
 
 
 def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, readers: Readers) -> ReencodedLayer:
-    """Re-encode one matrix by ``job``, compare it with the file, and return the result.
-
-    If re-encoding raises CheckpointError, the field ``error`` of the result has the message.
-
-    check: the matrix to check.
-    job: the job that re-encodes it, which may differ from ``check.job``.
-    shared: the combined measurements of the layers that share the matrix's tensor scale.
-    found: the counts of the stored values, for the result.
-    readers: where to read the source and the file from.
-    """
+    """Re-encode one matrix by ``job``, compare it with the file, and return the result."""
     comparison = _Comparison(readers, check.stored, job.targets)
     try:
         made = run_job.produce(job, shared, readers, comparison)
@@ -503,12 +408,7 @@ def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, rea
 
 
 def tally_of_rows(check: Check, readers: Readers, spans: Sequence[tuple[int, int] | None] = (None,)) -> StoredCounts:
-    """Count the stored values of a quantized matrix. If it has source rows, include the errors against them.
-
-    check: the matrix, with its source rows if it has any.
-    readers: where to read both from.
-    spans: the rows to count, as (first row, end row) pairs, which begin at whole blocks; None stands for all rows.
-    """
+    """Count the stored values of a quantized matrix."""
     form, origin = check.stored.container, check.origin
     assert form is not None
     height = 1 if origin is None or origin.weight.container is None else origin.weight.container.block[0]
@@ -522,14 +422,9 @@ def tally_of_rows(check: Check, readers: Readers, spans: Sequence[tuple[int, int
 
 
 def _tally_of(form: Container, slab: Slab, x: np.ndarray | None) -> StoredCounts:
-    """Count the stored values of some rows. If their source ``x`` is given, also sum the errors against it.
-
-    For SVDQuant, the low-rank matrix is subtracted from the source first, because the codes store only the difference.
-
-    form: the container of the rows.
-    slab: the stored codes, scales and low-rank part of the rows.
-    x: the source of the rows; None if there is no source.
-    """
+    """Count the stored values of some rows."""
+    # For SVDQuant, the low-rank matrix is subtracted from the source first, because the codes store only the
+    # difference.
     assert slab.codes is not None and slab.scales is not None
     if x is None or slab.low_rank is None:
         return tally(form, slab.codes, slab.scales, slab.tensor_scale, x, slab.column_scale)
@@ -546,15 +441,11 @@ _SAMPLED_ROWS = 64
 
 
 def usual_db(check: Check, readers: Readers) -> float | None:
-    """Return the SQNR in decibels that a usual recipe for the format gives on the first 64 rows of a matrix's source.
-
-    The rows are extended to whole blocks of the source, and multiplied by a power of two that brings them near 1, so
-    that neither end of the range of scales matters. Columns after the last multiple of 32 are left out. Return None in
-    these cases:
-
-    - The matrix is unquantized, has no source rows, or has fewer than 32 columns.
-    - The rows contain NaN or infinity, or only zeros.
+    """Return the SQNR in decibels that a usual recipe for the format gives on the first 64 rows of a matrix's
+    source.
     """
+    # The rows are extended to whole blocks of the source, and multiplied by a power of two that brings them near 1, so
+    # that neither end of the range of scales matters.
     form, origin = check.stored.container, check.origin
     if form is None or origin is None:
         return None
@@ -576,11 +467,8 @@ def rows_of(origin: Origin, start: int, count: int) -> Origin:
 
 
 def differing_bytes(stored: Located, source: Located) -> int:
-    """Return the number of bytes that differ between an unconverted tensor and the source's tensor of the same name.
-
-    If both have float dtypes and the dtypes differ, the source's values are rounded to the stored dtype first.
-    Otherwise the bytes are compared as they are. The tensors must have equally many values.
-    """
+    """Return the number of bytes that differ between an unconverted tensor and the source's tensor of the same name."""
+    # The tensors must have equally many values.
     found = 0
     element = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}.get(source.entry.dtype)
     have, want = (NUMPY_DTYPES.get(place.entry.dtype) for place in (stored, source))

@@ -30,10 +30,7 @@ _WIDTH, _HEIGHT, _LEFT, _EDGE = 900, 220, 48, 18
 
 
 def write_report(report: VerifyReport, path: str | Path) -> None:
-    """Write the HTML page of a report to ``path``.
-
-    The file appears only when it is complete. A file that exists at ``path`` is replaced.
-    """
+    """Write the HTML page of a report to ``path``."""
     with whole_file(Path(path)) as temporary:
         temporary.write_bytes(page(report).encode("utf-8"))
 
@@ -66,10 +63,7 @@ def _text(value: object) -> str:
 
 
 def _head(report: VerifyReport) -> str:
-    """Return the HTML of the page's top: title, number of errors and warnings, and facts about the verification.
-
-    The numbers of copied tensors and of differing bytes are given only if the report has a source.
-    """
+    """Return the HTML of the page's top: title, number of errors and warnings, and facts about the verification."""
     verdict = "clean" if report.clean else "error"
     warnings = len(report.issues) - report.errors
     word = f"{_counted('error', report.errors)}, {_counted('warning', warnings)}"
@@ -90,9 +84,8 @@ def _head(report: VerifyReport) -> str:
 
 
 def _summary(report: VerifyReport) -> str:
-    """Return the HTML of the summary: how many layers are as expected, what the SQNR means, and what was not checked.
-
-    Return "" if there is nothing to say.
+    """Return the HTML of the summary: how many layers are as expected, what the SQNR means, and what was not
+    checked.
     """
     lines = [*summary_of(report)]
     if median_and_worst(report) is not None:
@@ -106,11 +99,7 @@ def _summary(report: VerifyReport) -> str:
 
 
 def _counted(word: str, count: int) -> str:
-    """Return a count with its noun, such as "1 error" or "2 errors".
-
-    word: the noun in the singular; an "s" makes its plural.
-    count: the number; the plural is used for every number but 1.
-    """
+    """Return a count with its noun, such as "1 error" or "2 errors"."""
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
@@ -142,14 +131,7 @@ class _Point(NamedTuple):
 
 
 def _points(layers: Iterable[LayerReport]) -> tuple[list[_Point], int | None]:
-    """Return the points of the charts, sorted by layer number, and the number that stands for layers without one.
-
-    - A layer's number is the first part of its name that is a number of at most six digits. Its kind is its name
-      without numbers, and without the prefix that the names of all numbered layers share.
-    - Layers without a number get the number after the largest, and their name as kind. If there are no such layers, the
-      second result is None.
-    - Layers without counted elements have no point. If no layer has a number, return ([], None).
-    """
+    """Return the points of the charts, sorted by layer number, and the number that stands for layers without one."""
     found: dict[tuple[int | None, str], list[StoredCounts]] = defaultdict(list)
     for layer in layers:
         parts = layer.name.split(".")
@@ -169,10 +151,8 @@ def _points(layers: Iterable[LayerReport]) -> tuple[list[_Point], int | None]:
 
 
 def _common_start(names: Iterable[str]) -> int:
-    """Return the length of the longest prefix of whole dotted parts that all names share, with its last dot.
-
-    The last part of a name never belongs to the prefix. Return 0 if nothing is shared.
-    """
+    """Return the length of the longest prefix of whole dotted parts that all names share, with its last dot."""
+    # The last part of a name never belongs to the prefix.
     levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
     return sum(len(level[0]) + 1 for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
@@ -183,11 +163,7 @@ def _share(count: int, of: int) -> float:
 
 
 def _charts(report: VerifyReport) -> Iterator[str]:
-    """Yield the HTML of the legend, then of one chart per quantity, such as the SQNR.
-
-    If all known values of a quantity are equal in several points, a sentence takes the place of its chart. A quantity
-    that is unknown in all layers is left out. If no layer name has a number, nothing is yielded.
-    """
+    """Yield the HTML of the legend, then of one chart per quantity, such as the SQNR."""
     points, other = _points(report.layers)
     if not points:
         return
@@ -224,16 +200,7 @@ def _chart(
     other: int | None,
     least: float,
 ) -> str:
-    """Return the HTML of one chart, with one line per kind of layer and the layer numbers on the horizontal axis.
-
-    name: the end of the chart's HTML id.
-    title: the caption.
-    points: the points; their kinds and layer numbers are used.
-    values: the value of each point, drawn as its height. A point whose value is NaN is not drawn.
-    marks: kind of layer -> the mark of its points.
-    other: the layer number that is labelled "other" and stands for layers without a number; None if there is none.
-    least: the smallest span of the vertical axis, so that small differences look small.
-    """
+    """Return the HTML of one chart, with one line per kind of layer and the layer numbers on the horizontal axis."""
     ticks = _ticks([value for value in values if math.isfinite(value)], least)
     numbers = sorted({point.number for point in points})
     place = _Scale(numbers[0], max(numbers[-1], numbers[0] + 1), ticks[0], ticks[-1])
@@ -250,24 +217,13 @@ def _chart(
 
 
 def _tip(point: _Point, value: float, other: int | None) -> str:
-    """Return the tooltip of a point, such as "mlp.up_proj 3: 20.4", with its kind, layer number and value.
-
-    value: the value of the point, in the unit of the chart.
-    other: the layer number that stands for layers without a number. Their tooltips have no number. None if there is
-    none.
-    """
+    """Return the tooltip of a point, such as "mlp.up_proj 3: 20.4", with its kind, layer number and value."""
     number = "" if point.number == other else f" {point.number}"
     return f"{point.kind}{number}: {value:.4g}"
 
 
 def _ticks(values: Sequence[float], least: float = 0.0) -> list[float]:
-    """Return the numbers to label on a chart's vertical axis: two to six round, equally spaced numbers.
-
-    No value is below the first or above the last number.
-
-    values: finite numbers; if there are none, the axis is made for the value 0.
-    least: the smallest difference between the first and the last number.
-    """
+    """Return the numbers to label on a chart's vertical axis: two to six round, equally spaced numbers."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     if values and high - low < least:
         low = max(low - (least - (high - low)) / 2, min(low, 0.0))
@@ -302,14 +258,7 @@ class _Scale(NamedTuple):
 
 
 def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float], other: int | None) -> str:
-    """Return the SVG of a chart's horizontal grid lines and of the labels of both axes.
-
-    place: maps numbers and values to positions.
-    numbers: the layer numbers. At most 24 of them, equally spaced in the sequence, and the number ``other`` are
-        labelled.
-    ticks: the values that get a grid line and a label.
-    other: the number that is labelled "other"; None if there is none.
-    """
+    """Return the SVG of a chart's horizontal grid lines and of the labels of both axes."""
     found = []
     for tick in ticks:
         y = place.y(tick)
@@ -353,11 +302,7 @@ class _Mark(NamedTuple):
 
 
 def _line(points: Sequence[tuple[float, float, str]], mark: _Mark) -> str:
-    """Return the SVG of one line of a chart, with its points.
-
-    points: (x, y, tooltip text) of each point. Positions are in pixels.
-    mark: the color, the dashes and the shape of the points.
-    """
+    """Return the SVG of one line of a chart, with its points."""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     dots = "".join(
         f'<path class="point" data-y="{y:.1f}" d="{mark.shape.format(x=x, y=y)}"><title>{_text(t)}</title></path>'
@@ -368,10 +313,7 @@ def _line(points: Sequence[tuple[float, float, str]], mark: _Mark) -> str:
 
 
 def _marks(kinds: Iterable[str]) -> Mapping[str, _Mark]:
-    """Give each kind of layer a mark (color, dashes and shape of points), and return a dict: kind -> mark.
-
-    The first 140 kinds get different marks.
-    """
+    """Give each kind of layer a mark (color, dashes and shape of points), and return a dict: kind -> mark."""
     return {
         kind: _Mark(_COLORS[i % len(_COLORS)], _DASHES[i % len(_DASHES)], _SHAPES[i % len(_SHAPES)])
         for i, kind in enumerate(kinds)
@@ -421,10 +363,7 @@ _COLUMNS = (
 
 
 def _columns(report: VerifyReport) -> tuple[_Column, ...]:
-    """Return the columns of the table: the layer's name, and columns of values.
-
-    If there are several layers, columns of values in which all cells are equal are left out.
-    """
+    """Return the columns of the table: the layer's name, and columns of values."""
     if len(report.layers) < 2:
         return _COLUMNS
     name, *others = _COLUMNS
@@ -440,10 +379,7 @@ def _labels(columns: Sequence[_Column]) -> str:
 
 
 def _table(report: VerifyReport, columns: Sequence[_Column]) -> str:
-    """Return the HTML table of layers, worst first, or an empty string if there are none.
-
-    ``columns`` lacks the columns in which all layers have equal values. A sentence above the table lists these values.
-    """
+    """Return the HTML table of layers, worst first, or an empty string if there are none."""
     if not report.layers:
         return ""
     heads = "".join(f'<th><button type="button">{column.name}</button></th>' for column in columns)
@@ -459,20 +395,12 @@ def _table(report: VerifyReport, columns: Sequence[_Column]) -> str:
 
 
 def _content(cell: str) -> str:
-    """Return the HTML between the opening and the closing tag of a table cell.
-
-    cell: the HTML of the whole cell, such as '<td class="text">nvfp4</td>', for which "nvfp4" is returned.
-    """
+    """Return the HTML between the opening and the closing tag of a table cell."""
     return cell[cell.index(">") + 1 : cell.rindex("<")]
 
 
 def _number(value: float | None, text: str | None = None) -> str:
-    """Return the HTML of a table cell that sorts as a number. None is shown as "-" and sorts last.
-
-    value: the number.
-    text: the text to show instead of the number; None to show the number, a float with four significant digits and an
-        int in full.
-    """
+    """Return the HTML of a table cell that sorts as a number."""
     if value is None:
         return '<td data-value="NaN">-</td>'
     exact = str(value).replace("inf", "Infinity").replace("nan", "NaN")

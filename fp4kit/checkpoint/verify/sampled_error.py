@@ -45,25 +45,13 @@ class SampledError:
 
     @property
     def outliers(self) -> tuple[str, ...]:
-        """The names of the layers whose SQNR is at least 3 dB, a factor of two, below the median; worst first.
-
-        The tuple is empty if there are none.
-        """
+        """The names of the layers whose SQNR is at least 3 dB, a factor of two, below the median; worst first."""
         return tuple(name for name, db in self.layers if db <= self.median - _OUTLIER_DB)
 
 
 def sampled_error(destination: str | Path, source: Source, adapter: LoraAdapter | None = None) -> SampledError:
-    """Measure the SQNR of the layers of a checkpoint on some rows of each.
-
-    At most 256 matrices are measured, and fewer if they are large; they are evenly spaced among all matrices. Layers
-    without a counterpart in the source, and layers whose SQNR is infinite or undefined, are left out.
-
-    destination: the quantized checkpoint.
-    source: the model from which it was made.
-    adapter: the adapter that was merged into the source; None for none.
-
-    Raises CheckpointError if a file cannot be read.
-    """
+    """Measure the SQNR of the layers of a checkpoint on some rows of each."""
+    # At most 256 matrices are measured, and fewer if they are large; they are evenly spaced among all matrices.
     made = inspect_checkpoint(destination)
     weights = list(made.layers.values())
     rotations = transforms.resolved(made, made.weights).rotations
@@ -92,18 +80,7 @@ def sampled_losses(
     adapter: LoraAdapter | None = None,
     is_weighted: bool = False,
 ) -> tuple[tuple[str, str], ...]:
-    """Judge on a sample of rows whether layers of a checkpoint have lost their values, by the limits of verify.
-
-    At most 256 evenly spaced matrices of the named layers are judged. Return (matrix, what is wrong) pairs.
-
-    destination: the quantized checkpoint.
-    source: the model from which it was made.
-    names: the names of the layers in the checkpoint.
-    adapter: the adapter that was merged into the source; None for none.
-    is_weighted: True if a search weighted columns, so that the plain error is not what it minimized.
-
-    Raises CheckpointError if a file cannot be read.
-    """
+    """Judge on a sample of rows whether layers of a checkpoint have lost their values, by the limits of verify."""
     made = inspect_checkpoint(destination)
     weights = [weight for weight in made.layers.values() if weight.name in names]
     rotations = transforms.resolved(made, made.weights).rotations
@@ -124,12 +101,7 @@ def sampled_losses(
 
 
 def _sample(checks: Sequence[Check]) -> Iterator[tuple[Check, tuple[tuple[int, int], ...]]]:
-    """Yield (matrix, spans of rows) for the sample: at most 256 evenly spaced matrices, with one or four spans each.
-
-    The sample has about 2^23 elements at most. If there are any matrices, at least one is yielded.
-
-    checks: all matrices that have a counterpart in the source.
-    """
+    """Yield (matrix, spans of rows) for the sample: at most 256 evenly spaced matrices, with one or four spans each."""
     if not checks:
         return
     mean = sum(_elements(check) for check in checks) / len(checks)
@@ -141,20 +113,14 @@ def _sample(checks: Sequence[Check]) -> Iterator[tuple[Check, tuple[tuple[int, i
 
 
 def _elements(check: Check) -> int:
-    """Return the number of elements that must be read to measure one span (range of rows) of a matrix.
-
-    These are all elements of the matrix if it or its source is stored transposed.
-    """
+    """Return the number of elements that must be read to measure one span (range of rows) of a matrix."""
     rows, columns = check.stored.shape[-2:]
     is_turned = check.stored.transposed or (check.origin is not None and check.origin.weight.transposed)
     return columns * (rows if is_turned else min(rows, _ROWS))
 
 
 def _spans(check: Check, count: int) -> tuple[tuple[int, int], ...]:
-    """Return ``count`` evenly spaced spans (first row, end row) of a matrix, or one span of all rows if it is small.
-
-    Each span begins at a row at which blocks begin, both in the matrix and in its source.
-    """
+    """Return ``count`` evenly spaced spans (first row, end row) of a matrix, or one span of all rows if it is small."""
     rows, origin = check.stored.shape[-2], check.origin
     forms = (check.stored.container, None if origin is None else origin.weight.container)
     height = max(_ROWS, *(form.block[0] for form in forms if form is not None))
@@ -165,8 +131,5 @@ def _spans(check: Check, count: int) -> tuple[tuple[int, int], ...]:
 
 
 def _name(check: Check) -> str:
-    """Return the name of a layer, such as "mlp.up_proj", or "mlp.experts.up_proj[3]" for expert 3 of a stack.
-
-    A stack of one expert gets no number.
-    """
+    """Return the name of a layer, such as "mlp.up_proj", or "mlp.experts.up_proj[3]" for expert 3 of a stack."""
     return check.stored.name if check.stored.experts == 1 else f"{check.stored.name}[{check.expert}]"

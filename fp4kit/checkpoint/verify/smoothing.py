@@ -40,18 +40,7 @@ class Smoothing(NamedTuple):
 
 
 def smoothing_of(changed: Iterable[tuple[Located, Located]], checks: Iterable[Check]) -> Smoothing:
-    """Find the smoothed norms among the changed tensors, and the layers that were smoothed with them.
-
-    The factors f of a norm, one per column, are source norm / stored norm. Its layers are those below its parent module
-    that have as many columns. Norms and layers are found so:
-
-    - A norm is smoothed if the SQNR of one of its layers, with f applied to the source, is at least 0.5 dB better than
-      without, and at most 1 dB below the usual SQNR of the format.
-    - A layer is smoothed if its norm is, and f makes its SQNR at least 0.5 dB better.
-
-    changed: (stored, source) pairs of unquantized tensors whose bytes differ.
-    checks: the matrices of the checkpoint, with their source rows.
-    """
+    """Find the smoothed norms among the changed tensors, and the layers that were smoothed with them."""
     norms: set[str] = set()
     gained: dict[tuple[str, str], float] = {}  # (norm, layer) -> SQNR
     matrices = [check for check in checks if check.origin is not None and check.stored.container is not None]
@@ -74,10 +63,7 @@ def smoothing_of(changed: Iterable[tuple[Located, Located]], checks: Iterable[Ch
 
 
 def _factor(stored: Located, source: Located, readers: Readers) -> npt.NDArray[np.float32] | None:
-    """Return the factors source / stored of a norm as float32, one per column.
-
-    Return None unless both tensors are vectors of finite nonzero floats.
-    """
+    """Return the factors source / stored of a norm as float32, one per column."""
     if len(stored.entry.shape) != 1 or not {stored.entry.dtype, source.entry.dtype} <= set(FLOAT_DTYPES):
         return None
     new, old = (readers.array(place).astype(np.float32) for place in (stored, source))
@@ -88,13 +74,7 @@ def _factor(stored: Located, source: Located, readers: Readers) -> npt.NDArray[n
 
 
 def _sqnr_db(check: Check, factor: npt.NDArray[np.float32], readers: Readers) -> float:
-    """Return the SQNR in decibels of the first 64 rows of a stored matrix.
-
-    The signal is the source rows of the matrix, multiplied by ``factor``, one number per column.
-
-    check: the matrix, with its source rows.
-    readers: where to read both from.
-    """
+    """Return the SQNR in decibels of the first 64 rows of a stored matrix."""
     count = min(_ROWS, check.stored.shape[-2])
     assert check.origin is not None and check.stored.container is not None
     height = check.stored.container.block[0]

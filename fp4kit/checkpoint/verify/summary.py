@@ -19,10 +19,7 @@ DECIBELS = (
 
 
 def worst_first(report: VerifyReport) -> list[LayerReport]:
-    """Return the layers sorted: those with errors first, then those with warnings, then all others.
-
-    Each of these three groups is sorted by increasing SQNR; layers without an SQNR come last.
-    """
+    """Return the layers sorted: those with errors first, then those with warnings, then all others."""
     ranks: dict[str, int] = {}
     for issue in report.issues:
         rank = 0 if issue.severity == "error" else 1
@@ -41,21 +38,14 @@ def error_of(db: float) -> str:
 
 
 def median_and_worst(report: VerifyReport) -> tuple[float, float, str] | None:
-    """Return (median SQNR, smallest SQNR, name of the layer with the smallest), both in decibels.
-
-    Layers without a finite SQNR are ignored. Return None if no layer has one.
-    """
+    """Return (median SQNR, smallest SQNR, name of the layer with the smallest), both in decibels."""
     found = [(layer.tally.sqnr_db, layer.name) for layer in report.layers if layer.tally.sqnr_db is not None]
     finite = [(db, name) for db, name in found if math.isfinite(db)]
     return (median(db for db, _ in finite), *min(finite)) if finite else None
 
 
 def summary_of(report: VerifyReport) -> Iterator[str]:
-    """Yield one to three lines that summarize a report; none if it has no layers.
-
-    The first line says how many layers are as expected, and names the worst of the others. The second line gives the
-    median and the smallest SQNR. It is left out if no layer has a finite SQNR.
-    """
+    """Yield one to three lines that summarize a report; none if it has no layers."""
     if not report.layers:
         return
     named = {issue.subject for issue in report.issues}
@@ -78,14 +68,7 @@ def summary_of(report: VerifyReport) -> Iterator[str]:
 
 
 def unchecked(report: VerifyReport) -> list[str]:
-    """Return one text per thing that the verification did not check; [] if it checked everything that it can.
-
-    These things may be unchecked:
-
-    - the values of quantized layers, if no source was given
-    - the checksums of files, if there is no manifest
-    - the bytes of layers that were not re-encoded, if a source was given
-    """
+    """Return one text per thing that the verification did not check; [] if it checked everything that it can."""
     found = []
     if report.source is None and report.layers:
         found.append("the values, which need --source SRC")

@@ -97,9 +97,8 @@ class LayerReport:
         return self.codes[1] + self.scales[1] + self.others[1]
 
     def as_data(self) -> dict[str, Any]:
-        """Return this report as a dict for JSON: the fields of the class, ``differing``, and the SQNR as ``sqnr_db``.
-
-        The values of "codes", "scales" and "others" are dicts with the keys "differing" and "compared".
+        """Return this report as a dict for JSON: the fields of the class, ``differing``, and the SQNR as
+        ``sqnr_db``.
         """
         parts = {"codes": self.codes, "scales": self.scales, "others": self.others}
         counts = {name: {"differing": differing, "compared": compared} for name, (differing, compared) in parts.items()}
@@ -152,17 +151,12 @@ class VerifyReport:
 
     @property
     def clean(self) -> bool:
-        """True if no issue is an error; warnings are allowed.
-
-        A byte that differs from the source is an error, except in norms that a tool has smoothed.
-        """
+        """True if no issue is an error; warnings are allowed."""
         return not self.errors
 
     def as_data(self) -> dict[str, Any]:
-        """Return the report as a dict for JSON: the fields of the class, ``clean``, ``errors`` and ``total``.
-
-        Layers, changed tensors and the total are dicts. The caller must convert infinities and Path objects.
-        """
+        """Return the report as a dict for JSON: the fields of the class, ``clean``, ``errors`` and ``total``."""
+        # The caller must convert infinities and Path objects.
         layers = [layer.as_data() for layer in self.layers]
         whole = {**asdict(self.total), "sqnr_db": self.total.sqnr_db}
         changed = [{"name": name, "bytes": count} for name, count in self.changed]
@@ -195,10 +189,7 @@ class Verification:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that ``execute`` reports to options.progress in total.
-
-        The bytes are read from the source, or from the checkpoint if there is no source.
-        """
+        """The number of bytes that ``execute`` reports to options.progress in total."""
         return sum(check.nbytes_read for check in self.checks) + sum(stored.entry.nbytes for stored, _ in self.copies)
 
 
@@ -216,55 +207,9 @@ def verify(
     tp: int | None = None,
     ep: int | None = None,
 ) -> VerifyReport:
-    """Verify a checkpoint, and return a report of everything that is wrong with it.
-
-    The files are compared with the manifest, and stored values, configs and scales are checked. Files that a killed run
-    left in a completed directory, or beside a completed file, are errors. Memory does not grow with the model.
-
-    With a source, the errors of the values are computed, and every layer that can be re-encoded from the source is
-    compared byte by byte. This needs the recipe of the layer and, if its scales were searched with column weights, the
-    weights. If layers share a tensor scale, their amax is computed from the source. A layer that cannot be re-encoded
-    is an error if its SQNR is more than 10 dB (15 dB for 8-bit codes) below the one that its format usually gives.
-
-    Args:
-        destination: the model directory, GGUF file or safetensors file to verify.
-        source: the model from which it was made; None to check it alone.
-        recipe: the recipe of the quantized layers; None for the recipe and the patterns that the checkpoint records.
-        options: workers, devices and progress, as for convert; ``resume`` has no effect.
-        search: the search that determined the block scales; None for the search that the checkpoint records. If the
-            search had column weights, they must be given here.
-        ignore: globs of tensors, config keys and metadata entries that fp4kit does not know. Unknown items that match a
-            glob are warnings; all others are errors.
-        activations: measured activations. An input scale that does not follow from them is an error. None skips this
-            check only.
-        recipes: (pattern, recipe) pairs for layers of other recipes than ``recipe``, as for make_plan. Patterns match
-            the names of layers in the source. They replace the patterns that the checkpoint records.
-        adapter: the directory of the LoRA adapter that was merged into the source; None for none. It must be given with
-            a source if the checkpoint records one.
-        tp: the number of ranks over which vLLM or SGLang splits the model (tensor parallelism). A layer that cannot be
-            split so is an error. None checks none; the report says which sizes are allowed.
-        ep: the number of ranks that share the experts (expert parallelism); None for no sharing. If tp is None, it is
-            ep, so that every rank holds whole experts.
-
-    Returns:
-        A VerifyReport. Its ``clean`` is True if there are no errors.
-
-    Raises:
-        CheckpointError: in one of these cases:
-
-            - The checkpoint or the source cannot be opened.
-            - The recipe does not support the search.
-            - The checkpoint records a merged adapter, a source is given, and the adapter is not.
-            - The adapter does not fit the source, or is given without one.
-            - The activations do not fit the layers.
-            - A pattern of ``recipes`` matches no layer that has a counterpart in the source, or other patterns take
-              precedence for all layers that it matches.
-            - A device of ``options`` does not exist.
-            - tp or ep is below 1, tp is no multiple of ep, or vLLM and SGLang do not load the checkpoint.
-        ValueError: an id is not the id of any recipe.
-        TypeError: a recipe is neither an id nor a Recipe.
-        ChildProcessError: a worker process died.
-    """
+    """Verify a checkpoint, and return a report of everything that is wrong with it."""
+    # A layer that cannot be re-encoded is an error if its SQNR is more than 10 dB (15 dB for 8-bit codes) below the one
+    # that its format usually gives.
     prepared = prepare(
         destination, source, recipe, options, search, ignore, activations, recipes, adapter, tp=tp, ep=ep
     )
@@ -285,30 +230,7 @@ def prepare(
     tp: int | None = None,
     ep: int | None = None,
 ) -> Verification:
-    """Prepare a verification for ``execute``: make all checks that do not compare values.
-
-    Headers, configs, scalars and the first rows of 4-bit layers are read. Layers are matched with the layers of the
-    source, and the requirements of engines are checked.
-
-    Args:
-        destination: the model directory, GGUF file or safetensors file to verify.
-        source: the model from which it was made; None to check it alone.
-        recipe: the recipe of the quantized layers; None for the recipe and the patterns that the checkpoint records.
-        options: the devices to use; everything else in it is ignored.
-        search: the search that determined the block scales; None for the search that the checkpoint records.
-        ignore: globs of tensors, config keys and metadata entries that fp4kit does not know.
-        activations: measured activations to compare the input scales with; None for no comparison.
-        recipes: (pattern, recipe) pairs for layers of other recipes than ``recipe``. They replace the patterns that the
-            checkpoint records.
-        adapter: the directory of the LoRA adapter that was merged into the source; None for none.
-        tp, ep: the ranks of tensor and expert parallelism, as for ``verify``.
-
-    Returns:
-        A Verification with the issues found so far, and the values to compare.
-
-    Raises:
-        CheckpointError, ValueError, TypeError: as for ``verify``.
-    """
+    """Prepare a verification for ``execute``: make all checks that do not compare values."""
     model = opened(Path(destination))
     issues, model, turned, scales = findings_of_files(model, ignore)
     parallel = None if model.path.is_file() else sharding_of(model.weights.values(), model.config or {})
@@ -343,14 +265,7 @@ def _cut_layers(model: Checkpoint, tp: int | None, ep: int | None) -> list[Issue
 
 
 def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
-    """Check that fp4kit knows all contents of the source. Return the names of tensors that a conversion does not need.
-
-    These are the matrices of Hadamard and similar transforms, which a conversion to unquantized values undoes, and
-    tensors of ComfyUI that concern no layer. If the checkpoint has quantized layers, a source with transforms is
-    refused.
-
-    Raise CheckpointError if the source has a tensor, config key or metadata entry that is unknown or refused.
-    """
+    """Check that fp4kit knows all contents of the source."""
     weights = weights_of(original.tensors, original.config)
     if model.layers:
         items, matrices = check_model(original, weights), frozenset[str]()
@@ -366,20 +281,7 @@ def _settings(
     search: ScaleSearch | None,
     given: tuple[tuple[str, Recipe], ...] = (),
 ) -> tuple[Settings, list[Issue]]:
-    """Return (how the checkpoint was made, warnings about records that are unknown or contradict each other).
-
-    The records are in the manifest, the config and the header of a single file. The manifest's recipe counts only if
-    the conversion made new codes. Arguments that the user gives take precedence over the records. If the user gives a
-    recipe, the recorded patterns are ignored too.
-
-    model: the checkpoint.
-    wanted: the recipe that the user gives, or None.
-    options: the devices to use; everything else in it is ignored.
-    search: the search of block scales that the user gives, or None.
-    given: (pattern, recipe) pairs that the user gives; () for those that the checkpoint records.
-
-    Raises CheckpointError if the recipe does not support ``search``.
-    """
+    """Return (how the checkpoint was made, warnings about records that are unknown or contradict each other)."""
     manifest = load_manifest(model.path) or {}
     request = manifest.get("request")
     request = request if isinstance(request, dict) else {}
@@ -437,11 +339,7 @@ def _with_adapter(
 
 
 def _check_patterns(checks: Iterable[Check], patterns: Sequence[str]) -> None:
-    """Raise CheckpointError for the first pattern that sets the recipe of no layer with a counterpart in the source.
-
-    checks: the matrices of the checkpoint.
-    patterns: the patterns that the user gives, in order.
-    """
+    """Raise CheckpointError for the first pattern that sets the recipe of no layer with a counterpart in the source."""
     names = dict.fromkeys(check.origin.weight.name for check in checks if check.origin is not None)
     used = {first_match(patterns, name) for name in names} if patterns else set()
     for i, pattern in enumerate(patterns):
@@ -453,13 +351,7 @@ def _check_patterns(checks: Iterable[Check], patterns: Sequence[str]) -> None:
 
 
 def _recorded_patterns(model: Checkpoint, own: Any) -> list[list[str]]:
-    """Return the [pattern, recipe id] pairs that a checkpoint records in its config or in a single file's header.
-
-    Return [] if no patterns are recorded.
-
-    model: the checkpoint.
-    own: the entry ``fp4kit`` of quantization_config; None if there is none.
-    """
+    """Return the [pattern, recipe id] pairs that a checkpoint records in its config or in a single file's header."""
     if isinstance(own, Mapping):
         return patterns_in(own.get("recipes"))
     text = model.files[0].metadata.get(PATTERNS) if _is_safetensors(model) else None
@@ -472,20 +364,12 @@ def _is_safetensors(model: Checkpoint) -> bool:
 
 
 def _recipe_of_file(model: Checkpoint) -> str | None:
-    """Return the id of the recipe in the metadata of a single safetensors file.
-
-    Return None for a directory, a GGUF file, or if no recipe is recorded.
-    """
+    """Return the id of the recipe in the metadata of a single safetensors file."""
     return model.files[0].metadata.get(RECIPE) if _is_safetensors(model) else None
 
 
 def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
-    """Return a warning for every file of the given source that is not the file from which the checkpoint was made.
-
-    The manifest records the size and header of each source file. There is a warning for each file whose size or header
-    differs, for each recorded file that is missing, and for each file that is not recorded. Return [] if the manifest
-    records no source.
-    """
+    """Return a warning for every file of the given source that is not the file from which the checkpoint was made."""
     facts, now = (load_manifest(model.path) or {}).get("source"), source_facts(original)
     if not isinstance(facts, dict):
         return []
@@ -497,14 +381,7 @@ def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
 
 
 def _restored(model: Checkpoint, original: Source, adapter: LoraAdapter | None) -> list[SplitLayer | ExpertStack]:
-    """Return the layers that a conversion to unquantized values may have put together from several weights.
-
-    Such layers are stacks made of separate experts, and kv_b_proj layers made of mlx-lm's embed_q and unembed_out.
-
-    model: the checkpoint. If it stores embed_q or unembed_out itself, kv_b_proj layers are left out.
-    original: the source.
-    adapter: the adapter that was merged; None for none.
-    """
+    """Return the layers that a conversion to unquantized values may have put together from several weights."""
     weights = decodable(original.tensors, original.config)
     weights = weights if adapter is None else adapter.attach(weights, original.config)
     found: list[SplitLayer | ExpertStack] = [*expert_stacks(weights, original.config).values()]
@@ -573,11 +450,9 @@ class _SourceComparison:
         return alike, unlike
 
     def issues(self) -> list[Issue]:
-        """Return the issues that the matching shows, before any values are compared.
-
-        The issues concern tensors that only the checkpoint or only the source has, tensors with different shapes or
-        dtypes, and layers that cannot be compared or re-encoded.
-        """
+        """Return the issues that the matching shows, before any values are compared."""
+        # The issues concern tensors that only the checkpoint or only the source has, tensors with different shapes or
+        # dtypes, and layers that cannot be compared or re-encoded.
         without = [check.stored.name for check in self.checks if check.origin is None]
         strange = [name for name in without if name not in self._transposed]
         extra = [
@@ -614,10 +489,7 @@ class _SourceComparison:
         return found
 
     def _quantized_although_kept(self) -> list[str]:
-        """Return the quantized layers that the source, which has quantized layers, keeps unquantized.
-
-        Layers that the option --include of the conversion named are left out.
-        """
+        """Return the quantized layers that the source, which has quantized layers, keeps unquantized."""
         if not any_quantized(weights_of(self._original.tensors, self._original.config).values()):
             return []
         include = recorded_include(self._model.files)
@@ -631,14 +503,7 @@ class _SourceComparison:
 
 
 def execute(prepared: Verification, options: Options | None = None) -> VerifyReport:
-    """Execute a verification from ``prepare``: compare all values and files, and return the report.
-
-    prepared: the verification to execute.
-    options: workers, devices and progress, as for convert; None for the defaults. Devices must be those that
-        ``prepare`` was given.
-
-    Raises CheckpointError if a device does not exist, and ChildProcessError if a worker process died.
-    """
+    """Execute a verification from ``prepare``: compare all values and files, and return the report."""
     options = options or Options()
     start_devices(options.devices, options.executor)
     tick = options.progress or (lambda count: None)
@@ -667,14 +532,7 @@ def _report(
     file_differences: Sequence[str] | None,
     smoothing: Smoothing,
 ) -> VerifyReport:
-    """Combine the results of a verification into a report, whose layers are in the order of the files.
-
-    prepared: the verification that was executed.
-    found: the results of the checks.
-    changed: (name, number of differing bytes) of unconverted tensors that differ from the source.
-    file_differences: lines "file: difference" about files that differ from the manifest; None if there is no manifest.
-    smoothing: the norms and layers that a tool has smoothed.
-    """
+    """Combine the results of a verification into a report, whose layers are in the order of the files."""
     of_layer: dict[str, list[ReencodedLayer]] = defaultdict(list)
     for one in found:
         of_layer[one.check.stored.name].append(one)
@@ -736,10 +594,7 @@ def _report(
 
 
 def _recipes_text(settings: Settings) -> str | None:
-    """Return the id of the recipe of a checkpoint, followed by PATTERN=ID for each pattern, with ", " between them.
-
-    Return None if the recipe is unknown, even if there are patterns.
-    """
+    """Return the id of the recipe of a checkpoint, followed by PATTERN=ID for each pattern, with ", " between them."""
     if settings.recipe is None:
         return None
     return ", ".join([settings.recipe.id, *(f"{pattern}={one.id}" for pattern, one in settings.patterns)])
@@ -753,11 +608,7 @@ _LEFTOVER_TEXT = "was left by a run that was killed after it had completed; fp4k
 
 
 def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
-    """Return the report on one layer or one stack of experts.
-
-    members: the results of its matrices: one for a layer, one per expert for a stack.
-    readers: where to read the tensor scale from.
-    """
+    """Return the report on one layer or one stack of experts."""
     weight = members[0].check.stored
     compared, differing = Counter[str](), Counter[str]()
     for one in members:
@@ -785,10 +636,7 @@ _SMOOTHED = "was divided by a factor per column that layers after it were multip
 
 
 def _zeros(found: Sequence[ReencodedLayer]) -> Iterator[Issue]:
-    """Yield an issue for each matrix whose values are zero where those of the source are not, or all zero.
-
-    Each expert of a stack is judged alone, so that one lost expert is found.
-    """
+    """Yield an issue for each matrix whose values are zero where those of the source are not, or all zero."""
     quantized = [one for one in found if one.check.stored.container is not None]
     share = sum(loss.is_empty(one.tally) for one in quantized) / max(len(quantized), 1)
     for one in quantized:
@@ -815,11 +663,7 @@ def _doubtful_magnitudes(
 
 
 def _too_far_from_source(layer: LayerReport, smoothed_db: float | None, is_weighted: bool) -> Iterator[Issue]:
-    """Yield an error if a layer is much farther from its source than its format requires (see loss.MARGIN_DB).
-
-    smoothed_db: the SQNR of a smoothed layer (see smoothing.py), which is used in place of its own; None otherwise.
-    is_weighted: True if a search weighted columns, so that the plain error is not what it minimized.
-    """
+    """Yield an error if a layer is much farther from its source than its format requires (see loss.MARGIN_DB)."""
     is_of_recipe = bool(layer.compared) and not layer.differing
     if layer.usual_db is None or (is_of_recipe and is_weighted):
         return
@@ -833,21 +677,14 @@ _REPAIR = ", as the source shows; undo this in the file, or convert the source a
 
 
 def _is_unlike(layer: LayerReport) -> bool:
-    """Return whether more than 1% of the bytes of a layer's codes differ, or more than 1% of those of its block scales.
-
-    Then the reason is not a few damaged bytes, and it is worthwhile to search for a fault of the whole layer.
+    """Return whether more than 1% of the bytes of a layer's codes differ, or more than 1% of those of its block
+    scales.
     """
     return any(100 * differing > compared for differing, compared in (layer.codes, layer.scales))
 
 
 def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | None) -> Iterator[Issue]:
-    """Yield an error for each kind of part (codes, block scales, others) that differs from the re-encoded layer.
-
-    The count of the error is the number of bytes that differ.
-
-    used: the recipe with which the layer was re-encoded; None if it is unknown.
-    search: the search that determined the block scales; None if they were not searched.
-    """
+    """Yield an error for each kind of part (codes, block scales, others) that differs from the re-encoded layer."""
     scales = f" with scales {search.words}" if search is not None else ""
     expected = "the source"
     if used is not None and layer.action not in _WITHOUT_RECIPE:
