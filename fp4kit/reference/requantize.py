@@ -199,11 +199,8 @@ def _namespace(array: Any) -> Any:
 
 
 def _bits_of(bits: Any) -> tuple[Any, Any, Any]:
-    """Return (exponent of the leading one bit, exponent of the last one bit, fraction) of float32 magnitudes.
-
-    The magnitudes are given as int32 bit patterns. The fraction has 23 bits, for subnormal numbers too. Integers are
-    used throughout, because kernels that CuPy compiles flush subnormals. A zero has arbitrary exponents.
-    """
+    """Return (exponent of the leading one bit, exponent of the last one bit, fraction) of float32 magnitudes."""
+    # Integers are used throughout, because kernels that CuPy compiles flush subnormals.
     xp = _namespace(bits)
     field = bits >> 23
     significand = (bits & 0x7FFFFF) | xp.where(field > 0, 1 << 23, 0).astype(bits.dtype)
@@ -219,18 +216,7 @@ def _length_of(numbers: Any) -> Any:
 
 
 def _powers_for(values: Any, r: Recipe) -> _Powers:
-    """Find the scale 2^m of each block: the smallest one with which the block's amax does not exceed the element.
-
-    2^m is usable if no value of the block is infinite or NaN, or has more significant bits than the element. A value v
-    is then exact unless v / 2^m needs a bit below the smallest subnormal number. No other power of two is exact for
-    more values: a larger one loses more low bits, and a smaller one the amax. m is 0 for a block of zeros, and at least
-    -126: smaller float32 scales are subnormal, and some decoders read E8M0's code of 2^-127 as 0.
-
-    E2M1 values c * 2^k are all exact in E4M3 if the k of the block's nonzero values differ by at most 14. For
-    differences of 15 to 20, the codes c decide.
-
-    values: float32 (..., K).
-    """
+    """Find the scale 2^m of each block: the smallest one with which the block's amax does not exceed the element."""
     element, xp = r.element, _namespace(values)
     bits = xp.ascontiguousarray(values).view(np.int32) & 0x7FFFFFFF
     leading, last, _ = _bits_of(bits)
@@ -282,9 +268,8 @@ def under_powers_of_two(values: Any, own: Quantized, changed: Any = None) -> Qua
 
 
 def _codes_under(values: Any, m: Any, element: ElementFormat) -> Any:
-    """Return the uint8 codes of values / 2^m, rounded to nearest even below the smallest normal number of the element.
-
-    The code has no meaning for a value that is too large, or that has more significant bits than the element.
+    """Return the uint8 codes of values / 2^m, rounded to nearest even below the smallest normal number of the
+    element.
     """
     xp = _namespace(values)
     bits = values.view(np.int32)
