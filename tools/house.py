@@ -1,0 +1,110 @@
+"""Count what a reader of the package has to read, and compare the counts with LIMITS.
+
+    python tools/house.py
+
+A line of code is a line with a token that is no comment and no docstring; in C++ and CUDA, a line that is no comment.
+Texts are docstrings and comments. Imports are counted by lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Count -> (limit, which only goes down; goal)
+LIMITS: dict[str, tuple[float, float]] = {
+    "code lines of the package": (68500, 52000),
+    "Python modules": (535, 200),
+    "Python modules in one folder": (36, 15),
+    "import lines": (6300, 3300),
+    "texts per code line": (0.38, 0.38),
+    "docstring lines of private functions": (2550, 2500),
+    "code lines of tests": (58500, 42000),
+}
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT)
+
+
+def files(folder: str, *endings: str) -> list[Path]:
+    """Return the files of a folder that git tracks or does not ignore, and whose names have one of the endings."""
+    command = ["git", "ls-files", "-co", "--exclude-standard", "--", folder]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    return [ROOT / name for name in names if name.endswith(endings) and (ROOT / name).exists()]
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[ast.AST, range]]:
+    """Yield (node, lines) of every docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            text = node.body[0]
+            yield node, range(text.lineno, (text.end_lineno or text.lineno) + 1)
+
+
+def count_python(source: str) -> Counter[str]:
+    """Count the lines of a Python file: "code", "texts", "private docstrings" and "imports"."""
+    tree, found = ast.parse(source), Counter[str]()
+    texts: set[int] = set()
+    for node, lines in docstrings(tree):
+        texts |= {*lines}
+        name = getattr(node, "name", "")
+        if not isinstance(node, ast.ClassDef) and name.startswith("_") and not name.startswith("__"):
+            found["private docstrings"] += len(lines)
+    code: set[int] = set()
+    comments: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
+        if token.type not in _LAYOUT:
+            code |= {*range(token.start[0], token.end[0] + 1)} - texts
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    found["imports"] = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in imports)
+    found["code"], found["texts"] = len(code), len(texts) + len(comments - code)
+    return found
+
+
+def count_cpp(source: str) -> Counter[str]:
+    """Count the lines of a C++ or CUDA file: "code" and "texts"."""
+    found, inside = Counter[str](), False
+    for line in filter(None, map(str.strip, source.splitlines())):
+        comment = inside or line.startswith(("//", "/*"))
+        inside = (inside or line.startswith("/*")) and "*/" not in line
+        found["texts" if comment else "code"] += 1
+    return found
+
+
+def counts() -> dict[str, float]:
+    """Return the counts by the names in LIMITS."""
+    modules = files("fp4kit", ".py")
+    package = sum((count_python(path.read_text(encoding="utf-8")) for path in modules), Counter[str]())
+    kernels = files("fp4kit", ".cu", ".cuh", ".h", ".cpp", ".inc")
+    package += sum((count_cpp(path.read_text(encoding="utf-8")) for path in kernels), Counter[str]())
+    tests = sum((count_python(path.read_text(encoding="utf-8")) for path in files("tests", ".py")), Counter[str]())
+    return {
+        "code lines of the package": package["code"],
+        "Python modules": len(modules),
+        "Python modules in one folder": max(Counter(path.parent for path in modules).values()),
+        "import lines": package["imports"],
+        "texts per code line": round(package["texts"] / package["code"], 3),
+        "docstring lines of private functions": package["private docstrings"],
+        "code lines of tests": tests["code"],
+    }
+
+
+def main() -> int:
+    """Print the counts beside their limits and goals. Return 1 if a count is above its limit, otherwise 0."""
+    found = counts()
+    print(f"{'':40}{'now':>10}{'limit':>10}{'goal':>10}")
+    for name, (limit, goal) in LIMITS.items():
+        print(f"{name:40}{found[name]:>10,}{limit:>10,}{goal:>10,}{'  above the limit' * (found[name] > limit)}")
+    return int(any(found[name] > limit for name, (limit, _) in LIMITS.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
