@@ -48,6 +48,18 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+_COMPILERS = {name: os.environ.get(name) for name in ("CC", "CXX")}
+
+
+def pytest_runtest_setup() -> None:
+    """Name the compilers of the user again. In one run, a library had set CXX to gcc, which cannot link C++."""
+    for name, command in _COMPILERS.items():
+        if command is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = command
+
+
 def without_waiting(descriptor: int) -> None:
     """Stand in for os.fsync: check the descriptor, but do not wait until the disk has stored the file.
 

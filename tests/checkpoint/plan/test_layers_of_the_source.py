@@ -11,6 +11,7 @@ import gguf_files
 import oracle
 import pytest
 import synthetic
+from exhaustive import every, half
 from partly_quantized import ATTENTION, MLP, SOURCES, declare, llama
 from synthetic import refused
 
@@ -41,7 +42,7 @@ def unquantized(model: Path) -> set[str]:
     return {name.removesuffix(".weight") for name in plain if not name.endswith(others)}
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", half(SOURCES))
 def test_unquantized_layers_stay_and_codes_are_kept(name: str, source: Any, tmp_path: Path) -> None:
     """Without options, the result has the source's format, codes and unquantized layers, and verify agrees."""
     model = source(name)
@@ -66,7 +67,7 @@ def test_unquantized_layers_stay_and_codes_are_kept(name: str, source: Any, tmp_
         assert [issue for issue in verify(out, model).issues if issue.severity == "error"] == []
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if not name.startswith(("gguf", "gpt-oss"))])
+@pytest.mark.parametrize("name", every(4, [name for name in SOURCES if not name.startswith(("gguf", "gpt-oss"))]))
 def test_no_format_and_no_recipe_quantizes_them(name: str, source: Any) -> None:
     """In every format and by every recipe, attention stays, unless --include names it. Exclusion lists name it."""
     model, seen = source(name), 0
