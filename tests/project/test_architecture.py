@@ -1,12 +1,9 @@
-"""Test the structure of the package: imports follow the layers, importing is quick, files are short, and public names
-have docstrings.
-"""
+"""Test the structure of the package: imports follow the layers, importing is quick, and arguments alone set results."""
 
 import ast
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from functools import cache
 
 from package_modules import FILES, MODULES, PACKAGE, ROOT, module_name
@@ -41,7 +38,6 @@ LAYERS = (
     {"cli"},
     {"__main__"},
 )
-HELPERS = ("tests/support", "tools", "benchmarks")  # folders of code outside the package
 LAYER = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 
 
@@ -125,39 +121,6 @@ def test_imports_have_no_cycles():
         graph = {module: others for module, others in graph.items() if module not in leaves}
 
 
-def names_by_file(pattern, files):
-    """Return {name: files, relative to ROOT}, for the names that the group of a pattern finds in files."""
-    found = defaultdict(list)
-    for path in files:
-        for name in re.findall(pattern, path.read_text(encoding="utf-8"), re.MULTILINE):
-            found[name].append(str(path.relative_to(ROOT)))
-    return found
-
-
-def test_a_class_name_stands_for_one_class():
-    """No two modules define classes of one name, so that a reader who meets a name finds one definition.
-
-    No module of the package gives an alias of a type the name of a class.
-    """
-    helpers = [file for folder in HELPERS for file in sorted((ROOT / folder).rglob("*.py"))]
-    classes = names_by_file(r"^ *class (\w+)[(:]", FILES + helpers)
-    assert classes["Recipe"] == ["fp4kit/recipes/schema.py"]
-    assert not {name: files for name, files in classes.items() if len(files) > 1}
-    aliases = names_by_file(r"^(\w+) = ", FILES)
-    assert not aliases.keys() & names_by_file(r"^ *class (\w+)[(:]", FILES).keys()
-
-
-def test_a_struct_name_stands_for_one_struct():
-    """No two files of the engine in C++ and of the CUDA kernels define structs of one name at their top level.
-
-    ProductOperand is an operand of a matrix product in both.
-    """
-    sources = [file for file in sorted(PACKAGE.rglob("*")) if file.suffix in (".h", ".cpp", ".inc", ".cuh", ".cu")]
-    found = names_by_file(r"^(?:struct|class|enum class)(?: alignas\(\w+\))? (\w+)\b(?!;)", sources)
-    assert found["Tile"] == ["fp4kit/cuda/kernels/shared/patch.cuh"]
-    assert {name for name, files in found.items() if len({*files}) > 1} == {"ProductOperand"}
-
-
 def top_level_imports(path):
     """Yield the names of the packages that importing a file imports."""
     for node in tree(path).body:
@@ -206,61 +169,6 @@ def test_no_attribute_is_computed_under_a_lock(path):
     """
     names = {alias.name for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert "cached_property" not in names
-
-
-def arguments(node):
-    """Return the number of a function's arguments without self."""
-    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    return len(names) - (names[:1] in (["self"], ["cls"]))
-
-
-def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
-    """Functions outside the public API take at most eight arguments.
-
-    PyTorch operators count as public API, because they take all settings as separate arguments.
-    """
-    wrappers = {path for path in FILES if part(module_name(path)) in ("torch", "jax")}
-    nodes = ((path, node) for path in FILES if path not in wrappers for node in ast.walk(tree(path)))
-    functions = ((path, node) for path, node in nodes if isinstance(node, ast.FunctionDef))
-    many = {f"{path.stem}.{node.name}" for path, node in functions if arguments(node) > 8}
-    grouped = {"grouped.quantize_grouped", "grouped_plan.__init__"}
-    of_checkpoints = {"convert.convert", "make_plan.make_plan", "verify.verify", "verify.prepare"}
-    assert many == {
-        "explain.explain",
-        "quantize.quantize",
-        "search_scales.search_scales",
-        *grouped,
-        "container.from_parts",
-        *of_checkpoints,
-    }
-
-
-def undocumented(path):
-    """Return the public functions, classes and methods of a file that lack a docstring.
-
-    Properties and overloads may lack one.
-    """
-
-    def explains_itself(node):
-        decorators = {getattr(decorator, "id", "") for decorator in node.decorator_list}
-        return ast.get_docstring(node) or decorators & {"property", "lazy_property", "overload"}
-
-    def public(body, prefix=""):
-        for node in body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                if not explains_itself(node):
-                    yield prefix + node.name
-                if isinstance(node, ast.ClassDef):
-                    yield from public(node.body, f"{node.name}.")
-
-    return list(public(tree(path).body))
-
-
-@together("path", FILES, ids=module_name)
-def test_public_names_have_docstrings(path):
-    assert undocumented(path) == []
-    empty = path.name == "__init__.py" and not path.read_text(encoding="utf-8")
-    assert empty or ast.get_docstring(tree(path)), "the module has no docstring"
 
 
 def test_the_public_api():
