@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,6 @@ import fp4kit
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import below_target  # noqa: E402
-import bench_small  # noqa: E402
 import kernel_report  # noqa: E402
 import measure  # noqa: E402
 import report  # noqa: E402
@@ -62,13 +60,6 @@ def test_bytes_by_formula_are_those_of_the_arrays(name, dtype):
     traffic = rows.element_bytes(x=dtype) | rows.quantized_bytes(name)
     scales = 0 if q.block_scale is None else q.block_scale.nbytes
     assert rows.traffic_bytes(traffic, x.size) == x.nbytes + q.packed.nbytes + scales
-
-
-def test_formula():
-    traffic = rows.element_bytes(x=BF16) | rows.quantized_bytes("nvfp4-te")
-    assert rows.formula(traffic) == "n (2 x + 1/2 codes + 1/16 scales)"
-    both = rows.element_bytes(x=BF16) | rows.twice(rows.quantized_bytes("nvfp4-te"))
-    assert sum(both.values()) == 2 + 2 * Fraction(9, 16) and len(both) == 5
 
 
 def test_record_and_back():
@@ -203,42 +194,6 @@ def test_a_row_has_its_ceiling_its_peers_and_those_that_fail(clock, capsys):
     assert bench.rows == [row] and "slow: 1.60x" in capsys.readouterr().out
 
 
-def test_table_counts_misses_and_names_faster_peers():
-    found = [
-        a_row(target=0.95),
-        a_row(recipe="mxfp8-te", target=0.9, peers={"torchao": 5.0}),
-        a_row(kind="host", copy_us=None),
-    ]
-    text = report.markdown(a_record(found) | {"errors": {"amax": "AssertionError: wrong"}})
-    assert "1 of 2 targets are met, and 1 missed" in text and "0.95 (missed)" in text
-    assert (
-        "another library is faster by more than the spread: quantize mxfp8-te bfloat16." in text
-        and "torchao 0.50" in text
-    )
-    assert "Not measured: amax: AssertionError: wrong." in text and "quantize (host time)" in text
-
-
-def test_a_peer_is_faster_beyond_the_spread():
-    row = a_row(us=10.0, spread=1.0, peers={"much": 8.9, "within": 9.1, "slower": 11.0})
-    assert row.faster == ["much"]
-
-
-def test_misses_stand_below_the_table_with_their_reasons():
-    reason = below_target.Reason("quantize*", ("mxfp8-*",), ("bfloat16",), "It waits.", ("half: 0.5", "twice: 0.6"))
-    beside = rows.Beside("linear", 9.6, 1.03)
-    found = [a_row(), a_row(target=0.95), a_row(recipe="mxfp8-te", beside=beside), a_row(recipe="mxfp8-te", target=0.9)]
-    assert report.below_target(found, [reason]) == [
-        *("", "## Below target"),
-        *("", "Each paragraph names rows that miss their target: what they reached, and the target."),
-        "The items below a paragraph are other designs that were tried, with the figure that each reached.",
-        "A figure without a unit is an efficiency, or a ratio if the row states a ratio.",
-        *("", "**quantize, mxfp4-ocp bf16: efficiency 0.900, target 0.95.** No reason is known."),
-        *("", "**quantize, mxfp8-te bf16: 1.042 times as long as linear, target 1.03.** It waits."),
-        *("", "- Tried: half. Result: 0.5", "- Tried: twice. Result: 0.6"),
-    ]
-    assert report.below_target([a_row(), a_row(target=0.9)], [reason]) == []
-
-
 def test_each_miss_of_the_committed_records_has_a_reason_and_two_other_designs():
     records = [json.loads(path.read_text()) for path in RESULTS.rglob("h200.json")]
     missed = [row for record in records for row in report.rows_of(record) if row.met is False]
@@ -248,60 +203,6 @@ def test_each_miss_of_the_committed_records_has_a_reason_and_two_other_designs()
     assert [
         reason for reason in below_target.REASONS if not any(below_target.reason_of(row) is reason for row in missed)
     ] == []
-
-
-@pytest.mark.exhaustive
-def test_plot_is_the_same_each_time(tmp_path):
-    pytest.importorskip("matplotlib")
-    record = a_record(
-        [a_row(target=0.95, peers={"torchao": 40.0}), a_row(dtype="float32", us=12.0), a_row(recipe="nvfp4-te")]
-    )
-    for name in ("a.svg", "b.svg"):
-        report.plot(record, tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
-def test_written_files(tmp_path):
-    pytest.importorskip("matplotlib")
-    record = a_record([a_row()])
-    assert [path.name for path in report.write(record, tmp_path)] == ["h200.json", "h200.md", "h200.svg"]
-    assert json.loads((tmp_path / "h200.json").read_text()) == json.loads(json.dumps(record))
-
-
-def test_summary_takes_the_wanted_rows():
-    record = a_record(
-        [a_row(dtype="float32", us=20.0), a_row(peers={"torchao": 40.0, "other": 60.0}), a_row(kind="host")]
-    )
-    assert report.summary(record, [("quantize", "mxfp4-ocp")]) == [
-        ("quantize", "mxfp4-ocp", "bf16", "10 us", "0.90", "torchao: 4.0 times as long")
-    ]
-    with pytest.raises(ValueError, match=r"has no row for \[\('quantize', 'nvfp4-te'\)\]"):
-        report.summary(record, [("quantize", "nvfp4-te")])
-
-
-def test_rows_of_another_process_are_ordinary_ones(monkeypatch, capsys):
-    row = a_row(kind="host", copy_us=None, target_us=20)
-
-    def in_torch(bench):
-        assert bench.repeat == 7
-        print("said on the way")
-        bench.rows += [row, row]
-
-    monkeypatch.setattr(bench_small, "in_torch", in_torch)
-    bench_small.print_in_torch(7)
-    printed = SimpleNamespace(stdout=capsys.readouterr().out)
-    monkeypatch.setattr(bench_small.subprocess, "run", lambda command, **options: printed)
-    bench = measure.Bench(repeat=7)
-    bench_small.from_child(bench)
-    assert bench.rows == [row, row] and capsys.readouterr().out == f"{row}\n{row}\n"
-
-
-def test_a_process_without_torch_gives_no_rows(monkeypatch, tmp_path):
-    (tmp_path / "torch.py").write_text("raise ImportError")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{BENCHMARKS.parent}")
-    bench = measure.Bench(repeat=7)
-    bench_small.from_child(bench)
-    assert bench.rows == []
 
 
 @together("name", run.names())

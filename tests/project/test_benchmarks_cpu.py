@@ -5,10 +5,7 @@ libraries.
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +20,9 @@ sys.path.insert(0, str(BENCHMARKS))
 import bench_cpu  # noqa: E402
 import cpu_bars  # noqa: E402
 import cpu_cases  # noqa: E402
-import cpu_ggml  # noqa: E402
 import cpu_peers  # noqa: E402
 import cpu_report  # noqa: E402
 import cpu_search  # noqa: E402
-import cpu_sweep  # noqa: E402
 import rows as row_records  # noqa: E402
 import timing  # noqa: E402
 
@@ -54,14 +49,6 @@ def a_row(
         times=timed,
         peers=others,
     )
-
-
-def test_processor_without_cpuinfo(monkeypatch):
-    monkeypatch.setattr(bench_cpu.Path, "exists", lambda _: False)
-    for name, machine in (("a processor", "a processor"), ("", "an architecture")):
-        monkeypatch.setattr(bench_cpu.platform, "processor", lambda name=name: name)
-        monkeypatch.setattr(bench_cpu.platform, "machine", lambda: "an architecture")
-        assert bench_cpu.processor() == machine
 
 
 def found_bars(*rows, loops=None, sweep=None):
@@ -98,12 +85,6 @@ def test_a_quick_run_writes_record_and_table(tmp_path, capsys):
     operations = {row.operation for row in rows if row.group == "operations"}
     assert {"quantize_both", "quantize hadamard", "partial_cast", "transpose", "amax"} <= operations
     assert record["sweep"]["cases"] > 20 and set(record["loops"]) == {"one", "all"}
-
-
-def test_parts_are_not_written_over_the_record(monkeypatch, capsys):
-    monkeypatch.setattr(cpu_report, "write", lambda *arguments: pytest.fail("written"))
-    bench_cpu.main(["--quick", "--no-peers", "--size", "64", "--only", "loops"])
-    capsys.readouterr()
 
 
 def test_a_wrong_byte_is_found():
@@ -167,57 +148,6 @@ def test_memory_that_does_not_give_the_rate_lowers_the_bar():
     assert found_bars(slow, loops={"two passes": 2.0})["quantize bf16"].holds
 
 
-def test_bars_of_ggml_sizes_and_sweep():
-    ggml = a_row(group="ggml", one=9000, peers={"ggml": 16_000}, **{"one into": 10_000})
-    sizes = [a_row(group="sizes", nbytes=n << 30, all=time) for n, time in ((1, 100_000), (8, 1_248_000))]
-    sweep = {"cases": 2, "slower": [], "smallest": [{"ratio": 0.97, "case": "quantize mxfp4-ocp float16 8x64"}]}
-    bars = found_bars(ggml, *sizes, sweep=sweep)
-    encoders = bars["times faster than ggml's encoders, one thread each"]
-    assert encoders.figure == "1.60" and not encoders.holds
-    linear = bars["time per byte, 8 GiB over 1024 MiB, relative to a streaming loop"]
-    assert linear.figure == "1.56" and linear.where == "nvfp4-te: 1.56, the loop 1.00" and not linear.holds
-    there = "time per byte into preallocated memory, 8 GiB over 32 MiB, relative to a streaming loop"
-    assert bars[there].holds is None
-    into = [a_row(group="sizes", nbytes=n << 25, **{"all into": 5000 * n}) for n in (32, 1)]
-    assert found_bars(*into)[there].figure == "1.00"
-    slower = [
-        a_row(group="sizes", nbytes=n << 25, peers={"loop into": 100 * t}, **{"all into": 150 * t})
-        for n, t in ((1, 1), (2, 3))
-    ]
-    assert (
-        found_bars(*slower)[there].figure == "1.00"
-        and found_bars(*slower)[there].where == "nvfp4-te: 1.50, the loop 1.50"
-    )
-    assert bars["times faster than the specification, every recipe, dtype and shape from 1 KB"].holds
-
-
-def test_the_sweep_finds_slow_calls_and_leaves_out_shapes_that_do_not_fit(monkeypatch, capsys):
-    monkeypatch.setattr(cpu_sweep, "ratio", lambda case: 0.5 if case.operation == "dequantize" else 3.0)
-    # Blocks have 32 elements, so rows of 48 elements, and columns of 2 elements, are left out.
-    found = cpu_sweep.sweep(["mxfp4-ocp"], [(2, 48), (2, 64)])
-    assert found["cases"] == 9 and len(found["slower"]) == 3 and list(found["smallest of a shape"]) == ["2x64"]
-    assert found["smallest"][0] == {"ratio": 0.5, "case": "dequantize mxfp4-ocp bfloat16 2x64"}
-    assert "slower than the specification: dequantize mxfp4-ocp float16 2x64: 0.50" in capsys.readouterr().out
-
-
-def test_a_ratio_near_one_is_taken_again_and_declined_recipes_are_few_elements(monkeypatch):
-    turns, rounds, clock = [], cpu_sweep.alternate, [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])  # calls set it forward, so the load does not matter
-    monkeypatch.setattr(cpu_sweep, "alternate", lambda *arguments: (turns.append(arguments[1]), rounds(*arguments))[1])
-
-    def taking(fast, slow):
-        def call():
-            clock[0] += slow if fp4kit.engine() == "reference" else fast
-
-        return cpu_sweep.ratio(cpu_cases.CpuCase("of", call, 1))
-
-    assert taking(1e-4, 1e-2) == pytest.approx(100) and not turns
-    assert taking(2e-3, 2e-3) == pytest.approx(1) and turns[0] == cpu_sweep.TURNS[0][0]
-    of = lambda recipe, rows: len(list(cpu_sweep.cases(recipe, np.zeros((rows, 256), np.float32))))  # noqa: E731
-    assert of("nvfp4-te", 16) == of("nvfp4-te", 4096) == 4
-    assert of("mxfp4-microxcaling-even", 16) == 1 and of("mxfp4-microxcaling-even", 4096) == 0
-
-
 def test_calls_of_other_libraries_must_give_the_values(monkeypatch):
     def library(x, threads, quick):
         yield cpu_peers.Peer("right", "nvfp4", lambda: x, lambda q: q * np.float32(1.01), np.asarray)
@@ -232,79 +162,12 @@ def test_calls_of_other_libraries_must_give_the_values(monkeypatch):
         calls["quantize/nvfp4/wrong"].seconds()
 
 
-def test_a_process_of_other_libraries(tmp_path, monkeypatch):
-    for name in ("torch", "mlx"):
-        (tmp_path / f"{name}.py").write_text("raise ImportError('left out')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    peers = bench_cpu.Peers(sys.executable, 16, 1, True)
-    assert peers.about["calls"] == [] and set(peers.about["missing"]) == {
-        library.__name__ for library in cpu_peers.LIBRARIES
-    }
-    assert peers.watches("quantize", "nvfp4") == ({}, {})
-    with pytest.raises(RuntimeError, match="KeyError: 'quantize/nvfp4/none'"):
-        peers.seconds("quantize/nvfp4/none")
-    peers.close()
-    assert peers.process.returncode == 0
-
-
-GGML = """
-const float * kept;
-void quantize_row_mxfp4_ref(const float * x, void * y, long k) { kept = x; }
-void dequantize_row_mxfp4(const void * x, float * y, long k) { for (long i = 0; i < k; i++) y[i] = FACTOR * kept[i]; }
-"""
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-@pytest.mark.parametrize(("factor", "right"), [("1", True), ("2", False)])
-def test_ggml_is_built_and_checked(tmp_path, factor, right):
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "ggml-quants.c").write_text(GGML.replace("FACTOR", factor))
-    (tmp_path / "CMakeLists.txt").write_text(
-        "set(GGML_VERSION_MAJOR 1)\nset(GGML_VERSION_MINOR 2)\nset(GGML_VERSION_PATCH 3)\n"
-    )
-    assert cpu_ggml.version(tmp_path) == "1.2.3" and cpu_ggml.version(tmp_path / "src") == "unknown"
-    library = cpu_ggml.build(tmp_path, tmp_path)
-    if right:
-        assert set(cpu_ggml.calls(library, "mxfp4", cpu_peers.matrix(32))) == {"quantize", "dequantize"}
-        return
-    with pytest.raises(AssertionError, match=r"ggml's values are 1\.00 off"):
-        cpu_ggml.calls(library, "mxfp4", cpu_peers.matrix(32))
-
-
 def test_the_committed_table_is_that_of_the_record():
     record = json.loads(COMMITTED.read_text())
     assert COMMITTED.with_suffix(".md").read_text() == cpu_report.markdown(record), (
         "run python benchmarks/cpu_report.py on it"
     )
     assert {row.recipe for row in cpu_report.rows_of(record) if row.group == "recipes"} >= set(cpu_bars.SEVEN)
-
-
-def test_the_plot_is_the_same_each_time(tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = [
-        a_row(one=8000, all=5000, specification=200_000, peers={"torchao": 24_000}),
-        a_row(recipe="mxfp8-te", all=4000),
-    ]
-    record = {
-        "processor": "x86",
-        "threads": 2,
-        "date": "2026-01-02",
-        "commit": "abc",
-        "rows": [row.record() for row in rows],
-    }
-    for name in ("a.svg", "b.svg"):
-        cpu_report.plot(record, tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
-def test_the_peers_script_needs_no_fp4kit():
-    text = (BENCHMARKS / "cpu_peers.py").read_text()
-    assert "import fp4kit" not in text and "from cpu_" not in text and "from rows" not in text
-    assert "fp4kit" not in (BENCHMARKS / "timing.py").read_text()
-    assert (
-        "usage"
-        in subprocess.run([sys.executable, BENCHMARKS / "cpu_peers.py", "-h"], capture_output=True, text=True).stdout
-    )
 
 
 @NEEDS_ENGINE
