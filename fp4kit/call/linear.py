@@ -13,8 +13,8 @@ import numpy as np
 
 from fp4kit.arguments import is_one_of
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call import checks
 from fp4kit.call.abstract_array import AbstractArray
+from fp4kit.call.checks import check_float
 from fp4kit.call.matmul import check_recipes
 from fp4kit.call.parse import QuantizeOptions, check_hadamard, quantize_call
 from fp4kit.call.shards import square_block
@@ -130,8 +130,8 @@ def check_weight(w: Quantized) -> None:
 
 def check_product(op: str, s: LinearSettings, x: Any, w: Any) -> tuple[AbstractArray, AbstractArray]:
     """Check that the unit can multiply x (..., K) and w (N, K) after both were quantized along K."""
-    checks.check_float(op, x)
-    checks.check_float(op, w, "w")
+    check_float(op, x)
+    check_float(op, w, "w")
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
         raise ValueError(
             f"{op}: x has shape {tuple(x.shape)} and w {tuple(w.shape)}; needs x (..., K) and w (N, K) with equal K"

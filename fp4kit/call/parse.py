@@ -15,9 +15,9 @@ import numpy as np
 
 from fp4kit.arguments import is_one_of
 from fp4kit.arrays.imports import import_arrays, is_array
-from fp4kit.call import checks
 from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.call.amaxes import parse_block_amax, parse_tensor_amax
+from fp4kit.call.checks import check_axis, check_float, check_has_codes, check_length
 from fp4kit.call.given_scales import check_complete, parse_block_scale, parse_tensor_scale
 from fp4kit.call.outputs import check_quantized_out, import_out
 from fp4kit.call.random_numbers import parse_seed
@@ -107,9 +107,9 @@ def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **arguments: An
     if arrays or type(x) is not np.ndarray:
         x, *imported = (x,) if isinstance(x, AbstractArray) else import_arrays(op, x=x, **arrays)
         arguments |= dict(zip(arrays, imported, strict=True))
-    checks.check_float(op, x)
-    axis = checks.check_axis(op, axis, x.ndim)
-    checks.check_length(op, axis, x.shape[axis], r)
+    check_float(op, x)
+    axis = check_axis(op, axis, x.ndim)
+    check_length(op, axis, x.shape[axis], r)
     on_device = not isinstance(x, (np.ndarray, AbstractArray))
     return Call(op, x, r, axis, _axis_last(x, axis), on_device=on_device), arguments
 
@@ -205,7 +205,7 @@ def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, a
     """Check the arguments of fake_quantize_backward except for amax."""
     call, imported = array_call(op, x, recipe, axis, grad=grad, amax=amax)
     (grad,) = (imported["grad"],) if isinstance(imported["grad"], type(call.x)) else import_arrays(op, grad=grad)
-    checks.check_float(op, grad, "grad")
+    check_float(op, grad, "grad")
     if grad.shape != call.x.shape:
         raise ValueError(f"{op}: grad has shape {grad.shape}; needs the shape of x, {call.x.shape}")
     return call._replace(grad=grad), imported["amax"]
@@ -213,8 +213,8 @@ def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, a
 
 def columnwise(call: Call, options: QuantizeOptions) -> Call:
     """Return the columnwise Call of quantize_both (axis -2), given its rowwise Call."""
-    axis = checks.check_axis(call.op, -2, call.x.ndim)
-    checks.check_length(call.op, axis, call.x.shape[axis], call.recipe)
+    axis = check_axis(call.op, -2, call.x.ndim)
+    check_length(call.op, axis, call.x.shape[axis], call.recipe)
     return with_options(call._replace(axis=axis, moved=_axis_last(call.x, axis)), options)
 
 
@@ -238,7 +238,7 @@ def with_options(call: Call, options: QuantizeOptions) -> Call:
 def check_codes(call: Call, layout: str) -> None:
     """Raise ValueError unless the recipe of the call has codes, and its scales can be stored in `layout`."""
     # The layout must be one that fp4kit knows.
-    checks.check_has_codes(call.op, call.recipe)
+    check_has_codes(call.op, call.recipe)
     if type(layout) is str and layout == "linear":
         return
     check_layout(call.op, layout)

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp4kit.arguments import as_flag, as_index
 from fp4kit.arrays.imports import import_arrays, is_array, to_host
-from fp4kit.call import checks
+from fp4kit.call.checks import check_axis, check_float
 
 HADAMARD_SIZES = (16, 32, 64, 128, 256, 512)
 MAX_MATRIX = 128  # the largest number of rows of a matrix that rotates blocks
@@ -47,7 +47,7 @@ class Rotation(NamedTuple):
 def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
     """Check the arguments of a call to hadamard, and return its Rotation."""
     (x,) = import_arrays(op, x=x)
-    checks.check_float(op, x)
+    check_float(op, x)
     size = check_hadamard_size(op, size)
     axis = _checked_axis(op, x, axis, size)
     negative = None if signs is None else _negative(op, signs, size, x.shape[axis])
@@ -57,9 +57,9 @@ def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: An
 def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
     """Check the arguments of a call to rotate, and return its Rotation."""
     (x,) = import_arrays(op, x=x)
-    checks.check_float(op, x)
+    check_float(op, x)
     (matrices,) = import_arrays(op, matrices=matrices)
-    checks.check_float(op, matrices, "matrices")
+    check_float(op, matrices, "matrices")
     inverse = as_flag(op, "inverse", inverse)
     size = _matrix_size(op, matrices.shape)
     axis = _checked_axis(op, x, axis, size)
@@ -86,7 +86,7 @@ def check_hadamard_size(op: str, size: Any) -> int:
 
 def _checked_axis(op: str, x: Any, axis: int, size: int) -> int:
     """Return the axis of x as a non-negative int."""
-    axis = checks.check_axis(op, axis, x.ndim)
+    axis = check_axis(op, axis, x.ndim)
     if x.shape[axis] % size:
         raise ValueError(
             f"{op}: axis {axis} has length {x.shape[axis]}; blocks of {size} need a multiple of {size}; pad with"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arguments import as_index, as_shape
-from fp4kit.call import checks
+from fp4kit.call.checks import check_float, check_has_codes, check_length
 from fp4kit.formats import PairedMicroexponents
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import has_tall_scales
@@ -26,8 +26,8 @@ def check_castable(op: str, r: Recipe) -> None:
 
 def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple[int, int]:
     """Return the shape (M, K) of a shard's matrix as two ints."""
-    checks.check_float(op, shard, "shard")
-    checks.check_has_codes(op, r)
+    check_float(op, shard, "shard")
+    check_has_codes(op, r)
     if shard.ndim != 1:
         raise ValueError(
             f"{op}: shard is {shard.ndim}-d; needs the 1-d slice of the flattened matrix; use shard.reshape(-1)"
@@ -41,7 +41,7 @@ def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple
             " nvfp4-te-2d has"
         )
     M, K = shape
-    checks.check_length(op, 1, K, r)
+    check_length(op, 1, K, r)
     start = as_index(op, "start", start)
     if start < 0 or start + len(shard) > M * K:
         raise ValueError(

@@ -9,7 +9,7 @@ import jax
 import fp4kit
 from fp4kit.arguments import as_index
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call import checks
+from fp4kit.call.checks import check_is_quantized, check_values_dtype
 from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import QuantizeOptions, quantize_call
 from fp4kit.jax.calls import is_traced, outline, traced
@@ -106,9 +106,9 @@ def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:
         >>> jax.jit(dequantize)(q)[0, :2].tolist()
         [0.5, -4.0]
     """
-    checks.check_is_quantized("dequantize", q)
+    check_is_quantized("dequantize", q)
     wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
-    checks.check_values_dtype("dequantize", wanted)
+    check_values_dtype("dequantize", wanted)
     if is_traced(q):
         return traced("dequantize", [jax.ShapeDtypeStruct(q.shape, wanted)], q=q, dtype=wanted.name)[0]
     values: Any = fp4kit.dequantize(q, wanted)

@@ -10,7 +10,7 @@ import numpy as np
 
 import fp4kit
 from fp4kit.arguments import as_flag, as_index
-from fp4kit.call import checks
+from fp4kit.call.checks import check_float
 from fp4kit.call.parse import QuantizeOptions, backward_call, fake_call
 from fp4kit.jax.calls import is_traced, like, outline, traced
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax
@@ -123,7 +123,7 @@ def fake_quantize(
 def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
     """Return an array of JAX or NumPy as a JAX array."""
     if isinstance(x, np.ndarray):
-        checks.check_float(op, x, name)
+        check_float(op, x, name)
         return jax.numpy.asarray(x)
     if not isinstance(x, jax.Array):
         way_out = f"; fp4kit.{op} takes arrays of other libraries" if hasattr(fp4kit, op) else ""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from fp4kit.arrays.imports import import_arrays, on_device
 from fp4kit.arrays.returns import returns_in_library
-from fp4kit.call import checks
+from fp4kit.call.checks import check_axes, check_float
 from fp4kit.call.parse import array_call
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.recipes import Recipe
@@ -67,7 +67,7 @@ def amax_call(op: str, x: Any, recipe: RecipeId | Recipe | None, axis: Any) -> t
     # The engine's function is plain_amax if recipe is None, and amax otherwise.
     if recipe is None:
         (x,) = import_arrays(op, x=x)
-        checks.check_float(op, x)
-        return on_device(x), (x, checks.check_axes(op, axis, x.ndim))
+        check_float(op, x)
+        return on_device(x), (x, check_axes(op, axis, x.ndim))
     call, _ = array_call(op, x, recipe, -1 if axis is None else axis)
     return call.on_device, (call,)

@@ -6,8 +6,8 @@ from typing import Any, overload
 
 from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import mark_written, numpy_dtype, returns_in_library
-from fp4kit.call import checks
 from fp4kit.call.call_cache import find, run_first
+from fp4kit.call.checks import check_quantized, check_values_dtype
 from fp4kit.call.memory_overlap import are_disjoint, check_disjoint
 from fp4kit.call.outputs import check_values_out, import_out
 from fp4kit.ops.engines import new_cached_call, run, with_threads
@@ -69,9 +69,9 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
 def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
     """Check the arguments of dequantize, and return the values of q, in `out` if given."""
     original, arguments = q, (q, out)
-    q, out = checks.check_quantized("dequantize", q), import_out("dequantize", out)
+    q, out = check_quantized("dequantize", q), import_out("dequantize", out)
     values_dtype = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
-    checks.check_values_dtype("dequantize", values_dtype)
+    check_values_dtype("dequantize", values_dtype)
     check_values_out("dequantize", out, q.shape, values_dtype, q.packed)
     if out is not None:
         check_disjoint("dequantize", {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arithmetic import ieee
-from fp4kit.call import checks
+from fp4kit.call.checks import check_float, check_quantized
 from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.display.panel import Panel
 from fp4kit.formats import Codebook
@@ -229,12 +229,12 @@ def identify(q: Quantized, x: Any) -> Identification:
         >>> fp4kit.identify(fp4kit.quantize(x, "mxfp4-triton-kernels-down"), x).verdict
         'mxfp4-triton-kernels-down made these bytes'
     """
-    q = checks.check_quantized("identify", q)
+    q = check_quantized("identify", q)
     pair = pair_of(q, x)
     q, x = pair.q, pair.x
     if x.shape != q.shape:
         raise ValueError(f"identify: x has shape {x.shape} and q {q.shape}; needs the array that q was made from")
-    checks.check_float("identify", x)
+    check_float("identify", x)
     q, x = on_host("identify: q", q), on_host("identify: x", x)
     candidates = tuple(candidates_of(q.recipe))
     matches = (

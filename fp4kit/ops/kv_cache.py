@@ -10,7 +10,7 @@ import numpy as np
 from fp4kit.arguments import as_flag, as_float32
 from fp4kit.arrays.imports import import_arrays, on_device, to_device, to_host
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call import checks
+from fp4kit.call.checks import check_float, check_values_dtype
 from fp4kit.formats import E2M1, NVFP4
 from fp4kit.layouts.kv import KVCache, KVParts, check_slots
 from fp4kit.ops.amax import amax
@@ -98,7 +98,7 @@ def quantize_kv(
     shape = (len(check_slots(op, slots, cache.shape, writes=True)), cache.shape.heads, cache.shape.head_dim)
     scales = tensor_scale(op, r, "k_scale", k_scale), tensor_scale(op, r, "v_scale", v_scale)
     for name, x in given.items():
-        checks.check_float(op, x, name)
+        check_float(op, x, name)
         _check_shape(op, name, x, shape)
         if on_device(x) != on_device(cache.arrays[0]):
             raise ValueError(f"{op}: {name} are on another device than the cache; needs both on one device")
@@ -150,7 +150,7 @@ def dequantize_kv(
     """
     r = kv_recipe("dequantize_kv", cache, recipe)
     scales = tensor_scale("dequantize_kv", r, "k_scale", k_scale), tensor_scale("dequantize_kv", r, "v_scale", v_scale)
-    checks.check_values_dtype("dequantize_kv", numpy_dtype("dequantize_kv", dtype))
+    check_values_dtype("dequantize_kv", numpy_dtype("dequantize_kv", dtype))
     if slots is not None:
         check_slots("dequantize_kv", slots, cache.shape, writes=False)
     k_codes, k_scales, v_codes, v_scales = cache.read(slots)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import returns_in_library
-from fp4kit.call import checks
+from fp4kit.call.checks import check_has_codes, check_quantized
 from fp4kit.ops.engines import run
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
@@ -101,8 +101,8 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
         >>> fp4kit.requantize(q, "nvfp4").exact, fp4kit.requantize(q, "fp8-modelopt-channel").exact
         (True, True)
     """
-    q = checks.check_quantized("requantize", q)
+    q = check_quantized("requantize", q)
     target = recipe_of("requantize", recipe)
-    checks.check_has_codes("requantize", target)
+    check_has_codes("requantize", target)
     result, changed, error = run("requantize", "requantize", on_device(q.packed), q, target)
     return Requantized(result, changed == 0, changed, error)

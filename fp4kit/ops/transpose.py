@@ -7,8 +7,8 @@ from typing import Any
 
 from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import returns_in_library
-from fp4kit.call import checks
 from fp4kit.call.call_cache import find, run_first
+from fp4kit.call.checks import check_quantized
 from fp4kit.call.shards import square_block
 from fp4kit.ops.engines import new_cached_call, run
 from fp4kit.quantized.container import Quantized
@@ -55,7 +55,7 @@ def transpose(q: Quantized) -> Quantized:
 def _transpose(q: Quantized, key: Any) -> Quantized:
     """Check the argument of transpose, and return q quantized along the other axis."""
     original = q
-    q = checks.check_quantized("transpose", q)
+    q = check_quantized("transpose", q)
     _check_square_blocks(q)
     axis, is_on_device = 2 * len(q.shape) - 3 - q.axis, on_device(q.packed)
 

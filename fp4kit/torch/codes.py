@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fp4kit
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call import checks
+from fp4kit.call.checks import check_values_dtype
 from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import QuantizeOptions, quantize_call
 from fp4kit.quantized.container import PARTS
@@ -87,7 +87,7 @@ def dequantize(
 @dequantize.register_fake
 def _(packed: Tensor, *rest: Any) -> Tensor:
     shape, axis, values_dtype = rest[3], rest[4], rest[-1]
-    checks.check_values_dtype("dequantize", numpy_dtype("dequantize", values_dtype))
+    check_values_dtype("dequantize", numpy_dtype("dequantize", values_dtype))
     moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
     return packed.new_empty(moved, dtype=values_dtype).movedim(-1, axis)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fp4kit.arguments import as_entries, as_flag, as_index
-from fp4kit.call import checks
+from fp4kit.call.checks import check_is_quantized
 from fp4kit.call.parse import check_hadamard
 from fp4kit.call.random_numbers import check_seed
 from fp4kit.ops.grouped_plan import check_stack, per_tensor
@@ -309,7 +309,7 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
         >>> dequantize(q, torch.bfloat16)[0, :2]
         tensor([ 0.5000, -4.0000], dtype=torch.bfloat16)
     """
-    checks.check_is_quantized("dequantize", q)
+    check_is_quantized("dequantize", q)
     check_tensor("dequantize", q.packed, "q.packed")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dequantize: dtype is {dtype!r:.60}; needs torch.float32, torch.float16 or torch.bfloat16")
