@@ -1,10 +1,12 @@
-"""Check the arguments of the linear layers of fp4kit.torch and fp4kit.jax: y = x w^T with quantized operands.
+"""Check the arguments of the linear layers of fp4kit.torch and fp4kit.jax, and compute y = x w^T and its gradients.
 
-x is a matrix (M, K) here, and w a matrix (N, K): the wrappers join the axes of x before the last.
+x is a matrix (M, K) here, and w a matrix (N, K): the wrappers join the axes of x before the last. The formulas call the
+quantize, transpose and matmul of the framework.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, cast
@@ -13,11 +15,9 @@ import numpy as np
 
 from fp4kit.arguments import is_one_of
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call.abstract_array import AbstractArray
-from fp4kit.call.checks import check_float
+from fp4kit.call.inputs import AbstractArray
 from fp4kit.call.matmul import check_recipes
-from fp4kit.call.parse import QuantizeOptions, check_hadamard, quantize_call
-from fp4kit.call.shards import square_block
+from fp4kit.call.parse import QuantizeOptions, check_float, check_hadamard, quantize_call, square_block
 from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
@@ -174,3 +174,40 @@ def _check_gradients(s: LinearSettings, x: AbstractArray, w: AbstractArray, has_
         square_block(f"{OP}: w", s.recipe_w, w.shape[0])
     check_recipes(OP, s.unit, s.recipe_grad, s.recipe_w, (name, "w"))
     check_recipes(OP, s.unit, s.recipe_grad, s.recipe_x, (name, "x"))
+
+
+class LinearOperations(NamedTuple):
+    """Three functions of a framework (PyTorch or JAX), with which this module computes its formulas.
+
+    fp4kit.torch and fp4kit.jax each pass functions that their compiler can trace. quantize, transpose and matmul take
+    the arguments of fp4kit.quantize, fp4kit.transpose and fp4kit.matmul, and return what those return.
+    """
+
+    quantize: Callable[..., Quantized]
+    transpose: Callable[..., Quantized]
+    matmul: Callable[..., Any]
+
+
+def product(ops: LinearOperations, s: LinearSettings, x: Any, w: Any) -> Any:
+    """Return y = x w^T (M, N) in s.out_dtype, from x (M, K) and w (N, K), both quantized along K."""
+    columns = w if isinstance(w, Quantized) else ops.quantize(w, s.recipe_w)
+    return ops.matmul(ops.quantize(x, s.recipe_x), columns, unit=s.unit, out_dtype=s.out_dtype)
+
+
+def gradient_of_x(ops: LinearOperations, s: LinearSettings, grad: Any, w: Any, seed: Any, dtype: Any) -> Any:
+    """Return the gradient of x: grad w, of shape (M, K) in `dtype`, from grad (M, N) and w (N, K), quantized along
+    N.
+    """
+    # If w is a Quantized, it is transposed instead of quantized again, and must have square blocks.
+    rows = ops.quantize(grad, s.recipe_grad, rounding=s.rounding, seed=seed)
+    columns = ops.transpose(w) if isinstance(w, Quantized) else ops.quantize(w, s.recipe_w, axis=0)
+    return ops.matmul(rows, columns, unit=s.unit, out_dtype=dtype)
+
+
+def gradient_of_w(ops: LinearOperations, s: LinearSettings, grad: Any, x: Any, seed: Any, dtype: Any) -> Any:
+    """Return the gradient of w: grad^T x, of shape (N, K) in `dtype`, from grad (M, N) and x (M, K), quantized
+    along M.
+    """
+    rows = ops.quantize(grad, s.recipe_grad, axis=0, rounding=s.rounding, seed=seed, hadamard=s.hadamard)
+    columns = ops.quantize(x, s.recipe_x, axis=0, hadamard=s.hadamard)
+    return ops.matmul(rows, columns, unit=s.unit, out_dtype=dtype)

@@ -7,26 +7,84 @@ messages begin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import is_one_of
-from fp4kit.arrays.imports import import_arrays, is_array
-from fp4kit.call.abstract_array import AbstractArray
-from fp4kit.call.amaxes import parse_block_amax, parse_tensor_amax
-from fp4kit.call.checks import check_axis, check_float, check_has_codes, check_length
-from fp4kit.call.given_scales import check_complete, parse_block_scale, parse_tensor_scale
+from fp4kit.arguments import as_flag, as_index, as_shape, is_one_of
+from fp4kit.arrays.imports import import_arrays, is_array, to_host
+from fp4kit.call.inputs import (
+    AbstractArray,
+    check_complete,
+    parse_block_amax,
+    parse_block_scale,
+    parse_seed,
+    parse_tensor_amax,
+    parse_tensor_scale,
+)
 from fp4kit.call.outputs import check_quantized_out, import_out
-from fp4kit.call.random_numbers import parse_seed
-from fp4kit.formats import Codebook
+from fp4kit.formats import FLOATS, Codebook, PairedMicroexponents
 from fp4kit.layouts import check_layout
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe_of
 from fp4kit.recipes.rules import SCALE_STOCHASTICS
+from fp4kit.recipes.schema import has_tall_scales
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
+
+
+def check_float(op: str, x: np.ndarray, name: str = "x") -> None:
+    """Raise TypeError unless the dtype of x is float32, float16 or bfloat16. name: the name of x in the message."""
+    if x.dtype not in FLOATS:
+        raise TypeError(
+            f"{op}: {name} is {x.dtype}; needs float32, float16 or bfloat16; "
+            f"convert it first, e.g. {name}.astype(np.float32), so that you choose the rounding"
+        )
+
+
+def check_axis(op: str, axis: int, ndim: int) -> int:
+    """Return an axis of an array with `ndim` axes as a non-negative int."""
+    if ndim == 0:
+        raise ValueError(
+            f"{op}: x is 0-d; blocks run along an axis, so it needs at least one; pass the elements of at least one"
+            " block in one array"
+        )
+    axis = axis if type(axis) is int else as_index(op, "axis", axis)
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"{op}: axis {axis} is out of range for a {ndim}-d array; needs {-ndim} to {ndim - 1}")
+    return axis % ndim
+
+
+def check_axes(op: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
+    """Return the axes of a reduction, an int or a tuple, as a tuple of non-negative ints."""
+    if axis is None:
+        return None
+    axes = tuple(check_axis(op, a, ndim) for a in (axis if isinstance(axis, tuple) else (axis,)))
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{op}: axis {axis} names one axis twice; needs different axes")
+    return axes
+
+
+def check_length(op: str, axis: int, length: int, recipe: Recipe) -> None:
+    """Raise ValueError unless the quantized axis has a length that the recipe allows."""
+    # The length must be a multiple of recipe.length_multiple: whole blocks or, if the recipe has no blocks, whole bytes
+    # of codes.
+    multiple = recipe.length_multiple
+    if length % multiple:
+        raise ValueError(
+            f"{op}: axis {axis} has length {length}; {recipe.id} needs a multiple of {multiple}; pad with"
+            f" fp4kit.layouts.pad(x, {multiple}, axis={axis})"
+        )
+
+
+def check_has_codes(op: str, recipe: Recipe) -> None:
+    """Raise ValueError if a recipe only fake-quantizes, because it then has values but no codes."""
+    if recipe.fake_only:
+        raise ValueError(f"{op}: {recipe.id} is a fake quantizer and has values only; use fp4kit.fake_quantize")
+
 
 HADAMARD_BLOCK = 16
 TE_SIGN_MASK = 0xD7E8  # Transformer Engine's signs: if bit i is set, input i of a block is negated
@@ -296,3 +354,234 @@ def declined_as_error(op: str) -> Iterator[None]:
         yield
     except Declined as reason:
         raise NotImplementedError(f"{op}: {reason}") from None
+
+
+HADAMARD_SIZES = (16, 32, 64, 128, 256, 512)
+MAX_MATRIX = 128  # the largest number of rows of a matrix that rotates blocks
+# The largest accepted absolute value of an element of M M^T - I. If every element of an orthogonal M is rounded to
+# bfloat16, M M^T changes by at most 2 * 2^-9 + 2^-18, since each element changes by at most a relative 2^-9.
+ORTHOGONAL_WITHIN = 2.0**-7
+
+
+class Rotation(NamedTuple):
+    """A parsed call to hadamard or rotate: what an engine needs, already checked.
+
+    Attributes:
+        x: the array, NumPy or CuPy.
+        shape: (outer, length, inner), the shape to which the engine reshapes x. `size` elements along the middle axis
+            are a block.
+        size: the number of elements of a block.
+        signs: uint8 (length,) in host memory, 1 for a sign of -1 and 0 for a sign of 1; None if all signs are 1.
+        matrices: float32 (1, size, size) for all blocks or (length / size, size, size), contiguous, in host memory;
+            None for a Hadamard transform.
+        inverse: True if signs are applied after the rotation instead of before. The matrices of an inverse call are
+            already transposed.
+    """
+
+    x: Any
+    shape: tuple[int, int, int]
+    size: int
+    signs: np.ndarray | None
+    matrices: Any
+    inverse: bool
+
+
+def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
+    """Check the arguments of a call to hadamard, and return its Rotation."""
+    (x,) = import_arrays(op, x=x)
+    check_float(op, x)
+    size = check_hadamard_size(op, size)
+    axis = _checked_axis(op, x, axis, size)
+    negative = None if signs is None else _negative(op, signs, size, x.shape[axis])
+    return _rotation(x, axis, size, negative, None, as_flag(op, "inverse", inverse))
+
+
+def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
+    """Check the arguments of a call to rotate, and return its Rotation."""
+    (x,) = import_arrays(op, x=x)
+    check_float(op, x)
+    (matrices,) = import_arrays(op, matrices=matrices)
+    check_float(op, matrices, "matrices")
+    inverse = as_flag(op, "inverse", inverse)
+    size = _matrix_size(op, matrices.shape)
+    axis = _checked_axis(op, x, axis, size)
+    blocks = x.shape[axis] // size
+    if matrices.ndim == 3 and len(matrices) != blocks:
+        raise ValueError(
+            f"{op}: matrices has {len(matrices)} matrices of {size}x{size}; needs {blocks}, one per block of"
+            f" axis {axis} of x, or one matrix ({size}, {size}) for all blocks"
+        )
+    stacked = to_host(matrices).astype(np.float32).reshape(-1, size, size)
+    _check_orthogonal(op, stacked)
+    negative = None if signs is None else _negative(op, signs, size, x.shape[axis])
+    stacked = np.ascontiguousarray(stacked.swapaxes(1, 2) if inverse else stacked)
+    return _rotation(x, axis, size, negative, stacked, inverse)
+
+
+def check_hadamard_size(op: str, size: Any) -> int:
+    """Return the size of a Hadamard transform as an int."""
+    size = as_index(op, "size", size)
+    if size not in HADAMARD_SIZES:
+        raise ValueError(f"{op}: size is {size}; needs 16, 32, 64, 128, 256 or 512")
+    return size
+
+
+def _checked_axis(op: str, x: Any, axis: int, size: int) -> int:
+    """Return the axis of x as a non-negative int."""
+    axis = check_axis(op, axis, x.ndim)
+    if x.shape[axis] % size:
+        raise ValueError(
+            f"{op}: axis {axis} has length {x.shape[axis]}; blocks of {size} need a multiple of {size}; pad with"
+            " fp4kit.layouts.pad"
+        )
+    return axis
+
+
+def _matrix_size(op: str, shape: tuple[int, ...]) -> int:
+    """Return n for matrices of the shape (n, n) or (blocks, n, n). Raise ValueError for other shapes or n > 128."""
+    if len(shape) not in (2, 3) or shape[-1] != shape[-2] or not 1 <= shape[-1] <= MAX_MATRIX:
+        raise ValueError(
+            f"{op}: matrices has shape {tuple(shape)}; needs (n, n) or (number of blocks, n, n), with n from 1 to"
+            f" {MAX_MATRIX}"
+        )
+    return shape[-1]
+
+
+def _check_orthogonal(op: str, matrices: np.ndarray) -> None:
+    """Raise ValueError unless every matrix M is orthogonal, as far as bfloat16 can hold orthogonal matrices."""
+    wide = matrices.astype(np.float64)
+    with np.errstate(all="ignore"):
+        error = np.max(np.abs(wide @ wide.swapaxes(-1, -2) - np.eye(wide.shape[-1])), initial=0)
+    if not error <= ORTHOGONAL_WITHIN:
+        raise ValueError(
+            f"{op}: matrices is not orthogonal: an element of M M^T - I is {error:.3g}; needs at most"
+            f" {ORTHOGONAL_WITHIN}, because the inverse uses the transpose"
+        )
+
+
+def _negative(op: str, signs: Any, size: int, length: int) -> np.ndarray:
+    """Return the argument signs of hadamard or rotate as uint8 in its given shape: 1 for the sign -1, and 0 for 1."""
+    try:
+        found = np.asarray(to_host(import_arrays(op, signs=signs)[0]) if is_array(signs) else signs, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{op}: signs is {signs!r:.60}; needs numbers, each 1 or -1") from None
+    if found.shape not in ((size,), (length,)):
+        raise ValueError(
+            f"{op}: signs has shape {found.shape}; needs ({size},) for every block or ({length},) for the whole axis"
+        )
+    if not (np.abs(found) == 1).all():
+        raise ValueError(f"{op}: signs holds {found[np.abs(found) != 1][0]:g}; needs 1 or -1")
+    return (found < 0).astype(np.uint8)
+
+
+def _rotation(x: Any, axis: int, size: int, negative: np.ndarray | None, matrices: Any, inverse: bool) -> Rotation:
+    """Return the Rotation of an array along an axis whose length is a multiple of `size`."""
+    outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
+    repeated = (negative is None or len(negative) == size) and (matrices is None or len(matrices) == 1)
+    if repeated:
+        return Rotation(x, (outer * (length // size), size, inner), size, negative, matrices, inverse)
+    if negative is not None and len(negative) < length:
+        negative = np.tile(negative, length // size)
+    return Rotation(x, (outer, length, inner), size, negative, matrices, inverse)
+
+
+def check_castable(op: str, r: Recipe) -> None:
+    """Raise ValueError if a recipe cannot quantize a shard by itself."""
+    if isinstance(r.element, PairedMicroexponents):
+        raise ValueError(f"{op}: pairs of {r.element} elements share a bit; use quantize on the whole matrix")
+    if r.four_over_six or r.search:
+        raise ValueError(f"{op}: {r.id} chooses scales from whole blocks; use quantize on the whole matrix")
+
+
+def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple[int, int]:
+    """Return the shape (M, K) of a shard's matrix as two ints."""
+    check_float(op, shard, "shard")
+    check_has_codes(op, r)
+    if shard.ndim != 1:
+        raise ValueError(
+            f"{op}: shard is {shard.ndim}-d; needs the 1-d slice of the flattened matrix; use shard.reshape(-1)"
+        )
+    shape = as_shape(op, shape)
+    if len(shape) != 2:
+        raise ValueError(f"{op}: shape is {shape}; needs (M, K) of the whole matrix")
+    if r.block is None or r.tensor_scaling not in ("none", "tensor"):
+        raise ValueError(
+            f"{op}: {r.id} has no blocks, or more than one tensor scale; needs blocks and at most one tensor scale, as"
+            " nvfp4-te-2d has"
+        )
+    M, K = shape
+    check_length(op, 1, K, r)
+    start = as_index(op, "start", start)
+    if start < 0 or start + len(shard) > M * K:
+        raise ValueError(
+            f"{op}: shard is elements [{start}, {start + len(shard)}) of a matrix of {M * K}; needs a slice inside it"
+        )
+    return M, K
+
+
+def amax_shape(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
+    """Return the shape of the block amaxes of a matrix (M, K): (ceil(M / block rows), K / block columns)."""
+    return -(-shape[0] // r.block_rows), shape[1] // r.block_size
+
+
+def square_block(op: str, r: Recipe, length: int) -> int:
+    """Return the side length of a recipe's square blocks, such as 16 for blocks of 16x16."""
+    rows, size = r.block or (1, 1)
+    if has_tall_scales(r):
+        raise ValueError(f"{op}: {r.id} has float32 scales; needs block scales of one byte, such as nvfp4-te-2d's")
+    if rows != size or size == 1:
+        raise ValueError(f"{op}: {r.id} has {rows}x{size} blocks; needs square blocks, such as nvfp4-te-2d's 16x16")
+    if length % size:
+        raise ValueError(f"{op}: the other axis has length {length}; needs a multiple of {size}")
+    return size
+
+
+class Partition(NamedTuple):
+    """The first and last elements of the shards of all processes. Each process owns one shard of each matrix.
+
+    A shard is a range of elements of a flattened matrix, and may be empty.
+
+    Attributes:
+        starts, ends: int64 (processes, matrices), the index of the first element of each shard in its flattened
+            matrix, and the index after its last element.
+    """
+
+    starts: np.ndarray
+    ends: np.ndarray
+
+    def pieces(self, unit: int) -> np.ndarray:
+        """Return how many units of ``unit`` elements each shard touches: int64 (processes, matrices)."""
+        return -(-self.ends // unit) - self.starts // unit
+
+    def offsets(self, unit: int) -> np.ndarray:
+        """Return how many units of ``unit`` elements precede each shard in the memory of its process."""
+        lengths = self.pieces(unit)
+        return np.cumsum(lengths, axis=1) - lengths
+
+
+_ERRORS = (TypeError, ValueError, NotImplementedError)
+_PLURALS = {"x": "xs", "grad": "grads"}
+_ARGUMENT = re.compile(r"(x|grad|tensor_amax|block_amax|amax)\b")
+
+
+def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
+    """Call a function once per tensor of a group: return [function(*entries) for entries in zip(*columns)]."""
+    results: list[Any] = []
+    try:
+        for entries in zip(*columns, strict=True):
+            results.append(function(*entries))
+    except _ERRORS as error:
+        raise type(error)(numbered(op, len(results), str(error))) from error
+    return results
+
+
+def numbered(op: str, i: int, text: str) -> str:
+    """Return the error message of a grouped operation op, made from `text`, the message of a single call for tensor
+    i.
+    """
+    text = re.sub(r"^\w+: ", "", text)  # remove the name of the single function
+    argument = _ARGUMENT.match(text)
+    if argument is None:
+        return f"{op}: xs[{i}]: {text}"
+    name = argument.group()
+    return f"{op}: {_PLURALS.get(name, name)}[{i}]{text[len(name) :]}"

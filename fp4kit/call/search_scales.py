@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arguments import as_index
-from fp4kit.call.amaxes import as_real, takes_e8m0_amaxes
-from fp4kit.call.checks import check_has_codes
-from fp4kit.call.parse import Call, array_call, with_amaxes
+from fp4kit.call.inputs import as_real, takes_e8m0_amaxes
+from fp4kit.call.parse import Call, array_call, check_has_codes, with_amaxes
 from fp4kit.formats import E8M0
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.validate import unfit_for_sweep

@@ -15,9 +15,8 @@ from fp4kit.contract.sides import Amax, Weights, faked, made
 from fp4kit.contract.steps import Arithmetic, StepName
 from fp4kit.contract.stored_order import orders
 from fp4kit.formats import bit_patterns
-from fp4kit.ops.dequantize import dequantize
-from fp4kit.ops.identify import identify
-from fp4kit.ops.identify_amaxes import CandidateAmaxes
+from fp4kit.ops.identify import CandidateAmaxes, identify
+from fp4kit.ops.quantize import dequantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.zeros import of_zeros
 from fp4kit.recipes import RECIPES, Recipe

@@ -13,8 +13,8 @@ from fp4kit.contract.making import differing_bits
 from fp4kit.contract.result import LayerParity
 from fp4kit.contract.schema import Contract
 from fp4kit.contract.sides import Side, Weights, made
-from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.matmul import matmul
+from fp4kit.ops.quantize import dequantize
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INPUTS_DIFFER = "the inputs are quantized differently; see the inputs"

@@ -18,10 +18,8 @@ from fp4kit.call.parse import HADAMARD_BLOCK, TE_SIGN_MASK
 from fp4kit.contract.schema import Contract
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.ops.amax import amax as plain_amax
-from fp4kit.ops.fake_quantize import fake_quantize
-from fp4kit.ops.quantize import quantize
-from fp4kit.ops.rotate import hadamard
-from fp4kit.ops.swizzle import unswizzle
+from fp4kit.ops.quantize import fake_quantize, quantize
+from fp4kit.ops.transforms import hadamard, unswizzle
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import box_of, on_host
 from fp4kit.recipes import Recipe

@@ -16,8 +16,8 @@ import numpy as np
 
 from fp4kit.contract.sides import Amax, made
 from fp4kit.formats import ElementFormat, bit_patterns
-from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.engines import specification
+from fp4kit.ops.quantize import dequantize
 from fp4kit.recipes import Recipe
 from fp4kit.reference.blocks import TILE_ELEMENTS
 from fp4kit.reference.trace import traced

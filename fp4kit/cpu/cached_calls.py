@@ -1,4 +1,4 @@
-"""Make cached calls (call/call_cache.py) for arrays in host memory: one call to the C library with new addresses.
+"""Make cached calls (ops/engines.py) for arrays in host memory: one call to the C library with new addresses.
 A prototype holds the arguments of a call to the C library, without addresses.
 
 A cached call repeats an earlier call on arrays of equal shapes, dtypes and strides, without checks and with little work

@@ -31,7 +31,7 @@ from fp4kit.reference.matrices import stack
 
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """Return the tensor amaxes of an array, float32 in their canonical shape (call/amaxes.py)."""
+    """Return the tensor amaxes of an array, float32 in their canonical shape (call/inputs.py)."""
     # The specification computes them if the array is empty, or if encode.tensor_amax cannot compute one of them, for
     # example because an element is NaN or infinite.
     found = [encode.tensor_amax(part, r, mask) for part in stack(moved, r)] if moved.size else []
@@ -151,7 +151,7 @@ def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the amax of every block of a matrix, counting only the elements of one shard (see ops/partial.py)."""
+    """Return the amax of every block of a matrix, counting only the elements of one shard (see ops/amax.py)."""
     encode.kernels_of(r)
     encode.check_array(shard)
     return partial.partial_amax(shard, shape, start, r)

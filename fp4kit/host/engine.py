@@ -1,9 +1,7 @@
 """Run parsed calls on NumPy arrays, one matrix after the other: the reference engine, which supports every call.
-A sign mask is an int whose bit i is 1 if the Hadamard transform first negates element i of each 16.
 
 A MatrixFunctions holds the functions that compute one matrix, by default those of the specification (fp4kit.reference).
-The compiled engine (cpu/engine.py) calls this module with its own MatrixFunctions. cuda.engine has functions of the
-same names for CuPy arrays.
+The compiled engine (cpu/engine.py) calls this module with its own. cuda.engine has functions of the same names.
 """
 
 from __future__ import annotations
@@ -17,12 +15,10 @@ import numpy as np
 
 from fp4kit import layouts
 from fp4kit.arithmetic import ieee
-from fp4kit.call.parse import Call, QuantizeOptions, quantize_call
-from fp4kit.call.rotation import Rotation
+from fp4kit.call.matmul import MatmulCall, Operand, decoding_of, scale_decoding_of
+from fp4kit.call.parse import Call, QuantizeOptions, Rotation, quantize_call
 from fp4kit.call.search_scales import Search
-from fp4kit.host.matmul import matmul
-from fp4kit.host.search import search_call
-from fp4kit.layouts import swizzle_scales, unswizzle_scales
+from fp4kit.layouts import swizzle_scales, unpack, unswizzle_scales
 from fp4kit.quantized.container import Quantized, assembled
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import Recipe, faking
@@ -32,6 +28,7 @@ from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
 from fp4kit.reference.dequantize import dequantize_matrix
 from fp4kit.reference.fake import FAKE_RULES, clip_gradient
 from fp4kit.reference.implied_amax import encoding_scale, stored_tensor_scale
+from fp4kit.reference.matmul import Factor, as_terms, rounded, scaled, sums
 from fp4kit.reference.matrices import is_per_expert, part_for_matrix, stack
 from fp4kit.reference.quantize import EncodeOptions as MatrixOptions
 from fp4kit.reference.quantize import encode_matrix, quantize_matrix
@@ -44,12 +41,70 @@ from fp4kit.reference.requantize import (
     under_powers_of_two,
     with_encoded_blocks,
 )
-from fp4kit.reference.search_factors import searched
+from fp4kit.reference.search_amaxes import search_amaxes
+from fp4kit.reference.search_factors import chosen_amaxes, searched
+from fp4kit.reference.search_powers import search_powers
 from fp4kit.reference.search_scales import search_matrix
 from fp4kit.reference.stochastic import GivenNumbers, MslkStream, RandomNumbers, ScaleStream, stream_of
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 from fp4kit.reference.trace import show, untraced
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
+
+
+def search_call(
+    search: Search,
+    amax: np.ndarray | None,
+    search_e4m3: Callable[..., None],
+    fake_quantize: Callable[[Call], np.ndarray],
+) -> np.ndarray:
+    """Return the block amaxes that search_scales finds; for a recipe without block scales, the tensor amaxes."""
+    if search.terms.grid is not None:
+        return search_amaxes(search, amax, fake_quantize)
+    search_matrix: Callable[..., None] = search_powers if search.searches_e8m0 else search_e4m3
+    return chosen_amaxes(search.call, amax, lambda *matrix: search_matrix(*matrix, search))
+
+
+TERMS_AT_ONCE = 1 << 18  # products of one step that are computed at once; it bounds the memory
+
+
+def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
+    """Compute several calls of fp4kit.matmul, one after the other."""
+    # A result is call.out if that is given, otherwise a new array (batch, M, N) of call.out_dtype.
+    return [_matmul(call) for call in calls]
+
+
+@np.errstate(all="ignore")
+def _matmul(call: MatmulCall) -> np.ndarray:
+    """Compute a call of fp4kit.matmul by the specification, a few rows at a time, and return the result."""
+    # The result is in call.out if that is given, otherwise in a new array (batch, M, N) of call.out_dtype.
+    batch, M, N = call.shape
+    out: np.ndarray = np.empty(call.shape, call.out_dtype) if call.out is None else call.out
+    multiple = call.step.k if call.step else call.a.block
+    rows = max(TERMS_AT_ONCE // max(N * multiple, 1), 1)
+    for i in range(batch):
+        b, factor_b = _rows(call.b, i, slice(None), multiple)
+        for start in range(0, M, rows):
+            cut = slice(start, start + rows)
+            a, factor_a = _rows(call.a, i, cut, multiple)
+            c = np.zeros(out[i, cut].shape, np.float32) if call.c is None else call.c[i, cut]
+            total = sums(a, b, c, call.unit, call.step)
+            out[i, cut] = rounded(scaled(total, factor_a, factor_b), call.out_dtype)
+    return out
+
+
+def _rows(x: Operand, i: int, rows: slice, multiple: int) -> tuple[Factor, np.ndarray | None]:
+    """Return (factor, scales): some decoded rows of matrix i of an operand, and the tensor scales of these rows."""
+    i = min(i, x.codes.shape[0] - 1)  # an operand with batch 1 belongs to all matrices
+    codes, decoding = x.codes[i, rows], decoding_of(x.element)
+    codes = unpack(codes) if x.element == "E2M1" else codes
+    missing = -x.k % multiple
+    elements = as_terms(decoding.values[np.pad(codes, ((0, 0), (0, missing)))], decoding.least)
+    scales = None
+    if x.scales is not None and x.scale is not None:
+        values, least = scale_decoding_of(x.scale)
+        scales = as_terms(values[np.pad(x.scales[i, rows], ((0, 0), (0, missing // x.block)))], least)
+    return Factor(elements, scales, x.block), None if x.factor is None else x.factor[i, rows]
+
 
 __all__ = [
     "amax",
@@ -111,7 +166,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 @ieee("amax")
 def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
     """Return the amaxes from which the tensor scales are computed, as float32 in the canonical shape of
-    call/amaxes.py.
+    call/inputs.py.
     """
     shape = tensor_amax_shape(moved.shape, r)
     if moved.size == 0:
@@ -438,9 +493,6 @@ def pack(codes: np.ndarray) -> np.ndarray:
     if codes.size and codes.max() > 15:
         raise ValueError(f"pack: codes hold {codes.max()}; needs 4-bit codes, 0 to 15")
     return layouts.pack(codes)
-
-
-unpack = layouts.unpack
 
 
 # ---- shards ----

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 import fp4kit
-from fp4kit.call.abstract_array import AbstractArray
+from fp4kit.call.inputs import AbstractArray
 from fp4kit.jax import ffi
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes.to_string import from_spec, to_spec

@@ -9,7 +9,7 @@ import jax
 import fp4kit
 from fp4kit.arguments import as_index
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call.checks import check_is_quantized, check_values_dtype
+from fp4kit.call.inputs import check_is_quantized, check_values_dtype
 from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import QuantizeOptions, quantize_call
 from fp4kit.jax.calls import is_traced, outline, traced

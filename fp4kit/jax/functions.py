@@ -10,10 +10,9 @@ import numpy as np
 
 import fp4kit
 from fp4kit.arguments import as_flag, as_index
-from fp4kit.call.checks import check_float
-from fp4kit.call.parse import QuantizeOptions, backward_call, fake_call
+from fp4kit.call.parse import QuantizeOptions, backward_call, check_float, fake_call
 from fp4kit.jax.calls import is_traced, like, outline, traced
-from fp4kit.ops.fake_quantize import check_rounding, clip_amax
+from fp4kit.ops.quantize import check_rounding, clip_amax
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import RoundingMode
 

@@ -9,10 +9,10 @@ import jax
 
 import fp4kit
 from fp4kit.arguments import as_entries
-from fp4kit.call.grouped_errors import each
+from fp4kit.call.parse import each
 from fp4kit.jax.calls import is_traced, like, traced
 from fp4kit.jax.functions import StaticOptions, TracedOptions, as_jax, check_fake, seed_of, static_options
-from fp4kit.ops.grouped_plan import check_stack, per_tensor
+from fp4kit.ops.grouped import check_stack, per_tensor
 from fp4kit.recipes import Recipe
 from fp4kit.types import RoundingMode
 

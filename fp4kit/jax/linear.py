@@ -11,15 +11,25 @@ import numpy as np
 
 import fp4kit
 from fp4kit.arguments import as_index
-from fp4kit.call.abstract_array import AbstractArray
-from fp4kit.call.linear import NO_SECOND_GRADIENT, OP, LinearSettings, check_linear, check_weight, linear_settings
+from fp4kit.call.inputs import AbstractArray
+from fp4kit.call.inputs import check_seed as check_seed_range
+from fp4kit.call.linear import (
+    NO_SECOND_GRADIENT,
+    OP,
+    LinearOperations,
+    LinearSettings,
+    check_linear,
+    check_weight,
+    gradient_of_w,
+    gradient_of_x,
+    linear_settings,
+    product,
+)
 from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import QuantizeOptions, quantize_call
-from fp4kit.call.random_numbers import check_seed as check_seed_range
 from fp4kit.jax.calls import is_traced, outline, traced
 from fp4kit.jax.codes import dequantize, quantize
 from fp4kit.jax.functions import as_jax, check_seed
-from fp4kit.ops.linear import LinearOperations, gradient_of_w, gradient_of_x, product
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import FACTS, flatten, unflatten
 from fp4kit.recipes import Recipe

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import lcm, prod
 from typing import Any
@@ -13,14 +14,153 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.display.panel import Panel
-from fp4kit.formats import Codebook, ElementFormat, IntegerOrFloat
+from fp4kit.call.parse import any_call
+from fp4kit.display.panel import Panel, share
+from fp4kit.formats import Codebook, ElementFormat, IntegerOrFloat, bit_patterns
 from fp4kit.layouts import unpacked, unswizzle_scales
-from fp4kit.ops.compare_values import BoxReader, boxes, compare_values
-from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.quantize import dequantize, fake_quantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import box_of
 from fp4kit.quantized.slicing import on_host as quantized_on_host
+from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.types import Array, RecipeId
+
+BOX_ELEMENTS = 1 << 16  # temporaries of a box, up to 50 bytes per element, stay in the second-level cache
+Box = tuple[slice, ...]
+First = tuple[tuple[int, ...], float, float]  # index and both values
+
+
+def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Iterator[Box]:
+    """Yield boxes (tuples of slices) of at most BOX_ELEMENTS (2^16) elements that together cover an array."""
+    smallest = [1] * len(shape) if multiples is None else multiples
+    steps = list(smallest)
+    for axis in reversed(range(len(shape))):
+        others = prod(steps) // steps[axis]
+        length = max(BOX_ELEMENTS // others // smallest[axis], 1) * smallest[axis]
+        steps[axis] = min(length, -(-shape[axis] // smallest[axis]) * smallest[axis]) or 1
+    starts = [range(0, n, step) for n, step in zip(shape, steps, strict=True)]
+    for corner in itertools.product(*starts):
+        yield tuple(slice(at, min(at + step, n)) for at, step, n in zip(corner, steps, shape, strict=True))
+
+
+@dataclass
+class Energy:
+    """A sum of squares of an array, collected box by box, from which the SQNR of a comparison is computed.
+
+    The sum of a box is stored as a pair (p, e), which means p * 4^e, so that squares of large and small float64 numbers
+    neither overflow nor underflow.
+    """
+
+    parts: list[tuple[float, int]] = field(default_factory=list)
+
+    def add(self, x: np.ndarray, scaled: bool) -> None:
+        """Append the sum of the squares of x, a float64 array that holds the values of one box."""
+        top = float(np.max(np.abs(x))) if scaled else 0.0
+        exponent = int(np.frexp(top)[1]) if np.isfinite(top) else 0
+        if exponent:
+            x = np.ldexp(x, -exponent)
+        self.parts.append((float(np.sum(x * x)), exponent))
+
+    def total(self) -> tuple[np.float64, int]:
+        """Return the sum over all boxes as a pair (p, e), which means p * 4^e."""
+        top = max((e for p, e in self.parts if p), default=0)
+        return np.sum([np.ldexp(p, 2 * (e - top)) for p, e in self.parts]), top
+
+
+@dataclass
+class Differences:
+    """The differences between two arrays of values, collected box by box.
+
+    Attributes:
+        scaled: True if the values are float64, so that squares may overflow or underflow.
+        differing: the number of values whose bits differ. Any two NaNs are equal.
+        max_ulp: largest distance, in steps between neighboring floats. Pairs with a NaN are left out.
+        max_error: largest |x - y|; NaN if a difference is NaN.
+        first: the tuple (index, x, y) for the first value that differs, in row-major order; None if no value differs.
+        signal: the sum of x^2, as an Energy, over the boxes passed to add_errors. `add` passes only boxes in which a
+            value differs.
+        noise: the sum of (x - y)^2, as an Energy, over the same boxes.
+    """
+
+    scaled: bool
+    differing: int = 0
+    max_ulp: int = 0
+    max_error: float = 0.0
+    first: First | None = None
+    signal: Energy = field(default_factory=Energy)
+    noise: Energy = field(default_factory=Energy)
+
+    def add(self, x: np.ndarray, y: np.ndarray, box: Box) -> bool:
+        """Compare x and y, the values of two arrays within a box, and add the differences found to this object."""
+        differ = bit_patterns(x) != bit_patterns(y)
+        if differ.any():
+            differ &= ~(np.isnan(x) & np.isnan(y))
+        count = int(np.count_nonzero(differ))
+        if count:
+            self.differing += count
+            self._add_differing(x, y, differ, box)
+            self.add_errors(x, y)
+        return count > 0
+
+    def add_errors(self, x: np.ndarray, y: np.ndarray) -> None:
+        """Add the sum of x^2 to `signal` and that of (x - y)^2 to `noise`, and update `max_error`."""
+        # x and y are the values of two arrays within a box, which must not be empty.
+        wide = x.astype(np.float64, copy=False)
+        self.signal.add(wide, self.scaled)
+        error = np.abs(wide - y)
+        self.noise.add(error, self.scaled)
+        self.max_error = float(np.maximum(self.max_error, np.max(error)))
+
+    def _add_differing(self, x: np.ndarray, y: np.ndarray, differ: np.ndarray, box: Box) -> None:
+        """Update `first` and `max_ulp` from x and y, the values of the two arrays within a box."""
+        at = np.unravel_index(int(np.argmax(differ)), x.shape)
+        place = tuple(int(i) + part.start for i, part in zip(at, box, strict=True))
+        if self.first is None or place < self.first[0]:
+            self.first = place, float(x[at]), float(y[at])
+        nan = np.isnan(x) | np.isnan(y)
+        if nan.any():
+            x, y = x[~nan], y[~nan]
+        self.max_ulp = max(self.max_ulp, int(distance(x, y).max(initial=0)))
+
+    @property
+    def sqnr(self) -> float:
+        """The signal-to-noise ratio in dB: 10 log10(sum x^2 / sum (x - y)^2)."""
+        (p, e), (q, f) = self.signal.total(), self.noise.total()
+        return float(10 * np.log10(p / q) + 20 * np.log10(2.0) * (e - f))
+
+
+def ordered(x: np.ndarray) -> np.ndarray:
+    """Map floats to signed integers in the order of their values, so that neighboring floats differ by 1."""
+    # The integers are as wide as the floats. -0 comes just below +0. x must not hold NaN.
+    bits = x.view(np.dtype(f"i{x.dtype.itemsize}"))
+    width = 8 * x.dtype.itemsize
+    return bits ^ (bits >> width - 1 & 2 ** (width - 1) - 1)  # reverse the order of negative numbers; keep the sign
+
+
+def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return, per element, the number of steps between neighboring floats from x to y: 0 only if the bits are equal."""
+    a, b = ordered(x), ordered(y)
+    return bit_patterns(np.maximum(a, b)) - bit_patterns(np.minimum(a, b))
+
+
+BoxReader = Callable[[Box], Any]  # a function that returns the values of an array within a box
+
+
+def compare_values(
+    read_x: BoxReader, read_y: BoxReader, shape: Sequence[int], multiples: Sequence[int], dtype: Any
+) -> Differences:
+    """Compare two arrays box by box, and return their Differences."""
+    differences, equal_boxes = Differences(np.dtype(dtype) == np.float64), []
+    with np.errstate(all="ignore"):
+        for box in boxes(shape, multiples):
+            x, y = (np.asarray(read(box), dtype, order="C") for read in (read_x, read_y))
+            if not differences.add(x, y, box):
+                equal_boxes.append(box)
+        for box in equal_boxes if differences.differing else ():
+            x = np.asarray(read_x(box), dtype, order="C")
+            differences.add_errors(x, x)
+    return differences
+
 
 Count = tuple[int, int]  # (how many entries differ, how many were compared); (0, 0) if they cannot be compared
 _NAN_POSITION = 1 << 12  # stands for NaN in _positions: farther from zero, in steps, than any value of any format
@@ -297,3 +437,203 @@ def _count(a: Any, b: Any, to_entries: Any = None) -> Count:
         differing += int(np.count_nonzero((x != y) & ~((x != x) & (y != y))))
         compared += x.size
     return differing, compared
+
+
+OP = "compare_recipes"
+
+
+@dataclass(frozen=True, eq=False)
+class RecipeComparison:
+    """The result of fp4kit.compare_recipes: how the results of several recipes differ. print() shows two tables.
+
+    All attributes except `recipes` are arrays of shape (n, n) for n recipes. Entry [i, j] compares recipes i and j, and
+    equals entry [j, i]. On the diagonal, shares are 0, and `first` is None.
+
+    Attributes:
+        recipes: the ids of the recipes.
+        codes: float64, the share of element codes that differ, from 0 to 1. NaN if two recipes have different element
+            formats, or if one of the two gives no codes.
+        scales: float64, the share of block scales that differ. NaN if codes is NaN, if the scale formats or block sizes
+            differ, or if there are no block scales.
+        tensor_scales: float64, the share of tensor scales that differ in any bit. NaN if a recipe has none, or if the
+            two recipes have different numbers of tensor scales, such as one per tensor and one per row.
+        values: float64, the share of decoded values that differ in any bit; NaN equals NaN.
+        first: array of objects. Each is the index in x, a tuple of ints, of the first element whose code differs. If
+            all codes are equal or cannot be compared, it is the index of the first element whose value differs. It is
+            None if all values are equal too.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> x = np.linspace(-1, 1, 64, dtype=np.float32)
+        >>> found = fp4kit.compare_recipes(x, ["mxfp4-ocp", "mxfp4-te"])
+        >>> float(found.codes[0, 1]), found.first[0, 1]
+        (0.0, None)
+    """
+
+    recipes: tuple[str, ...]
+    codes: np.ndarray
+    scales: np.ndarray
+    tensor_scales: np.ndarray
+    values: np.ndarray
+    first: np.ndarray
+
+    def __str__(self) -> str:
+        """Return the table of _matrix (shares of differing codes), and below it the table of _pairs (all shares)."""
+        return f"{self._matrix().text()}\n{self._pairs().text()}"
+
+    def __repr__(self) -> str:
+        """Return one line with the number of recipes and of pairs whose values are all equal."""
+        pairs = np.triu_indices(len(self.recipes), 1)
+        equal = int((self.values[pairs] == 0).sum())
+        return f"RecipeComparison({len(self.recipes)} recipes; {equal} of {len(pairs[0])} pairs have equal values)"
+
+    def _repr_html_(self) -> str:
+        """Return the two tables that print() shows as HTML, for notebooks."""
+        return self._matrix().html() + self._pairs().html()
+
+    def _matrix(self) -> Panel:
+        """Return a table of the shares of differing codes, with one row and one column per recipe."""
+        # The diagonal shows "-", and a pair whose codes cannot be compared shows "n/a".
+        rows = tuple(
+            (f"{i + 1}  {id}", *("-" if i == j else _percent(self.codes[i, j]) for j in range(len(self.recipes))))
+            for i, id in enumerate(self.recipes)
+        )
+        numbers = (str(i + 1) for i in range(len(self.recipes)))
+        return Panel("Codes that differ", columns=("recipe", *numbers), rows=rows)
+
+    def _pairs(self) -> Panel:
+        """Return a table with one row per pair of recipes."""
+        columns = ("recipes", "codes", "block scales", "tensor scales", "values", "first difference")
+        rows = []
+        for i, j in zip(*np.triu_indices(len(self.recipes), 1), strict=True):
+            parts = (self.codes, self.scales, self.tensor_scales, self.values)
+            first = "none" if self.first[i, j] is None else str(list(self.first[i, j]))
+            rows.append((f"{i + 1} and {j + 1}", *(_percent(part[i, j]) for part in parts), first))
+        return Panel("Shares that differ, per pair", columns=columns, rows=tuple(rows))
+
+
+def _percent(fraction: float) -> str:
+    """Return a share from 0 to 1 as text: a percentage such as "54.9%", or "n/a" for NaN."""
+    return "n/a" if np.isnan(fraction) else share(round(fraction * 10**9), 10**9)
+
+
+@ieee(OP)
+def compare_recipes(
+    x: Array, recipes: Sequence[RecipeId | Recipe], *, axis: int = -1, tensor_amax: Any = None
+) -> RecipeComparison:
+    """Quantize x by several recipes, and report for every pair what share of codes, scales and values differs.
+
+    Args:
+        x: float32, float16 or bfloat16 array, as for fp4kit.quantize. An array on a GPU is first copied to the host.
+        recipes: at least two recipe ids, aliases or Recipes.
+        axis: the axis along which blocks run.
+        tensor_amax: as for fp4kit.quantize, for the recipes that have a tensor scale. None computes it from x.
+
+    Returns:
+        A RecipeComparison.
+
+    Raises:
+        TypeError: recipes is not a list or tuple of recipes, such as a single string, or x has an unsupported dtype.
+        ValueError: there are fewer than two recipes, or x or tensor_amax does not fit one of them.
+
+    Numerics:
+        Values are those of fp4kit.dequantize in float32, or of fp4kit.fake_quantize for recipes that only
+        fake-quantize. Codes are compared as bit patterns, so 0 and -0 differ.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> x = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
+        >>> print(fp4kit.compare_recipes(x, ["nvfp4-te", "nvfp4-flashinfer", "mxfp4"]))
+        Codes that differ
+          recipe                   1      2      3
+          1  nvfp4-te              -     0%  54.9%
+          2  nvfp4-flashinfer     0%      -  54.9%
+          3  mxfp4-ocp         54.9%  54.9%      -
+        Shares that differ, per pair
+          recipes  codes  block scales  tensor scales  values  first difference
+          1 and 2     0%            0%             0%   75.9%            [0, 0]
+          1 and 3  54.9%           n/a            n/a   93.3%            [0, 2]
+          2 and 3  54.9%           n/a            n/a   93.3%            [0, 2]
+    """
+    if not isinstance(recipes, (list, tuple)):
+        raise TypeError(f"{OP}: recipes is {recipes!r}; needs a list of at least two recipes")
+    if len(recipes) < 2:
+        raise ValueError(f"{OP}: recipes has {len(recipes)} entries; needs at least two recipes")
+    chosen = [recipe_of(OP, r) for r in recipes]
+    (imported,) = import_arrays(OP, x=x)
+    array: np.ndarray = to_host(imported)
+    for r in chosen:
+        any_call(OP, array, r, axis, tensor_amax=None if r.tensor_scaling == "none" else tensor_amax)
+    results = [_RecipeResult(array, r, axis, tensor_amax) for r in chosen]
+    n = len(chosen)
+    shares = np.zeros((4, n, n))
+    first = np.full((n, n), None, object)
+    for i, a in enumerate(results):
+        for j, b in enumerate(results[:i]):
+            shares[:, i, j] = shares[:, j, i] = _shares(a, b)
+            first[i, j] = first[j, i] = _first(a, b)
+    codes, scales, tensor_scales, values = shares
+    return RecipeComparison(tuple(r.id for r in chosen), codes, scales, tensor_scales, values, first)
+
+
+class _RecipeResult:
+    """The codes, scales and values that one recipe gives for x, as NumPy arrays. Parts that it does not give are None.
+
+    - codes: the element codes, one per element, in the shape of x.
+    - scales: the block scales.
+    - tensor_scales, values: the bits of the tensor scales and of the decoded float32 values, as _bits returns them.
+
+    A recipe that only fake-quantizes gives only values.
+    """
+
+    def __init__(self, x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> None:
+        self.recipe = r
+        self.codes, self.scales, self.tensor_scales = None, None, None
+        given = None if r.tensor_scaling == "none" else tensor_amax
+        if r.fake_only:
+            values = np.asarray(fake_quantize(x, r, axis=axis, tensor_amax=given), np.float32)
+        else:
+            q: Quantized = quantize(x, r, axis=axis, tensor_amax=given)
+            values = dequantize(q, np.float32)
+            self.codes = np.moveaxis(unpacked(q.packed, r.element.packing), -1, q.axis)
+            self.scales = q.block_scale
+            self.tensor_scales = None if q.tensor_scale is None else _bits(q.tensor_scale)
+        self.values = _bits(values)
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    """Return the bit patterns of float32 values as int32, with one common pattern for all NaNs."""
+    return np.where(np.isnan(values), np.float32(np.nan), values).view(np.int32)
+
+
+def _shares(a: _RecipeResult, b: _RecipeResult) -> tuple[float, float, float, float]:
+    """Return the shares of codes, block scales, tensor scales and values that differ, each from 0 to 1."""
+    same_element = a.recipe.element == b.recipe.element
+    same_scale = same_element and a.recipe.scale == b.recipe.scale and a.recipe.block_size == b.recipe.block_size
+    return (
+        _share(a.codes, b.codes, same_element),
+        _share(a.scales, b.scales, same_scale),
+        _share(a.tensor_scales, b.tensor_scales),
+        _share(a.values, b.values),
+    )
+
+
+def _share(a: np.ndarray | None, b: np.ndarray | None, comparable: bool = True) -> float:
+    """Return the share of entries that differ between a and b, from 0 to 1."""
+    if not comparable or a is None or b is None or a.shape != b.shape:
+        return float("nan")
+    return np.count_nonzero(a != b) / max(a.size, 1)
+
+
+def _first(a: _RecipeResult, b: _RecipeResult) -> tuple[int, ...] | None:
+    """Return the index of the first element whose code differs, in row-major order."""
+    # If all codes are equal, or if they cannot be compared, return the index of the first value that differs.
+    # Codes cannot be compared if the element formats differ or if a recipe gives no codes.
+    pairs = [(a.values, b.values)]
+    if a.codes is not None and b.codes is not None and a.recipe.element == b.recipe.element:
+        pairs.insert(0, (a.codes, b.codes))
+    for one, other in pairs:
+        differs = one != other
+        if differs.any():
+            return tuple(map(int, np.unravel_index(int(differs.argmax()), differs.shape)))
+    return None

@@ -7,31 +7,212 @@ and variations that match there are then proved, which means compared on all byt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, fields, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp4kit.arithmetic import ieee
-from fp4kit.call.checks import check_float, check_quantized
-from fp4kit.call.parse import HADAMARD_BLOCK
+from fp4kit.arrays import imports
+from fp4kit.call.inputs import check_quantized
+from fp4kit.call.parse import HADAMARD_BLOCK, TE_SIGN_MASK, check_float
 from fp4kit.display.panel import Panel
 from fp4kit.formats import Codebook
+from fp4kit.host.engine import compute_tensor_amax
 from fp4kit.layouts import unpacked
-from fp4kit.ops.compare import on_host
-from fp4kit.ops.compare_values import Box
-from fp4kit.ops.identify_amaxes import SIGN_MASKS, CandidateAmaxes
-from fp4kit.ops.identify_matches import Match, QuantizedWithSource, best_match, match_under, name_of, pair_of, prove
+from fp4kit.ops.compare import Box, on_host
 from fp4kit.ops.quantize import quantize
+from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import NEVER_NAN
 from fp4kit.quantized.slicing import box_of
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.reference.hadamard import hadamard_blocks
+from fp4kit.reference.implied_amax import FEW, NEAR, amax_interval, covered_range, implied_amax, same_scale
+from fp4kit.reference.tensor_rules import tensor_scale
 from fp4kit.types import Hadamard
+
+
+@dataclass(frozen=True)
+class Match:
+    """The result of trying one recipe on a quantized array: how many bytes, codes and scales it reproduces.
+
+    Attributes:
+        recipe: name of the recipe, as name_of gives it.
+        equal: how many bytes of codes and block scales are equal. Tensor scales are not counted.
+        total: how many bytes were compared.
+        codes_differ: how many codes differ.
+        scales_differ: how many block scales differ.
+        whole: True if all bytes were compared. False if only a sample was, because other recipes matched the sample
+            better. All counts are then those of the sample.
+    """
+
+    recipe: str
+    equal: int
+    total: int
+    codes_differ: int
+    scales_differ: int
+    whole: bool = True
+
+    @property
+    def fraction(self) -> float:
+        """Share of equal bytes; 1 if there are no bytes."""
+        return self.equal / self.total if self.total else 1.0
+
+
+def name_of(r: Recipe) -> str:
+    """Return the id of a recipe, followed by the fields in which it differs from the table's recipe with this id."""
+    base = RECIPES.get(r.id, r)
+    changed = [f.name for f in fields(r) if getattr(r, f.name) != getattr(base, f.name)]
+    return r.id + "".join(f"{', ' if i else ' with '}{name}={getattr(r, name)!r}" for i, name in enumerate(changed))
+
+
+def best_match(
+    q: Quantized, x: Any, r: Recipe, amaxes: Iterable[np.ndarray | None], hadamard: Hadamard = False
+) -> Match:
+    """Quantize x with recipe r and each of the given tensor amaxes, and return the Match with the most equal bytes."""
+    best = None
+    for amax in amaxes:
+        match = match_under(q, x, r, amax, hadamard)
+        best = match if best is None or match.equal > best.equal else best
+        if best.equal == best.total:
+            break
+    assert best is not None  # callers pass at least one amax
+    return best
+
+
+def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
+    """Quantize x with recipe r along the axis of q, and return a Match that counts the bytes that equal those of q."""
+    # The scales of q must be in linear layout.
+    with np.errstate(all="ignore"):
+        made = quantize(x, r, axis=q.axis, tensor_amax=amax, hadamard=hadamard)
+    codes = made.packed != q.packed
+    scales = np.zeros(0, bool) if q.block_scale is None else made.block_scale != q.block_scale
+    differ = int(np.count_nonzero(codes)) + int(np.count_nonzero(scales))
+    by_element = unpacked(made.packed ^ q.packed, r.element.packing)
+    total = codes.size + scales.size
+    return Match(name_of(r), total - differ, total, int(np.count_nonzero(by_element)), int(np.count_nonzero(scales)))
+
+
+class QuantizedWithSource(NamedTuple):
+    """A quantized array q with linear scales, and the array x from which q was made.
+
+    Either both consist of NumPy arrays, or both consist of CuPy arrays on one device.
+    """
+
+    q: Quantized
+    x: Any
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if the arrays are CuPy arrays on a GPU, and False if they are NumPy arrays."""
+        return imports.on_device(self.x)
+
+
+def pair_of(q: Quantized, x: Any) -> QuantizedWithSource:
+    """Import q and x from any library, and return them as a QuantizedWithSource."""
+    imported, (array,) = q.imported("identify: q"), imports.import_arrays("identify", x=x)
+    arrays = [a for a in (*imported.parts().values(), array) if a is not None]
+    if not all(map(imports.on_device, arrays)) or len({a.device.id for a in arrays}) > 1:
+        imported, array = on_host("identify: q", imported), on_host("identify: x", array)
+    return QuantizedWithSource(imported if imported.block_scale is None else unswizzle(imported), array)
+
+
+def prove(
+    pair: QuantizedWithSource, host: QuantizedWithSource, r: Recipe, amaxes: Sequence[np.ndarray | None]
+) -> Match:
+    """Compare recipe r with q on all bytes, with each of the given tensor amaxes, and return the best Match."""
+    if pair.on_gpu:
+        with suppress(NotImplementedError, MemoryError), imports.making_current(pair.x.device.id):
+            return best_match(*pair, r, [None if a is None else imports.to_device(a) for a in amaxes])
+    return best_match(*host, r, amaxes)
+
+
+MAX_NEIGHBORS = 16  # the most amaxes that are tried for one tensor scale
+SIGN_MASKS: dict[Hadamard, int | None] = {False: None, True: TE_SIGN_MASK, "no_signs": 0}
+
+
+class CandidateAmaxes:
+    """The tensor amaxes with which a recipe may have made the quantized array q from the array x.
+
+    q, x: a Quantized and an array, both in host memory. computed: a cache of the amaxes of x. Its keys are the recipe
+    fields and the Hadamard option on which an amax depends.
+    """
+
+    def __init__(self, q: Quantized, x: np.ndarray) -> None:
+        self.q, self.x = q, x
+        self.computed: dict[tuple[Any, ...], np.ndarray] = {}
+
+    def amax_of_x(self, r: Recipe, hadamard: Hadamard = False) -> np.ndarray:
+        """Return the tensor amax of x, as recipe r computes it after the given Hadamard transform."""
+        key = (r.tensor_scaling, r.amax_nan, r.flush, r.block if r.tensor_scaling == "block" else None, hadamard)
+        if key not in self.computed:
+            self.computed[key] = compute_tensor_amax(np.moveaxis(self.x, self.q.axis, -1), r, SIGN_MASKS[hadamard])
+        return self.computed[key]
+
+    def for_recipe(self, r: Recipe, hadamard: Hadamard = False) -> Iterator[np.ndarray | None]:
+        """Yield the amaxes with which recipe r may have made q from x, the most likely first."""
+        q = self.q
+        # quantize rejects a NaN amax. So yield None, which makes quantize compute the amax from x.
+        has_nan = any(a is not None and np.isnan(a).any() for a in (q.tensor_scale, q.tensor_amax))
+        if r.tensor_rule is None or r.tensor_scaling != q.recipe.tensor_scaling or has_nan:
+            yield None
+            return
+        if q.tensor_amax is not None and same_scale(_decode_scale(q.tensor_amax, q.recipe, q), q.tensor_scale).all():
+            yield q.tensor_amax
+            return
+        yield from amaxes_of(q.tensor_scale, r, q.dtype, self._amax_of_x_or_implied(r, hadamard))
+
+    def _amax_of_x_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
+        """Return one amax per tensor scale of q: that of x if r makes the scale from it, otherwise the implied amax."""
+        q = self.q
+        amax, implied = self.amax_of_x(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
+        if amax.shape != implied.shape or np.isnan(amax).any():
+            return implied
+        return np.where(same_scale(_decode_scale(amax, r, q), q.tensor_scale), amax, implied)
+
+
+def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    """Yield candidates for the amaxes from which recipe r made a stored tensor scale: arrays in the shape of
+    `scale`.
+    """
+    amax = _implied(scale, r, dtype) if likely is None else likely
+    yield amax
+    seen = [tensor_scale(amax, r, dtype).encode]
+    for neighbors in _neighbors(amax, scale, r, dtype):
+        encodes = np.broadcast_to(tensor_scale(neighbors, r, dtype).encode, neighbors.shape)
+        for i, encode in enumerate(encodes):
+            if not any(np.array_equal(encode, other) for other in seen):
+                seen.append(encode)
+                yield neighbors[i, ...]
+
+
+def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return, for each entry of `scale`, the amax from which recipe r makes this tensor scale."""
+    implied = implied_amax(scale, r, dtype)
+    with np.errstate(over="ignore"):
+        return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))
+
+
+def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Yield float32 amaxes that give `scale`: MAX_NEIGHBORS (16) arrays in ascending order, in stacks."""
+    first, last = amax_interval(scale, r, dtype, NEAR)
+    has_interval = (scale > 0) & np.isfinite(scale) & (first <= last)
+    height = MAX_NEIGHBORS if scale.size <= FEW else 1
+    for start in range(0, MAX_NEIGHBORS, height):
+        steps = np.arange(start, start + height).reshape(-1, *(1,) * first.ndim)
+        bits = np.minimum(first + steps, last).astype(np.int32)
+        yield np.where(has_interval, bits.view(np.float32), amax)
+
+
+def _decode_scale(amax: np.ndarray, r: Recipe, q: Quantized) -> np.ndarray:
+    """Return the tensor scale that recipe r makes from each amax and by which decoding multiplies."""
+    return tensor_scale(amax, r, q.dtype).decode
+
 
 MOST_NAMED = 3  # recipes that a verdict names
 MOST_ROWS = 10  # rows of recipes in the printed table

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import prod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, log10, nan, prod
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arrays.imports import check_one_device
+from fp4kit.arguments import as_entries
+from fp4kit.arithmetic import ieee
+from fp4kit.arrays.imports import check_one_device, import_arrays, to_host
 from fp4kit.arrays.returns import first_array, returns_in_library
-from fp4kit.call.matmul import check_axis, empty_result, first_sums, matmul_call
-from fp4kit.ops.dequantize import dequantize
+from fp4kit.call.inputs import AbstractArray
+from fp4kit.call.linear import LinearSettings, check_product, linear_settings
+from fp4kit.call.matmul import (
+    GROUPED,
+    check_axis,
+    decoding_of,
+    empty_result,
+    first_sums,
+    is_single,
+    list_call,
+    matmul_call,
+    quantized_operand,
+    rows_call,
+    scale_decoding_of,
+)
+from fp4kit.display.panel import Panel
+from fp4kit.layouts import unpack
 from fp4kit.ops.engines import run, with_threads
-from fp4kit.ops.swizzle import unswizzle
+from fp4kit.ops.quantize import dequantize, quantize
+from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.slicing import box_of
+from fp4kit.quantized.slicing import box_of, on_host
+from fp4kit.recipes import Recipe
+from fp4kit.reference.matmul import rounded
 from fp4kit.units import Unit, unit_of
 
 # For the unit "dequantized": if the decoded values of both operands take more bytes than this, the operands are decoded
@@ -201,3 +222,299 @@ def _panels(x: Any) -> Iterator[slice]:
     elements = prod(x.shape) // max(count, 1)
     step = max(min(PANEL_ELEMENTS // max(elements, 1), PANEL_ROWS) // multiple, 1) * multiple
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+@with_threads
+def matmul_grouped(
+    a: Any,
+    b: Any,
+    *,
+    m_indptr: Any = None,
+    unit: str | Unit = "sm100",
+    out_dtype: Any = np.float32,
+    alpha: float | Sequence[float] | None = None,
+    c: Any = None,
+    threads: int | None = None,
+) -> Any:
+    """Return the products of a group of matrices, such as the experts of a layer, as a matrix unit computes them.
+
+        D[i] = matmul(a[i], b[i], ...)
+
+    The sizes of the products may differ, such as the number of tokens per expert. On a GPU, all products whose operands
+    have equal formats usually take one launch.
+
+    Args:
+        a: a sequence of matrices (M_i, K_i), each as in matmul. With m_indptr, a single matrix (rows, K), such as the
+            tokens sorted by expert.
+        b: a sequence of matrices (N_i, K_i), one per product, each as in matmul; or a single stack (products, N, K).
+        m_indptr: None if a is a sequence. Otherwise integers (products + 1,), which begin with 0, do not decrease, and
+            end with the number of rows of a. Product i has the rows of a from m_indptr[i] to m_indptr[i + 1] - 1. If
+            m_indptr is an array on a GPU, the call waits for the GPU to copy it to the host.
+        unit: as in matmul, for all products.
+        out_dtype: as in matmul, for all products.
+        alpha: as in matmul, for all products; or a sequence with one number per product.
+        c: the arrays with which the sums begin, as in matmul: a sequence of arrays, one per product; or, with m_indptr,
+            one array (rows, N). None means zeros.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
+
+    Returns:
+        A list of arrays (M_i, N_i), one per product; with m_indptr, one array (rows, N). They have the dtype out_dtype,
+            and are in the library and on the device of a. For the unit "dequantized", the call first decodes every
+            Quantized among the operands, which takes 2 bytes per element.
+
+    Raises:
+        TypeError: a is a single matrix without m_indptr, or a sequence with it; m_indptr does not consist of integers;
+            or an argument has a type that matmul rejects.
+        ValueError: the numbers of matrices differ, m_indptr does not fit the rows, or a product is one that matmul
+            rejects. The message numbers the matrix, as in "a[2]".
+
+    Exact:
+        Equals [matmul(x, y, ...) for x, y in zip(a, b)] bit for bit.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> tokens = fp4kit.quantize(np.ones((5, 64), np.float32), "nvfp4-te")
+        >>> experts = [fp4kit.quantize(np.full((3, 64), x, np.float32), "nvfp4-te") for x in (1, 2)]
+        >>> fp4kit.matmul_grouped(tokens, experts, m_indptr=[0, 2, 5])[:, 0]
+        array([ 64.,  64., 128., 128., 128.], dtype=float32)
+        >>> [d.shape for d in fp4kit.matmul_grouped([tokens, experts[0]], experts)]
+        [(5, 3), (3, 3)]
+    """
+    return _matmul_grouped(a, b, m_indptr, unit, out_dtype, alpha, c)
+
+
+@returns_in_library
+def _matmul_grouped(a: Any, b: Any, m_indptr: Any, unit: str | Unit, out_dtype: Any, alpha: Any, c: Any) -> Any:
+    """Check the arguments of matmul_grouped, and return the products in the library of a."""
+    u = unit_of(GROUPED, unit)
+    b = prepared(GROUPED, "b", b, u) if is_single(b) else _prepared_list("b", b, u)
+    if m_indptr is None:
+        if is_single(a):
+            raise TypeError(f"{GROUPED}: a is one {type(a).__name__}; needs a sequence of matrices, or m_indptr")
+        calls = list_call(_prepared_list("a", a, u), b, u, out_dtype, alpha, c)
+        found = run(GROUPED, "matmul", calls[0].on_device, calls) if calls else []
+        return [d.reshape(d.shape[1:]) for d in found]
+    if not is_single(a):
+        raise TypeError(f"{GROUPED}: a is a {type(a).__name__}; needs one matrix if m_indptr is given")
+    calls, out = rows_call(prepared(GROUPED, "a", a, u), b, m_indptr, u, out_dtype, alpha, c)
+    run(GROUPED, "matmul", calls[0].on_device, calls)
+    return out
+
+
+def _prepared_list(name: str, xs: Any, u: Unit) -> list[Any]:
+    """Return the operands of a sequence as a list, each in the form that the engines accept (see `prepared`)."""
+    return [prepared(GROUPED, f"{name}[{i}]", x, u) for i, x in enumerate(as_entries(GROUPED, name, xs))]
+
+
+BUDGET = "error_budget"
+_RATIOS = ("weight", "activation", "interaction", "quantization", "accumulation", "rounding", "total")
+_CHUNK = 1 << 20  # values of y per step; a step holds about nine float64 arrays of that size
+
+
+@dataclass(frozen=True)
+class ErrorBudget:
+    """The error of a quantized matrix product, split by source, as signal-to-noise ratios. print() shows a table.
+
+    fp4kit.error_budget returns an ErrorBudget, and its documentation defines each ratio. All ratios are in dB. A larger
+    ratio means a smaller error. inf means no error, -inf means that the exact product is all zeros but the error is
+    not, and NaN means that a sum of squares is not finite.
+
+    Attributes:
+        weight: ratio of the error that comes from quantizing w.
+        activation: ratio of the error that comes from quantizing x.
+        interaction: ratio of the error that only both quantizations together cause: the product of the error of x
+            and that of w.
+        quantization: ratio of the sum of the three errors weight, activation and interaction.
+        accumulation: ratio of the matrix unit's error: its float32 result compared with the exact product of the
+            quantized operands.
+        rounding: ratio of the error of rounding the unit's float32 result to out_dtype.
+        total: ratio of the sum of all errors: the result compared with the product of the unquantized x and w.
+        recipe_x: id of the recipe of x.
+        recipe_w: id of the recipe of w.
+        unit: id of the matrix unit.
+        out_dtype: name of the dtype of the result.
+        shape: (M, N, K), for x of shape (M, K) and w of shape (N, K).
+    """
+
+    weight: float
+    activation: float
+    interaction: float
+    quantization: float
+    accumulation: float
+    rounding: float
+    total: float
+    recipe_x: str
+    recipe_w: str
+    unit: str
+    out_dtype: str
+    shape: tuple[int, int, int]
+
+    def __str__(self) -> str:
+        return self._panel().text()
+
+    def __repr__(self) -> str:
+        """Return one line with all ratios except interaction."""
+        names = ("weight", "activation", "quantization", "accumulation", "rounding", "total")
+        return f"ErrorBudget({', '.join(f'{name}={getattr(self, name):.2f}' for name in names)} dB)"
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML, which notebooks show."""
+        return self._panel().html()
+
+    def _panel(self) -> Panel:
+        """Return the table: one row per source of error, and the two sums quantization and total."""
+        M, N, K = self.shape
+        sources = (
+            (f"weight, {self.recipe_w}", self.weight),
+            (f"activation, {self.recipe_x}", self.activation),
+            ("interaction of both", self.interaction),
+            ("= quantization", self.quantization),
+            (f"accumulation, {self.unit}", self.accumulation),
+            (f"rounding to {self.out_dtype}", self.rounding),
+            ("= total", self.total),
+        )
+        rows = tuple((name, f"{ratio:.2f} dB", f"{10 ** (-ratio / 20):.2e}") for name, ratio in sources)
+        return Panel(
+            f"Error budget of x w^T, {M} x {N}, K = {K}", columns=("source", "SQNR", "relative error"), rows=rows
+        )
+
+
+@ieee(BUDGET)
+def error_budget(
+    x: Any,
+    w: Any,
+    recipe_x: str | Recipe,
+    recipe_w: str | Recipe,
+    unit: str | Unit = "sm100",
+    *,
+    out_dtype: Any = "bfloat16",
+) -> ErrorBudget:
+    """Split the error of a quantized matrix product x w^T into its sources.
+
+    Let x' and w' be the quantized operands. The total error is the sum of five errors:
+
+        weight        x (w' - w)^T
+        activation    (x' - x) w^T
+        interaction   (x' - x) (w' - w)^T
+        accumulation  u - x' w'^T
+        rounding      r - u
+        total         r - x w^T
+
+    Here u is matmul(quantize(x, recipe_x), quantize(w, recipe_w), unit=unit) in float32, and r is u rounded to
+    out_dtype. So "accumulation" compares the unit with the exact product. It includes the product of the tensor scales,
+    which is multiplied in float32. The result also has "quantization", the sum of the first three, which is x' w'^T - x
+    w^T.
+
+    Each error e is reported as a signal-to-quantization-noise ratio (SQNR) in dB, always relative to the unquantized
+    product:
+
+        SQNR = 10 log10(sum (x w^T)^2 / sum e^2)
+
+    The table also shows the relative error, sqrt(sum e^2 / sum (x w^T)^2). The errors of the elements add up exactly,
+    but their squares do so only if the errors are uncorrelated.
+
+    Args:
+        x: float32, float16 or bfloat16 array (..., K), such as the activations of a layer. Its leading axes are joined
+            to M.
+        w: float32, float16 or bfloat16 array (N, K), the weight.
+        recipe_x: the recipe of x.
+        recipe_w: the recipe of w.
+        unit: a Unit or its id, as in fp4kit.matmul.
+        out_dtype: float32, float16 or bfloat16, the dtype of the result. For float32, rounding is inf.
+
+    Returns:
+        An ErrorBudget.
+
+    Raises:
+        TypeError: x or w has a dtype other than these three, or out_dtype is none of them.
+        ValueError: x and w differ in K, K is not a whole number of blocks, or the unit has no instruction for the two
+            recipes.
+        ValueError: a recipe or the unit is unknown, or a recipe only fake-quantizes.
+
+    Numerics:
+        - x' and w' are code times block scale times tensor scale, exact. For unit="dequantized", they are the float32
+          values of fp4kit.dequantize. The unit rounds these to bfloat16, and this rounding counts as accumulation.
+        - Products other than u are computed in float64, on the host, with NumPy's matrix product. Its order of sums is
+          not fixed. So a ratio above about 280 dB means that the only error is float64 rounding.
+        - An error of zero gives inf. NaN or infinities in x or w give NaN.
+
+        The call needs four float64 arrays: two of the size of x, and two of the size of w. Arrays on a GPU are
+        quantized and multiplied there, and then copied.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> rng = np.random.default_rng(0)
+        >>> x, w = rng.standard_normal((64, 512), np.float32), rng.standard_normal((32, 512), np.float32)
+        >>> print(fp4kit.error_budget(x, w, "nvfp4-te", "nvfp4-te-2d"))
+        Error budget of x w^T, 64 x 32, K = 512
+          source                     SQNR  relative error
+          weight, nvfp4-te-2d    19.11 dB        1.11e-01
+          activation, nvfp4-te   20.49 dB        9.45e-02
+          interaction of both    39.50 dB        1.06e-02
+          = quantization         16.79 dB        1.45e-01
+          accumulation, sm100   150.58 dB        2.96e-08
+          rounding to bfloat16   55.66 dB        1.65e-03
+          = total                16.79 dB        1.45e-01
+    """
+    x, w = import_arrays(BUDGET, x=x, w=w)
+    s = linear_settings(BUDGET, (recipe_x, recipe_w, None), None, unit, out_dtype, "straight-through", "nearest", False)
+    check_product(BUDGET, s, AbstractArray(x.shape, x.dtype), AbstractArray(w.shape, w.dtype))
+    x = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    q_x, q_w = quantize(x, s.recipe_x), quantize(w, s.recipe_w)
+    u = to_host(matmul(q_x, q_w, unit=s.unit))
+    of_x, of_w = ((to_host(a).astype(np.float64), _values(q, s)) for a, q in ((x, q_x), (w, q_w)))
+    with np.errstate(all="ignore"):
+        signal, *noise = _energies(of_x, of_w, u, rounded(u, s.out_dtype))
+    ratios: dict[str, Any] = dict(zip(_RATIOS, (_decibels(signal, e) for e in noise), strict=True))
+    return ErrorBudget(
+        **ratios,
+        recipe_x=s.recipe_x.id,
+        recipe_w=s.recipe_w.id,
+        unit=s.unit.id,
+        out_dtype=s.out_dtype.name,
+        shape=(x.shape[0], w.shape[0], x.shape[1]),
+    )
+
+
+@np.errstate(all="ignore")
+def _values(q: Quantized, s: LinearSettings) -> np.ndarray:
+    """Return the values of a quantized matrix as a float64 NumPy array, with the quantized axis last."""
+    q = on_host(q, BUDGET)
+    if s.unit.order == "dequantized":
+        decoded: np.ndarray = dequantize(q, np.float32).astype(np.float64)
+        return decoded
+    found = quantized_operand(BUDGET, "q", q)
+    codes = unpack(found.codes) if found.element == "E2M1" else found.codes
+    values = decoding_of(found.element).values[codes]
+    if found.scales is not None and found.scale is not None:
+        values *= scale_decoding_of(found.scale).values[found.scales].repeat(found.block, axis=-1)
+    return values if found.factor is None else values * found.factor[:, None].astype(np.float64)
+
+
+def _energies(
+    x: tuple[np.ndarray, np.ndarray], w: tuple[np.ndarray, np.ndarray], u: np.ndarray, r: np.ndarray
+) -> np.ndarray:
+    """Return eight sums of squares, float64: first that of x w^T, and then one per error, in the order of _RATIOS."""
+    total = np.zeros(8)
+    (plain, quantized), (w_plain, w_quantized) = x, w
+    w_error = w_quantized - w_plain
+    rows = max(_CHUNK // max(len(w_plain), 1), 1)
+    for start in range(0, len(plain), rows):
+        cut = slice(start, start + rows)
+        x_error, y = quantized[cut] - plain[cut], plain[cut] @ w_plain.T
+        weight, activation, interaction = plain[cut] @ w_error.T, x_error @ w_plain.T, x_error @ w_error.T
+        both = weight + activation + interaction
+        accumulation = u[cut] - quantized[cut] @ w_quantized.T
+        result = r[cut].astype(np.float64)
+        parts = (y, weight, activation, interaction, both, accumulation, result - u[cut], result - y)
+        total += [np.square(part).sum() for part in parts]
+    return total
+
+
+def _decibels(signal: float, noise: float) -> float:
+    """Return 10 log10(signal / noise) in dB, from two sums of squares."""
+    if not np.isfinite([signal, noise]).all():
+        return nan
+    if noise == 0:
+        return inf
+    return 10 * (log10(signal) - log10(noise)) if signal else -inf

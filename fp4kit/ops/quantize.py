@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, overload
 
-from fp4kit.arguments import as_index
-from fp4kit.arrays.returns import mark_written, returns_in_library
-from fp4kit.call.call_cache import find, run_first
-from fp4kit.call.memory_overlap import are_disjoint
-from fp4kit.call.outputs import import_out
-from fp4kit.call.parse import QuantizeOptions, call_with_scales, columnwise, quantize_call
-from fp4kit.call.random_numbers import check_seed
-from fp4kit.ops.engines import cached_driver_call, convert_and_call, new_cached_call, run, with_threads
+from fp4kit.arguments import as_flag, as_index, is_one_of
+from fp4kit.arrays.imports import on_device
+from fp4kit.arrays.returns import library_of, mark_written, numpy_dtype, returns_in_library
+from fp4kit.call.inputs import check_quantized, check_seed, check_values_dtype, clip_amax, reshape_clip_amax
+from fp4kit.call.outputs import are_disjoint, check_disjoint, check_values_out, import_out
+from fp4kit.call.parse import (
+    SEED_WITHOUT_USE,
+    QuantizeOptions,
+    backward_call,
+    call_with_scales,
+    check_has_codes,
+    columnwise,
+    fake_call,
+    quantize_call,
+)
+from fp4kit.ops.engines import cached_driver_call, convert_and_call, find, new_cached_call, run, run_first, with_threads
 from fp4kit.quantized.container import Quantized
-from fp4kit.recipes import Recipe
-from fp4kit.types import Array, Hadamard, RecipeId, RoundingMode, ScaleLayout
+from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes.rules import FAKE_RULES
+from fp4kit.types import Array, ArrayT, Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
 @with_threads
@@ -267,3 +276,294 @@ def _quantize_both(
         key, cached, arguments, lambda: run(op, "quantize_both", row.on_device, row, column)
     )
     return both
+
+
+@overload
+def dequantize(q: Quantized, dtype: Any = None, *, out: ArrayT, threads: int | None = None) -> ArrayT: ...
+@overload
+def dequantize(q: Quantized, dtype: Any = None, *, out: None = None, threads: int | None = None) -> Any: ...
+@with_threads
+def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int | None = None) -> Any:
+    """Decode a quantized array to values, in the shape of the array that was quantized.
+
+        value = decode(code) * block_scale * tensor_scale     in the order of recipe.decode_rule, then rounded to dtype
+
+    Args:
+        q: a Quantized in any scale layout.
+        dtype: float32, float16 or bfloat16; None for the dtype of the original array.
+        out: an array of q.shape and dtype to write to, which shares no memory with q.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
+
+    Returns:
+        `out` if given, otherwise a new array in the library and on the device of q. If the quantized axis is not the
+        last one, the new array is a transposed view of a contiguous array.
+
+    Raises:
+        TypeError: q is not a Quantized, or dtype is not float32, float16 or bfloat16.
+        ValueError: out has a shape or dtype other than those of the result, or shares memory with q.
+
+    Numerics:
+        float32 throughout, with one rounding to dtype (nearest even) at the end. float16 overflows to inf. A NaN scale
+        gives NaN.
+
+        The values follow q.tensor_scale. Some decode rules also read the tensor amax: TE's, compressed-tensors', and
+        Model-Optimizer's for integers. These rules use q.tensor_amax if the recipe computes exactly q.tensor_scale from
+        it. Otherwise they use an amax from which the recipe would compute q.tensor_scale (reference/implied_amax.py).
+        If no amax gives this scale, for example because a checkpoint holds an arbitrary one, the formula is value =
+        decode(code) * (block_scale * tensor_scale).
+
+    Exact:
+        Equals what the recipe's producer decodes.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.float32([[0.1, -6, 2.4, 0.6] * 8]), "mxfp4")
+        >>> fp4kit.dequantize(q)[0, :4]
+        array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
+    """
+    key, cached = find("dequantize", (q, out), dtype)
+    values = cached(q, out) if cached and are_disjoint(q, out) else None
+    if values is None:
+        values = _dequantize(q, dtype, None if cached else key, out=out)
+    return values if out is None else mark_written(out)
+
+
+@returns_in_library
+def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
+    """Check the arguments of dequantize, and return the values of q, in `out` if given."""
+    original, arguments = q, (q, out)
+    q, out = check_quantized("dequantize", q), import_out("dequantize", out)
+    values_dtype = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
+    check_values_dtype("dequantize", values_dtype)
+    check_values_out("dequantize", out, q.shape, values_dtype, q.packed)
+    if out is not None:
+        check_disjoint("dequantize", {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})
+    is_on_device = on_device(q.packed)
+    cached = None if key is None else new_cached_call("dequantize", is_on_device, q, original, values_dtype, out)
+    return run_first(
+        key, cached, arguments, lambda: run("dequantize", "dequantize", is_on_device, q, values_dtype, out)
+    )
+
+
+@with_threads
+def fake_quantize(
+    x: ArrayT,
+    recipe: RecipeId | Recipe,
+    *,
+    axis: int = -1,
+    tensor_amax: Any = None,
+    block_amax: Any = None,
+    rounding: RoundingMode = "nearest",
+    seed: Any = None,
+    threads: int | None = None,
+) -> ArrayT:
+    """Return x rounded as by quantization: dequantize(quantize(x)), in the shape and dtype of x.
+
+    For most recipes, the values are exactly those of dequantize(quantize(x)). A recipe with a fake_rule instead follows
+    its producer's own fake quantizer, which makes no codes and often uses other arithmetic than the producer's real
+    quantizer (reference.fake states each rule). The values of AMD Quark's MX recipes can also differ for float16 x.
+
+    Args:
+        x: float32, float16 or bfloat16 array of any shape, of any library. A tensor that requires grad is rejected:
+            fp4kit.torch.fake_quantize carries gradients.
+        recipe: a recipe id, an alias or a Recipe.
+        axis: the axis along which blocks run.
+        tensor_amax: as in quantize.
+        block_amax: as in quantize.
+        rounding: as in quantize. Recipes with a fake_rule accept only "nearest", except for those of fouroversix's
+            MS-EDEN, whose producer rounds block scales stochastically.
+        seed: as in quantize.
+        threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
+
+    Returns:
+        A new array with the shape and dtype of x, in its library and on its device.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for quantize. On a GPU, recipes with a fake_rule need blocks of
+            one row and 16, 32, ... 512 columns.
+
+    Numerics:
+        As for quantize and dequantize.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> fp4kit.fake_quantize(np.float32([[0.1, -6, 2.4, 0.6] * 8]), "mxfp4")[0, :4]
+        array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
+    """
+    key = None
+    if seed is None and block_amax is None:
+        key, cached = find("fake_quantize", (x, tensor_amax), recipe, axis, rounding)
+        values: Any = cached and cached(x, tensor_amax)
+        if values is not None:
+            return values
+        key = None if cached else key
+    check_rounding("fake_quantize", recipe_of("fake_quantize", recipe), rounding, seed)
+    options = QuantizeOptions(rounding=rounding, seed=seed)
+    amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
+    return convert_and_call(_fake_quantize, x, recipe, axis, options, key, **amaxes)
+
+
+@returns_in_library
+def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **amaxes: Any) -> Any:
+    """Check the arguments of fake_quantize, and return the fake-quantized x."""
+    op = "fake_quantize"
+    call, cached, given = fake_call(op, x, recipe, axis, options, **amaxes), None, amaxes["tensor_amax"]
+    if key is not None:
+        cached = new_cached_call(op, call.on_device, call, x, given) or cached_driver_call(call, x, op)
+    return run_first(key, cached, (x, given), lambda: run(op, op, call.on_device, call))
+
+
+def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
+    """Raise ValueError if a recipe with a fake_rule that only rounds to nearest gets another rounding, or a seed."""
+    if r.fake_rule is None or FAKE_RULES[r.fake_rule].stochastic:
+        return
+    if not is_one_of(rounding, ("nearest",)):
+        raise ValueError(f"{op}: {r.id} rounds to nearest only; got rounding={rounding!r:.60}")
+    if seed is not None:
+        raise ValueError(f"{op}: {SEED_WITHOUT_USE}")
+
+
+@returns_in_library
+def fake_quantize_backward(
+    grad: ArrayT, x: Array, recipe: RecipeId | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
+) -> ArrayT:
+    """Return the straight-through gradient of fake_quantize with respect to x.
+
+        gradient = grad                                       if pass_through
+        gradient = grad where |x| <= amax, and 0 elsewhere    otherwise
+
+    Args:
+        grad: float32, float16 or bfloat16, in the shape of x.
+        x: the array that was fake-quantized.
+        recipe: a recipe id, an alias or a Recipe.
+        axis: the axis along which blocks run.
+        amax: the clip limit, a number or an array in a shape that quantize accepts for tensor_amax: (), one per row or
+            per block, or (E,) with one per expert. None computes it from x, as quantize computes tensor_amax; for
+            recipes without a tensor scale (MX), it is the amax of the whole x. If x is on a GPU, pass a number or a
+            float32 array on that GPU.
+        pass_through: True returns grad unclipped. False sets it to 0 where |x| > amax.
+
+    Returns:
+        grad itself if pass_through is True or grad is empty, otherwise a new array with the shape and dtype of grad.
+
+    Raises:
+        TypeError: grad or x has a dtype other than these three, or pass_through is not a bool.
+        ValueError: the shapes of grad and x differ, or amax has no fitting shape or is negative. Values of a device
+            array are not checked.
+
+    Numerics:
+        If pass_through is False, |x| is compared with amax in float32; amax is never rounded to the dtype of x. |x| =
+        amax passes. A NaN in x gives 0. A NaN amax gives 0 everywhere, because no comparison with it holds.
+
+    Source:
+        Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> grad, x = np.float32([[1, 2] * 16]), np.float32([[0.5, -3] * 16])
+        >>> fp4kit.fake_quantize_backward(grad, x, "mxfp4", amax=1, pass_through=False)[0, :2]
+        array([1., 0.], dtype=float32)
+    """
+    pass_through = as_flag("fake_quantize_backward", "pass_through", pass_through)
+    call, imported_amax = backward_call("fake_quantize_backward", grad, x, recipe, axis, amax)
+    limit = clip_amax(call, imported_amax)
+    if pass_through or not call.grad.size:
+        return grad if library_of(grad) else call.grad
+    if limit is None:
+        limit = reshape_clip_amax(run(call.op, "clip_amax", call.on_device, call), call)
+    return run(call.op, "clip", call.on_device, call, limit)
+
+
+class Requantized(NamedTuple):
+    """The result of requantize.
+
+    exact is a bool, changed an int, and largest_error a float32 array of shape (). On a GPU, all three are arrays of
+    shape () on the device: bool, int64 and float32. Reading them, as bool(exact) and int(changed) do, waits for the
+    device.
+
+    Attributes:
+        quantized: the new Quantized, with the new recipe.
+        exact: True if no decoded value changed.
+        changed: the number of decoded values that changed in any bit; NaN equals NaN.
+        largest_error: the largest |new - old| of a value; 0 if none changed, and NaN if a NaN became a number or a
+            number became NaN.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.ones((2, 32), np.float32), "mxfp4")
+        >>> found = fp4kit.requantize(q, "nvfp4")
+        >>> found.quantized.recipe.id, found.exact, found.changed
+        ('nvfp4-te', True, 0)
+        >>> float(found.largest_error)
+        0.0
+    """
+
+    quantized: Quantized
+    exact: Any
+    changed: Any
+    largest_error: Any
+
+
+@returns_in_library
+def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
+    """Convert a quantized array to another recipe, and report whether every decoded value stayed the same.
+
+    From MXFP4 to NVFP4, codes are kept where possible. Let k be the exponent of a block's scale 2^k. Blocks of zeros do
+    not count. Let m = max(k) - 8, or 0 if all blocks are zeros. Then
+
+        tensor_scale = 2^m,   block_scale = 2^(k - m) for both halves of a block of 32
+
+    E4M3 holds the powers 2^-9 to 2^8, so every block with k - m >= -9 keeps its codes. The other blocks get the codes
+    and scales of quantize(dequantize(q, np.float32), recipe, tensor_amax=2688 * 2^m), whose tensor scale is also 2^m.
+    So the recipe's own block rule decides whether such a block becomes zeros. Blocks of zeros get scale 0 and keep
+    their codes.
+
+    If max(k) - min(k) <= 17, no block is out of range, and the conversion is exact, except that a recipe that decodes
+    -0 to +0 changes the sign of zeros.
+
+    To FP8 and MXFP8, from an MX format or FP8, a block (such as 128x128 values, a row, or the whole array) gets the
+    smallest power of two 2^m as its scale under which its largest magnitude does not exceed the element format. A value
+    v is exact if that format holds v / 2^m, subnormal numbers included; all other values are rounded to nearest even.
+    MXFP4 in E4M3 is exact if the exponents k of the blocks with a nonzero code differ by at most 14 within a block of
+    the target. For differences of 15 to 20, the codes decide. Each block of 32 alone is exact, so MXFP4 to MXFP8 in
+    blocks of 1x32 is. Two kinds of blocks get the codes and scales of the recipe, as below: those with infinities, NaN
+    or values of more significant bits than the element, and MXFP8 blocks that the recipe quantizes without any change.
+
+    In all other cases, the result is quantize(dequantize(q, np.float32), recipe); values are not rounded to q's dtype
+    in between. These cases are:
+
+    - The conversion is none of the above, or q is empty.
+    - The target is NVFP4, and does not have exactly one tensor scale per tensor.
+    - The blocks of q and of the target have different numbers of rows, or the number of columns per block of q is not a
+      multiple of that of the target.
+    - A scale of q is NaN.
+    - 2688 * 2^m is not a float32 number, or the recipe's tensor rule does not make the tensor scale 2^m from it.
+
+    Args:
+        q: a Quantized with arrays of any library. Its axis, dtype and scale layout are kept.
+        recipe: the id or Recipe to convert to.
+
+    Returns:
+        A Requantized (quantized, exact, changed, largest_error). To find the last three, both arrays are decoded to
+        float32 and compared in every bit; NaN equals NaN. On a GPU, the call does not wait for the device. It computes
+        new codes for all blocks, because only the device knows which blocks need them, and exact, changed and
+        largest_error stay on the device.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for quantize, for example if a length is not a whole number of
+            the target's blocks.
+
+    Source:
+        Model-Optimizer utils/numeric_utils.py, the closed-form cast of blocks in range to NVFP4.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.linspace(-9, 9, 64, dtype=np.float32).reshape(2, 32), "mxfp4")
+        >>> fp4kit.requantize(q, "nvfp4").exact, fp4kit.requantize(q, "fp8-modelopt-channel").exact
+        (True, True)
+    """
+    q = check_quantized("requantize", q)
+    target = recipe_of("requantize", recipe)
+    check_has_codes("requantize", target)
+    result, changed, error = run("requantize", "requantize", on_device(q.packed), q, target)
+    return Requantized(result, changed == 0, changed, error)

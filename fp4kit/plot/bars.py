@@ -9,7 +9,7 @@ import numpy as np
 
 from fp4kit.formats import IntegerOrFloat
 from fp4kit.layouts import unpacked, unswizzle_scales
-from fp4kit.ops.error_budget import ErrorBudget
+from fp4kit.ops.matmul import ErrorBudget
 from fp4kit.plot.style import BLUE, GREY, ORANGE, axes, without_frame
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import on_host

@@ -10,8 +10,7 @@ import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.formats import IF4_INTEGER_BIT, ElementFormat, IntegerOrFloat
-from fp4kit.ops.dequantize import dequantize
-from fp4kit.ops.quantize import quantize
+from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.plot.style import BLUE, GREY, MARKS, ORANGE, axes, without_frame
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.table import recipe_of

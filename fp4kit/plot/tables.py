@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.ops.compare_recipes import RecipeComparison
+from fp4kit.ops.compare import RecipeComparison
 from fp4kit.ops.explain import Explanation, explain
 from fp4kit.plot.style import ORANGE, axes
 from fp4kit.recipes import Recipe

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp4kit.call.rotation import Rotation
+from fp4kit.call.parse import Rotation
 from fp4kit.reference.stochastic import stream_bytes
 
 

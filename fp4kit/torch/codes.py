@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fp4kit
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call.checks import check_values_dtype
+from fp4kit.call.inputs import check_values_dtype
 from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import QuantizeOptions, quantize_call
 from fp4kit.quantized.container import PARTS

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from fp4kit.arguments import as_entries, as_flag, as_index
-from fp4kit.call.checks import check_is_quantized
+from fp4kit.call.inputs import check_is_quantized, check_seed
 from fp4kit.call.parse import check_hadamard
-from fp4kit.call.random_numbers import check_seed
-from fp4kit.ops.grouped_plan import check_stack, per_tensor
+from fp4kit.ops.grouped import check_stack, per_tensor
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import unflatten
 from fp4kit.recipes import Recipe, recipe_of

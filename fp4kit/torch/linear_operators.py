@@ -16,9 +16,18 @@ import torch
 from torch import Tensor
 
 import fp4kit
-from fp4kit.call.abstract_array import AbstractArray
-from fp4kit.call.linear import NO_SECOND_GRADIENT, OP, LinearSettings, check_linear, settings_from_text
-from fp4kit.ops.linear import LinearOperations, gradient_of_w, gradient_of_x, product
+from fp4kit.call.inputs import AbstractArray
+from fp4kit.call.linear import (
+    NO_SECOND_GRADIENT,
+    OP,
+    LinearOperations,
+    LinearSettings,
+    check_linear,
+    gradient_of_w,
+    gradient_of_x,
+    product,
+    settings_from_text,
+)
 from fp4kit.quantized.container import PARTS
 from fp4kit.quantized.slicing import unflatten
 from fp4kit.recipes.to_string import from_spec, to_spec

@@ -17,7 +17,7 @@ from fp4kit.checkpoint.model.slabs import Readers, read_update
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.job import Survival
 from fp4kit.checkpoint.selection.fused_layers import shared_amax_groups
-from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.quantize import dequantize
 from fp4kit.quantized.container import Quantized
 
 _OP = "merge_adapter"

@@ -9,7 +9,7 @@ import torch
 import fp4kit
 from fp4kit.arrays.imports import check_one_device, is_distributed, way_to_array, way_to_local
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call.abstract_array import AbstractArray
+from fp4kit.call.inputs import AbstractArray
 from fp4kit.formats import FLOATS
 
 NUMPY = {getattr(torch, dtype.name): dtype for dtype in FLOATS}  # dtypes that can be quantized

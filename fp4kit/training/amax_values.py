@@ -18,7 +18,7 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.arrays.imports import import_arrays
-from fp4kit.call.checks import check_float
+from fp4kit.call.parse import check_float
 from fp4kit.training.amax_names import AmaxName
 
 

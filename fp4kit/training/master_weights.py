@@ -29,7 +29,7 @@ import numpy as np
 from fp4kit.arguments import as_entries, as_flag
 from fp4kit.arrays.imports import device_name, import_arrays
 from fp4kit.arrays.returns import PlanLibrary, returns_in_plan_library
-from fp4kit.call.shards import check_castable, check_shard, square_block
+from fp4kit.call.parse import check_castable, check_shard, square_block
 from fp4kit.layouts import check_layout
 from fp4kit.ops.engines import check_master_weights, new_master_weights
 from fp4kit.recipes import Recipe, recipe_of

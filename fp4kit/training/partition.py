@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from fp4kit.call.shards import Partition
+from fp4kit.call.parse import Partition
 from fp4kit.recipes import Recipe
 from fp4kit.training.communicators import Communicator
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fp4kit.arguments import as_flag, as_mapping, as_word
-from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
+from fp4kit.ops.quantize import fake_quantize, fake_quantize_backward
 from fp4kit.recipes import Recipe, recipe_of
 
 # Weights of routed experts, as Megatron (linear_fc1.weight3) and Hugging Face (3.gate_proj.weight) name them.

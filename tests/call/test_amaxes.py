@@ -13,8 +13,8 @@ from engine_cases import assert_equal
 from inputs import ordinary
 
 import fp4kit
-from fp4kit.call import call_cache
-from fp4kit.call.amaxes import takes_e8m0_amaxes, tensor_amax_shape
+from fp4kit.call.inputs import takes_e8m0_amaxes, tensor_amax_shape
+from fp4kit.ops import engines as call_cache
 from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import RECIPES
 

@@ -6,7 +6,7 @@ from engine_cases import agree
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.call.random_numbers import torch_words
+from fp4kit.call.inputs import torch_words
 from fp4kit.evidence.testing import assert_same_bits
 
 NVFP4, FP8 = "nvfp4-comfy-kitchen-stochastic", "mxfp8-comfy-kitchen"

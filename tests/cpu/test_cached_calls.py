@@ -16,10 +16,10 @@ from float_modes import BITS, NEEDS_ENVIRONMENT, mode, tiny
 from inputs import BF16, NAMES, ordinary
 
 import fp4kit
-from fp4kit.call import call_cache
 from fp4kit.cpu import cached_calls
 from fp4kit.evidence.engines import SPECIFICATION
 from fp4kit.formats import FLOATS
+from fp4kit.ops import engines as call_cache
 from fp4kit.recipes import RECIPES
 
 pytestmark = NEEDS_ENGINE

@@ -11,7 +11,7 @@ import pytest
 from engine_cases import NEEDS_ENGINE
 
 import fp4kit
-from fp4kit.call import call_cache
+from fp4kit.ops import engines as call_cache
 
 pytestmark = NEEDS_ENGINE
 RECIPES = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt-channel")

@@ -10,8 +10,8 @@ from inputs import BF16, ordinary
 from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
 
 import fp4kit
-from fp4kit.call import call_cache
-from fp4kit.call.amaxes import takes_e8m0_amaxes, tensor_amax_shape
+from fp4kit.call.inputs import takes_e8m0_amaxes, tensor_amax_shape
+from fp4kit.ops import engines as call_cache
 from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import RECIPES
 

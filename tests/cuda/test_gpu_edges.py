@@ -14,7 +14,7 @@ from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy, differi
 from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, square, with_elements
 
 import fp4kit
-from fp4kit.call.amaxes import tensor_amax_shape
+from fp4kit.call.inputs import tensor_amax_shape
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import RECIPES

@@ -21,7 +21,7 @@ from powers import errors, nearly_equal
 from searched import STATIC, blocks_at_bounds, hessians, searched_blocks, where_twice_a_scale_wins
 
 import fp4kit
-from fp4kit.call.amaxes import takes_e8m0_amaxes
+from fp4kit.call.inputs import takes_e8m0_amaxes
 from fp4kit.call.search_scales import has_grid
 from fp4kit.checkpoint.convert import searched_blocks as gguf_blocks
 from fp4kit.cuda.engine import search_amaxes

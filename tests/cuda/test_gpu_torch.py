@@ -11,9 +11,9 @@ from on_gpu import gpu_only
 from torch_calls import CALLS, DTYPES, X, array, tensor
 
 import fp4kit
-from fp4kit.call import call_cache
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import bit_patterns
+from fp4kit.ops import engines as call_cache
 
 torch = pytest.importorskip("torch")
 

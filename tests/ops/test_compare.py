@@ -18,7 +18,7 @@ from together import together
 
 import fp4kit
 from fp4kit.evidence.golden.rows import ROWS
-from fp4kit.ops import compare_values
+from fp4kit.ops import compare as compare_values
 from fp4kit.recipes import RECIPES
 
 X = (np.random.default_rng(7).standard_normal((64, 128)) * 0.02).astype(ml_dtypes.bfloat16)

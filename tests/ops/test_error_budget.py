@@ -15,7 +15,7 @@ from exhaustive import exhaustive
 from tensors import to_torch
 
 import fp4kit
-from fp4kit.ops import error_budget as module
+from fp4kit.ops import matmul as module
 
 M, N, K = 5, 16, 64
 rng = np.random.default_rng(3)

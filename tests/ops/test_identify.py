@@ -15,8 +15,7 @@ from inputs import NAMES, STOCHASTIC, ordinary
 import fp4kit
 from fp4kit.formats import E8M0, MX4, NF4
 from fp4kit.layouts import packed, unpacked
-from fp4kit.ops.identify import Variation, either
-from fp4kit.ops.identify_matches import Match
+from fp4kit.ops.identify import Match, Variation, either
 from fp4kit.recipes import RECIPES
 
 X = (np.random.default_rng(7).standard_normal((64, 128)) * 0.02).astype(ml_dtypes.bfloat16)

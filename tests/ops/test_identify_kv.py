@@ -13,7 +13,7 @@ from together import together
 
 import fp4kit
 from fp4kit.layouts import kv
-from fp4kit.ops.identify_kv import FITS
+from fp4kit.ops.kv_cache import FITS
 
 SHAPE = kv.PageShape(pages=8, block_size=16, heads=4, head_dim=64)
 SLOTS = np.random.default_rng(1).permutation(128)[:100]

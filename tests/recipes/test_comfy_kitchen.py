@@ -9,7 +9,7 @@ from engine_cases import agree
 from inputs import BF16
 
 import fp4kit
-from fp4kit.call.random_numbers import torch_words
+from fp4kit.call.inputs import torch_words
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.recipes import RECIPES
 

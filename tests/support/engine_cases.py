@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp4kit.call import call_cache
 from fp4kit.call.parse import Declined
 from fp4kit.cpu import coverage, dequantize, encode, engine
 from fp4kit.cpu import library as native
 from fp4kit.evidence.engines import SPECIFICATION
 from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.ops import engines as call_cache
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 

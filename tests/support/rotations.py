@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fp4kit
-from fp4kit.call.rotation import HADAMARD_SIZES
+from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.formats import FLOATS
 
 SIZES = HADAMARD_SIZES

@@ -16,8 +16,8 @@ from unittest.mock import patch
 
 import pytest
 
-from fp4kit.call import call_cache
 from fp4kit.ops import engines
+from fp4kit.ops import engines as call_cache
 
 KERNELS = re.compile(r".*/test_(gpu_\w+|\w+_on_host)|.*/support/host/test_\w+")
 FIXTURES = {"host", "played_gpu", "away"}  # fixtures of simulated devices

@@ -22,8 +22,7 @@ from fp4kit.checkpoint.model.slabs import Readers, slabs, tensor_scale_of, value
 from fp4kit.checkpoint.plan.job import MERGE, RENAME, REQUANTIZE, Job, Sink, Survival
 from fp4kit.checkpoint.plan.scale_search import Losses
 from fp4kit.formats import ElementFormat
-from fp4kit.ops.dequantize import dequantize
-from fp4kit.ops.quantize import quantize
+from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference.tensor_rules import tensor_scale

@@ -18,7 +18,7 @@ from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.job import RESCALE, Changes, Job, Sink
 from fp4kit.formats import E8M0
-from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.quantize import dequantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference.requantize import changed_values, differing, in_blocks, under_powers_of_two

@@ -22,8 +22,7 @@ from fp4kit.checkpoint.plan.imatrix import ChannelWeights
 from fp4kit.checkpoint.plan.job import MERGE, Job, Sink, Survival
 from fp4kit.checkpoint.plan.scale_search import Losses
 from fp4kit.formats import FLT_MAX, FLT_MIN
-from fp4kit.ops.dequantize import dequantize
-from fp4kit.ops.quantize import quantize
+from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.zeros import of_zeros
 from fp4kit.recipes import Recipe

@@ -26,8 +26,8 @@ import numpy as np
 from fp4kit.arrays.imports import to_device
 from fp4kit.call.search_scales import power_of
 from fp4kit.formats import E4M3, E8M0
+from fp4kit.ops.amax import search_scales
 from fp4kit.ops.quantize import quantize
-from fp4kit.ops.search_scales import search_scales
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference.codec import encode

@@ -14,9 +14,8 @@ from fp4kit.checkpoint.convert import searched_blocks
 from fp4kit.checkpoint.model.decode import row_chunks
 from fp4kit.checkpoint.plan.job import Job
 from fp4kit.checkpoint.plan.scale_search import BLOCK_RECIPES, Losses
-from fp4kit.ops.dequantize import dequantize
-from fp4kit.ops.quantize import quantize
-from fp4kit.ops.search_scales import search_scales
+from fp4kit.ops.amax import search_scales
+from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.types import Objective
 

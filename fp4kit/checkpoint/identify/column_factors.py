@@ -19,10 +19,8 @@ import numpy as np
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.layouts import unpacked
-from fp4kit.ops.dequantize import dequantize
-from fp4kit.ops.identify import candidates_of
-from fp4kit.ops.identify_amaxes import amaxes_of
-from fp4kit.ops.quantize import quantize
+from fp4kit.ops.identify import amaxes_of, candidates_of
+from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 

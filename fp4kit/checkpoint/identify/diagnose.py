@@ -58,8 +58,7 @@ from fp4kit.checkpoint.identify.try_hypotheses import (
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import packed
-from fp4kit.ops.identify import candidates_of, either, identify
-from fp4kit.ops.identify_matches import name_of
+from fp4kit.ops.identify import candidates_of, either, identify, name_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference.tensor_rules import tensor_scale

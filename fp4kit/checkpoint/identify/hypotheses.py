@@ -27,7 +27,7 @@ from fp4kit.checkpoint.identify.corruptions import CodeOrder, CorruptedRows, Rea
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
 from fp4kit.formats import E8M0
 from fp4kit.layouts import unpacked
-from fp4kit.ops.identify_amaxes import amaxes_of
+from fp4kit.ops.identify import amaxes_of
 from fp4kit.ops.quantize import quantize
 from fp4kit.recipes import Recipe
 from fp4kit.reference.tensor_rules import tensor_scale

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.call.rotation import HADAMARD_SIZES
-from fp4kit.ops.rotate import hadamard, random_signs
+from fp4kit.call.parse import HADAMARD_SIZES
+from fp4kit.ops.transforms import hadamard, random_signs
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,7 @@ from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name, shared_amax_groups, split_module
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.cpu.library import num_threads
-from fp4kit.ops.dequantize import dequantize
-from fp4kit.ops.quantize import quantize
+from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import DTYPE_BITS

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from fp4kit.call.rotation import HADAMARD_SIZES
+from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.loaders.engines import Finding, finding
 from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.weights import Weight

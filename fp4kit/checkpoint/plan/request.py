@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fp4kit.call.rotation import HADAMARD_SIZES
+from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WRITTEN
 from fp4kit.checkpoint.containers.container import Container

@@ -47,7 +47,7 @@ from fp4kit.checkpoint.run.executors import run_all
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.verify.loss import is_low
 from fp4kit.formats import E4M3, E5M2
-from fp4kit.ops.fake_quantize import fake_quantize
+from fp4kit.ops.quantize import fake_quantize
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES

@@ -1,4 +1,4 @@
-"""Make cached calls (call/call_cache.py) on a GPU, which repeat a call on other arrays with little work on the host.
+"""Make cached calls (ops/engines.py) on a GPU, which repeat a call on other arrays with little work on the host.
 
 The functions quantize, fake_quantize, dequantize, transpose and swizzle take a parsed call. Each returns a cached call:
 an object that repeats the call for other arrays with the same shapes, dtypes and alignment. A call can be cached if it

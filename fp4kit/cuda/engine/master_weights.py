@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.parse import declined_as_error
-from fp4kit.call.shards import Partition, amax_shape
+from fp4kit.call.parse import Partition, amax_shape, declined_as_error
 from fp4kit.cuda.launch import partial
 from fp4kit.cuda.launch.grouped import GroupedLaunch
 from fp4kit.cuda.launch.grouped_transpose import TransposeMatrix, transpose_group

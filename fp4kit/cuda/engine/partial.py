@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.shards import amax_shape
+from fp4kit.call.parse import amax_shape
 from fp4kit.cuda.launch import matrix, partial
 from fp4kit.recipes import Recipe
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp4kit.arrays import imports
-from fp4kit.call.amaxes import without_sign
+from fp4kit.call.inputs import without_sign
 from fp4kit.call.outputs import empty_quantized
 from fp4kit.call.parse import Call
 from fp4kit.cuda.engine.amax import empty_amax, tensor_amax

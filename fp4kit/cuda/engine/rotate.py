@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.rotation import Rotation
+from fp4kit.call.parse import Rotation
 from fp4kit.cuda.launch import rotate as launcher
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp4kit.call.amaxes import takes_e8m0_amaxes
+from fp4kit.call.inputs import takes_e8m0_amaxes
 from fp4kit.call.search_scales import has_grid
 from fp4kit.evidence.fuzz.arguments import auxiliary, moved_shape, tensor_amax
 from fp4kit.evidence.fuzz.draw import DrawnCase

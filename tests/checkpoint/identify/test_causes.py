@@ -15,8 +15,7 @@ from fp4kit.checkpoint.identify.diagnose import GIVEN_SCALES, OTHER_CODES, Diagn
 from fp4kit.checkpoint.identify.identify import identify_layers
 from fp4kit.checkpoint.identify.layer_series import LayerPair
 from fp4kit.checkpoint.identify.search_families import FOUR_OVER_SIX, IMPORTANCE, TUNED
-from fp4kit.ops.dequantize import dequantize
-from fp4kit.ops.quantize import quantize
+from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES
 

@@ -1,0 +1,360 @@
+"""Check the arrays that a caller passes beside x: amaxes, scales, seeds and Quantized arrays.
+
+The canonical shape of a tensor_amax depends on the recipe. For an array (..., K), with the quantized axis last, it is
+() for the whole tensor, (E,) for one entry per expert, (...) for one entry per row, and (..., K / block) per block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.arguments import as_index
+from fp4kit.arithmetic import ieee
+from fp4kit.arrays import imports
+from fp4kit.formats import E4M3, E8M0, FLOATS
+from fp4kit.layouts import padded_shape
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import (
+    NEVER_NAN,
+    check_scale_codes,
+    fitting_shape,
+    in_order,
+    scale_shape,
+    tensor_amax_shape,
+)
+from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import COMFYUI_STOCHASTICS, SCALE_STOCHASTICS
+
+
+@dataclass(frozen=True)
+class AbstractArray:
+    """An array without values: only its shape and dtype are known. Calls can be checked with it in place of an array.
+
+    Each length is an int, or a compiler's symbol that supports the arithmetic of ints.
+    """
+
+    shape: tuple[Any, ...]
+    dtype: Any
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> Any:
+        return prod(self.shape)
+
+    def reshape(self, *shape: Any) -> AbstractArray:
+        """Return a new AbstractArray with the given shape."""
+        return replace(self, shape=shape[0] if isinstance(shape[0], tuple) else shape)
+
+    def repeat(self, count: Any, axis: int) -> AbstractArray:
+        """Return an AbstractArray whose length along an axis is multiplied by count, as np.repeat does."""
+        return replace(self, shape=(*self.shape[:axis], self.shape[axis] * count, *self.shape[axis + 1 :]))
+
+    def transpose(self, order: Any) -> AbstractArray:
+        """Return an AbstractArray with its axes in the given order. np.moveaxis calls this method."""
+        return replace(self, shape=tuple(self.shape[axis] for axis in order))
+
+
+def check_values_dtype(op: str, dtype: Any) -> None:
+    """Raise TypeError unless dtype, the dtype of dequantized values, is float32, float16 or bfloat16."""
+    if dtype not in FLOATS:
+        raise TypeError(
+            f"{op}: dtype is {dtype}; needs float32, float16 or bfloat16; dequantize to float32 and convert the result"
+        )
+
+
+def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:
+    """Check that q is a Quantized, and return it with NumPy or CuPy arrays that share its memory."""
+    check_is_quantized(op, q, name)
+    return q.imported(op)
+
+
+def check_is_quantized(op: str, q: Any, name: str = "q") -> None:
+    """Raise TypeError unless q is a Quantized. Its arrays may be of any library. name: the name of q in the message."""
+    if not isinstance(q, Quantized):
+        raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
+
+
+def description(value: Any) -> str:
+    """Return text that describes a wrong value in a message."""
+    if not hasattr(value, "dtype"):
+        return type(value).__name__
+    return f"{type(value).__module__}.{type(value).__name__} {value.dtype} {value.shape}"
+
+
+def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
+    """Return the caller's tensor_amax as float32 in its canonical shape, or None if the caller passed none."""
+    # Values on a device are not, because reading them would wait for the device.
+    if given is None:
+        return None
+    if recipe.tensor_scaling == "none":
+        raise ValueError(f"{op}: tensor_amax was given, but {recipe.id} has no tensor scale; leave it out")
+    if on_device and isinstance(given, imports.cupy().ndarray):
+        if given.dtype != np.float32:
+            raise TypeError(f"{op}: tensor_amax is {given.dtype}; needs float32, because x is on a GPU")
+        amax = reshape_amax(op, given, moved_shape, recipe)
+        return amax if amax.flags.c_contiguous else amax.copy()
+    checked = check_tensor_amax(op, given, moved_shape, recipe)
+    return imports.to_device(checked) if on_device else checked
+
+
+def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
+    """Check a caller's tensor_amax in host memory, and return it as float32 in the canonical shape of reshape_amax."""
+    amax = reshape_amax(op, as_real(op, "tensor_amax", amax), moved_shape, recipe)
+    if isinstance(amax, AbstractArray):
+        return amax
+    bad = ~(amax >= 0)
+    if bad.any():
+        what = "NaN" if np.isnan(amax).any() else "negative"
+        raise ValueError(f"{op}: tensor_amax holds {int(bad.sum())} {what} value(s) of {amax.size}; needs amax >= 0")
+    return without_sign(amax)
+
+
+def without_sign(amax: np.ndarray) -> np.ndarray:
+    """Return a copy of float32 amaxes without sign bits: -0 becomes 0, so that its sign does not spread to scales."""
+    # Integer arithmetic clears the bits, because float arithmetic could flush subnormals to zero.
+    return np.asarray(amax.view(np.uint32) & np.uint32(0x7FFFFFFF)).view(np.float32)
+
+
+@ieee("amax")
+def as_real(op: str, name: str, amax: Any) -> Any:
+    """Return a real number or array, the argument `name` of the public function `op`, as a new float32 array."""
+    array = amax if isinstance(amax, AbstractArray) else np.asarray(amax)
+    if array.dtype.kind not in "fiu" and array.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} is {array.dtype}; needs a real number or a float array")
+    if isinstance(array, AbstractArray):
+        return AbstractArray(array.shape, np.dtype(np.float32))
+    with np.errstate(all="ignore"):
+        return array.astype(np.float32)
+
+
+def check_clip_amax(op: str, amax: Any) -> Any:
+    """Return the clip limit of a gradient (the argument amax of fake_quantize_backward) as float32, not reshaped."""
+    # NaN is allowed: it makes the gradient 0, because no comparison |x| <= NaN holds.
+    amax = as_real(op, "amax", amax)
+    if isinstance(amax, AbstractArray):
+        return amax
+    with np.errstate(invalid="ignore"):
+        negative = int(np.count_nonzero(amax < 0))
+    if negative:
+        raise ValueError(
+            f"{op}: amax holds {negative} negative value(s) of {amax.size}; needs amax >= 0, such as fp4kit.amax(x)"
+        )
+    return amax
+
+
+def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe, name: str = "tensor_amax") -> Any:
+    """Return a tensor_amax or tensor_scale, reshaped to its canonical shape."""
+    canonical = tensor_amax_shape(moved_shape, recipe)
+    allowed = [canonical]
+    if recipe.tensor_scaling == "tensor":
+        if amax.size == 1:
+            return amax.reshape(())
+        allowed = [(), (moved_shape[0],)] if len(moved_shape) > 2 else [()]
+    shape = fitting_shape(amax.shape, allowed)
+    if shape is not None:
+        return amax.reshape(shape)
+    if recipe.tensor_scaling == "block" and in_order(amax.shape, canonical):
+        return amax.reshape(canonical)
+    raise ValueError(f"{op}: {name} has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
+
+
+# The operations that accept block amaxes for the recipes of takes_block_amaxes. Grouped kernels read block amaxes only
+# for static recipes.
+OPERATIONS_WITH_BLOCK_AMAXES = ("quantize", "fake_quantize", "explain")
+
+
+def takes_e8m0_amaxes(r: Recipe) -> bool:
+    """Return whether recipe r accepts block amaxes for its E8M0 scales, such as those that search_scales finds."""
+    chooses_scales = r.fake_only or r.fake_rule or r.search or r.four_over_six
+    return r.scale == E8M0 and r.block_rows == 1 and r.tensor_scaling == "none" and not chooses_scales
+
+
+def takes_block_amaxes(r: Recipe) -> bool:
+    """Return whether a recipe accepts given block amaxes, such as the result of search_scales, in place of x's own."""
+    return takes_e8m0_amaxes(r) or (r.is_custom and r.block_rule is not None and r.block_rows == 1)
+
+
+def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
+    """Return the caller's block amaxes as float32 (..., K/block), or None if the caller passed none."""
+    if given is None:
+        return None
+    if not recipe.static and not (takes_block_amaxes(recipe) and op in OPERATIONS_WITH_BLOCK_AMAXES):
+        raise ValueError(
+            f"{op}: block_amax was given, but {recipe.id} computes it from x; leave it out, or use a recipe that"
+            " accepts it, such as nvfp4-modelopt-static"
+        )
+    shape = scale_shape(moved_shape, recipe)
+    if on_device:
+        if (
+            not isinstance(given, imports.cupy().ndarray)
+            or given.dtype != np.float32
+            or not in_order(given.shape, shape)
+        ):
+            raise ValueError(
+                f"{op}: block_amax is {description(given)}; needs a float32 CuPy array of shape {shape}, because x is"
+                " on a GPU"
+            )
+        return given.reshape(shape)
+    amax = as_real(op, "block_amax", given)
+    if not in_order(amax.shape, shape):
+        raise ValueError(f"{op}: block_amax has shape {amax.shape}; {recipe.id} needs {shape}")
+    if not isinstance(amax, AbstractArray) and (np.isnan(amax).any() or (amax < 0).any()):
+        raise ValueError(f"{op}: block_amax holds NaN or negative values; needs amax >= 0")
+    return (amax if isinstance(amax, AbstractArray) else without_sign(amax)).reshape(shape)
+
+
+def clip_amax(call: Any, given: Any) -> Any:
+    """Return the clip limit of a gradient, checked and in the memory (host or device) of x; None if `given` is None."""
+    if given is None:
+        return None
+    if call.on_device and isinstance(given, type(call.x)):
+        if given.dtype != np.float32:
+            raise TypeError(f"{call.op}: amax is {given.dtype}; needs float32, because x is on a GPU")
+        return reshape_clip_amax(given, call)
+    host = reshape_clip_amax(check_clip_amax(call.op, given), call)
+    return imports.to_device(host) if call.on_device else host
+
+
+def reshape_clip_amax(amax: Any, call: Any) -> Any:
+    """Return the clip limits of a gradient in one of three shapes: (1, 1), (rows, 1) or (rows, blocks)."""
+    lead = call.moved.shape[:-1]
+    rows = prod(lead)
+    blocks = scale_shape(call.moved.shape, call.recipe)[-1]
+    if amax.size == 1:
+        return amax.reshape(1, 1)
+    if amax.shape == (rows, 1) or (amax.shape[: len(lead)] == lead and amax.size == rows):
+        return amax.reshape(rows, 1)
+    if call.recipe.tensor_scaling == "tensor" and len(lead) > 1 and amax.shape[:1] == lead[:1] and amax.size == lead[0]:
+        return amax.reshape(lead[0], 1).repeat(prod(lead[1:]), axis=0)
+    if call.recipe.block and amax.size == rows * blocks:
+        return amax.reshape(rows, blocks)
+    raise ValueError(
+        f"{call.op}: amax has shape {amax.shape}; x {call.x.shape} needs (), {lead} (rows) or {(*lead, blocks)}"
+        " (blocks)"
+    )
+
+
+_FLOAT8 = {E4M3: np.dtype(ml_dtypes.float8_e4m3fn), E8M0: np.dtype(ml_dtypes.float8_e8m0fnu)}
+
+
+def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> None:
+    """Raise ValueError unless the caller passed exactly the scales that the recipe has: block, tensor, or both."""
+    has = {"block_scale": r.scale is not None, "tensor_scale": r.tensor_scaling != "none"}
+    given = {"block_scale": block_scale is not None, "tensor_scale": tensor_scale is not None}
+    for name, is_given in given.items():
+        if is_given and not has[name]:
+            raise ValueError(f"{op}: {name} was given, but {r.id} has none; leave it out")
+        if has[name] and not is_given:
+            other = next(iter(given.keys() - {name}))
+            raise ValueError(f"{op}: {other} was given without {name}; {r.id} has both; give both scales, or neither")
+
+
+def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, layout: str) -> Any:
+    """Return the caller's block_scale as uint8 bit patterns, not copied; None if the recipe has no block scales."""
+    if r.scale is None:
+        return None
+    shape = padded_shape(scale_shape(moved_shape, r), layout)
+    float8 = _FLOAT8.get(r.scale)
+    if not hasattr(given, "dtype") or given.dtype not in ((np.uint8,) if float8 is None else (np.uint8, float8)):
+        got = getattr(given, "dtype", None) or type(given).__name__
+        needed = f"uint8 bit patterns of {r.scale}" + ("" if float8 is None else f", or {float8}")
+        raise TypeError(f"{op}: block_scale is {got}; {r.id} needs {needed}")
+    if given.shape != shape:
+        raise ValueError(f"{op}: block_scale has shape {given.shape}; {r.id} of {moved_shape} needs {shape}, {layout}")
+    check_scale_codes(op, given, r.scale)
+    return given.view(np.uint8)
+
+
+def parse_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, on_device: bool) -> Any:
+    """Return the caller's tensor_scale as float32 in its canonical shape, or None if the recipe has no tensor scale."""
+    if r.tensor_scaling == "none":
+        return None
+    if on_device and isinstance(given, imports.cupy().ndarray):
+        if given.dtype != np.float32:
+            raise TypeError(f"{op}: tensor_scale is {given.dtype}; needs float32, because x is on a GPU")
+        return reshape_amax(op, given, moved_shape, r, "tensor_scale")
+    scale = reshape_amax(op, as_real(op, "tensor_scale", given), moved_shape, r, "tensor_scale")
+    bad = ~(scale >= 0) if r.tensor_rule in NEVER_NAN else scale < 0
+    if bad.any():
+        what = "NaN" if np.isnan(scale[bad]).any() else "negative"
+        raise ValueError(
+            f"{op}: tensor_scale holds {int(bad.sum())} {what} value(s) of {scale.size}; needs tensor_scale >= 0"
+        )
+    return imports.to_device(scale) if on_device else scale
+
+
+def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
+    """Return the source of randomness for stochastic rounding of x: a seed (an int), or random numbers in x's shape."""
+    as_numbers = recipe.stochastic in COMFYUI_STOCHASTICS
+    if getattr(seed, "ndim", 0) and hasattr(seed, "dtype"):
+        if recipe.stochastic in SCALE_STOCHASTICS:
+            raise ValueError(f"{op}: seed is an array; {recipe.id} needs an int, because scales are random too")
+        return _random_values(op, seed, x, recipe) if as_numbers else _random_bytes(op, seed, x)
+    number = check_seed(op, as_index(op, "seed", seed))
+    if recipe.stochastic == "comfyui_nvfp4_cuda":
+        raise ValueError(
+            f"{op}: seed is {number}; {recipe.id} needs the numbers that torch.rand gives, because those of a seed"
+            " depend on the GPU"
+        )
+    if recipe.stochastic in ("te", *SCALE_STOCHASTICS) or isinstance(x, AbstractArray):
+        return number
+    words = torch_words(number, x.size).reshape(x.shape)
+    numbers = (words & 0xFFFFFF).astype(np.float32) * np.float32(2**-24) if as_numbers else words.astype(np.uint8)
+    if isinstance(x, np.ndarray):
+        return numbers
+    with imports.making_current(x.device.id):
+        return imports.to_device(numbers)
+
+
+def torch_words(seed: int, count: int) -> np.ndarray:
+    """Return the first `count` 32-bit words that PyTorch's CPU generator draws after torch.manual_seed(seed)."""
+    return np.frombuffer(np.random.RandomState(seed & 0xFFFFFFFF).bytes(4 * count), "<u4")
+
+
+def _widened(a: Any) -> Any:
+    """Convert a CuPy array of float16 or bfloat16 to float32. A float32 array is returned unchanged."""
+    with imports.making_current(a.device.id):
+        if a.dtype == ml_dtypes.bfloat16:  # CuPy does not convert it
+            return (a.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return a if a.dtype == np.float32 else a.astype(np.float32)
+
+
+def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
+    """Return an int seed unchanged."""
+    if not 0 <= seed <= most:
+        raise ValueError(f"{op}: seed is {seed}; needs 0 to 2^64 - {2**64 - most}")
+    return seed
+
+
+def _random_bytes(op: str, seed: Any, x: Any) -> Any:
+    """Return `seed`, the random bytes that a caller passed, unchanged."""
+    if seed.dtype != np.uint8 or seed.shape != x.shape:
+        raise ValueError(f"{op}: seed is {seed.dtype} {seed.shape}; random bytes need uint8 {x.shape}, or pass an int")
+    return seed
+
+
+@ieee("quantize")
+def _random_values(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
+    """Check the random numbers that a caller passed, and return them as float32."""
+    if seed.dtype not in (np.dtype(np.float32), x.dtype) or seed.shape != x.shape:
+        raise ValueError(
+            f"{op}: seed is {seed.dtype} {seed.shape}; {recipe.id} needs numbers as torch.rand gives them, {x.dtype}"
+            f" {x.shape}" + ", or an int" * (recipe.stochastic == "comfyui_nvfp4")
+        )
+    if isinstance(seed, AbstractArray):
+        return seed
+    if not isinstance(seed, np.ndarray):
+        return _widened(seed)
+    numbers = seed.astype(np.float32)
+    bad = int(np.count_nonzero(~((numbers >= 0) & (numbers < 1))))
+    if bad:
+        raise ValueError(f"{op}: seed holds {bad} number(s) of {seed.size} outside 0 to 1; needs 0 <= r < 1")
+    return numbers
