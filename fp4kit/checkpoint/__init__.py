@@ -12,7 +12,7 @@ from fp4kit.checkpoint.convert.memory_rules import Rules
 from fp4kit.checkpoint.delta.apply import apply
 from fp4kit.checkpoint.delta.diff import diff
 from fp4kit.checkpoint.identify.run import identify_checkpoint
-from fp4kit.checkpoint.model.quantized_layers import QuantizedLayers, open_checkpoint
+from fp4kit.checkpoint.model.inspect import QuantizedLayers, open_checkpoint
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.assign_recipes import Assignment, assign_recipes
 from fp4kit.checkpoint.plan.make_plan import make_plan

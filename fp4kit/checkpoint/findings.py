@@ -13,23 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import INPUT_SCALE, TENSOR_SCALE
+from fp4kit.checkpoint.containers.configs import LOADED, MIXTURES
+from fp4kit.checkpoint.containers.table import INPUT_SCALE, TENSOR_SCALE
 from fp4kit.checkpoint.convert.put_scalars import input_scale_of
 from fp4kit.checkpoint.loaders import support
-from fp4kit.checkpoint.loaders.containers import CONTAINERS, MIXTURES
 from fp4kit.checkpoint.loaders.requirements import REJECTS
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint
-from fp4kit.checkpoint.model.layers import Piece
-from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, existing_file, open_source
-from fp4kit.checkpoint.model.side_files import other_weights
+from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, existing_file, open_source, other_weights
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
-from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.model.weights import Piece, Weight
 from fp4kit.checkpoint.plan import input_rotation, kv_cache
 from fp4kit.checkpoint.plan.job import RENAME
 from fp4kit.checkpoint.plan.output_configs import configs
 from fp4kit.checkpoint.plan.plan import Plan, TensorPlan
-from fp4kit.checkpoint.selection.diffusers_classes import class_of
+from fp4kit.checkpoint.selection.selection import diffusers_class
 from fp4kit.checkpoint.verify.input_scales import input_scale_issues
 from fp4kit.checkpoint.verify.integrity import (
     Issue,
@@ -163,7 +161,7 @@ def lines_of(issues: Iterable[Issue]) -> list[tuple[str, str]]:
 
 def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Iterable[Issue]) -> tuple[str, ...]:
     """Return the serving engines that load a checkpoint, according to the table of engines and to its findings."""
-    if class_of(config) or (format_name not in CONTAINERS and format_name not in MIXTURES):
+    if diffusers_class(config) or (format_name not in LOADED and format_name not in MIXTURES):
         return ()
     issues = [*issues]
     doubted = {*rejections_of(issues), *(issue.loader for issue in issues if issue.subject == "model")}

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.containers import comfy, ggml_names, mlx
-from fp4kit.checkpoint.containers.configs import MIXED
+from fp4kit.checkpoint.containers import comfy, mlx
+from fp4kit.checkpoint.containers.configs import KNOWN_TO, MIXED
+from fp4kit.checkpoint.containers.engines import VERSIONS
 from fp4kit.checkpoint.containers.table import MODELOPT_AWQ
 from fp4kit.checkpoint.convert.convert import ConversionReport
 from fp4kit.checkpoint.findings import engines_that_load, rejections_of
 from fp4kit.checkpoint.loaders import support
-from fp4kit.checkpoint.loaders.configs import KNOWN_TO
-from fp4kit.checkpoint.loaders.engines import VERSIONS
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.job import MERGE, QUANTIZE, REQUANTIZE
 from fp4kit.checkpoint.plan.plan import Plan
+from fp4kit.checkpoint.selection import names as ggml_names
 from fp4kit.checkpoint.verify.sampled_error import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
 from fp4kit.storage.errors import CheckpointError, shown

@@ -8,13 +8,13 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
+from fp4kit.checkpoint.containers.config_entries import unfulfilled
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.identify.diagnose import Diagnosis
 from fp4kit.checkpoint.identify.identify import MOST_RECIPES, CheckpointVerdict, short_text
 from fp4kit.checkpoint.identify.run import PreparedIdentification
 from fp4kit.checkpoint.identify.stored_facts import facts_of, problems_of
 from fp4kit.checkpoint.model.closed_world import reasons, refused_in
-from fp4kit.checkpoint.model.declared_quantization import unfulfilled
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.transforms import resolved
 from fp4kit.checkpoint.run.executors import cluster

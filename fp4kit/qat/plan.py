@@ -15,15 +15,22 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from fp4kit.checkpoint.containers.container import Container
-from fp4kit.checkpoint.model.layers import layer_names
-from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.checkpoint.model.wrapper_names import unwrapped
+from fp4kit.checkpoint.containers.table import Container
+from fp4kit.checkpoint.model.weights import Weight, layer_names
 from fp4kit.checkpoint.plan.request import Request, experts_only
-from fp4kit.checkpoint.selection import fused_layers
-from fp4kit.checkpoint.selection.adapters import adapter_tensor
-from fp4kit.checkpoint.selection.name_rules import Candidate, is_transposed, model_facts
-from fp4kit.checkpoint.selection.selection import CONV1D, Decision, Selector, Wishes, conv1d_wildcard, no_multiple
+from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.checkpoint.selection.names import adapter_tensor, unwrapped
+from fp4kit.checkpoint.selection.selection import (
+    CONV1D,
+    Candidate,
+    Decision,
+    Selector,
+    Wishes,
+    conv1d_wildcard,
+    is_transposed,
+    model_facts,
+    no_multiple,
+)
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.schema import as_stored
 from fp4kit.storage.errors import CheckpointError

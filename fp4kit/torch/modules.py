@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from fp4kit.arguments import as_flag
 from fp4kit.arrays.imports import is_distributed
-from fp4kit.checkpoint.selection.adapters import adapter_tensor
+from fp4kit.checkpoint.selection.names import adapter_tensor
 from fp4kit.checkpoint.selection.selection import CONV1D
 from fp4kit.qat.plan import ServedDtype, similar
 from fp4kit.recipes import Recipe

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays.imports import is_distributed
-from fp4kit.checkpoint.selection.adapters import adapter_tensor
+from fp4kit.checkpoint.selection.names import adapter_tensor
 from fp4kit.qat.plan import QatChoice, QatPlan, layer_of, make_plan
 from fp4kit.qat.table import QuantizedNames
 from fp4kit.recipes import Recipe

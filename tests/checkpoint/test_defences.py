@@ -40,8 +40,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint.convert.convert import Options, convert, execute
-from fp4kit.checkpoint.model.manifest import MANIFEST, differences
-from fp4kit.checkpoint.model.model_files import open_source
+from fp4kit.checkpoint.model.model_files import MANIFEST, differences, open_source
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.selection.selection import Wishes

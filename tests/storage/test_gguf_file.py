@@ -16,12 +16,11 @@ import synthetic
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint.containers.container import SCALES, Container
-from fp4kit.checkpoint.containers.ggml_names import SCALING
-from fp4kit.checkpoint.containers.table import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED
+from fp4kit.checkpoint.containers.table import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, SCALES, Container
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
+from fp4kit.checkpoint.selection.names import SCALING
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.reconcile import reconcile
 from fp4kit.checkpoint.verify.verify import verify

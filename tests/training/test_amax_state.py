@@ -251,7 +251,7 @@ def test_sharing_hides_no_nan():
 
 
 def test_loaders_fusions_can_be_shared():
-    from fp4kit.checkpoint.selection.fused_layers import FUSIONS
+    from fp4kit.checkpoint.selection.names import FUSIONS
 
     collector = AmaxCollector()
     for i, leaf in enumerate(("gate_proj", "up_proj", "w1", "w3")):

@@ -4,8 +4,9 @@
 configs. ``comfy.py``, ``mlx.py`` and ``ggml_names.py`` know what ComfyUI, mlx-lm and llama.cpp accept.
 """
 
-from fp4kit.checkpoint.containers.container import (
+from fp4kit.checkpoint.containers.table import (
     CODES,
+    CONTAINERS,
     INPUT_SCALE,
     SCALES,
     TENSOR_SCALE,
@@ -13,6 +14,5 @@ from fp4kit.checkpoint.containers.container import (
     Container,
     OutputTensor,
 )
-from fp4kit.checkpoint.containers.table import CONTAINERS
 
 __all__ = ["CODES", "CONTAINERS", "INPUT_SCALE", "SCALES", "TENSOR_SCALE", "VALUES", "Container", "OutputTensor"]

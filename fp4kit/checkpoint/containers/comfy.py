@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fp4kit.checkpoint.containers.container import Container
-from fp4kit.checkpoint.containers.table import COMFY_E5M2, COMFY_FP8, COMFY_MXFP8, COMFY_NVFP4
+from fp4kit.checkpoint.containers.table import COMFY_E5M2, COMFY_FP8, COMFY_MXFP8, COMFY_NVFP4, Container
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.errors import CheckpointError, shown
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from fp4kit.checkpoint.containers.container import Container
-from fp4kit.checkpoint.containers.table import MLX_GLOBAL, MLX_MXFP4, MLX_MXFP8, MLX_NVFP4
+from fp4kit.checkpoint.containers.table import MLX_GLOBAL, MLX_MXFP4, MLX_MXFP8, MLX_NVFP4, Container
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.errors import CheckpointError, shown
 

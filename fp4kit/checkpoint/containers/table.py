@@ -1,82 +1,309 @@
-"""Define all containers that fp4kit reads or writes. A container is one way to store a quantized linear layer as
-tensors: their names, dtypes and shapes, and the formats of codes and scales (see container.py).
-
-The table describes a layer P of shape [..., N, K]. Codes and scales are row-major. In a byte of two 4-bit codes,
-element 2j of a row is in the low nibble and element 2j + 1 in the high nibble:
-
-| container                               | codes                       | scales                 | tensor scale                  |
-|-----------------------------------------|-----------------------------|------------------------|-------------------------------|
-| modelopt NVFP4                          | P.weight U8 [N, K/2]        | P.weight_scale F8_E4M3 | P.weight_scale_2 F32 []       |
-| modelopt mxfp4                          | P.weight U8 [N, K/2]        | P.weight_scale U8      |                               |
-| modelopt MXFP8                          | P.weight F8_E4M3 [N, K]     | P.weight_scale U8      |                               |
-| compressed-tensors nvfp4-pack-quantized | P.weight_packed U8 [N, K/2] | P.weight_scale F8_E4M3 | P.weight_global_scale F32[1]* |
-| compressed-tensors mxfp4-pack-quantized | P.weight_packed U8 [N, K/2] | P.weight_scale U8      |                               |
-| compressed-tensors mxfp8-quantized      | P.weight F8_E4M3 [N, K]     | P.weight_scale U8      |                               |
-| sglang-mxfp8                            | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv U8  |                               |
-| gpt-oss                                 | P_blocks U8 [E,N,K/32,16]   | P_scales U8 [E,N,K/32] |                               |
-| gpt-oss (.blocks), (.weight_blocks)     | the same under P.blocks, P.weight_blocks | P.scales, P.weight_scales |               |
-| modelopt NVFP4 stacks                   | P U8 [E, K/2, N]            | P_weight_scale F8_E4M3 | P_weight_scale_2 F32 [] **    |
-| deepseek-v4                             | P.weight I8 [N, K/2]        | P.scale F8_E8M0        |                               |
-| deepseek-v4 nvfp4                       | as modelopt NVFP4           |                        |                               |
-| fp8 128x128                             | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv F32 |                               |
-| fp8 128x128 ue8m0                       | P.weight F8_E4M3 [N, K]     | P.scale F8_E8M0        |                               |
-| fp8 32x32, fp8 64x64                    | as fp8 128x128, in smaller tiles; "ue8m0": P.scale F8_E8M0, as DeepSeek-V4.1 has it  |
-| fp8 TILE ue8m0 weight_scale_inv         | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv F8_E8M0 |                           |
-| mlx mxfp4                               | P.weight U32 [N, K/8]       | P.scales U8            |                               |
-| mlx nvfp4, mlx nvfp4 global             | P.weight U32 [N, K/8]       | P.scales U8            | P.global_scale F32 [] ***     |
-| mlx mxfp8                               | P.weight U32 [N, K/4]       | P.scales U8            |                               |
-| modelopt NVFP4 group 32                 | P.weight U8 [N, K/2]        | P.weight_scale F8_E4M3 | P.weight_scale_2 F32 []       |
-| quark nvfp4, mimo mxfp4                 | as modelopt NVFP4, as modelopt mxfp4                                                 |
-| vllm fused mxfp4                        | P_weight U8 [E, N, K/2]     | P_weight_scale U8      |                               |
-| msmodelslim mxfp4, msmodelslim mxfp8    | as modelopt mxfp4, as modelopt MXFP8                                                 |
-| modelopt NVFP4_AWQ                      | as modelopt NVFP4, and P.pre_quant_scale [K], which multiplies the columns           |
-| modelopt NVFP4_SVD                      | as modelopt NVFP4_AWQ, and low-rank parts A [r, K] and B [N, r]; see slabs.values_of |
-| METHOD FP8                              | P.weight F8_E4M3 [N, K]     |                        | P.weight_scale []             |
-| METHOD FP8 per row                      | P.weight F8_E4M3 [N, K]     | P.weight_scale [N, 1]  |                               |
-| METHOD FP8 128x128                      | P.weight F8_E4M3 [N, K]     | P.weight_scale         |                               |
-| comfy nvfp4                             | P.weight U8 [N, K/2], high nibble first | P.weight_scale F8_E4M3, swizzled | P.weight_scale_2  |
-| comfy mxfp8                             | P.weight F8_E4M3 [N, K]     | P.weight_scale, swizzled |                             |
-| comfy float8_e4m3fn, float8_e5m2, int8_tensorwise | P.weight F8_E4M3, F8_E5M2, I8 |                | P.weight_scale []             |
-| comfy int8_tensorwise per row           | P.weight I8 [N, K]          | P.weight_scale [N]     |                               |
-| comfy scaled_fp8, scaled_fp8 e5m2       | P.weight F8_E4M3, F8_E5M2   |                        | P.scale_weight []             |
-| cast to float8_e4m3fn, float8_e5m2      | P.weight F8_E4M3, F8_E5M2; codes are the values                                      |
-| torchao NVFP4, MXFP4, MXFP8             | P._weight_qdata             | P._weight_scale, swizzled | P._weight_per_tensor_scale |
-| gguf MXFP4                              | P.weight MXFP4 [N, K]       | in its blocks          |                               |
-| gguf NVFP4, gguf NVFP4 scaled           | P.weight NVFP4 [N, K]       | in its blocks          | P.scale F32 [1]               |
-
-*    Decoding divides by the stored value; all other containers multiply.
-**   The scales are [E, K/16, N]. The tensor scale is one value for all experts, or one value per expert.
-***  The stored value is the tensor's amax: the tensor scale times the largest value of a block (6 * 448). The
-     containers "mlx nvfp4" and "gguf NVFP4" have no tensor scale.
-
-METHOD is modelopt, compressed-tensors or quark. With compressed-tensors, decoded values are rounded to the dtype of the
-scales. ComfyUI's layers also have a tag, P.comfy_quant, or an entry in the safetensors metadata.
-
-MLX and GGUF containers store experts as stacks [E, N, K], with one tensor scale per expert.
-
-Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20 compressors; SGLang 0.5.23 fp8.py;
-transformers 5.23 integrations/mxfp4.py; the DeepSeek-V4 release; MLX 0.32.4, mlx-lm 0.32.2; llama.cpp 0c1e57098.
-"""  # noqa: E501
+"""Define the containers that fp4kit reads or writes. A container is one way to store a quantized linear layer: the
+names, dtypes and shapes of its tensors. A part is one of these tensors: codes, block scales, tensor scale, input scale
+and, in a few containers, others such as factors per column. A stack is a tensor that holds a layer of all experts.
+"""
 
 from __future__ import annotations
 
 import copyreg
-from dataclasses import replace
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fp4kit.checkpoint.containers.container import (
-    CODES,
-    COLUMN_SCALE,
-    INPUT_SCALE,
-    LOW_RANK_A,
-    LOW_RANK_B,
-    SCALES,
-    TAG,
-    TENSOR_SCALE,
-    Container,
-)
+import numpy as np
+
 from fp4kit.formats import E2M1, E4M3, E5M2, E8M0, INT8, NVFP4, ElementFormat
 from fp4kit.layouts import GGUF_BLOCKS
+from fp4kit.recipes import Recipe
+from fp4kit.storage.safetensors_file import DTYPE_BITS, nbytes_of
+
+CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, VALUES = "codes", "scales", "tensor_scale", "input_scale", "values"
+COLUMN_SCALE, TAG = "column_scale", "tag"
+ROTATION = "rotation"  # the matrix of a transform, stored beside one of the layers that are rotated by it
+LOW_RANK_A, LOW_RANK_B = "low_rank_a", "low_rank_b"  # SVDQuant adds B A to the decoded matrix: A [r, K], B [N, r]
+# Usual safetensors dtype of codes or block scales -> the dtypes that are accepted in its place, because some tools
+# declare equal bytes under them. U8 may hold any 8-bit codes, and float32 scales may be stored as BF16 or F16. E8M0
+# scales that are usually U8 may also be F8_E8M0.
+SAME_BYTES = {
+    "U8": ("U8", "I8"),
+    "I8": ("U8", "I8"),
+    "F8_E4M3": ("F8_E4M3", "U8"),
+    "F8_E8M0": ("F8_E8M0", "U8"),
+    "F32": ("F32", "BF16", "F16"),
+}
+# the first word of a container's name -> its producer in recipe ids, if they differ
+_PRODUCERS = {"comfy": "comfy-kitchen", "sglang-mxfp8": "sglang", "deepseek-v4": "deepseek"}
+Spec = tuple[str, tuple[int, ...]]  # safetensors dtype and shape
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """Describe one tensor of the output: its name, dtype and shape, and which part of a layer it holds.
+
+    Attributes:
+        name: the tensor's name.
+        dtype: the tensor's safetensors dtype.
+        shape: the tensor's shape.
+        part: the part of a layer that the tensor holds, such as CODES or SCALES; VALUES for an unquantized tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    part: str = VALUES
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the tensor's data in the file."""
+        return nbytes_of(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class Container:
+    """Describe one container: how a quantized layer is stored as tensors.
+
+    Attributes:
+        name: the container's unique name, as in the table at the head of table.py.
+        format: the value of ``--format`` with which fp4kit writes this container; "" if fp4kit only reads it.
+        kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (square blocks of several rows), "fp8 rows" or "fp8 tensor"; for
+            integers "int8 rows" or "int8 tensor".
+        element: the element format of the codes.
+        scale: the element format of the block scales; None for float32 scales.
+        block: (rows, columns) that share one block scale. 0 columns stand for a whole row.
+        suffixes: part (CODES, SCALES, ...) -> suffix. A part's tensor is named by the module's name and this suffix.
+        codes_dtype, scales_dtype: safetensors dtypes of codes and block scales.
+        tensor_scale_shape: the shape of the tensor scale, and of the input scale, of a single layer.
+        divides: True if decoding divides by the stored tensor scale; False if it multiplies.
+        stack: how experts are stored: "" for separate layers, "rows" for [E, N, K] as in MLX and GGUF, "blocks" for [E,
+            N, K/32, 16] (single layers: [N, K/32, 16]), "columns" for [E, K/2, N].
+        tensor_scale_unit: the stored value divided by the tensor scale; 1 for all containers except "mlx nvfp4 global".
+        is_exact: True if a layer with scales of the wrong shape, or without its tensor scale, must not be read as this
+            container, because it may belong to a similar container. If False, such a layer can be read, to report the
+            damage.
+        own_dtype: True if block scales must have the dtype ``scales_dtype``, because bytes could be something else.
+        in_blocks: True if one tensor holds both codes and scales, in blocks as in GGUF. This tensor has the layer's
+            shape.
+        high_first: True if a byte of 4-bit codes has the even element in the high nibble.
+        swizzled: True if the block scales are stored in the order of cuBLAS, in tiles of 128 rows and 4 columns.
+        rounds: True if decoded values are rounded to the dtype in which the scales are stored.
+        flat_scales: True if one scale per row is written as a vector [N]; False to write it as [N, 1].
+        method: the ``quant_method`` of config.json that declares this container; "" if it equals ``format``.
+        algorithm: the ``quant_algo``, ``store_dtype`` or ``quant_method``, in capitals, that config.json must declare
+            before a layer is read as this container; "" if no declaration is needed.
+    """
+
+    name: str
+    format: str
+    kind: str
+    element: ElementFormat
+    scale: ElementFormat | None
+    block: tuple[int, int]
+    suffixes: Mapping[str, str]
+    codes_dtype: str
+    scales_dtype: str
+    tensor_scale_shape: tuple[int, ...] = ()
+    divides: bool = False
+    stack: str = ""
+    tensor_scale_unit: float = 1.0
+    is_exact: bool = False
+    own_dtype: bool = False
+    in_blocks: bool = False
+    high_first: bool = False
+    swizzled: bool = False
+    rounds: bool = False
+    flat_scales: bool = False
+    method: str = ""
+    algorithm: str = ""
+
+    @property
+    def producer(self) -> str:
+        """The tool or format that defines this container, such as "modelopt" or "comfy-kitchen"."""
+        word = self.name.partition(" ")[0]
+        return _PRODUCERS.get(word, word)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def for_columns(self, columns: int) -> Container:
+        """Return this container with a block width that is not 0, for layers with rows of ``columns`` elements."""
+        return self if self.block[1] else replace(self, block=(self.block[0], columns))
+
+    @property
+    def group_size(self) -> int:
+        """The number of adjacent elements of a row that share one scale; 0 if a scale covers whole rows or the
+        layer.
+        """
+        return self.block[1]
+
+    @property
+    def row_multiple(self) -> int:
+        """The number that must divide K, the number of elements per row, so that a layer can be quantized."""
+        if self.in_blocks:
+            return GGUF_BLOCKS[self.kind].elements
+        return max(self.group_size, self._unit_bits // self.element.bits)
+
+    @property
+    def _unit_bits(self) -> int:
+        """The number of bits of one element of the codes tensor, such as 8 for U8, which holds two 4-bit codes."""
+        # If codes and scales share a tensor (in_blocks), this is the number of bits of one code, because that tensor
+        # has the layer's shape.
+        return self.element.bits if self.in_blocks else DTYPE_BITS[self.codes_dtype]
+
+    @property
+    def needed(self) -> set[str]:
+        """The parts that a layer must have to be read as this container, except the tensor scale."""
+        return set(self.suffixes) & {CODES, SCALES, COLUMN_SCALE, LOW_RANK_A, LOW_RANK_B}
+
+    @property
+    def keeps_stacks(self) -> bool:
+        """True if a stack of experts is stored as one layer, False if every expert is stored as its own layer."""
+        return bool(self.stack)
+
+    @property
+    def is_cast(self) -> bool:
+        """True if a layer is its codes alone, which are the values."""
+        return set(self.suffixes) == {CODES} and not self.in_blocks
+
+    @property
+    def tag_format(self) -> str:
+        """The name of a layer's format in ComfyUI's tag, such as "nvfp4"."""
+        return self.name.removeprefix("comfy ").partition(" ")[0]
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """True if a float32 tensor scale is stored."""
+        return TENSOR_SCALE in self.suffixes
+
+    @property
+    def direction(self) -> tuple[bool, float]:
+        """The pair (divides, tensor_scale_unit)."""
+        # Two containers with equal pairs store a tensor scale as the same number, so that it can be copied bit for bit.
+        return self.divides, self.tensor_scale_unit
+
+    def multiplier(self, stored: np.float32) -> np.float32:
+        """Convert a stored tensor scale to the factor by which decoding multiplies, as float32."""
+        with np.errstate(all="ignore"):
+            return np.float32(1) / stored if self.divides else stored / np.float32(self.tensor_scale_unit)
+
+    def specs(self, shape: tuple[int, ...], has_input_scale: bool = False) -> dict[str, Spec]:
+        """Return a dict from part to (safetensors dtype, shape), with one entry per tensor to write for a layer."""
+        # Low-rank parts (SVDQuant) have no entry, because fp4kit does not write them.
+        # The tensor scale and the input scale have the shape [E] for a stack, otherwise ``tensor_scale_shape``.
+        *lead, rows, columns = shape
+        height, width = self.for_columns(columns).block
+        codes = (*lead, rows, columns * self.element.bits // self._unit_bits)
+        scales = (*lead, -(-rows // height), -(-columns // width))
+        if self.swizzled:
+            scales = (*lead, -(-scales[-2] // 128) * 128, -(-scales[-1] // 4) * 4)
+        if self.stack == "blocks":
+            codes = (*lead, rows, columns // width, width * self.element.bits // 8)
+        elif self.stack == "columns":
+            codes, scales = ((*lead, part[-1], part[-2]) for part in (codes, scales))
+        found: dict[str, Spec] = {CODES: (self.codes_dtype, codes)}
+        if SCALES in self.suffixes:
+            found[SCALES] = (self.scales_dtype, scales[:-1] if self.flat_scales else scales)
+        if COLUMN_SCALE in self.suffixes:
+            found[COLUMN_SCALE] = ("BF16", (columns,))
+        if TAG in self.suffixes:
+            found[TAG] = ("U8", (len(self.tag(shape)),))
+        if self.has_tensor_scale:
+            found[TENSOR_SCALE] = ("F32", tuple(lead) or self.tensor_scale_shape)
+        if has_input_scale:
+            found[INPUT_SCALE] = ("F32", tuple(lead) or self.tensor_scale_shape)
+        return found
+
+    def tag(self, shape: tuple[int, ...]) -> bytes:
+        """Return the content of the tag tensor that ComfyUI reads: JSON with the format and the layer's shape."""
+        return json.dumps({"format": self.tag_format, "orig_shape": list(shape)}).encode()
+
+    @property
+    def slab_rows(self) -> int:
+        """The number of rows that slabs must be a multiple of."""
+        # The number is 128 if scales are swizzled, otherwise 1.
+        return 128 if self.swizzled else 1
+
+    def outputs(self, module: str, shape: tuple[int, ...], has_input_scale: bool = False) -> tuple[OutputTensor, ...]:
+        """Return the name, dtype and shape of each tensor to write for a layer (see ``specs``)."""
+        specs = self.specs(shape, has_input_scale).items()
+        return tuple(OutputTensor(module + self.suffixes[part], *spec, part) for part, spec in specs)
+
+    def shape_of(self, codes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape [N, K] or [E, N, K] of the layer whose codes tensor has the shape ``codes``."""
+        if self.stack == "columns":
+            if len(codes) != 3:
+                return None
+            codes = (codes[0], codes[2], codes[1])
+        if self.stack == "blocks":  # [E, N, K/32, 16], or [N, K/32, 16] for a single layer
+            if len(codes) not in (3, 4) or codes[-1] != self.block[1] * self.element.bits // 8:
+                return None
+            codes = (*codes[:-2], codes[-2] * codes[-1])
+        if len(codes) not in (2, 3) or 0 in codes:
+            return None
+        shape = (*codes[:-1], codes[-1] * self._unit_bits // self.element.bits)
+        height, width = self.for_columns(shape[-1]).block
+        return shape if height > 1 or shape[-1] % width == 0 else None
+
+    def shapes_of_scales(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return all shapes in which tools store the block scales of a layer of shape [..., N, K]."""
+        # The container must store block scales in a tensor of their own.
+        usual = self.specs(shape)[SCALES][1]
+        if not self.block[1]:
+            lead_and_rows = usual if self.flat_scales else usual[:-1]
+            return usual, (*lead_and_rows, 1) if self.flat_scales else lead_and_rows
+        *lead, rows, columns = usual
+        if self.swizzled:
+            return usual, (*lead, rows // 4, columns * 4)
+        return (usual, (*lead, rows, 1, columns, 1)) if self.block[0] > 1 else (usual,)
+
+    def module_of(self, name: str) -> str | None:
+        """Return the name of the layer to which the tensor ``name`` belongs, if ``name`` is LAYER + ``key_suffix``."""
+        # The suffix is usually that of the scales, because unquantized layers have no scales.
+        suffix = self.key_suffix
+        return name[: -len(suffix)] if name.endswith(suffix) and len(name) > len(suffix) else None
+
+    @property
+    def key_suffix(self) -> str:
+        """The suffix of the tensor by which ``module_of`` finds a layer of this container."""
+        part = next(part for part in (SCALES, TENSOR_SCALE, CODES) if part in self.suffixes)
+        return self.suffixes[CODES if self.in_blocks else part]
+
+    def stores(self, recipe: Recipe) -> bool:
+        """Return whether this container can store the codes and scales of a recipe."""
+        # Element format, scale format, block size and tensor scaling must agree.
+        # A recipe that only fakes quantization cannot be stored.
+        scaling = {"fp8 rows": "row", "fp8": "block"}.get(self.kind, "tensor" if self.has_tensor_scale else "none")
+        size = recipe.block_size == self.group_size if recipe.block else self.kind in ("fp8 rows", "fp8 tensor")
+        if self.kind == "fp8":
+            size = recipe.block == self.block
+        return (
+            not recipe.fake_only
+            and (recipe.element, recipe.scale, recipe.tensor_scaling) == (self.element, self.scale, scaling)
+            and size
+        )
+
+    def same_codes(self, other: Container) -> bool:
+        """Return whether a layer can be moved to the container ``other`` without changing its codes and block
+        scales.
+        """
+        return self._values == other._values and self.has_tensor_scale <= other.has_tensor_scale
+
+    @property
+    def _values(self) -> tuple[object, ...]:
+        """The facts that determine how stored numbers are decoded, as a tuple for ``same_codes`` to compare."""
+        # For FP8 with one scale per layer or per row, the tuple has the kind in place of the block, because both have
+        # the block (1, 0).
+        more = COLUMN_SCALE in self.suffixes, LOW_RANK_A in self.suffixes
+        block = self.kind if self.scale is None and self.block[0] == 1 else self.block
+        return self.element, self.scale, block, more
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Return how many bytes the tensors of a layer of shape [..., N, K] take in this container."""
+        return sum(nbytes_of(*spec) for spec in self.specs(shape).values())
+
 
 _Pair = tuple[str, str]
 

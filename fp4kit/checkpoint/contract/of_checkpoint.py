@@ -11,23 +11,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fp4kit.checkpoint.containers.config_entries import REFUSED, unfulfilled
 from fp4kit.checkpoint.containers.configs import MIXED, container_id
-from fp4kit.checkpoint.containers.container import INPUT_SCALE
-from fp4kit.checkpoint.containers.ggml_names import KEPT_CODES, PARTLY_CARRIED, PATTERNS
-from fp4kit.checkpoint.containers.table import MODELOPT_AWQ, MODELOPT_NVFP4, MODELOPT_STACKS
+from fp4kit.checkpoint.containers.table import INPUT_SCALE, MODELOPT_AWQ, MODELOPT_NVFP4, MODELOPT_STACKS
 from fp4kit.checkpoint.contract.of_plan import SERVER, signs_of
 from fp4kit.checkpoint.identify.identify import CheckpointVerdict
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model import transforms
-from fp4kit.checkpoint.model.declared_quantization import unfulfilled
-from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
-from fp4kit.checkpoint.model.items import REFUSED
+from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, recorded
 from fp4kit.checkpoint.model.model_files import existing_file, resolved
-from fp4kit.checkpoint.model.quantized_layers import recorded
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.borrowed_codes import patterns_in
-from fp4kit.checkpoint.selection.fused_layers import fused_groups, split_module
+from fp4kit.checkpoint.selection.names import KEPT_CODES, PARTLY_CARRIED, PATTERNS, fused_groups, split_module
 from fp4kit.contract.schema import SETTINGS, Contract
 from fp4kit.contract.to_json import FILE
 from fp4kit.recipes import RECIPES, Recipe, recipe

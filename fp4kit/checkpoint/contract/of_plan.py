@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fp4kit.call.parse import HADAMARD_BLOCK
-from fp4kit.checkpoint.model.rotation import WeightRotation
-from fp4kit.checkpoint.model.weights import weights_of
+from fp4kit.checkpoint.model.weights import WeightRotation, weights_of
 from fp4kit.checkpoint.plan.job import COPY, DEQUANTIZE
 from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.checkpoint.selection.fused_layers import fused_groups, split_module
+from fp4kit.checkpoint.selection.names import fused_groups, split_module
 from fp4kit.contract.schema import Contract
 from fp4kit.recipes import RECIPES, Recipe
 

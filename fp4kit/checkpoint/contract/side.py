@@ -12,11 +12,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import INPUT_SCALE
+from fp4kit.checkpoint.containers.table import INPUT_SCALE
 from fp4kit.checkpoint.contract.of_checkpoint import contract_of
 from fp4kit.checkpoint.identify.pair_names import canonical, keys_of
-from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
-from fp4kit.checkpoint.model.quantized_layers import QuantizedLayers
+from fp4kit.checkpoint.model.inspect import Checkpoint, QuantizedLayers, inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.verify.integrity import unquantized_by_engine

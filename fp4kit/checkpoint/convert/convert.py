@@ -24,10 +24,16 @@ from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
 from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts
 from fp4kit.checkpoint.convert.scheduler import JobScheduler
 from fp4kit.checkpoint.findings import findings_of_files, opened
-from fp4kit.checkpoint.model.column_order import SWAPPED_NIBBLES, swapped_layers
-from fp4kit.checkpoint.model.doubtful_codes import CERTAIN
-from fp4kit.checkpoint.model.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
-from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG
+from fp4kit.checkpoint.model.doubtful_codes import CERTAIN, SWAPPED_NIBBLES, swapped_layers
+from fp4kit.checkpoint.model.model_files import (
+    CONFIG,
+    HF_QUANT_CONFIG,
+    MANIFEST,
+    Digest,
+    digest_of,
+    manifest_of,
+    names_in,
+)
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
 from fp4kit.checkpoint.model.statistics import doubt_about
 from fp4kit.checkpoint.model.weights import weights_of

@@ -13,7 +13,7 @@ from statistics import median
 
 import numpy as np
 
-from fp4kit.checkpoint.model.quantized_layers import open_checkpoint
+from fp4kit.checkpoint.model.inspect import open_checkpoint
 from fp4kit.storage.safetensors_file import TensorReader, read_header
 
 HEADS, EPS = 12, 1e-12  # attention heads and layer norm epsilon, as in config.json

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.containers.container import SCALES
+from fp4kit.checkpoint.containers.table import SCALES
 from fp4kit.checkpoint.convert.put_rows import put_rows
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
 from fp4kit.checkpoint.model.weights import Weight

@@ -19,11 +19,11 @@ from fp4kit.checkpoint.convert.memory_rules import Rules
 from fp4kit.checkpoint.convert.quantize_tensors import quantized
 from fp4kit.checkpoint.convert.split_tensors import Named, layers_of, split_parameter
 from fp4kit.checkpoint.model.closed_world import is_known_beside
-from fp4kit.checkpoint.model.layer_sizes import named_twice
+from fp4kit.checkpoint.model.unlike_layers import named_twice
 from fp4kit.checkpoint.model.weights import looks_quantized, stack_shape
 from fp4kit.checkpoint.plan.layer_checks import stacks_trouble
-from fp4kit.checkpoint.selection import fused_layers
-from fp4kit.checkpoint.selection.adapters import adapter_trouble
+from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.checkpoint.selection.names import adapter_trouble
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import TensorEntry
 

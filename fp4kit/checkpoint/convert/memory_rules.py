@@ -9,15 +9,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp4kit.checkpoint.containers import comfy, mlx
-from fp4kit.checkpoint.containers.container import Container
-from fp4kit.checkpoint.model.megatron_names import hugging_face_names
+from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.model.weights import stack_shape
-from fp4kit.checkpoint.model.wrapper_names import unwrapped
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.mixture import LayerQuantization, Mixture
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only
-from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
-from fp4kit.checkpoint.selection.selection import Decision, Wishes, check_transposed, decide, no_multiple
+from fp4kit.checkpoint.selection.names import hugging_face_names, unwrapped
+from fp4kit.checkpoint.selection.selection import (
+    Candidate,
+    Decision,
+    Wishes,
+    candidate,
+    check_transposed,
+    decide,
+    model_facts,
+    no_multiple,
+)
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arithmetic import ieee
-from fp4kit.checkpoint.containers.container import INPUT_SCALE
+from fp4kit.checkpoint.containers.table import INPUT_SCALE
 from fp4kit.checkpoint.convert import quantize_rows, rename, searched_rows
 from fp4kit.checkpoint.convert.put_rows import put_rows
 from fp4kit.checkpoint.model.slabs import Readers, slabs, tensor_scale_of, values_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import SCALES, Container
+from fp4kit.checkpoint.containers.table import SCALES, Container
 from fp4kit.checkpoint.convert import quantize_rows
 from fp4kit.checkpoint.convert.put_rows import put_rows
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import CODES, SCALES
+from fp4kit.checkpoint.containers.table import CODES, SCALES
 from fp4kit.checkpoint.plan.job import Job, Sink
 from fp4kit.layouts import pack_gguf, swizzle_scales
 

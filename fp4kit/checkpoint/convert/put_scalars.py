@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.calibration.scales import input_global_scale, input_scale
-from fp4kit.checkpoint.containers.container import INPUT_SCALE, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.table import INPUT_SCALE, TENSOR_SCALE, Container
 from fp4kit.checkpoint.plan.job import Job, Sink
 from fp4kit.formats import E4M3, FLT_MAX, FLT_MIN
 from fp4kit.storage.errors import CheckpointError, shown

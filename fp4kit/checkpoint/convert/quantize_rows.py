@@ -12,7 +12,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import making_current, to_device
-from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.convert import searched_rows
 from fp4kit.checkpoint.convert.put_rows import put_rows
 from fp4kit.checkpoint.convert.put_scalars import put_scalars

@@ -14,7 +14,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.arrays import torch_arrays
 from fp4kit.arrays.imports import to_device
 from fp4kit.arrays.returns import library_of
-from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE
+from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE
 from fp4kit.checkpoint.convert.memory_rules import Rules
 from fp4kit.checkpoint.convert.put_scalars import input_scale_of, usable_tensor_scale
 from fp4kit.checkpoint.convert.quantize_rows import divisor_of, stored_scales

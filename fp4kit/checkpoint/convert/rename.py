@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import COLUMN_SCALE, INPUT_SCALE, SCALES
+from fp4kit.checkpoint.containers.table import COLUMN_SCALE, INPUT_SCALE, SCALES
 from fp4kit.checkpoint.convert.put_rows import put_rows
 from fp4kit.checkpoint.convert.put_scalars import (
     check_input_scale,

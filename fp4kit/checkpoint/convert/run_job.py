@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import ROTATION, TAG, VALUES
+from fp4kit.checkpoint.containers.table import ROTATION, TAG, VALUES
 from fp4kit.checkpoint.convert import (
     fp8_to_mxfp8,
     merge_rows,

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from fp4kit.checkpoint.convert import run_job
 from fp4kit.checkpoint.convert.journal import Journal
-from fp4kit.checkpoint.model.manifest import Digest, digest_of
+from fp4kit.checkpoint.model.model_files import Digest, digest_of
 from fp4kit.checkpoint.plan.job import Done, Job, Measured, Tick
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.executors import FunctionCall, run_all

@@ -11,7 +11,7 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import making_current, to_device
 from fp4kit.checkpoint.convert import searched_blocks
-from fp4kit.checkpoint.model.decode import row_chunks
+from fp4kit.checkpoint.model.slabs import row_chunks
 from fp4kit.checkpoint.plan.job import Job
 from fp4kit.checkpoint.plan.scale_search import BLOCK_RECIPES, Losses
 from fp4kit.ops.amax import search_scales

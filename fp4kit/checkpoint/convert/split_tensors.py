@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp4kit.checkpoint.convert.memory_rules import Rules
-from fp4kit.checkpoint.model.layers import Piece, pieces
-from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, stack_shape
+from fp4kit.checkpoint.model.weights import Piece, Weight, has_transposed_stacks, pieces, stack_shape
 from fp4kit.storage.errors import CheckpointError, shown
 
 Named = tuple[str, Any]

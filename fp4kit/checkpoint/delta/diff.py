@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.containers.container import CODES, SCALES
+from fp4kit.checkpoint.containers.table import CODES, SCALES
 from fp4kit.checkpoint.delta.patch_file import (
     BYTES,
     CHUNK,

@@ -14,8 +14,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from fp4kit.checkpoint.model.manifest import MANIFEST, names_in
-from fp4kit.checkpoint.model.model_files import existing_file
+from fp4kit.checkpoint.model.model_files import MANIFEST, existing_file, names_in
 from fp4kit.checkpoint.plan.output_files import check_target, final_path
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.gguf_file import is_gguf

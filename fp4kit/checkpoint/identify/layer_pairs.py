@@ -13,19 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import COLUMN_SCALE, LOW_RANK_A, TENSOR_SCALE
+from fp4kit.checkpoint.containers.table import COLUMN_SCALE, LOW_RANK_A, TENSOR_SCALE
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer
 from fp4kit.checkpoint.identify.layer_series import LayerPair
 from fp4kit.checkpoint.identify.match_layers import Counterparts, Origin, TurnedOrigin
 from fp4kit.checkpoint.identify.read_layers import RowRanges, rows_in, sample_spans, some_rows, stored_layer
 from fp4kit.checkpoint.identify.stored_facts import RECIPE_FILE, modifiers_of
+from fp4kit.checkpoint.model.inspect import recorded
 from fp4kit.checkpoint.model.model_files import Source
-from fp4kit.checkpoint.model.quantized_layers import recorded
-from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
-from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.model.weights import Weight, WeightRotation
+from fp4kit.checkpoint.selection import names as fused_layers
 
 _HALVES = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 _SECOND = ("up_proj", "w3")

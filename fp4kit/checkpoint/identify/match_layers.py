@@ -10,17 +10,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.identify.pair_names import canonical, gate_first, keys_of, kv_b_name, kv_b_rows
 from fp4kit.checkpoint.model.inspect import Checkpoint
-from fp4kit.checkpoint.model.layers import expert_name, pieces
 from fp4kit.checkpoint.model.model_files import Source
-from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
 from fp4kit.checkpoint.model.transforms import decodable
-from fp4kit.checkpoint.model.weights import LowRankUpdate, Weight
-from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.model.weights import LowRankUpdate, Weight, WeightRotation, expert_name, pieces
+from fp4kit.checkpoint.selection import names as fused_layers
 
 _HALVES = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 _SECOND = ("up_proj", "w3")

@@ -17,9 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fp4kit.checkpoint.model.layers import expert_name
-from fp4kit.checkpoint.model.weights import HeadOrder, Weight, is_interleaved
-from fp4kit.checkpoint.selection.fused_layers import join_module, split_module
+from fp4kit.checkpoint.model.weights import HeadOrder, Weight, expert_name, is_interleaved
+from fp4kit.checkpoint.selection.names import join_module, split_module
 from fp4kit.contract.schema import EXPERT_LEAVES
 
 _WRAPPERS = ("_orig_mod", "module")

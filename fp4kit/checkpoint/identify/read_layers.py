@@ -14,12 +14,11 @@ from zlib import crc32
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import CODES, LOW_RANK_A, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.table import CODES, LOW_RANK_A, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer
 from fp4kit.checkpoint.identify.try_hypotheses import recipes_of
-from fp4kit.checkpoint.model.decode import scales_of
-from fp4kit.checkpoint.model.slabs import Readers, slabs, tensor_scale_of
+from fp4kit.checkpoint.model.slabs import Readers, scales_of, slabs, tensor_scale_of
 from fp4kit.checkpoint.model.weights import Located, Weight
 from fp4kit.recipes import RECIPES, Recipe
 

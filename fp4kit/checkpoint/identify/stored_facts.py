@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import SCALES
-from fp4kit.checkpoint.model.decode import scales_of
+from fp4kit.checkpoint.containers.table import SCALES
 from fp4kit.checkpoint.model.doubtful_codes import doubt_of, is_empty
 from fp4kit.checkpoint.model.inspect import Checkpoint, quantization_summary
-from fp4kit.checkpoint.model.magnitudes import doubts_of, reference_of, sampled_magnitudes
-from fp4kit.checkpoint.model.slabs import Readers, slabs
+from fp4kit.checkpoint.model.slabs import Readers, scales_of, slabs
+from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.weights import Weight
 
 _MOST_LAYERS = 64  # evenly spaced layers whose scales are read

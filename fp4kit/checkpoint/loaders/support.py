@@ -18,9 +18,229 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, MIXTURES, LoaderContainer, container
-from fp4kit.checkpoint.loaders.engines import SERVING, VERSIONS, Finding, How, Status, finding, named
-from fp4kit.checkpoint.loaders.observations import RUNS, SPLIT_EXPERTS
+from fp4kit.checkpoint.containers.configs import FORMATS, KINDS, LOADED, MIXTURES, LoaderContainer, loaded_container
+from fp4kit.checkpoint.containers.engines import SERVING, VERSIONS, Finding, How, Status, finding, named
+
+ObservationRow = tuple[tuple[str, ...], str, str, Status, How, str]
+
+_NVFP4 = ("modelopt NVFP4", "modelopt W4A16_NVFP4")
+_MXFP8 = ("modelopt MXFP8",)
+_MXFP4 = ("modelopt mxfp4",)
+_CT_NVFP4 = ("compressed-tensors nvfp4-pack-quantized",)
+_CT_MXFP4 = ("compressed-tensors mxfp4-pack-quantized",)
+_CT_MXFP8 = ("compressed-tensors mxfp8-quantized",)
+_FP8 = ("modelopt FP8",)
+_FP8_CHANNEL = ("modelopt FP8_PER_CHANNEL_PER_TOKEN",)
+_CT_FP8 = ("compressed-tensors FP8", "compressed-tensors FP8 per row")
+_CT_FP8_BLOCKS = ("compressed-tensors FP8 128x128",)
+_FP8_BLOCKS = ("fp8 128x128",)
+_CT_MIXED = ("compressed-tensors mixed-precision",)
+_MIXED = ("modelopt MIXED_PRECISION",)
+_SGLANG_MXFP8 = ("sglang-mxfp8",)
+_GPT_OSS = ("gpt-oss",)
+_DEEPSEEK_V4 = ("deepseek-v4",)
+_BF16 = ("bf16",)
+
+# Families whose linear layers have Hugging Face names. Rows for "dense" also hold for "llama" if "llama" has no row.
+_HF = "dense moe deepseek_v3 vlm stacked_moe llama4"
+_NAMES = (
+    "choice of method, exclusions, names, shapes and dtypes were tested, but not the values that the engine computes"
+)
+_MTP = f"{_NAMES}; an exclusion that ends in an MLA projection applies to that projection in every layer"
+_NO_MODELOPT = "the engine has no modelopt quantizer, so the shapes of packed weights are wrong for it"
+_AS_ALONE = "each layer loads as in a checkpoint with its container alone"
+_ONLY_MIXABLE = "some versions load only layers in NVFP4, W4A16_NVFP4 and FP8, and treat all others as unquantized"
+_SGLANG_CT = "not tried; alone, MXFP8 layers fail in this format, and so do MXFP4 layers that are not experts"
+_SGLANG_MIXED = "not tried; the engine has a method for MIXED_PRECISION, but in MXFP8 layers it rejects weight_scale"
+_NO_MODELOPT_FP8 = "the engine has no modelopt quantizer: it prints a warning, and uses the E4M3 codes as weights"
+_ROUNDED_SCALES = (
+    "the engine rounds scales to the dtype of the model, so that in bfloat16 values are off by up to 2^-9 of their size"
+)
+_WHOLE_PARTS = "only if the rows of every part of a fused layer, except the last part, are a multiple of 128"
+_WHOLE_BLOCKS = (
+    "tested without a GPU, where the engine dequantizes the weights to bfloat16, if the rows of every layer are a"
+    " multiple of 128"
+)
+_LLAMA_SCALES = (
+    "the engine's Llama loader renames weight_scale_inv to weight_scale and finds no such parameter (llama.py:723)"
+)
+_DEQUANTIZED = "tested without a GPU, where the engine dequantizes the weights to bfloat16"
+_NO_PACKED = "the engine has no parameters for the biases of packed experts (w2_bias)"
+SPLIT_EXPERTS = "the engine reads these experts only as stacks, and leaves separate experts at random values"
+_KEPT_EXPERTS = (
+    "experts stay unquantized, and the exclusion list must name the module that contains them, such as "
+    "block_sparse_moe.experts"
+)
+
+RUNS: tuple[ObservationRow, ...] = (
+    (_NVFP4, _HF, "vLLM", "loads", "run", ""),
+    (_NVFP4, _HF, "SGLang", "loads", "run", _NAMES),
+    (_NVFP4, "deepseek_v3", "SGLang", "loads", "run", _MTP),
+    (_NVFP4, _HF, "transformers", "fails", "run", _NO_MODELOPT),
+    (_NVFP4, "granite_moe", "vLLM", "loads", "read", _KEPT_EXPERTS),
+    (_NVFP4, "granite_moe", "transformers", "fails", "run", _NO_MODELOPT),
+    (_NVFP4, "gpt_oss", "vLLM", "fails", "run", _NO_PACKED),
+    (_NVFP4, "all", "Model-Optimizer", "loads", "run", ""),
+    (_MXFP8, _HF, "vLLM", "loads", "run", ""),
+    (
+        _MXFP8,
+        _HF,
+        "SGLang",
+        "fails",
+        "run",
+        "the engine's mxfp8 method needs weight_scale_inv and rejects weight_scale",
+    ),
+    (
+        _MXFP8,
+        "llama",
+        "SGLang",
+        "wrong values",
+        "read",
+        "the engine's mxfp8 method needs weight_scale_inv; its Llama loader logs the missing name and continues with "
+        "scales of 0",
+    ),
+    (
+        _MXFP8,
+        _HF,
+        "transformers",
+        "wrong values",
+        "run",
+        "the engine has no modelopt quantizer: it prints a warning, and uses the E4M3 codes as weights",
+    ),
+    (_MXFP8, "all", "Model-Optimizer", "loads", "run", ""),
+    (_MXFP4, "all", "vLLM", "fails", "run", "the engine's modelopt method does not support MXFP4"),
+    (_MXFP4, "all", "SGLang", "fails", "run", "the engine's modelopt method does not support MXFP4"),
+    (_MXFP4, "all", "transformers", "fails", "run", _NO_MODELOPT),
+    (_MXFP4, "all", "Model-Optimizer", "loads", "run", ""),
+    (
+        _CT_NVFP4,
+        _HF,
+        "vLLM",
+        "loads",
+        "run",
+        "the engine inverts the stored divisor, so values are off by up to 2 float32 ulp",
+    ),
+    (
+        _CT_NVFP4,
+        _HF,
+        "SGLang",
+        "loads",
+        "run",
+        "names and dtypes were tested, but not the values that the engine computes",
+    ),
+    (_CT_NVFP4, "granite_moe", "vLLM", "loads", "read", _KEPT_EXPERTS),
+    (_CT_NVFP4, "dense vlm granite_moe llama4", "transformers", "loads", "run", ""),
+    (_CT_NVFP4, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
+    (
+        _CT_NVFP4,
+        "moe deepseek_v3",
+        "transformers",
+        "wrong values",
+        "run",
+        "the engine decodes experts without their global scale, and does not warn (transformers#48371)",
+    ),
+    (_CT_MXFP4, _HF, "vLLM", "loads", "run", ""),
+    (_CT_MXFP4, "granite_moe", "vLLM", "loads", "read", _KEPT_EXPERTS),
+    (
+        _CT_MXFP4,
+        "dense",
+        "SGLang",
+        "fails",
+        "run",
+        "linear layers that are not experts raise 'No compressed-tensors compatible scheme was found', because the "
+        "engine has MXFP4 only for experts",
+    ),
+    (
+        _CT_MXFP4,
+        "moe deepseek_v3",
+        "SGLang",
+        "fails",
+        "run",
+        "the engine has MXFP4 only for experts, so it loads the checkpoint if nothing else is quantized (--preset "
+        "experts)",
+    ),
+    (_CT_MXFP4, "dense moe deepseek_v3 vlm granite_moe llama4", "transformers", "loads", "run", ""),
+    (_CT_MXFP4, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
+    (_CT_MXFP8, "dense", "vLLM", "loads", "read", ""),
+    (_CT_MXFP8, "moe deepseek_v3 vlm stacked_moe llama4", "vLLM", "loads", "run", ""),
+    (_CT_MXFP8, "granite_moe", "vLLM", "loads", "read", _KEPT_EXPERTS),
+    (_CT_MXFP8, "dense", "SGLang", "fails", "run", "the engine has no method for MXFP8 linear layers in this format"),
+    (_CT_MXFP8, "dense vlm granite_moe llama4", "transformers", "loads", "run", ""),
+    (_CT_MXFP8, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
+    (
+        _CT_MXFP8,
+        "moe deepseek_v3",
+        "transformers",
+        "fails",
+        "run",
+        "the engine multiplies experts by their scales as if the scales were not per block",
+    ),
+    ((*_FP8, *_FP8_CHANNEL), "dense moe deepseek_v3 vlm", "vLLM", "loads", "read", ""),
+    (_FP8, "dense moe deepseek_v3 vlm", "SGLang", "loads", "read", ""),
+    ((*_FP8, *_FP8_CHANNEL), "all", "Model-Optimizer", "loads", "read", ""),
+    ((*_FP8, *_FP8_CHANNEL), _HF, "transformers", "wrong values", "read", _NO_MODELOPT_FP8),
+    ((*_FP8, *_FP8_CHANNEL), "dense moe deepseek_v3", "transformers", "wrong values", "run", _NO_MODELOPT_FP8),
+    (_CT_FP8, "dense moe deepseek_v3 vlm", "vLLM", "loads", "read", ""),
+    (_CT_FP8, "dense", "SGLang", "loads", "read", ""),
+    (_CT_FP8, "dense moe", "transformers", "loads", "run", _ROUNDED_SCALES),
+    (_CT_FP8, "stacked_moe", "transformers", "wrong values", "read", SPLIT_EXPERTS),
+    ((*_CT_FP8_BLOCKS, *_FP8_BLOCKS), "dense moe deepseek_v3", "vLLM", "loads", "read", _WHOLE_PARTS),
+    ((*_CT_FP8_BLOCKS, *_FP8_BLOCKS), "dense", "SGLang", "loads", "read", _WHOLE_PARTS),
+    (_FP8_BLOCKS, "moe deepseek_v3", "SGLang", "loads", "read", _WHOLE_PARTS),
+    (_FP8_BLOCKS, "llama", "SGLang", "wrong values", "read", _LLAMA_SCALES),
+    (_FP8_BLOCKS, "dense moe deepseek_v3", "transformers", "loads", "run", _WHOLE_BLOCKS),
+    (_FP8_BLOCKS, "stacked_moe llama4", "transformers", "wrong values", "read", SPLIT_EXPERTS),
+    (_CT_FP8_BLOCKS, "dense", "transformers", "loads", "run", _ROUNDED_SCALES),
+    (_CT_FP8_BLOCKS, "stacked_moe", "transformers", "wrong values", "read", SPLIT_EXPERTS),
+    ((*_CT_NVFP4, *_CT_MXFP4, *_CT_MXFP8, *_CT_FP8, *_CT_FP8_BLOCKS), "all", "compressed-tensors", "loads", "run", ""),
+    (_CT_MIXED, "dense moe deepseek_v3 vlm", "vLLM", "loads", "read", ""),
+    (_CT_MIXED, _HF, "SGLang", "unknown", "", _SGLANG_CT),
+    (_CT_MIXED, "dense", "transformers", "loads", "run", _AS_ALONE),
+    (_CT_MIXED, "all", "compressed-tensors", "loads", "run", _AS_ALONE),
+    (_MIXED, "dense moe deepseek_v3 vlm", "vLLM", "loads", "read", _ONLY_MIXABLE),
+    (_MIXED, _HF, "SGLang", "unknown", "", _SGLANG_MIXED),
+    (_MIXED, _HF, "transformers", "fails", "read", _NO_MODELOPT),
+    (_MIXED, "dense moe deepseek_v3", "transformers", "fails", "run", _NO_MODELOPT),
+    (_SGLANG_MXFP8, _HF, "SGLang", "loads", "run", ""),
+    (
+        _SGLANG_MXFP8,
+        "llama",
+        "SGLang",
+        "wrong values",
+        "read",
+        _LLAMA_SCALES,
+    ),
+    (_SGLANG_MXFP8, "dense llama moe deepseek_v3 vlm granite_moe", "transformers", "loads", "run", _DEQUANTIZED),
+    (_SGLANG_MXFP8, "stacked_moe llama4", "transformers", "wrong values", "run", SPLIT_EXPERTS),
+    (
+        _SGLANG_MXFP8,
+        _HF,
+        "vLLM",
+        "fails",
+        "run",
+        "the engine's mxfp8 method needs weight_scale, and reads only ignored_layers as exclusion list",
+    ),
+    (_GPT_OSS, "gpt_oss", "vLLM", "loads", "run", ""),
+    (_GPT_OSS, "gpt_oss", "SGLang", "loads", "read", "only if intermediate_size is a multiple of 32"),
+    (_GPT_OSS, "gpt_oss", "transformers", "loads", "run", _DEQUANTIZED),
+    (_GPT_OSS, _HF, "transformers", "fails", "read", "the engine reads this format only for the experts of gpt_oss"),
+    (_DEEPSEEK_V4, "deepseek_v4", "vLLM", "loads", "read", "only if config.json has expert_dtype fp4"),
+    (_DEEPSEEK_V4, "deepseek_v4", "transformers", "loads", "run", _DEQUANTIZED),
+    (
+        ("deepseek-v4 nvfp4",),
+        "deepseek_v4",
+        "vLLM",
+        "loads",
+        "read",
+        "only if quantization_config has moe_quant_algo NVFP4",
+    ),
+    (_BF16, f"{_HF} granite_moe", "vLLM", "loads", "read", ""),
+    (_BF16, f"{_HF} granite_moe", "SGLang", "loads", "read", ""),
+    (_BF16, "dense moe deepseek_v3 deepseek_v4 gpt_oss granite_moe", "transformers", "loads", "run", ""),
+    (_BF16, "stacked_moe llama4", "transformers", "loads", "run", f"only if experts are stacks: {SPLIT_EXPERTS}"),
+    (_BF16, "vlm", "transformers", "loads", "run", ""),
+)
+
 
 # Models whose experts transformers reads only as stacks. It splits the experts of llama4 if the checkpoint is quantized
 # in compressed-tensors' format.
@@ -84,10 +304,10 @@ _CELLS = _cells()
 
 def cell(container_id: str, family: str, engine: str) -> Cell:
     """Return the table entry that says what ``engine`` does with a container, for models of ``family``."""
-    if container_id not in (*CONTAINERS, *MIXTURES) or family not in FAMILIES or engine not in VERSIONS:
+    if container_id not in (*LOADED, *MIXTURES) or family not in FAMILIES or engine not in VERSIONS:
         raise ValueError(
             f"cell: container {container_id!r}, family {family!r}, engine {engine!r}: at least one is unknown; see"
-            " CONTAINERS, FAMILIES and VERSIONS"
+            " LOADED, FAMILIES and VERSIONS"
         )
     found = _CELLS.get((container_id, family, engine))
     if found is None and family == "llama":
@@ -109,7 +329,7 @@ def _rank(container_id: str, family: str) -> tuple[int, int, int]:
 
 def _candidates(kind: str) -> list[LoaderContainer]:
     """Return the containers that can store recipes of ``kind``, one per format except bf16, in the order of FORMATS."""
-    found = (container(format, kind) for format in FORMATS if format != "bf16")
+    found = (loaded_container(format, kind) for format in FORMATS if format != "bf16")
     return [each for each in found if each is not None]
 
 
@@ -136,7 +356,7 @@ def _way_out(kind: str, family: str) -> str:
 
 def _stored(format: str, kind: str) -> LoaderContainer:
     """Return the container in which ``format`` stores recipes of ``kind``. The format must be able to store them."""
-    found = container(format, kind)
+    found = loaded_container(format, kind)
     assert found is not None
     return found
 
@@ -147,11 +367,9 @@ def refusal(format: str, kind: str, family: str) -> str | None:
     """
     # A conversion is rejected if the format cannot store recipes of this kind, or if no serving engine is known to load
     # the result for models of ``family``.
-    target = container(format, kind)
+    target = loaded_container(format, kind)
     if target is None:
-        holds = ", ".join(
-            dict.fromkeys(each.kind for each in CONTAINERS.values() if each.format == format and each.kind)
-        )
+        holds = ", ".join(dict.fromkeys(each.kind for each in LOADED.values() if each.format == format and each.kind))
         return f"--format {format} holds {holds} only, no {kind}; {_way_out(kind, family)}"
     if target.kind is None or engines_for(target.id, family):
         return None
@@ -246,7 +464,7 @@ def markdown() -> str:
     """Return the table for the docs as Markdown, with one column per engine, and numbered notes below it."""
     notes: dict[str, int] = {}
     head = f"| container | models | {' | '.join(f'{engine} {version}' for engine, version in VERSIONS.items())} |"
-    ids = (*CONTAINERS, *MIXTURES)
+    ids = (*LOADED, *MIXTURES)
     rows = [_row(container_id, families, notes) for container_id in ids for families in _alike(container_id)]
     below = [f"{number}. {note}" for note, number in notes.items()]
     return "\n".join([head, f"|{' --- |' * (len(VERSIONS) + 2)}", *rows, "", *below]) + "\n"

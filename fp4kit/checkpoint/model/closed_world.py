@@ -18,24 +18,35 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import (
+from fp4kit.checkpoint.containers.config_entries import (
+    CARRIED,
+    DOUBTFUL,
+    IGNORED,
+    REFUSED,
+    UNDERSTOOD,
+    Item,
+    brief,
+    config_items,
+    hf_quant_items,
+)
+from fp4kit.checkpoint.containers.configs import declared, sections
+from fp4kit.checkpoint.containers.table import (
     CODES,
     COLUMN_SCALE,
+    COMFY_OLD,
+    COMFY_OLD_E5M2,
+    CONTAINERS,
     LOW_RANK_A,
     LOW_RANK_B,
     SCALES,
     TAG,
     TENSOR_SCALE,
+    VLLM_EXPERTS,
     Container,
 )
-from fp4kit.checkpoint.containers.table import COMFY_OLD, COMFY_OLD_E5M2, CONTAINERS, VLLM_EXPERTS
-from fp4kit.checkpoint.model.config_items import brief, config_items, hf_quant_items
-from fp4kit.checkpoint.model.declarations import declared, sections
 from fp4kit.checkpoint.model.foreign_formats import ForeignLayers
-from fp4kit.checkpoint.model.items import CARRIED, DOUBTFUL, IGNORED, REFUSED, UNDERSTOOD, Item
-from fp4kit.checkpoint.model.layer_sizes import named_twice
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.unlike_layers import role_of
+from fp4kit.checkpoint.model.unlike_layers import named_twice, role_of
 from fp4kit.checkpoint.model.weights import (
     COMFY_METADATA,
     Located,
@@ -45,7 +56,7 @@ from fp4kit.checkpoint.model.weights import (
     comfy_layers,
     is_interleaved,
 )
-from fp4kit.checkpoint.selection.adapters import adapter_trouble
+from fp4kit.checkpoint.selection.names import adapter_trouble
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.ggml_types import BLOCKED
 from fp4kit.storage.gguf_file import GgufFile

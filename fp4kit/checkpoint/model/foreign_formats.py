@@ -9,9 +9,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fp4kit.checkpoint.containers.container import (
+from fp4kit.checkpoint.containers.table import (
     CODES,
     COLUMN_SCALE,
+    CONTAINERS,
     INPUT_SCALE,
     LOW_RANK_A,
     SCALES,
@@ -19,7 +20,6 @@ from fp4kit.checkpoint.containers.container import (
     TENSOR_SCALE,
     Container,
 )
-from fp4kit.checkpoint.containers.table import CONTAINERS
 from fp4kit.checkpoint.model.weights import looks_quantized
 from fp4kit.storage.errors import shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry

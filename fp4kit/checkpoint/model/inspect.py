@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
+from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
+from fp4kit.checkpoint.containers.table import COLUMN_SCALE, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.model import transforms
-from fp4kit.checkpoint.model.items import REFUSED, Item
 from fp4kit.checkpoint.model.model_files import (
     CONFIG,
     HF_QUANT_CONFIG,
+    Source,
     check_kind_of_file,
     existing_file,
     hint_on_path,
@@ -25,9 +31,15 @@ from fp4kit.checkpoint.model.model_files import (
     open_model_files,
     resolved,
 )
+from fp4kit.checkpoint.model.slabs import Readers, scalar_of, scales_of, slabs
 from fp4kit.checkpoint.model.weights import Weight, weights_of
+from fp4kit.checkpoint.selection.names import RECIPE
 from fp4kit.lazy import lazy_property
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.quantized.container import Quantized
+from fp4kit.recipes import RECIPES, Recipe, recipe
+from fp4kit.recipes.to_dict import from_data
+from fp4kit.reference.static_amax import divisor_dtype
+from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import is_gguf
 from fp4kit.storage.json_object import load_object
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
@@ -155,3 +167,225 @@ def _length(value: object) -> int:
 def _compact(value: object) -> str:
     """Return a config value as text for a summary."""
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_MOST_NAMES = 5  # how many names the error message for an unknown layer lists
+# kind of container -> the recipe for containers whose producer has no recipe of this kind
+_USUAL = {"nvfp4": "nvfp4-modelopt", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te"}
+
+
+def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> QuantizedLayers:
+    """Open a checkpoint, and return its quantized layers by name. Codes and scales are read when a layer is looked up.
+
+    Args:
+        path: a model directory, a .safetensors file or a GGUF file.
+        recipe: the recipe of all layers, which determines how they are decoded. If None, each layer gets the recipe
+            that the checkpoint records, if the layer's container can store it. Otherwise it gets a recipe that its
+            container can store, if possible one named after the container's producer. Recorded patterns, by which some
+            layers have other recipes, are not used.
+
+    Returns:
+        A mapping from layer name to Quantized.
+
+    Raises:
+        CheckpointError: if there is no checkpoint at this path, or it is malformed.
+        ValueError: if no recipe has this id.
+
+    Exact:
+        Codes and scales are the bytes of the file, in linear order with the even element in the low nibble. The recipe
+        decodes them. Loaders may multiply in another order, so that float32 values differ in the last bit. The dtype of
+        a Quantized is bfloat16, or float16 or float32 if the divisors of compressed-tensors can only come from that
+        dtype.
+
+    Examples:
+        >>> import numpy as np, tempfile, fp4kit, fp4kit.checkpoint
+        >>> from safetensors.numpy import save_file
+        >>> folder = tempfile.mkdtemp()
+        >>> save_file({"up_proj.weight": np.ones((32, 64), np.float32)}, f"{folder}/w.safetensors")
+        >>> made = fp4kit.checkpoint.convert(f"{folder}/w.safetensors", f"{folder}/w-nvfp4.safetensors", "nvfp4-te")
+        >>> q = fp4kit.open_checkpoint(made.destination)["up_proj"]
+        >>> q.shape, q.recipe.id, float(q.dequantize().max())
+        ((32, 64), 'nvfp4-te', 1.0)
+    """
+    wanted = None if recipe is None else _recipe(recipe)
+    return QuantizedLayers(inspect_checkpoint(path), wanted)
+
+
+class QuantizedLayers(Mapping[str, Quantized]):
+    """A mapping from the names of quantized layers to Quantized objects, which are read on each lookup.
+
+    The keys are module names such as "model.layers.0.mlp.up_proj", in the order of the files. A stack of experts is one
+    layer with the shape (experts, rows, columns). Only one layer is in memory per lookup; nothing is cached.
+
+    ``layers[name]`` raises KeyError for an unknown name, and lists similar names. It raises CheckpointError if a
+    Quantized cannot hold the layer, such as one with a factor per column (AWQ), or if the recipe does not fit it.
+
+    Attributes:
+        path: the model directory or file.
+
+    Examples:
+        >>> import numpy as np, tempfile, fp4kit, fp4kit.checkpoint
+        >>> from safetensors.numpy import save_file
+        >>> folder = tempfile.mkdtemp()
+        >>> save_file({"up_proj.weight": np.ones((32, 64), np.float32)}, f"{folder}/w.safetensors")
+        >>> made = fp4kit.checkpoint.convert(f"{folder}/w.safetensors", f"{folder}/w-nvfp4.safetensors", "nvfp4-te")
+        >>> layers = fp4kit.open_checkpoint(made.destination)
+        >>> list(layers), layers["up_proj"].shape
+        (['up_proj'], (32, 64))
+    """
+
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe | None = None) -> None:
+        self._checkpoint, self._recipe = checkpoint, recipe
+        self._weights = checkpoint.layers
+
+    @property
+    def path(self) -> Path:
+        """The model directory or file."""
+        return self._checkpoint.path
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
+    def __getitem__(self, name: str) -> Quantized:
+        weight = self._weights.get(name)
+        if weight is None:
+            raise KeyError(_unknown(name, self._checkpoint, list(self._weights)))
+        return _read(weight, self._recipe_of(weight))
+
+    def __repr__(self) -> str:
+        forms = listed(list(dict.fromkeys(weight.dtype for weight in self._weights.values()))) or "none quantized"
+        return f"QuantizedLayers({str(self.path)!r}: {len(self)} layers, {forms})"
+
+    def _recipe_of(self, weight: Weight) -> Recipe:
+        """Return the recipe of a layer."""
+        form = weight.container
+        assert form is not None
+        form = form.for_columns(weight.shape[-1])
+        if self._recipe is not None:
+            if not form.stores(self._recipe):
+                raise CheckpointError(
+                    f"{shown(weight.name)}: {form} cannot store {self._recipe.id}; give another recipe"
+                )
+            return self._recipe
+        own = recorded(self._checkpoint)
+        return own if own is not None and form.stores(own) else _usual(weight, form)
+
+
+def _recipe(wanted: str | Recipe) -> Recipe:
+    """Return the recipe that an id or alias names, or a Recipe unchanged. Raise ValueError for an unknown id."""
+    return recipe(wanted)
+
+
+def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
+    """Return the recipe that fp4kit recorded in a checkpoint; None if there is no record that can be read."""
+    declared = (checkpoint.config or {}).get("quantization_config")
+    own = declared.get("fp4kit") if isinstance(declared, dict) else None
+    data = own.get("recipe") if isinstance(own, dict) else None
+    if data is None and checkpoint.files:
+        data = checkpoint.files[0].metadata.get(RECIPE)
+    try:
+        return None if data is None else from_data(data)
+    except (ValueError, TypeError):
+        return None
+
+
+def _usual(weight: Weight, form: Container) -> Recipe:
+    """Return a recipe that the container can store, for a layer without a recorded recipe."""
+    own = f"{form.kind}-{form.name.split()[0]}"
+    ids = [*(one for one in RECIPES if one == own or one.startswith(f"{own}-")), _USUAL.get(form.kind, own), *RECIPES]
+    found = next((RECIPES[one] for one in ids if one in RECIPES and form.stores(RECIPES[one])), None)
+    if found is None:
+        raise CheckpointError(
+            f"{shown(weight.name)}: no recipe has the blocks of {form}; fp4kit convert --format bf16 decodes it"
+        )
+    return found
+
+
+def _check_columns(weight: Weight, r: Recipe) -> None:
+    """Raise CheckpointError if the rows of a weight do not consist of whole blocks of a recipe."""
+    # Some FP8 checkpoints have such rows, because 128x128 blocks may be partial.
+    if r.block is not None and weight.shape[-1] % r.block_size:
+        raise CheckpointError(
+            f"{shown(weight.name)}: K = {weight.shape[-1]} is not a multiple of {r.block_size}, which {r.id} needs;"
+            " fp4kit convert --format bf16 decodes it"
+        )
+
+
+def _unknown(name: object, checkpoint: Checkpoint, names: list[str]) -> str:
+    """Return the error message for a name that is not the name of a quantized layer."""
+    text = str(name)
+    if text.removesuffix(".weight") in names:
+        return f"{shown(text)}: layers have the names of modules; use {shown(text.removesuffix('.weight'))!r}"
+    tensors = {*checkpoint.tensors, *(tensor.removesuffix(".weight") for tensor in checkpoint.tensors)}
+    what = "is not quantized in" if text in tensors else "is no layer of"
+    if not names:
+        return f"{shown(text)}: {what} {checkpoint.path}, which has no quantized layers"
+    near = get_close_matches(text, names, _MOST_NAMES, 0.5) or names[:_MOST_NAMES]
+    return f"{shown(text)}: {what} {checkpoint.path}; layers are such as {listed(near, _MOST_NAMES)}"
+
+
+def _read(weight: Weight, r: Recipe) -> Quantized:
+    """Read a quantized weight and return it as a Quantized; a stack of experts has the shape (experts, rows,
+    columns).
+    """
+    form = weight.container
+    assert form is not None
+    if COLUMN_SCALE in weight.parts:
+        raise CheckpointError(
+            f"{shown(weight.name)}: is multiplied by a factor per column ({form}), which a Quantized cannot hold;"
+            " fp4kit convert --format bf16 decodes it"
+        )
+    if TENSOR_SCALE in form.suffixes and TENSOR_SCALE not in weight.parts:
+        raise CheckpointError(
+            f"{shown(weight.name)}: its tensor scale is missing, so its values are unknown; take the layer from another"
+            " copy of the model"
+        )
+    _check_columns(weight, r)
+    with Readers() as readers:
+        made = [_matrix(readers, weight, expert) for expert in range(weight.experts)]
+    whole = [_stacked([part[i] for part in made], len(weight.shape) == 3) for i in range(3)]
+    codes, scales, tensor_scale = whole
+    if form.scale is None and SCALES in form.suffixes:  # FP8: a float32 scale per row or per 128x128 block
+        scales, tensor_scale = None, scales
+    try:
+        return Quantized.from_parts(
+            *(codes, scales, tensor_scale),
+            recipe=r,
+            shape=weight.shape,
+            dtype=divisor_dtype(np.asarray(tensor_scale), r) if form.divides else _BFLOAT16,
+            tensor_scale_divides=form.divides,
+        )
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{shown(weight.name)}: {error}") from None
+
+
+def _matrix(readers: Readers, weight: Weight, expert: int) -> tuple[Any, Any, Any]:
+    """Return (codes, block scales, tensor scale) of one matrix of a weight; None for parts that it does not have."""
+    form = weight.container
+    assert form is not None
+    (slab,) = slabs(readers, weight, expert, max_bytes=1 << 60)
+    scale = slab.tensor_scale
+    if scale is not None and form.divides:
+        scale = scalar_of(readers, weight, TENSOR_SCALE, expert)
+    scales = slab.scales
+    if scales is not None and form.scale is None:
+        scales = scales_of(form, np.asarray(scales)) if SCALES in weight.parts else None
+        if scales is not None and form.block[0] > 1:  # a Quantized holds the scale of a block once per row
+            scales = np.repeat(scales, form.block[0], axis=0)[: weight.shape[-2]]
+    return np.asarray(slab.codes).view(np.uint8), scales, scale
+
+
+def _stacked(parts: list[Any], is_stack: bool) -> Any:
+    """Return a part of a layer, such as its codes, from the parts of its matrices; None if the layer has no such
+    part.
+    """
+    if parts[0] is None:
+        return None
+    return np.stack(parts) if is_stack else parts[0]

@@ -14,14 +14,19 @@ of a model directory, is also accepted as a model.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, NoReturn
 
-from fp4kit.checkpoint.containers.ggml_names import ARCHITECTURE, config_of
+from fp4kit.checkpoint.run.executors import run_all
+from fp4kit.checkpoint.selection.names import ARCHITECTURE, config_of
+from fp4kit.contract.to_json import FILE as CONTRACT
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import is_gguf
@@ -378,3 +383,255 @@ def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str
         _check_index(weight_map, files)
     ignored = tuple(sorted(set(safetensors_in(root)) - set(names)))
     return files, ignored, weight_map is not None
+
+
+MANIFEST = "fp4kit_manifest.json"
+VERSION = 1
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's content, as 64 hexadecimal digits. Raise OSError if the file cannot be read."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+
+
+def _digest(file: Any) -> str:
+    """Return the SHA-256, in hexadecimal, of an open binary file from its current position to its end."""
+    whole = hashlib.sha256()
+    while data := file.read(1 << 20):
+        whole.update(data)
+    return whole.hexdigest()
+
+
+class Digest(NamedTuple):
+    """The path, the size and the SHA-256 digest of a file.
+
+    Attributes:
+        path: the path of the file.
+        sha256: the SHA-256 of the content, in hexadecimal.
+        nbytes: the size in bytes.
+    """
+
+    path: Path
+    sha256: str
+    nbytes: int
+
+
+def digest_of(path: Path) -> Digest:
+    """Read a file and return its Digest: path, SHA-256 and size."""
+    return Digest(path, file_digest(path), path.stat().st_size)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the sorted names, relative to ``folder``, of the files in ``folder`` that its manifest must list."""
+    # The manifest must list all files in the directory and its subdirectories, except itself and hidden files.
+    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and _is_inside(path, folder))
+    return sorted(name.as_posix() for name in names if not is_hidden(name) and name.as_posix() != MANIFEST)
+
+
+def is_hidden(name: PurePath) -> bool:
+    """Return whether the name of a file, or of a directory in its path, begins with a dot."""
+    return any(part.startswith(".") for part in name.parts)
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Return whether ``path`` is inside ``folder``, or in the cache of the Hugging Face Hub that holds ``folder``."""
+    try:
+        contained(path, folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def manifest_of(digests: Mapping[str, Digest], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a manifest: a dict that can be written as JSON."""
+    files = {name: {"sha256": one.sha256, "bytes": one.nbytes} for name, one in sorted(digests.items())}
+    return {"fp4kit_manifest": VERSION, **facts, "files": files}
+
+
+def load_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the content of a directory's manifest, or None if the directory has none."""
+    path = folder / MANIFEST
+    if not path.is_file() or not _is_inside(path, folder):
+        return None
+    found = load_object(path, MANIFEST)
+    files = found.get("files")
+    right = isinstance(files, dict) and all(
+        isinstance(f, dict) and isinstance(f.get("sha256"), str) for f in files.values()
+    )
+    if found.get("fp4kit_manifest") != VERSION or not right:
+        raise CheckpointError(f"{MANIFEST}: is malformed or not of version {VERSION}; convert the model again")
+    return found
+
+
+def differences(folder: Path, executor: Executor | None = None) -> list[str] | None:
+    """Compare the files of a converted model with its manifest, to find missing, changed and additional files."""
+    # A file whose size differs from the manifest is reported without being hashed, because a damaged sparse file may
+    # appear to hold terabytes.
+    found = load_manifest(folder)
+    if found is None:
+        return None
+    present, files = set(names_in(folder)), found["files"]
+    sizes = {name: text for name in files if name in present and (text := _other_size(folder / name, files[name]))}
+    names = {folder / name: name for name in files if name in present and name not in sizes}
+    digests = {names[one.path]: one.sha256 for one in run_all(executor, deque((digest_of, (path,)) for path in names))}
+    wrong = [f"{shown(name)}: {text}" for name, text in sizes.items()]
+    wrong += [
+        f"{shown(name)}: its content differs from what the conversion wrote"
+        for name in digests
+        if digests[name] != files[name]["sha256"]
+    ]
+    missing = [f"{shown(name)}: is missing" for name in files if name not in present]
+    strange = [f"{shown(name)}: was not written by the conversion" for name in present - set(files)]
+    return [*sorted(missing + wrong), *sorted(strange)]
+
+
+def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
+    """Return the fault of a file's size, for a message; None if the size agrees with the manifest."""
+    size, written = path.stat().st_size, facts.get("bytes")
+    if written is None:
+        return None
+    if type(written) is not int:
+        return "its size in the manifest is not a whole number"
+    return None if size == written else f"has {size} bytes, but the conversion wrote {written} bytes"
+
+
+COPIED_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".vocab", ".yaml")
+COPIED_PREFIXES = ("LICENSE", "LICENCE", "NOTICE", "README")
+WEIGHT_SUFFIXES = (
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".onnx",
+    ".onnx_data",
+    ".h5",
+    ".msgpack",
+    ".ot",
+    ".safetensors",
+    ".npz",
+)
+WRITTEN_AT_ROOT = (CONFIG, HF_QUANT_CONFIG, MANIFEST, CONTRACT)  # never copied, because a conversion writes its own
+# Files beside the config in which auto-round, GPTQ and AWQ tools declare how a model is quantized; msmodelslim's file
+# is DESCRIPTION.
+_DECLARATIONS = ("quantization_config.json", "quantize_config.json", "quant_config.json")
+
+
+@dataclass(frozen=True)
+class AuxiliaryFile:
+    """Describe a file that a conversion copies.
+
+    Attributes:
+        name: the path of the file, relative both to the source directory and to the output directory.
+        path: the real file, with links resolved.
+        nbytes: the size in bytes.
+    """
+
+    name: str
+    path: Path
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class AuxiliaryFiles:
+    """List the files of a model directory, other than the model's tensors, that a conversion copies or skips.
+
+    Attributes:
+        copied: the files to copy.
+        skipped: (name, reason) per file that is not copied.
+    """
+
+    copied: tuple[AuxiliaryFile, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+
+def _walk(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (name relative to ``root``, path) for every file in a directory and its subdirectories."""
+    for folder, directories, names in os.walk(root, onerror=_unreadable):
+        links = [name for name in directories if (Path(folder) / name).is_symlink()]
+        hidden = [name for name in directories if name.startswith(".") and name not in links]
+        directories[:] = sorted(set(directories) - set(links) - set(hidden))
+        for name in sorted([*names, *links, *hidden]):
+            path = Path(folder) / name
+            yield path.relative_to(root).as_posix(), path
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    """Raise CheckpointError for a file or directory that cannot be read."""
+    # os.walk calls this as its ``onerror``, because it would otherwise skip an unreadable directory silently.
+    raise CheckpointError(
+        f"{shown(str(error.filename))}: cannot be read ({error.strerror}); grant read permission, or remove it"
+    )
+
+
+def _skip_reason(name: str, path: Path, root: Path) -> str | None:
+    """Return the reason not to copy a file, for the report; None if it is to be copied."""
+    # A directory is never copied.
+    base = path.name
+    if path.is_dir():
+        return "a link to a directory" if path.is_symlink() else "hidden directory"
+    if base.startswith("."):
+        return "hidden file"
+    if base.endswith(".index.json"):
+        return "index of other weights"
+    if base.endswith(WEIGHT_SUFFIXES):
+        return "weights that are not part of the model"
+    if not (base.endswith(COPIED_SUFFIXES) or base.startswith(COPIED_PREFIXES)) or base.endswith(".py"):
+        return "kind of file that is not copied"
+    try:
+        resolved(path)
+    except CheckpointError:
+        return "links that form a cycle"
+    try:
+        real = contained(path, root)
+    except CheckpointError:
+        return "a link to a file outside the directory"
+    return None if real.is_file() else "not a regular file"
+
+
+_NEXT = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # layers of multi-token prediction, in config.json
+
+
+def other_weights(root: Path, names: Collection[str], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (file name, what engines do with it) for each safetensors file beside a model that is not part of it."""
+    if not root.is_dir():
+        return
+    index = index_name(root)
+    text = config.get("text_config")
+    counts = [part.get(key) for part in (config, text) if isinstance(part, Mapping) for key in _NEXT]
+    count = next((count for count in counts if isinstance(count, int) and count > 0), 0)
+    predicted = f"{count} layer{'s' * (count != 1)} of multi-token prediction"
+    for name in sorted(set(safetensors_in(root)) - set(names)):
+        if name.startswith("adapter_"):
+            yield name, "is an adapter (PEFT) that is not part of the model; merge it first, if the model needs it"
+        elif index is None:
+            read = " and ".join(sorted(names))
+            how = f"{read} alone is read here and by transformers, but vLLM and SGLang load all safetensors files"
+            yield name, f"there is no index, so {how}; remove the file, or write an index that names it"
+        else:
+            how = f"is not named by {index}, so vLLM and transformers do not load it"
+            if count and name == "mtp.safetensors":
+                how += f"; SGLang does, for the {predicted} in {CONFIG}"
+            elif count:
+                how += f"; {CONFIG} declares {predicted}, which may be in it"
+            yield name, f"{how}; add its tensors to the index if they belong to the model"
+
+
+def scan(root: Path, model_files: set[str], keeps_layers: bool = True) -> AuxiliaryFiles:
+    """Decide for each file in a model directory that is not part of the model whether a conversion copies it."""
+    copied: list[AuxiliaryFile] = []
+    skipped: list[tuple[str, str]] = []
+    for name, path in _walk(root) if root.is_dir() else ():
+        if name in model_files or name in WRITTEN_AT_ROOT:
+            continue
+        reason = _skip_reason(name, path, root)
+        declares = name in _DECLARATIONS or name.startswith(DESCRIPTION)
+        if reason is None and declares and not keeps_layers:
+            reason = "describes how the source is quantized"
+        if reason is None:
+            if not os.access(path, os.R_OK):
+                _unreadable(PermissionError(errno.EACCES, os.strerror(errno.EACCES), path))
+            copied.append(AuxiliaryFile(name, path.resolve(), path.stat().st_size))
+        else:
+            skipped.append((name, reason))
+    return AuxiliaryFiles(tuple(copied), tuple(skipped))

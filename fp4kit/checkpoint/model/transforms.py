@@ -18,14 +18,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fp4kit.call.parse import HADAMARD_SIZES
+from fp4kit.call.rotation import HADAMARD_SIZES
+from fp4kit.checkpoint.containers.config_entries import REFUSED, UNDERSTOOD, Item, brief
+from fp4kit.checkpoint.containers.configs import declared
 from fp4kit.checkpoint.model import closed_world
-from fp4kit.checkpoint.model.config_items import brief
-from fp4kit.checkpoint.model.declarations import declared
-from fp4kit.checkpoint.model.items import REFUSED, UNDERSTOOD, Item
-from fp4kit.checkpoint.model.rotation import WeightRotation, rotation_of
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.weights import Weight, located, weights_of
+from fp4kit.checkpoint.model.weights import Weight, WeightRotation, located, rotation_of, weights_of
 from fp4kit.storage.errors import shown
 
 KEY = "transform_config"

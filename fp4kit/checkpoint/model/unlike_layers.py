@@ -10,14 +10,171 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from fp4kit.checkpoint.containers.container import COLUMN_SCALE, INPUT_SCALE, SCALES, TENSOR_SCALE
-from fp4kit.checkpoint.model.declarations import KEYS, sections
-from fp4kit.checkpoint.model.layer_sizes import bias_of
+from fp4kit.checkpoint.containers.configs import KEYS, sections
+from fp4kit.checkpoint.containers.table import COLUMN_SCALE, INPUT_SCALE, SCALES, TENSOR_SCALE
 from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.storage.errors import listed
+from fp4kit.contract.schema import EXPERT_LEAVES
+from fp4kit.storage.errors import listed, shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry
+
+_N, _K = 0, 1
+# Other names of layers -> the names that _AXES uses.
+_OTHER_NAMES = {
+    **EXPERT_LEAVES,
+    **{"ffn_gate": "gate_proj", "ffn_down": "down_proj", "ffn_up": "up_proj"},
+    **{"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"},
+}
+# Axes of one length -> the layers of one module that have them: (name, axis). Models whose values have another length
+# than keys have the config key v_head_dim.
+_AXES = {
+    "intermediate size": (("gate_proj", _N), ("up_proj", _N), ("down_proj", _K)),
+    "hidden size of the MLP": (("gate_proj", _K), ("up_proj", _K), ("down_proj", _N)),
+    "hidden size of attention": (("q_proj", _K), ("k_proj", _K), ("v_proj", _K), ("o_proj", _N)),
+    "size of keys and values": (("k_proj", _N), ("v_proj", _N)),
+    "rank of queries": (("q_a_proj", _N), ("q_b_proj", _K)),
+}
+
+
+class Misfit(NamedTuple):
+    """A layer with an axis whose length does not fit the neighboring layers of its module.
+
+    Attributes:
+        weight: the layer.
+        axis: 0 for rows, 1 for columns.
+        needed: the length that the other layers require.
+        others: the names of those layers.
+    """
+
+    weight: Weight
+    axis: int
+    needed: int
+    others: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The misfit as a sentence: the layer and its shape, the length that is needed, and what to do."""
+        what = ("rows", "columns")[self.axis]
+        return (
+            f"{shown(self.weight.name)} {list(self.weight.shape)}: has {self.weight.shape[self.axis]} {what}, but"
+            f" {' and '.join(self.others)} need {self.needed}; take the layer from another copy of the model"
+        )
+
+
+def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit]:
+    """Return one Misfit for each axis of a layer whose length does not fit the neighboring layers; [] if all fit."""
+    # Layers that would fit if they were transposed are left out, because other checks name them.
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, Mapping) else config
+    modules: dict[str, dict[str, Weight]] = defaultdict(dict)
+    for weight in weights:
+        parent, _, leaf = weight.name.rpartition(".")
+        if len(weight.shape) == 2:
+            modules[parent].setdefault(_OTHER_NAMES.get(leaf, leaf), weight)
+    found = [misfit for layers in modules.values() for misfit in _misfits_of(layers, config)]
+    needed: dict[str, dict[int, int]] = defaultdict(dict)
+    for one in found:
+        needed[one.weight.name].setdefault(one.axis, one.needed)
+    return [one for one in found if not _is_transposed(one.weight.shape, needed[one.weight.name])]
+
+
+def _is_transposed(shape: tuple[int, ...], needed: Mapping[int, int]) -> bool:
+    """Return whether both axes of a layer have wrong lengths, and exchanging the axes would make both right."""
+    return shape == (needed.get(_K), needed.get(_N))
+
+
+def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iterator[Misfit]:
+    """Yield the misfits of the layers of one module."""
+    # In addition, q_proj must have as many rows as o_proj has columns, or twice as many.
+    for what, axes in _AXES.items():
+        if what == "size of keys and values" and "v_head_dim" in config:
+            continue
+        present = [(name, axis, layers[name]) for name, axis in axes if name in layers]
+        lengths = Counter(weight.shape[axis] for _, axis, weight in present)
+        if what.startswith("hidden"):
+            declared = config.get("hidden_size")
+            lengths.update([declared] if isinstance(declared, int) and declared in lengths else [])
+        if len(lengths) < 2:
+            continue
+        usual = max(lengths, key=lambda length: (lengths[length], length))
+        others = tuple(name for name, axis, weight in present if weight.shape[axis] == usual)
+        yield from (Misfit(w, axis, usual, others) for _, axis, w in present if w.shape[axis] != usual)
+    query, output = layers.get("q_proj"), layers.get("o_proj")
+    if query is not None and output is not None and "v_head_dim" not in config:
+        needed = output.shape[_K]
+        if query.shape[_N] not in (needed, 2 * needed):  # a gate of the output doubles the rows
+            yield Misfit(query, _N, needed, ("o_proj",))
+
+
+def bias_of(weight: Weight, tensors: Mapping[str, TensorEntry]) -> TensorEntry | None:
+    """Return the header entry of a layer's bias, the tensor LAYER.bias or LAYER_bias; None if it has none."""
+    names = (f"{weight.name}.bias", f"{weight.name}_bias")
+    return next((tensors[name] for name in names if name in tensors), None)
+
+
+def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    """Yield a warning for each layer whose bias is not a float vector with one element per row of the layer."""
+    for weight in weights:
+        bias, rows = bias_of(weight, tensors), weight.shape[:-1]
+        if bias is None or (tuple(bias.shape) == rows and bias.dtype in FLOAT_DTYPES):
+            continue
+        yield (
+            f"{shown(weight.name)} {list(weight.shape)}: has {rows[-1]} rows, but its bias is {bias.dtype}"
+            f" {list(bias.shape)}; take the layer from another copy of the model"
+        )
+
+
+def tied_head(weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
+    """Return a warning if lm_head is quantized although the config ties it to the embedding; "" otherwise."""
+    text = config.get("text_config")
+    sections = (config, text if isinstance(text, Mapping) else {})
+    if not any(section.get("tie_word_embeddings") is True for section in sections):
+        return ""
+    name = next((w.name for w in weights if w.container is not None and w.name.rpartition(".")[2] == "lm_head"), "")
+    return name and (
+        f"{shown(name)}: is quantized, but tie_word_embeddings in config.json is true, so engines ignore it and use"
+        " embed_tokens; set tie_word_embeddings to false, or remove the layer"
+    )
+
+
+# Names of one layer, by role: if a module has layers under two of them, it is not known which one a reader takes.
+_ROLES = (
+    ("gate_proj", "w1"),
+    ("down_proj", "w2"),
+    ("up_proj", "w3"),
+    ("gate_proj", "gate_up_proj"),
+    ("up_proj", "gate_up_proj"),
+    ("q_proj", "qkv_proj"),
+    ("k_proj", "qkv_proj"),
+    ("v_proj", "qkv_proj"),
+)
+# Layer of a single expert -> the stack of all experts that holds it too.
+_STACKED = (("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_proj", "down_proj"))
+
+
+def named_twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason to refuse it) for every layer that a module also has under another name."""
+    known = dict.fromkeys(names)
+    leaves: dict[str, dict[str, None]] = defaultdict(dict)
+    for name in known:
+        parent, _, leaf = name.rpartition(".")
+        leaves[parent][leaf] = None
+    for parent, own in leaves.items():
+        for one, other in _ROLES:
+            if one in own and other in own:
+                yield f"{parent}.{other}", _why_twice(f"{parent}.{one}")
+        holder, _, number = parent.rpartition(".")
+        stacks = leaves.get(holder, {}) if number.isdigit() and holder.endswith("experts") else {}
+        for one, stack in _STACKED:
+            if one in own and stack in stacks:
+                yield f"{holder}.{stack}", _why_twice(f"{parent}.{one}")
+
+
+def _why_twice(other: str) -> str:
+    """Return the reason, for a message, to refuse a layer that is stored a second time under the name ``other``."""
+    return f"is stored beside {shown(other)}, another name of the same part of the model; remove one of them"
+
 
 # A number before a dot. A number at the end of a name tells modules of a Sequential apart, as in img_mlp.0 and .2.
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")

@@ -21,8 +21,8 @@ from fp4kit.calibration.collector import UNSEEN, AmaxRule, Collector, Unseen, fi
 from fp4kit.calibration.expert_names import expert_name, expert_of
 from fp4kit.calibration.headroom import Headroom
 from fp4kit.calibration.scales import input_global_scale, input_scale
-from fp4kit.checkpoint.model.manifest import file_digest
-from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.model.model_files import file_digest
+from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.errors import CheckpointError, listed, shown

@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.model.manifest import file_digest
+from fp4kit.checkpoint.model.model_files import file_digest
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Located, LowRankUpdate, Weight, located
-from fp4kit.checkpoint.model.wrapper_names import unwrapped
-from fp4kit.checkpoint.selection.adapters import adapter_tensor
+from fp4kit.checkpoint.selection.names import adapter_tensor, unwrapped
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.json_object import load_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, read_header

@@ -27,19 +27,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import Container
-from fp4kit.checkpoint.loaders.exclusion_semantics import container_of
-from fp4kit.checkpoint.model.layers import Piece, pieces
+from fp4kit.checkpoint.containers.table import Container
+from fp4kit.checkpoint.loaders.exclusions import container_of
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
-from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.model.weights import Piece, Weight, pieces
 from fp4kit.checkpoint.plan.bit_budget import LayerGroup, Option, Point, curve, solve
 from fp4kit.checkpoint.plan.imatrix import ChannelWeights, Imatrix
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.mixture import LayerQuantization
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
-from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name, shared_amax_groups, split_module
+from fp4kit.checkpoint.selection.names import fused_groups, group_name, shared_amax_groups, split_module
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.cpu.library import num_threads
 from fp4kit.ops.quantize import dequantize, quantize

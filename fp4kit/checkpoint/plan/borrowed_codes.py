@@ -14,20 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from fp4kit.checkpoint.containers.ggml_names import (
-    ARCHITECTURE,
-    INCLUDED,
-    KEPT_CODES,
-    PARTLY_CARRIED,
-    PATTERNS,
-    RECIPE,
-)
 from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
 from fp4kit.checkpoint.identify.match_layers import Origin
-from fp4kit.checkpoint.model.layers import members, parts_of, pieces
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, weights_of
+from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, members, parts_of, pieces, weights_of
 from fp4kit.checkpoint.plan.job import CARRY, CAST, MERGE, RENAME, RESCALE
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.row_orders import (
@@ -38,6 +29,7 @@ from fp4kit.checkpoint.plan.row_orders import (
     order_of_heads,
     sampled_sqnr_db,
 )
+from fp4kit.checkpoint.selection.names import ARCHITECTURE, INCLUDED, KEPT_CODES, PARTLY_CARRIED, PATTERNS, RECIPE
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import SafetensorsFile

@@ -21,7 +21,7 @@ from math import prod
 from typing import Any
 
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, MIXED
-from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, kind_of

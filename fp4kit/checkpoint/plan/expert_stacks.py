@@ -16,10 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp4kit.checkpoint.containers.container import VALUES, OutputTensor
+from fp4kit.checkpoint.containers.table import VALUES, OutputTensor
 from fp4kit.checkpoint.loaders.support import LLAMA4, STACKED_MOE, family_of
-from fp4kit.checkpoint.model.layers import Piece
-from fp4kit.checkpoint.model.weights import Rows, Weight
+from fp4kit.checkpoint.model.weights import Piece, Rows, Weight
 
 _LEAVES = ("gate_proj", "up_proj", "down_proj")
 _SEPARATE = re.compile(rf"(.+\.experts)\.(\d+)\.({'|'.join(_LEAVES)})")

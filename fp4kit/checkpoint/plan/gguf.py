@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fp4kit.checkpoint.containers import ggml_names
-from fp4kit.checkpoint.containers.container import Container
-from fp4kit.checkpoint.containers.table import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED
+from fp4kit.checkpoint.containers.table import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, Container
 from fp4kit.checkpoint.model.model_files import Source
+from fp4kit.checkpoint.selection import names as ggml_names
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.errors import CheckpointError, shown
 

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from fp4kit.checkpoint.model.manifest import file_digest
+from fp4kit.checkpoint.model.model_files import file_digest
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import MAGIC, read_gguf

@@ -23,8 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fp4kit.checkpoint.containers.container import COLUMN_SCALE, LOW_RANK_A, SCALES, TENSOR_SCALE, Container
-from fp4kit.checkpoint.containers.table import COMFY_AWQ, COMFY_NVFP4, MODELOPT_AWQ, MODELOPT_NVFP4
+from fp4kit.checkpoint.containers.table import (
+    COLUMN_SCALE,
+    COMFY_AWQ,
+    COMFY_NVFP4,
+    LOW_RANK_A,
+    MODELOPT_AWQ,
+    MODELOPT_NVFP4,
+    SCALES,
+    TENSOR_SCALE,
+    Container,
+)
 from fp4kit.checkpoint.model.weights import Located, Weight
 from fp4kit.checkpoint.plan.imatrix import ChannelWeights
 from fp4kit.recipes import Recipe

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fp4kit.checkpoint.containers.container import VALUES, OutputTensor
-from fp4kit.checkpoint.model.layers import Piece
-from fp4kit.checkpoint.model.weights import Weight, located
+from fp4kit.checkpoint.containers.table import VALUES, OutputTensor
+from fp4kit.checkpoint.model.weights import Piece, Weight, located
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.checkpoint.model.config_items import brief
-from fp4kit.checkpoint.model.declarations import declared, entries, with_declaration
+from fp4kit.checkpoint.containers.config_entries import brief
+from fp4kit.checkpoint.containers.configs import declared, entries, with_declaration
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import located

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fp4kit.checkpoint.model import layer_sizes
+from fp4kit.checkpoint.model import unlike_layers as layer_sizes
 from fp4kit.checkpoint.model.closed_world import is_known_beside, layer_above
 from fp4kit.checkpoint.model.unlike_layers import unlike_layers
 from fp4kit.checkpoint.model.weights import Weight, any_quantized

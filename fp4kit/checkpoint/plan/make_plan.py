@@ -8,15 +8,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from fp4kit.checkpoint.containers.config_entries import DOUBTFUL, check_declared, lost_column_scales
+from fp4kit.checkpoint.containers.configs import with_declaration
 from fp4kit.checkpoint.convert.journal import identity
 from fp4kit.checkpoint.findings import findings_of_plan, lines_of
-from fp4kit.checkpoint.model import closed_world, side_files, transforms, wrapper_names
-from fp4kit.checkpoint.model.config_items import lost_column_scales
-from fp4kit.checkpoint.model.declarations import with_declaration
-from fp4kit.checkpoint.model.declared_quantization import check_declared
-from fp4kit.checkpoint.model.items import DOUBTFUL
-from fp4kit.checkpoint.model.magnitudes import doubts_of, reference_of, sampled_magnitudes
+from fp4kit.checkpoint.model import closed_world, transforms
+from fp4kit.checkpoint.model import model_files as side_files
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source
+from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.weights import any_quantized, weights_of
 from fp4kit.checkpoint.plan import kv_cache, layer_checks, scale_search, source_declarations
 from fp4kit.checkpoint.plan.activations import Activations
@@ -34,6 +33,7 @@ from fp4kit.checkpoint.plan.plan_tensors import recorded, shard_plan
 from fp4kit.checkpoint.plan.plan_warnings import decoded_layers, exclusions_of, unmeasured
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
+from fp4kit.checkpoint.selection import names as wrapper_names
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, shown

@@ -11,9 +11,9 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from fp4kit.checkpoint.containers.container import Container
-from fp4kit.checkpoint.loaders.exclusion_semantics import container_of
-from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name
+from fp4kit.checkpoint.containers.table import Container
+from fp4kit.checkpoint.loaders.exclusions import container_of
+from fp4kit.checkpoint.selection.names import fused_groups, group_name
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, listed, shown
 

@@ -7,16 +7,20 @@ from typing import Any
 
 from fp4kit import __version__
 from fp4kit.checkpoint.containers import comfy, mlx
-from fp4kit.checkpoint.containers.configs import awq_declarations, declarations, mixed_declarations
-from fp4kit.checkpoint.containers.ggml_names import PARTLY_CARRIED
+from fp4kit.checkpoint.containers.configs import (
+    awq_declarations,
+    declarations,
+    mixed_declarations,
+    without_declarations,
+)
+from fp4kit.checkpoint.containers.configs import declared as declared_in
 from fp4kit.checkpoint.containers.table import MODELOPT_AWQ
 from fp4kit.checkpoint.model import transforms
-from fp4kit.checkpoint.model.declarations import declared as declared_in
-from fp4kit.checkpoint.model.declarations import without_declarations
 from fp4kit.checkpoint.model.model_files import CONFIG, DIFFUSERS_INDEX, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.plan.source_declarations import RECORDED, producer_of
-from fp4kit.checkpoint.selection import diffusers_classes
+from fp4kit.checkpoint.selection.names import PARTLY_CARRIED
+from fp4kit.checkpoint.selection.selection import DIFFUSERS_CLASS
 
 
 def configs(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -24,7 +28,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if plan.source.has_index or len(plan.files) > 1:
         weight_map = {output.name: file.name for file in plan.files for output in file.outputs}
-        name = INDEX if diffusers_classes.CLASS not in plan.source.config else DIFFUSERS_INDEX
+        name = INDEX if DIFFUSERS_CLASS not in plan.source.config else DIFFUSERS_INDEX
         found[name] = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
     config = _without_float8(without_declarations(plan.source.config))
     if plan.form is None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4kit.checkpoint.containers.container import OutputTensor
+from fp4kit.checkpoint.containers.table import OutputTensor
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.gguf_file import GgufFile

@@ -15,14 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.checkpoint.containers.config_entries import Item
 from fp4kit.checkpoint.containers.configs import MIXED, container_id
-from fp4kit.checkpoint.containers.container import VALUES, Container, OutputTensor
-from fp4kit.checkpoint.containers.table import MODELOPT_AWQ, MODELOPT_NVFP4
-from fp4kit.checkpoint.model import side_files
-from fp4kit.checkpoint.model.items import Item
-from fp4kit.checkpoint.model.layers import Piece
+from fp4kit.checkpoint.containers.table import MODELOPT_AWQ, MODELOPT_NVFP4, VALUES, Container, OutputTensor
+from fp4kit.checkpoint.model import model_files as side_files
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
-from fp4kit.checkpoint.model.weights import Located
+from fp4kit.checkpoint.model.weights import Located, Piece
 from fp4kit.checkpoint.plan import kv_cache
 from fp4kit.checkpoint.plan.borrowed_codes import (
     mixes_codes,

@@ -13,23 +13,30 @@ from typing import Any
 import numpy as np
 
 from fp4kit.checkpoint.containers import comfy, mlx
-from fp4kit.checkpoint.containers.container import (
+from fp4kit.checkpoint.containers.config_entries import IGNORED, Item, declared_unquantized
+from fp4kit.checkpoint.containers.table import (
     COLUMN_SCALE,
+    COMFY_OLD,
+    COMFY_OLD_E5M2,
     INPUT_SCALE,
     LOW_RANK_A,
     TAG,
     Container,
 )
-from fp4kit.checkpoint.containers.table import COMFY_OLD, COMFY_OLD_E5M2
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, powers_of_two
 from fp4kit.checkpoint.model import closed_world
-from fp4kit.checkpoint.model.declared_quantization import declared_unquantized
-from fp4kit.checkpoint.model.items import IGNORED, Item
-from fp4kit.checkpoint.model.layers import Piece, layer_names
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
-from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
-from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, cast_of, part_names
+from fp4kit.checkpoint.model.weights import (
+    Q8_0,
+    Located,
+    Piece,
+    Weight,
+    WeightRotation,
+    cast_of,
+    layer_names,
+    part_names,
+)
 from fp4kit.checkpoint.plan import gguf, input_rotation, kv_cache, layer_checks
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
 from fp4kit.checkpoint.plan.job import (
@@ -46,9 +53,17 @@ from fp4kit.checkpoint.plan.job import (
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, split_layers
 from fp4kit.checkpoint.plan.mixture import LayerQuantization
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
-from fp4kit.checkpoint.selection import fused_layers
-from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, is_stored_quantized, model_facts
-from fp4kit.checkpoint.selection.selection import AS_IN_SOURCE, Decision, check, decide
+from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.checkpoint.selection.selection import (
+    AS_IN_SOURCE,
+    Candidate,
+    Decision,
+    candidate,
+    check,
+    decide,
+    is_stored_quantized,
+    model_facts,
+)
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import TensorEntry

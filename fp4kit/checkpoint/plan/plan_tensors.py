@@ -9,28 +9,19 @@ from dataclasses import replace
 
 from fp4kit import __version__
 from fp4kit.checkpoint.containers import comfy, mlx
-from fp4kit.checkpoint.containers.container import (
-    CODES,
-    INPUT_SCALE,
-    ROTATION,
-    SCALES,
-    TENSOR_SCALE,
-    VALUES,
-    OutputTensor,
-)
-from fp4kit.checkpoint.containers.ggml_names import (
-    INCLUDED,
-    KEPT_CODES,
-    PARTLY_CARRIED,
-    PATTERNS,
-    RECIPE,
-    SCALE_SEARCH,
-    VERSION,
-)
+from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, ROTATION, SCALES, TENSOR_SCALE, VALUES, OutputTensor
 from fp4kit.checkpoint.model import closed_world, transforms
-from fp4kit.checkpoint.model.layers import Piece, pieces, unquantized_pieces
 from fp4kit.checkpoint.model.model_files import is_gguf_config
-from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, is_interleaved, located, part_names
+from fp4kit.checkpoint.model.weights import (
+    Piece,
+    Weight,
+    has_transposed_stacks,
+    is_interleaved,
+    located,
+    part_names,
+    pieces,
+    unquantized_pieces,
+)
 from fp4kit.checkpoint.plan.borrowed_codes import (
     mixes_codes,
     recorded_include,
@@ -53,6 +44,15 @@ from fp4kit.checkpoint.plan.job import (
 )
 from fp4kit.checkpoint.plan.plan import ShardPlan, TensorPlan
 from fp4kit.checkpoint.plan.plan_facts import PlanFacts
+from fp4kit.checkpoint.selection.names import (
+    INCLUDED,
+    KEPT_CODES,
+    PARTLY_CARRIED,
+    PATTERNS,
+    RECIPE,
+    SCALE_SEARCH,
+    VERSION,
+)
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 

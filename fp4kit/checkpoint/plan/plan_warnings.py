@@ -7,19 +7,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from fp4kit.checkpoint.containers.configs import container_id
-from fp4kit.checkpoint.containers.container import (
-    INPUT_SCALE,
-)
+from fp4kit.checkpoint.containers.configs import LOADED, container_id
+from fp4kit.checkpoint.containers.table import INPUT_SCALE
 from fp4kit.checkpoint.loaders import exclusions
-from fp4kit.checkpoint.loaders.containers import CONTAINERS
-from fp4kit.checkpoint.loaders.missing_tensors import consequence
-from fp4kit.checkpoint.model.layers import layer_names
+from fp4kit.checkpoint.loaders.requirements import consequence
+from fp4kit.checkpoint.model.weights import layer_names
 from fp4kit.checkpoint.plan.plan import ShardPlan
 from fp4kit.checkpoint.plan.plan_facts import PlanFacts
-from fp4kit.checkpoint.selection import fused_layers
-from fp4kit.checkpoint.selection.name_rules import UNSUPPORTED_STACK
-from fp4kit.checkpoint.selection.selection import Decision, no_multiple
+from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.checkpoint.selection.selection import UNSUPPORTED_STACK, Decision, no_multiple
 from fp4kit.storage.errors import listed, shown
 
 
@@ -35,7 +31,7 @@ def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
     stay = {weight.tensor for weight in quantized}
     kept = [name for name, found in facts.decisions.items() if found.listed and name not in stay]
     modules = [facts.weights[name].name if name in facts.weights else name.removesuffix(".weight") for name in kept]
-    declared = CONTAINERS.get(container_id(facts.form, facts.has_input_scale))
+    declared = LOADED.get(container_id(facts.form, facts.has_input_scale))
     modules += [layer.name for layer in facts.split.values()]
     warnings = [shown(line) for line in fused_layers.partly_converted(modules, set(converted))]
     warnings += _kept_stacks(facts.decisions) + _restored_layers(facts)

@@ -12,19 +12,17 @@ from typing import Any
 from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WRITTEN
-from fp4kit.checkpoint.containers.container import Container
-from fp4kit.checkpoint.containers.table import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, MODELOPT_FP8
+from fp4kit.checkpoint.containers.table import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, MODELOPT_FP8, Container
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.model_files import is_gguf_config
-from fp4kit.checkpoint.model.rotation import WeightRotation
+from fp4kit.checkpoint.model.weights import WeightRotation
 from fp4kit.checkpoint.plan import gguf, input_rotation
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.job import NONFINITE
 from fp4kit.checkpoint.plan.mixture import LayerQuantization, Mixture
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
-from fp4kit.checkpoint.selection import diffusers_classes
-from fp4kit.checkpoint.selection.selection import Wishes
+from fp4kit.checkpoint.selection.selection import Wishes, check_diffusers
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
@@ -255,7 +253,7 @@ class Request:
         if self.format == UNQUANTIZED:
             self._refuse_input_scales("unquantized layers have no input scale")
             return None
-        diffusers_classes.check(config, self.wishes.only)
+        check_diffusers(config, self.wishes.only)
         if self.format == mlx.FORMAT:
             return self._mlx_form()
         if self.format == comfy.FORMAT:

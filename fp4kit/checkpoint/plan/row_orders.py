@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.ggml_names import HEADS
 from fp4kit.checkpoint.identify.match_layers import Origin
 from fp4kit.checkpoint.model.slabs import Readers, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, is_interleaved
+from fp4kit.checkpoint.selection.names import HEADS
 from fp4kit.storage.errors import CheckpointError, shown
 
 _SAMPLE_ROWS = 16  # rows to compare at each end of a matrix

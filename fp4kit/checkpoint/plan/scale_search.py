@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.call.search_scales import check_e4m3_search, power_of
-from fp4kit.checkpoint.containers.container import Container
-from fp4kit.checkpoint.model.manifest import file_digest
+from fp4kit.checkpoint.containers.table import Container
+from fp4kit.checkpoint.model.model_files import file_digest
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Located, Weight
 from fp4kit.checkpoint.plan.imatrix import ChannelWeights, Imatrix, read_imatrix

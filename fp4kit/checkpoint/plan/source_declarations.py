@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fp4kit.checkpoint.containers.container import INPUT_SCALE
-from fp4kit.checkpoint.model.config_items import brief
-from fp4kit.checkpoint.model.declarations import EXCLUSIONS, entries
+from fp4kit.checkpoint.containers.config_entries import brief
+from fp4kit.checkpoint.containers.configs import EXCLUSIONS, entries
+from fp4kit.checkpoint.containers.table import INPUT_SCALE
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.weights import any_quantized
 from fp4kit.checkpoint.plan.job import RENAME

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fp4kit.checkpoint.convert.journal import Journal, key_of_lines
-from fp4kit.checkpoint.model.manifest import load_manifest
+from fp4kit.checkpoint.model.model_files import load_manifest
 from fp4kit.checkpoint.plan.job import Done
 from fp4kit.checkpoint.run import staging
 from fp4kit.storage.errors import CheckpointError

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arithmetic import ieee
+from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
 from fp4kit.checkpoint.identify.match_layers import Origin, origins
 from fp4kit.checkpoint.model import transforms
-from fp4kit.checkpoint.model.decode import codes_of, row_chunks
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, natural_order
-from fp4kit.checkpoint.model.items import REFUSED, Item
-from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of, values_of
+from fp4kit.checkpoint.model.slabs import Readers, codes_of, row_chunks, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.verify.compare_configs import ConfigDifference, compare_configs
 from fp4kit.checkpoint.verify.gguf_pairs import differing_norms, gguf_pairs

@@ -19,12 +19,12 @@ import numpy as np
 
 from fp4kit.arguments import is_one_of
 from fp4kit.calibration.collector import RULES, UNSEEN
-from fp4kit.checkpoint.containers.container import INPUT_SCALE
+from fp4kit.checkpoint.containers.table import INPUT_SCALE
 from fp4kit.checkpoint.convert.put_scalars import input_scale_of
-from fp4kit.checkpoint.model.manifest import load_manifest
+from fp4kit.checkpoint.model.model_files import load_manifest
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.formats import NVFP4
 

@@ -13,33 +13,57 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.containers import comfy, ggml_names, mlx
-from fp4kit.checkpoint.containers.configs import container_id
-from fp4kit.checkpoint.containers.container import INPUT_SCALE, TAG, TENSOR_SCALE, Container
-from fp4kit.checkpoint.containers.table import DEEPSEEK_V4_NVFP4, FP8_LAYERS, MODELOPT_NVFP4, MODELOPT_STACKS, container
+from fp4kit.checkpoint.containers import comfy, mlx
+from fp4kit.checkpoint.containers.config_entries import (
+    DOUBTFUL,
+    IGNORED,
+    REFUSED,
+    Item,
+    lost_column_scales,
+    unfulfilled,
+)
+from fp4kit.checkpoint.containers.configs import (
+    LOADED,
+    container_id,
+    declared_for,
+    is_mixed,
+    unlisted_layers,
+    with_declaration,
+)
+from fp4kit.checkpoint.containers.engines import Finding, finding
+from fp4kit.checkpoint.containers.table import (
+    DEEPSEEK_V4_NVFP4,
+    FP8_LAYERS,
+    INPUT_SCALE,
+    MODELOPT_NVFP4,
+    MODELOPT_STACKS,
+    TAG,
+    TENSOR_SCALE,
+    Container,
+    container,
+)
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
-from fp4kit.checkpoint.loaders.configs import declared_for, is_mixed, unlisted_layers
-from fp4kit.checkpoint.loaders.containers import CONTAINERS
-from fp4kit.checkpoint.loaders.engines import Finding, finding
-from fp4kit.checkpoint.loaders.exclusion_semantics import READERS
-from fp4kit.checkpoint.model import wrapper_names
+from fp4kit.checkpoint.loaders.exclusions import READERS
 from fp4kit.checkpoint.model.closed_world import lost_tensor_scales
-from fp4kit.checkpoint.model.column_order import SWAPPED_NIBBLES, swapped_layers
-from fp4kit.checkpoint.model.config_items import lost_column_scales
-from fp4kit.checkpoint.model.declarations import with_declaration
-from fp4kit.checkpoint.model.declared_quantization import unfulfilled
+from fp4kit.checkpoint.model.doubtful_codes import SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.inspect import Checkpoint
-from fp4kit.checkpoint.model.items import DOUBTFUL, IGNORED, REFUSED, Item
-from fp4kit.checkpoint.model.layer_sizes import tied_head
 from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubt_about
+from fp4kit.checkpoint.model.unlike_layers import tied_head
 from fp4kit.checkpoint.model.weights import Weight, part_names
 from fp4kit.checkpoint.plan.layer_checks import doubtful_layers
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
-from fp4kit.checkpoint.selection import diffusers_classes
-from fp4kit.checkpoint.selection.name_rules import candidate, is_embedding_table, model_facts
-from fp4kit.checkpoint.selection.selection import Wishes, decide
+from fp4kit.checkpoint.selection import names as ggml_names
+from fp4kit.checkpoint.selection import names as wrapper_names
+from fp4kit.checkpoint.selection.selection import (
+    Wishes,
+    candidate,
+    decide,
+    diffusers_warning,
+    is_embedding_table,
+    model_facts,
+)
 
 
 @dataclass(frozen=True)
@@ -180,7 +204,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
         }
         faults = [*comfy.troubles(own), *comfy.wrong_dtypes(_scalar_dtypes(model.layers.values()))]
         return [Issue("error", name, text, comfy.ENGINE) for name, text in faults]
-    unloaded = diffusers_classes.warning(config)
+    unloaded = diffusers_warning(config)
     if form is not None and unloaded is not None:
         return [Issue("warning", "model", unloaded)]
     if form is not None and is_one_file(model.path):
@@ -306,7 +330,7 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
 def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each module that an engine would load wrongly because of the checkpoint's exclusion list."""
     declared = config.get("quantization_config")
-    syntax = CONTAINERS[name].syntax
+    syntax = LOADED[name].syntax
     if form is None or not READERS.get(name) or syntax is None or not isinstance(declared, Mapping):
         return
     try:
@@ -325,10 +349,10 @@ def unquantized_by_engine(model: Checkpoint) -> dict[str, dict[str, bool]]:
     if form is None or not isinstance(declared, Mapping) or is_mixed(config) or is_gguf_config(config):
         return {}
     name = _container_id(form, model.layers.values(), config)
-    if name not in CONTAINERS or CONTAINERS[name].syntax is None:
+    if name not in LOADED or LOADED[name].syntax is None:
         return {}
     try:
-        patterns = exclusions.listed(str(CONTAINERS[name].syntax), declared)
+        patterns = exclusions.listed(str(LOADED[name].syntax), declared)
     except ValueError:
         return {}
     modules = [*_unquantized(model, form), *model.layers]

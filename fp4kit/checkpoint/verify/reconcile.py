@@ -25,28 +25,30 @@ import numpy.typing as npt
 
 from fp4kit import __version__
 from fp4kit.arithmetic import ieee
-from fp4kit.checkpoint.containers.container import CODES, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.table import CODES, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.convert.journal import source_facts
 from fp4kit.checkpoint.convert.put_scalars import usable_tensor_scale
-from fp4kit.checkpoint.model import side_files
+from fp4kit.checkpoint.model import model_files as side_files
 from fp4kit.checkpoint.model.closed_world import check_model
-from fp4kit.checkpoint.model.decode import codes_of, decode, row_chunks
-from fp4kit.checkpoint.model.manifest import MANIFEST, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.model.model_files import (
     CONFIG,
     DIFFUSERS_INDEX,
     HF_QUANT_CONFIG,
     INDEX,
+    MANIFEST,
     Source,
+    digest_of,
     existing_file,
     is_gguf_config,
+    manifest_of,
+    names_in,
     open_source,
 )
-from fp4kit.checkpoint.model.slabs import Readers, scalar_of, tensor_scale_of
+from fp4kit.checkpoint.model.slabs import Readers, codes_of, decode, row_chunks, scalar_of, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import Weight, weights_of
 from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.json_object import dump_object
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry

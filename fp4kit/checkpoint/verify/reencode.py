@@ -17,16 +17,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.containers.container import INPUT_SCALE, VALUES, Container
+from fp4kit.checkpoint.containers.table import INPUT_SCALE, VALUES, Container
 from fp4kit.checkpoint.convert import run_job
 from fp4kit.checkpoint.identify.match_layers import Counterparts, Origin, TurnedOrigin, origins
 from fp4kit.checkpoint.model.doubtful_codes import doubt_of
 from fp4kit.checkpoint.model.model_files import Source
-from fp4kit.checkpoint.model.rotation import WeightRotation
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import decodable
-from fp4kit.checkpoint.model.weights import Located, Weight
+from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter, updates_of
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack
 from fp4kit.checkpoint.plan.job import (
@@ -44,7 +43,7 @@ from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer
 from fp4kit.checkpoint.plan.mixture import first_match
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.run.executors import run_all
-from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.checkpoint.verify.loss import is_low
 from fp4kit.formats import E4M3, E5M2
 from fp4kit.ops.quantize import fake_quantize

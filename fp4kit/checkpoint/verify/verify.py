@@ -12,25 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.arguments import as_index
-from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES
-from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE
-from fp4kit.checkpoint.containers.table import container
+from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
 from fp4kit.checkpoint.findings import findings_of_files, opened
-from fp4kit.checkpoint.loaders.sharding import Sharding, obstacles, sharding_of
+from fp4kit.checkpoint.loaders.requirements import Sharding, obstacles, sharding_of
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.closed_world import LEFT_OUT, check_model, is_attention_scale
 from fp4kit.checkpoint.model.doubtful_codes import CERTAIN
 from fp4kit.checkpoint.model.inspect import Checkpoint
-from fp4kit.checkpoint.model.magnitudes import doubts_of, magnitude_of, reference_of
-from fp4kit.checkpoint.model.manifest import MANIFEST, differences, load_manifest
-from fp4kit.checkpoint.model.model_files import Source, open_source
-from fp4kit.checkpoint.model.rotation import WeightRotation
+from fp4kit.checkpoint.model.model_files import MANIFEST, Source, differences, load_manifest, open_source
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
-from fp4kit.checkpoint.model.statistics import StoredCounts, total
+from fp4kit.checkpoint.model.statistics import StoredCounts, doubts_of, magnitude_of, reference_of, total
 from fp4kit.checkpoint.model.transforms import decodable
-from fp4kit.checkpoint.model.weights import Located, any_quantized, located, weights_of
+from fp4kit.checkpoint.model.weights import Located, WeightRotation, any_quantized, located, weights_of
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.borrowed_codes import patterns_in, recorded_include
@@ -41,6 +36,7 @@ from fp4kit.checkpoint.plan.mixture import first_match
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
 from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
+from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE
 from fp4kit.checkpoint.verify import loss, reencode
 from fp4kit.checkpoint.verify.diagnosis import faults_of
 from fp4kit.checkpoint.verify.input_scales import unlike_activations

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, ScaleSearch, Wishes, convert
-from fp4kit.checkpoint.model.manifest import differences, load_manifest
+from fp4kit.checkpoint.model.model_files import differences, load_manifest
 from fp4kit.contract.to_json import FILE
 
 FOREIGN = Path(__file__).parents[2] / "data" / "foreign"

@@ -16,7 +16,7 @@ from changed_bytes import change
 
 from fp4kit import Quantized, identify, quantize
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.model.manifest import load_manifest
+from fp4kit.checkpoint.model.model_files import load_manifest
 from fp4kit.checkpoint.verify.verify import VerifyReport, verify
 from fp4kit.cli import main
 

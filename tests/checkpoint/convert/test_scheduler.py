@@ -23,7 +23,7 @@ from synthetic import refused
 
 from fp4kit.checkpoint.convert import run_job, scheduler
 from fp4kit.checkpoint.convert.convert import Options, bytes_to_read, convert, execute
-from fp4kit.checkpoint.model.manifest import differences
+from fp4kit.checkpoint.model.model_files import differences
 from fp4kit.checkpoint.plan.job import Job
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import jobs_of

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from together import together
 
-from fp4kit.checkpoint.loaders import exclusion_semantics as m
-from fp4kit.checkpoint.loaders.containers import CONTAINERS
+from fp4kit.checkpoint.containers.configs import LOADED
+from fp4kit.checkpoint.loaders import exclusions as m
 
 LAYER = "model.layers.1"
 ATTENTION, MLP, EXPERTS = f"{LAYER}.self_attn", f"{LAYER}.mlp", f"{LAYER}.mlp.experts"
@@ -219,7 +219,7 @@ def test_names_that_an_engine_looks_up() -> None:
 
 
 def test_every_container_has_its_readers() -> None:
-    assert set(m.READERS) == set(CONTAINERS)
+    assert set(m.READERS) == set(LOADED)
 
 
 PARTS = [

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from seconds import TEN, cpu_seconds
 from together import together
 
-from fp4kit.checkpoint.loaders.containers import CONTAINERS, LoaderContainer
-from fp4kit.checkpoint.loaders.engines import Finding
-from fp4kit.checkpoint.loaders.exclusion_semantics import READERS
-from fp4kit.checkpoint.loaders.exclusions import check, exclusion_list, listed
+from fp4kit.checkpoint.containers.configs import LOADED, LoaderContainer
+from fp4kit.checkpoint.containers.engines import Finding
+from fp4kit.checkpoint.loaders.exclusions import READERS, check, exclusion_list, listed
 
 SYNTAXES = ("modelopt", "compressed-tensors", "dotted", "mxfp4")
-LISTED = [container for container in CONTAINERS.values() if container.syntax and READERS[container.id]]
+LISTED = [container for container in LOADED.values() if container.syntax and READERS[container.id]]
 LINEARS = [container for container in LISTED if container.format != "gpt-oss"]  # containers of linear layers
 
 
@@ -163,7 +162,7 @@ def test_names_of_transformers_exclude_the_layers_of_the_file(file: str, runtime
 
     If a name has one more letter, there is a finding for every engine.
     """
-    container = CONTAINERS["compressed-tensors nvfp4-pack-quantized"].id
+    container = LOADED["compressed-tensors nvfp4-pack-quantized"].id
     assert check(container, [runtime], [file], []) == ()
     engines = {found.engine.partition(" ")[0] for found in check(container, [runtime + "x"], [file], [])}
     assert engines == {"vLLM", "SGLang", "compressed-tensors", "transformers"}

@@ -14,7 +14,7 @@ import synthetic
 import fp4kit
 from fp4kit.checkpoint import convert, make_plan
 from fp4kit.checkpoint.loaders import exclusions, support
-from fp4kit.checkpoint.loaders.observations import SPLIT_EXPERTS
+from fp4kit.checkpoint.loaders.support import SPLIT_EXPERTS
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.selection.selection import Wishes

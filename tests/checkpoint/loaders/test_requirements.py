@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from together import together
 
-from fp4kit.checkpoint.loaders.containers import CONTAINERS
-from fp4kit.checkpoint.loaders.engines import Finding
-from fp4kit.checkpoint.loaders.missing_tensors import consequence
-from fp4kit.checkpoint.loaders.requirements import findings, quantized_layers
+from fp4kit.checkpoint.containers.configs import LOADED
+from fp4kit.checkpoint.containers.engines import Finding
+from fp4kit.checkpoint.loaders.requirements import consequence, findings, quantized_layers
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 ROWS, COLUMNS = 96, 64
@@ -125,7 +124,7 @@ def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
 
 def config(container: str) -> dict[str, Any]:
     """Return the content of a config.json that engines accept for a container."""
-    used = CONTAINERS[container].format
+    used = LOADED[container].format
     if used == "modelopt":
         return {"quantization_config": {"quant_method": "modelopt", "quant_algo": container.split()[1], "ignore": []}}
     if used == "compressed-tensors":
@@ -152,7 +151,7 @@ def config(container: str) -> dict[str, Any]:
 
 def name_of(container: str) -> str:
     own = {"gpt-oss": "model.layers.0.mlp.experts.gate_up_proj", "deepseek-v4": "layers.0.ffn.experts.0.w1"}
-    return own.get(CONTAINERS[container].format, Q)
+    return own.get(LOADED[container].format, Q)
 
 
 def errors(found: list[Finding]) -> list[Finding]:
@@ -164,13 +163,13 @@ def checked(container: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]], 
     return errors(findings(container, tensors, scales, options.pop("config", config(container)), **options))
 
 
-@together("container", CONTAINERS)
+@together("container", LOADED)
 def test_a_sound_checkpoint_has_no_errors(container: str) -> None:
     tensors = {**layer(container, name_of(container)), "model.norm.weight": ("BF16", (64,)), "a.bias": ("F32", (4,))}
     assert checked(container, tensors) == []
 
 
-@together("container", [each for each in CONTAINERS if each not in ("gpt-oss", "bf16")])
+@together("container", [each for each in LOADED if each not in ("gpt-oss", "bf16")])
 def test_a_stack_of_experts(container: str) -> None:
     tensors = layer(container, name_of(container), (4,))
     assert checked(container, tensors) == []
@@ -179,7 +178,7 @@ def test_a_stack_of_experts(container: str) -> None:
             assert checked(container, {**tensors, name: (dtype, (3, *shape[1:]))}), name
 
 
-@together("container", [each for each in CONTAINERS if each != "bf16"])
+@together("container", [each for each in LOADED if each != "bf16"])
 def test_every_tensor_counts(container: str) -> None:
     """If a tensor of a layer is missing, or has a dtype or shape that engines do not accept, a finding reports it."""
     tensors = layer(container, name_of(container))
@@ -197,7 +196,7 @@ def test_every_tensor_counts(container: str) -> None:
         assert found and all("has shape" in each.text for each in found), name
 
 
-@together("container", [each for each in CONTAINERS if each not in ("bf16", "gpt-oss")])
+@together("container", [each for each in LOADED if each not in ("bf16", "gpt-oss")])
 @together("shape", [(96,), (), (1, 2, 3, 4)])
 def test_weights_of_other_ranks(container: str, shape: tuple[int, ...]) -> None:
     tensors = layer(container, name_of(container))

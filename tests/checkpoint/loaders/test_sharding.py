@@ -13,7 +13,7 @@ from synthetic import BF16, refused
 from fp4kit.__main__ import main
 from fp4kit.checkpoint.containers.table import CONTAINERS
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.loaders.sharding import SIZES, SPLITS, obstacles, sharding_of
+from fp4kit.checkpoint.loaders.requirements import SIZES, SPLITS, obstacles, sharding_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.verify.verify import verify
 

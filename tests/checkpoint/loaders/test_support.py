@@ -9,8 +9,11 @@ import re
 import pytest
 from together import together
 
-from fp4kit.checkpoint.loaders import containers, engines, observations, support
-from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, MIXTURES, container
+from fp4kit.checkpoint.containers import configs as containers
+from fp4kit.checkpoint.containers import engines
+from fp4kit.checkpoint.containers.configs import FORMATS, KINDS, LOADED, MIXTURES, loaded_container
+from fp4kit.checkpoint.loaders import support
+from fp4kit.checkpoint.loaders import support as observations
 
 STATED = [
     ("modelopt W4A16_NVFP4", "dense", "vLLM", "loads"),
@@ -39,23 +42,18 @@ STATED = [
     ),
     *(
         (id, "stacked_moe", "transformers", "wrong values")
-        for id in CONTAINERS
+        for id in LOADED
         if id.startswith(("compressed-tensors", "sglang"))
     ),
     *(
         (id, "llama4", "transformers", "loads")
-        for id in CONTAINERS
+        for id in LOADED
         if id.startswith("compressed-tensors") and "FP8" not in id
     ),
-    *((id, "dense", "transformers", "loads") for id in CONTAINERS if "tensors FP8" in id),
+    *((id, "dense", "transformers", "loads") for id in LOADED if "tensors FP8" in id),
     *(("compressed-tensors FP8" + kind, "moe", "transformers", "loads") for kind in ("", " per row")),
     ("compressed-tensors FP8 128x128", "moe", "transformers", "unknown"),
-    *(
-        (id, "moe", engine, "loads")
-        for id in CONTAINERS
-        if "modelopt FP8" in id
-        for engine in ("vLLM", "Model-Optimizer")
-    ),
+    *((id, "moe", engine, "loads") for id in LOADED if "modelopt FP8" in id for engine in ("vLLM", "Model-Optimizer")),
     ("modelopt FP8_PER_CHANNEL_PER_TOKEN", "dense", "SGLang", "unknown"),
     *(("fp8 128x128", family, "transformers", "loads") for family in ("dense", "llama", "moe", "deepseek_v3")),
     ("fp8 128x128", "llama", "SGLang", "wrong values"),
@@ -83,7 +81,7 @@ def test_entries_of_the_table(container_id: str, family: str, engine: str, statu
 
 def test_only_unknown_cells_lack_a_source() -> None:
     for known, families, engine, status, how, note in observations.RUNS:
-        assert set(known) <= {*CONTAINERS, *MIXTURES} and engine in engines.VERSIONS, (known, engine)
+        assert set(known) <= {*LOADED, *MIXTURES} and engine in engines.VERSIONS, (known, engine)
         assert families == "all" or set(families.split()) <= set(support.FAMILIES), families
         assert (how == "") == (status == "unknown"), (known, families)
         assert note or status in ("loads", "unknown"), (known, families, engine)
@@ -91,7 +89,7 @@ def test_only_unknown_cells_lack_a_source() -> None:
 
 def test_gpt_oss_and_deepseek_v4_load_from_their_own_containers_alone() -> None:
     for family, own in (("gpt_oss", ["gpt-oss"]), ("deepseek_v4", ["deepseek-v4", "deepseek-v4 nvfp4"])):
-        quantized = [each for each in CONTAINERS.values() if each.kind]
+        quantized = [each for each in LOADED.values() if each.kind]
         assert [each.id for each in quantized if support.engines_for(each.id, family)] == own
         others = [other for other in support.FAMILIES if other != family]
         assert not any(support.engines_for(each, other) for other in others for each in own)
@@ -183,7 +181,7 @@ def test_best_format(kind: str) -> None:
 def test_the_best_format_loads_in_most_engines(kind: str, family: str) -> None:
     counts = {}
     for used in FORMATS[:-1]:
-        if target := container(used, kind):
+        if target := loaded_container(used, kind):
             counts[used] = len(support.engines_for(target.id, family))
     best = support.best_format(kind, family)
     assert max(counts.values()) == (counts[best] if best else 0)
@@ -194,7 +192,7 @@ def test_the_best_format_loads_in_most_engines(kind: str, family: str) -> None:
 @together("family", support.FAMILIES)
 def test_refused_is_what_nothing_loads_and_the_way_out_works(used: str, kind: str, family: str) -> None:
     text = support.refusal(used, kind, family)
-    target = container(used, kind)
+    target = loaded_container(used, kind)
     loads = target is not None and (target.kind is None or bool(support.engines_for(target.id, family)))
     assert (text is None) == loads
     if text is not None:
@@ -270,7 +268,7 @@ def test_the_table_of_the_documentation() -> None:
         "Model-Optimizer 0.47.0 |"
     )
     assert {line.count("|") for line in [head, rule, *rows]} == {8}
-    assert {row.split(" | ")[0].removeprefix("| ") for row in rows} == {*CONTAINERS, *MIXTURES}
+    assert {row.split(" | ")[0].removeprefix("| ") for row in rows} == {*LOADED, *MIXTURES}
     assert [int(note.split(".")[0]) for note in notes] == list(range(1, len(notes) + 1))
     used = {int(number) for row in rows for number in re.findall(r"\[(\d+)\]", row)}
     assert used == set(range(1, len(notes) + 1))
@@ -287,29 +285,29 @@ def test_unknown_keys(call: object) -> None:
     with pytest.raises(
         ValueError,
         match=r"^cell: container '.*', family '.*', engine '.*': at least one is unknown; "
-        r"see CONTAINERS, FAMILIES and VERSIONS$",
+        r"see LOADED, FAMILIES and VERSIONS$",
     ):
         call()  # type: ignore[operator]
 
 
 def test_container() -> None:
-    assert container("modelopt", "nvfp4") is CONTAINERS["modelopt W4A16_NVFP4"]
-    assert container("modelopt", "nvfp4", input_scale=True) is CONTAINERS["modelopt NVFP4"]
-    assert container("compressed-tensors", "mxfp8") is CONTAINERS["compressed-tensors mxfp8-quantized"]
-    assert {container("bf16", kind) for kind in KINDS} == {CONTAINERS["bf16"]}
-    assert container("gpt-oss", "nvfp4") is None and container("sglang-mxfp8", "mxfp4") is None
+    assert loaded_container("modelopt", "nvfp4") is LOADED["modelopt W4A16_NVFP4"]
+    assert loaded_container("modelopt", "nvfp4", input_scale=True) is LOADED["modelopt NVFP4"]
+    assert loaded_container("compressed-tensors", "mxfp8") is LOADED["compressed-tensors mxfp8-quantized"]
+    assert {loaded_container("bf16", kind) for kind in KINDS} == {LOADED["bf16"]}
+    assert loaded_container("gpt-oss", "nvfp4") is None and loaded_container("sglang-mxfp8", "mxfp4") is None
     with pytest.raises(
         ValueError, match=r"^container: format 'mlx'; one of modelopt, compressed-tensors, .* is needed$"
     ):
-        container("mlx", "nvfp4")
+        loaded_container("mlx", "nvfp4")
     with pytest.raises(
         ValueError,
         match=r"^container: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8, fp8 tensor, fp8 rows, fp8 is needed$",
     ):
-        container("modelopt", "int4")
+        loaded_container("modelopt", "int4")
     with pytest.raises(
         ValueError,
         match=r"^best_format: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8, fp8 tensor, fp8 rows, fp8 is needed$",
     ):
         support.best_format("int4", "dense")
-    assert {each.format for each in CONTAINERS.values()} == set(FORMATS) == set(containers.FORMATS)
+    assert {each.format for each in LOADED.values()} == set(FORMATS) == set(containers.FORMATS)

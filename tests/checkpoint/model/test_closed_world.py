@@ -20,10 +20,10 @@ from oracle import Loaded
 from synthetic import refused
 
 from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.containers.config_entries import CARRIED, IGNORED, REFUSED, UNDERSTOOD
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.model.items import CARRIED, IGNORED, REFUSED, UNDERSTOOD
-from fp4kit.checkpoint.model.manifest import MANIFEST
+from fp4kit.checkpoint.model.model_files import MANIFEST
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.reconcile import reconcile

@@ -11,7 +11,7 @@ from changed_bytes import change
 from together import together
 
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.model.column_order import SWAPPED_NIBBLES, swapped_layers
+from fp4kit.checkpoint.model.doubtful_codes import SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.verify.verify import verify
 

@@ -19,8 +19,7 @@ from together import together
 
 import fp4kit
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.containers.container import Container
-from fp4kit.checkpoint.containers.table import CONTAINERS, MODELOPT_AWQ
+from fp4kit.checkpoint.containers.table import CONTAINERS, MODELOPT_AWQ, Container
 from fp4kit.checkpoint.model.doubtful_codes import doubt_about_rows
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Slab

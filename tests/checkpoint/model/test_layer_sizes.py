@@ -15,9 +15,9 @@ from together import together
 
 from fp4kit.__main__ import main
 from fp4kit.checkpoint import make_plan
+from fp4kit.checkpoint.containers.config_entries import REFUSED
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.model.items import REFUSED
-from fp4kit.checkpoint.model.layer_sizes import misfits, named_twice
+from fp4kit.checkpoint.model.unlike_layers import misfits, named_twice
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.verify.verify import verify
 

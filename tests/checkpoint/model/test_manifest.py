@@ -13,7 +13,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.model.manifest import MANIFEST, differences, file_digest, load_manifest, names_in
+from fp4kit.checkpoint.model.model_files import MANIFEST, differences, file_digest, load_manifest, names_in
 
 
 @pytest.fixture
@@ -53,13 +53,13 @@ def test_files_of_another_size_are_not_hashed(converted: Path) -> None:
     """A listed file whose size changed is reported without being read, because a sparse file may claim a terabyte."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "fp4kit.checkpoint.model.manifest.file_digest", lambda path: pytest.fail(f"{path.name} is hashed")
+            "fp4kit.checkpoint.model.model_files.file_digest", lambda path: pytest.fail(f"{path.name} is hashed")
         )
         for name in names_in(converted):
             size = (converted / name).stat().st_size
             for changed in (1 << 40, size - 1):
                 os.truncate(converted / name, changed)
-                patch.setattr("fp4kit.checkpoint.model.manifest.names_in", lambda folder, name=name: [name])
+                patch.setattr("fp4kit.checkpoint.model.model_files.names_in", lambda folder, name=name: [name])
                 found = differences(converted)
                 said = f"{name}: has {changed} bytes, but the conversion wrote {size} bytes"
                 assert found is not None and [line for line in found if "missing" not in line] == [said]

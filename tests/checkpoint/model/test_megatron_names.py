@@ -7,9 +7,8 @@ import pytest
 from synthetic import refused
 from together import together
 
-from fp4kit.checkpoint.model.megatron_names import hugging_face_names
-from fp4kit.checkpoint.selection.name_rules import candidate, model_facts
-from fp4kit.checkpoint.selection.selection import Wishes, decide
+from fp4kit.checkpoint.selection.names import hugging_face_names
+from fp4kit.checkpoint.selection.selection import Wishes, candidate, decide, model_facts
 
 LAYER = "decoder.layers.12"
 

@@ -16,7 +16,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint import convert, open_checkpoint
-from fp4kit.checkpoint.model.rotation import WeightRotation, rotation_of
+from fp4kit.checkpoint.model.weights import WeightRotation, rotation_of
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.verify.verify import verify
 

@@ -10,7 +10,7 @@ import synthetic
 from synthetic import refused
 
 from fp4kit.checkpoint import Rules, convert_tensors, make_plan
-from fp4kit.checkpoint.model.wrapper_names import unwrapped
+from fp4kit.checkpoint.selection.names import unwrapped
 from fp4kit.checkpoint.verify.verify import verify
 
 PLAIN = "model.layers.0.self_attn.o_proj.weight"

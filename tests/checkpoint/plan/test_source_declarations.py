@@ -15,9 +15,8 @@ from partly_quantized import SOURCES, declare
 
 from fp4kit.__main__ import main
 from fp4kit.checkpoint import convert, make_plan
+from fp4kit.checkpoint.containers.config_entries import CARRIED, METHODS
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS
-from fp4kit.checkpoint.model.config_items import METHODS
-from fp4kit.checkpoint.model.items import CARRIED
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.plan.kv_cache import kv_cache_of
 from fp4kit.checkpoint.plan.output_configs import configs

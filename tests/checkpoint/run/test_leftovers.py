@@ -20,7 +20,7 @@ from processes import RENAME, Run, content, in_this_process, signalled
 
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.selection import names as fused_layers
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pkgutil
 
 import pytest
 
-from fp4kit.checkpoint.selection.adapters import AdapterTensor, adapter_tensor, adapter_trouble
+from fp4kit.checkpoint.selection.names import AdapterTensor, adapter_tensor, adapter_trouble
 
 LAYER = "model.layers.0.self_attn.q_proj"
 

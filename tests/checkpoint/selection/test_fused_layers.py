@@ -6,7 +6,7 @@ import published
 import pytest
 from together import together
 
-from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 

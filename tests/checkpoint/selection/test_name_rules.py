@@ -13,16 +13,18 @@ import pytest
 from synthetic import refused
 from together import together
 
-from fp4kit.checkpoint.selection.name_rules import (
+from fp4kit.checkpoint.selection.selection import (
     STACKS,
     Candidate,
+    Decision,
     LayerKind,
     ModelFacts,
+    Wishes,
     candidate,
+    decide,
     is_transposed,
     model_facts,
 )
-from fp4kit.checkpoint.selection.selection import Decision, Wishes, decide
 
 MODEL = ModelFacts(7)
 

@@ -17,10 +17,19 @@ from synthetic import refused
 from together import together
 
 from fp4kit.checkpoint import make_plan
-from fp4kit.checkpoint.model.megatron_names import hugging_face_names
-from fp4kit.checkpoint.selection import fused_layers, selection
-from fp4kit.checkpoint.selection.name_rules import Candidate, ModelFacts, candidate
-from fp4kit.checkpoint.selection.selection import Decision, Selector, Wishes, check, decide
+from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.checkpoint.selection import selection
+from fp4kit.checkpoint.selection.names import hugging_face_names
+from fp4kit.checkpoint.selection.selection import (
+    Candidate,
+    Decision,
+    ModelFacts,
+    Selector,
+    Wishes,
+    candidate,
+    check,
+    decide,
+)
 
 
 def converted(candidates: list[Candidate], wishes: Wishes) -> set[str]:

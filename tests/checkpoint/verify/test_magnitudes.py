@@ -16,7 +16,7 @@ from changed_bytes import change
 from fp4kit.checkpoint import convert, make_plan
 from fp4kit.checkpoint.identify.stored_facts import problems_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.model.magnitudes import sampled_magnitudes
+from fp4kit.checkpoint.model.statistics import sampled_magnitudes
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.storage.errors import CheckpointError

@@ -24,7 +24,6 @@ import synthetic
 from exhaustive import exhaustive, half
 
 from fp4kit.checkpoint import Options, Wishes, convert
-from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.containers.table import (
     CONTAINERS,
     CT_NVFP4,
@@ -32,10 +31,10 @@ from fp4kit.checkpoint.containers.table import (
     FP8_POWERS,
     MODELOPT_MXFP8,
     MODELOPT_NVFP4,
+    Container,
 )
 from fp4kit.checkpoint.loaders import support
-from fp4kit.checkpoint.model.manifest import MANIFEST
-from fp4kit.checkpoint.model.model_files import open_source
+from fp4kit.checkpoint.model.model_files import MANIFEST, open_source
 from fp4kit.checkpoint.model.statistics import StoredCounts, amax_and_nonfinite, sqnr_db, tally
 from fp4kit.checkpoint.verify.integrity import Issue, grouped
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, prepare, verify
@@ -200,7 +199,7 @@ def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypa
 
     Codes, scales and values are random bytes.
     """
-    monkeypatch.setattr(import_module("fp4kit.checkpoint.model.decode"), "CHUNK_ELEMENTS", 7 * 96)
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.model.slabs"), "CHUNK_ELEMENTS", 7 * 96)
     rng = np.random.default_rng(CONTAINERS.index(form))
     for case in range(12):
         rows, columns = int(rng.integers(1, 300)), int(rng.integers(1, 6)) * 32

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.convert.convert import Options, convert, execute
-from fp4kit.checkpoint.model.manifest import differences, file_digest, names_in
+from fp4kit.checkpoint.model.model_files import differences, file_digest, names_in
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.run import staging

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from fp4kit.checkpoint.selection.name_rules import Candidate, ModelFacts, candidate, model_facts
+from fp4kit.checkpoint.selection.selection import Candidate, ModelFacts, candidate, model_facts
 
 H, V, M, E = 64, 128, 96, 4
 Spec = tuple[str, tuple[int, ...]]  # name (without .weight) and shape of a BF16 tensor

@@ -1,24 +1,50 @@
-"""Compare what the config files of a checkpoint declare about quantization with its tensors. Each entry of config.json
-and hf_quant_config.json that concerns quantization becomes an item (see items.py), which is refused if the entry is
-unknown or contradicts the tensors. A check (EntryCheck) is a function from an entry's value and the quantized layers of
-the checkpoint to the reason to refuse the entry, or "" to accept it.
+"""Define items. An item is a tensor, config key or metadata entry of a checkpoint that may concern quantization,
+together with the decision whether fp4kit knows it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase, translate
 from typing import Any, NamedTuple
 
 from fp4kit.arguments import is_one_of
-from fp4kit.checkpoint.containers.container import COLUMN_SCALE, Container
-from fp4kit.checkpoint.model.declarations import KEYS, declared, sections, with_declaration
-from fp4kit.checkpoint.model.items import CARRIED, REFUSED, UNDERSTOOD, Item
-from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, MSMODELSLIM
-from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.storage.errors import shown
+from fp4kit.checkpoint.containers.configs import EXCLUSIONS, KEYS, declared, sections, with_declaration
+from fp4kit.checkpoint.containers.table import COLUMN_SCALE, Container
+from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, MSMODELSLIM, Source
+from fp4kit.checkpoint.model.weights import Weight, any_quantized
+from fp4kit.storage.errors import CheckpointError, shown
+
+UNDERSTOOD, CARRIED, DOUBTFUL, REFUSED, IGNORED = "understood", "carried", "doubtful", "refused", "ignored"
+
+
+class Item(NamedTuple):
+    """Describe one tensor, config key or metadata entry of a checkpoint, and the group that it belongs to.
+
+    Attributes:
+        group: UNDERSTOOD (fp4kit uses it, or it agrees with the tensors), CARRIED (it does not change the decoded
+            weights), DOUBTFUL, REFUSED or IGNORED (see the head of closed_world.py).
+        place: where the item is: "tensor", the name of a config file, or "metadata".
+        name: the tensor's name, or the path of the key, such as "quantization_config.transform_config".
+        why: why the item belongs to this group, in words for the user.
+        what: dtype and shape of a tensor, such as "U8 [64, 32]", if they help to find the fault; otherwise "".
+    """
+
+    group: str
+    place: str
+    name: str
+    why: str
+    what: str = ""
+
+    @property
+    def subject(self) -> str:
+        """The item's name for messages: "NAME (WHAT)" if ``what`` is not empty."""
+        if self.what:
+            return f"{self.name} ({self.what})"
+        return self.name if self.place == "tensor" else f"{self.place}: {self.name}"
+
 
 # A check decides on the value of one config entry: (value, layers of the checkpoint) -> the reason to refuse the entry,
 # or "" to accept it. The reason is a predicate, such as "is 5, which fp4kit does not know"; the caller adds the name of
@@ -739,3 +765,91 @@ def hf_quant_items(
             yield Item(CARRIED, HF_QUANT_CONFIG, key, _HISTORY)
         else:
             yield Item(REFUSED, HF_QUANT_CONFIG, key, f"is {brief(value)}, an entry that fp4kit does not know")
+
+
+def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
+    """Raise CheckpointError if a config file declares quantization although no tensor is quantized."""
+    why = "" if any_quantized(weights.values()) else unfulfilled(source.config, source.hf_quant_config)
+    if why:
+        raise CheckpointError(why)
+
+
+def unfulfilled(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> str:
+    """Return the error message for config files that declare quantization, for a model without quantized tensors."""
+    return next(_declarations(config, hf_quant_config), "")
+
+
+def _declarations(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield an error message per config entry or file that declares quantization."""
+    what = "but no tensor is quantized; remove this entry or file from the source"
+    for prefix, section in sections(config):
+        for key in KEYS:
+            value = section.get(key)
+            method = value.get("quant_method") if isinstance(value, Mapping) else None
+            if isinstance(value, Mapping) and method == MSMODELSLIM:
+                yield f"{value['file']}: describes quantized weights, {what}"
+            elif method is not None and not is_one_of(method, METHODS):
+                yield (
+                    f"{CONFIG}: {prefix}{key} declares quant_method {shown(repr(method))}, which fp4kit does not read;"
+                    " convert the unquantized release of the model"
+                )
+            elif value:
+                yield f"{CONFIG}: has {prefix}{key}, {what}"
+    if hf_quant_config is not None:
+        yield f"{HF_QUANT_CONFIG}: exists, {what}"
+
+
+def declared_unquantized(source: Source, names: Iterable[str]) -> set[str]:
+    """Return those of the names of unquantized layers that the config files of a model declare unquantized."""
+    entries = [declared(source.config), source.config.get("quantization"), source.hf_quant_config]
+    entries += [one.get("quantization") for one in entries if isinstance(one, Mapping)]
+    found = [one for one in entries if isinstance(one, Mapping)]
+    tests = [test for one in found for test in _tests(one)]
+    return {name for name in names if any(test(name) for test in tests)}
+
+
+def _tests(entry: Mapping[str, Any]) -> Iterator[Callable[[str], bool]]:
+    """Yield functions that say of an unquantized layer whether one entry of a config file declares it unquantized."""
+    excluded = [pattern for key in EXCLUSIONS for pattern in _texts(entry.get(key))]
+    if excluded:
+        yield _matcher(excluded)
+    quantized = entry.get("quantized_layers")
+    if isinstance(quantized, Mapping) and quantized:
+        among = _matcher(quantized)
+        yield lambda name: not among(name)
+    groups = entry.get("config_groups")
+    groups = [one for one in groups.values() if isinstance(one, Mapping)] if isinstance(groups, Mapping) else []
+    targets = [target for group in groups for target in _texts(group.get("targets"))]
+    if targets and not any(target[:1].isupper() and "." not in target for target in targets):  # no class, as Linear is
+        targeted = _matcher(targets)
+        yield lambda name: not targeted(name)
+    extra = entry.get("extra_config")
+    own = extra.items() if isinstance(extra, Mapping) else ()
+    plain = [name for name, one in own if isinstance(one, Mapping) and one.get("bits") in (16, 32)]
+    if plain:  # auto-round
+        yield _matcher(plain)
+    yield lambda name: entry.get(name) is False  # mlx-lm
+
+
+def _texts(value: Any) -> list[str]:
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+
+
+def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Return a function that says whether a list of names and patterns names a layer or a module that contains it."""
+    paths, expressions = set(), []
+    for pattern in patterns:
+        if pattern.startswith("re:") or "*" in pattern:
+            try:
+                expressions.append(re.compile(pattern[3:] if pattern.startswith("re:") else translate(pattern)))
+            except re.error:
+                continue
+        else:
+            paths.add(pattern)
+
+    def names(layer: str) -> bool:
+        parts = layer.split(".")
+        spans = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+        return any(span in paths for span in spans) or any(one.match(layer) for one in expressions)
+
+    return names

@@ -1,0 +1,537 @@
+"""Recognize the components that wrappers of PyTorch add to the names of a state dict. For example, torch.compile adds
+``_orig_mod``, and DistributedDataParallel adds ``module`` at the beginning.
+
+PEFT adds ``base_model.model``, ``base_layer`` and ``original_module``. The wrappers of FSDP, Lightning and activation
+checkpointing add components of their own. Engines do not find tensors under such names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from fp4kit.storage.errors import CheckpointError, shown
+
+# Component of a name -> the wrapper that adds it.
+_WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "_forward_module": "Lightning",
+    "base_layer": "PEFT",
+    "original_module": "PEFT",
+}
+_LEADING = {"module": "DistributedDataParallel"}  # only at the beginning of a name
+_PEFT = ["base_model", "model"]  # the beginning of all names of a model that PEFT wraps
+_SAVE = "save the state dict of the model inside the wrapper"
+_MERGE = "merge the adapter with merge_and_unload() and save the result"
+
+
+def unwrapped(name: str) -> str:
+    """Return the name of a tensor without the components that wrappers add: "module.fc.weight" gives "fc.weight"."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] in _LEADING:
+        del parts[0]
+    return ".".join(parts[2:] if parts[:2] == _PEFT and len(parts) > 2 else parts)
+
+
+def trouble(names: Iterable[str]) -> tuple[str, str]:
+    """Return (name, reason) for the first tensor whose name a wrapper has changed; ("", "") if there is none."""
+    for name in names:
+        plain = unwrapped(name)
+        if plain != name:
+            known = (text for part, text in {**_WRAPPERS, **_LEADING}.items() if part in name.split("."))
+            wrapper = next(known, "PEFT")
+            way = _MERGE if wrapper == "PEFT" else _SAVE
+            return name, (
+                f"{wrapper} has added to this name, so no engine finds the tensor; {way}, which calls it"
+                f" {shown(plain)}, or rename the tensors"
+            )
+    return "", ""
+
+
+def check(names: Iterable[str]) -> None:
+    """Raise CheckpointError if a tensor's name contains components that a wrapper has added."""
+    name, why = trouble(names)
+    if why:
+        raise CheckpointError(f"{shown(name)}: {why}")
+
+
+class AdapterTensor(NamedTuple):
+    """A tensor of an adapter.
+
+    Attributes:
+        kind: the kind of adapter, such as "LoRA".
+        layer: the name of the layer that the adapter changes, such as "model.layers.0.self_attn.q_proj", without the
+            prefixes of wrapper modules. "" if the tensor belongs to no layer.
+        part: the component of the name that says what the tensor is, such as "lora_A".
+    """
+
+    kind: str
+    layer: str
+    part: str
+
+
+# A component of a name -> the kind of adapter that has such components. The first match counts.
+_ADAPTER_PARTS = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        # PEFT, kohya's scripts, Flax NNX; kernel_lora_a and w_lora_a are of Qwix and Tunix.
+        ("LoRA", r"(?!_?svdquant_)(lora_\w+|\w+_lora_[abAB])"),
+        ("DoRA", r"dora_scale"),
+        ("AdaLoRA", r"ranknum"),
+        ("X-LoRA", r"(internal_)?xlora_classifier"),
+        ("IA3", r"ia3_\w+"),
+        ("LoHa", r"hada_\w+"),
+        ("LoKr", r"lokr_\w+"),
+        ("OFT", r"oft_\w+"),
+        ("BOFT", r"boft_\w+"),
+        ("VeRA", r"p?vera_(lambda_)?\w+"),
+        ("HRA", r"hra_\w+"),
+        ("HiRA", r"hira_\w+"),
+        ("FourierFT", r"fourierft_\w+"),
+        ("VB-LoRA", r"vblora_\w+"),
+        ("RandLoRA", r"randlora_\w+"),
+        ("SHiRA", r"shira_\w+"),
+        ("WaveFT", r"waveft_\w+"),
+        ("Bone", r"bone_block|miss_block"),
+        ("C3A", r"c3a_kernel"),
+        ("RoAd", r"road_(theta|alpha)"),
+        ("Poly", r"poly_router"),
+        ("Lily", r"lily_(A|B|router)"),
+        ("LN tuning", r"ln_tuning_layers"),
+        ("OSF", r"osf_svd_params"),
+        ("shadow", r"shadow_(down|up|dropout|update_\w+|backbone|head|projection)"),
+        ("supertuning", r"supertuning_values"),
+        ("PEFT", r"(adamss|beft|deft|delora|frod|glora|gralora|peanut|psoft|tinylora|unilora)_\w+"),
+        ("LLaMA-Adapter", r"adaption_(prompt|gate)"),
+        ("prompt tuning", r"prompt_embeddings"),
+        ("trainable tokens", r"trainable_tokens_\w+"),
+        ("modules_to_save", r"modules_to_save"),
+        ("bottleneck", r"adapter_(down|up)"),
+    )
+)
+# Two components that mean LoRA only one after the other: lora.a of Gemma, to_q_lora.up of Diffusers, adapter.linear_in
+# of NeMo.
+_ADAPTER_PAIRS = (
+    (re.compile(r"(\w+_)?(lora|LoRA)|lora_linear_layer"), {"a", "b", "A", "B", "up", "down"}),
+    (re.compile("adapter"), {"linear_in", "linear_out"}),
+)
+# The prompt encoder of PEFT, which has the name of its adapter. SAM has a prompt encoder too, without these names.
+_PROMPT_ENCODER = re.compile(
+    r"prompt_encoder\.[^.]+\.((frozen_|trainable_|delta_)?embedding|transform|mlp_head|lstm_head|prefix_task_\w+)(\..*)?"
+)
+
+
+@lru_cache(1 << 14)
+def _kind(piece: str) -> str | None:
+    return next((kind for kind, pattern in _ADAPTER_PARTS if pattern.fullmatch(piece)), None)
+
+
+def adapter_tensor(name: str) -> AdapterTensor | None:
+    """Return what a tensor of an adapter is, from its name; None for all other tensors."""
+    pieces = name.split(".")
+    for at, piece in enumerate(pieces):
+        kind = _kind(piece)
+        if kind is not None:
+            return AdapterTensor(kind, unwrapped(".".join(pieces[:at])), piece)
+        after = pieces[at + 1] if at + 1 < len(pieces) else ""
+        if any(after in second and first.fullmatch(piece) for first, second in _ADAPTER_PAIRS):
+            return AdapterTensor("LoRA", unwrapped(".".join(pieces[:at])), f"{piece}.{after}")
+    if _PROMPT_ENCODER.fullmatch(unwrapped(name)):
+        return AdapterTensor("prompt tuning", "", "prompt_encoder")
+    return None
+
+
+def adapter_trouble(name: str) -> str:
+    """Return the reason to refuse a tensor of an adapter in a checkpoint of a model; "" for all other tensors."""
+    found = adapter_tensor(name)
+    if found is None:
+        return ""
+    return f"a tensor of an adapter ({found.kind}), not of a model; merge the adapter into its model first"
+
+
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d{1,9})\.(.+)")
+_MEGATRON_WRAPPERS = re.compile(r"(?:module\.)*(language_model\.)?")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d{1,9})")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d{1,9})\.(linear_fc[12])\.(weight|bias)")
+# Prefixes of the transformer layer inside a multi-token prediction layer.
+_INNER = (
+    "transformer_layer.",
+    "mtp_model_layer.",
+)
+
+_OUTSIDE = {
+    "embedding.word_embeddings": "embed_tokens",
+    "embedding.position_embeddings": "embed_positions",
+    "decoder.final_layernorm": "norm",
+    "decoder.final_norm": "norm",
+}
+# Megatron module within a layer -> Hugging Face modules; the suffix (.weight, .bias) stays. Layer norms that Megatron
+# fuses with the next linear layer are in _FUSED_NORMS.
+_MODULES = {
+    "input_layernorm": ("input_layernorm",),
+    "pre_mlp_layernorm": ("post_attention_layernorm",),
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj": ("self_attn.o_proj",),
+    "self_attention.q_layernorm": ("self_attn.q_norm",),
+    "self_attention.k_layernorm": ("self_attn.k_norm",),
+    "self_attention.linear_q_proj": ("self_attn.q_proj",),
+    "self_attention.linear_q_down_proj": ("self_attn.q_a_proj",),
+    "self_attention.linear_q_up_proj": ("self_attn.q_b_proj",),
+    "self_attention.linear_kv_down_proj": ("self_attn.kv_a_proj_with_mqa",),
+    "self_attention.linear_qkv_down_proj": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    "self_attention.linear_kv_up_proj": ("self_attn.kv_b_proj",),
+    "self_attention.kv_layernorm": ("self_attn.kv_a_layernorm",),
+    "self_attention.core_attention.indexer.linear_wq_b": ("self_attn.indexer.wq_b",),
+    "self_attention.core_attention.indexer.linear_wk": ("self_attn.indexer.wk",),
+    "self_attention.core_attention.indexer.linear_weights_proj": ("self_attn.indexer.weights_proj",),
+    "self_attention.core_attention.indexer.k_norm": ("self_attn.indexer.k_norm",),
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": ("mlp.down_proj",),
+    "mlp.router": ("mlp.gate",),
+    "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "mlp.shared_experts.linear_fc2": ("mlp.shared_experts.down_proj",),
+}
+_MTP_MODULES = {
+    "eh_proj": ("eh_proj",),
+    "enorm": ("enorm",),
+    "hnorm": ("hnorm",),
+    "final_layernorm": ("shared_head.norm",),
+}
+# Megatron parameter within a layer, with its suffix -> Hugging Face name.
+_PARAMETERS = {
+    "self_attention.core_attention.softmax_offset": "self_attn.sinks",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+}
+_FUSED_NORMS = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "self_attention.linear_qkv_down_proj": "input_layernorm",
+    "self_attention.linear_q_up_proj": "self_attn.q_a_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_a_layernorm",
+    "mlp.linear_fc1": "post_attention_layernorm",
+}
+_MEGATRON_WORDS = re.compile(
+    r"(?:^|\.)(self_attention|cross_attention|linear_\w+|local_experts|transformer_layer|mtp_model_layer|experts\.weight[12])(\.|$)"
+)
+
+
+def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = True) -> tuple[str, ...]:
+    """Return the Hugging Face names of the tensors that a Megatron-Core parameter holds."""
+    wrapper = _MEGATRON_WRAPPERS.match(name)
+    assert wrapper is not None
+    plain, root = name[wrapper.end() :], "model.language_model" if wrapper[1] else "model"
+    match = _LAYER.fullmatch(plain)
+    found = _outside(plain, root) if match is None else _in_layer(match[3], match[1] == "mtp", gated)
+    if match is None or found is None:
+        if found is None:
+            _refuse_unknown(name, match)
+        return (name,) if found is None else found
+    prefix = _prefix(match[1], int(match[2]), root, layers)
+    return tuple(f"{prefix}.{suffix}" for suffix in found)
+
+
+def _prefix(list_name: str, number: int, root: str, layers: int | None) -> str:
+    """Return the Hugging Face prefix of a Megatron layer, such as "model.layers.3"."""
+    if list_name == "decoder":
+        return f"{root}.layers.{number}"
+    return f"mtp.layers.{number}" if layers is None else f"{root}.layers.{layers + number}"
+
+
+def _outside(plain: str, root: str) -> tuple[str, ...] | None:
+    """Return the Hugging Face name of a parameter outside the layers, such as the embedding, as a tuple of one name."""
+    module, _, kind = plain.rpartition(".")
+    if module != "output_layer" and module not in _OUTSIDE:
+        return None
+    if kind.startswith("_extra_state"):
+        return ()
+    return (f"lm_head.{kind}",) if module == "output_layer" else (f"{root}.{_OUTSIDE[module]}.{kind}",)
+
+
+@lru_cache(1 << 16)
+def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | None:
+    """Return the Hugging Face names of a layer's parameter, relative to the layer, such as "mlp.down_proj.weight"."""
+    inner = next((inner for inner in _INNER if parameter.startswith(inner)), "") if is_mtp else ""
+    parameter = parameter.removeprefix(inner)
+    if parameter in _PARAMETERS:
+        return (_PARAMETERS[parameter],)
+    expert = _expert(parameter)
+    module, _, kind = parameter.rpartition(".")
+    if kind.startswith("_extra_state"):
+        return ()
+    if kind in ("layer_norm_weight", "layer_norm_bias") and module in _FUSED_NORMS:
+        return (f"{_FUSED_NORMS[module]}.{kind.removeprefix('layer_norm_')}",)
+    if expert is not None:
+        module, names, kind = expert
+    else:
+        names = (_MTP_MODULES if is_mtp and not inner else _MODULES).get(module, ())
+    if not names or kind not in ("weight", "bias"):
+        return None
+    return tuple(f"{name}.{kind}" for name in (names if gated or not module.endswith("linear_fc1") else names[1:]))
+
+
+def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
+    """Return (linear layer, Hugging Face modules, "weight" or "bias") of an expert's parameter; None for any other."""
+    grouped, local = _GROUPED_EXPERT.fullmatch(parameter), _LOCAL_EXPERT.fullmatch(parameter)
+    if grouped:
+        linear, kind, number = grouped.groups()
+    elif local:
+        number, linear, kind = local.groups()
+    else:
+        return None
+    leaves = ("gate_proj", "up_proj") if linear == "linear_fc1" else ("down_proj",)
+    return linear, tuple(f"mlp.experts.{number}.{leaf}" for leaf in leaves), kind
+
+
+def _refuse_unknown(name: str, layer: re.Match[str] | None) -> None:
+    """Raise CheckpointError if an unknown name within a layer contains words that only Megatron uses."""
+    if layer is not None and _MEGATRON_WORDS.search(layer[3]):
+        raise CheckpointError(
+            f"hugging_face_names: {shown(name)}: unknown Megatron-Core name; rename it as in Hugging Face models, for"
+            " example model.layers.0.self_attn.q_proj.weight"
+        )
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The names of layers that loaders fuse into one because these layers read the same input.
+
+    Attributes:
+        members: the leaf names of the layers, such as ("gate_proj", "up_proj").
+        alias: the leaf name of the fused layer, such as "gate_up_proj"; None if the fused layer has no name of its own.
+        alternatives: how many of ``members`` are only a second name for another member. A model uses one of the two
+            names. Usually 0.
+    """
+
+    members: tuple[str, ...]
+    alias: str | None
+    alternatives: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of layers in a complete fused layer: the members, where two names of one layer count once."""
+        return len(self.members) - self.alternatives
+
+
+FUSIONS = (
+    Fusion(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    Fusion(("query", "key", "value"), "qkv_proj"),
+    Fusion(("gate_proj", "up_proj"), "gate_up_proj"),
+    Fusion(("w1", "w3"), None),
+    Fusion(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
+    Fusion(("wq", "wk", "wv"), "qkv_proj"),
+    # The names of DeepSeek-V4 are wq_a and wkv. Mistral calls the second layer wkv_a_with_mqa.
+    Fusion(("wq_a", "wkv", "wkv_a_with_mqa"), "fused_wqa_wkv", alternatives=1),
+    Fusion(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),  # Qwen3.5 in vLLM and SGLang
+    Fusion(("in_proj_b", "in_proj_a"), "in_proj_ba"),
+)
+_FUSION_OF = {member: fusion for fusion in FUSIONS for member in fusion.members}
+_PAIRS = {"gate_proj": "up_proj", "w1": "w3"}  # gate -> up of a gated MLP
+_GATE_OF = {up: gate for gate, up in _PAIRS.items()}
+_OTHER_OF = _PAIRS | _GATE_OF
+_NUMBER = re.compile(r"\b\d+\b")
+
+
+def split_module(module: str) -> tuple[str, str]:
+    """Split a module name at its last dot and return (parent, leaf): ("mlp", "up_proj") for "mlp.up_proj"."""
+    parent, _, leaf = module.rpartition(".")
+    return parent, leaf
+
+
+def join_module(parent: str, leaf: str) -> str:
+    """Return the module name with the given parent and leaf: "mlp.up_proj" for "mlp" and "up_proj"."""
+    return f"{parent}.{leaf}" if parent else leaf
+
+
+def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
+    """Group the modules that loaders fuse into one layer, such as q_proj, k_proj and v_proj of one attention layer."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for module in modules:
+        parent, leaf = split_module(module)
+        if leaf in _FUSION_OF:
+            groups[parent, _FUSION_OF[leaf].members[0]].append(module)
+    return {(parent, _FUSION_OF[first]): members for (parent, first), members in groups.items()}
+
+
+def group_name(parent: str, fusion: Fusion) -> str:
+    """Return a readable name for layers that loaders fuse, such as "model.layers.0.mlp.(gate_proj|up_proj)"."""
+    return join_module(parent, f"({'|'.join(fusion.members)})")
+
+
+def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
+    """Return a dict from module to the name of its group, for modules that must share a tensor amax."""
+    found: dict[str, str] = {}
+    for key, members in fused_groups(modules).items():
+        if len(members) > 1:
+            found |= dict.fromkeys(members, group_name(*key))
+    return found
+
+
+def group_of(module: str) -> tuple[str, int] | None:
+    """Return the group of fused layers that a module belongs to, as (name, number of layers in a complete group)."""
+    parent, leaf = split_module(module)
+    fusion = _FUSION_OF.get(leaf)
+    return None if fusion is None else (group_name(parent, fusion), fusion.size)
+
+
+def same_input_names(module: str) -> tuple[str, ...]:
+    """Return the names under which calibration may have measured the inputs of a module."""
+    parent, leaf = split_module(module)
+    fusion = _FUSION_OF.get(leaf)
+    if fusion is None:
+        return (module,)
+    leaves = (leaf, *fusion.members, *([fusion.alias] if fusion.alias else []))
+    return tuple(dict.fromkeys(join_module(parent, other) for other in leaves))
+
+
+def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]:
+    """Return one message per quantized gate or up projection whose other half is missing; [] if none is."""
+    converted = list(converted)
+    all_modules = {*converted, *present}
+    gated: set[str] | None = None
+    found = []
+    for module in converted:
+        parent, leaf = split_module(module)
+        other = _OTHER_OF.get(leaf)
+        if other is None or join_module(parent, other) in all_modules:
+            continue
+        if leaf in _GATE_OF:
+            gated = _up_names_with_gate(all_modules) if gated is None else gated
+        if _is_half(parent, leaf, all_modules) if leaf in _PAIRS else _without_numbers(module) in (gated or ()):
+            found.append(
+                f"{shown(module)}: has no {other} beside it, with which it must share a tensor amax; add {other}"
+            )
+    return found
+
+
+def _is_half(parent: str, gate: str, all_modules: Collection[str]) -> bool:
+    """Return whether a gate_proj or w1 must have an up_proj or w3 beside it."""
+    attends = "attn" in parent or "attention" in parent.lower()
+    return not attends and not (gate == "w1" and join_module(parent, "c_proj") in all_modules)
+
+
+def _without_numbers(module: str) -> str:
+    """Return a module name with each number replaced by ``#``, so that all layers and experts give one name."""
+    return _NUMBER.sub("#", module)
+
+
+def _up_names_with_gate(all_modules: Collection[str]) -> set[str]:
+    """Return the names of the up projections that must exist because the model has their gates."""
+    gates = (split_module(module) for module in all_modules if module.endswith(tuple(_PAIRS)))
+    return {_without_numbers(join_module(parent, _PAIRS[leaf])) for parent, leaf in gates if leaf in _PAIRS}
+
+
+def partly_converted(copied: Iterable[str], converted: Collection[str]) -> Iterator[str]:
+    """Yield one warning per group of fused layers in which some layers are quantized and some are not."""
+    for key, members in fused_groups([*copied, *converted]).items():
+        kept = [split_module(member)[1] for member in members if member not in converted]
+        if kept and len(kept) < len(members):
+            yield (
+                f"{group_name(*key)}: {', '.join(kept)} stays unquantized;"
+                " loaders that fuse these layers need all of them quantized, or none"
+            )
+
+
+Role = Literal["tower", "mtp", "head", "embedding", "router", "experts", "shared", "attention", "mlp"]
+ARCHITECTURE = "general.architecture"  # a key of the GGUF header and of the dict that config_of returns
+ENGINE = "llama.cpp 0c1e57098"
+# Keys of the metadata that fp4kit writes into the headers of converted files.
+RECIPE, VERSION, SCALE_SEARCH = "fp4kit.recipe", "fp4kit.version", "fp4kit.scale_search"
+PATTERNS = "fp4kit.recipes"  # JSON: the recipes of layers that match patterns
+KEPT_CODES = "fp4kit.codes"  # PARTLY_CARRIED, if the recorded recipe did not make the codes of all layers
+PARTLY_CARRIED = "partly carried"
+INCLUDED = "fp4kit.include"  # JSON: the globs of --include
+
+# Metadata that accompanies RECIPE -> its key in fp4kit's record in a config.
+_ALSO_RECORDED = {SCALE_SEARCH: "scale_search", KEPT_CODES: "codes"}
+_GGUF_PARTS = ("gate", "up", "down", "gate_up")
+STACKS = tuple(f"ffn_{part}_exps" for part in _GGUF_PARTS)  # leaf names of stacks of experts, [E, N, K]
+HEADS = {  # leaf name -> config key with the number of heads
+    "attn_q": "num_attention_heads",
+    "attn_k": "num_key_value_heads",
+}
+ROLES: dict[str, Role] = {
+    "token_embd": "embedding",
+    "position_embd": "embedding",
+    "per_layer_token_embd": "embedding",
+    "token_types": "embedding",
+    "ffn_gate_inp": "router",
+    "ffn_gate_inp_shexp": "router",
+    "ffn_gate_tid2eid": "router",
+    **dict.fromkeys(STACKS, "experts"),
+    **{f"ffn_{part}_shexp": "shared" for part in _GGUF_PARTS},
+    **{f"ffn_{part}": "mlp" for part in _GGUF_PARTS},
+}
+
+# Names of matrices that llama.cpp's quantizer never quantizes. It does not quantize routers either (see ROLES).
+_KEPT = re.compile(
+    r"_norm\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight|indexer\.[kq]_proj\.weight"
+    r"|time_mix_(first|w[012]|v[012]|a[012]|g[12]|decay_w[12]|lerp_fused)\.weight|attn_rel_b\.weight"
+)
+
+
+def unquantized_reason(name: str) -> str | None:
+    """Return the reason why llama.cpp's quantizer leaves the matrix ``name`` unquantized, as text for a message."""
+    found = _KEPT.search(name)
+    return f"llama.cpp reads it unquantized ({found[0]})" if found else None
+
+
+def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Build a stand-in for config.json from the header of a GGUF file, for code that expects a Hugging Face config."""
+    architecture = metadata.get(ARCHITECTURE, "")
+    config: dict[str, Any] = {ARCHITECTURE: architecture}
+    layers = metadata.get(f"{architecture}.block_count", "")
+    if layers.isdecimal() and int(layers):
+        config["num_hidden_layers"] = int(layers)
+    heads = metadata.get(f"{architecture}.attention.head_count", "")
+    counts = heads, metadata.get(f"{architecture}.attention.head_count_kv", heads)
+    config |= {name: int(count) for name, count in zip(HEADS.values(), counts, strict=True) if count.isdecimal()}
+    if RECIPE in metadata:
+        own = {"recipe": metadata[RECIPE], "version": metadata.get(VERSION, "")}
+        own |= {key: metadata[name] for name, key in _ALSO_RECORDED.items() if name in metadata}
+        config["quantization_config"] = {"fp4kit": own}
+    return config
+
+
+# Architectures whose compute graphs multiply by every loaded .scale. All other graphs silently ignore some scales.
+SCALING = {
+    "llama",
+    "mistral3",
+    "cohere2",
+    "cohere2moe",
+    "qwen3",
+    "qwen3moe",
+    "qwen35",
+    "qwen35moe",
+    "qwen4exp",
+    "gemma4",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "nanbeige",
+    "mellum",
+    "hy_v3",
+    "deepseek32",
+    "glm-dsa",
+}
+_SCALED = re.compile(  # modules whose .scale llama.cpp loads; it rejects files with a .scale of any other module
+    r"output|blk\.\d+\.(attn_(q|k|v|output|qkv|gate)|ffn_(gate|down|up)(_shexp|_exps)?|ssm_(in|out|alpha|beta)"
+    r"|nextn\.(eh_proj|shared_head_head))"
+)
+# Modules for which llama.cpp aborts if there are both a bias and a .scale: it would apply the scale after the bias.
+_BEFORE_BIAS = re.compile(r"blk\.\d+\.ffn_(gate|down|up)(_shexp)?")
+
+
+def scale_troubles(architecture: str, scaled: Iterable[str], tensors: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield (module, fault as text) for each module whose tensor scale (``.scale``) llama.cpp cannot use."""
+    for module in scaled:
+        if not _SCALED.fullmatch(module):
+            yield module, "rejects the file, because it supports no .scale for this module"
+        elif architecture not in SCALING:
+            yield module, f"ignores .scale in {architecture} models, so decoded values are wrong"
+        elif _BEFORE_BIAS.fullmatch(module) and f"{module}.bias" in tensors:
+            yield module, "aborts if a feed-forward layer has both a .bias and a .scale"
