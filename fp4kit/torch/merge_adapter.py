@@ -12,11 +12,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fp4kit.checkpoint.convert import merge_rows
-from fp4kit.checkpoint.model.low_rank_update import UpdateRows
-from fp4kit.checkpoint.model.slabs import Readers, read_update
+from fp4kit.checkpoint.model.slabs import Readers, UpdateRows, read_update
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.job import Survival
-from fp4kit.checkpoint.selection.fused_layers import shared_amax_groups
+from fp4kit.checkpoint.selection.names import shared_amax_groups
 from fp4kit.ops.quantize import dequantize
 from fp4kit.quantized.container import Quantized
 

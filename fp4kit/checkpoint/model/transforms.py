@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fp4kit.call.rotation import HADAMARD_SIZES
+from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers.config_entries import REFUSED, UNDERSTOOD, Item, brief
 from fp4kit.checkpoint.containers.configs import declared
 from fp4kit.checkpoint.model import closed_world

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.call.rotation import HADAMARD_SIZES
+from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers.configs import declared
 from fp4kit.checkpoint.containers.table import (
     CAST_E4M3,
@@ -39,7 +39,7 @@ from fp4kit.checkpoint.containers.table import (
 from fp4kit.checkpoint.selection.names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.selection.selection import STACKS
 from fp4kit.formats import E8M0
-from fp4kit.ops.rotate import hadamard, random_signs
+from fp4kit.ops.transforms import hadamard, random_signs
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry

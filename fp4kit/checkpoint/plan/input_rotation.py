@@ -14,11 +14,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from fp4kit.call.parse import HADAMARD_SIZES
-from fp4kit.checkpoint.loaders.engines import Finding, finding
-from fp4kit.checkpoint.model.rotation import WeightRotation
-from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name
-from fp4kit.checkpoint.selection.name_rules import Candidate
+from fp4kit.checkpoint.containers.engines import Finding, finding
+from fp4kit.checkpoint.model.weights import Weight, WeightRotation
+from fp4kit.checkpoint.selection.names import fused_groups, group_name
+from fp4kit.checkpoint.selection.selection import Candidate
 from fp4kit.storage.errors import CheckpointError, listed, shown
 
 FORMAT = "compressed-tensors"  # the only format whose config declares rotations of inputs
