@@ -1,4 +1,4 @@
-"""Test the experiment of benchmarks/wrong_recipe.py: its gradients, its comparison, and its stored record."""
+"""Test the experiments of benchmarks/: their stored records, gradients and figures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,40 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import fp4kit
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import scale_search_report as report  # noqa: E402
 import wrong_recipe  # noqa: E402
+
+RESULTS = BENCHMARKS / "results"
+RECORD = json.loads((RESULTS / "scale-search.json").read_text())
+
+
+def test_the_table_is_that_of_the_record() -> None:
+    assert (RESULTS / "scale-search.md").read_text() == report.markdown(RECORD)
+    assert report.plot and (RESULTS / "scale-search.svg").exists()
+
+
+def test_the_searched_scale_is_the_lowest_point_of_the_figure() -> None:
+    """search_scales, called with the recorded block and tensor amax, returns the scale at the lowest point."""
+    block = RECORD["block"]
+    values = np.float32(block["values"])[None]
+    found = fp4kit.search_scales(values, "nvfp4-modelopt-static", tensor_amax=block["amax"])
+    q = fp4kit.quantize(values, "nvfp4-modelopt-static", tensor_amax=block["amax"], block_amax=found)
+    scale = fp4kit.formats.E4M3.values[q.block_scale[0, 0]] * np.float64(q.tensor_scale)
+    assert scale == block["scales"]["mse"]
+    losses = {way: report.losses(block["values"], one) for way, one in block["scales"].items()}
+    assert losses["mse"] < losses["4over6"] and losses["mse"] < losses["amax"]
+
+
+def test_every_layer_gains() -> None:
+    for layer in RECORD["layers"]:
+        amax, wide, mse, weighted = (report.decibels(layer["weights"], way) for way in report.WAYS)
+        assert amax < wide < mse and weighted < mse, layer["name"]
+
 
 WORDS = ["scale", "block", "round", "tensor", "nibble", "codes", "search", "layer", "amax", "format", "value"]
 
