@@ -1,1 +1,0 @@
-"""Compare recipes with recorded outputs of the producers (golden vectors)."""
