@@ -22,9 +22,8 @@ import numpy as np
 
 import fp4kit
 from fp4kit.evidence.fuzz.arrays import as_float8, drawn
-from fp4kit.evidence.fuzz.pool import Picks, Pool
-from fp4kit.evidence.fuzz.products import C_KINDS, LONGEST, DrawnOperand, draw_operand, draw_patterns
-from fp4kit.evidence.fuzz.recipes import Variant
+from fp4kit.evidence.fuzz.draw import C_KINDS, LONGEST, DrawnOperand, draw_operand, draw_patterns
+from fp4kit.evidence.fuzz.recipes import Picks, Pool, Variant
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3
 from fp4kit.units import Unit
 

@@ -9,7 +9,7 @@ are added to it.
 An array of FILE that differs from the existing array with the same key is an error, unless --replace is given. If an
 array is replaced, files that store differences to it are packed again.
 
-fp4kit/evidence/golden/packed.py describes the packed form. The result is read back and compared before the program
+fp4kit/evidence/golden/golden_set.py describes the packed form. The result is read back and compared before the program
 ends. Packing equal arrays again gives equal bytes, as long as the version of liblzma does not change.
 """
 
@@ -25,8 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp4kit.evidence.golden.golden_set import RECORDED, GoldenSet
-from fp4kit.evidence.golden.packed import BASES, INDEX, references
+from fp4kit.evidence.golden.golden_set import BASES, INDEX, RECORDED, GoldenSet, references
 
 # Files that are not packed. This one is no output of a producer, but a table of the specification, which is stored as
 # fp4kit/reference/rcp_approx_sm90.npz.

@@ -16,7 +16,7 @@ from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command
 from fp4kit.evidence.fuzz import parallel
 from fp4kit.evidence.fuzz import run as fuzz
-from fp4kit.evidence.fuzz.pool import OPERATIONS, Pool
+from fp4kit.evidence.fuzz.recipes import OPERATIONS, Pool
 from fp4kit.recipes import recipe
 
 _SHOWN = 20  # the largest number of reasons for rejected or declined calls that are printed

@@ -10,7 +10,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
-from fp4kit.evidence.live import report, run
+from fp4kit.evidence.live import run
+from fp4kit.evidence.live import run as report
 
 
 def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:

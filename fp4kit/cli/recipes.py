@@ -13,10 +13,9 @@ from fp4kit.cli import tables
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command
-from fp4kit.evidence.golden import agreement
-from fp4kit.evidence.golden.check import check_recipe
+from fp4kit.evidence.golden import check as agreement
+from fp4kit.evidence.golden.check import GoldenResult, check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
-from fp4kit.evidence.golden.result import GoldenResult
 from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.recipes import ALIASES, RECIPES, family, recipe, recipes
 

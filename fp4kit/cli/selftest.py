@@ -16,9 +16,9 @@ from fp4kit.arrays import imports
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command
 from fp4kit.cuda.compile import loader
+from fp4kit.evidence import selftest
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.golden.golden_set import GoldenSet
-from fp4kit.evidence.selftest import tasks as selftest
 
 _SHOWN = 20  # the largest number of differences, and of reasons why cases were left out, that are printed
 

@@ -15,8 +15,8 @@ from fp4kit.checkpoint.delta.diff import diff
 from fp4kit.cli import guard, main
 from fp4kit.cli.output import Output
 from fp4kit.cli.selftest import report
-from fp4kit.evidence.golden import agreement
-from fp4kit.evidence.selftest import tasks as selftest
+from fp4kit.evidence import selftest
+from fp4kit.evidence.golden import check as agreement
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
 ROWS = {schema: keys for schema, keys in re.findall(r"^\| `fp4kit\.(.*?)` \| .*? \| (.*) \|$", TEXT, re.MULTILINE)}

@@ -19,7 +19,7 @@ from exhaustive import exhaustive
 import fp4kit
 from fp4kit import cli
 from fp4kit.cli import main, parser
-from fp4kit.evidence.golden import agreement
+from fp4kit.evidence.golden import check as agreement
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.recipes import recipes
 

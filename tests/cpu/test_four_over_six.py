@@ -16,7 +16,7 @@ from inputs import extreme, nonfinite, ordinary
 import fp4kit
 from fp4kit.cpu import coverage
 from fp4kit.evidence.fuzz import run as fuzz
-from fp4kit.evidence.fuzz.pool import Pool
+from fp4kit.evidence.fuzz.recipes import Pool
 from fp4kit.formats import E4M3, FLOATS
 from fp4kit.recipes import RECIPES
 

@@ -47,7 +47,7 @@ import fp4kit
 from engine_cases import assert_equal, shrink_tiles
 from everything import everything
 from fp4kit.evidence.fuzz import run as fuzz
-from fp4kit.evidence.fuzz.pool import Pool
+from fp4kit.evidence.fuzz.recipes import Pool
 from inputs import BF16, ordinary
 assert native.library().functions is not None, native.library().level
 assert {folder!r} in native.library().functions._name

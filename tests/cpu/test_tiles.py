@@ -13,7 +13,7 @@ import fp4kit
 from fp4kit.cpu import encode
 from fp4kit.cpu.encode import Tiles
 from fp4kit.evidence.fuzz import run as fuzz
-from fp4kit.evidence.fuzz.pool import Pool
+from fp4kit.evidence.fuzz.recipes import Pool
 from fp4kit.formats import FLOATS
 from fp4kit.recipes import RECIPES
 

@@ -26,7 +26,7 @@ from fp4kit.call.search_scales import has_grid
 from fp4kit.checkpoint.convert import searched_blocks as gguf_blocks
 from fp4kit.cuda.engine import search_amaxes
 from fp4kit.evidence.engines import ComparedEngine
-from fp4kit.evidence.selftest.tasks import recorded
+from fp4kit.evidence.selftest import recorded
 from fp4kit.formats import E2M1, E2M3
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.pow import power

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from inputs import BF16, FINITE, NAMES, ORDINARY, codes_of, element_values, in_float32, scale_values
 
 import fp4kit
-from fp4kit.evidence.golden.recorded_bytes import all_bytes
+from fp4kit.evidence.golden.check import all_bytes
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E8M0
 from fp4kit.recipes import RECIPES

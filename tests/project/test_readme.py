@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tool_module import tool_module
 
-from fp4kit.evidence.golden import agreement
+from fp4kit.evidence.golden import check as agreement
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text()

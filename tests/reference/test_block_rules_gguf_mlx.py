@@ -15,7 +15,7 @@ import pytest
 from inputs import BF16
 
 import fp4kit
-from fp4kit.evidence.golden.recorded_bytes import all_bytes
+from fp4kit.evidence.golden.check import all_bytes
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E4M3, unsigned
 from fp4kit.layouts import pack_gguf, pack_mlx, unpack_gguf, unpack_mlx

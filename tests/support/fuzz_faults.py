@@ -12,7 +12,7 @@ import numpy as np
 
 import fp4kit
 from fp4kit.evidence.engines import ComparedEngine
-from fp4kit.evidence.fuzz.pool import Pool
+from fp4kit.evidence.fuzz.recipes import Pool
 from fp4kit.quantized.container import Quantized
 
 SMALL = Pool(largest=1 << 12)

@@ -8,8 +8,7 @@ from functools import partial
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import Adapter, ProducerCall
-from fp4kit.evidence.live.exceptions import Exempt
+from fp4kit.evidence.live.adapter import Adapter, Exempt, ProducerCall
 
 WRONG_ELEMENT = 3  # the element of each block whose code is wrong
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +18,127 @@ import numpy as np
 import fp4kit
 from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine, Outcome, compare
 from fp4kit.evidence.fuzz import arrays
-from fp4kit.evidence.fuzz.draw import DrawnCase
-from fp4kit.evidence.fuzz.program_ir import Dtype, Make, ProgramCall, Ref, Same, Statement
-from fp4kit.evidence.fuzz.programs import program
+from fp4kit.evidence.fuzz.arrays import DrawnArray, View, memory
+from fp4kit.evidence.fuzz.draw import DrawnCase, changes_of
+from fp4kit.evidence.fuzz.programs import Dtype, Make, ProgramCall, Ref, Same, Statement, program
 from fp4kit.evidence.fuzz.recipes import Variant
-from fp4kit.evidence.fuzz.replay import EngineArrays, ended
+from fp4kit.formats import ELEMENT_FORMATS, ElementFormat, unsigned
 from fp4kit.quantized.container import Quantized
 from fp4kit.training.communicators import SingleProcess
+from fp4kit.units import Unit
+
+Ended = tuple[str, str]  # kind and text, as in check.Verdict
+
+
+class EngineArrays:
+    """Make the arrays of a reproduction (the printed program of a failure) on one engine.
+
+    Attributes:
+        engine: the engine.
+        host: True for the specification. Only there, the program makes calls that other engines reject by design.
+    """
+
+    def __init__(self, engine: ComparedEngine, host: bool) -> None:
+        self.engine, self.host = engine, host
+        self._fixed: list[tuple[str, Any, np.ndarray]] = []
+
+    def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
+        """Return a new array in the engine's library with the given values, for calls that must not write to it."""
+        flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
+        moved = self.engine.module.asarray(flat)
+        self._fixed.append((name, moved, flat.copy()))
+        return cut(moved)
+
+    def writable(self, values: np.ndarray, view: View | None = None) -> Any:
+        """Return a new array in the engine's library with the given values, for calls that may write to it."""
+        flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
+        return cut(self.engine.module.asarray(flat))
+
+    def written(self) -> str:
+        """Return the name of the first array made by array() that has been changed, or "" if none has been."""
+        for name, moved, before in self._fixed:
+            now = np.ascontiguousarray(self.engine.get(moved))
+            if (now.view(np.uint8) != before.view(np.uint8)).any():
+                return name
+        return ""
+
+
+def same(a: Any, b: Any) -> None:
+    """Raise AssertionError unless two results of a reproduction agree bit for bit."""
+    get = ComparedEngine(np).get
+    outcome = compare(get(a), get(b), "result")
+    assert not outcome.differing, f"broken: {outcome.first}"
+
+
+def agree(program: Callable[[EngineArrays], Iterator[tuple[str, Any]]], *modules: Any) -> None:
+    """Raise AssertionError unless a program gives equal results on every engine and writes to no input."""
+    places = [
+        EngineArrays(ComparedEngine(module) if i else SPECIFICATION, host=i == 0) for i, module in enumerate(modules)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        running = [program(place) for place in places]
+        while True:
+            steps = [_next(steps, place) for steps, place in zip(running, places, strict=True)]
+            raised = [step if isinstance(step, Exception) else None for step in steps]
+            if any(raised):
+                kind, text = ended(raised)
+                assert kind in ("refused", "declined"), f"{kind}: {text}"
+                return
+            if steps[0] is None:
+                break
+            _compare(steps, places)
+    for place in places:
+        name = place.written()
+        assert not name, f"written: the input {name} was written to"
+
+
+def _next(steps: Iterator[tuple[str, Any]], place: EngineArrays) -> Any:
+    """Run a program up to its next ``yield``."""
+    # An AssertionError is not returned but raised, because it means that a check in the program failed.
+    try:
+        with place.engine.computing():
+            return next(steps, None)
+    except AssertionError:
+        raise
+    except Exception as error:
+        return error
+
+
+def _compare(steps: list[Any], places: list[EngineArrays]) -> None:
+    """Raise AssertionError unless the results of one step of a program are equal, bit for bit, on all engines."""
+    (name, expected), *others = (
+        (name, place.engine.get(value)) for (name, value), place in zip(steps, places, strict=True)
+    )
+    for _, found in others:
+        outcome = compare(found, expected, name)
+        assert not outcome.differing, f"differs: {outcome.first}"
+
+
+def ended(raised: list[Exception | None]) -> Ended:
+    """Return (kind, text) of the verdict for a call that raised an exception on at least one engine."""
+    first, last = raised[0], raised[-1]
+    unexpected = [
+        e for e in raised if e is not None and not isinstance(e, (ValueError, TypeError, NotImplementedError))
+    ]
+    if unexpected:
+        return "warning" if isinstance(unexpected[0], Warning) else "raised", _text(unexpected[0])
+    declined = next((e for e in (last, first) if isinstance(e, NotImplementedError)), None)
+    if declined is not None:
+        return "declined", _text(declined)
+    if first is None:
+        return "raised", f"{_text(last)}; the specification computes it"
+    if last is None:
+        return "not refused", f"the specification raises {_text(first)}"
+    if type(first) is not type(last) or str(first) != str(last):
+        return "message", f"{_text(last)}; the specification: {_text(first)}"
+    return "refused", _text(first)
+
+
+def _text(error: Exception | None) -> str:
+    """Return the type and the message of an exception as one text, such as "ValueError: no such recipe"."""
+    return f"{type(error).__name__}: {error}"
+
 
 FUNCTIONS_OF_ARRAYS = ("guarded", "touched", "overwrite", "largest", "with_codes", "as_float8")
 FUNCTIONS = {name: getattr(arrays, name) for name in FUNCTIONS_OF_ARRAYS} | {
@@ -236,3 +352,143 @@ def comparable(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(comparable, value))
     return value is None or isinstance(value, (Quantized, np.ndarray, np.generic, bool, int, float))
+
+
+MAX_LISTED = 64  # an array with more nonzero elements is printed as hexadecimal digits
+# Functions whose results are not compared, so the printed program does not yield them.
+_UNCOMPARED = (
+    "guarded",
+    "fp4kit.GroupedPlan",
+    "fp4kit.Shard",
+    "SingleProcess",
+)
+_IMPORTS = (
+    ("replace", "from dataclasses import replace"),
+    ("ml_dtypes", "import ml_dtypes"),
+    ("np", "import numpy as np"),
+    ("fp4kit", "import fp4kit"),
+    ("SingleProcess", "from fp4kit.training.communicators import SingleProcess"),
+    ("formats", "from fp4kit import formats"),
+    ("DotAdd", "from fp4kit import DotAdd"),
+    ("FloorDotAdd", "from fp4kit import FloorDotAdd"),
+)
+_HELPERS = {
+    "fuzz.arrays": ("View", "as_float8", "drawn", "given", "guarded", "largest", "overwrite", "touched", "with_codes"),
+    "fuzz.check": ("agree", "same"),
+}
+
+
+def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> str:
+    """Return a Python program that reproduces a failing case."""
+    statements = program(case)[: verdict.step + 1]
+    used_statements = statements if verdict.kind == "written" else needed(statements)
+    writable = written_names(used_statements)
+    lines = [line for statement in used_statements for line in _lines(statement, writable)]
+    if not any(line.startswith("yield") for line in lines):
+        lines.append("yield")
+    module = None if engine is None else engine.module.__name__
+    if module == "numpy":
+        module = "np"
+    body = ["def program(on):", *("    " + line for line in lines), "", ""]
+    body.append("agree(program, np)" if module is None else f"agree(program, np, {module})")
+    text = "\n".join(body)
+    return "\n".join([*_imports(text, module), "", "", text, ""])
+
+
+def _imports(text: str, module: str | None) -> list[str]:
+    """Return the import statements that a printed program needs, as lines."""
+    used = set(re.findall(r"[A-Za-z_]\w*", text))
+    lines = [line for name, line in _IMPORTS if name in used]
+    lines += [f"import {module}"] if module not in (None, "np") else []
+    for home, names in _HELPERS.items():
+        found = [name for name in names if name in used]
+        if found:
+            lines.append(f"from fp4kit.evidence.{home} import {', '.join(found)}")
+    return lines
+
+
+def needed(statements: list[Statement]) -> list[Statement]:
+    """Return the last statement and the statements that it depends on, in order."""
+    # ``statements`` must not be empty.
+    needed_statements = [statements[-1]]
+    names = _names(statements[-1])
+    for statement in reversed(statements[:-1]):
+        if isinstance(statement, Same):
+            continue
+        written = set(statement.writes) if isinstance(statement, ProgramCall) else set()
+        if ({statement.target} | written) & names:
+            needed_statements.insert(0, statement)
+            names |= _names(statement)
+    return needed_statements
+
+
+def _names(statement: Any) -> set[str]:
+    """Return the names of the earlier results that a statement or an argument refers to."""
+    if isinstance(statement, Ref):
+        return {statement.name}
+    if isinstance(statement, Same):
+        return _names(statement.a) | _names(statement.b)
+    if isinstance(statement, ProgramCall):
+        return _names([*statement.arguments, *statement.options.values()]) | {statement.function.partition(".")[0]}
+    return set().union(*map(_names, statement)) if isinstance(statement, list) else set()
+
+
+def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
+    """Yield the lines of Python source for a statement."""
+    if isinstance(statement, Make):
+        yield f"{statement.target} = {_made(statement, writable)}"
+        return
+    if isinstance(statement, Same):
+        lines = [f"same({text(statement.a)}, {text(statement.b)})"]
+    else:
+        options = [f"{name}={text(value)}" for name, value in statement.options.items()]
+        lines = [f"{statement.target} = {statement.function}({', '.join([*map(text, statement.arguments), *options])})"]
+        if not statement.host_only and statement.function not in _UNCOMPARED:
+            lines.append(f"yield {statement.target!r}, [{', '.join([statement.target, *statement.writes])}]")
+    if statement.host_only:
+        lines = ["if on.host:", *("    " + line for line in lines)]
+    yield from lines
+
+
+def _made(statement: Make, writable: set[str]) -> str:
+    """Return the Python expression for the array or recipe of a Make statement."""
+    # An array is made by on.writable(...) if its name is in `writable`, otherwise by on.array(...), which detects
+    # writes.
+    value = statement.value
+    if isinstance(value, Variant):
+        return text(value)
+    view = "" if value.view.is_plain else f", View({value.view.order}, {value.view.steps}, {value.view.offset})"
+    return f"on.{'writable' if statement.target in writable else 'array'}({_values(value)}{view})"
+
+
+def _values(a: DrawnArray) -> str:
+    """Return the Python call that makes the elements of an array."""
+    # For an array with given bits, it is given(...), with the nonzero elements if there are at most MAX_LISTED,
+    # otherwise with all bytes.
+    if a.kind != "given":
+        return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed})"
+    bits = np.frombuffer(a.bits, unsigned(a.values().dtype))
+    (nonzero,) = np.nonzero(bits)
+    if len(nonzero) > MAX_LISTED:
+        return f"given({a.dtype!r}, {a.shape}, {a.bits.hex()!r})"
+    return f"given({a.dtype!r}, {a.shape}, {{{', '.join(f'{i}: {int(bits[i]):#x}' for i in nonzero)}}})"
+
+
+def text(value: Any) -> str:
+    """Return the Python source of an argument of a call: a recipe, format, unit, dtype, Ref, number, string or list."""
+    if isinstance(value, Variant):
+        changes = "".join(f", {name}={text(field)}" for name, field in value.changes)
+        return f'replace(fp4kit.recipe("{value.id}"){changes})' if changes else f'fp4kit.recipe("{value.id}")'
+    if isinstance(value, ElementFormat):
+        arguments = (value.name, value.exponent_bits, value.mantissa_bits, value.bias)
+        return f"formats.{value.name}" if value in ELEMENT_FORMATS else f"formats.ElementFormat{arguments}"
+    if isinstance(value, Unit):
+        changes = "".join(f", {name}={field!r}" for name, field in changes_of(value).items())
+        return f'replace(fp4kit.unit("{value.id}"){changes})' if changes else f'"{value.id}"'
+    if isinstance(value, Dtype):
+        return f"ml_dtypes.{value.name}" if value.name == "bfloat16" else f"np.{value.name}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(text, value))}]"
+    if isinstance(value, float) and not np.isfinite(value):
+        return f'float("{value}")'
+    return str(value) if isinstance(value, Ref) else repr(value)

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from typing import Any, NamedTuple
 
 from fp4kit.evidence.fuzz import run as fuzz
-from fp4kit.evidence.fuzz.pool import Pool
+from fp4kit.evidence.fuzz.recipes import Pool
 
 _EVERY = 0.2  # seconds between progress reports
 _counters: Any = None  # numbers of calls and failures, shared by all processes; set when a process starts

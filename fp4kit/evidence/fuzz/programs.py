@@ -9,31 +9,339 @@ engine runs alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.evidence.fuzz.arguments import (
-    auxiliary,
-    block_amax,
-    call_with_out,
-    codes_options,
-    decode_dtype,
-    moved_shape,
-    rounding_options,
-    tensor_amax,
-    with_fault,
-)
-from fp4kit.evidence.fuzz.draw import DrawnCase
-from fp4kit.evidence.fuzz.program_ir import Program, Ref, Statement
-from fp4kit.evidence.fuzz.programs_matmul import matmul
-from fp4kit.evidence.fuzz.programs_search import search_scales
-from fp4kit.evidence.fuzz.programs_with_scales import with_scales
+from fp4kit.call.amaxes import takes_e8m0_amaxes
+from fp4kit.call.search_scales import has_grid
+from fp4kit.evidence.fuzz.arrays import DrawnArray, View
+from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOperand, DrawnOptions, DrawnProduct
+from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized.part_shapes import packed_shape, scale_shape
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import BLOCK_RULES
 from fp4kit.recipes.schema import faking
+from fp4kit.reference.implied_amax import encodes_by_amax
+
+
+@dataclass(frozen=True, repr=False)
+class Ref:
+    """A reference to the result of an earlier statement, or to a part of the result.
+
+    Attributes:
+        name: the name of the result.
+        path: how to get the part: attribute names, indices and slices, applied in order. () stands for the whole.
+    """
+
+    name: str
+    path: tuple[Any, ...] = ()
+
+    def __getitem__(self, part: Any) -> Ref:
+        """Return a reference to a part of this result."""
+        return Ref(self.name, (*self.path, part))
+
+    def __repr__(self) -> str:
+        """Return the reference as Python source, such as q.packed[0]."""
+        return self.name + "".join(map(_access, self.path))
+
+
+def _access(part: Any) -> str:
+    """Return Python source that takes a part of a value, to append to the value's name."""
+    if isinstance(part, slice):
+        return f"[{part.start}:{part.stop}]"
+    return f".{part}" if isinstance(part, str) else f"[{part}]"
+
+
+class Dtype(NamedTuple):
+    """A dtype that is an argument of a call, given by its name in arrays.DTYPES."""
+
+    name: str
+
+
+class Make(NamedTuple):
+    """The statement target = value, where the value is an array or a recipe."""
+
+    target: str
+    value: DrawnArray | Variant
+
+
+class ProgramCall(NamedTuple):
+    """The statement target = function(*arguments, **options).
+
+    Attributes:
+        target: name of the result.
+        function: "fp4kit.NAME", a name in check.FUNCTIONS, or "RESULT.METHOD" for a method of an earlier result.
+        arguments: positional arguments; a Ref stands for an earlier result.
+        options: keyword arguments.
+        host_only: True if the call is made in the specification only, because fp4kit rejects it for CuPy arrays.
+        writes: names of arrays that the call may change.
+    """
+
+    target: str
+    function: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    host_only: bool = False
+    writes: tuple[str, ...] = ()
+
+
+class Same(NamedTuple):
+    """The statement that two results, or a result and a number, must agree bit for bit.
+
+    If ``host_only`` is True, only the run of the program on the specification checks the statement.
+    """
+
+    a: Any
+    b: Any
+    host_only: bool = False
+
+
+Statement = Make | ProgramCall | Same
+
+
+class Program:
+    """The statements of a fuzz program, collected in order."""
+
+    def __init__(self) -> None:
+        self.statements: list[Statement] = []
+
+    def make(self, target: str, value: DrawnArray | Variant) -> Ref:
+        """Append the statement target = value. Return a reference to the value."""
+        self.statements.append(Make(target, value))
+        return Ref(target)
+
+    def call(self, target: str, function: str, *arguments: Any, **options: Any) -> Ref:
+        """Append the statement target = function(*arguments, **options)."""
+        given = {name: value for name, value in options.items() if value is not None}
+        self.statements.append(ProgramCall(target, function, arguments, given))
+        return Ref(target)
+
+    def mark(self, **fields: Any) -> None:
+        """Replace fields of the last statement by the given values, such as host_only=True."""
+        self.statements[-1] = self.statements[-1]._replace(**fields)
+
+    def same(self, a: Any, b: Any) -> None:
+        """Append a Same statement: a and b (references, numbers or lists of them) must agree bit for bit."""
+        self.statements.append(Same(a, b))
+
+
+def with_fault(case: DrawnCase) -> DrawnCase:
+    """Return the case with its fault applied to x or the axis, or unchanged if the fault concerns other arguments."""
+    fault, x = case.options.fault, case.x
+    if fault == "length" and case.r.length_multiple > 1:
+        shape = list(x.shape)
+        shape[case.axis] += 1
+        return replace(case, arrays=(replace(x, shape=tuple(shape)), *case.arrays[1:]))
+    if fault == "axis":
+        return replace(case, axis=x.ndim + 1)
+    if fault == "dtype" and x.dtype != "uint8":
+        return replace(case, arrays=(replace(x, dtype="float64", kind="constant"), *case.arrays[1:]))
+    return case
+
+
+def moved_shape(case: DrawnCase, x: DrawnArray) -> tuple[int, ...]:
+    """Return the shape of x with the quantized axis last."""
+    shape = x.shape[1:] if case.options.stacked else x.shape
+    axis = case.axis % len(shape) if -len(shape) <= case.axis < len(shape) else len(shape) - 1
+    return (*shape[:axis], *shape[axis + 1 :], shape[axis])
+
+
+def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> DrawnArray:
+    """Return the description of an auxiliary array for a call, such as amaxes or random bytes."""
+    return DrawnArray(kind, dtype, tuple(shape), seed, View.plain(len(shape)))
+
+
+def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> Any:
+    """Return the argument tensor_amax for array ``i`` of a fuzz case: None, a number, or a reference to an array."""
+    o, r = case.options, case.r
+    if o.fault == "negative amax":
+        return -1.0
+    if o.fault == "amax shape":
+        return p.make(name, auxiliary("amaxes", "float32", (3, 5, 7), o.seed))
+    if not o.tensor_amax or r.tensor_scaling == "none":
+        return None
+    moved = moved_shape(case, case.arrays[0 if o.stacked else i])
+    if r.tensor_scaling == "tensor":
+        if o.tensor_amax == "number" or len(moved) < 3:
+            return (3.7, 1, 0, 1e-30, 3e38, float("inf"), 2688.0, 0.3, -0.0)[(o.seed + i) % 9]
+        shape = moved[:1]
+    else:
+        shape = tensor_amax_shape(moved, r)
+    return p.make(name, auxiliary("amaxes", "float32", (*shape, 1) if o.tensor_amax == "column" else shape, o.seed + i))
+
+
+def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax") -> Any:
+    """Return the argument block_amax for array ``i`` of a fuzz case: a reference to an array, or None."""
+    o = case.options
+    if not (o.block_amax and case.r.static) and o.fault != "block_amax":
+        return None
+    moved = moved_shape(case, case.arrays[0 if o.stacked else i])
+    return p.make(name, auxiliary("amaxes", "float32", scale_shape(moved, case.r), o.seed + 99 + i))
+
+
+def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
+    """Return the options rounding and seed for the call of a fuzz case, or {} for rounding to nearest."""
+    o = case.options
+    if o.fault == "seed":
+        return {"seed": 5}
+    if o.rounding == "nearest":
+        return {}
+    if o.rounding == "bytes":
+        return {
+            "rounding": "stochastic",
+            "seed": p.make("random", auxiliary("bytes", "uint8", case.x.shape, o.seed + 7)),
+        }
+    return {"rounding": "stochastic", "seed": o.seed}
+
+
+def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
+    """Return the options that quantize and its variants share: axis, scale_layout, hadamard, rounding and seed."""
+    # If the case has the fault "layout", the layout is an unknown one, which the call must reject.
+    o = case.options
+    layout = "swizzled" if o.fault == "layout" else o.layout
+    found = {"axis": case.axis, "scale_layout": layout if layout != "linear" else None, "hadamard": o.hadamard or None}
+    return {name: value for name, value in found.items() if value is not None} | rounding_options(p, case)
+
+
+def decode_dtype(o: DrawnOptions) -> Dtype | None:
+    """Return the argument dtype for dequantize that the options ``o`` of a case name."""
+    return Dtype(o.decoded) if o.decoded else None
+
+
+def call_with_out(p: Program, o: DrawnOptions, expected: Ref, function: str, *arguments: Any, **options: Any) -> None:
+    """Append two equal calls that write into one preallocated output, surrounded by guard bytes (arrays.guarded)."""
+    step = 2 if o.out == "strided" else 1
+    host_only = step > 1 and function == "fp4kit.quantize"
+    out = p.call("out", "guarded", expected, *((step,) if step > 1 else ()))
+    for i in range(2):
+        p.call(f"again{i}", function, *arguments, **options, out=out["value"])
+        p.mark(host_only=host_only)
+        p.same(Ref(f"again{i}"), expected)
+        p.mark(host_only=host_only)
+    p.same(p.call("guards", "touched", out), 0)
+
+
+def matmul(p: Program, case: DrawnCase) -> None:
+    """Append a call that multiplies two operands, and calls whose results must agree with its result."""
+    product = case.product
+    assert product is not None
+    a, b = (_operand(p, x, name) for x, name in ((product.a, "a"), (product.b, "b")))
+    c = None if product.c is None else p.make("c", product.c)
+    options = {"unit": product.unit, "out_dtype": Dtype(product.out_dtype), "alpha": product.alpha}
+    d = p.call("d", "fp4kit.matmul", a, b, c=c, **options)
+    if product.swapped:
+        *lead, row, column = range(max(product.a.codes.ndim, product.b.codes.ndim))
+        c_swapped = None if c is None else p.call("c_swapped", "c.transpose", *lead, column, row)
+        p.call("t", "fp4kit.matmul", b, a, c=c_swapped, **options)
+        p.same(p.call("t_swapped", "t.transpose", *lead, column, row), d)
+    if product.a.recipe is None and product.b.recipe is None:
+        a, b = _first(product, a, b)
+        c = None if c is None else c[0:1]
+        p.same(d[0:1], p.call("first", "fp4kit.matmul", a, b, c=c, **options))
+
+
+def _first(product: DrawnProduct, a: Ref, b: Ref) -> tuple[Ref, Ref]:
+    """Return references to the parts of operands `a` and `b` that give one matrix or one row of their product."""
+    is_stack_a, is_stack_b = (x.codes.ndim > 2 for x in (product.a, product.b))
+    return a[0:1] if is_stack_a or not is_stack_b else a, b[0:1] if is_stack_b else b
+
+
+def _operand(p: Program, x: DrawnOperand, name: str) -> Ref:
+    """Append the statements that make an operand of matmul: an array or a Quantized."""
+    if x.recipe is None and not x.dtype.startswith("float8"):
+        return p.make(name, x.codes)
+    codes = p.make(f"{name}_codes", x.codes)
+    if x.recipe is None:
+        return p.call(name, "as_float8", codes, x.dtype)
+    r, recipe = x.recipe.recipe, p.make(f"{name}_recipe", x.recipe)
+    packed = p.call(f"{name}_packed", "fp4kit.pack", codes) if r.is_packed else codes
+    scales = None if x.scales is None else p.make(f"{name}_scales", x.scales)
+    tensor = None if x.tensor_scale is None else p.make(f"{name}_tensor_scale", x.tensor_scale)
+    *lead, rows, K = x.codes.shape
+    shape = (*lead, K, rows) if x.columns else x.codes.shape
+    axis = len(shape) - 1 - x.columns
+    target = name if x.layout == "linear" else f"{name}_linear"
+    q = p.call(target, "fp4kit.Quantized", packed, scales, tensor, None, shape, Dtype("float32"), axis, recipe)
+    return q if x.layout == "linear" else p.call(name, "fp4kit.swizzle", q, x.layout)
+
+
+# Limits to pass as the argument ``candidates``, for the three kinds of recipes that _candidates distinguishes.
+SOME_CODES, SOME_POWERS, SOME_MULTIPLES = (-5, 3), (-3, 1), (0.5, 1.25, 0.25)
+
+
+def search_scales(p: Program, case: DrawnCase) -> None:
+    """Append calls to search_scales, and Same statements for the results that must be equal."""
+    x, o, K = p.make("x", case.x), case.options, moved_shape(case, case.x)[-1]
+    options = {"axis": case.axis, "tensor_amax": tensor_amax(p, case), "candidates": _candidates(case)}
+    terms: dict[str, Any] = {"objective": o.objective if o.objective != "mse" else None}
+    if o.columns == "weights":
+        terms["weights"] = p.make("weights", auxiliary("weights", "float32", (K,), o.seed + 5))
+    if o.columns == "hessian":
+        terms["hessian"] = p.make("hessian", auxiliary("hessians", "float32", (K // 16, 16, 16), o.seed + 5))
+    found = p.call("found", "fp4kit.search_scales", x, Ref("r"), **options, **terms)
+    if not case.x.view.is_plain:
+        copy = p.call("copy", "x.copy", "C")
+        p.same(found, p.call("found_copy", "fp4kit.search_scales", copy, Ref("r"), **options, **terms))
+    if not o.columns:
+        ones = p.make("ones", auxiliary("ones", "float32", (K,), 0))
+        p.same(found, p.call("weighted", "fp4kit.search_scales", x, Ref("r"), weights=ones, **options, **terms))
+
+
+def _candidates(case: DrawnCase) -> Any:
+    """Return the argument ``candidates`` of search_scales: None, "near", or limits that fit the recipe's search."""
+    o, r = case.options, case.r
+    if o.candidates == "near" and has_grid(r):
+        return None
+    if o.candidates != "some":
+        return o.candidates or None
+    return SOME_MULTIPLES if has_grid(r) else SOME_POWERS if takes_e8m0_amaxes(r) else SOME_CODES
+
+
+SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # tensor scales to quantize with
+
+
+def with_scales(p: Program, case: DrawnCase) -> None:
+    """Append calls that quantize x: first as usual, then with the scales of the first result, then with random
+    scales.
+    """
+    x, o, moved, r = p.make("x", case.x), case.options, moved_shape(case, case.x), case.r
+    options, amax = codes_options(p, case), tensor_amax(p, case)
+    amaxes = block_amax(p, case)
+    q = p.call("q", "fp4kit.quantize", x, Ref("r"), **options, tensor_amax=amax, block_amax=amaxes)
+    own = {name: q[name] for name, has in _scales_of(r).items() if has}
+    found = p.call("found", "fp4kit.quantize", x, Ref("r"), **options, **own)
+    reads_amax = r.block_rule is not None and BLOCK_RULES[r.block_rule].reads_amax
+    has_others = amaxes is not None or bool(r.search) or r.stochastic == "mslk"
+    depends_on_them = has_others and (r.flush or reads_amax)
+    if gives_back(r, case.x.dtype) and not depends_on_them:
+        p.same(found["packed"], q["packed"])
+    p.same([found[name] for name in own], [q[name] for name in own])
+    given: dict[str, Any] = {}
+    if r.scale is not None:
+        scales = auxiliary("bytes", "uint8", padded_shape(scale_shape(moved, r), o.layout), o.seed + 2)
+        given["block_scale"] = p.make("scales", scales)
+    if r.tensor_scaling != "none":
+        shape = tensor_amax_shape(moved, r)
+        whole = SCALES[o.seed % len(SCALES)]
+        given["tensor_scale"] = p.make("scale", auxiliary("amaxes", "float32", shape, o.seed + 3)) if shape else whole
+    other = p.call("other", "fp4kit.quantize", x, Ref("r"), **options, **given)
+    p.call("v", "fp4kit.dequantize", other, decode_dtype(o))
+    if o.out:
+        call_with_out(p, o, other, "fp4kit.quantize", x, Ref("r"), **options, **given)
+
+
+def _scales_of(r: Recipe) -> dict[str, bool]:
+    """Return {"block_scale": b, "tensor_scale": t}, where b and t say whether the recipe has such scales."""
+    return {"block_scale": r.scale is not None, "tensor_scale": r.tensor_scaling != "none"}
+
+
+def gives_back(r: Recipe, dtype: str) -> bool:
+    """Return True if quantizing with the scales of an earlier result must give that result's codes again."""
+    return not encodes_by_amax(r) or (dtype != "float32" and r.tensor_rule != "te_primary_weight")
 
 
 def program(case: DrawnCase) -> list[Statement]:

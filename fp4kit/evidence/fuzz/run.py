@@ -28,10 +28,9 @@ import numpy as np
 from fp4kit.arrays import imports
 from fp4kit.cpu.library import library
 from fp4kit.evidence.engines import ComparedEngine, Outcome
-from fp4kit.evidence.fuzz.check import Verdict, check
+from fp4kit.evidence.fuzz.check import Verdict, check, script
 from fp4kit.evidence.fuzz.draw import DrawnCase, draw
-from fp4kit.evidence.fuzz.pool import Pool
-from fp4kit.evidence.fuzz.print_repro import script
+from fp4kit.evidence.fuzz.recipes import Pool
 from fp4kit.evidence.fuzz.shrink import shrink_case
 from fp4kit.ops.engines import engine as engine_name
 

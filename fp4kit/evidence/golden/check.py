@@ -12,29 +12,229 @@ lists and explains the exceptions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from fp4kit.call.inputs import torch_words
+from fp4kit.call.random_numbers import torch_words
 from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine
 from fp4kit.evidence.golden.golden_set import GoldenSet
-from fp4kit.evidence.golden.recorded_bytes import byte_arrays
-from fp4kit.evidence.golden.result import Compared, GoldenResult, result_of
 from fp4kit.evidence.golden.rows import ROWS, GoldenRow
-from fp4kit.evidence.golden.stored_bytes import searched_arrays, stored_arrays, unpack_fp6
-from fp4kit.formats import E8M0
-from fp4kit.layouts import unpack
+from fp4kit.formats import E8M0, bit_patterns
+from fp4kit.layouts import pack, pack_gguf, pack_mlx, unpack, unpack_gguf
 from fp4kit.ops.amax import amax as op_amax
-from fp4kit.ops.amax import search_scales
-from fp4kit.ops.quantize import dequantize, fake_quantize, fake_quantize_backward, quantize
-from fp4kit.recipes import Recipe, recipe
+from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.engines import specification
+from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
+from fp4kit.ops.quantize import quantize
+from fp4kit.ops.search_scales import search_scales
+from fp4kit.quantized.container import Quantized
+from fp4kit.recipes import RECIPES, Recipe, recipe
+from fp4kit.reference.arith import ONE
+from fp4kit.reference.block_rules import BLOCK_RULES
+from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode
 from fp4kit.reference.tensor_rules import tensor_scale
+
+# (key, fp4kit's array, recorded array, mask of elements that are not compared)
+Compared = tuple[str, Any, Any, Any]
+
+
+class ArrayDifference(NamedTuple):
+    """A recorded array that differs from fp4kit's result: its key, how many of its elements differ, and its size."""
+
+    key: str
+    differing: int
+    size: int
+
+
+class GoldenResult(NamedTuple):
+    """The result of comparing the recorded arrays for a recipe or a GoldenRow.
+
+    Attributes:
+        recipe: id of the recipe.
+        compared: number of arrays compared.
+        differences: the arrays that differ.
+        values: number of values in all compared arrays, excused elements included.
+    """
+
+    recipe: str
+    compared: int
+    differences: tuple[ArrayDifference, ...]
+    values: int
+
+    @property
+    def equal(self) -> int:
+        """Return the number of compared arrays without a difference."""
+        return self.compared - len(self.differences)
+
+
+def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResult:
+    """Compare arrays and return the GoldenResult."""
+    compared, values, differences = 0, 0, []
+    for file, (key, ours, recorded, skip) in arrays:
+        compared, values = compared + 1, values + np.size(recorded)
+        different = _differs(ours, recorded)
+        if np.shape(ours) == np.shape(recorded):
+            different &= ~skip
+        if different.any():
+            differences.append(ArrayDifference(f"{file}: {key}", int(different.sum()), different.size))
+    return GoldenResult(recipe, compared, tuple(differences), values)
+
+
+def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
+    """Return a mask, in the shape of ``recorded``, of the elements whose bits differ in two arrays."""
+    if ours.shape != recorded.shape or ours.dtype != recorded.dtype:
+        return np.ones(recorded.shape, bool)
+    bits = bit_patterns(ours) != bit_patterns(recorded)
+    if ours.dtype == np.uint8:
+        return bits
+    return bits & ~(np.isnan(ours.astype(np.float32)) & np.isnan(recorded.astype(np.float32)))
+
+
+_TYPES = {"dequant": np.float32, "dequant_bf16": ml_dtypes.bfloat16, "dequant_f16": np.float16}
+
+
+class Bytes(NamedTuple):
+    """The recorded arrays for a recipe that a producer computed from codes and scales, without input values.
+
+    Attributes:
+        recipe: id of the recipe.
+        file: file of the golden set.
+        variant: variant with the decoded values of all codes with all scales.
+        blocks: variants with blocks as stored in GGUF files.
+    """
+
+    recipe: str
+    file: str
+    variant: str
+    blocks: tuple[str, ...] = ()
+
+
+BYTES = (
+    Bytes("mxfp4-gguf", "gguf", "mxfp4", ("mxfp4_python", "repack_mxfp4")),
+    Bytes("nvfp4-gguf", "gguf", "nvfp4", ("repack_nvfp4",)),
+    *(Bytes(f"{name}-mlx-cpu", "mlx", name) for name in ("mxfp4", "nvfp4", "mxfp8")),
+)
+
+
+def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Compared]]:
+    """Yield (file, item) for each recorded array that was computed from codes and scales of the recipe ``name``."""
+    for each in BYTES:
+        if each.recipe == name:
+            for key, ours, recorded in (*_values(each, golden, dequantize), *_blocks(each, golden)):
+                yield each.file, (key, ours, recorded, np.False_)
+
+
+def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (key, fp4kit's values, recorded values) for all codes with all scales, one tuple per recorded dtype."""
+    for part, dtype in _TYPES.items():
+        key = f"all_bytes/{each.variant}/{part}"
+        if key in golden.keys(each.file):
+            recorded = golden.get(each.file, key)
+            ours = dequantize(all_bytes(recipe(each.recipe), np.dtype(dtype)), np.dtype(dtype))[:, : recorded.shape[1]]
+            yield key, ours, recorded.view(dtype)
+
+
+def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (key, fp4kit's array, recorded array) for blocks as stored in GGUF files."""
+    for key in golden.keys(each.file):
+        head, _, part = key.rpartition("/")
+        variant = head.rpartition("/")[2]
+        if part != "raw" or variant not in each.blocks:
+            continue
+        raw, codes, scales = (golden.get(each.file, f"{head}/{name}") for name in ("raw", "codes", "scales"))
+        yield key, pack_gguf(codes, scales, each.variant), raw
+        if variant.startswith("repack_"):  # other variants are compared with the results of quantize
+            ours = unpack_gguf(raw, each.variant)
+            yield from ((f"{head}/codes", ours[0], codes), (f"{head}/scales", ours[1], scales))
+
+
+def all_bytes(r: Recipe, dtype: np.dtype) -> Quantized:
+    """Return a Quantized of 256 rows that pairs every element code with every scale code, to test decoding."""
+    count = 2**r.element.bits
+    length = max(count, r.block_size)
+    codes = np.ascontiguousarray(np.broadcast_to(np.arange(length) % count, (256, length)).astype(np.uint8))
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], length // r.block_size, axis=1)
+    tensor_scale = None if r.tensor_rule is None else np.float32(1)
+    return Quantized(pack(codes) if r.is_packed else codes, scales, tensor_scale, None, codes.shape, dtype, -1, r)
+
+
+RAW: dict[str, Callable[[Any], np.ndarray]] = {  # {GoldenRow.raw: function from a Quantized to its stored bytes}
+    "gguf_mxfp4": lambda q: pack_gguf(q.packed, q.block_scale, "mxfp4"),
+    "gguf_nvfp4": lambda q: pack_gguf(q.packed, q.block_scale, "nvfp4"),
+    "mlx": lambda q: pack_mlx(q.packed),
+}
+
+# {recorded part with decoded values: the decode rule that gives them; None for that of the recipe}
+DECODED = {"dequant": None, "dequant_i32": "fouroversix_float32"}
+
+
+def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield items to compare for a RecordedCase: stored bytes, decoded values, and arrays that are not stored."""
+    raw = case.part("raw")
+    if case.row.raw and raw is not None:
+        yield case.key("raw"), RAW[case.row.raw](case.q), raw, np.False_
+    for part, rule in DECODED.items() if case.row.decoded else ():
+        if (values := case.part(part)) is not None:
+            q = replace(case.q, recipe=replace(case.recipe, decode_rule=rule)) if rule else case.q
+            yield case.key(part), case.ops.dequantize(q, values.dtype), values, skip
+    yield from _unstored_arrays(case)
+
+
+def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield items to compare for a RecordedCase: the block amaxes that search_scales chooses, and the tensor amax."""
+    amax, key = case.part("global_amax"), f"hessian_{case.x.shape[-1]}"
+    terms = {"hessian": case.golden.get(case.row.file, key)} if case.row.searched == "by hessian" else {}
+    if amax is not None:
+        yield case.key("global_amax"), case.ops.amax(case.x), amax, np.False_
+    yield (
+        case.key("block_amax"),
+        case.ops.search_scales(case.x, case.recipe, **terms),
+        case.part("block_amax"),
+        np.False_,
+    )
+
+
+def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield items to compare for arrays of a RecordedCase that the producer computed but does not store."""
+    for part in ("scale_applied", "scale"):
+        if (applied := case.part(part)) is not None:
+            has_blocks = case.recipe.block_rule is not None
+            ours = applied_scales(case.x, case.recipe) if has_blocks else case.q.tensor_scale.reshape(-1)
+            yield case.key(part), ours, applied, np.False_
+    if (values := case.part("values")) is not None:
+        # NaN values are not compared, because E2M1 has no code for NaN.
+        yield (
+            case.key("values"),
+            decode(unpack(case.q.packed), case.recipe.element),
+            values,
+            np.isnan(values),
+        )
+
+
+@np.errstate(all="ignore")
+def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
+    """Return the scales that a recipe divides the elements of a matrix x by: float32 (rows, blocks)."""
+    amax, tensor = block_amax(x.astype(np.float32), r), tensor_scale(None, r, x.dtype)
+    rule = BLOCK_RULES[r.block_rule or ""]
+    factor = rule.factor(rule.code(amax, tensor, r, x.dtype), amax, tensor, r, x.dtype)
+    return factor if r.apply == "divide" else ONE / factor
+
+
+def unpack_fp6(packed: np.ndarray) -> np.ndarray:
+    """Return uint8 codes from compressed-tensors' 6-bit packing: 4 codes in 3 bytes, little-endian."""
+    # The length of the last axis must be a multiple of 3.
+    b = packed.reshape(*packed.shape[:-1], -1, 3).astype(np.uint32)
+    word = b[..., 0] | b[..., 1] << 8 | b[..., 2] << 16
+    return (
+        (word[..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & 63).astype(np.uint8).reshape(*packed.shape[:-1], -1)
+    )
+
 
 Mask = np.ndarray
 
@@ -375,3 +575,58 @@ def _crop(recorded: np.ndarray, ours: np.ndarray) -> np.ndarray:
 def _unsign_nan(codes: np.ndarray, fmt: Any) -> np.ndarray:
     """Return codes of the format ``fmt`` in which every NaN is replaced by fmt.nan_code, the NaN without a sign."""
     return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)
+
+
+COLUMNS = ("input", "recipes that give the same codes and block scales")
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def ordinary_data(dtype: Any) -> list[np.ndarray]:
+    """Return the five arrays that recipes are compared on: weights, normal values, heavy tails, wide ranges and
+    ties.
+    """
+    rng = np.random.default_rng(20)
+    shape = (256, 512)
+    normal = rng.standard_normal(shape)
+    wide = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 6, shape))
+    arrays = (normal * 0.02, normal, rng.standard_t(2, shape).clip(-1e3, 1e3), wide)
+    steps = 2.0 ** -rng.integers(0, 6, shape) * rng.integers(1, 13, shape) / 4  # full of ties
+    smallest = 2.0**-13
+    return [np.where(np.abs(a) < smallest, smallest, a).astype(dtype) for a in (*arrays, steps)]
+
+
+@cache
+def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
+    """Return groups of two or more recipe ids that give equal codes and block scales on ordinary_data(dtype)."""
+    data = ordinary_data(dtype)
+    with specification():
+        return tuple(_agreeing(data))
+
+
+def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
+    """Yield groups of two or more recipe ids that give the same bytes on all arrays of ``data``."""
+    groups = [[r for r in RECIPES.values() if not r.fake_only and r.scale is not None and not r.search]]
+    order = {r.id: i for i, r in enumerate(groups[0])}
+    for x in data:
+        groups = [part for group in groups for part in _parts(group, x) if len(part) > 1]
+    yield from sorted((tuple(r.id for r in group) for group in groups), key=lambda ids: order[ids[0]])
+
+
+def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
+    """Split a group of recipes into groups that give equal codes and block scales for ``x``."""
+    found: dict[bytes, list[Recipe]] = {}
+    for r in group:
+        q = quantize(x, r)
+        found.setdefault(b"".join(part.tobytes() for part in (q.packed, q.block_scale) if part is not None), []).append(
+            r
+        )
+    return list(found.values())
+
+
+def agreement_rows() -> list[tuple[str, ...]]:
+    """Return the rows of a table with the header COLUMNS, one per group of recipes that give equal bytes."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, dtype in DTYPES.items():
+        for group in agreeing(dtype):
+            found.setdefault(group, []).append(name)
+    return [(", ".join(names), " = ".join(group)) for group, names in found.items()]

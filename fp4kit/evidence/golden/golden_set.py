@@ -8,14 +8,63 @@ the arrays.
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from fp4kit.evidence.golden.packed import INPUTS, NumpyArray, is_packed, read_packed
+__all__ = ["BASES", "INDEX", "INPUTS", "NumpyArray", "is_packed", "read_packed", "references"]
+
+NumpyArray = np.ndarray[Any, np.dtype[Any]]
+
+INPUTS = "inputs"
+INDEX = "index.json"
+BASES = (INPUTS, "ao", "modelopt", "modelopt_fake", "te", "mlx")
+
+
+def is_packed(path: Path) -> bool:
+    """Return whether a .npz file is packed. A packed file has the member `index.json`."""
+    with zipfile.ZipFile(path) as archive:
+        return INDEX in archive.namelist()
+
+
+def references(path: Path) -> dict[str, tuple[str, ...]]:
+    """Return {key: (base file, base key)} for all arrays of a packed file."""
+    if not is_packed(path):
+        return {}
+    with zipfile.ZipFile(path) as archive:
+        index = json.loads(archive.read(INDEX))
+    return {key: tuple(index["arrays"][number][3:]) for key, number in index["keys"].items()}
+
+
+def read_packed(path: Path, base: Callable[[str], Mapping[str, NumpyArray]]) -> dict[str, NumpyArray]:
+    """Return {key: read-only array} of one packed file."""
+    with np.load(path, allow_pickle=False) as npz:
+        index = json.loads(npz[INDEX])
+        members = {name: npz[name] for name in npz.files if name != INDEX}
+    arrays = [_array(members, entry, base) for entry in index["arrays"]]
+    return {key: arrays[number] for key, number in index["keys"].items()}
+
+
+def _array(
+    members: Mapping[str, NumpyArray], entry: list[Any], base: Callable[[str], Mapping[str, NumpyArray]]
+) -> NumpyArray:
+    """Return the array that an entry of the index describes, read-only."""
+    dtype, start, shape = entry[:3]
+    array = members[dtype][start : start + math.prod(shape)].reshape(shape)
+    if len(entry) > 3:
+        file, key = entry[3:]
+        other = np.ascontiguousarray(base(file)[key]).reshape(-1).view(np.uint8)
+        array = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) ^ other).view(array.dtype).reshape(shape)
+    array.flags.writeable = False
+    return array
+
 
 __all__ = ["RECORDED", "GoldenSet"]
 

@@ -6,13 +6,98 @@ The functions of an adapter import the producer only when they are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
-from fp4kit.evidence.live.exceptions import Exempt
+from fp4kit.formats import E2M3, E8M0, ELEMENT_FORMATS
+from fp4kit.reference.codec import decode
+
+Where = Callable[[np.ndarray, Any], np.ndarray]  # function (x, fp4kit's Quantized of x) -> mask of x's shape
+
+
+class Exempt(NamedTuple):
+    """A named exception: elements whose codes and values are not compared.
+
+    Attributes:
+        name: name of the exception in the report.
+        where: function that takes x and fp4kit's Quantized of x, and returns a mask in the shape of x.
+        scales: True if the scales of blocks with such elements are not compared either.
+    """
+
+    name: str
+    where: Where
+    scales: bool = False
+
+
+def block_amax(x: np.ndarray, size: int) -> np.ndarray:
+    """Return, for each element of x, the largest magnitude in its block of ``size`` elements of one row, as float32."""
+    blocks = np.abs(x.astype(np.float32)).reshape(*x.shape[:-1], -1, size)
+    return np.repeat(blocks.max(axis=-1), size, axis=-1)
+
+
+def _amax(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return, for each element of x, the amax of its block of one row, as float32. A block with a NaN gives NaN."""
+    return block_amax(x, q.recipe.block_size)
+
+
+def _scale(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return, for each element of x, the value of its block scale in q: float32, in the shape of x."""
+    scale = decode(q.block_scale, q.recipe.scale or E8M0)
+    return np.repeat(scale, q.recipe.block_size, axis=-1)
+
+
+def _nan_scale(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return a mask of elements whose block scale is NaN."""
+    return np.isnan(_scale(x, q))
+
+
+def _nan_value(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return a mask of elements whose block scale times tensor scale is NaN, so that any code decodes to NaN."""
+    # q must have a tensor scale.
+    with np.errstate(all="ignore"):
+        return np.isnan(_scale(x, q) * np.asarray(q.tensor_scale))
+
+
+def _zero_of_zeros(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return a mask of the elements that are -0 and lie in blocks of only zeros."""
+    return (_amax(x, q) == 0) & np.signbit(x)
+
+
+def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return a mask of elements in blocks whose amax overflows the dtype of x when compressed-tensors rounds it."""
+    limit = 1.9375 if q.recipe.element is E2M3 else 1.75
+    return ~(_amax(x, q) < limit * 2.0 ** (15 if x.dtype == np.float16 else 127))
+
+
+def _smallest_scale(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return a mask of elements that Quark may divide by the scale 2^-127, which it stores as 2^-126."""
+    # The mask covers all elements with a stored scale of at most 2^-126, because a stored 2^-126 does not tell which of
+    # the two scales was used.
+    return _scale(x, q) <= 2.0**-126
+
+
+def _infinite_quotient(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return a mask of elements in blocks with the scale code 0 that overflow when Quark divides them by 2^-23."""
+    return (_scale(x, q) == 0) & (np.abs(x.astype(np.float64)) * 2.0**23 >= 2.0**128)
+
+
+QUARK_SMALLEST_SCALE = Exempt("values under 2^-127, which Quark stores as 2^-126", _smallest_scale)
+QUARK_INFINITE = Exempt("quotients that overflow in Quark", _infinite_quotient)
+NAN_SCALE = Exempt("codes under a NaN scale", _nan_scale)
+NAN_VALUE = Exempt("codes that decode to NaN", _nan_value)
+ZERO_OF_ZEROS = Exempt("-0 in a block of zeros", _zero_of_zeros)
+ROUNDS_BEYOND_DTYPE = Exempt("block amax that rounds to a power beyond the dtype", _rounds_beyond_dtype, scales=True)
+
 
 Parts = Mapping[str, np.ndarray]  # {name in compare.PARTS: array of the producer}
 DTYPES = ("float32", "float16", "bfloat16")
@@ -73,3 +158,114 @@ class Adapter:
     left_out: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[], Any] | None = None
     title: str = ""
+
+
+def to_torch(x: np.ndarray) -> Any:
+    """Return a torch tensor with a copy of an array's elements and its dtype, bfloat16 included."""
+    import torch
+
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(np.array(x).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.array(x))
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    """Return a NumPy array with the elements and dtype of a torch tensor on the CPU, bfloat16 included."""
+    import torch
+
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8).numpy()
+    return tensor.numpy()
+
+
+def codes_of(values: np.ndarray, format: str) -> np.ndarray:
+    """Convert values to codes (uint8, one per value), for producers that return decoded values instead of codes."""
+    fmt = next(f for f in ELEMENT_FORMATS if f.name.lower() == format)
+    magnitudes = np.asarray(fmt.magnitudes, np.float64)
+    size = np.abs(values.astype(np.float64))
+    codes = np.minimum(np.searchsorted(magnitudes, size), len(magnitudes) - 1)
+    if not np.array_equal(magnitudes[codes], size):
+        raise ValueError(
+            f"codes_of: {values[magnitudes[codes] != size][0]} is not a value of {fmt.name}; needs "
+            "values that have a code"
+        )
+    return (codes + np.signbit(values) * (1 << (fmt.bits - 1))).astype(np.uint8)
+
+
+class Anything(ModuleType):
+    """A stand-in for any module: every attribute exists and is another stand-in, except unset names that begin with __.
+
+    A stand-in can be called. A call with exactly one positional argument returns the argument, so that a stand-in also
+    works as a decorator that changes nothing. Any other call returns the stand-in itself.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # marks a package, so that its modules can be imported
+
+    def __getattr__(self, name: str) -> Any:
+        """Create, store and return another stand-in as the attribute `name`, which this stand-in does not have yet."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        attribute = Anything(f"{self.__name__}.{name}")
+        setattr(self, name, attribute)
+        return attribute
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        """Return the argument if the call has exactly one and no keywords, otherwise this stand-in."""
+        return given[0] if len(given) == 1 and not options else self
+
+
+def triton() -> dict[str, ModuleType]:
+    """Return {name: stand-in} for the modules of Triton. Kernels are not run, but triton.cdiv works."""
+    whole = Anything("triton")
+    whole.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
+    return {"triton": whole, "triton.language": whole.language}
+
+
+@contextlib.contextmanager
+def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """Return a context manager that puts modules into sys.modules for the time of a ``with`` statement."""
+    before = dict(sys.modules)
+    tops = {name.partition(".")[0] for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
+            if name not in before:
+                del sys.modules[name]
+        sys.modules.update({name: module for name, module in before.items() if name.partition(".")[0] in tops})
+
+
+def directory(package: str) -> Path:
+    """Return the directory of an installed package without importing the package."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"No module named {package!r}")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def load(package: str, file: str, modules: Mapping[str, ModuleType] = {}) -> ModuleType:
+    """Load one file of an installed package and return its module, such as load("vllm", "scalar_type.py")."""
+    path = directory(package) / file
+    name = ".".join([package, *Path(file).with_suffix("").parts])
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ImportError(f"{package} has no {file}")
+    module = importlib.util.module_from_spec(spec)
+    with _standing_in({**modules, name: module}):
+        spec.loader.exec_module(module)
+    return module
+
+
+cached = lru_cache(None)  # decorator for functions that load a file, so that each file is loaded only once
+
+
+@cached
+def packages(*names: str) -> dict[str, ModuleType]:
+    """Return {name: stand-in} for modules with the given names, as the argument ``modules`` of ``load``."""
+    return {name: Anything(name) for name in names}

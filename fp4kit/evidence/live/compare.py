@@ -5,14 +5,20 @@ from the producer, and `ours` the part from fp4kit.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
+import zlib
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import fp4kit
+from fp4kit.evidence.fuzz.arrays import DTYPES
 from fp4kit.evidence.live.adapter import Parts, ProducerCall
 from fp4kit.formats import ElementFormat, bit_patterns
 from fp4kit.reference.codec import decode
@@ -164,3 +170,201 @@ def _shown(value: Any) -> str:
 def differing_parts(differences: Iterable[PartDifference]) -> frozenset[str]:
     """Return the names of the parts that differ, such as "codes", without repetitions."""
     return frozenset(difference.part for difference in differences)
+
+
+PER_LINE = 8
+
+
+def script(
+    id: str, function: Callable[..., Any], x: np.ndarray, difference: PartDifference | str, versions: str
+) -> str:
+    """Return a Python program that raises AssertionError as long as a producer and fp4kit differ on x."""
+    body = [*lines_of("x", x), "", "theirs = {call}"]
+    if not isinstance(difference, str):
+        body.append(f'r, v = fp4kit.recipe("{id}"), theirs["{difference.part}"]')
+        if difference.part != "fake":
+            body.append("q = fp4kit.quantize(x, r)")
+        body.append(f"assert_same_bits(v, {PARTS[difference.part]})")
+    return program(f"{id} and {versions}", difference, function, body, x.dtype == "bfloat16", "x")
+
+
+def program(
+    title: str,
+    difference: PartDifference | str,
+    function: Callable[..., Any],
+    body: list[str],
+    narrow: bool,
+    argument: str,
+) -> str:
+    """Return the text of the whole program: a description, imports, the source of the adapter's function, and the
+    body.
+    """
+    call, name = _call(function, argument)
+    imports = ["import ml_dtypes"] * narrow + ["import numpy as np"]
+    imports += ["import fp4kit", "from fp4kit.evidence.testing import assert_same_bits"]
+    used, source = _source(_function(function), name)
+    lines = [line.replace("{call}", call) for line in body]
+    return "\n".join([f"# {title}", f"# {difference}", *_sorted({*imports, *used}), *source, "", "", *lines, ""])
+
+
+def _function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that a functools.partial calls. Return any other function unchanged."""
+    return function.func if isinstance(function, partial) else function
+
+
+def _call(function: Callable[..., Any], argument: str) -> tuple[str, str]:
+    """Return (source of a call to the function, name of the function), such as ("_mx(x, bits=4)", "_mx")."""
+    name = _function(function).__name__
+    given = [repr(a) for a in function.args] if isinstance(function, partial) else []
+    named = [f"{k}={v!r}" for k, v in function.keywords.items()] if isinstance(function, partial) else []
+    return f"{name}({', '.join([*given, argument, *named])})", name
+
+
+def lines_of(name: str, x: np.ndarray) -> list[str]:
+    """Return the source lines of a statement that sets the variable ``name`` to the array x, written as bit
+    patterns.
+    """
+    bits = bit_patterns(x)
+    width = 2 * x.dtype.itemsize
+    numbers = [f"{int(b):#0{width + 2}x}" for b in bits.reshape(-1)]
+    lines = [", ".join(numbers[i : i + PER_LINE]) for i in range(0, len(numbers), PER_LINE)]
+    dtype = f"ml_dtypes.{x.dtype}" if x.dtype == "bfloat16" else f"np.{x.dtype}"
+    view = "" if x.dtype == bits.dtype else f".view({dtype})"
+    return [
+        f"{name} = np.array([",
+        *(f"    {line}," for line in lines),
+        f"], np.{bits.dtype}){view}.reshape({x.shape})",
+    ]
+
+
+def _sorted(imports: set[str]) -> list[str]:
+    """Return import statements as lines in the usual order: standard library, installed packages, fp4kit."""
+    groups: tuple[list[str], ...] = ([], [], [])
+    for line in sorted(imports, key=lambda line: (line.startswith("from"), line)):
+        package = line.split()[1].split(".")[0]
+        groups[2 if package == "fp4kit" else 0 if package in sys.stdlib_module_names else 1].append(line)
+    return [line for group in groups if group for line in ("", *group)][1:]
+
+
+def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
+    """Return (imports, source lines) that a program needs to define a function of an adapter."""
+    text = inspect.getsource(sys.modules[function.__module__])
+    statements = ast.parse(text).body
+    needed_names, used = {name}, set()
+    while True:
+        new = {i for i, s in enumerate(statements) if i not in used and _defines(s) & needed_names}
+        if not new:
+            break
+        used |= new
+        needed_names |= {n.id for i in new for n in ast.walk(statements[i]) if isinstance(n, ast.Name)}
+    imports, lines = set(), []
+    for i in sorted(used):
+        statement = statements[i]
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            imports.add(_import(statement, needed_names))
+        else:
+            lines += ["", "", *_segment(text, statement)]
+    return imports, lines
+
+
+def _defines(statement: ast.stmt) -> set[str]:
+    """Return the names that a module-level statement of an adapter defines."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return {statement.name}
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return {alias.asname or alias.name.split(".")[0] for alias in statement.names}
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return {t.id for t in targets if isinstance(t, ast.Name)}
+
+
+def _import(statement: ast.Import | ast.ImportFrom, wanted: set[str]) -> str:
+    """Return an import statement as text, with only those names of ``statement`` that are wanted."""
+    if isinstance(statement, ast.Import):
+        return ast.unparse(statement)
+    names = [ast.unparse(alias) for alias in statement.names if (alias.asname or alias.name) in wanted]
+    return f"from {statement.module} import {', '.join(names)}"
+
+
+def _segment(text: str, statement: ast.stmt) -> list[str]:
+    """Return the lines of ``text`` that hold a statement, from its first decorator to its end."""
+    start = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
+    return text.splitlines()[start - 1 : statement.end_lineno]
+
+
+ROWS, BLOCKS = (1, 2, 3), (2, 3, 6)
+EDGES = (0, 1, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)  # the smallest, largest and NaN scales of E8M0 and E4M3
+
+
+def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) -> fp4kit.Quantized:
+    """Return a Quantized with random codes and scales, determined by ``seed``, ``number`` and the recipe's id."""
+    rng = np.random.default_rng([seed, number, zlib.crc32(r.id.encode())])
+    rows, blocks = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * max(1, call.columns // r.block_size)
+    codes = rng.integers(0, 1 << r.element.bits, (rows, blocks * r.block_size), np.uint8)
+    one = np.where(rng.random((rows, blocks)) < 0.5, 127 if r.scale is fp4kit.formats.E8M0 else 0x38, 0)
+    any_byte = np.where(rng.random(one.shape) < 0.2, rng.choice(EDGES, one.shape), rng.integers(0, 256, one.shape))
+    scales = np.where(one > 0, one + rng.integers(-8, 8, one.shape), any_byte).astype(np.uint8)
+    scales = np.repeat(scales[:: r.block_rows], r.block_rows, axis=0)[:rows]
+    tensor = np.float32(np.exp2(rng.uniform(-16, 4))) if r.tensor_scaling == "tensor" else None
+    dtype = DTYPES[call.decodes[number // 4 % len(call.decodes)]]
+    return _stored(codes, scales, tensor, dtype, r)
+
+
+def _stored(codes: np.ndarray, scales: np.ndarray, tensor: Any, dtype: np.dtype, r: fp4kit.Recipe) -> fp4kit.Quantized:
+    """Return a Quantized with the given codes (one per byte), block scales and tensor scale, in the linear layout."""
+    packed = fp4kit.pack(codes) if r.is_packed else codes
+    tensor = None if tensor is None else np.asarray(tensor)
+    return fp4kit.Quantized(packed, scales, tensor, None, codes.shape, dtype, -1, r)
+
+
+def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> ProducerComparison:
+    """Decode q with the producer and with fp4kit, compare the values, and return a ProducerComparison."""
+    # ``call.decode`` must not be None.
+    assert call.decode is not None
+    with np.errstate(all="ignore"):
+        theirs, ours = call.decode(q), fp4kit.dequantize(q)
+        difference = difference_of("values", theirs, ours, np.zeros(np.shape(theirs), bool), q.recipe)
+    return ProducerComparison([replace(difference, part="decoded")] if difference else [], elements=ours.size)
+
+
+def shrunk_stored(
+    q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Quantized], bool]
+) -> fp4kit.Quantized:
+    """Return a simpler Quantized for which ``differs`` still holds, or q itself if none is found."""
+    # A column keeps its codes if q would no longer differ.
+    for candidate in _smaller(q, call):
+        if differs(candidate):
+            q = candidate
+            break
+    for i in range(q.shape[-1]):
+        codes = fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed.copy()
+        codes[:, i] = 0
+        candidate = _stored(codes, q.block_scale, q.tensor_scale, q.dtype, q.recipe)
+        q = candidate if differs(candidate) else q
+    return q
+
+
+def _smaller(q: fp4kit.Quantized, call: ProducerCall) -> Iterator[fp4kit.Quantized]:
+    """Yield slices of q, as new Quantized: one row of blocks, and as few columns of blocks as the producer accepts."""
+    r = q.recipe
+    codes = fp4kit.unpack(q.packed) if r.is_packed else q.packed
+    step = max(1, call.columns // r.block_size)
+    for row in range(0, q.shape[0], r.block_rows):
+        for block in range(0, q.block_scale.shape[1], step):
+            rows, columns = slice(row, row + r.block_rows), slice(block * r.block_size, (block + step) * r.block_size)
+            yield _stored(codes[rows, columns], q.block_scale[rows, block : block + step], q.tensor_scale, q.dtype, r)
+
+
+def decoder_script(
+    id: str, call: ProducerCall, q: fp4kit.Quantized, difference: PartDifference | str, versions: str
+) -> str:
+    """Return a Python program that reproduces a difference between a producer's decoder and fp4kit.dequantize."""
+    assert call.decode is not None
+    parts = ["packed", "block_scale"] + ["tensor_scale"] * (q.tensor_scale is not None)
+    body = [line for name in parts for line in lines_of(name, np.asarray(getattr(q, name)))]
+    dtype = f"ml_dtypes.{q.dtype}" if q.dtype == "bfloat16" else f"np.{q.dtype}"
+    tensor = "None" if q.tensor_scale is None else "tensor_scale"
+    made = f'fp4kit.Quantized(packed, block_scale, {tensor}, None, {q.shape}, {dtype}, -1, "{id}")'
+    body += ["", f"q = {made}", "theirs = {call}"]
+    if not isinstance(difference, str):
+        body.append("assert_same_bits(theirs, fp4kit.dequantize(q))")
+    return program(f"{id} and {versions}", difference, call.decode, body, q.dtype == "bfloat16", "q")

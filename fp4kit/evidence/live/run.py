@@ -24,18 +24,36 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live import decoders
 from fp4kit.evidence.live.adapter import Adapter, ProducerCall
-from fp4kit.evidence.live.compare import PartDifference, ProducerComparison, compare, differing_parts
-from fp4kit.evidence.live.draw import draw
-from fp4kit.evidence.live.script import script
-from fp4kit.evidence.live.shrink import shrink
+from fp4kit.evidence.live.compare import (
+    PartDifference,
+    ProducerComparison,
+    compare,
+    compare_decoded,
+    decoder_script,
+    differing_parts,
+    draw_stored,
+    script,
+    shrunk_stored,
+)
+from fp4kit.evidence.live.draw import draw, shrink
 
 SHRINK_SECONDS = 5.0  # the most seconds for shrinking one difference
 QUICK_SHRINK_SECONDS = 0.5  # the most seconds per difference once a producer has used TOTAL_SHRINK_SECONDS
 TOTAL_SHRINK_SECONDS = 30.0
 MAX_SHRUNK = 3  # largest number of differences per recipe that are shrunk and printed
 UNKNOWN = "unknown"  # the version of a library without metadata
+
+WITHOUT = {  # {producer in a recipe id: why it has no adapter}
+    "aiter": "aiter needs an AMD GPU to be imported; recorded outputs are compared by --check",
+    "deepseek": "DeepSeek-V4's kernel needs TileLang and a GPU",
+    "deepgemm": "DeepGEMM needs CUDA to be imported; recorded outputs are compared by --check",
+    "flashinfer": "FlashInfer quantizes with CUDA kernels, which need a GPU",
+    "fp-quant": "FP-Quant quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
+    "mslk": "MSLK quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
+    "nunchaku": "Nunchaku quantizes with CUDA kernels, which need a GPU of sm_120",
+    "qat": "the trainers slime and miles have no package of their own",
+}
 
 
 class NotRun(Exception):
@@ -238,7 +256,7 @@ def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:
     """Return input ``number`` of the recipe ``id`` as a LiveCase, drawn with the given seed."""
     r = fp4kit.recipe(id)
     if call.decode is not None and number % 4 == 3:
-        q = decoders.draw_stored(r, call, seed, number)
+        q = draw_stored(r, call, seed, number)
         return LiveCase(id, call, q, "codes and scales", str(q.dtype))
     number -= number // 4 if call.decode is not None else 0
     drawn = draw(r, call.dtypes, seed, number, call.columns)
@@ -268,7 +286,7 @@ class LiveCase:
         try:
             with quiet():
                 if isinstance(value, fp4kit.Quantized):
-                    return decoders.compare_decoded(value, self.call), ""
+                    return compare_decoded(value, self.call), ""
                 theirs = self.call.function(value)
         except Exception as error:  # any error of the producer counts as a difference
             return ProducerComparison(elements=int(np.prod(value.shape))), _one_line(error)
@@ -277,14 +295,14 @@ class LiveCase:
     def shrink(self, differs: Callable[[Any], bool], seconds: float) -> Any:
         """Return a simpler value for which ``differs`` holds, or the case's own value if none is found."""
         if isinstance(self.value, fp4kit.Quantized):
-            return decoders.shrunk(self.value, self.call, differs)
+            return shrunk_stored(self.value, self.call, differs)
         r = fp4kit.recipe(self.id)
         return shrink(self.value, r.block_rows, lcm(r.length_multiple, self.call.columns), differs, seconds)
 
     def script(self, value: Any, difference: PartDifference | str, versions: str) -> str:
         """Return a Python program that shows a difference on this value, or the producer's error."""
         if isinstance(value, fp4kit.Quantized):
-            return decoders.script(self.id, self.call, value, difference, versions)
+            return decoder_script(self.id, self.call, value, difference, versions)
         return script(self.id, self.call.function, value, difference, versions)
 
 
@@ -329,9 +347,10 @@ def quiet() -> Iterator[None]:
 
 def adapters() -> tuple[Adapter, ...]:
     """Return the adapters of all producers, in alphabetical order."""
-    from fp4kit.evidence.live.producers import NAMES
+    from fp4kit.evidence.live import frameworks, standalone, toolkits
 
-    return tuple(importlib.import_module(f"fp4kit.evidence.live.producers.{name}").ADAPTER for name in NAMES)
+    found = {**frameworks.ADAPTERS, **standalone.ADAPTERS, **toolkits.ADAPTERS}
+    return tuple(found[name] for name in sorted(found))
 
 
 def document(results: list[ProducerResult], ids: tuple[str, ...], seconds: float, seed: int) -> dict[str, Any]:
@@ -372,6 +391,43 @@ def not_run(results: list[ProducerResult], ids: tuple[str, ...]) -> dict[str, st
 
 def _without(id: str) -> str:
     """Return the reason why no adapter runs the recipe ``id``: its producer's in WITHOUT, or "no adapter runs it"."""
-    from fp4kit.evidence.live.producers import WITHOUT
-
     return WITHOUT.get(fp4kit.recipe(id).producer, "no adapter runs it")
+
+
+COLUMNS = ("producer", "version", "#recipes", "#arrays", "#differing", "exceptions used")
+RECIPE_COLUMNS = ("recipe", "#arrays", "#differing", "exceptions used")
+LEFT_OUT_COLUMNS = ("not run", "why")
+
+
+def rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
+    """Return one row per producer that ran at least one recipe. The headings of the columns are COLUMNS."""
+    found: list[tuple[str, ...]] = []
+    for result in results:
+        if not result.reason and result.recipes:
+            total = result.total
+            counts = (f"{len(result.recipes)}", f"{total.arrays:,}", f"{total.differing:,}")
+            found.append((result.producer, result.version, *counts, exceptions(total.exceptions)))
+    return found
+
+
+def differing_rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
+    """Return one row per recipe for which its producer differed on at least one input, or raised an error."""
+    return [
+        (id, f"{tally.arrays:,}", f"{tally.differing:,}", exceptions(tally.exceptions))
+        for result in results
+        for id, tally in result.recipes.items()
+        if tally.differing
+    ]
+
+
+def left_out_rows(results: list[ProducerResult], ids: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return one (recipes, reason) row per reason why recipes of ``ids`` were not run."""
+    reasons: dict[str, list[str]] = {}
+    for id, reason in not_run(results, ids).items():
+        reasons.setdefault(reason, []).append(id)
+    return [(", ".join(names), reason) for reason, names in reasons.items()]
+
+
+def exceptions(used: dict[str, int]) -> str:
+    """Return the names of exceptions as one line, such as "NaN (3), zeros (1,024)", or "" if none were used."""
+    return ", ".join(f"{name} ({count:,})" for name, count in sorted(used.items()))

@@ -14,12 +14,12 @@ from together import together
 import fp4kit
 from fp4kit.cli import main
 from fp4kit.evidence.fuzz import arrays as fuzz_arrays
-from fp4kit.evidence.fuzz import parallel, replay
+from fp4kit.evidence.fuzz import check as replay
+from fp4kit.evidence.fuzz import parallel
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.arrays import DrawnArray, View
-from fp4kit.evidence.fuzz.check import Verdict, check
+from fp4kit.evidence.fuzz.check import Verdict, check, script
 from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOptions, draw
-from fp4kit.evidence.fuzz.print_repro import script
 from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.evidence.fuzz.shrink import shrink
 

@@ -16,17 +16,13 @@ from together import together
 
 import fp4kit
 from fp4kit.cli import main
-from fp4kit.evidence.fuzz import code_patterns
+from fp4kit.evidence.fuzz import arrays as code_patterns
 from fp4kit.evidence.fuzz import run as fuzz
-from fp4kit.evidence.fuzz.arrays import DTYPES, drawn
-from fp4kit.evidence.fuzz.check import Verdict, check
-from fp4kit.evidence.fuzz.code_patterns import DISTANCES, FORMATS, PATTERNS, codes_of
-from fp4kit.evidence.fuzz.draw import draw
-from fp4kit.evidence.fuzz.pool import Pool
-from fp4kit.evidence.fuzz.print_repro import script
-from fp4kit.evidence.fuzz.products import ALPHAS, ARRAYS, LONGEST, changes_of, units_for
-from fp4kit.evidence.fuzz.recipes import Variant
-from fp4kit.evidence.fuzz.shrink_products import simpler_products
+from fp4kit.evidence.fuzz.arrays import DISTANCES, DTYPES, FORMATS, PATTERNS, codes_of, drawn
+from fp4kit.evidence.fuzz.check import Verdict, check, script
+from fp4kit.evidence.fuzz.draw import ALPHAS, ARRAYS, LONGEST, changes_of, draw, units_for
+from fp4kit.evidence.fuzz.recipes import Pool, Variant
+from fp4kit.evidence.fuzz.shrink import simpler_products
 
 PRODUCTS = Pool(operations=("matmul",))
 SMALL_PRODUCTS = replace(SMALL, operations=("matmul",))

@@ -16,8 +16,7 @@ import fp4kit
 from fp4kit.evidence.fuzz import arrays as fuzz_arrays
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.draw import draw
-from fp4kit.evidence.fuzz.pool import OPERATIONS, Pool
-from fp4kit.evidence.fuzz.recipes import CHANGES, Variant, draw_variant
+from fp4kit.evidence.fuzz.recipes import CHANGES, OPERATIONS, Pool, Variant, draw_variant
 from fp4kit.recipes import RECIPES, Recipe
 
 # ---- the specification ----

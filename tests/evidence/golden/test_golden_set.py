@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp4kit.evidence.golden.golden_set import RECORDED, GoldenSet
-from fp4kit.evidence.golden.packed import BASES, is_packed, references
+from fp4kit.evidence.golden.golden_set import BASES, RECORDED, GoldenSet, is_packed, references
 from tools import pack_golden
 
 

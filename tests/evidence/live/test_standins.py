@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fp4kit.evidence.live import standins
+from fp4kit.evidence.live import adapter as standins
 
 
 @pytest.fixture

@@ -17,11 +17,23 @@ import fp4kit
 from fp4kit.cli import main
 from fp4kit.cli import selftest as cli_selftest
 from fp4kit.cli.output import Output
+from fp4kit.evidence import selftest
+from fp4kit.evidence import selftest as selftest_sweep
 from fp4kit.evidence.fuzz import run as fuzz
-from fp4kit.evidence.selftest import all_float32 as selftest_sweep
-from fp4kit.evidence.selftest import tasks as selftest
-from fp4kit.evidence.selftest.all_float32 import ALL, NEAR, SIGN, STEP, SWEEPS, differences, runs
-from fp4kit.evidence.selftest.tasks import ComparedEngine, Finished, Outcome, Task, compare
+from fp4kit.evidence.selftest import (
+    ALL,
+    NEAR,
+    SIGN,
+    STEP,
+    SWEEPS,
+    ComparedEngine,
+    Finished,
+    Outcome,
+    Task,
+    compare,
+    differences,
+    runs,
+)
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES
@@ -55,7 +67,7 @@ def comparisons(engine, golden):
     """Return {part of the self-test: function that makes a small comparison of this part}, except for the sweeps."""
     return {
         "recorded": partial(selftest.recorded, engine, golden, "mxfp4-te"),
-        "specification": partial(selftest.specification, engine, "nvfp4-te", quick=False),
+        "specification": partial(selftest.specified, engine, "nvfp4-te", quick=False),
         "fuzzed": partial(selftest.fuzzed, engine, ("mxfp4-ocp", "nvfp4-te-2d", "fp8-modelopt-channel"), 1, 30),
         "products": partial(selftest.products, engine, "sm90", 1, 20),
         "large": partial(selftest.large, engine, "nvfp4-te", BF16, (64, 512)),
@@ -80,7 +92,7 @@ def test_a_wrong_bit_is_found(part, golden):
 
 
 def test_operations_without_a_kernel_are_left_out_and_named():
-    outcome = selftest.specification(Missing(np), "mxfp4-ocp", quick=True)
+    outcome = selftest.specified(Missing(np), "mxfp4-ocp", quick=True)
     assert outcome.values == 0 and len(outcome.skipped) == 12
     assert "mxfp4-ocp adversarial blocks float32: dequantize has no CUDA kernel" in outcome.skipped
 

@@ -1,0 +1,359 @@
+"""Define the adapters of libraries for training and inference: gguf, microxcaling, MLX, qwix, torchao, transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import fp4kit
+from fp4kit.evidence.live.adapter import NAN_SCALE, SATURATING_CASTS, Adapter, Parts, ProducerCall, to_numpy, to_torch
+from fp4kit.evidence.live.draw import MAX_ELEMENTS
+from fp4kit.rounding import exponent_field
+
+
+def _gguf_mxfp4(x: np.ndarray) -> Parts:
+    """Quantize and dequantize x in MXFP4 with the gguf package."""
+    from gguf import quants
+
+    blocks = quants.quantize(x, quants.GGMLQuantizationType.MXFP4)
+    stored = blocks.reshape(*x.shape[:-1], -1, 17)
+    codes = np.concatenate([stored[..., 1:] & 15, stored[..., 1:] >> 4], axis=-1)
+    return {
+        "codes": codes.reshape(x.shape),
+        "block_scale": stored[..., 0],
+        "values": quants.dequantize(blocks, quants.GGMLQuantizationType.MXFP4),
+    }
+
+
+def _gguf_decode(q: fp4kit.Quantized) -> np.ndarray:
+    """Return the float32 values that the gguf package decodes from q, a Quantized in MXFP4."""
+    from gguf import quants
+
+    codes = fp4kit.unpack(q.packed).reshape(*q.block_scale.shape, 2, 16)
+    blocks = np.concatenate([q.block_scale[..., None], codes[..., 0, :] | codes[..., 1, :] << 4], axis=-1)
+    return quants.dequantize(blocks.reshape(len(blocks), -1), quants.GGMLQuantizationType.MXFP4)
+
+
+GGUF = Adapter(
+    name="gguf",
+    module="gguf",
+    dependencies=("numpy",),
+    calls={"mxfp4-gguf": ProducerCall(_gguf_mxfp4, ("float32",), decode=_gguf_decode, decodes=("float32",))},
+    left_out={"nvfp4-gguf": "gguf has no quantizer of NVFP4; the recipe is llama.cpp's C function"},
+)
+
+
+def _microxcaling_prepare() -> None:
+    """Import the modules of mx that this adapter's calls use. Raise ImportError if one is missing."""
+    import mx.mx_ops
+    import mx.specs  # noqa: F401
+
+
+def _microxcaling_quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -> Parts:
+    """Fake-quantize x with quantize_mx_op, and return {"fake": values}."""
+    from mx.mx_ops import quantize_mx_op
+    from mx.specs import finalize_mx_specs
+
+    specs = {
+        "scale_bits": 8,
+        "w_elem_format": element,
+        "a_elem_format": element,
+        "block_size": 32,
+        "custom_cuda": False,
+    }
+    specs = finalize_mx_specs({**specs, "round": rounding, "mx_flush_fp32_subnorms": flush})
+    y = quantize_mx_op(to_torch(x), specs, elem_format=element, axes=[-1], round=rounding)
+    return {"fake": to_numpy(y)}
+
+
+def _microxcaling_call(element: str, rounding: str, **options: Any) -> ProducerCall:
+    """Return the ProducerCall for an element format and a rounding mode."""
+    return ProducerCall(
+        partial(_microxcaling_quantize, element=element, rounding=rounding, **options), ("float32", "bfloat16")
+    )
+
+
+MICROXCALING = Adapter(
+    name="microxcaling",
+    module="mx",
+    dependencies=("torch",),
+    prepare=_microxcaling_prepare,
+    calls={
+        "mxfp4-microxcaling-nearest": _microxcaling_call("fp4_e2m1", "nearest"),
+        "mxfp4-microxcaling-nearest-flush": _microxcaling_call("fp4_e2m1", "nearest", flush=True),
+        "mxfp4-microxcaling-even": _microxcaling_call("fp4_e2m1", "even"),
+        "mxfp4-microxcaling-floor": _microxcaling_call("fp4_e2m1", "floor"),
+        "mxfp8-microxcaling-nearest": _microxcaling_call("fp8_e4m3", "nearest"),
+        "mxfp8-microxcaling-even": _microxcaling_call("fp8_e4m3", "even"),
+    },
+)
+
+
+def _mlx_array(x: np.ndarray) -> Any:
+    """Return an MLX array with the elements and the dtype of x, bfloat16 included."""
+    import mlx.core as mx
+
+    if x.dtype == ml_dtypes.bfloat16:
+        return mx.array(x.view(np.uint16)).view(mx.bfloat16)
+    return mx.array(x)
+
+
+def _mlx_numpy(a: Any) -> np.ndarray:
+    """Return a NumPy array with the elements and the dtype of an MLX array, bfloat16 included."""
+    import mlx.core as mx
+
+    if a.dtype == mx.bfloat16:
+        return np.array(a.view(mx.uint16)).view(ml_dtypes.bfloat16)
+    return np.array(a)
+
+
+def _mlx_quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
+    """Quantize and dequantize x in a mode of MLX, on the CPU."""
+    import mlx.core as mx
+
+    with mx.stream(mx.cpu):
+        amax = mx.array(np.abs(x.astype(np.float32)).max()) if with_global else None
+        words, scales, *_ = mx.quantize(_mlx_array(x), mode=mode, global_scale=amax)
+        parts = {"block_scale": _mlx_numpy(scales)}
+        for name in ("float32",) if with_global else ("float32", "float16", "bfloat16"):
+            values = mx.dequantize(words, scales, mode=mode, global_scale=amax, dtype=getattr(mx, name))
+            parts["values" if name == "float32" else f"values_{name}"] = _mlx_numpy(values)
+        codes = _mlx_numpy(words).view(np.uint8)
+    return {"codes": codes if mode == "mxfp8" else fp4kit.unpack(codes), **parts}
+
+
+def _mlx_decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
+    """Return the values that mx.dequantize decodes from q, in q's dtype."""
+    import mlx.core as mx
+
+    with mx.stream(mx.cpu):
+        words, scales = mx.array(q.packed.view(np.uint32)), mx.array(q.block_scale)
+        return _mlx_numpy(mx.dequantize(words, scales, mode=mode, dtype=getattr(mx, str(q.dtype))))
+
+
+def _mlx_call(mode: str, first: str, last: str = "", **options: Any) -> ProducerCall:
+    """Return the ProducerCall for a mode and for MLX versions from ``first`` to ``last``."""
+    decode = None if options else partial(_mlx_decode, mode=mode)
+    return ProducerCall(partial(_mlx_quantize, mode=mode, **options), columns=32, first=first, last=last, decode=decode)
+
+
+MLX = Adapter(
+    name="mlx",
+    module="mlx",
+    dependencies=("mlx-cpu",),
+    calls={
+        "nvfp4-mlx-cpu": _mlx_call("nvfp4", "0.32.3"),
+        "nvfp4-mlx-cpu-global": _mlx_call("nvfp4", "0.32.3", with_global=True),
+        "nvfp4-mlx-cpu-0322": _mlx_call("nvfp4", "0.31.2", "0.32.2"),
+        "nvfp4-mlx-cpu-0322-global": _mlx_call("nvfp4", "0.31.2", "0.32.2", with_global=True),
+        "mxfp4-mlx-cpu": _mlx_call("mxfp4", "0.32.2"),
+        "mxfp4-mlx-cpu-0321": _mlx_call("mxfp4", "", "0.32.1"),
+        "mxfp8-mlx-cpu": _mlx_call("mxfp8", "0.32.3"),
+        "mxfp8-mlx-cpu-0322": _mlx_call("mxfp8", "0.32.2", "0.32.2"),
+        "mxfp8-mlx-cpu-0321": _mlx_call("mxfp8", "", "0.32.1"),
+    },
+    left_out={
+        "nvfp4-mlx-metal": "Metal kernels need an Apple GPU",
+        "nvfp4-mlx-metal-global": "Metal kernels need an Apple GPU",
+        "mxfp4-mlx-metal-0321": "Metal kernels need an Apple GPU",
+        "mxfp8-mlx-metal-0321": "Metal kernels need an Apple GPU",
+    },
+)
+
+
+def _qwix_prepare() -> None:
+    """Import JAX and qwix. Raise ImportError if that fails, and RuntimeError if JAX has no CPU device."""
+    import jax
+    import qwix._src.core.qarray  # noqa: F401
+
+    jax.devices("cpu")
+
+
+def _qwix_padded(x: np.ndarray, size: int) -> np.ndarray:
+    """Return an array whose rows are the blocks of x (`size` elements each), padded with rows of zeros."""
+    blocks = np.zeros((max(MAX_ELEMENTS // size, x.size // size), size), x.dtype)
+    blocks[: x.size // size] = x.reshape(-1, size)
+    return blocks
+
+
+def _qwix_quantize(x: np.ndarray, kind: str) -> Parts:
+    """Quantize x with qarray.quantize, as XLA computes it on a CPU."""
+    import jax
+    import jax.numpy as jnp
+    from qwix._src.core import qarray
+
+    size = 16 if kind == "nvfp4" else 32
+    how = qarray.HowToQuantize(qtype=kind, channelwise_axes=(0,), tiled_axes={1: size})
+    with jax.default_device(jax.devices("cpu")[0]):
+        q = qarray.quantize(jnp.asarray(_qwix_padded(x, size)), how)
+        used = x.size // size
+        scale = np.asarray(q.scale)[:used].astype(np.float32).reshape(len(x), -1)
+        codes, values = (np.asarray(a)[:used].reshape(x.shape) for a in (q.qvalue, qarray.dequantize(q)))
+        codes = codes.view(np.uint8)
+    if kind == "nvfp4":
+        return {"codes": codes, "block_scale": np.asarray(jnp.asarray(scale).astype(jnp.float8_e4m3fn)).view(np.uint8)}
+    # The E8M0 code of a scale is the exponent field of its float32 value; inf and NaN give 255.
+    return {
+        "codes": codes,
+        "block_scale": exponent_field(scale).astype(np.uint8),
+        "fake": values,
+    }
+
+
+QWIX_ROUNDED_LOG = {"jax": ("", "0.10.99")}  # later versions do not round the steps of log2 to bfloat16
+
+QWIX = Adapter(
+    name="qwix",
+    module="qwix",
+    dependencies=("jax", "jaxlib"),
+    prepare=_qwix_prepare,
+    calls={"nvfp4-qwix": ProducerCall(partial(_qwix_quantize, kind="nvfp4"))}
+    | {
+        f"{kind}-qwix": ProducerCall(partial(_qwix_quantize, kind=kind), dependency_versions=QWIX_ROUNDED_LOG)
+        for kind in ("mxfp4", "mxfp8")
+    },
+)
+
+
+def _torchao_mx(x: np.ndarray, element: str, mode: str) -> Parts:
+    """Quantize and dequantize x to MXFP4, MXFP6 or MXFP8 with torchao's class MXTensor."""
+    import torch
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
+
+    dtype = getattr(torch, element, element)  # FP6 formats are strings
+    t = MXTensor.to_mx(to_torch(x), dtype, 32, ScaleCalculationMode(mode))
+    codes = to_numpy(t.qdata.view(torch.uint8))
+    return {
+        "codes": fp4kit.unpack(codes) if element == "float4_e2m1fn_x2" else codes,
+        "block_scale": to_numpy(t.scale.view(torch.uint8)),
+        "values": to_numpy(t.dequantize(torch.float32)),
+        "values_bfloat16": to_numpy(t.dequantize(torch.bfloat16)),
+    }
+
+
+def _torchao_nvfp4(x: np.ndarray, single: bool) -> Parts:
+    """Quantize and dequantize x to NVFP4 with torchao's class NVFP4Tensor."""
+    import torch
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    t = to_torch(x)
+    scale = None if single else per_tensor_amax_to_scale(t.abs().max())
+    q = NVFP4Tensor.to_nvfp4(t, 16, scale)
+    parts = {
+        "codes": fp4kit.unpack(to_numpy(q.qdata.view(torch.uint8))),
+        "block_scale": to_numpy(q.scale.view(torch.uint8)),
+        "values": to_numpy(q.dequantize(torch.float32)),
+        "values_bfloat16": to_numpy(q.dequantize(torch.bfloat16)),
+    }
+    return parts if scale is None else {**parts, "tensor_scale": to_numpy(scale)}
+
+
+def _torchao_decode_mx(q: fp4kit.Quantized, element: str) -> np.ndarray:
+    """Return the values that torchao's function to_dtype decodes from q, a Quantized in an MX format, in q's dtype."""
+    import torch
+    from torchao.prototype.mx_formats.mx_tensor import to_dtype
+
+    kind = getattr(torch, element, element)
+    codes, scales = to_torch(q.packed), to_torch(q.block_scale).view(torch.float8_e8m0fnu)
+    codes = codes.view(kind) if element.startswith("float8") else codes
+    return to_numpy(to_dtype(codes, scales, kind, 32, getattr(torch, str(q.dtype))))
+
+
+def _torchao_decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
+    """Return the values that torchao's class NVFP4Tensor decodes from q, in q's dtype. q may lack a tensor scale."""
+    import torch
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+
+    dtype = getattr(torch, str(q.dtype))
+    scale = None if q.tensor_scale is None else to_torch(np.asarray(q.tensor_scale))
+    scales = to_torch(q.block_scale).view(torch.float8_e4m3fn)
+    return to_numpy(NVFP4Tensor(to_torch(q.packed), scales, 16, dtype, scale).dequantize(dtype))
+
+
+def _torchao_calls() -> dict[str, ProducerCall]:
+    """Return {recipe id: ProducerCall} for all recipes of torchao."""
+    recipe_ids = fp4kit.recipes()
+    nvfp4: dict[str, tuple[Any, Any]] = {
+        id: (partial(_torchao_nvfp4, single=single), _torchao_decode_nvfp4)
+        for id, single in (("nvfp4-torchao", False), ("nvfp4-torchao-single", True))
+    }
+    mx: dict[str, tuple[Any, Any]] = {
+        id.format(mode): (
+            partial(_torchao_mx, element=element, mode=mode),
+            partial(_torchao_decode_mx, element=element),
+        )
+        for id, element in TORCHAO_ELEMENTS.items()
+        for mode in ("floor", "rceil", "ceil", "even")
+    }
+    calls = {}
+    dtypes = ("float32", "bfloat16")
+    for id, (function, decode) in {**nvfp4, **mx}.items():
+        call = ProducerCall(function, dtypes, exempt=(NAN_SCALE,), decode=decode, decodes=dtypes)
+        older = f"{id}-018"
+        if older in recipe_ids:
+            calls[older] = replace(call, last="0.18.99")
+        newer = fp4kit.recipe(id).id if id in TORCHAO_ALIASES or id in recipe_ids else ""
+        if newer:
+            calls[newer] = replace(call, first="0.19" if older in recipe_ids else "")
+    return calls
+
+
+TORCHAO_ALIASES = ("mxfp4-torchao-floor",)
+TORCHAO_ELEMENTS = {
+    "mxfp4-torchao-{}": "float4_e2m1fn_x2",
+    "mxfp6-torchao-{}-e2m3": "fp6_e2m3",
+    "mxfp6-torchao-{}-e3m2": "fp6_e3m2",
+    "mxfp8-torchao-{}": "float8_e4m3fn",
+    "mxfp8-torchao-{}-e5m2": "float8_e5m2",
+}
+
+TORCHAO = Adapter(name="torchao", module="torchao", dependencies=("torch",), calls=_torchao_calls())
+
+
+TRANSFORMERS_SIZE = 128  # rows and columns per block
+
+
+def _transformers_prepare() -> None:
+    """Import the module of transformers that this adapter's calls use. Raise ImportError if it is missing."""
+    import transformers.integrations.finegrained_fp8  # noqa: F401
+
+
+def _transformers_quantize(x: np.ndarray) -> Parts:
+    """Quantize x to FP8 in blocks of 128x128 with transformers."""
+    # Before quantization, x is padded with rows of zeros to whole blocks, because transformers leaves weights with
+    # partial blocks unquantized.
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    padded = np.zeros((-(-len(x) // TRANSFORMERS_SIZE) * TRANSFORMERS_SIZE, x.shape[1]), x.dtype)
+    padded[: len(x)] = x
+    config = SimpleNamespace(weight_block_size=(TRANSFORMERS_SIZE, TRANSFORMERS_SIZE), scale_fmt=None)
+    stored = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"p.weight": to_torch(padded)})
+    scales = np.repeat(to_numpy(stored["p.weight_scale_inv"]), TRANSFORMERS_SIZE, axis=0)
+    return {"codes": to_numpy(stored["p.weight"])[: len(x)], "tensor_scale": scales[: len(x)]}
+
+
+TRANSFORMERS = Adapter(
+    name="transformers",
+    module="transformers",
+    dependencies=("torch",),
+    prepare=_transformers_prepare,
+    calls={
+        "fp8-transformers-block": ProducerCall(
+            _transformers_quantize, columns=TRANSFORMERS_SIZE, dependency_versions=SATURATING_CASTS
+        ),
+    },
+)
+
+ADAPTERS = {
+    "gguf": GGUF,
+    "microxcaling": MICROXCALING,
+    "mlx": MLX,
+    "qwix": QWIX,
+    "torchao": TORCHAO,
+    "transformers": TRANSFORMERS,
+}
