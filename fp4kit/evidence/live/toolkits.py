@@ -1,4 +1,4 @@
-"""Define the adapters of quantization toolkits: auto-round, comfy-kitchen, compressed-tensors, Model-Optimizer, Quark."""
+"""Define the adapters of toolkits: auto-round, comfy-kitchen, compressed-tensors, Model-Optimizer and Quark."""
 
 from __future__ import annotations
 
