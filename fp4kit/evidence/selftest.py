@@ -31,10 +31,8 @@ from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.formats import E2M1, E4M3, FLOATS, unsigned
 from fp4kit.layouts import unpack
-from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.engines import specification
-from fp4kit.ops.fake_quantize import fake_quantize
-from fp4kit.ops.quantize import quantize
+from fp4kit.ops.quantize import dequantize, fake_quantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.units import UNITS

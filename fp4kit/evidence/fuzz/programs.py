@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.call.amaxes import takes_e8m0_amaxes
+from fp4kit.call.inputs import takes_e8m0_amaxes
 from fp4kit.call.search_scales import has_grid
 from fp4kit.evidence.fuzz.arrays import DrawnArray, View
 from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOperand, DrawnOptions, DrawnProduct

@@ -20,18 +20,16 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit.call.random_numbers import torch_words
+from fp4kit.call.inputs import torch_words
 from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS, GoldenRow
 from fp4kit.formats import E8M0, bit_patterns
 from fp4kit.layouts import pack, pack_gguf, pack_mlx, unpack, unpack_gguf
 from fp4kit.ops.amax import amax as op_amax
-from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.amax import search_scales
 from fp4kit.ops.engines import specification
-from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
-from fp4kit.ops.quantize import quantize
-from fp4kit.ops.search_scales import search_scales
+from fp4kit.ops.quantize import dequantize, fake_quantize, fake_quantize_backward, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.reference.arith import ONE
