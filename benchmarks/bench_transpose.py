@@ -13,7 +13,7 @@ from measure import BF16, Bench, Call, check_rows, main, poison
 
 import fp4kit
 from fp4kit.layouts import SCALE_LAYOUTS, pack, unpack, unswizzle_scales
-from fp4kit.reference.transpose import transpose_scales
+from fp4kit.reference.codec import transpose_scales
 
 TARGET = 0.90
 

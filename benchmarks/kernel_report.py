@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.call.parse import TE_SIGN_MASK
 from fp4kit.cuda.compile import loader, nvrtc
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
@@ -29,6 +28,7 @@ from fp4kit.formats import FLOATS
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.schema import with_row_blocks
+from fp4kit.reference.stochastic import TE_SIGN_MASK
 
 F32, F16, BF16 = FLOATS
 REPORT = re.compile(

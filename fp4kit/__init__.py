@@ -24,32 +24,32 @@ from typing import TYPE_CHECKING, Any
 from fp4kit.cpu.library import num_threads, set_num_threads, threads
 from fp4kit.display.quantized import html_of, text_of
 from fp4kit.display.recipe import panel
-from fp4kit.ops.amax import amax, partial_amax, partial_cast, search_scales
+from fp4kit.lazy import FUNCTIONS
+from fp4kit.ops.amax import amax
+from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.engines import engine, specification
+from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
 from fp4kit.ops.grouped import (
-    GroupedPlan,
     amax_grouped,
     fake_quantize_grouped,
     fake_quantize_grouped_backward,
     quantize_grouped,
 )
+from fp4kit.ops.grouped_plan import GroupedPlan
 from fp4kit.ops.kv_cache import dequantize_kv, quantize_kv
 from fp4kit.ops.matmul import matmul
-from fp4kit.ops.quantize import (
-    Requantized,
-    dequantize,
-    fake_quantize,
-    fake_quantize_backward,
-    quantize,
-    quantize_both,
-    requantize,
-)
-from fp4kit.ops.transforms import hadamard, pack, random_signs, rotate, swizzle, transpose, unpack, unswizzle
+from fp4kit.ops.pack import pack, unpack
+from fp4kit.ops.partial import partial_amax, partial_cast
+from fp4kit.ops.quantize import quantize, quantize_both
+from fp4kit.ops.requantize import Requantized, requantize
+from fp4kit.ops.rotate import hadamard, random_signs, rotate
+from fp4kit.ops.search_scales import search_scales
+from fp4kit.ops.swizzle import swizzle, unswizzle
+from fp4kit.ops.transpose import transpose
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.rebuild import allow_torch_load, reduced
 from fp4kit.quantized.slicing import moved_to, part_of, same_bits
 from fp4kit.recipes import Recipe, custom_recipe, recipe, recipes
-from fp4kit.registered import FUNCTIONS
 from fp4kit.units import DotAdd, FloorDotAdd, Unit, unit, units
 
 # Names that users may expect in this module: {name: end of the error message, which says where the name is}.
@@ -70,28 +70,28 @@ _LAZY = {
     "Comparison": "fp4kit.ops.compare",
     "Contract": "fp4kit.contract.schema",
     "ContractDiff": "fp4kit.contract.schema",
-    "ErrorBudget": "fp4kit.ops.matmul",
+    "ErrorBudget": "fp4kit.ops.error_budget",
     "ExplainedStep": "fp4kit.ops.explain",
     "Explanation": "fp4kit.ops.explain",
     "Identification": "fp4kit.ops.identify",
-    "KVIdentification": "fp4kit.ops.kv_cache",
+    "KVIdentification": "fp4kit.ops.identify_kv",
     "LayerParity": "fp4kit.contract.result",
     "MasterWeightsPlan": "fp4kit.training.master_weights",
     "Parity": "fp4kit.contract.result",
-    "RecipeComparison": "fp4kit.ops.compare",
+    "RecipeComparison": "fp4kit.ops.compare_recipes",
     "Shard": "fp4kit.training.master_weights",
     "cast_master_weights": "fp4kit.training.master_weights",
     "compare": "fp4kit.ops.compare",
-    "compare_recipes": "fp4kit.ops.compare",
-    "error_budget": "fp4kit.ops.matmul",
+    "compare_recipes": "fp4kit.ops.compare_recipes",
+    "error_budget": "fp4kit.ops.error_budget",
     "explain": "fp4kit.ops.explain",
     "identify": "fp4kit.ops.identify",
-    "identify_kv": "fp4kit.ops.kv_cache",
+    "identify_kv": "fp4kit.ops.identify_kv",
     "load": "fp4kit.storage.quantized_file",
-    "matmul_grouped": "fp4kit.ops.matmul",
+    "matmul_grouped": "fp4kit.ops.matmul_grouped",
     "open_checkpoint": "fp4kit.checkpoint",
     "parity": "fp4kit.contract.parity",
-    "quantize_static": "fp4kit.ops.amax",
+    "quantize_static": "fp4kit.ops.static_scales",
     "save": "fp4kit.storage.quantized_file",
 }
 
@@ -102,12 +102,14 @@ if TYPE_CHECKING:
     from fp4kit.contract.parity import parity
     from fp4kit.contract.result import LayerParity, Parity
     from fp4kit.contract.schema import Contract, ContractDiff
-    from fp4kit.ops.amax import quantize_static
-    from fp4kit.ops.compare import Comparison, RecipeComparison, compare, compare_recipes
+    from fp4kit.ops.compare import Comparison, compare
+    from fp4kit.ops.compare_recipes import RecipeComparison, compare_recipes
+    from fp4kit.ops.error_budget import ErrorBudget, error_budget
     from fp4kit.ops.explain import ExplainedStep, Explanation, explain
     from fp4kit.ops.identify import Identification, identify
-    from fp4kit.ops.kv_cache import KVIdentification, identify_kv
-    from fp4kit.ops.matmul import ErrorBudget, error_budget, matmul_grouped
+    from fp4kit.ops.identify_kv import KVIdentification, identify_kv
+    from fp4kit.ops.matmul_grouped import matmul_grouped
+    from fp4kit.ops.static_scales import quantize_static
     from fp4kit.storage.quantized_file import load, save
     from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
 
@@ -150,10 +152,10 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__", "layouts"]
 
 
-FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see registered.py
+FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see lazy.py
     {
         "Quantized.dequantize": dequantize,
-        "Quantized.from_parts": lambda *arguments: import_module("fp4kit.reference.static_amax").divisor_amaxes(
+        "Quantized.from_parts": lambda *arguments: import_module("fp4kit.reference.tensor_rules").divisor_amaxes(
             *arguments
         ),
         "Quantized.to": moved_to,

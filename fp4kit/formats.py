@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit import rounding as rounding_of
+from fp4kit import arithmetic as rounding_of
 from fp4kit.arguments import as_flag
 from fp4kit.arithmetic import ieee
 from fp4kit.lazy import lazy_property

@@ -1,9 +1,14 @@
-"""Define lazy_property, for attributes that are computed at their first access, without a lock."""
+"""Define lazy_property, for attributes computed at their first access, and FUNCTIONS, a registry of functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
+
+# Methods of basic modules call functions of modules that import them through this registry, without a circular import.
+# For example, Quantized.dequantize calls fp4kit.dequantize. fp4kit/__init__.py fills it.
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+
 
 T = TypeVar("T")
 

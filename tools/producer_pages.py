@@ -19,8 +19,7 @@ from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.schema import PRODUCER_NAMES, producer_of
 from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.four_over_six import quantize_four_over_six
-from fp4kit.reference.integer_or_float import quantize_if4
+from fp4kit.reference.four_over_six import quantize_four_over_six, quantize_if4
 from fp4kit.reference.tensor_rules import TENSOR_RULES
 
 # {block rule by which a block chooses between two candidates: the function that quantizes by it}

@@ -21,39 +21,16 @@ from fp4kit.call.parse import Call, array_call, check_has_codes, with_amaxes
 from fp4kit.formats import E8M0
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.validate import unfit_for_sweep
+from fp4kit.reference.search import DEFAULT_TERMS, SearchTerms
 
 NEAR_OFFSETS = (-8, 8)  # the offsets of candidates="near", both ends included
 MAX_OFFSET = 126  # offsets from -126 to 126 reach every positive E4M3 code from any other
-AROUND_FLOOR = (-1, 1)  # default offsets of E8M0 scales, relative to floor(log2(amax)) - floor(log2(largest element))
 BLOCK_COLUMNS = 16  # columns per block with E4M3 scales
 POWERS = {"mse": 2.0, "mae": 1.0, "max": np.inf}
 GRID = (0.25, 4.0, 0.1)  # the default grid, as in Model-Optimizer's MseCalibrator
 MAX_MULTIPLES = 10000  # the largest number of multiples in a grid
 MAX_POWER = 16  # higher powers would overflow float32 sums
 _POWER = re.compile(r"p\d+(\.\d+)?")
-
-
-class SearchTerms(NamedTuple):
-    """The loss and the candidates of a scale search for an array x of shape (..., K).
-
-    Attributes:
-        weights: float32 (K,), in the memory (host or device) of x; None for all ones.
-        hessian: float32 (K/16, 16, 16), in the memory of x; None if weights are used.
-        offsets: the smallest and the largest offset of the candidates from the scale that a block's own amax gives: in
-            codes for E4M3, and in exponents for E8M0. None for the default of the scale format.
-        power: the exponent of the loss, which is the sum of |difference|^power. If power is infinity, the loss is the
-            largest |difference|.
-        grid: start, stop and step of the multiples of the amax that are tried; None if offsets are tried instead.
-    """
-
-    weights: Any = None
-    hessian: Any = None
-    offsets: tuple[int, int] | None = None
-    power: float = 2.0
-    grid: tuple[float, float, float] | None = None
-
-
-DEFAULT_TERMS = SearchTerms()
 
 
 class SearchRequest(NamedTuple):

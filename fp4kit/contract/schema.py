@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp4kit.arguments import as_index, as_word, is_one_of
-from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.contract import to_json, words
 from fp4kit.layouts.kv import KVLayoutName, as_layout
+from fp4kit.lazy import FUNCTIONS
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.registered import FUNCTIONS
+from fp4kit.reference.stochastic import HADAMARD_BLOCK
 from fp4kit.training.settings import FakeQuantSettings
 from fp4kit.units import Unit, unit_of
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.call.parse import HADAMARD_BLOCK, TE_SIGN_MASK
 from fp4kit.contract.schema import Contract
 from fp4kit.formats import FLT_MAX, FLT_MIN
+from fp4kit.lazy import FUNCTIONS
 from fp4kit.ops.amax import amax as plain_amax
 from fp4kit.ops.quantize import fake_quantize, quantize
 from fp4kit.ops.transforms import hadamard, unswizzle
@@ -24,11 +24,9 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import box_of, on_host
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import as_stored
-from fp4kit.reference.hadamard import hadamard_blocks
-from fp4kit.reference.implied_amax import UNKNOWN, covered_range
 from fp4kit.reference.quantize import tensor_amax
-from fp4kit.reference.static_amax import static_amax
-from fp4kit.registered import FUNCTIONS
+from fp4kit.reference.stochastic import HADAMARD_BLOCK, TE_SIGN_MASK, hadamard_blocks
+from fp4kit.reference.tensor_rules import UNKNOWN, covered_range, static_amax
 
 OP = "parity"
 Amax: TypeAlias = "np.ndarray | None"

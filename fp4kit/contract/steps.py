@@ -2,7 +2,7 @@
 A side is the trainer or the rollout engine of fp4kit.parity. The steps are, in order: amax, tensor scale, block scale,
 quotient (the scaled element), code and decode. Each step may record several results, such as "block amax".
 
-The steps are recorded while the specification computes (fp4kit/reference/trace.py), so no formula is repeated here.
+The steps are recorded while the specification computes (fp4kit/reference/codec.py), so no formula is repeated here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from fp4kit.formats import ElementFormat, bit_patterns
 from fp4kit.ops.engines import specification
 from fp4kit.ops.quantize import dequantize
 from fp4kit.recipes import Recipe
-from fp4kit.reference.blocks import TILE_ELEMENTS
-from fp4kit.reference.trace import traced
+from fp4kit.reference.codec import TILE_ELEMENTS, traced
 
 StepName: TypeAlias = Literal[
     "quantization",

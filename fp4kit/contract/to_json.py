@@ -13,7 +13,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fp4kit.recipes import Recipe, to_dict
+from fp4kit.recipes import Recipe
+from fp4kit.recipes import serialization as to_dict
 from fp4kit.recipes.table import is_listed, recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.json_object import dump_object, load_object

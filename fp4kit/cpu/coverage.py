@@ -19,7 +19,7 @@ from fp4kit.formats import E2M1, E8M0, ElementFormat, IntegerOrFloat, is_same
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import TOPS
 from fp4kit.recipes.schema import then_encodes
-from fp4kit.reference.search_factors import FACTORS
+from fp4kit.reference.search import FACTORS
 
 
 def rule_key(r: Recipe) -> str | None:

@@ -21,8 +21,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import decoding
 from fp4kit.reference import dequantize as specification
-from fp4kit.reference.implied_amax import stored_tensor_scale
-from fp4kit.reference.tensor_rules import TensorScale
+from fp4kit.reference.tensor_rules import TensorScale, stored_tensor_scale
 
 # With at least this many blocks, one table of values per scale code (256 tables) costs less than one table per block.
 TABLES_FROM = 256

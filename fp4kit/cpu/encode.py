@@ -37,7 +37,7 @@ from fp4kit.recipes.schema import with_row_blocks
 from fp4kit.reference import four_over_six
 from fp4kit.reference import quantize as specification
 from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.blocks import spread_rows
+from fp4kit.reference.codec import spread_rows
 from fp4kit.reference.quantize import EncodeOptions
 from fp4kit.reference.stochastic import GivenNumbers, RandomNumbers, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale

@@ -27,7 +27,7 @@ from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.recipes.schema import faking
-from fp4kit.reference.matrices import stack
+from fp4kit.reference.codec import stack
 
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:

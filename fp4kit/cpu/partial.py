@@ -11,7 +11,7 @@ import numpy as np
 
 from fp4kit.cpu import encode
 from fp4kit.recipes import Recipe
-from fp4kit.reference import partial as specification
+from fp4kit.reference import quantize as specification
 from fp4kit.reference.quantize import EncodeOptions
 
 

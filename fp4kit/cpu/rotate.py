@@ -9,7 +9,7 @@ import numpy as np
 from fp4kit.call.parse import Rotation
 from fp4kit.cpu.encode import INPUTS, check_array
 from fp4kit.cpu.library import ELEMENTS_PER_CALL, RotateCall, address, functions, threads_for
-from fp4kit.reference.rotate import hadamard_factor
+from fp4kit.reference.stochastic import hadamard_factor
 
 
 def rotate(r: Rotation) -> np.ndarray:

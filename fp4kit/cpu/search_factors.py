@@ -16,7 +16,7 @@ from fp4kit.cpu.encode import INPUTS, Tiles, blocks_of, kernels_of, source
 from fp4kit.cpu.library import SearchFactorsCall, SearchQuestCall, address, functions, threads_for
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import searching
-from fp4kit.reference import search_factors as specification
+from fp4kit.reference import search as specification
 from fp4kit.reference.tensor_rules import tensor_scale
 
 _CANDIDATES_PER_COST = 4  # this many candidates take about as long as encoding once

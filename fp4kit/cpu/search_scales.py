@@ -9,15 +9,16 @@ from functools import partial
 import numpy as np
 
 from fp4kit.call.parse import Call, Declined
-from fp4kit.call.search_scales import BLOCK_COLUMNS, Search, SearchTerms
+from fp4kit.call.search_scales import BLOCK_COLUMNS, Search
 from fp4kit.cpu import search_factors
 from fp4kit.cpu.coverage import not_searched, rule_key
 from fp4kit.cpu.encode import INPUTS, Tiles, source
 from fp4kit.cpu.library import SearchScalesCall, address, functions, threads_for
 from fp4kit.recipes import Recipe
-from fp4kit.reference import search_factors as searches
-from fp4kit.reference import search_scales as specification
+from fp4kit.reference import search as searches
+from fp4kit.reference import search as specification
 from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
+from fp4kit.reference.search import SearchTerms
 
 # The approximate time of a search, as a multiple of the time of encoding. The three searches are: a pruned search, a
 # full search, and a full search with a power other than 1, 2 and infinity.

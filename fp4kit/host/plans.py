@@ -21,9 +21,9 @@ from fp4kit.layouts import padded_shape, swizzle_scales
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
-from fp4kit.reference import partial
+from fp4kit.reference import quantize as partial
 from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.blocks import spread_rows
+from fp4kit.reference.codec import spread_rows
 from fp4kit.reference.quantize import tensor_amax
 from fp4kit.reference.tensor_rules import tensor_scale
 from fp4kit.types import ScaleLayout

@@ -25,7 +25,7 @@ import fp4kit
 from fp4kit.call.inputs import AbstractArray
 from fp4kit.jax import ffi
 from fp4kit.quantized.container import Quantized
-from fp4kit.recipes.to_string import from_spec, to_spec
+from fp4kit.recipes.serialization import from_spec, to_spec
 from fp4kit.units import from_spec as unit_from_spec
 from fp4kit.units import to_spec as unit_to_spec
 

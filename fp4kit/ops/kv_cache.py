@@ -24,7 +24,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of, rules
 from fp4kit.reference.arith import ONE
 from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.kv_four_over_six import codes_vllm_kv
+from fp4kit.reference.four_over_six import codes_vllm_kv
 from fp4kit.reference.tensor_rules import TensorScale
 from fp4kit.types import Array, RecipeId
 

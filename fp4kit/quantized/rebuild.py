@@ -14,8 +14,8 @@ import numpy as np
 
 from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import PARTS, Quantized
+from fp4kit.recipes.serialization import from_spec, to_spec
 from fp4kit.recipes.table import recipe as listed_recipe
-from fp4kit.recipes.to_string import from_spec, to_spec
 from fp4kit.types import ScaleLayout
 
 _DTYPES = {dtype.name: dtype for dtype in FLOATS}

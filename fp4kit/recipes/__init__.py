@@ -4,9 +4,18 @@ A producer is a library or standard that defines how to quantize. Each producer 
 collects the recipes of all modules.
 """
 
-from fp4kit.recipes.custom import custom_recipe
 from fp4kit.recipes.schema import Recipe
-from fp4kit.recipes.table import ALIASES, PRODUCER_ALIASES, RECIPES, family, recipe, recipe_of, recipes, several
+from fp4kit.recipes.table import (
+    ALIASES,
+    PRODUCER_ALIASES,
+    RECIPES,
+    custom_recipe,
+    family,
+    recipe,
+    recipe_of,
+    recipes,
+    several,
+)
 
 __all__ = [
     "ALIASES",

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fp4kit.formats import MXFP4, NVFP4
-from fp4kit.recipes.schema import Alias, Recipe, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Alias, Recipe, Versions, of_format
 
 VERSIONS = Versions("e404860", "e404860")
 _SOURCE = "aiter e404860 utility/fp4_utils.py, ops/quant.py per_1x32_f4_quant"

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fp4kit.formats import E4M3, E5M2, MXFP8_E4M3, NVFP4
-from fp4kit.recipes.schema import Recipe, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Recipe, Versions, of_format
 
 VERSIONS = Versions("0.2.40", "0.2.40")
 _SOURCE = "comfy-kitchen 0.2.40 backends/eager/quantization.py"

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fp4kit.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3, NVFP4, BlockFormat
-from fp4kit.recipes.schema import Recipe, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Recipe, Versions, of_format
 
 VERSIONS = Versions("0.20", "0.20")
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp4kit.formats import E4M3, MXFP4, MXFP8_E4M3
-from fp4kit.recipes.schema import Recipe, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Recipe, Versions, of_format
 
 VERSIONS = Versions("54e2261", "54e2261")
 _SOURCE = "DeepGEMM 54e2261 deep_gemm/utils/math.py"

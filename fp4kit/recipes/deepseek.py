@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp4kit.formats import E4M3, MXFP4, MXFP8_E4M3, NVFP4
-from fp4kit.recipes.schema import Recipe, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Recipe, Versions, of_format
 
 VERSIONS = Versions("V4", "V4")
 _READ = "except for blocks with infinities or NaN; derived from its source code, not recorded"

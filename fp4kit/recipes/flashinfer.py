@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fp4kit.formats import MXFP4, MXFP8_E4M3, NVFP4
-from fp4kit.recipes.schema import Recipe, four_over_six, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Recipe, Versions, four_over_six, of_format
 
 VERSIONS = Versions("fb28d72", "fb28d72")
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from fp4kit.formats import IF4, INT4, MXFP4, NVFP4
-from fp4kit.recipes.schema import Recipe, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Recipe, Versions, of_format
 
 VERSIONS = Versions("1.0.5", "1.0.5")
 _SOURCE = "fouroversix 1.0.5 quantize/pytorch/reference.py"

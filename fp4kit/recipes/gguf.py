@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp4kit.formats import MXFP4, NVFP4
-from fp4kit.recipes.schema import Recipe, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Recipe, Versions, of_format
 
 VERSIONS = Versions("ggml 0.25.3", "ggml 0.25.3")
 # Recipe fields for rounding to the nearest value. Among equally near values, the first in code order is taken. MLX's

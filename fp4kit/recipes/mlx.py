@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from fp4kit.formats import MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
 from fp4kit.recipes.gguf import FIRST
-from fp4kit.recipes.schema import Alias, Recipe, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Alias, Recipe, Versions, of_format
 
 VERSIONS = Versions("0.32.2", "0.32.4")
 DECODES_NAN = Versions("0.32.3", "0.32.4")

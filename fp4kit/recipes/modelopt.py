@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fp4kit.formats import E4M3, INT4, INT8, MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
-from fp4kit.recipes.schema import Recipe, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Recipe, Versions, of_format
 
 VERSIONS = Versions("0.47", "0.47")
 

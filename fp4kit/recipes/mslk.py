@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fp4kit.formats import MXFP4, NVFP4
-from fp4kit.recipes.schema import Alias, Recipe, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Alias, Recipe, Versions, of_format
 
 VERSIONS = Versions("2a3c897", "2a3c897")
 _MX4 = "MSLK 2a3c897 triton_quantize_mx4"

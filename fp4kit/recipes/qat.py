@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp4kit.formats import INT4
-from fp4kit.recipes.schema import Recipe
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Recipe, Versions
 
 VERSIONS = Versions("unversioned", "unversioned")
 

@@ -11,10 +11,40 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from fp4kit.formats import BlockFormat, ElementFormat
+from fp4kit.lazy import FUNCTIONS
 from fp4kit.recipes import rules
 from fp4kit.recipes.validate import as_block, as_integer, check_recipe
-from fp4kit.recipes.versions import Versions, as_versions
-from fp4kit.registered import FUNCTIONS
+
+
+class Versions(NamedTuple):
+    """The oldest version of a producer known to give a recipe's bits (first), and the newest that was checked (last).
+
+    Each is named as the producer names it: a release ("0.32.4"), a development version ("0.19 dev") or a commit
+    ("d0067d0").
+
+    >>> str(Versions("0.32.2", "0.32.4")), str(Versions("d0067d0", "d0067d0"))
+    ('0.32.2 to 0.32.4', 'd0067d0')
+    """
+
+    first: str
+    last: str
+
+    def __str__(self) -> str:
+        """Return "first to last", or one version if both are equal."""
+        return self.first if self.first == self.last else f"{self.first} to {self.last}"
+
+
+def as_versions(id: object, versions: Any) -> Versions | None:
+    """Return `versions`, the field Recipe.versions, in its standard form: None, or a Versions."""
+    if versions is None:
+        return None
+    is_pair = isinstance(versions, (tuple, list)) and len(versions) == 2
+    if not is_pair or not all(isinstance(version, str) for version in versions):
+        raise TypeError(f"Recipe {id}: versions is {versions!r}; needs a pair of str (oldest, newest checked), or None")
+    if not all(versions):
+        raise ValueError(f"Recipe {id}: versions is {versions!r}; needs two nonempty strings, or None")
+    return Versions(*versions)
+
 
 # Producers with a hyphen in their name
 TWO_WORDS = ("compressed-tensors", "auto-round", "triton-kernels", "comfy-kitchen", "fp-quant")

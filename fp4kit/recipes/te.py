@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from fp4kit import formats
 from fp4kit.formats import MXFP4, NVFP4
-from fp4kit.recipes.schema import Recipe, four_over_six, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Recipe, Versions, four_over_six, of_format
 
 VERSIONS = Versions("d0067d0", "d0067d0")
 

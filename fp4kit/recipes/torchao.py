@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from fp4kit import formats
 from fp4kit.formats import MXFP4, NVFP4, BlockFormat
-from fp4kit.recipes.schema import Recipe, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Recipe, Versions, of_format
 
 VERSIONS = Versions("0.19 dev", "0.19 dev")
 

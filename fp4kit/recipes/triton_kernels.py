@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fp4kit.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2
-from fp4kit.recipes.schema import Recipe, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Recipe, Versions, of_format
 
 VERSIONS = Versions("v3.5.1", "v3.5.1")
 _SOURCE = "triton_kernels v3.5.1 numerics_details/mxfp.py downcast_to_mxfp"

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fp4kit.formats import MXFP4, NVFP4
-from fp4kit.recipes.schema import Alias, Recipe, of_format
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Alias, Recipe, Versions, of_format
 
 VERSIONS = Versions("0.33", "0.33")
 _ACTIVATIONS = "vLLM 0.33 csrc/libtorch_stable/quantization/fp4/nvfp4_utils.cuh cvt_warp_fp16_to_fp4"

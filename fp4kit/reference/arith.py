@@ -1,4 +1,4 @@
-"""Reproduce float32 arithmetic of GPUs in NumPy: flushed subnormals and the approximate reciprocal of sm_90.
+"""Reproduce float32 arithmetic of producers in NumPy: instructions of GPUs, sums in a stated order, and powers.
 
 Names follow PTX: .ftz flushes subnormal operands and results to zero, and .rn rounds to nearest even. If a docstring
 names a PTX instruction, such as mul.ftz.f32, the function reproduces that instruction in every bit.
@@ -6,10 +6,10 @@ names a PTX instruction, such as mul.ftz.f32, the function reproduces that instr
 
 from __future__ import annotations
 
-# np.load imports these two modules at its first call. A process forked during that time would inherit a held import
-# lock, so they are imported here.
 import encodings.cp437  # noqa: F401
+import math
 import zipfile  # noqa: F401
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -102,6 +102,15 @@ def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
     return np.where(ordinary, np.copysign(magnitude, x), exact)
 
 
+def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return float32 x rounded to dtype (nearest even), stored as float32. Values that overflow dtype become infinite.
+
+    If x is the result of a float32 operation, it has then been rounded twice. For bfloat16 and float16, whose
+    significands have 8 and 11 bits, this equals a single rounding. If dtype is float32, x itself is returned.
+    """
+    return x if dtype == np.float32 else x.astype(dtype).astype(np.float32)
+
+
 def narrow_float64(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return float64 x rounded once, to nearest even, to float32, float16 or bfloat16.
 
@@ -164,3 +173,117 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     inexact = np.isfinite(total) & (cut != 0) & ((bits & 1).reshape(total.shape) == 0)
     step = np.where((cut > 0) == (total > 0), 1, -1)
     return (bits.reshape(total.shape) + np.where(inexact, step, 0)).view(np.float64).astype(np.float32)
+
+
+def sum_lanes(terms: np.ndarray) -> np.ndarray:
+    """Return the sums of float32 terms over the last axis, added in the order that PyTorch uses on a CPU.
+
+    The axis has at most 256 terms, a multiple of eight. If only the last axis is empty, the sums are 0. NumPy raises
+    ValueError if another axis is empty.
+
+    PyTorch adds vectors of eight terms into four partial sums. While at least four vectors are left, vector i goes to
+    partial sum i % 4; the remaining vectors go to partial sum 0. Then the four partial sums are added in their order.
+    Last, the eight lanes of the resulting vector are added in their order.
+    """
+    vectors = terms.reshape(*terms.shape[:-1], -1, 8)
+    count = vectors.shape[-2]
+    grouped = count - count % 4
+    partial = [np.zeros((*vectors.shape[:-2], 8), np.float32) for _ in range(4)]
+    for i in range(count):
+        which = i % 4 if i < grouped else 0
+        partial[which] = partial[which] + vectors[..., i, :]
+    lanes = partial[0] + partial[1] + partial[2] + partial[3]
+    error = lanes[..., 0]
+    for i in range(1, 8):
+        error = error + lanes[..., i]
+    return error
+
+
+def sum_halves(terms: np.ndarray, lanes: int) -> np.ndarray:
+    """Return the sums of float32 terms over the last axis: lanes first, then halves, as threads of a GPU add.
+
+    A lane is one of `lanes` partial sums. Term i is added to lane i % lanes, in order. Then the upper half of the lanes
+    is added to the lower half, until one lane is left. The length of the axis is a multiple of lanes, which is a power
+    of two. If only the last axis is empty, the sums are 0.
+    """
+    rows = terms.reshape(*terms.shape[:-1], -1, lanes)
+    total = np.zeros((*rows.shape[:-2], lanes), np.float32)
+    for i in range(rows.shape[-2]):
+        total = total + rows[..., i, :]
+    while lanes > 1:
+        lanes //= 2
+        total = total[..., :lanes] + total[..., lanes:]
+    return total[..., 0]
+
+
+SQRT_HALF = np.float64(math.sqrt(0.5)).view(np.int64)  # bits of sqrt(1/2), the lower end of the significands
+LN2, TWO_OVER_LN2 = float.fromhex("0x1.62e42fefa39efp-1"), float.fromhex("0x1.71547652b82fep+1")
+ATANH = [TWO_OVER_LN2 / (2 * i + 1) for i in range(10)]  # series of atanh; the remainder is below 2^-55 of the sum
+EXP = [1 / math.factorial(i) for i in range(14)]  # series of exp; the remainder is below 2^-57 of the sum
+PART = 1 << 13  # elements that are computed at once, few enough for the cache
+
+
+def power(d: np.ndarray, p: float) -> np.ndarray:
+    """Return d^p, computed as d^n * 2^((p - n) log2 d) with n = floor(p): float64, in the shape of d.
+
+    Args:
+        d: float64, zeros or positive normal numbers, such as float32 numbers and their differences.
+        p: the power, at least 1.
+
+    Numerics:
+        d^n is a chain of products, by the binary digits of n from the left. 0 gives 0, inf gives inf, NaN gives NaN,
+        and overflow gives inf. A result that underflows is rounded like a product. d^1 is d, and d^2 equals d * d.
+        Except for underflow, the relative error is at most (n + 4 + 2 |(p - n) log2 d|) 2^-53.
+    """
+    result = np.array(d, np.float64, order="C")
+    flat = result.reshape(-1)
+    for first in range(0, flat.size, PART):
+        part = flat[first : first + PART]
+        part[...] = _power(part, int(p), p - int(p))
+    return result
+
+
+def _power(d: np.ndarray, n: int, fraction: float) -> np.ndarray:
+    """Return d^n * 2^(fraction * log2 d), so d to the power n + fraction, for float64 d."""
+    # n must be at least 1.
+    result = d
+    for digit in f"{n:b}"[1:]:
+        result = result * result
+        if digit == "1":
+            result = result * d
+    return result * _exp2(fraction * _log2_of_float64(d)) if fraction else result
+
+
+def _log2_of_float64(d: np.ndarray) -> np.ndarray:
+    """Return log2(d) of float64 d >= 0.
+
+    For d = m * 2^e with m in [sqrt(1/2), sqrt(2)), the result is e + 2 / ln 2 * atanh((m - 1) / (m + 1)). Zero,
+    infinity and NaN give finite numbers without a meaning. `power` multiplies by d afterwards, which decides these
+    cases.
+    """
+    bits = d.view(np.int64)
+    e = (bits - SQRT_HALF) >> 52
+    m = (bits - (e << 52)).view(np.float64)
+    f = (m - 1) / (m + 1)
+    return e + f * _polynomial(ATANH, f * f)
+
+
+def _exp2(t: np.ndarray) -> np.ndarray:
+    """Return 2^t of float64 t as 2^k * e^((t - k) ln 2), where k is the integer nearest to t.
+
+    k must be from -1023 to 1024. If k is -1023, 0 is used for the factor 2^k; if k is 1024, infinity is used.
+    """
+    k = np.rint(t)
+    return _polynomial(EXP, (t - k) * LN2) * ((k.astype(np.int64) + 1023) << 52).view(np.float64)
+
+
+def _polynomial(coefficients: Sequence[float], x: np.ndarray) -> np.ndarray:
+    """Return c[0] + c[1] x + c[2] x^2 + ... in a new float64 array, evaluated from the last coefficient to the first.
+
+    There must be at least one coefficient.
+    """
+    result = np.full_like(x, coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        result *= x
+        result += c
+    return result

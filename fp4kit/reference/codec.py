@@ -1,19 +1,76 @@
-"""Encode and decode single values, with the sign, NaN and overflow rules of producers.
-
-The rounding formula is that of fp4kit/rounding.py. It works for every element format.
-"""
+"""Divide matrices into blocks, encode and decode their elements and scales, and record the steps for fp4kit.explain."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
 
-from fp4kit.formats import E2M1, E8M0, Codebook, ElementFormat
+from fp4kit.arithmetic import ROUNDINGS, Rounding, codes_of, exponent_field
+from fp4kit.formats import E2M1, E4M3, E8M0, Codebook, ElementFormat, Packing
+from fp4kit.layouts import packed, unpacked
+from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE
-from fp4kit.rounding import ROUNDINGS, Rounding, codes_of
+
+T = TypeVar("T", bound=np.ndarray | np.generic)
+
+
+class Step(NamedTuple):
+    """One recorded intermediate result of quantization.
+
+    Attributes:
+        name: what the result is, such as "block amax".
+        result: a number, an array with one entry per row or per block, or an array with one entry per element.
+        format: the format of codes, if the result consists of codes; None for numbers.
+    """
+
+    name: str
+    result: np.ndarray
+    format: ElementFormat | None
+
+
+_steps: ContextVar[list[Step] | None] = ContextVar("steps", default=None)
+
+
+def show(name: str, result: T, format: ElementFormat | None = None) -> T:
+    """Return result unchanged. If steps are being recorded, first append a Step with a copy of the result.
+
+    name: the name of the step.
+    format: the format of the codes that result consists of; None for numbers.
+    """
+    steps = _steps.get()
+    if steps is not None:
+        steps.append(Step(name, np.array(result), format))
+    return result
+
+
+@contextmanager
+def traced() -> Iterator[list[Step]]:
+    """Yield a list. Each call of show() within the with block, in the same thread or task, appends a Step to it.
+
+    Within a nested block, steps go to the inner list only. The list stays usable after the block.
+    """
+    steps: list[Step] = []
+    token = _steps.set(steps)
+    try:
+        yield steps
+    finally:
+        _steps.reset(token)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Record nothing within a with block, even inside traced(), for computations that repeat recorded ones."""
+    token = _steps.set(None)
+    try:
+        yield
+    finally:
+        _steps.reset(token)
+
 
 Sign = Literal["signbit", "negative", "not_positive", "unsigned_zero"]
 
@@ -202,3 +259,212 @@ def encode_e8m0(x: np.ndarray, rounding: str = "rp") -> np.ndarray:
     a = np.clip(np.where(nan, np.float32(1), x).astype(np.float64), E8M0.min_subnormal, E8M0.max)
     codes = codes_of(a, E8M0.emin, 0, _SCALE_ROUNDINGS[rounding]) - 1  # E8M0 has no zero: codes are one lower
     return np.where(nan, 255, codes).astype(np.uint8)
+
+
+TILE_ELEMENTS = 1 << 15  # few enough that the temporary arrays fit in the cache and take only a few MiB
+
+
+def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tuple[slice, slice]]:
+    """Yield (rows, columns), pairs of slices that divide a matrix into tiles of at most about 2^15 elements.
+
+    Tiles begin at multiples of the block, and end at multiples of the block or at the edge of the matrix. They come row
+    by row, from left to right. An empty matrix gives none. If one block has more than 2^15 elements, tiles have more.
+
+    shape: the shape of the matrix.
+    block: (rows, columns) of a block, or None if there are no blocks.
+    """
+    M, K = shape
+    block_rows, block_columns = block or (1, 1)
+    columns = max(min(K, TILE_ELEMENTS // block_rows) // block_columns, 1) * block_columns
+    columns = K if columns + block_columns > K else columns
+    rows = max(TILE_ELEMENTS // max(columns, 1) // block_rows, 1) * block_rows
+    for row in range(0, M, rows):
+        for column in range(0, K, max(columns, 1)):
+            yield slice(row, min(row + rows, M)), slice(column, min(column + columns, K))
+
+
+def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | None = -1) -> np.ndarray:
+    """Return the maximum of float32 a >= 0 along axis: float32, without the reduced axes.
+
+    An axis without elements gives 0.
+
+    axis: one axis, a tuple of axes, or None. None reduces all axes, so the result has the shape ().
+
+    The field recipe.amax_nan decides how NaN elements count:
+
+    - "propagate": a NaN gives NaN.
+    - "ignore": NaN elements are left out. If all elements are NaN, the result is 0.
+    - "lanes": as "ignore", with one exception. If axis is -1 and all elements at odd indices are NaN, the result is
+      NaN.
+    """
+    if recipe.amax_nan == "propagate":
+        return np.max(a, axis=axis, initial=np.float32(0))
+    nan = np.isnan(a)
+    if not nan.any():
+        return np.max(a, axis=axis, initial=np.float32(0))
+    counted = np.where(nan, np.float32(0), a)
+    if recipe.amax_nan != "lanes" or axis != -1:
+        return np.max(counted, axis=axis, initial=np.float32(0))
+    lanes = [np.where(nan[..., i::2].all(axis=-1), np.float32(np.nan), counted[..., i::2].max(axis=-1)) for i in (0, 1)]
+    return np.where(lanes[0] > lanes[1], lanes[0], lanes[1])
+
+
+def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Return the amax of each block of float32 x (m, k), in the shape (ceil(m / block rows), k / block columns).
+
+    If m is not a multiple of the block rows, the lowest blocks have fewer rows. If the recipe has no blocks, each row
+    is a block. recipe.amax_nan decides how NaN elements count (see reduce_amax).
+    """
+    rows, columns = recipe.block or (1, x.shape[1])
+    m, k = x.shape
+    amax = reduce_amax(np.abs(x).reshape(m, k // columns, columns), recipe)
+    if rows == 1:
+        return amax
+    padded = np.zeros((-(-m // rows) * rows, amax.shape[1]), np.float32)
+    padded[:m] = amax
+    return reduce_amax(padded.reshape(-1, rows, amax.shape[1]), recipe, axis=1)
+
+
+def spread_rows(a: np.ndarray, recipe: Recipe, m: int) -> np.ndarray:
+    """Return per-block values repeated for each row of elements: (m, blocks) from (ceil(m / block rows), blocks).
+
+    Scales of blocks that span several rows are stored once per row of elements, so quantization computes them per block
+    and then repeats them. If blocks have one row, `a` itself is returned.
+    """
+    rows = recipe.block_rows
+    return a if rows == 1 else np.repeat(a, rows, axis=0)[:m]
+
+
+def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
+    """Return a view of an array (..., M, K) as a sequence of matrices, for functions that handle one matrix at a time.
+
+    An array of one dimension counts as a single row. Usually, all rows are joined into a single matrix, which saves
+    calls. In three cases, there is one matrix per leading index instead:
+
+    - blocks span several rows
+    - joining would need a copy, because `a` is not contiguous
+    - per_matrix is True
+
+    The result has a length, a shape (B, M, K) and indices, and can be iterated. It is an array, or a _StackView for an
+    array of more than three dimensions that is not joined.
+    """
+    if a.ndim == 1:
+        return a[None, None]
+    tall = recipe.block_rows > 1
+    if a.ndim == 2 or (a.flags.c_contiguous and not tall and not per_matrix):
+        return a.reshape(1, -1, a.shape[-1])
+    if a.ndim == 3:
+        return a
+    return _StackView(a)
+
+
+def is_per_expert(amax: Any, recipe: Recipe) -> bool:
+    """Return whether a tensor_amax, or tensor_scale, has one entry per expert: shape (E,).
+
+    amax must have its canonical shape (see call/amaxes.py). None gives False.
+    """
+    return amax is not None and amax.ndim > 0 and recipe.tensor_scaling == "tensor"
+
+
+def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
+    """Return the part of a tensor_amax, or tensor_scale, for matrix i in a stack; None if `amax` is None.
+
+    The result has one of these shapes: () for the whole tensor, (1,) for the matrix's expert, (rows, 1) for one entry
+    per row, (rows, blocks) for one entry per block.
+
+    amax: the tensor_amax in its canonical shape: (), (E,) for E experts, or one entry per row or per block.
+    shape: (number of matrices, rows per matrix). The matrices of one expert are adjacent.
+    """
+    if amax is None or amax.ndim == 0:
+        return amax
+    if is_per_expert(amax, recipe):
+        expert = i * amax.shape[0] // shape[0]
+        return amax[expert : expert + 1]
+    return amax.reshape(*shape, -1)[i]
+
+
+class _StackView:
+    """Give access to the matrices of an array of more than three dimensions, as if it were an array (B, M, K).
+
+    `stack` uses it for arrays that are not contiguous, because reshape would copy them.
+    """
+
+    def __init__(self, a: np.ndarray) -> None:
+        self._array = a
+        self._lead = a.shape[:-2]
+        self.shape = (int(np.prod(self._lead)), *a.shape[-2:])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self._array[np.unravel_index(i, self._lead)]
+
+
+def decode_scale(codes: np.ndarray) -> np.ndarray:
+    """Return the float32 values of E4M3 scale codes. The codes 0x7F and 0xFF give NaN."""
+    return decode(codes, E4M3)
+
+
+def encode_e4m3_scale(scale: np.ndarray) -> np.ndarray:
+    """Return the uint8 E4M3 codes of block scales, rounded to nearest even, saturated at 448. NaN gives a NaN code."""
+    return encode(show("block scale before rounding", scale), E4M3)
+
+
+def encode_e8m0_scale(scale: np.ndarray) -> np.ndarray:
+    """Return the uint8 E8M0 codes of block scales, which are rounded up to powers of two.
+
+    0 gives code 0 (2^-127), numbers above 2^127 and inf give 254, and NaN gives 255.
+    """
+    return encode_e8m0(show("block scale before rounding", scale), "rp")
+
+
+def inverse_e8m0(codes: np.ndarray) -> np.ndarray:
+    """Return the reciprocals of E8M0 scales, 2^(127 - code), from their codes: float32.
+
+    Code 254 gives 2^-127, a subnormal, and code 255 gives NaN.
+    """
+    exponent = 254 - codes.astype(np.int32)
+    bits = np.where(exponent > 0, exponent << 23, 0x00400000)
+    return np.where(codes == 255, np.float32(np.nan), bits.astype(np.int32).view(np.float32))
+
+
+def exponent_up(x: np.ndarray) -> np.ndarray:
+    """Return exponent + 127 of float32 x >= 0 after rounding x up to a power of two: int32, in the shape of x.
+
+    Nonzero subnormals are rounded up to 2^-126, which gives 1. Zero gives 0. inf, and numbers above 2^127, give 255.
+    NaN gives 256.
+    """
+    x = show("block scale before rounding", x)
+    return exponent_field(x) + ((x.view(np.int32) & 0x7FFFFF) != 0)
+
+
+def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
+    """Transpose a matrix (M, K) of stored codes, and return the stored codes of the matrix (K, M).
+
+    The M codes of a row of the result must fill whole bytes.
+
+    stored: uint8, one row per row of the matrix.
+    packing: the packing of the element format (ElementFormat.packing): how many codes share how many bytes.
+    """
+    (M, wide), codes = stored.shape, packing.codes
+    K = wide // packing.bytes * codes
+    out = np.empty((K, packing.length(M)), np.uint8)
+    step = max(TILE_ELEMENTS // max(M, 1), 1) * packing.bytes
+    for start in range(0, wide, step):
+        part = unpacked(stored[:, start : start + step], packing)
+        first = start // packing.bytes * codes
+        out[first : first + part.shape[1]] = packed(part.T, packing)
+    return out
+
+
+def transpose_scales(scales: np.ndarray, size: int) -> np.ndarray:
+    """Return the block scales of the transposed matrix, for square blocks of size x size elements.
+
+    Scales are stored once per row of elements, so the shape changes from (M, K/size) to (K, M/size). M must be a
+    multiple of size.
+    """
+    return np.repeat(scales[::size].T, size, axis=0)

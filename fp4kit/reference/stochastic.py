@@ -1,20 +1,20 @@
-"""Round stochastically with given random numbers, and generate random bytes by Philox, a counter-based generator.
+"""Generate random numbers by Philox, round stochastically with them, and rotate blocks: Hadamard transforms, matrices.
+
 A tile is a rectangle (m, k) of a matrix (M, K), for which random numbers are generated at once.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
 
+from fp4kit.arithmetic import exponent_field, power_of_two
 from fp4kit.formats import FLT_MIN, ElementFormat
 from fp4kit.recipes import Recipe
-from fp4kit.reference.arith import log2
+from fp4kit.reference.arith import log2, narrow_float64, round_to
 from fp4kit.reference.codec import encode_magnitude
-from fp4kit.reference.tensor_rules import round_to
-from fp4kit.rounding import exponent_field, power_of_two
 
 # The constants of Philox4x32: multipliers, and the Weyl numbers that are added to the key in each round.
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -343,3 +343,88 @@ def _comfyui_exponent(a: np.ndarray, offset: np.ndarray | np.float32, dtype: np.
 def _half(x: np.ndarray) -> np.ndarray:
     """Return float32 x rounded to float16 (nearest even) and stored as float32. Numbers beyond its range become inf."""
     return x.astype(np.float16).astype(np.float32)
+
+
+HADAMARD_BLOCK = 16
+TE_SIGN_MASK = 0xD7E8  # Transformer Engine's signs: if bit i is set, input i of a block is negated
+
+
+@np.errstate(all="ignore")
+def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
+    """Return y_j = 1/4 sum_i s_i H_ij x_i for each block of 16 along the last axis, in the shape and dtype of x.
+
+    H is Sylvester's Hadamard matrix of order 16. s_i is -1 if bit i of sign_mask is set, otherwise 1. The transform
+    spreads outliers over their block, so that they cost less accuracy.
+
+    Args:
+        x: float32, float16 or bfloat16. The length of the last axis must be a multiple of 16.
+        sign_mask: 16 bits; 0 for no sign changes. The default is that of Transformer Engine.
+
+    Numerics:
+        Computed in float64 by butterflies over distances 1, 2, 4 and 8, in this order. The result is rounded once to
+        the dtype of x, so that every device gives the same bits. Elements that are not finite follow IEEE arithmetic
+        (inf - inf is NaN).
+
+    Exact:
+        Equals TE's bfloat16 transform.
+    """
+    signs = 1.0 - 2.0 * ((sign_mask >> np.arange(HADAMARD_BLOCK)) & 1)
+    y = x.reshape(*x.shape[:-1], -1, HADAMARD_BLOCK).astype(np.float64) * signs
+    for distance in (1, 2, 4, 8):
+        pairs = y.reshape(*y.shape[:-1], -1, 2, distance)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        y = np.stack([low + high, low - high], axis=-2).reshape(y.shape)
+    return narrow_float64(y / 4, x.dtype).reshape(x.shape)
+
+
+def random_signs(size: int, seed: int) -> np.ndarray:
+    """Return the signs that a seed gives: int8 (size,), each 1 or -1.
+
+    Sign i is -1 if byte i of stream_bytes is at least 128.
+    """
+    return np.where(stream_bytes(seed, 0, size) >= 128, np.int8(-1), np.int8(1))
+
+
+def hadamard_factor(size: int) -> np.float32:
+    """Return the factor of a Hadamard transform of `size` elements: 1 / sqrt(size), rounded once to float32."""
+    return np.float32(1 / np.sqrt(np.float64(size)))
+
+
+@np.errstate(all="ignore")
+def rotate(x: np.ndarray, r: Any) -> np.ndarray:
+    """Return x (outer, length, inner) with every block along the middle axis rotated, in the shape and dtype of x.
+
+    The elements are widened to float32, and those with a 1 in r.signs are negated. Then they are rotated: by a Hadamard
+    transform with its factor, or by products with r.matrices if these are given. The results are rounded once to the
+    dtype of x. If r.inverse is True, elements are negated after the rotation instead of before. NaN results are the
+    positive quiet NaN.
+    """
+    outer, length, inner = x.shape
+    y = x.astype(np.float32).reshape(outer, length // r.size, r.size, inner)
+    signs = 1 if r.signs is None else (1 - 2 * r.signs.astype(np.float32)).reshape(-1, r.size, 1)
+    if not r.inverse:
+        y = y * signs
+    y = _butterflies(y) * hadamard_factor(r.size) if r.matrices is None else _products(y, r.matrices)
+    if r.inverse:
+        y = y * signs
+    return np.where(np.isnan(y), np.float32(np.nan), y).astype(x.dtype).reshape(x.shape)
+
+
+def _butterflies(y: np.ndarray) -> np.ndarray:
+    """Return the Hadamard transform of y (outer, blocks, size, inner) along its third axis, without its factor."""
+    *lead, size, inner = y.shape
+    distance = 1
+    while distance < size:
+        pairs = y.reshape(*lead, size // (2 * distance), 2, distance, inner)
+        low, high = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        y = np.stack([low + high, low - high], axis=-3).reshape(y.shape)
+        distance *= 2
+    return y
+
+
+def _products(y: np.ndarray, matrices: np.ndarray) -> np.ndarray:
+    """Return the sums over i of y_i M_ij for y (outer, blocks, size, inner), in the shape of y."""
+    total = y[:, :, :1] * matrices[:, 0, :, None]
+    for i in range(1, y.shape[2]):
+        total = total + y[:, :, i : i + 1] * matrices[:, i, :, None]
+    return total

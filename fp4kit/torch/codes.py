@@ -15,7 +15,7 @@ from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import QuantizeOptions, quantize_call
 from fp4kit.quantized.container import PARTS
 from fp4kit.quantized.slicing import unflatten
-from fp4kit.recipes.to_string import from_spec
+from fp4kit.recipes.serialization import from_spec
 from fp4kit.torch.operators import loop_over, seed_of, seed_outline
 from fp4kit.torch.tensors import check_devices, copy_if_shared, detached, outline
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.to_string import to_spec
+from fp4kit.recipes.serialization import to_spec
 from fp4kit.torch.adapter_layers import FakeQuantizing
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.training.settings import FakeQuantSettings

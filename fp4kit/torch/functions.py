@@ -15,7 +15,7 @@ from fp4kit.ops.grouped import check_stack, per_tensor
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import unflatten
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.recipes.to_string import to_spec
+from fp4kit.recipes.serialization import to_spec
 from fp4kit.torch import codes, groups, transforms
 from fp4kit.torch.tensors import NUMPY, TORCH, check_tensor
 from fp4kit.types import RoundingMode, ScaleLayout

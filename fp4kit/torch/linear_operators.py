@@ -30,7 +30,7 @@ from fp4kit.call.linear import (
 )
 from fp4kit.quantized.container import PARTS
 from fp4kit.quantized.slicing import unflatten
-from fp4kit.recipes.to_string import from_spec, to_spec
+from fp4kit.recipes.serialization import from_spec, to_spec
 from fp4kit.torch import codes
 from fp4kit.torch.operators import loop_over, seed_of
 from fp4kit.torch.tensors import TORCH, check_devices, copy_if_shared, detached, outline

@@ -17,7 +17,7 @@ from fp4kit.checkpoint.selection.names import adapter_tensor
 from fp4kit.checkpoint.selection.selection import CONV1D
 from fp4kit.qat.plan import ServedDtype, similar
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.to_string import to_spec
+from fp4kit.recipes.serialization import to_spec
 from fp4kit.torch.adapter_layers import Adapters, adapter_layers_around, attach, fake_quantizing
 from fp4kit.torch.described_model import is_conv1d, parameters_of
 from fp4kit.torch.fake_quantized import FakeQuantized, check_kind

@@ -16,7 +16,7 @@ from fp4kit.checkpoint.selection.names import adapter_tensor
 from fp4kit.qat.plan import QatChoice, QatPlan, layer_of, make_plan
 from fp4kit.qat.table import QuantizedNames
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.to_string import to_spec
+from fp4kit.recipes.serialization import to_spec
 from fp4kit.torch.adapter_layers import (
     FakeQuantizing,
     adapter_layers_around,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from fp4kit.arrays.imports import is_distributed
-from fp4kit.recipes.to_string import from_spec
+from fp4kit.recipes.serialization import from_spec
 from fp4kit.torch.adapter_layers import FakeQuantizing
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.training.settings import naming

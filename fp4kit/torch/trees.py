@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import flatten, unflatten
-from fp4kit.recipes.to_string import from_spec, to_spec
+from fp4kit.recipes.serialization import from_spec, to_spec
 
 _DTYPES = {dtype.name: dtype for dtype in FLOATS}
 

@@ -16,7 +16,7 @@ import fp4kit
 from fp4kit.cpu import library as native
 from fp4kit.formats import E2M3, E4M3
 from fp4kit.recipes import RECIPES
-from fp4kit.reference import search_factors as specification
+from fp4kit.reference import search as specification
 
 pytestmark = pytest.mark.skipif(native.library().functions is None, reason=native.library().level)
 NVFP4, MXFP4 = "nvfp4-auto-round-opt", "mxfp4-auto-round-opt"

@@ -18,7 +18,7 @@ from fp4kit.call.parse import Declined
 from fp4kit.cuda.launch import geometry
 from fp4kit.cuda.launch.dispatch import MIN_TABLE_ELEMENTS, LaunchRequest, kernel_for, row_plan
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.hadamard import TE_SIGN_MASK
+from fp4kit.reference.stochastic import TE_SIGN_MASK
 
 F32 = np.dtype(np.float32)
 TE, SQUARE, SIX = "nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-448"

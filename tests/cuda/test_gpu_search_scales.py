@@ -29,7 +29,7 @@ from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.selftest import recorded
 from fp4kit.formats import E2M1, E2M3
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.pow import power
+from fp4kit.reference.arith import power
 
 pytestmark = ON_GPU
 

@@ -20,8 +20,8 @@ from fp4kit.evidence.golden.check import EngineOperations, check_recipe
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.formats import E2M1
 from fp4kit.recipes import RECIPES
+from fp4kit.reference.arith import round_to
 from fp4kit.reference.stochastic import _comfyui_exponent
-from fp4kit.reference.tensor_rules import round_to
 
 pytestmark = ON_GPU
 COMFYUI, ON_CUDA, MSLK = RECIPES_ADDING_NOISE = (

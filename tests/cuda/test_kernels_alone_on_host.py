@@ -19,10 +19,10 @@ from together import together
 
 from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
 from fp4kit.formats import E2M1, E4M3
+from fp4kit.reference.arith import power
 from fp4kit.reference.codec import decode
-from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
-from fp4kit.reference.pow import power
-from fp4kit.reference.search_scales import SIXTH
+from fp4kit.reference.search import SIXTH
+from fp4kit.reference.stochastic import TE_SIGN_MASK, hadamard_blocks
 
 pytestmark = pytest.mark.usefixtures("played_gpu")
 CASES = [Runs(dtype, mask) for dtype in (BF16, F16, F32) for mask in (TE_SIGN_MASK, 0)]

@@ -46,7 +46,7 @@ import fp4kit
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
 from fp4kit.formats import E8M0, MX4
-from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
+from fp4kit.reference.stochastic import TE_SIGN_MASK, hadamard_blocks
 
 DIFFERS = "a result differs"
 ORDER = "depends on the grid, on the order of threads or on bytes beside an array"

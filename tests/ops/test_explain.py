@@ -11,7 +11,7 @@ from searched import searched_blocks
 import fp4kit
 from fp4kit.formats import E2M1, ElementFormat
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.trace import show, traced, untraced
+from fp4kit.reference.codec import show, traced, untraced
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 

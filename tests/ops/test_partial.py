@@ -17,7 +17,7 @@ from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import adversarial_blocks, assert_same_bits
-from fp4kit.reference.partial import segments
+from fp4kit.reference.quantize import segments
 
 NAMES = ("nvfp4-te-2d", "nvfp4-te", "nvfp4-modelopt", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "mxfp8-te-2d")
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)

@@ -281,7 +281,7 @@ def test_tiles_do_not_matter(name, monkeypatch):
         monkeypatch.undo()
         q = fp4kit.quantize(x, name, **options)
         values = fp4kit.dequantize(q)
-        monkeypatch.setattr("fp4kit.reference.blocks.TILE_ELEMENTS", 64)
+        monkeypatch.setattr("fp4kit.reference.codec.TILE_ELEMENTS", 64)
         assert_same_bits(fp4kit.quantize(x, name, **options), q)
         assert_same_bits(fp4kit.dequantize(q), values)
 
@@ -295,7 +295,7 @@ def test_a_last_row_of_blocks_may_be_short(name, rows, monkeypatch):
     padded = np.pad(x, ((0, -rows % height), (0, 0)))
     whole = fp4kit.quantize(padded, name)
     for elements in (1 << 18, 64):
-        monkeypatch.setattr("fp4kit.reference.blocks.TILE_ELEMENTS", elements)
+        monkeypatch.setattr("fp4kit.reference.codec.TILE_ELEMENTS", elements)
         q = fp4kit.quantize(x, name)
         assert_same_bits(q.packed, whole.packed[:rows])
         assert_same_bits(q.block_scale, whole.block_scale[:rows])

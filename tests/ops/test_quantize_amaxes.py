@@ -94,7 +94,7 @@ def test_block_amaxes_of_tall_blocks(elements, monkeypatch):
 
     The last blocks may be short.
     """
-    monkeypatch.setattr("fp4kit.reference.blocks.TILE_ELEMENTS", elements)
+    monkeypatch.setattr("fp4kit.reference.codec.TILE_ELEMENTS", elements)
     r = replace(RECIPES["nvfp4-modelopt-static"], block=(16, 16))
     for rows in (64, 40):
         x = ordinary(11, (rows, 64))

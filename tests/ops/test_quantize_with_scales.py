@@ -17,9 +17,8 @@ import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E4M3
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.implied_amax import encodes_by_amax, encoding_scale, implied_amax
 from fp4kit.reference.quantize import encode_tile
-from fp4kit.reference.tensor_rules import ONE, TensorScale, tensor_scale
+from fp4kit.reference.tensor_rules import ONE, TensorScale, encodes_by_amax, encoding_scale, implied_amax, tensor_scale
 
 names = pytest.mark.parametrize("name", NAMES)
 # For these rules, a stored decode scale may not determine the encode scale, because both are computed from the amax:

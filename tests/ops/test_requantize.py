@@ -16,7 +16,7 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E4M3, E5M2, ElementFormat
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.reference.requantize import may_keep_codes
+from fp4kit.reference.dequantize import may_keep_codes
 
 TARGETS = (
     "nvfp4-te",

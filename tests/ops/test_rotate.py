@@ -9,7 +9,7 @@ from rotations import SIZES, orthogonal
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.reference.hadamard import hadamard_blocks
+from fp4kit.reference.stochastic import hadamard_blocks
 
 F32 = np.dtype(np.float32)
 X = ordinary(4, (6, 1024), F32)

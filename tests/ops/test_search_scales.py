@@ -14,7 +14,7 @@ from together import together
 
 import fp4kit
 from fp4kit.formats import E2M1, E4M3
-from fp4kit.reference.search_amaxes import multiples
+from fp4kit.reference.search import multiples
 
 STATIC, WIDE, FP8 = "nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6", "fp8-modelopt"
 POWERS_OF_TWO = (

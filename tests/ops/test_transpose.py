@@ -45,7 +45,7 @@ def test_adversarial_and_wide(name) -> None:
 
 
 def test_tall_matrix_is_cut_into_columns(monkeypatch) -> None:
-    monkeypatch.setattr("fp4kit.reference.transpose.TILE_ELEMENTS", 100)
+    monkeypatch.setattr("fp4kit.reference.codec.TILE_ELEMENTS", 100)
     x = np.random.default_rng(0).standard_normal((64, 96)).astype(np.float32)
     assert_same_bits(fp4kit.transpose(fp4kit.quantize(x, "nvfp4-te-2d")), fp4kit.quantize(x, "nvfp4-te-2d", axis=0))
 

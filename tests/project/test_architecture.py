@@ -14,16 +14,16 @@ import fp4kit
 # A module or package may import from the layers above its own and from its own package. "fp4kit" stands for
 # fp4kit/__init__.py.
 LAYERS = (
-    {"startup", "registered"},
-    {"arguments", "arithmetic", "lazy", "rounding", "types"},
+    {"startup"},
+    {"arguments", "arithmetic", "lazy", "types"},
     {"formats", "units"},
     {"recipes"},
     {"arrays"},
     {"layouts"},
     {"quantized"},
+    {"reference"},
     {"display", "storage"},
     {"call"},
-    {"reference"},
     {"host"},
     {"cuda"},
     {"cpu"},

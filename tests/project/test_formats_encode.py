@@ -19,12 +19,11 @@ from exhaustive import exhaustive
 from inputs import BF16, ML_DTYPES
 from together import together
 
-from fp4kit.arithmetic import is_ieee
+from fp4kit.arithmetic import NAMES, ROUNDINGS, is_ieee
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E1M2, E2M1, E3M0, E4M3, E5M2, E8M0, ELEMENT_FORMATS, INT4, INT8, ElementFormat
 from fp4kit.reference import codec
 from fp4kit.reference.stochastic import encode_stochastic
-from fp4kit.rounding import NAMES, ROUNDINGS
 
 LOW = ElementFormat("E2M1_LOW", 2, 1, 149)  # the reciprocal of its step overflows float32
 MORE = (LOW, ElementFormat("E2M1_HIGH", 2, 1, -90), ElementFormat("E4M3_IEEE", 4, 3, 7, specials="ieee"))

@@ -14,7 +14,7 @@ from fp4kit.cuda.launch.supported import unsupported
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import BNB_FP4, E2M1, E3M2, E4M3, E8M0, INT4, INT8, NF4, Codebook, ElementFormat
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.recipes.to_dict import as_data, from_data
+from fp4kit.recipes.serialization import as_data, from_data
 
 V, T = ValueError, TypeError
 UE5M3 = ElementFormat("UE5M3", 5, 3, 15, specials="nan", signed=False)

@@ -20,7 +20,7 @@ from fp4kit.display.statistics import statistics
 from fp4kit.evidence.golden.check import all_bytes
 from fp4kit.formats import E2M1, E4M3, FLOATS, IF4, INT4, is_same
 from fp4kit.recipes import RECIPES
-from fp4kit.recipes.to_dict import as_data, from_data
+from fp4kit.recipes.serialization import as_data, from_data
 
 matplotlib.use("Agg")
 RULES = {"if4-fouroversix": "mse", "if4-fouroversix-mae": "mae", "if4-fouroversix-absmax": "max"}

@@ -13,8 +13,8 @@ from fp4kit.cli.tables import RECIPE_COLUMNS, recipe_rows
 from fp4kit.formats import E2M1, E4M3, E8M0, IF4
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, rules
 from fp4kit.recipes.rules import ROUNDINGS
-from fp4kit.recipes.to_string import from_spec, to_spec
-from fp4kit.recipes.versions import Versions
+from fp4kit.recipes.schema import Versions
+from fp4kit.recipes.serialization import from_spec, to_spec
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import SIGNS
 from fp4kit.reference.dequantize import DECODE_RULES

@@ -18,7 +18,7 @@ from fp4kit.evidence.fuzz.recipes import draw_variant
 from fp4kit.formats import ElementFormat
 from fp4kit.recipes import ALIASES, RECIPES, Recipe, recipe
 
-spec = importlib.import_module("fp4kit.recipes.to_string")
+spec = importlib.import_module("fp4kit.recipes.serialization")
 E3M0 = ElementFormat("E3M0", 3, 0, 3)
 
 
@@ -57,7 +57,7 @@ def test_an_alias_is_the_recipe():
 
 def test_the_string_is_the_same_in_another_process():
     code = (
-        "import importlib, dataclasses, fp4kit; spec = importlib.import_module('fp4kit.recipes.to_string');"
+        "import importlib, dataclasses, fp4kit; spec = importlib.import_module('fp4kit.recipes.serialization');"
         "print(spec.to_spec(dataclasses.replace(fp4kit.recipe('mxfp4-ocp'), block=(1, 16))))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

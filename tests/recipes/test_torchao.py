@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import fp4kit
+from fp4kit.arithmetic import exponent_field
 from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.codec import encode
-from fp4kit.rounding import exponent_field
 
 RELEASE = [name for name in RECIPES if name.endswith("-018")]
 MODES = ("floor", "rceil", "ceil", "even")

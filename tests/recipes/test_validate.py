@@ -16,22 +16,11 @@ from inputs import ORDINARY
 from together import together
 
 import fp4kit
+from fp4kit.arithmetic import ROUNDINGS
 from fp4kit.cuda.compile import loader
 from fp4kit.formats import E2M1, E3M2, E4M3, E5M2, E8M0, INT4, INT8, BlockFormat, ElementFormat
 from fp4kit.recipes import RECIPES, Recipe, rules
-from fp4kit.reference import (
-    block_rules,
-    block_rules_amax,
-    block_rules_e4m3_serving,
-    block_rules_e8m0_serving,
-    block_rules_gguf_mlx,
-    block_rules_torchao,
-    codec,
-    dequantize,
-    fake,
-    tensor_rules,
-)
-from fp4kit.rounding import ROUNDINGS
+from fp4kit.reference import block_rules, codec, dequantize, fake, tensor_rules
 
 V, T = ValueError, TypeError
 E1M2, E3M0 = ElementFormat("E1M2", 1, 2, 1), ElementFormat("E3M0", 3, 0, 3)
@@ -555,15 +544,7 @@ def test_names_of_rules_are_those_of_the_specification():
 
     A misspelled function would raise no error; another rule would be used for its name.
     """
-    modules = (
-        block_rules,
-        block_rules_amax,
-        block_rules_gguf_mlx,
-        block_rules_e8m0_serving,
-        block_rules_e4m3_serving,
-        block_rules_torchao,
-    )
-    codes, factors = (set.union(*(named(module, prefix) for module in modules)) for prefix in ("code_", "factor_"))
+    codes, factors = named(block_rules, "code_"), named(block_rules, "factor_")
     assert codes == {name for name, rule in rules.BLOCK_RULES.items() if not rule.chooses}
     assert factors < codes
     assert named(tensor_rules, "tensor_") - {"scale"} == {*rules.TENSOR_RULES}

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from inputs import BF16, ML_DTYPES
 from together import together
 
+from fp4kit.arithmetic import ROUNDINGS, exponent_field, power_of_two
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, ELEMENT_FORMATS, INT4, INT8
 from fp4kit.reference.codec import SIGNS, decode, encode, encode_magnitude
-from fp4kit.rounding import ROUNDINGS, exponent_field, power_of_two
 
 FLOATS = tuple(ML_DTYPES)
 INTEGERS = (INT4, INT8)

@@ -8,7 +8,7 @@ from inputs import BF16, FINITE, NAMES, ORDINARY, codes_of
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.reference.hadamard import hadamard_blocks
+from fp4kit.reference.stochastic import hadamard_blocks
 
 recipes = pytest.mark.parametrize("name", NAMES)
 

@@ -13,8 +13,16 @@ import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.recipes import RECIPES
 from fp4kit.recipes.rules import DECODE_RULES
-from fp4kit.reference.implied_amax import FAR, NEAR, UNKNOWN, amax_interval, covered_range, implied_amax, same_scale
-from fp4kit.reference.tensor_rules import tensor_scale
+from fp4kit.reference.tensor_rules import (
+    FAR,
+    NEAR,
+    UNKNOWN,
+    amax_interval,
+    covered_range,
+    implied_amax,
+    same_scale,
+    tensor_scale,
+)
 
 F32, F16 = np.dtype(np.float32), np.dtype(np.float16)
 WITH_TENSOR = [name for name in NAMES if RECIPES[name].tensor_rule]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from powers import POWERS, errors
 
-from fp4kit.reference.pow import PART, power
+from fp4kit.reference.arith import PART, power
 
 # Digest of the bits of power(errors(), p) for each p in turn, NaN excluded. Every machine must give this digest.
 DIGEST = "7fc9ce2ee527ad23adfdf2c43fb6530c8634c542372e881e54edbf8f460bbaa8"

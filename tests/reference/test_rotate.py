@@ -5,8 +5,7 @@ from rotations import SIZES, orthogonal
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.reference.rotate import random_signs
-from fp4kit.reference.stochastic import stream_bytes
+from fp4kit.reference.stochastic import random_signs, stream_bytes
 
 F32 = np.float32
 

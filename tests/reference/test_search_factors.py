@@ -20,14 +20,8 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1
 from fp4kit.host.engine import compute_tensor_amax
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.search_factors import (
-    AUTO_ROUND_PERCENTS,
-    AUTO_ROUND_POWERS,
-    SEARCHES,
-    best_by_block,
-    search_matrix,
-)
-from fp4kit.reference.summation_order import sum_lanes
+from fp4kit.reference.arith import sum_lanes
+from fp4kit.reference.search import AUTO_ROUND_PERCENTS, AUTO_ROUND_POWERS, SEARCHES, best_by_block, search_matrix
 
 NAMES = [name for name, r in RECIPES.items() if r.search]
 # Recipes whose candidates are multiples of the block amax.
@@ -239,7 +233,7 @@ def test_options(name):
     random = fp4kit.quantize(x, name, rounding="stochastic", seed=1)
     assert_same_bits(random.block_scale, q.block_scale)
     assert (random.packed != q.packed).any()
-    transformed = fp4kit.reference.hadamard.hadamard_blocks(x, 0)
+    transformed = fp4kit.reference.stochastic.hadamard_blocks(x, 0)
     assert_same_bits(fp4kit.quantize(x, name, hadamard="no_signs").packed, fp4kit.quantize(transformed, name).packed)
     row, column = fp4kit.quantize_both(x, name)
     assert_same_bits(row, q)

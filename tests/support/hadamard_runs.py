@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 from inputs import BF16
 
-from fp4kit.call.parse import HADAMARD_BLOCK as BLOCK
-from fp4kit.reference.hadamard import TE_SIGN_MASK
+from fp4kit.reference.stochastic import HADAMARD_BLOCK as BLOCK
+from fp4kit.reference.stochastic import TE_SIGN_MASK
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 SYLVESTER = np.array([[(-1) ** (i & j).bit_count() for j in range(BLOCK)] for i in range(BLOCK)])

@@ -5,10 +5,9 @@ from math import sqrt
 import numpy as np
 from searched import STATIC
 
-from fp4kit.call.search_scales import DEFAULT_TERMS
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.pow import power
-from fp4kit.reference.search_scales import candidate_amaxes, residual, scales_of
+from fp4kit.reference.arith import power
+from fp4kit.reference.search import DEFAULT_TERMS, candidate_amaxes, residual, scales_of
 
 POWERS = (1.0, 1.5, 2.0, 2.4, 3.0, 3.999999999, 7.25, 16.0)
 

@@ -12,7 +12,7 @@ from tensors import to_torch
 
 import fp4kit
 from fp4kit.recipes import RECIPES
-from fp4kit.recipes.to_string import to_spec
+from fp4kit.recipes.serialization import to_spec
 
 torch = pytest.importorskip("torch")
 ft = importlib.import_module("fp4kit.torch")

@@ -22,7 +22,7 @@ from fp4kit import __version__
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.plan.job import Done, Measured
 from fp4kit.checkpoint.plan.request import Request
-from fp4kit.recipes.to_dict import as_data
+from fp4kit.recipes.serialization import as_data
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.json_object import MAX_BYTES

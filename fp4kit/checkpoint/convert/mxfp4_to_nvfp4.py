@@ -29,7 +29,7 @@ from fp4kit.checkpoint.plan.job import Changes, Job, Sink
 from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.ops.quantize import dequantize
 from fp4kit.recipes import Recipe
-from fp4kit.reference.requantize import changed_values
+from fp4kit.reference.dequantize import changed_values
 from fp4kit.reference.tensor_rules import full_range, tensor_scale
 
 _HIGHEST = 8  # exponent of 256, the largest power of two of E4M3

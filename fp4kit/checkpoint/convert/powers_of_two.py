@@ -1,5 +1,5 @@
 """Convert MXFP4 and MXFP8 to FP8 or MXFP8: the same values, under scales that are powers of two where this is exact.
-The recipe quantizes all other blocks. reference/requantize.py decides and computes this for one array.
+The recipe quantizes all other blocks. reference/dequantize.py decides and computes this for one array.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp4kit.formats import E8M0
 from fp4kit.ops.quantize import dequantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
-from fp4kit.reference.requantize import changed_values, differing, in_blocks, under_powers_of_two
+from fp4kit.reference.dequantize import changed_values, differing, in_blocks, under_powers_of_two
 from fp4kit.storage.errors import CheckpointError, shown
 
 _SPAN = 14  # if the exponents of MXFP4 blocks within an FP8 block differ by at most this much, all codes are exact

@@ -31,7 +31,7 @@ from fp4kit.layouts import unpacked
 from fp4kit.ops.quantize import quantize
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.search_factors import FACTORS
+from fp4kit.reference.search import FACTORS
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 FOUR_OVER_SIX = "nvfp4-modelopt-static-4over6 with block amaxes times 1 or 1.5 (four over six)"

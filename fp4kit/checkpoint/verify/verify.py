@@ -46,7 +46,7 @@ from fp4kit.checkpoint.verify.smoothing import Smoothing, smoothing_of
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
-from fp4kit.recipes.to_dict import from_data
+from fp4kit.recipes.serialization import from_data
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.json_object import parse_object

@@ -13,7 +13,7 @@ from fp4kit.cuda.launch.matrix import dequantize_matrix
 from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes.schema import with_row_blocks
-from fp4kit.reference.matrices import is_per_expert, part_for_matrix
+from fp4kit.reference.codec import is_per_expert, part_for_matrix
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:

@@ -15,7 +15,7 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.cuda.launch.dispatch import LaunchRequest, finds_rows
 from fp4kit.cuda.launch.matrix import Matrix, has_aligned_runs
 from fp4kit.recipes.schema import with_row_blocks
-from fp4kit.reference.matrices import is_per_expert, part_for_matrix
+from fp4kit.reference.codec import is_per_expert, part_for_matrix
 
 # In arrays of up to this many elements, the quantize kernel itself computes the amaxes (with_kernel_amax). For a tensor
 # amax, this saves two launches: one that clears the amax and one that computes it. For row amaxes, it saves the launch

@@ -13,7 +13,7 @@ from fp4kit.cuda.launch.dispatch import kernel_for
 from fp4kit.cuda.launch.matrix import Matrix, implied_amaxes, quantize_matrix
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape
-from fp4kit.reference.implied_amax import encodes_by_amax
+from fp4kit.reference.tensor_rules import encodes_by_amax
 
 
 def quantize_with_scales(call: Call) -> Quantized:

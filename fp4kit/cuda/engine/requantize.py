@@ -17,7 +17,7 @@ from fp4kit.cuda.launch import requantize as kernels
 from fp4kit.cuda.launch.geometry import as_aligned
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
-from fp4kit.reference.requantize import differing, may_keep_codes, may_use_powers, under_powers_of_two
+from fp4kit.reference.dequantize import differing, may_keep_codes, may_use_powers, under_powers_of_two
 from fp4kit.types import ScaleLayout
 
 FLOAT32 = np.dtype(np.float32)

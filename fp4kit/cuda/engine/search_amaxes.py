@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.search_scales import Search, SearchTerms
+from fp4kit.call.search_scales import Search
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
@@ -21,7 +21,7 @@ from fp4kit.cuda.engine.amax import amax, tensor_amax
 from fp4kit.cuda.launch.geometry import THREADS, Launch, address, check_count, grid
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import decoding
-from fp4kit.reference.search_amaxes import multiples
+from fp4kit.reference.search import SearchTerms, multiples
 
 _POINTERS = ("x", "amax", "tensor_amax", "weights", "multiples", "losses", "least", "out")
 _SIZES = ("rows", "columns", "rows_of_amax", "rows_of_tensor", "parts", "first", "count")

@@ -20,7 +20,7 @@ from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.cuda.launch.geometry import THREADS, Launch, address, aligned, check_count, grid
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import searching
-from fp4kit.reference.search_factors import FACTORS
+from fp4kit.reference.search import FACTORS
 
 OWN_KERNELS = {**dict.fromkeys(FACTORS, "search_factors"), "quest": "search_quest"}  # {Recipe.search: its kernel}
 _FACTORS = np.dtype([(n, "u8") for n in ("x", "tensor_amax", "block_amax")] + [(n, "i8") for n in ("rows", "columns")])

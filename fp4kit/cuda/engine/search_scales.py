@@ -18,7 +18,7 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call, Declined
-from fp4kit.call.search_scales import AROUND_FLOOR, BLOCK_COLUMNS, DEFAULT_TERMS, MAX_OFFSET, Search, SearchTerms
+from fp4kit.call.search_scales import BLOCK_COLUMNS, MAX_OFFSET, Search
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
@@ -33,7 +33,8 @@ from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import Recipe
-from fp4kit.reference.matrices import is_per_expert, part_for_matrix
+from fp4kit.reference.codec import is_per_expert, part_for_matrix
+from fp4kit.reference.search import AROUND_FLOOR, DEFAULT_TERMS, SearchTerms
 
 # The structs of the kernels' arguments, as search.cuh and search_full.cuh declare them. column_weights points to the
 # weights or the Hessians.

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES
 from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import THREADS, Launch, grid
 from fp4kit.cuda.launch.matrix import AMAX, transform_struct
+from fp4kit.reference.stochastic import HADAMARD_BLOCK
 
 _WORD = 4  # bytes that a thread loads per row, if they are aligned
 

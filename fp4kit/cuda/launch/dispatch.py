@@ -15,7 +15,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit.call.parse import HADAMARD_BLOCK, Declined
+from fp4kit.call.parse import Declined
 from fp4kit.cuda.compile.traits import THREAD_BYTES, has_table
 from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, grid
 from fp4kit.cuda.launch.supported import check_formats, unsupported
@@ -24,6 +24,7 @@ from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.recipes.schema import fake_unit
+from fp4kit.reference.stochastic import HADAMARD_BLOCK
 
 CACHE_SIZE = 1024  # the most entries in each cache of choices or launches; each new shape takes an entry
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

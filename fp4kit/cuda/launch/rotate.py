@@ -18,7 +18,7 @@ from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES
 from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import Launch, address, as_aligned, grid
-from fp4kit.reference.rotate import hadamard_factor
+from fp4kit.reference.stochastic import hadamard_factor
 
 TILE = 4096  # elements that a thread block of rotate.cu or hadamard_rows.cu takes at a time
 COLUMNS_TILE = 8192  # elements that a thread block of hadamard_columns.cu takes at a time

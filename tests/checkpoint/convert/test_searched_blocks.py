@@ -11,7 +11,6 @@ import pytest
 from synthetic import refused
 
 import fp4kit
-from fp4kit.call.search_scales import SearchTerms
 from fp4kit.checkpoint import ScaleSearch, convert, make_plan
 from fp4kit.checkpoint.convert.searched_blocks import quantized
 from fp4kit.checkpoint.verify.verify import verify
@@ -19,7 +18,7 @@ from fp4kit.cli import main
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.layouts import pack_gguf
 from fp4kit.recipes import recipe
-from fp4kit.reference.search_scales import losses
+from fp4kit.reference.search import SearchTerms, losses
 from fp4kit.storage.gguf_file import read_gguf
 
 RECIPES = ("nvfp4-gguf", "mxfp4-gguf")

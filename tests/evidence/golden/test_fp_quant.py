@@ -10,7 +10,7 @@ from recorded import groups
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.reference.blocks import block_amax
+from fp4kit.reference.codec import block_amax
 
 VARIANTS = {
     "mxfp4-fp-quant": "mxfp4_abs_max",

@@ -12,7 +12,6 @@ import numpy as np
 from host import cupy_on_host as cupy
 from searched import STATIC
 
-from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
@@ -20,6 +19,7 @@ from fp4kit.cuda.engine.search_amaxes import float64_bits
 from fp4kit.cuda.engine.search_scales import SEARCH_THREADS
 from fp4kit.cuda.launch.geometry import THREADS, Launch, address, grid
 from fp4kit.recipes import RECIPES
+from fp4kit.reference.stochastic import HADAMARD_BLOCK
 
 HERE = Path(__file__).parent
 
