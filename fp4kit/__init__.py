@@ -25,27 +25,27 @@ from fp4kit.cpu.library import num_threads, set_num_threads, threads
 from fp4kit.display.quantized import html_of, text_of
 from fp4kit.display.recipe import panel
 from fp4kit.lazy import FUNCTIONS
-from fp4kit.ops.amax import amax
-from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.amax import amax, partial_amax, partial_cast, search_scales
 from fp4kit.ops.engines import engine, specification
-from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
 from fp4kit.ops.grouped import (
+    GroupedPlan,
     amax_grouped,
     fake_quantize_grouped,
     fake_quantize_grouped_backward,
     quantize_grouped,
 )
-from fp4kit.ops.grouped_plan import GroupedPlan
 from fp4kit.ops.kv_cache import dequantize_kv, quantize_kv
 from fp4kit.ops.matmul import matmul
-from fp4kit.ops.pack import pack, unpack
-from fp4kit.ops.partial import partial_amax, partial_cast
-from fp4kit.ops.quantize import quantize, quantize_both
-from fp4kit.ops.requantize import Requantized, requantize
-from fp4kit.ops.rotate import hadamard, random_signs, rotate
-from fp4kit.ops.search_scales import search_scales
-from fp4kit.ops.swizzle import swizzle, unswizzle
-from fp4kit.ops.transpose import transpose
+from fp4kit.ops.quantize import (
+    Requantized,
+    dequantize,
+    fake_quantize,
+    fake_quantize_backward,
+    quantize,
+    quantize_both,
+    requantize,
+)
+from fp4kit.ops.transforms import hadamard, pack, random_signs, rotate, swizzle, transpose, unpack, unswizzle
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.rebuild import allow_torch_load, reduced
 from fp4kit.quantized.slicing import moved_to, part_of, same_bits
@@ -70,28 +70,28 @@ _LAZY = {
     "Comparison": "fp4kit.ops.compare",
     "Contract": "fp4kit.contract.schema",
     "ContractDiff": "fp4kit.contract.schema",
-    "ErrorBudget": "fp4kit.ops.error_budget",
+    "ErrorBudget": "fp4kit.ops.matmul",
     "ExplainedStep": "fp4kit.ops.explain",
     "Explanation": "fp4kit.ops.explain",
     "Identification": "fp4kit.ops.identify",
-    "KVIdentification": "fp4kit.ops.identify_kv",
+    "KVIdentification": "fp4kit.ops.kv_cache",
     "LayerParity": "fp4kit.contract.result",
     "MasterWeightsPlan": "fp4kit.training.master_weights",
     "Parity": "fp4kit.contract.result",
-    "RecipeComparison": "fp4kit.ops.compare_recipes",
+    "RecipeComparison": "fp4kit.ops.compare",
     "Shard": "fp4kit.training.master_weights",
     "cast_master_weights": "fp4kit.training.master_weights",
     "compare": "fp4kit.ops.compare",
-    "compare_recipes": "fp4kit.ops.compare_recipes",
-    "error_budget": "fp4kit.ops.error_budget",
+    "compare_recipes": "fp4kit.ops.compare",
+    "error_budget": "fp4kit.ops.matmul",
     "explain": "fp4kit.ops.explain",
     "identify": "fp4kit.ops.identify",
-    "identify_kv": "fp4kit.ops.identify_kv",
+    "identify_kv": "fp4kit.ops.kv_cache",
     "load": "fp4kit.storage.quantized_file",
-    "matmul_grouped": "fp4kit.ops.matmul_grouped",
+    "matmul_grouped": "fp4kit.ops.matmul",
     "open_checkpoint": "fp4kit.checkpoint",
     "parity": "fp4kit.contract.parity",
-    "quantize_static": "fp4kit.ops.static_scales",
+    "quantize_static": "fp4kit.ops.amax",
     "save": "fp4kit.storage.quantized_file",
 }
 
@@ -102,14 +102,12 @@ if TYPE_CHECKING:
     from fp4kit.contract.parity import parity
     from fp4kit.contract.result import LayerParity, Parity
     from fp4kit.contract.schema import Contract, ContractDiff
-    from fp4kit.ops.compare import Comparison, compare
-    from fp4kit.ops.compare_recipes import RecipeComparison, compare_recipes
-    from fp4kit.ops.error_budget import ErrorBudget, error_budget
+    from fp4kit.ops.amax import quantize_static
+    from fp4kit.ops.compare import Comparison, RecipeComparison, compare, compare_recipes
     from fp4kit.ops.explain import ExplainedStep, Explanation, explain
     from fp4kit.ops.identify import Identification, identify
-    from fp4kit.ops.identify_kv import KVIdentification, identify_kv
-    from fp4kit.ops.matmul_grouped import matmul_grouped
-    from fp4kit.ops.static_scales import quantize_static
+    from fp4kit.ops.kv_cache import KVIdentification, identify_kv
+    from fp4kit.ops.matmul import ErrorBudget, error_budget, matmul_grouped
     from fp4kit.storage.quantized_file import load, save
     from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
 

@@ -22,33 +22,38 @@ from fp4kit.layouts import swizzle_scales, unpack, unswizzle_scales
 from fp4kit.quantized.container import Quantized, assembled
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import Recipe, faking
-from fp4kit.reference import partial
-from fp4kit.reference import rotate as rotation
-from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
-from fp4kit.reference.dequantize import dequantize_matrix
-from fp4kit.reference.fake import FAKE_RULES, clip_gradient
-from fp4kit.reference.implied_amax import encoding_scale, stored_tensor_scale
-from fp4kit.reference.matmul import Factor, as_terms, rounded, scaled, sums
-from fp4kit.reference.matrices import is_per_expert, part_for_matrix, stack
-from fp4kit.reference.quantize import EncodeOptions as MatrixOptions
-from fp4kit.reference.quantize import encode_matrix, quantize_matrix
-from fp4kit.reference.quantize import tensor_amax as matrix_amax
-from fp4kit.reference.requantize import (
+from fp4kit.reference import quantize as partial
+from fp4kit.reference import stochastic as rotation
+from fp4kit.reference.codec import (
+    TILE_ELEMENTS,
+    block_amax,
+    is_per_expert,
+    part_for_matrix,
+    show,
+    stack,
+    tiles,
+    transpose_codes,
+    transpose_scales,
+    untraced,
+)
+from fp4kit.reference.dequantize import (
     changed_values,
+    dequantize_matrix,
     differing,
     keep_codes,
     may_use_powers,
     under_powers_of_two,
     with_encoded_blocks,
 )
-from fp4kit.reference.search_amaxes import search_amaxes
-from fp4kit.reference.search_factors import chosen_amaxes, searched
-from fp4kit.reference.search_powers import search_powers
-from fp4kit.reference.search_scales import search_matrix
+from fp4kit.reference.fake import FAKE_RULES, clip_gradient
+from fp4kit.reference.matmul import Factor, as_terms, rounded, scaled, sums
+from fp4kit.reference.quantize import EncodeOptions as MatrixOptions
+from fp4kit.reference.quantize import encode_matrix, quantize_matrix
+from fp4kit.reference.quantize import tensor_amax as matrix_amax
+from fp4kit.reference.search import chosen_amaxes, search_amaxes, search_powers, searched
+from fp4kit.reference.search import search_e4m3 as search_matrix
 from fp4kit.reference.stochastic import GivenNumbers, MslkStream, RandomNumbers, ScaleStream, stream_of
-from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
-from fp4kit.reference.trace import show, untraced
-from fp4kit.reference.transpose import transpose_codes, transpose_scales
+from fp4kit.reference.tensor_rules import TensorScale, encoding_scale, stored_tensor_scale, tensor_scale
 
 
 def search_call(
@@ -358,7 +363,7 @@ def requantize(
     functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
 ) -> tuple[Quantized, int, np.ndarray]:
     """Convert q to the recipe `target`."""
-    # If keep_codes (reference/requantize.py) finds a suitable tensor scale, as usually for MXFP4 to NVFP4, new codes
+    # If keep_codes (reference/dequantize.py) finds a suitable tensor scale, as usually for MXFP4 to NVFP4, new codes
     # are computed only for blocks whose new scale E4M3 cannot represent.
     float32 = np.dtype(np.float32)
     values, kept = dequantize(q, float32, functions=functions), keep_codes(q, target)

@@ -32,9 +32,7 @@ from fp4kit.quantized.part_shapes import packed_shape
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.reference.arith import ONE
 from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.implied_amax import UNKNOWN
-from fp4kit.reference.static_amax import static_amax
-from fp4kit.reference.tensor_rules import TensorScale
+from fp4kit.reference.tensor_rules import UNKNOWN, TensorScale, static_amax
 from fp4kit.types import Array, ArrayT, Objective, RecipeId, ScaleLayout
 
 
@@ -199,7 +197,7 @@ def search_scales(
 
     Source:
         Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py; torch/quantization/calib/mse.py
-        MseCalibrator for the multiples and the choice. In NumPy: fp4kit.reference.search_scales, search_amaxes and pow.
+        MseCalibrator for the multiples and the choice. In NumPy: fp4kit.reference.search, search_amaxes and pow.
 
     Examples:
         >>> import fp4kit, numpy as np

@@ -18,7 +18,7 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.call.inputs import check_quantized
-from fp4kit.call.parse import HADAMARD_BLOCK, TE_SIGN_MASK, check_float
+from fp4kit.call.parse import check_float
 from fp4kit.display.panel import Panel
 from fp4kit.formats import Codebook
 from fp4kit.host.engine import compute_tensor_amax
@@ -31,9 +31,16 @@ from fp4kit.quantized.part_shapes import NEVER_NAN
 from fp4kit.quantized.slicing import box_of
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
-from fp4kit.reference.hadamard import hadamard_blocks
-from fp4kit.reference.implied_amax import FEW, NEAR, amax_interval, covered_range, implied_amax, same_scale
-from fp4kit.reference.tensor_rules import tensor_scale
+from fp4kit.reference.stochastic import HADAMARD_BLOCK, TE_SIGN_MASK, hadamard_blocks
+from fp4kit.reference.tensor_rules import (
+    FEW,
+    NEAR,
+    amax_interval,
+    covered_range,
+    implied_amax,
+    same_scale,
+    tensor_scale,
+)
 from fp4kit.types import Hadamard
 
 
@@ -390,7 +397,7 @@ def identify(q: Quantized, x: Any) -> Identification:
     Numerics:
         If q's recipe makes q.tensor_scale from q.tensor_amax, this amax is used. Otherwise each recipe is tried with
         the amaxes from which it makes q.tensor_scale: the amax of x, or an amax that the scale implies
-        (reference/implied_amax.py).
+        (reference/tensor_rules.py).
 
         If x has 2 * SAMPLE elements or more, every recipe is first tried on a sample: about SAMPLE elements at the
         start of x, in whole blocks. The recipes that reproduce all bytes of the sample, or else the best MAX_PROVED

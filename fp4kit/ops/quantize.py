@@ -308,7 +308,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
 
         The values follow q.tensor_scale. Some decode rules also read the tensor amax: TE's, compressed-tensors', and
         Model-Optimizer's for integers. These rules use q.tensor_amax if the recipe computes exactly q.tensor_scale from
-        it. Otherwise they use an amax from which the recipe would compute q.tensor_scale (reference/implied_amax.py).
+        it. Otherwise they use an amax from which the recipe would compute q.tensor_scale (reference/tensor_rules.py).
         If no amax gives this scale, for example because a checkpoint holds an arbitrary one, the formula is value =
         decode(code) * (block_scale * tensor_scale).
 

@@ -16,7 +16,7 @@ from fp4kit.call.inputs import check_quantized, check_seed
 from fp4kit.call.parse import Rotation, check_hadamard_size, hadamard_call, matrix_call, square_block
 from fp4kit.ops.engines import find, new_cached_call, run, run_first, with_threads
 from fp4kit.quantized.container import Quantized
-from fp4kit.reference import rotate as specification
+from fp4kit.reference import stochastic as specification
 from fp4kit.types import ArrayT, ScaleLayout
 
 

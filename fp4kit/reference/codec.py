@@ -361,7 +361,7 @@ def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
 def is_per_expert(amax: Any, recipe: Recipe) -> bool:
     """Return whether a tensor_amax, or tensor_scale, has one entry per expert: shape (E,).
 
-    amax must have its canonical shape (see call/amaxes.py). None gives False.
+    amax must have its canonical shape (see call/inputs.py). None gives False.
     """
     return amax is not None and amax.ndim > 0 and recipe.tensor_scaling == "tensor"
 

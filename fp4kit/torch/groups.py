@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fp4kit
 from fp4kit.call.parse import each
-from fp4kit.recipes.to_string import from_spec
+from fp4kit.recipes.serialization import from_spec
 from fp4kit.torch.operators import check_backward, check_fake, check_limit, empty, loop_over, seed_of
 from fp4kit.torch.tensors import copy_if_shared, detached
 from fp4kit.types import RoundingMode

@@ -19,7 +19,7 @@ import fp4kit
 from fp4kit.call.inputs import check_clip_amax
 from fp4kit.call.parse import Call, QuantizeOptions, backward_call, fake_call
 from fp4kit.ops.quantize import check_rounding, clip_amax
-from fp4kit.recipes.to_string import from_spec
+from fp4kit.recipes.serialization import from_spec
 from fp4kit.torch.tensors import check_devices, copy_if_shared, detached, outline
 from fp4kit.types import RoundingMode
 

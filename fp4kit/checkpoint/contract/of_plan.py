@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.checkpoint.model.weights import WeightRotation, weights_of
 from fp4kit.checkpoint.plan.job import COPY, DEQUANTIZE
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.names import fused_groups, split_module
 from fp4kit.contract.schema import Contract
 from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.reference.stochastic import HADAMARD_BLOCK
 
 SERVER = ("activations", "input_scales", "kv_cache", "kv_layout", "unit")  # settings of the server, not of a checkpoint
 

@@ -37,8 +37,8 @@ from fp4kit.checkpoint.selection.names import RECIPE
 from fp4kit.lazy import lazy_property
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe
-from fp4kit.recipes.to_dict import from_data
-from fp4kit.reference.static_amax import divisor_dtype
+from fp4kit.recipes.serialization import from_data
+from fp4kit.reference.tensor_rules import divisor_dtype
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import is_gguf
 from fp4kit.storage.json_object import load_object

@@ -25,7 +25,7 @@ from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import BLOCK_RULES
 from fp4kit.recipes.schema import faking
-from fp4kit.reference.implied_amax import encodes_by_amax
+from fp4kit.reference.tensor_rules import encodes_by_amax
 
 
 @dataclass(frozen=True, repr=False)

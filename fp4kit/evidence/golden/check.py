@@ -34,8 +34,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.reference.arith import ONE
 from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.blocks import block_amax
-from fp4kit.reference.codec import decode
+from fp4kit.reference.codec import block_amax, decode
 from fp4kit.reference.tensor_rules import tensor_scale
 
 # (key, fp4kit's array, recorded array, mask of elements that are not compared)

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 
 import fp4kit
+from fp4kit.arithmetic import exponent_field
 from fp4kit.evidence.live.adapter import NAN_SCALE, SATURATING_CASTS, Adapter, Parts, ProducerCall, to_numpy, to_torch
 from fp4kit.evidence.live.draw import MAX_ELEMENTS
-from fp4kit.rounding import exponent_field
 
 
 def _gguf_mxfp4(x: np.ndarray) -> Parts:
