@@ -21,7 +21,7 @@ from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.job import MERGE, QUANTIZE, REQUANTIZE
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection import names as ggml_names
-from fp4kit.checkpoint.verify.sampled_error import SampledError, sampled_error
+from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
 from fp4kit.storage.errors import CheckpointError, shown
 

@@ -11,9 +11,8 @@ from typing import Any
 from fp4kit.checkpoint.containers.config_entries import unfulfilled
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.identify.diagnose import Diagnosis
-from fp4kit.checkpoint.identify.identify import MOST_RECIPES, CheckpointVerdict, short_text
-from fp4kit.checkpoint.identify.run import PreparedIdentification
-from fp4kit.checkpoint.identify.stored_facts import facts_of, problems_of
+from fp4kit.checkpoint.identify.run import PreparedIdentification, facts_of, problems_of
+from fp4kit.checkpoint.identify.verdicts import MOST_RECIPES, CheckpointVerdict, short_text
 from fp4kit.checkpoint.model.closed_world import reasons, refused_in
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.transforms import resolved

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.verify.reconcile import Reconciliation, reconcile
+from fp4kit.checkpoint.reconcile import Reconciliation, reconcile
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
 from fp4kit.storage.errors import CheckpointError, shown

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.convert.convert import Options
+from fp4kit.checkpoint.findings import recorded_activations
 from fp4kit.checkpoint.plan.scale_search import RECORDED, ScaleSearch
 from fp4kit.checkpoint.run.executors import cluster
-from fp4kit.checkpoint.verify.input_scales import recorded_activations
 from fp4kit.checkpoint.verify.integrity import grouped
-from fp4kit.checkpoint.verify.report_html import write_report
-from fp4kit.checkpoint.verify.summary import summary_of, unchecked
+from fp4kit.checkpoint.verify.report import summary_of, unchecked, write_report
 from fp4kit.checkpoint.verify.verify import LayerReport, Verification, VerifyReport, execute, prepare
 from fp4kit.cli.conversion_summary import verified_serve_command
 from fp4kit.cli.convert import (

@@ -10,10 +10,7 @@ from typing import Any
 
 import jax
 
-from fp4kit.jax.codes import dequantize, quantize
-from fp4kit.jax.functions import fake_quantize
-from fp4kit.jax.groups import fake_quantize_grouped
-from fp4kit.jax.linear import linear
+from fp4kit.jax.functions import dequantize, fake_quantize, fake_quantize_grouped, linear, quantize
 from fp4kit.jax.served_params import ServedParams, fake_quantize_model
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import flatten, unflatten

@@ -15,14 +15,18 @@ PyTorch 2.13, because earlier versions do not trace objects made without their c
 """
 
 from fp4kit.quantized.rebuild import allow_torch_load, rebuild_quantized  # noqa: F401  # pickles name it here
-from fp4kit.torch import trees
-from fp4kit.torch.fake_quantized import FakeQuantized
-from fp4kit.torch.functions import dequantize, fake_quantize, fake_quantize_grouped, quantize
-from fp4kit.torch.input_hooks import collect
-from fp4kit.torch.linear import linear
-from fp4kit.torch.merge_adapter import MergedAdapter, merge_adapter
-from fp4kit.torch.modules import fake_quantize_model
-from fp4kit.torch.served_model import remove_fake_quantization
+from fp4kit.torch.adapters import MergedAdapter, merge_adapter
+from fp4kit.torch.functions import (
+    dequantize,
+    fake_quantize,
+    fake_quantize_grouped,
+    linear,
+    quantize,
+    register_quantized,
+)
+from fp4kit.torch.inputs import collect
+from fp4kit.torch.modules import fake_quantize_model, remove_fake_quantization
+from fp4kit.torch.parameters import FakeQuantized
 from fp4kit.training.settings import FakeQuantSettings
 
 __all__ = [
@@ -46,5 +50,5 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-trees.register()
+register_quantized()
 allow_torch_load()

@@ -1,4 +1,6 @@
-"""Provide the public functions of fp4kit.torch, which convert their arguments to those of the operators."""
+"""Provide the public functions of fp4kit.torch on tensors, which convert their arguments to those of the operators,
+and register Quantized as a pytree of PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree
 
 from fp4kit.arguments import as_entries, as_flag, as_index
-from fp4kit.call.inputs import check_is_quantized, check_seed
+from fp4kit.arrays.returns import numpy_dtype
+from fp4kit.call import parse as checks
+from fp4kit.call.inputs import check_seed
+from fp4kit.call.linear import OP, check_weight
 from fp4kit.call.parse import check_hadamard
+from fp4kit.formats import FLOATS
 from fp4kit.ops.grouped import check_stack, per_tensor
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.slicing import unflatten
+from fp4kit.quantized.slicing import flatten, unflatten
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.recipes.serialization import to_spec
-from fp4kit.torch import codes, groups, transforms
-from fp4kit.torch.tensors import NUMPY, TORCH, check_tensor
-from fp4kit.types import RoundingMode, ScaleLayout
+from fp4kit.recipes.to_string import from_spec, to_spec
+from fp4kit.torch import operators
+from fp4kit.torch.operators import NUMPY, TORCH, check_tensor, dequantize_op, fake_quantize_grouped_op, quantize_op
+from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
+from fp4kit.units import Unit, unit_of
+from fp4kit.units import to_spec as unit_to_spec
 
 Tensor = torch.Tensor
 _INT64 = 2**63
@@ -138,7 +147,7 @@ def fake_quantize(
         _amax(op, "amax", x, amax),
         as_flag(op, "pass_through", pass_through),
     )
-    return transforms.fake_quantize(x, named_recipe(recipe), as_index(op, "axis", axis), *amaxes, *options)
+    return operators.fake_quantize(x, named_recipe(recipe), as_index(op, "axis", axis), *amaxes, *options)
 
 
 def fake_quantize_grouped(
@@ -197,11 +206,11 @@ def fake_quantize_grouped(
     tensors, blocks, limits = (_each_amax(op, name, xs, a) for name, a in zip(names, given, strict=True))
     axis, pass_through = as_index(op, "axis", axis), as_flag(op, "pass_through", pass_through)
     spec, random = named_recipe(recipe), (str(rounding), seed_tensor(op, seed))
-    if transforms.active():  # inside a torch.func transform, operators on lists have no gradient
+    if operators.active():  # inside a torch.func transform, operators on lists have no gradient
         columns = (column or [None] * len(xs) for column in (tensors, blocks, limits))
         rows = zip(xs, *columns, strict=True)
-        return [transforms.fake_quantize(x, spec, axis, t, b, *random, a, pass_through) for x, t, b, a in rows]
-    return groups.fake_quantize_grouped(xs, spec, axis, tensors, blocks, *random, limits, pass_through)
+        return [operators.fake_quantize(x, spec, axis, t, b, *random, a, pass_through) for x, t, b, a in rows]
+    return fake_quantize_grouped_op(xs, spec, axis, tensors, blocks, *random, limits, pass_through)
 
 
 def _tensors(op: str, xs: Any) -> list[Any]:
@@ -276,7 +285,7 @@ def quantize(
         str(hadamard),
         _amax(op, "block_amax", x, block_amax),
     )
-    arrays = codes.quantize(x.detach(), named_recipe(recipe), axis, _amax(op, "tensor_amax", x, tensor_amax), *options)
+    arrays = quantize_op(x.detach(), named_recipe(recipe), axis, _amax(op, "tensor_amax", x, tensor_amax), *options)
     names = (
         "packed",
         *["block_scale"] * (r.scale is not None),
@@ -308,10 +317,189 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
         >>> dequantize(q, torch.bfloat16)[0, :2]
         tensor([ 0.5000, -4.0000], dtype=torch.bfloat16)
     """
-    check_is_quantized("dequantize", q)
+    checks.check_is_quantized("dequantize", q)
     check_tensor("dequantize", q.packed, "q.packed")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dequantize: dtype is {dtype!r:.60}; needs torch.float32, torch.float16 or torch.bfloat16")
     source = _torch_dtype(q.dtype)
     facts = q.shape, q.axis, _spec(q.recipe), q.scale_layout, source, source if dtype is None else dtype
-    return codes.dequantize(q.packed, q.block_scale, q.tensor_scale, q.tensor_amax, *facts)
+    return dequantize_op(q.packed, q.block_scale, q.tensor_scale, q.tensor_amax, *facts)
+
+
+@torch._dynamo.assume_constant_result
+def _unit_spec(unit: Any) -> str:
+    """Return a unit as the string of units.to_spec, because PyTorch operators accept strings but not Units."""
+    return unit_to_spec(unit_of(OP, unit))
+
+
+@torch._dynamo.assume_constant_result
+def _dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype of PyTorch or NumPy, such as "float32", to pass it to an operator as a string."""
+    return numpy_dtype(OP, dtype).name
+
+
+def linear(
+    x: Tensor,
+    w: Tensor | Quantized,
+    recipe_x: str | Recipe,
+    recipe_w: str | Recipe | None = None,
+    *,
+    unit: str | Unit = "sm100",
+    out_dtype: Any = None,
+    backward: str = "straight-through",
+    recipe_grad: str | Recipe | None = None,
+    rounding: RoundingMode = "nearest",
+    seed: Any = None,
+    hadamard: Hadamard = False,
+) -> Tensor:
+    """Return y = x w^T with both operands quantized and multiplied as a matrix unit does. Differentiable.
+
+        y = matmul(quantize(x, recipe_x), quantize(w, recipe_w), unit=unit, out_dtype=out_dtype)
+
+    So a W4A4 layer can be trained and evaluated on hardware without FP4. The functions in the formula are those of
+    fp4kit. Before quantization, x is reshaped to a matrix (M, K), so a tensor scale covers all of x.
+
+    backward="straight-through" gives the gradients of the product of the dequantized operands, as if nothing had been
+    rounded:
+
+        gradient of x = grad w'    gradient of w = grad^T x'
+
+    Here x' and w' are the dequantized operands in float32, and grad is the gradient with respect to y, converted to
+    float32. torch.matmul multiplies them in float32, in PyTorch's order of sums. TF32 is used only if
+    torch.backends.cuda.matmul allows it. The result is rounded to the dtype of x or w.
+
+    backward="high-precision" multiplies by the unquantized x and w instead, in the same way. Both are the backward
+    passes of Transformer Engine's row-scaled activations (recipe_x="nvfp4-te-rowscaled", recipe_w="nvfp4-te"), where
+    they are called backward_override="dequantized" and "high_precision". Transformer Engine multiplies in bfloat16.
+
+    backward="quantized" computes both gradients as Transformer Engine's NVFP4 recipe does, from operands that are
+    quantized along the axis of the sum:
+
+        gradient of x = matmul(quantize(grad, recipe_grad), quantize(w, recipe_w, axis=0))
+        gradient of w = matmul(quantize(grad, recipe_grad, axis=0), quantize(x, recipe_x, axis=0))
+
+    Both products are computed as `unit` does, and rounded to the dtype of x or w. Transformer Engine's defaults are
+    recipe_x="nvfp4-te", recipe_w="nvfp4-te-2d", rounding="stochastic" and hadamard=True.
+
+    The function is one operator, torch.ops.fp4kit.linear. It therefore works under torch.compile(fullgraph=True),
+    torch.func and checkpointing. Under torch.vmap it is a loop over the mapped axis. torch.autocast has no effect on
+    it.
+
+    Args:
+        x: float32, float16 or bfloat16 tensor (..., K).
+        w: float32, float16 or bfloat16 tensor (N, K); or a Quantized of tensors with blocks along K, which gets no
+            gradient.
+        recipe_x: the recipe of x.
+        recipe_w: the recipe of w; None if w is a Quantized.
+        unit: a Unit or its id, as in fp4kit.matmul.
+        out_dtype: torch.float32, torch.float16 or torch.bfloat16; None for the dtype of x.
+        backward: "straight-through", "high-precision" or "quantized".
+        recipe_grad: the recipe of the gradient with respect to y, for "quantized"; None for recipe_x.
+        rounding: for "quantized", how both quantized copies of the gradient with respect to y are rounded.
+        seed: for rounding="stochastic": an int, or a 0-d integer tensor on the CPU. Both copies use this seed; pass
+            another one in every training step.
+        hadamard: True transforms both operands of the gradient of w along M, as in fp4kit.quantize. "no_signs" leaves
+            out the random signs.
+
+    Returns:
+        A new tensor (..., N) of out_dtype, on the device of x.
+
+    Raises:
+        TypeError: x or w is not a tensor, or its dtype is not one of the three above.
+        TypeError: recipe_w is missing for an unquantized w, or another argument has the wrong type.
+        ValueError: an argument is unknown or contradicts another, such as a seed for "straight-through".
+        ValueError: w is a Quantized, for "high-precision".
+        ValueError: lengths do not fit each other or a recipe, or the unit has no instruction for two of the recipes.
+            For "quantized", M and N are lengths of quantized axes too, and a Quantized w needs square blocks.
+        NotImplementedError: the engine of the device cannot multiply the operands; or the gradients of "quantized" are
+            differentiated again.
+
+    Exact:
+        y and the gradients of "quantized" equal the formulas above bit for bit, in every mode of PyTorch. A Quantized w
+        with square blocks is transposed instead of quantized again, with equal bits. fp4kit.matmul says which units
+        were compared with hardware.
+
+    Source:
+        NVFP4BlockScaling in Transformer Engine's common/recipe/__init__.py: weights in blocks of 16 x 16, stochastic
+        rounding for gradients alone, the Hadamard transform for the columnwise copies of activations and gradients.
+
+    Examples:
+        >>> x, w = torch.full((16, 32), 0.3, requires_grad=True), torch.full((16, 32), 5.0, requires_grad=True)
+        >>> y = linear(x, w, "mxfp4", "mxfp4")
+        >>> y[0, 0].item()  # 0.25 * 4 * 32
+        32.0
+        >>> y.sum().backward()
+        >>> x.grad[0, 0].item(), w.grad[0, 0].item()  # 4 * 16 and 0.25 * 16
+        (64.0, 4.0)
+    """
+    check_tensor(OP, x)
+    check_hadamard(OP, hadamard)
+    weight, layout, codes, scales = "", "", w, (None, None)
+    if isinstance(w, Quantized):
+        check_weight(w)
+        check_tensor(OP, w.packed, "w.packed")
+        weight, layout = named_recipe(w.recipe), w.scale_layout
+        codes, scales = w.packed, (w.block_scale, w.tensor_scale)
+    else:
+        check_tensor(OP, w, "w")
+    recipes = ("" if r is None else named_recipe(r) for r in (recipe_x, recipe_w, recipe_grad))
+    of_x = x.dtype if x.dtype in NUMPY else torch.float32  # the operator rejects other dtypes of x
+    name = _dtype_name(of_x if out_dtype is None else out_dtype)
+    rest = unit if isinstance(unit, str) else _unit_spec(unit), name, str(backward), str(rounding), str(hadamard)
+    return operators.linear(x, codes, *scales, seed_tensor(OP, seed), "\n".join((*recipes, weight, layout, *rest)))
+
+
+_DTYPES = {dtype.name: dtype for dtype in FLOATS}
+
+
+def register_quantized() -> None:
+    """Register Quantized with PyTorch's tree functions, so that torch.compile and torch.export accept it."""
+    _pytree.register_pytree_node(
+        Quantized,
+        _flatten,
+        _unflatten,
+        serialized_type_name="fp4kit.Quantized",
+        to_dumpable_context=_to_text,
+        from_dumpable_context=_from_text,
+        flatten_with_keys_fn=_with_keys,
+    )
+
+
+def _flatten(q: Quantized) -> tuple[list[Any], Any]:
+    """Return (arrays of a Quantized that are not None, its static fields), as PyTorch's pytrees need them."""
+    arrays, facts = flatten(q)
+    return list(arrays), facts
+
+
+def _with_keys(q: Quantized) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return (list of (pytree key, array) pairs, static fields) of a Quantized, for trees with paths."""
+    arrays, facts = flatten(q)
+    return [(_pytree.GetAttrKey(name), array) for name, array in zip(facts[0], arrays, strict=True)], facts
+
+
+def _unflatten(arrays: Any, facts: Any) -> Quantized:
+    """Return the Quantized with the given arrays and static fields: the inverse of _flatten."""
+    arrays = list(arrays)
+    return unflatten(arrays, facts if torch.compiler.is_compiling() else _with_lengths(arrays[0], facts))
+
+
+def _with_lengths(packed: Any, facts: Any) -> Any:
+    """Return the static fields with the actual shape, computed from the shape of the packed codes."""
+    names, shape, dtype, axis, r, layout = facts
+    if all(isinstance(n, int) for n in shape):
+        return facts
+    *lengths, last = packed.shape
+    lengths.insert(axis, last // r.element.packing.bytes * r.element.packing.codes)
+    return names, tuple(lengths), dtype, axis, r, layout
+
+
+def _to_text(facts: Any) -> list[Any]:
+    """Return the static fields in a form that JSON can hold, for torch.export. Lengths that are symbols become None."""
+    names, shape, dtype, axis, r, layout = facts
+    return [list(names), [n if isinstance(n, int) else None for n in shape], dtype.name, axis, to_spec(r), layout]
+
+
+def _from_text(text: Any) -> Any:
+    """Return the static fields from their JSON form: the inverse of _to_text, except that dynamic lengths stay None."""
+    names, shape, dtype, axis, recipe, layout = text
+    return tuple(names), tuple(shape), _DTYPES[dtype], axis, from_spec(recipe), layout

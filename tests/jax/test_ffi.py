@@ -19,7 +19,7 @@ jax = pytest.importorskip("jax")
 jnp = importlib.import_module("jax.numpy")
 fj = importlib.import_module("fp4kit.jax")
 calls = importlib.import_module("fp4kit.jax.calls")
-ffi = importlib.import_module("fp4kit.jax.ffi")
+ffi = importlib.import_module("fp4kit.jax.calls")
 
 VARIANT = replace(fp4kit.recipe("mxfp4-ocp"), id="mxfp4-sixteen", block=(1, 16))
 RECIPES = ["nvfp4-te", "nvfp4-te-2d", "mxfp4", "mxfp8", "int8-modelopt-channel", VARIANT]

@@ -401,10 +401,10 @@ def test_calls_leave_nothing_behind(rounds):
     assert len(jax.live_arrays()) == alive
 
 
-@pytest.mark.parametrize("module", ["functions", "groups", "codes"])
+@pytest.mark.parametrize("module", ["functions", "served_params"])
 def test_the_examples_of_docstrings(module):
     found = doctest.testmod(importlib.import_module(f"fp4kit.jax.{module}"))
-    assert found.attempted > 1 and not found.failed
+    assert found.attempted and not found.failed
 
 
 @pytest.mark.parametrize("dtype", ["float4_e2m1fn", "int4"])

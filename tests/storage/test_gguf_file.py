@@ -20,9 +20,9 @@ from fp4kit.checkpoint.containers.table import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCAL
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
+from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.selection.names import SCALING
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
-from fp4kit.checkpoint.verify.reconcile import reconcile
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf

@@ -15,8 +15,8 @@ from fp4kit.checkpoint.containers.config_entries import REFUSED, unfulfilled
 from fp4kit.checkpoint.containers.configs import MIXED, container_id
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, MODELOPT_AWQ, MODELOPT_NVFP4, MODELOPT_STACKS
 from fp4kit.checkpoint.contract.of_plan import SERVER, signs_of
-from fp4kit.checkpoint.identify.identify import CheckpointVerdict
 from fp4kit.checkpoint.identify.run import identify_checkpoint
+from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, recorded
 from fp4kit.checkpoint.model.model_files import existing_file, resolved

@@ -14,7 +14,7 @@ import numpy as np
 
 from fp4kit.checkpoint.containers.table import INPUT_SCALE
 from fp4kit.checkpoint.contract.of_checkpoint import contract_of
-from fp4kit.checkpoint.identify.pair_names import canonical, keys_of
+from fp4kit.checkpoint.counterparts import canonical, keys_of
 from fp4kit.checkpoint.model.inspect import Checkpoint, QuantizedLayers, inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight

@@ -62,7 +62,7 @@ from fp4kit.checkpoint.run.leftovers import jobs_of_finished_run, remove_leftove
 from fp4kit.checkpoint.run.prefetch import Prefetcher
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.integrity import Issue
-from fp4kit.checkpoint.verify.sampled_error import sampled_losses
+from fp4kit.checkpoint.verify.reencode import sampled_losses
 from fp4kit.contract import to_json
 from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property

@@ -14,22 +14,32 @@ chunks of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from math import lcm
 from typing import NamedTuple
 
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.identify import corruptions
-from fp4kit.checkpoint.identify.corruptions import CodeOrder, CorruptedRows, Reading, StoredLayer
+from fp4kit.checkpoint.identify.corruptions import (
+    CodeOrder,
+    CorruptedRows,
+    Reading,
+    StoredLayer,
+    code_orders,
+    name_of_rows,
+    scale_orders,
+)
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
-from fp4kit.formats import E8M0
+from fp4kit.formats import E8M0, FLT_MIN
 from fp4kit.layouts import unpacked
-from fp4kit.ops.identify import amaxes_of
+from fp4kit.ops.identify import amaxes_of, candidates_of
 from fp4kit.ops.quantize import quantize
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.tensor_rules import tensor_scale
 
 RecipeWithAmax = tuple[Recipe, np.ndarray | None]  # a recipe, and the tensor amax to quantize with, or None
@@ -322,3 +332,357 @@ def count_matches(evidence: LayerEvidence, hypothesis: Hypothesis, early: bool) 
         if early and not tally.all_bytes:
             break
     return tally
+
+
+SAMPLE = 1 << 16  # number of elements of a sample
+SAMPLE_COLUMNS = 1024  # largest number of columns of a sample
+SIGNS_AGREE = 0.99  # an order is selected if at least this share of nonzero codes has the sign of the source
+# A hypothesis with one more mishap (fault) is preferred only if it reproduces at least this much more of the sample's
+# bytes.
+MISHAP_PENALTY = 0.05
+
+
+@dataclass
+class SampleVerdict:
+    """The hypotheses that fit a sample of a layer.
+
+    exact: the hypotheses that reproduce every byte of the sample.
+    nearest: the hypothesis with the highest score; None before a hypothesis is added.
+    score: the score of ``nearest``: the share of the sample's bytes that it gives, minus 0.05 per mishap.
+    codes_only: the hypotheses that reproduce all codes of the sample, although no order of block scales fits.
+    scales_only: the hypotheses without a mishap that reproduce all block scales of the sample and the tensor scale, but
+        not all codes.
+    """
+
+    exact: list[Hypothesis] = field(default_factory=list)
+    nearest: Hypothesis | None = None
+    score: float = -np.inf
+    codes_only: list[Hypothesis] = field(default_factory=list)
+    scales_only: list[Hypothesis] = field(default_factory=list)
+
+    def add(self, hypothesis: Hypothesis, exact: bool, share: float) -> None:
+        """Record a hypothesis that was compared with the sample."""
+        if exact:
+            self.exact.append(hypothesis)
+        score = share - MISHAP_PENALTY * len(hypothesis.mishaps)
+        if score > self.score:
+            self.nearest, self.score = hypothesis, score
+
+
+# ---- choose the rows and columns of the sample
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """The rows and columns of a layer that form a sample.
+
+    rows: the numbers of the stored rows, in whole blocks of rows.
+    columns: the range of columns, from 0.
+    """
+
+    rows: np.ndarray
+    columns: slice
+
+
+def sample_of(shape: tuple[int, int], r: Recipe) -> Sample:
+    """Return a sample of a layer of ``shape``: groups of rows, spread evenly from the first rows to the last."""
+    height, width = lcm(32, *(c.block_rows for c in recipes_of(r))), lcm(64, r.block_size)
+    columns = shape[1] if shape[1] <= max(SAMPLE_COLUMNS, width) else max(SAMPLE_COLUMNS // width, 1) * width
+    groups = -(-shape[0] // height)
+    count = min(max(SAMPLE // max(height * columns, 1), 2), groups)
+    chosen = np.unique(np.linspace(0, max(groups - 1, 0), count).astype(np.int64))
+    rows = (chosen[:, None] * height + np.arange(height)).ravel()
+    return Sample(rows[rows < shape[0]], slice(0, columns))
+
+
+def plain_layout(evidence: LayerEvidence) -> Layout | None:
+    """Return the layout in which codes are read as declared and rows are in place; None if the shapes differ."""
+    if evidence.layer.shape != evidence.x.shape:
+        return None
+    rows = evidence.x.shape[0]
+    return Layout(next(corruptions.readings(evidence.layer, evidence.x.shape)), same_rows(rows), evidence.x.shape)
+
+
+def layouts_of(evidence: LayerEvidence) -> Iterator[Layout]:
+    """Yield a Layout for each way to read the codes that fits the source's shape, with each possible order of rows."""
+    if evidence.layer.some_rows:
+        plain = plain_layout(evidence)
+        yield from () if plain is None else (plain,)
+        return
+    for reading in corruptions.readings(evidence.layer, evidence.x.shape):
+        turned = reading.source_transposed
+        shape = evidence.x.shape[::-1] if turned else evidence.x.shape
+        if np.ndim(evidence.layer.tensor_scale) and len(evidence.layer.tensor_scale) != shape[0]:
+            continue
+        pair = evidence.other is not None and evidence.other.shape == evidence.x.shape and not turned
+        for rows in (
+            corruptions.row_orders(shape[0], evidence.heads, pair, evidence.second)
+            if not turned
+            else [same_rows(shape[0])]
+        ):
+            yield Layout(reading, rows, shape)
+
+
+def same_rows(rows: int) -> CorruptedRows:
+    """Return the right order of ``rows`` rows: every row is in its place."""
+    return CorruptedRows(None, np.arange(rows))
+
+
+def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
+    """Return the share of the nonzero codes, from 0 to 1, that have the sign of their source value."""
+    sign = np.uint8(r.element.sign_bit)
+    counted = (codes & ~sign != 0) & ~np.isnan(values)
+    wrong = ((codes & sign != 0) != np.signbit(values)) & counted
+    return 1 - int(np.count_nonzero(wrong)) / max(int(np.count_nonzero(counted)), 1)
+
+
+def signs_agree(evidence: LayerEvidence, layout: Layout) -> float:
+    """Return the share of nonzero codes, from 0 to 1, that have the sign of their source value, in a sample of a
+    layer.
+    """
+    sample = sample_of(layout.shape, evidence.layer.recipe)
+    read = layout.reading.read(evidence.layer, sample.rows, sample.columns)
+    values = evidence.values(layout.rows.source[sample.rows], sample.columns, layout.reading.source_transposed)
+    return sign_agreement(read, values, evidence.layer.recipe)
+
+
+def orders_by_sign(evidence: LayerEvidence, layout: Layout) -> list[CodeOrder]:
+    """Read a sample of the layer in ``layout``, and return the orders of codes whose signs agree with the source."""
+    r, sample = evidence.layer.recipe, sample_of(layout.shape, evidence.layer.recipe)
+    read = layout.reading.read(evidence.layer, sample.rows, sample.columns)
+    values = evidence.values(layout.rows.source[sample.rows], sample.columns, layout.reading.source_transposed)
+    orders = corruptions.code_orders(r, sample.columns.stop)
+    return [order for order in orders if sign_agreement(order.undo(read), values, r) >= SIGNS_AGREE]
+
+
+def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrder], trial: SampleVerdict) -> None:
+    """Compare a sample with every combination of recipe, amax, order of codes and order of block scales, in one
+    layout.
+    """
+    layer, sample = evidence.layer, sample_of(layout.shape, evidence.layer.recipe)
+    read = layout.reading.read(layer, sample.rows, sample.columns)
+    codes = [(order, order.undo(read)) for order in orders]
+    scales = list(_sampled_scales(layer, layout, sample))
+    moved = layout.rows.mishap is not None
+    for r in evidence.recipes or recipes_of(layer.recipe):
+        try_both = moved and r.block_rows > 1 and _blocks_stay_whole(layout, len(evidence.x), r.block_rows)
+        for amax in amaxes(evidence, r):
+            for variant in (layout, replace(layout, moved_after_quantizing=True)) if try_both else (layout,):
+                _compare(evidence, variant, sample, (r, amax), codes, scales, trial)
+
+
+@cache
+def recipes_of(own: Recipe) -> tuple[Recipe, ...]:
+    """Return the recipes that may have made a layer: all recipes that have its format."""
+    like = RECIPES["mxfp8-auto-round"]
+    is_mxfp8 = (own.element, own.scale, own.block_size) == (like.element, like.scale, like.block_size)
+    return (*candidates_of(own), *([replace(like, search="auto_round_powers")] if is_mxfp8 else []))
+
+
+def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:
+    """Return whether the halves of a gated pair can be quantized as one stacked matrix without shifting blocks of
+    rows.
+    """
+    return not rows % height or bool((layout.rows.source < rows).all())
+
+
+def _sampled_scales(layer: StoredLayer, layout: Layout, sample: Sample) -> Iterator[tuple]:
+    """Yield (name of the fault or None, scales of the sample as int16) for each order of block scales."""
+    blocks = slice(0, sample.columns.stop // layer.recipe.block_size)
+    for mishap, values, present in stored_scales(layer, layout):
+        found = values[sample.rows, blocks].astype(np.int16)
+        yield mishap, found if present is None else np.where(present[sample.rows, blocks], found, -1)
+
+
+def _compare(
+    evidence: LayerEvidence,
+    layout: Layout,
+    sample: Sample,
+    recipe_amax: RecipeWithAmax,
+    codes: list,
+    scales: list,
+    trial: SampleVerdict,
+) -> None:
+    """Quantize the sample with one recipe and amax, and compare the result with all orders of codes and block
+    scales.
+    """
+    made_codes, made_scales, scale = expected_parts(evidence, layout, sample.rows, sample.columns, recipe_amax)
+    tensor = tensor_mishap(evidence, scale, recipe_amax, sample.rows)
+    in_codes = [(order, int(np.count_nonzero(made_codes == found))) for order, found in codes]
+    in_scales = [(name, int(np.count_nonzero(made_scales == s)), int(np.count_nonzero(s >= 0))) for name, s in scales]
+    weight = evidence.layer.recipe.element.packing.codes  # codes per byte
+    for order, equal in in_codes:
+        fits = False
+        for number, (name, equal_scales, present) in enumerate(in_scales):
+            exact = equal == made_codes.size and equal_scales == present
+            share = (equal + equal_scales * weight) / max(made_codes.size + present * weight, 1)
+            trial.add(Hypothesis(layout, order, number, *recipe_amax, name, tensor), exact, share)
+            fits |= equal_scales == present
+            if equal_scales == present and not exact and not any((*layout.mishaps, order.mishap, name, tensor)):
+                trial.scales_only.append(Hypothesis(layout, order, number, *recipe_amax, name, tensor))
+        if equal == made_codes.size and not fits and in_scales:
+            trial.codes_only.append(Hypothesis(layout, order, 0, *recipe_amax, None, tensor))
+
+
+@ieee("identify")
+def exact_hypotheses(evidence: LayerEvidence, hypotheses: list[Hypothesis]) -> tuple[list[Hypothesis], MatchCount]:
+    """Return (hypotheses that reproduce every byte of codes and block scales of the whole layer, their MatchCount)."""
+    found: list[Hypothesis] = []
+    tally = MatchCount()
+    for hypothesis in sorted(hypotheses, key=lambda hypothesis: hypothesis.weight):
+        if found and hypothesis.weight > found[0].weight:
+            break
+        counted = count_matches(evidence, hypothesis, early=True)
+        if counted.all_bytes:
+            wrong_scale = f"{corruptions.WRONG_SCALE} in some rows"
+            found.append(hypothesis if counted.tensor_scales_agree else replace(hypothesis, tensor_mishap=wrong_scale))
+            tally = counted
+    fewest = min((hypothesis.weight for hypothesis in found), default=0)
+    return [hypothesis for hypothesis in found if hypothesis.weight == fewest], tally
+
+
+MAX_ROWS = 1 << 15  # layers with more rows are not searched, because all pairs of rows are compared
+MAX_BLOCKS = 1 << 18  # in layers with more blocks, blocks are searched within their rows only
+SIGN_COLUMNS = 256  # number of columns whose signs identify a row
+ROWS_PER_STEP = 64  # number of rows whose source rows are searched at a time
+FIRST_PROBES = 8  # number of rows to try first; a source that is a different model is rejected after these
+SIGNED_ZERO_WEIGHT = np.float32(2.0**-6)  # added with its sign to each decoded value, so that signs of zeros count
+
+# ---- search for permuted rows
+
+
+def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layout, CodeOrder]]:
+    """Yield (layout, order of codes) for each order of codes in bytes in which stored rows are permuted source rows."""
+    rows, height = plain.shape
+    pair = evidence.other is not None and evidence.other.shape == evidence.x.shape
+    sources = np.arange(2 * rows if pair else rows)
+    columns = slice(0, min(height, SIGN_COLUMNS))
+    if not 1 < rows <= MAX_ROWS or not height:
+        return
+    values = np.nan_to_num(evidence.values(sources, columns, False).astype(np.float32))
+    values /= np.maximum(np.abs(values).max(axis=1, keepdims=True, initial=0), FLT_MIN)
+    for order in code_orders(evidence.layer.recipe, columns.stop):
+        probes = (np.arange(0, rows, -(-rows // count)) for count in (FIRST_PROBES, ROWS_PER_STEP))
+        if any((_nearest_sources(evidence, plain, order, probe, values) == -1).any() for probe in probes):
+            continue
+        steps = (np.arange(i, min(i + ROWS_PER_STEP, rows)) for i in range(0, rows, ROWS_PER_STEP))
+        index = _assign_zero_rows(
+            np.concatenate([_nearest_sources(evidence, plain, order, part, values) for part in steps]), rows
+        )
+        if index is not None and not np.array_equal(index, np.arange(rows)):
+            yield Layout(plain.reading, CorruptedRows(name_of_rows(index), index), plain.shape), order
+
+
+def _nearest_sources(
+    evidence: LayerEvidence, plain: Layout, order: CodeOrder, rows: np.ndarray, values: np.ndarray
+) -> np.ndarray:
+    """Return, for each stored row, the number of the most similar source row among those whose signs agree, int64."""
+    element, columns = evidence.layer.recipe.element, slice(0, values.shape[1])
+    codes = order.undo(plain.reading.read(evidence.layer, rows, columns))
+    decoded = np.nan_to_num(element.values[codes], posinf=0, neginf=0)
+    signs = np.sign(decoded)
+    decoded += np.copysign(SIGNED_ZERO_WEIGHT, decoded)
+    # Number of signs that agree, minus number of signs that differ.
+    agree = signs @ np.where(np.signbit(values), np.float32(-1), np.float32(1)).T
+    size = np.count_nonzero(signs, axis=1)
+    likeness = decoded @ (values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), FLT_MIN)).T
+    best = np.where(agree >= (2 * SIGNS_AGREE - 1) * size[:, None], likeness, -np.inf)
+    nearest = best.argmax(axis=1)
+    return np.where(size == 0, -2 - nearest, np.where(best.max(axis=1) > -np.inf, nearest, -1))
+
+
+def _assign_zero_rows(index: np.ndarray, rows: int) -> np.ndarray | None:
+    """Assign a source row to each all-zero stored row: the most similar one if it is unused, else the first unused
+    one.
+    """
+    assigned = index[index >= 0]
+    if (index == -1).any() or len(np.unique(assigned)) != len(assigned):
+        return None
+    unused, index = [*np.setdiff1d(np.arange(rows), assigned)], index.copy()
+    for row in np.flatnonzero(index < -1):
+        if not unused:
+            return None
+        nearest = -2 - index[row]
+        index[row] = nearest if nearest in unused else unused[0]
+        unused.remove(index[row])
+    return index
+
+
+# ---- search for permuted block scales and blocks
+
+
+def permuted_scales(evidence: LayerEvidence, hypothesis: Hypothesis) -> str | None:
+    """Return the name of the fault if the stored block scales are a permutation of those that a hypothesis predicts."""
+    layout, everywhere = hypothesis.layout, slice(0, hypothesis.layout.shape[1])
+    stored = _linear_scales(evidence, layout)
+    if stored is None:
+        return None
+    surplus, in_rows = np.zeros(256, np.int64), True
+    for rows in chunks(layout, hypothesis.recipe):
+        codes, scales, scale = expected_parts(evidence, layout, rows, everywhere, (hypothesis.recipe, hypothesis.amax))
+        right = np.array_equal(codes, hypothesis.codes.undo(layout.reading.read(evidence.layer, rows, everywhere)))
+        if not right or not tensor_agrees(evidence, hypothesis, scale, rows):
+            return None
+        surplus += np.bincount(scales.ravel(), minlength=256) - np.bincount(stored[rows].ravel(), minlength=256)
+        in_rows = in_rows and np.array_equal(np.sort(scales, axis=1), np.sort(stored[rows], axis=1))
+    if surplus.any():
+        return None
+    return f"block scales are those of other blocks{' of the same row' if in_rows else ''}"
+
+
+def _linear_scales(evidence: LayerEvidence, layout: Layout) -> np.ndarray | None:
+    """Return the stored block scales as (N, B), read in the declared layout."""
+    layer = evidence.layer
+    shape = layout.shape[0], layout.shape[1] // layer.recipe.block_size
+    first = next(iter(scale_orders(layer.block_scale, layer.scale_layout, shape)), None)
+    return None if first is None or first.mishap or first.present is not None else first.values
+
+
+def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hypothesis, str]]:
+    """Yield (hypothesis, name of the fault) for each recipe and amax whose blocks are the stored blocks, permuted."""
+    scales = _linear_scales(evidence, plain)
+    if scales is None or not scales.size:
+        return
+    right = CodeOrder(None, lambda codes: codes)
+    count = min(max(SAMPLE // plain.shape[1], 1), plain.shape[0])
+    sample = next(chunks(plain, evidence.layer.recipe))[:count]
+    for r in candidates_of(evidence.layer.recipe):
+        for amax in amaxes(evidence, r):
+            scale = expected_parts(evidence, plain, sample, slice(0, plain.shape[1]), (r, amax))[2]
+            hypothesis = Hypothesis(
+                plain, right, 0, r, amax, tensor_mishap=tensor_mishap(evidence, scale, (r, amax), sample)
+            )
+            if _same_blocks(evidence, hypothesis, scales, [sample], True) and r.block_rows == 1:
+                if _same_blocks(evidence, hypothesis, scales, chunks(plain, r), True):
+                    yield hypothesis, "blocks, codes and scales, are in other places of their rows"
+            elif scales.size <= MAX_BLOCKS and plain.shape[0] * plain.shape[1] <= CHUNK * 8:
+                if _same_blocks(evidence, hypothesis, scales, [np.arange(plain.shape[0])], False):
+                    yield hypothesis, "blocks, codes and scales, are in other places"
+
+
+def _same_blocks(
+    evidence: LayerEvidence, hypothesis: Hypothesis, stored: np.ndarray, parts: Iterable[np.ndarray], in_rows: bool
+) -> bool:
+    """Return whether the stored blocks (codes and scale) are a permutation of the blocks that a hypothesis predicts."""
+    layout, everywhere = hypothesis.layout, slice(0, hypothesis.layout.shape[1])
+    for rows in parts:
+        codes, scales, scale = expected_parts(evidence, layout, rows, everywhere, (hypothesis.recipe, hypothesis.amax))
+        if not tensor_agrees(evidence, hypothesis, scale, rows):
+            return False
+        found = layout.reading.read(evidence.layer, rows, everywhere)
+        a, b = _hashes(codes, scales), _hashes(found, stored[rows])
+        if not in_rows:
+            a, b = a.ravel(), b.ravel()
+        if not np.array_equal(np.sort(a, axis=-1), np.sort(b, axis=-1)):
+            return False
+    return True
+
+
+def _hashes(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return a uint64 hash of every block, (n, B), so that blocks can be compared in any order."""
+    blocks = codes.reshape(*scales.shape, -1)
+    weights = np.random.default_rng(0).integers(1, 2**63, blocks.shape[-1] + 1, np.uint64) * np.uint64(2) + np.uint64(1)
+    sums = scales * weights[-1]
+    for j in range(blocks.shape[-1]):
+        sums += blocks[..., j] * weights[j]
+    return sums

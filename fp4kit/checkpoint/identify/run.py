@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit.checkpoint.containers.table import SCALES
 from fp4kit.checkpoint.convert.convert import Options
-from fp4kit.checkpoint.identify.identify import (
+from fp4kit.checkpoint.counterparts import TurnedOrigin
+from fp4kit.checkpoint.identify.corruptions import StoredLayer
+from fp4kit.checkpoint.identify.layer_pairs import (
+    RECIPE_FILE,
+    LayerSpec,
+    LayerSpecs,
+    PairReader,
+    modifiers_of,
+    stored_layer,
+)
+from fp4kit.checkpoint.identify.verdicts import (
     CheckpointVerdict,
     Coverage,
+    LayerSeries,
     LayerVerdict,
     checkpoint_verdict,
     verdict_of,
 )
-from fp4kit.checkpoint.identify.layer_pairs import LayerSpec, LayerSpecs, PairReader
-from fp4kit.checkpoint.identify.layer_series import LayerSeries
-from fp4kit.checkpoint.identify.other_places import other_places
 from fp4kit.checkpoint.model.closed_world import check_model
+from fp4kit.checkpoint.model.doubtful_codes import doubt_of, is_empty
+from fp4kit.checkpoint.model.inspect import Checkpoint, quantization_summary
 from fp4kit.checkpoint.model.model_files import open_source
-from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.model.slabs import Readers, scales_of, slabs, values_of
+from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.transforms import undo
 from fp4kit.checkpoint.model.weights import Weight, weights_of
 from fp4kit.checkpoint.run.executors import executor_of, pending_limit, run_all
+from fp4kit.layouts import unpacked
 from fp4kit.storage.errors import CheckpointError
 
 _BATCH_BYTES, _BATCH_LAYERS = 64 << 20, 256  # a batch of layers has about so many bytes to read, or so many layers
@@ -195,3 +211,133 @@ def _nothing_matches(weights: list[Weight], destination: str | Path, source: str
         way = "llama.cpp's convert_hf_to_gguf.py SRC --outtype bf16"
         return f"{start}a source in GGUF is needed, because its names and row order are equal; write one with {way}"
     return f"{start}give the model that it was made from"
+
+
+_MOST_UNLIKE = 64  # stored layers to look for
+_MOST_ORIGINS = 4096  # layers of the source to compare with
+_ROWS, _COLUMNS = 32, 64  # the first rows and columns that are compared; a multiple of the rows of a block
+_AGREE = 0.97  # least share of nonzero codes that have the sign of the source
+
+
+def other_places(unlike: Sequence[LayerSpec], every: Sequence[LayerSpec]) -> tuple[tuple[str, str], ...]:
+    """Return (layer, layer of the source) for stored layers that were made from source layers of other names."""
+    found: list[tuple[str, str]] = []
+    with Readers() as readers:
+        by_shape: dict[tuple[int, ...], list[tuple[str, npt.NDArray[np.float32]]]] = defaultdict(list)
+        shapes = {spec.origin.shape for spec in unlike}
+        for spec in [one for one in every if one.origin.shape in shapes][:_MOST_ORIGINS]:
+            if not isinstance(spec.origin, TurnedOrigin):
+                rows = spec.origin.slab(readers, slice(0, min(_ROWS, spec.origin.shape[0])))
+                values = values_of(spec.origin.weight, rows)[:, :_COLUMNS].astype(np.float32)
+                by_shape[spec.origin.shape].append((_origin_name(spec), np.where(np.signbit(values), -1, 1).ravel()))
+        for spec in unlike[:_MOST_UNLIKE]:
+            signs, names = _stored_signs(spec, readers), [name for name, _ in by_shape[spec.origin.shape]]
+            if signs is None or not names:
+                continue
+            likeness = np.stack([values for _, values in by_shape[spec.origin.shape]]) @ signs
+            best = int(likeness.argmax())
+            if likeness[best] >= (2 * _AGREE - 1) * np.count_nonzero(signs) > 0 and names[best] != _origin_name(spec):
+                found.append((spec.name, names[best]))
+    return tuple(found)
+
+
+def _origin_name(spec: LayerSpec) -> str:
+    """Return the name of the source layer of a spec, with its rows if it is a part of it."""
+    origin = spec.origin
+    name = origin.weight.name if origin.weight.experts == 1 else f"{origin.weight.name}[{origin.expert}]"
+    first, end = origin.span
+    return name if end - first == origin.weight.shape[-2] else f"{name} rows {first} to {end - 1}"
+
+
+def _stored_signs(spec: LayerSpec, readers: Readers) -> npt.NDArray[np.float32] | None:
+    """Return the signs of the first codes of a layer: -1, 0 or 1; None for shapes that cannot be compared."""
+    if spec.origin.shape != spec.weight.shape[-2:]:
+        return None
+    layer = stored_layer(spec.weight, spec.expert, readers)
+    if isinstance(layer, StoredLayer):
+        element = layer.recipe.element
+        codes = unpacked(np.ascontiguousarray(layer.codes[:_ROWS]), element.packing)[:, :_COLUMNS]
+        signs = np.where(element.values[codes] == 0, 0, np.where(codes & element.sign_bit, -1, 1))
+    else:
+        codes = layer.codes[:_ROWS, :_COLUMNS]
+        signs = np.where(codes & 0x7F == 0, 0, np.where(codes & 0x80, -1, 1))
+    return np.ascontiguousarray(signs.ravel(), np.float32)
+
+
+_MOST_SAMPLED = 64  # evenly spaced layers whose scales are read
+_OWN = "fp4kit"  # the entry of quantization_config in which fp4kit records the recipe
+
+
+def problems_of(checkpoint: Checkpoint) -> Counter[str]:
+    """Check whether codes seem to belong to their scales, and scales to the model."""
+    with Readers() as readers:
+        doubts = (doubt_of(readers, weight) for weight in _sample(checkpoint))
+        found = Counter(doubt for doubt in doubts if doubt)
+    magnitudes = sampled_magnitudes(checkpoint.layers.values(), _MOST_SAMPLED)
+    for doubt in doubts_of(magnitudes, reference_of(checkpoint.weights.values())):
+        found[doubt.text] += len(doubt.names) or len(magnitudes)
+    return found
+
+
+def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield (what, text) pairs that tell about the producer of a checkpoint, such as ("recipe.yaml",
+    "GPTQModifier").
+    """
+    layers = checkpoint.layers
+    for form, count in Counter(weight.dtype for weight in layers.values()).most_common():
+        yield "container", f"{form} in {count} of {len(layers)} quantized layers"
+    for key, value in quantization_summary(checkpoint):
+        yield ("recorded by fp4kit" if key == _OWN else f"config {key}"), value
+    if names := modifiers_of(checkpoint.path / RECIPE_FILE):
+        yield RECIPE_FILE, ", ".join(names)
+    entries = {(key, value) for file in checkpoint.files for key, value in file.metadata.items()}
+    for key, text in sorted((key, str(value)) for key, value in entries):
+        if len(text) <= _LONGEST and not key.startswith("tokenizer."):
+            yield f"metadata {key}", text
+    yield from _largest_scales(checkpoint)
+    yield from _empty_layers(checkpoint)
+
+
+_LONGEST = 120  # longer metadata, such as a vocabulary, is left out
+
+
+def _sample(checkpoint: Checkpoint) -> list[Weight]:
+    """Return at most 64 evenly spaced quantized layers of a checkpoint; all of them if there are no more."""
+    layers = list(checkpoint.layers.values())
+    count = min(len(layers), _MOST_SAMPLED)
+    return [layers[i * len(layers) // count] for i in range(count)]
+
+
+def _largest_scales(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield ("largest block scale", text) for the three values that are most often the largest block scale of a
+    layer.
+    """
+    found: Counter[float] = Counter()
+    with Readers() as readers:
+        for weight in _sample(checkpoint):
+            form = weight.container
+            if form is None or not form.has_tensor_scale or form.scale is None or SCALES not in form.suffixes:
+                continue
+            largest = (
+                float(np.nanmax(scales_of(form, np.asarray(slab.scales)), initial=0)) for slab in slabs(readers, weight)
+            )
+            found[max(largest, default=0.0)] += 1
+    total = found.total()
+    for scale, count in found.most_common(_MOST_SCALES):
+        yield "largest block scale", f"{scale:g} in {count} of {total} sampled layers{_MEANINGS.get(scale, '')}"
+
+
+def _empty_layers(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield ("codes", text) if all codes of the first rows of a layer are zero; 64 layers are sampled at most."""
+    sample = _sample(checkpoint)
+    with Readers() as readers:
+        count = sum(is_empty(readers, weight) for weight in sample)
+    if count:
+        yield "codes", f"all codes are zero in {count} of {len(sample)} sampled layers"
+
+
+_MOST_SCALES = 3
+_MEANINGS = {
+    448.0: ": the tensor scale is amax / 2688, as in most recipes of NVFP4",
+    256.0: ": the tensor scale is amax / 1536, as in recipes with four over six and -256",
+}

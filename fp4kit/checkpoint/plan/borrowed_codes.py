@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
-from fp4kit.checkpoint.identify.match_layers import Origin
+from fp4kit.checkpoint.counterparts import Origin
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, members, parts_of, pieces, weights_of

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.identify.match_layers import Origin
+from fp4kit.checkpoint.counterparts import Origin
 from fp4kit.checkpoint.model.slabs import Readers, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, is_interleaved

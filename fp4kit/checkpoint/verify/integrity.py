@@ -22,14 +22,8 @@ from fp4kit.checkpoint.containers.config_entries import (
     lost_column_scales,
     unfulfilled,
 )
-from fp4kit.checkpoint.containers.configs import (
-    LOADED,
-    container_id,
-    declared_for,
-    is_mixed,
-    unlisted_layers,
-    with_declaration,
-)
+from fp4kit.checkpoint.containers.configs import LOADED as CONTAINERS
+from fp4kit.checkpoint.containers.configs import container_id, declared_for, is_mixed, unlisted_layers, with_declaration
 from fp4kit.checkpoint.containers.engines import Finding, finding
 from fp4kit.checkpoint.containers.table import (
     DEEPSEEK_V4_NVFP4,
@@ -45,7 +39,7 @@ from fp4kit.checkpoint.containers.table import (
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.loaders.exclusions import READERS
 from fp4kit.checkpoint.model.closed_world import lost_tensor_scales
-from fp4kit.checkpoint.model.doubtful_codes import SWAPPED_NIBBLES, swapped_layers
+from fp4kit.checkpoint.model.doubtful_codes import LOST_CODES, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers
@@ -56,14 +50,9 @@ from fp4kit.checkpoint.plan.layer_checks import doubtful_layers
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
 from fp4kit.checkpoint.selection import names as ggml_names
 from fp4kit.checkpoint.selection import names as wrapper_names
-from fp4kit.checkpoint.selection.selection import (
-    Wishes,
-    candidate,
-    decide,
-    diffusers_warning,
-    is_embedding_table,
-    model_facts,
-)
+from fp4kit.checkpoint.selection import selection as diffusers_classes
+from fp4kit.checkpoint.selection.selection import Wishes, candidate, decide, is_embedding_table, model_facts
+from fp4kit.formats import ElementFormat
 
 
 @dataclass(frozen=True)
@@ -204,7 +193,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
         }
         faults = [*comfy.troubles(own), *comfy.wrong_dtypes(_scalar_dtypes(model.layers.values()))]
         return [Issue("error", name, text, comfy.ENGINE) for name, text in faults]
-    unloaded = diffusers_warning(config)
+    unloaded = diffusers_classes.warning(config)
     if form is not None and unloaded is not None:
         return [Issue("warning", "model", unloaded)]
     if form is not None and is_one_file(model.path):
@@ -330,7 +319,7 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
 def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each module that an engine would load wrongly because of the checkpoint's exclusion list."""
     declared = config.get("quantization_config")
-    syntax = LOADED[name].syntax
+    syntax = CONTAINERS[name].syntax
     if form is None or not READERS.get(name) or syntax is None or not isinstance(declared, Mapping):
         return
     try:
@@ -349,10 +338,10 @@ def unquantized_by_engine(model: Checkpoint) -> dict[str, dict[str, bool]]:
     if form is None or not isinstance(declared, Mapping) or is_mixed(config) or is_gguf_config(config):
         return {}
     name = _container_id(form, model.layers.values(), config)
-    if name not in LOADED or LOADED[name].syntax is None:
+    if name not in CONTAINERS or CONTAINERS[name].syntax is None:
         return {}
     try:
-        patterns = exclusions.listed(str(LOADED[name].syntax), declared)
+        patterns = exclusions.listed(str(CONTAINERS[name].syntax), declared)
     except ValueError:
         return {}
     modules = [*_unquantized(model, form), *model.layers]
@@ -382,3 +371,97 @@ def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
         found[issue.severity, issue.loader, issue.text].append(issue)
     sums = (replace(same_text[0], count=sum(issue.count for issue in same_text)) for same_text in found.values())
     return [(issue, [one.subject for one in same_text]) for issue, same_text in zip(sums, found.values(), strict=True)]
+
+
+# bits of a code -> how far below the usual SQNR, in decibels, a stored matrix may be. Calibration and similar
+# algorithms change the SQNR by a few decibels; wrong scales, swapped nibbles and underflow change it by more.
+MARGIN_DB = {4: 10.0, 8: 15.0}
+# bits of a code -> an SQNR in decibels from which on a matrix is not compared with the usual SQNR of its format, which
+# is at most 22 dB for 4-bit codes and 33 dB for 8-bit codes of normally distributed weights
+SOUND_DB = {4: 12.0, 8: 18.0}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss of values. The text names the kind of items that are counted if ``count`` is not 0."""
+
+    severity: str
+    text: str
+    count: int = 0
+
+
+def zeros_of(tally: StoredCounts) -> Iterator[Loss]:
+    """Yield the losses of a matrix that is zero where its source is not, with the causes that the source proves."""
+    lost = tally.flushed_blocks - tally.underflowed_blocks - tally.emptied_blocks
+    if tally.emptied_blocks:
+        yield Loss("error", _EMPTIED, tally.emptied_blocks)
+    if lost:
+        yield Loss("error", _LOST_SCALES, lost)
+    used = tally.blocks - (tally.zero_blocks - tally.flushed_blocks)  # blocks that are not zero in the source
+    if 2 * tally.underflowed_blocks > used:
+        yield Loss("error", _MOSTLY_UNDERFLOWED, tally.underflowed_blocks)
+    elif tally.underflowed_blocks:
+        yield Loss("warning", _UNDERFLOWED, tally.underflowed_blocks)
+
+
+def noise_of(found: float | None, usual_db: float | None, bits: int, is_of_recipe: bool) -> Iterator[Loss]:
+    """Yield an error if the SQNR of a matrix is far below the usual one."""
+    if found is None or usual_db is None or found >= usual_db - MARGIN_DB[bits]:
+        return
+    end = (
+        "the recipe's scales cannot hold these values; use another recipe, or leave the layer unquantized"
+        if is_of_recipe
+        else "run fp4kit identify with this source"
+    )
+    below = f"{usual_db - found:.1f} dB below what {bits} bits usually give on this layer"
+    yield Loss("error", f"SQNR is {found:.1f} dB, {below}; {end}")
+
+
+_EMPTIED = (
+    "blocks whose codes are all zero under scales that are not, although the source is not zero, so that the codes were"
+    " lost"
+)
+_LOST_SCALES = (
+    "blocks whose scales are zero although the source needs scales that the format has, so that the scales were lost"
+)
+_UNDERFLOWED = "blocks that are zero although the source is not, because their scales underflow"
+_ADVICE = "use a recipe whose scales hold smaller values, or leave the layer unquantized"
+_MOSTLY_UNDERFLOWED = (
+    f"most blocks are zero although the source is not, because their scales underflow; {_ADVICE}; zero blocks"
+)
+
+
+def is_low(tally: StoredCounts, bits: int) -> bool:
+    """Return whether the SQNR of a matrix is so low that it must be compared with the usual SQNR of its format."""
+    return tally.sqnr_db is not None and tally.sqnr_db < SOUND_DB[bits]
+
+
+def is_all_zero(tally: StoredCounts) -> bool:
+    """Return whether all stored values of a matrix are zero."""
+    return tally.blocks > 0 and tally.zero_blocks == tally.blocks
+
+
+def emptiness_of(tally: StoredCounts, scale: ElementFormat | None, share: float) -> Iterator[Loss]:
+    """Yield a finding about a matrix without a source if most of its blocks are zero."""
+    if 2 * tally.zero_blocks <= tally.blocks:
+        return
+    low = 0.0 if scale is None else _NEAR_SMALLEST * float(scale.min_subnormal)
+    tells = "verify with --source tells"
+    if not is_all_zero(tally) and tally.largest_scale <= low:
+        yield Loss("error", _UNDERFLOWED_ALONE, tally.zero_blocks)
+    elif not is_all_zero(tally):
+        text = f"most blocks are zero, which is a fault unless the layer is sparse; {tells}; zero blocks"
+        yield Loss("warning", text, tally.zero_blocks)
+    elif tally.smallest_scale < tally.largest_scale:
+        yield Loss("error", LOST_CODES)
+    elif share > 0.5:
+        yield Loss("error", "all values are zero, as in most layers of this model, so the weights were lost")
+    else:
+        yield Loss("warning", f"all values are zero, which is a fault unless the layer was pruned; {tells}")
+
+
+_NEAR_SMALLEST = 8  # a scale of at most this many times the smallest one has at most 3 significant bits
+_UNDERFLOWED_ALONE = (
+    "most blocks are zero, and all scales are near the smallest one of their format, so that the others underflowed;"
+    " quantize the layer with a recipe whose scales hold smaller values; zero blocks"
+)

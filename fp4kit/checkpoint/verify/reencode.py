@@ -1,55 +1,52 @@
-"""Re-encode the layers of a checkpoint from its source, and compare the result with the checkpoint byte by byte. The
-source is the original model. A weight is a single layer, or a stack with one matrix per expert. A job describes how one
-matrix is converted; its result is compared with the file instead of being written.
-
-A layer is re-encoded by the function that a conversion uses (run_job.produce). If layers share a tensor scale, their
-amax is computed from the source first. Each worker holds at most a slab (some rows of a layer) in memory.
+"""Re-encode the layers of a checkpoint from its source, and compare the result with the checkpoint byte by byte. If
+layers are unlike their source, find out why: smoothing, or a fault such as swapped nibbles. A weight is a single layer,
+or a stack with one matrix per expert. Each worker holds at most a slab (some rows of a layer) in memory. SQNR is the
+signal-to-noise ratio in decibels: 10 log10(S / N) for the sums of squares of the source and of the differences.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, VALUES, Container
 from fp4kit.checkpoint.convert import run_job
-from fp4kit.checkpoint.identify.match_layers import Counterparts, Origin, TurnedOrigin, origins
+from fp4kit.checkpoint.counterparts import Counterparts, Origin, TurnedOrigin, origins
+from fp4kit.checkpoint.identify.corruptions import StoredLayer
+from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain, explain_fp8, without_numbers
+from fp4kit.checkpoint.identify.layer_pairs import stored_layer
+from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.doubtful_codes import doubt_of
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import Source
-from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
+from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter, updates_of
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack
-from fp4kit.checkpoint.plan.job import (
-    DEQUANTIZE,
-    MERGE,
-    QUANTIZE,
-    RENAME,
-    REQUANTIZE,
-    Job,
-    Measured,
-    Target,
-    action_of,
-)
+from fp4kit.checkpoint.plan.job import DEQUANTIZE, MERGE, QUANTIZE, RENAME, REQUANTIZE, Job, Measured, Target, action_of
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer
 from fp4kit.checkpoint.plan.mixture import first_match
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.run.executors import run_all
 from fp4kit.checkpoint.selection import names as fused_layers
-from fp4kit.checkpoint.verify.loss import is_low
+from fp4kit.checkpoint.verify.integrity import is_low, noise_of, zeros_of
 from fp4kit.formats import E4M3, E5M2
 from fp4kit.ops.quantize import fake_quantize
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
-from fp4kit.storage.safetensors_file import NUMPY_DTYPES
+from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES
 
 _MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)
 
@@ -486,3 +483,240 @@ def differing_bytes(stored: Located, source: Located) -> int:
                 np.count_nonzero(readers.bytes(stored, start * have.itemsize, count * have.itemsize) != rounded)
             )
     return found
+
+
+_MOST_MATRICES, _SAMPLED_ELEMENTS = 256, 1 << 23  # the largest sample, so that a conversion reports its error at once
+_SPAN_ROWS, _MOST_SPANS = 16, 4  # rows per span; spans per matrix if there are few matrices
+_OUTLIER_DB = 3.0  # a layer this far below the median loses much more than the others
+
+
+@dataclass(frozen=True)
+class SampledError:
+    """The SQNR of sampled layers.
+
+    layers: (name, SQNR in decibels) per sampled layer, smallest SQNR first. Each expert of a stack is a layer, with its
+        number in brackets in the name. Layers without error, such as those whose codes were kept, are left out.
+    total: the number of quantized matrices in the checkpoint that have a counterpart in the source.
+    is_whole: True if all rows of all layers were measured, so that verify finds the same numbers.
+    """
+
+    layers: tuple[tuple[str, float], ...]
+    total: int
+    is_whole: bool = False
+
+    @property
+    def median(self) -> float:
+        """The median SQNR in decibels. ``layers`` must not be empty."""
+        return median(db for _, db in self.layers)
+
+    @property
+    def outliers(self) -> tuple[str, ...]:
+        """The names of the layers whose SQNR is at least 3 dB, a factor of two, below the median; worst first."""
+        return tuple(name for name, db in self.layers if db <= self.median - _OUTLIER_DB)
+
+
+def sampled_error(destination: str | Path, source: Source, adapter: LoraAdapter | None = None) -> SampledError:
+    """Measure the SQNR of the layers of a checkpoint on some rows of each."""
+    # At most 256 matrices are measured, and fewer if they are large; they are evenly spaced among all matrices.
+    made = inspect_checkpoint(destination)
+    weights = list(made.layers.values())
+    rotations = transforms.resolved(made, made.weights).rotations
+    checks = [
+        check
+        for check in checks_of(weights, origins_of(weights, source, rotations, adapter), Settings())
+        if check.origin is not None
+    ]
+    found: dict[str, float] = {}
+    sample = list(_sample(checks))
+    # verify gives one number per stack, not one per expert
+    is_whole = all(check.stored.experts == 1 and spans == ((0, check.stored.shape[-2]),) for check, spans in sample)
+    with Readers() as readers:
+        for check, spans in sample:
+            db = tally_of_rows(check, readers, spans).sqnr_db
+            if db is not None and math.isfinite(db):
+                found[_name(check)] = db
+    layers = tuple(sorted(found.items(), key=lambda item: item[1]))
+    return SampledError(layers, len(checks), is_whole and len(sample) == len(checks))
+
+
+def sampled_losses(
+    destination: str | Path,
+    source: Source,
+    names: Collection[str],
+    adapter: LoraAdapter | None = None,
+    is_weighted: bool = False,
+) -> tuple[tuple[str, str], ...]:
+    """Judge on a sample of rows whether layers of a checkpoint have lost their values, by the limits of verify."""
+    made = inspect_checkpoint(destination)
+    weights = [weight for weight in made.layers.values() if weight.name in names]
+    rotations = transforms.resolved(made, made.weights).rotations
+    found = checks_of(weights, origins_of(weights, source, rotations, adapter), Settings())
+    checks = [check for check in found if check.origin is not None]
+    count = min(len(checks), _MOST_MATRICES)
+    lost: dict[str, str] = {}
+    with Readers() as readers:
+        for check in (checks[i * len(checks) // count] for i in range(count)):
+            form = check.stored.container
+            assert form is not None
+            tally, bits = tally_of_rows(check, readers, _spans(check, _MOST_SPANS)), form.element.bits
+            usual = usual_db(check, readers) if is_low(tally, bits) and not is_weighted else None
+            losses = [*zeros_of(tally), *noise_of(tally.sqnr_db, usual, bits, is_of_recipe=True)]
+            for each in (each for each in losses if each.severity == "error"):
+                lost.setdefault(_name(check), f"{each.text}: {each.count}" if each.count else each.text)
+    return tuple(lost.items())
+
+
+def _sample(checks: Sequence[Check]) -> Iterator[tuple[Check, tuple[tuple[int, int], ...]]]:
+    """Yield (matrix, spans of rows) for the sample: at most 256 evenly spaced matrices, with one or four spans each."""
+    if not checks:
+        return
+    mean = sum(_elements(check) for check in checks) / len(checks)
+    count = max(min(len(checks), _MOST_MATRICES, int(_SAMPLED_ELEMENTS / mean)), 1)
+    spans = _MOST_SPANS if count * mean * _MOST_SPANS <= _SAMPLED_ELEMENTS else 1
+    for i in range(count):
+        check = checks[i * len(checks) // count]
+        yield check, _spans(check, spans)
+
+
+def _elements(check: Check) -> int:
+    """Return the number of elements that must be read to measure one span (range of rows) of a matrix."""
+    rows, columns = check.stored.shape[-2:]
+    is_turned = check.stored.transposed or (check.origin is not None and check.origin.weight.transposed)
+    return columns * (rows if is_turned else min(rows, _SPAN_ROWS))
+
+
+def _spans(check: Check, count: int) -> tuple[tuple[int, int], ...]:
+    """Return ``count`` evenly spaced spans (first row, end row) of a matrix, or one span of all rows if it is small."""
+    rows, origin = check.stored.shape[-2], check.origin
+    forms = (check.stored.container, None if origin is None else origin.weight.container)
+    height = max(_SPAN_ROWS, *(form.block[0] for form in forms if form is not None))
+    if rows <= height * count:
+        return ((0, rows),)
+    starts = ((rows - height) * (2 * i + 1) // (2 * count) // height * height for i in range(count))
+    return tuple((start, start + height) for start in starts)
+
+
+def _name(check: Check) -> str:
+    """Return the name of a layer, such as "mlp.up_proj", or "mlp.experts.up_proj[3]" for expert 3 of a stack."""
+    return check.stored.name if check.stored.experts == 1 else f"{check.stored.name}[{check.expert}]"
+
+
+_SMOOTHED_ROWS = 64  # rows of a layer that are compared
+_GAIN_DB = 0.5  # a layer is smoothed if multiplying its source by f improves the SQNR by at least this
+_SMOOTHED_DB = 1.0  # a norm is smoothed if f brings one of its layers this near to the format's usual SQNR
+
+
+class Smoothing(NamedTuple):
+    """The norms and layers that were smoothed by a method such as SmoothQuant or AWQ.
+
+    norms: the names of the smoothed norms.
+    layers: name of a smoothed layer -> the SQNR in decibels of its values. The signal is W * f: the source of the layer
+        times source norm / stored norm, per column.
+    """
+
+    norms: frozenset[str]
+    layers: Mapping[str, float]
+
+
+def smoothing_of(changed: Iterable[tuple[Located, Located]], checks: Iterable[Check]) -> Smoothing:
+    """Find the smoothed norms among the changed tensors, and the layers that were smoothed with them."""
+    norms: set[str] = set()
+    gained: dict[tuple[str, str], float] = {}  # (norm, layer) -> SQNR
+    matrices = [check for check in checks if check.origin is not None and check.stored.container is not None]
+    with Readers() as readers:
+        for stored, source in changed:
+            factor = _factor(stored, source, readers)
+            parent = stored.entry.name.removesuffix(".weight").rpartition(".")[0]
+            if factor is None:
+                continue
+            for check in matrices:
+                if check.stored.name.startswith(f"{parent}.") and check.stored.shape[-1] == factor.size:
+                    plain, scaled = (_sqnr_db(check, f, readers) for f in (np.ones_like(factor), factor))
+                    if scaled < plain + _GAIN_DB:
+                        continue
+                    usual = usual_db(check, readers)
+                    if usual is not None and scaled >= usual - _SMOOTHED_DB:
+                        norms.add(stored.entry.name)
+                    gained[stored.entry.name, check.stored.name] = scaled
+    return Smoothing(frozenset(norms), {layer: db for (norm, layer), db in gained.items() if norm in norms})
+
+
+def _factor(stored: Located, source: Located, readers: Readers) -> npt.NDArray[np.float32] | None:
+    """Return the factors source / stored of a norm as float32, one per column."""
+    if len(stored.entry.shape) != 1 or not {stored.entry.dtype, source.entry.dtype} <= set(FLOAT_DTYPES):
+        return None
+    new, old = (readers.array(place).astype(np.float32) for place in (stored, source))
+    if not (np.isfinite(new).all() and np.isfinite(old).all() and new.all() and old.all()):
+        return None
+    factor: npt.NDArray[np.float32] = old / new
+    return factor
+
+
+def _sqnr_db(check: Check, factor: npt.NDArray[np.float32], readers: Readers) -> float:
+    """Return the SQNR in decibels of the first 64 rows of a stored matrix."""
+    count = min(_SMOOTHED_ROWS, check.stored.shape[-2])
+    assert check.origin is not None and check.stored.container is not None
+    height = check.stored.container.block[0]
+    slab = next(slabs(readers, check.stored, check.expert, (0, -(-count // height) * height), height))
+    x = rows_of(check.origin, 0, count).values(readers).astype(np.float64) * factor
+    error = values_of(check.stored, slab)[:count].astype(np.float64) - x
+    return sqnr_db(float(np.square(x).sum()), float(np.square(error).sum()))
+
+
+_MOST_FAULTY = 4  # at most this many layers are examined, because this takes much longer than comparing
+_FAULTY_ELEMENTS = 1 << 26  # layers with more elements are not examined
+_ROWS = 64  # rows of an AWQ layer that are compared
+_NEAR_USUAL_DB = 10.0  # an AWQ layer's SQNR under the right factors is within this of the format's usual SQNR
+
+
+def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]:
+    """Find the faults of the first four suitable layers in ``names``."""
+    by_name = {check.stored.name: check for check in checks if check.origin is not None and check.stored.experts == 1}
+    groups = fused_groups(check.stored for check in by_name.values())
+    tried = [
+        by_name[name] for name in names if name in by_name and prod(by_name[name].stored.shape) <= _FAULTY_ELEMENTS
+    ]
+    found = {}
+    with Readers() as readers:
+        for check in tried[:_MOST_FAULTY]:
+            members = [one for name, one in by_name.items() if name in groups and groups[name] == _group(check, groups)]
+            found[check.stored.name] = _fault_of(check, members, readers)
+    return {name: fault for name, fault in found.items() if fault}
+
+
+def _group(check: Check, groups: Mapping[str, str]) -> str:
+    """Return the name of the group with which a layer shares its tensor scale; "" if it is in no group."""
+    return groups.get(check.stored.name, "")
+
+
+def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
+    """Return the fault of one layer as text, such as "nibbles are swapped"; "" if none is found."""
+    form, origin = check.stored.container, check.origin
+    if form is None or origin is None:
+        return ""
+    if _has_reciprocal_columns(check, readers):
+        return "pre_quant_scale is stored as its reciprocals"
+    x, amaxes = origin.values(readers), tuple(one.origin.amax(readers) for one in members if one.origin is not None)
+    shared = (max(amaxes),) if amaxes else ()
+    parts = stored_layer(check.stored, check.expert, readers)
+    if isinstance(parts, Fp8Layer):
+        cause = explain_fp8(parts, x, shared).cause
+        return "scales are stored as their reciprocals" if cause is not None and "inverted" in cause else ""
+    assert isinstance(parts, StoredLayer)
+    mishap = explain(parts, x, amaxes=shared, unnamed=False).mishap
+    return "" if mishap is None else without_numbers(mishap)
+
+
+def _has_reciprocal_columns(check: Check, readers: Readers) -> bool:
+    """Return whether an AWQ layer decodes to its source if its factors per column are replaced by their reciprocals."""
+    count, origin, form = min(_ROWS, check.stored.shape[-2]), check.origin, check.stored.container
+    assert origin is not None and form is not None
+    slab = next(slabs(readers, check.stored, check.expert, (0, -(-count // form.block[0]) * form.block[0])))
+    usual = usual_db(check, readers)
+    if slab.column_scale is None or slab.low_rank is not None or usual is None:
+        return False
+    x = rows_of(origin, 0, count).values(readers).astype(np.float64)
+    with np.errstate(all="ignore"):
+        inverted = slab._replace(column_scale=np.float32(1) / slab.column_scale)
+        error = values_of(check.stored, inverted)[:count].astype(np.float64) - x
+    return sqnr_db(float(np.square(x).sum()), float(np.square(error).sum())) > usual - _NEAR_USUAL_DB

@@ -15,7 +15,7 @@ from fp4kit.arguments import as_index
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
-from fp4kit.checkpoint.findings import findings_of_files, opened
+from fp4kit.checkpoint.findings import findings_of_files, opened, unlike_activations
 from fp4kit.checkpoint.loaders.requirements import Sharding, obstacles, sharding_of
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.closed_world import LEFT_OUT, check_model, is_attention_scale
@@ -37,12 +37,29 @@ from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
 from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE
-from fp4kit.checkpoint.verify import loss, reencode
-from fp4kit.checkpoint.verify.diagnosis import faults_of
-from fp4kit.checkpoint.verify.input_scales import unlike_activations
-from fp4kit.checkpoint.verify.integrity import Issue, stored_issues, swapped_nibbles
-from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings
-from fp4kit.checkpoint.verify.smoothing import Smoothing, smoothing_of
+from fp4kit.checkpoint.verify.integrity import (
+    Issue,
+    emptiness_of,
+    is_all_zero,
+    noise_of,
+    stored_issues,
+    swapped_nibbles,
+    zeros_of,
+)
+from fp4kit.checkpoint.verify.reencode import (
+    Check,
+    ReencodedLayer,
+    Settings,
+    Smoothing,
+    checks_of,
+    checks_of_restored,
+    differing_bytes,
+    faults_of,
+    origins_of,
+    run,
+    smoothing_of,
+    transposed_from,
+)
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
@@ -238,7 +255,7 @@ def prepare(
     settings, adapter_issues = _with_adapter(model, settings, adapter, source is not None)
     settings_issues += adapter_issues
     if source is None:
-        checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))
+        checks = tuple(checks_of(model.layers.values(), {}, settings))
         found, reference = (*issues, *settings_issues), reference_of(model.weights.values())
         return Verification(model.path, None, settings, checks, (), found, parallel, reference)
     original = open_source(Path(source))
@@ -410,18 +427,16 @@ class _SourceComparison:
     ) -> None:
         self._model, self._original = model, original
         weights = model.weights.values()
-        checks = list(
-            reencode.checks_of(weights, reencode.origins_of(weights, original, rotations, settings.adapter), settings)
-        )
+        checks = list(checks_of(weights, origins_of(weights, original, rotations, settings.adapter), settings))
         checked = {check.stored.name for check in checks}
         rest = [weight for weight in weights if weight.name not in checked]
         self.checks = (
             *checks,
-            *reencode.checks_of_restored(rest, _restored(model, original, settings.adapter), settings),
+            *checks_of_restored(rest, _restored(model, original, settings.adapter), settings),
         )
         self._made = {part.entry.name for check in self.checks for part in check.stored.parts.values()}
         self._used = {name for check in self.checks if check.origin is not None for name in check.origin.names}
-        self._transposed = reencode.transposed_from(weights, original)
+        self._transposed = transposed_from(weights, original)
         self._used |= unneeded | {name for names in self._transposed.values() for name in names}
         self._alike, self._unlike = self._copied()
         self.copies = tuple(self._alike.values())
@@ -504,7 +519,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
     start_devices(options.devices, options.executor)
     tick = options.progress or (lambda count: None)
     with executor_of(options.executor, options.workers or 1, bool(options.devices)) as executor:
-        found = list(reencode.run(prepared.checks, executor, tick))
+        found = list(run(prepared.checks, executor, tick))
         changed = []
         for stored, count in run_all(executor, deque((_copy_differs, pair) for pair in prepared.copies)):
             tick(stored.entry.nbytes)
@@ -518,7 +533,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
 
 def _copy_differs(stored: Located, source: Located) -> tuple[Located, int]:
     """Compare an unconverted tensor with its source tensor. Return (``stored``, number of bytes that differ)."""
-    return stored, reencode.differing_bytes(stored, source)
+    return stored, differing_bytes(stored, source)
 
 
 def _report(
@@ -634,12 +649,12 @@ _SMOOTHED = "was divided by a factor per column that layers after it were multip
 def _zeros(found: Sequence[ReencodedLayer]) -> Iterator[Issue]:
     """Yield an issue for each matrix whose values are zero where those of the source are not, or all zero."""
     quantized = [one for one in found if one.check.stored.container is not None]
-    share = sum(loss.is_empty(one.tally) for one in quantized) / max(len(quantized), 1)
+    share = sum(is_all_zero(one.tally) for one in quantized) / max(len(quantized), 1)
     for one in quantized:
         stored, form = one.check.stored, one.check.stored.container
         scale = None if form is None else form.scale
         name = stored.name if stored.experts == 1 else f"{stored.name}[{one.check.expert}]"
-        for each in loss.zeros_of(one.tally) if one.tally.compared else loss.emptiness_of(one.tally, scale, share):
+        for each in zeros_of(one.tally) if one.tally.compared else emptiness_of(one.tally, scale, share):
             yield Issue(each.severity, name, each.text, count=each.count)
 
 
@@ -659,13 +674,13 @@ def _doubtful_magnitudes(
 
 
 def _too_far_from_source(layer: LayerReport, smoothed_db: float | None, is_weighted: bool) -> Iterator[Issue]:
-    """Yield an error if a layer is much farther from its source than its format requires (see loss.MARGIN_DB)."""
+    """Yield an error if a layer is much farther from its source than its format requires (see MARGIN_DB)."""
     is_of_recipe = bool(layer.compared) and not layer.differing
     if layer.usual_db is None or (is_of_recipe and is_weighted):
         return
     bits = container(layer.format).element.bits
     sqnr = layer.tally.sqnr_db if smoothed_db is None else smoothed_db
-    for each in loss.noise_of(sqnr, layer.usual_db, bits, is_of_recipe):
+    for each in noise_of(sqnr, layer.usual_db, bits, is_of_recipe):
         yield Issue(each.severity, layer.name, each.text)
 
 

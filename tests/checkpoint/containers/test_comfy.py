@@ -17,8 +17,8 @@ import fp4kit
 from fp4kit.checkpoint import Rules, convert, make_plan
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
+from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.selection.selection import Wishes
-from fp4kit.checkpoint.verify.reconcile import reconcile
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.safetensors_file import read_header

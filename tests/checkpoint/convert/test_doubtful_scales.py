@@ -17,7 +17,7 @@ from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.containers.table import MODELOPT_MXFP4
 from fp4kit.checkpoint.model.statistics import LARGEST_REACH, doubt_about, reach_and_lost_blocks
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.verify.reconcile import reconcile
+from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 

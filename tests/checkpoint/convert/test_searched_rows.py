@@ -20,8 +20,8 @@ from synthetic import refused
 import fp4kit
 from fp4kit.checkpoint import ConversionReport, Options, ScaleSearch, convert, make_plan
 from fp4kit.checkpoint.identify import diagnose
-from fp4kit.checkpoint.identify.identify import CheckpointVerdict, LayerVerdict
 from fp4kit.checkpoint.identify.run import identify_checkpoint
+from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict, LayerVerdict
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.storage.safetensors_file import read_header

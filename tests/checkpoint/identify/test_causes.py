@@ -12,9 +12,8 @@ from exhaustive import exhaustive, half
 from fp4kit import formats
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import GIVEN_SCALES, OTHER_CODES, Diagnosis, explain
-from fp4kit.checkpoint.identify.identify import identify_layers
-from fp4kit.checkpoint.identify.layer_series import LayerPair
-from fp4kit.checkpoint.identify.search_families import FOUR_OVER_SIX, IMPORTANCE, TUNED
+from fp4kit.checkpoint.identify.known_methods import FOUR_OVER_SIX, IMPORTANCE, TUNED
+from fp4kit.checkpoint.identify.verdicts import LayerPair, identify_layers
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES

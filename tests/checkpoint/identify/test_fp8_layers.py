@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer, explain_fp8
-from fp4kit.checkpoint.identify.identify import CheckpointVerdict, LayerPair, identify_layers
-from fp4kit.checkpoint.identify.pair_names import canonical, kv_b_rows
+from fp4kit.checkpoint.counterparts import canonical, kv_b_rows
+from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain_fp8
+from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict, LayerPair, identify_layers
 from fp4kit.formats import E4M3
 from fp4kit.reference.codec import encode
 

@@ -18,9 +18,8 @@ from exhaustive import by_default, exhaustive
 import fp4kit
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.identify import identify_layers
-from fp4kit.checkpoint.identify.layer_series import MAX_FAILURES, LayerPair
 from fp4kit.checkpoint.identify.run import identify_checkpoint
+from fp4kit.checkpoint.identify.verdicts import MAX_FAILURES, LayerPair, identify_layers
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.cli import main
@@ -168,7 +167,7 @@ def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) ->
     One sample is quantized with the recipe's own scales, and one with the stored scales.
     """
     calls, right = [], fp4kit.quantize
-    for module in ("hypotheses", "searched_scales"):
+    for module in ("hypotheses", "known_methods"):
         monkeypatch.setattr(
             f"fp4kit.checkpoint.identify.{module}.quantize", lambda *a, **k: (calls.append(a), right(*a, **k))[1]
         )

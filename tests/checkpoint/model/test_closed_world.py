@@ -25,8 +25,8 @@ from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import MANIFEST
 from fp4kit.checkpoint.plan.make_plan import make_plan
+from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
-from fp4kit.checkpoint.verify.reconcile import reconcile
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.storage.errors import CheckpointError
 

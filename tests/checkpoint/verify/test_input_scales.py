@@ -13,7 +13,7 @@ from measured import whole
 from safetensors import safe_open
 
 from fp4kit.checkpoint import Activations, convert
-from fp4kit.checkpoint.verify.input_scales import recorded_activations
+from fp4kit.checkpoint.findings import recorded_activations
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.checkpoint.verify.verify import verify
 

@@ -14,7 +14,7 @@ import synthetic
 from changed_bytes import change
 
 from fp4kit.checkpoint import convert, make_plan
-from fp4kit.checkpoint.identify.stored_facts import problems_of
+from fp4kit.checkpoint.identify.run import problems_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.statistics import sampled_magnitudes
 from fp4kit.checkpoint.verify.verify import verify

@@ -12,8 +12,8 @@ from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.model.model_files import INDEX, differences, open_source
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import located, weights_of
+from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.selection.names import shared_amax_groups
-from fp4kit.checkpoint.verify.reconcile import reconcile
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.contract.to_json import FILE as CONTRACT

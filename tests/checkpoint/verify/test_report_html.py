@@ -18,7 +18,7 @@ from together import together
 
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.verify.integrity import Issue
-from fp4kit.checkpoint.verify.report_html import _marks, _ticks, page, write_report
+from fp4kit.checkpoint.verify.report import _marks, _ticks, page, write_report
 from fp4kit.checkpoint.verify.verify import VerifyReport, verify
 from fp4kit.cli import main
 

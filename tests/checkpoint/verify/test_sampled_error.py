@@ -9,14 +9,14 @@ import synthetic
 
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.model.model_files import open_source
-from fp4kit.checkpoint.verify import sampled_error as module
-from fp4kit.checkpoint.verify.sampled_error import SampledError, sampled_error
+from fp4kit.checkpoint.verify import reencode as module
+from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import verify
 
 
 @pytest.mark.parametrize("name", ["dense", "fused", "deepseek_fp8"])
 def test_the_error_of_all_rows_is_that_of_verify(tmp_path, name, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_ROWS", 256)
+    monkeypatch.setattr(module, "_SPAN_ROWS", 256)
     (synthetic.MODELS | synthetic.QUANTIZED)[name](tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "q", "nvfp4-te", requantize=True)
     found = sampled_error(tmp_path / "q", open_source(tmp_path / "m"))
@@ -35,7 +35,7 @@ def test_many_or_large_matrices_are_sampled_evenly(tmp_path, monkeypatch) -> Non
     few = sampled_error(tmp_path / "q", source)
     assert (len(whole.layers), whole.total, len(few.layers), few.total) == (14, 14, 4, 14)
     assert {name.split(".")[2] for name, _ in few.layers} == {"0", "1"}
-    monkeypatch.setattr(module, "_MOST_ELEMENTS", 1)
+    monkeypatch.setattr(module, "_SAMPLED_ELEMENTS", 1)
     assert len(sampled_error(tmp_path / "q", source).layers) == 1
 
 

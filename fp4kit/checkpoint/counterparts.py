@@ -1,28 +1,82 @@
-"""Match the layers of a checkpoint by name with the layers of its source, the model with the original weights. A weight
-is a single layer, or a stack with one matrix per expert. A container is the way in which a format stores it. Checkpoint
-and source may use any containers.
+"""Find the rows of a source model from which each layer of a checkpoint was made, even if tools renamed or split its
+layers. A weight is a single layer, or a stack with one matrix per expert. Checkpoint and source may use any containers.
+Tools differ: mlx-lm calls stacks of experts switch_mlp and splits kv_b_proj, Mixtral calls gate, down and up w1, w2 and
+w3, and wrappers add _orig_mod or module. Sources: mlx-lm 0.32.2 models/mixtral.py and deepseek_v3.py, sanitize;
+transformers 5.24 conversion_mapping.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from fp4kit.checkpoint.containers.table import Container
-from fp4kit.checkpoint.identify.pair_names import canonical, gate_first, keys_of, kv_b_name, kv_b_rows
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
 from fp4kit.checkpoint.model.transforms import decodable
-from fp4kit.checkpoint.model.weights import LowRankUpdate, Weight, WeightRotation, expert_name, pieces
+from fp4kit.checkpoint.model.weights import (
+    HeadOrder,
+    LowRankUpdate,
+    Weight,
+    WeightRotation,
+    expert_name,
+    is_interleaved,
+    pieces,
+)
 from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.checkpoint.selection.names import join_module, split_module
+from fp4kit.contract.schema import EXPERT_LEAVES
 
-_HALVES = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
-_SECOND = ("up_proj", "w3")
-_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+_WRAPPERS = ("_orig_mod", "module")
+_STACKED_HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("gate_proj", "up_proj")}
+_KV_B = {"embed_q": "kv_b_proj", "unembed_out": "kv_b_proj"}
+
+
+def canonical(module: str) -> str:
+    """Return the canonical name of a module, a key for matching that does not depend on the tool that wrote the
+    file.
+    """
+    parts = [part for part in module.split(".") if part not in _WRAPPERS]
+    if "experts" in parts[:-1]:
+        parts[-1] = EXPERT_LEAVES.get(parts[-1], parts[-1])
+        parts = ["mlp" if part == "block_sparse_moe" else part for part in parts]
+    return ".".join(parts)
+
+
+def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
+    """Return a weight that reads all gate rows before all up rows."""
+    alternates = len(weight.shape) == 3 and is_interleaved(config) and weight.name.endswith("gate_up_proj")
+    return replace(weight, order=HeadOrder(weight.shape[-2], False)) if alternates else weight
+
+
+def keys_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, Weight, tuple[int, int]]]:
+    """Yield (key, weight to read, range of rows) for each matrix that other tools may make of a layer or an expert."""
+    rows = weight.shape[-2]
+    name = weight.name if len(weight.shape) == 2 else expert_name(weight.name, expert)
+    yield canonical(name), weight, (0, rows)
+    parent, leaf = split_module(name)
+    if len(weight.shape) == 3 and leaf in _STACKED_HALVES:
+        ordered = gate_first(weight, config)
+        for number, half in enumerate(_STACKED_HALVES[leaf]):
+            key = canonical(join_module(parent, half))
+            yield key, ordered, (number * rows // 2, (number + 1) * rows // 2)
+
+
+def kv_b_name(module: str) -> str | None:
+    """Return the canonical name of the kv_b_proj layer from which mlx-lm made the stack ``module``."""
+    parent, leaf = split_module(module)
+    return canonical(join_module(parent, _KV_B[leaf])) if leaf in _KV_B else None
+
+
+def kv_b_rows(leaf: str, rows: int, head: int, nope: int, expert: int) -> tuple[int, int]:
+    """Return the range (first row, end row) of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out."""
+    first = expert * head + (0 if leaf == "embed_q" else nope)
+    return first, first + rows
 
 
 @dataclass(frozen=True)
