@@ -18,7 +18,7 @@ from fp4kit.arrays.imports import is_distributed
 from fp4kit.calibration.collector import Collector
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.recipes.to_string import from_spec, to_spec
+from fp4kit.recipes.serialization import from_spec, to_spec
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.torch.parameters import ParameterPlace, Renamed, largest, renaming_of
 

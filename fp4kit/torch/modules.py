@@ -22,7 +22,7 @@ from fp4kit.checkpoint.selection.selection import CONV1D
 from fp4kit.qat.plan import QatChoice, QatPlan, ServedDtype, layer_of, make_plan, similar
 from fp4kit.qat.table import QuantizedNames
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.to_string import to_spec
+from fp4kit.recipes.serialization import to_spec
 from fp4kit.torch.adapters import (
     Adapters,
     FakeQuantizing,

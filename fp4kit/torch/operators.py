@@ -37,7 +37,7 @@ from fp4kit.formats import FLOATS
 from fp4kit.ops.quantize import check_rounding, clip_amax
 from fp4kit.quantized.container import PARTS
 from fp4kit.quantized.slicing import unflatten
-from fp4kit.recipes.to_string import from_spec, to_spec
+from fp4kit.recipes.serialization import from_spec, to_spec
 from fp4kit.types import RoundingMode
 
 NUMPY = {getattr(torch, dtype.name): dtype for dtype in FLOATS}  # dtypes that can be quantized

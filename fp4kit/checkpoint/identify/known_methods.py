@@ -34,7 +34,7 @@ from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.search_factors import FACTORS
+from fp4kit.reference.search import FACTORS
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 
