@@ -46,8 +46,7 @@ from fp4kit.checkpoint.convert.convert import Options, execute
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.storage.safetensors_file import TensorReader
-from fp4kit.storage.writer import SafetensorsWriter
+from fp4kit.storage.safetensors_file import SafetensorsWriter, TensorReader
 
 T = TypeVar("T")
 HIDDEN, INNER, VOCABULARY = 2048, 8192, 32000

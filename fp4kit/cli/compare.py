@@ -11,7 +11,7 @@ from fp4kit.checkpoint.verify.compare import CheckpointComparison, LayerDifferen
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
-from fp4kit.storage.errors import shown
+from fp4kit.storage.files import shown
 
 
 def register(subparsers: Any) -> None:

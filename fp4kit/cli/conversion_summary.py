@@ -23,7 +23,7 @@ from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection import names as ggml_names
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 # format -> the engine for which it is made, for formats that support.py does not list
 _OWN_ENGINES = {"gguf": ggml_names.ENGINE, mlx.FORMAT: mlx.ENGINE, comfy.FORMAT: comfy.ENGINE}

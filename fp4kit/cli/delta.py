@@ -15,7 +15,7 @@ from fp4kit.checkpoint.delta.patch_file import open_patch
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
-from fp4kit.storage.errors import shown
+from fp4kit.storage.files import shown
 
 
 def register(subparsers: Any) -> None:

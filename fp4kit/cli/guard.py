@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from fp4kit.cli.output import OutputError, Stopped, say, write
-from fp4kit.storage.errors import shown
+from fp4kit.storage.files import shown
 
 DONE, DIFFERENT, ERROR = 0, 1, 2
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))

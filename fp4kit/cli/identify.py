@@ -21,7 +21,7 @@ from fp4kit.cli.convert import add_worker_count
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 
 def register(subparsers: Any) -> None:

@@ -15,7 +15,7 @@ from fp4kit.checkpoint.plan.layer_checks import all_doubts
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
 from fp4kit.cli.render import shape_text
-from fp4kit.storage.errors import listed, shown
+from fp4kit.storage.files import listed, shown
 
 _MOST_NAMES = 2  # if more names than this have one reason, they are counted instead of listed
 

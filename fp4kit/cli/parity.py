@@ -9,9 +9,9 @@ from typing import Any
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
+from fp4kit.contract.compare_layer import COLUMNS, Parity
 from fp4kit.contract.parity import parity
-from fp4kit.contract.result import COLUMNS, Parity
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 _KINDS = "contract (.json), model directory, .safetensors or .gguf file"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fp4kit.cli.output import Output, write
-from fp4kit.storage.errors import shown
+from fp4kit.storage.files import shown
 
 Command = Callable[[argparse.Namespace, Output], int]
 Writes = Callable[[argparse.Namespace], Path | None]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.cells import cell_len
 
-from fp4kit.storage.json_object import dump_object
+from fp4kit.storage.files import dump_object
 
 NAME_WIDTH = 24  # if the name column would be narrower than this, each name gets a line of its own
 Row = Sequence[str]

@@ -17,14 +17,22 @@ import numpy as np
 
 from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
-from fp4kit.contract.compare_layer import ComparedRows, compare_layer
-from fp4kit.contract.kv_layouts import compare_layouts
-from fp4kit.contract.making import Making, making_of, rows_of, same, zeros_making
-from fp4kit.contract.products import INPUTS_DIFFER, products, why_no_products, with_products
-from fp4kit.contract.result import LayerParity, Parity
+from fp4kit.contract.compare_layer import (
+    INPUTS_DIFFER,
+    ComparedRows,
+    LayerParity,
+    Parity,
+    compare_layer,
+    compare_layouts,
+    products,
+    why_no_products,
+    with_products,
+)
 from fp4kit.contract.schema import Contract
 from fp4kit.contract.sides import (
     OP,
+    Arithmetic,
+    Making,
     Side,
     Weights,
     amax_of,
@@ -33,15 +41,19 @@ from fp4kit.contract.sides import (
     as_weights,
     largest,
     made,
+    making_of,
+    orders,
+    rows_of,
+    same,
     side_of,
     source_of,
+    stacks_in,
+    unstacked,
+    zeros_making,
 )
-from fp4kit.contract.stacks import stacks_in, unstacked
-from fp4kit.contract.steps import Arithmetic
-from fp4kit.contract.stored_order import orders
 from fp4kit.formats import FLOATS
 from fp4kit.recipes import Recipe
-from fp4kit.storage.errors import listed
+from fp4kit.storage.files import listed
 
 SideLike: TypeAlias = "Contract | str | Path | Mapping[str, Any] | Callable[[str, Any], Any] | tuple[Contract, Any]"
 """What describes a side: a Contract, a path, tensors by name, a function, or a Contract with one of the others."""

@@ -2,20 +2,270 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fp4kit.arguments import as_index, as_word, is_one_of
-from fp4kit.contract import to_json, words
+from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.layouts.kv import KVLayoutName, as_layout
-from fp4kit.lazy import FUNCTIONS
-from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.reference.stochastic import HADAMARD_BLOCK
+from fp4kit.recipes import Recipe, recipe_of, to_dict
+from fp4kit.recipes.table import is_listed, recipe
+from fp4kit.registered import FUNCTIONS
+from fp4kit.storage.files import CheckpointError, dump_object, load_object, shown, whole_file, write_file
 from fp4kit.training.settings import FakeQuantSettings
-from fp4kit.units import Unit, unit_of
+from fp4kit.units import KINDS, UNITS, Unit, unit_of
+from fp4kit.units import from_spec as unit_from_spec
+from fp4kit.units import to_spec as unit_spec
+
+# field of a recipe -> its name in texts
+_NAMES = {
+    "scale": "scale format",
+    "element": "element format",
+    "block_rule": "rule of the block scale",
+    "tensor_scaling": "tensor scale per",
+    "tensor_rule": "rule of the tensor scale",
+    "decode_rule": "rule of decoding",
+    "fake_rule": "rule of fake_quantize",
+    "apply": "factor applied by",
+    "amax_nan": "NaN in an amax",
+    "four_over_six": "4over6 mode",
+    "scale_max": "largest block scale",
+    "fast_error": "fast 4over6 errors",
+    "flush": "subnormals flushed",
+    "round_scaled": "quotients rounded to the dtype of x",
+    "search": "scale search",
+    "static": "calibrated block amaxes",
+    "narrow": "integers without -max - 1",
+    "fake_only": "fake quantizer only",
+}
+_ONLY_DECODING = {"decode_rule", "fake_rule"}
+_MANY = 4  # at most this many entries of a list are shown
+
+
+def setting_text(value: Any) -> str:
+    """Return a setting of a contract as text."""
+    if isinstance(value, Recipe | Unit):
+        return value.id
+    if isinstance(value, tuple):
+        parts = [_entry(one) for one in value[:_MANY]]
+        more = f" and {len(value) - _MANY} more" if len(value) > _MANY else ""
+        return (", ".join(parts) or "none") + more
+    return "none" if value is None else str(value)
+
+
+def difference(a: Any, b: Any) -> str:
+    """Return text that says how two unequal settings differ."""
+    if isinstance(a, Recipe) and isinstance(b, Recipe):
+        return f"{a.id} and {b.id}: {', '.join(recipe_difference(a, b))}"
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        only_a, only_b = (tuple(x for x in one if x not in other) for one, other in ((a, b), (b, a)))
+        variants = [f"{x[0]}: {difference(x[1], y[1])}" for x in only_a for y in only_b if _are_variants(x, y)]
+        if variants and len(variants) == len(only_a) == len(only_b):
+            return "; ".join(variants)
+        if only_a or only_b:
+            return f"only the first has {shown(only_a)}; only the second has {shown(only_b)}"
+        return "other order"
+    if isinstance(a, Unit) and isinstance(b, Unit) and a.id == b.id:
+        differing = [f.name for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)]
+        return f"{a.id} with other values of {', '.join(differing)}"
+    return f"{shown(a)} and {shown(b)}"
+
+
+def _are_variants(a: Any, b: Any) -> bool:
+    """Return whether a and b are (pattern, recipe) pairs with equal patterns and recipes of one id."""
+    if isinstance(a, str) or isinstance(b, str) or a[0] != b[0]:
+        return False
+    return isinstance(a[1], Recipe) and isinstance(b[1], Recipe) and a[1].id == b[1].id
+
+
+def only_decoding(a: Recipe, b: Recipe) -> bool:
+    """Return whether all fields that determine bits are equal in two recipes, except those about decoding."""
+    names = {one.name for one in fields(a) if getattr(a, one.name) != getattr(b, one.name)}
+    return names <= {*_PROSE, *_ONLY_DECODING}
+
+
+def recipe_difference(a: Recipe, b: Recipe) -> list[str]:
+    """Return texts that say how two recipes differ, for a message."""
+    found = [
+        f"{_NAMES.get(one.name, one.name.replace('_', ' '))} {_value(a, one.name)} and {_value(b, one.name)}"
+        for one in fields(a)
+        if one.name not in _PROSE and getattr(a, one.name) != getattr(b, one.name)
+    ]
+    if not found:
+        found = ["equal arithmetic under two names"]
+    elif only_decoding(a, b) and not a.fake_only:
+        found.append("so codes and scales are equal, and values may differ")
+    if a.producer == b.producer and a.versions != b.versions and a.versions and b.versions:
+        found.append(f"versions {a.versions} and {b.versions}")
+    return found
+
+
+def _value(r: Recipe, name: str) -> str:
+    """Return the value of the field ``name`` of a recipe as text; "none" for None and ""."""
+    value = getattr(r, name)
+    if name in ("element", "scale"):
+        return "none" if value is None else str(value.name)
+    return "none" if value in (None, "") else str(value)
+
+
+def _entry(value: Any) -> str:
+    """Return an entry of a list as text: a word, "PATTERN=RECIPE", or a group of names in parentheses."""
+    if isinstance(value, str):
+        return value
+    if len(value) == 2 and (value[1] is None or isinstance(value[1], Recipe)):
+        return f"{value[0]}={'unquantized' if value[1] is None else value[1].id}"
+    return "(" + " ".join(value) + ")"
+
+
+_T = TypeVar("_T", dict[str, Any], list[Any], str)
+FILE = "fp4kit_contract.json"
+VERSION = 1
+_KEY = "fp4kit_contract"
+_PROSE = ("id", "source", "exact", "versions")  # fields of a recipe on which no bit depends
+_RECIPES = ("weights", "activations", "kv_cache")
+
+
+def _as_data(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a contract, and the version of the format, as a new dict of JSON data."""
+    data: dict[str, Any] = {_KEY: VERSION}
+    for name, value in values.items():
+        if value in (None, ()):
+            continue
+        if name in _RECIPES:
+            data[name] = _recipe_data(value)
+        elif name == "patterns":
+            data[name] = [[pattern, None if one is None else _recipe_data(one)] for pattern, one in value]
+        elif name == "unit":
+            spec = unit_spec(value)
+            data[name] = json.loads(spec) if spec.startswith("{") else spec
+        elif name == "inferred":
+            data[name] = dict(value)
+        else:
+            data[name] = json.loads(json.dumps(value))  # tuples become lists
+    return data
+
+
+def _from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any]:
+    """Return {name of the field: its value} for the contract that JSON data describes."""
+    if not isinstance(data, Mapping) or type(data.get(_KEY)) is not int or data[_KEY] != VERSION:
+        got = data.get(_KEY) if isinstance(data, Mapping) else data
+        raise CheckpointError(f"{label}: {_KEY} is {got!r:.60}; this version of fp4kit reads version {VERSION}")
+    known = (*settings, "unknown", "inferred")
+    strange = [name for name in data if name != _KEY and name not in known]
+    if strange:
+        raise CheckpointError(
+            f"{label}: unknown key {shown(str(strange[0]))!r}; a later version of fp4kit may support it"
+        )
+    found = {name: value for name, value in data.items() if name != _KEY}
+    try:
+        for name in _RECIPES:
+            if found.get(name) is not None:
+                found[name] = _recipe_from(name, found[name])
+        if "patterns" in found:
+            found["patterns"] = [_pair_from(pair) for pair in _checked("patterns", found["patterns"], list)]
+        if found.get("unit") is not None:
+            found["unit"] = _unit_from(found["unit"])
+        if "inferred" in found:
+            found["inferred"] = list(_checked("inferred", found["inferred"], dict).items())
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{label}: {shown(str(error))}") from None
+    return found
+
+
+def _load(path: Path, settings: Collection[str]) -> dict[str, Any]:
+    """Load a contract file and return {name of the field: its value}, the arguments for Contract."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is not a file; needs a contract that fp4kit convert or Contract.save wrote")
+    return _from_data(path.name, load_object(path, path.name), settings)
+
+
+def _save(path: Path, data: dict[str, Any]) -> None:
+    """Write the JSON data of a contract to a file, which appears only when it is complete. Replace an existing file."""
+    with whole_file(path) as temporary:
+        write_file(temporary, dump_object(data))
+
+
+def _recipe_data(r: Recipe) -> dict[str, Any]:
+    """Return a recipe as JSON data, from which _recipe_from makes the recipe again."""
+    if not is_listed(r):
+        data = to_dict.as_data(r)
+        assert isinstance(data, dict)
+        return data
+    versions = {} if r.versions is None else {"versions": list(r.versions)}
+    return {"id": r.id, **versions, "facts": _facts(r)}
+
+
+def _facts(r: Recipe) -> dict[str, Any]:
+    """Return the fields of a recipe that determine bits and differ from their defaults, as JSON data."""
+    found = {}
+    for one in fields(r):
+        value = getattr(r, one.name)
+        if one.name in _PROSE or value is None or (one.default is not MISSING and value == one.default):
+            continue
+        found[one.name] = value.name if one.name in ("element", "scale") else value
+    facts: dict[str, Any] = json.loads(json.dumps(found))
+    return facts
+
+
+def _recipe_from(name: str, data: Any) -> Recipe:
+    """Return the recipe that JSON data describes."""
+    if not isinstance(data, Mapping) or "element" in data:
+        try:
+            return to_dict.from_data(data)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{name}: {error}") from None
+    strange = [key for key in data if key not in ("id", "versions", "facts")]
+    if strange:
+        raise ValueError(f"{name}: unknown key {strange[0]!r}; a later version of fp4kit may support it")
+    r = recipe(_checked(f"{name}: id", data.get("id"), str))
+    _checked(f"{name}: versions", data.get("versions", []), list)
+    stated, own = _checked(f"{name}: facts", data.get("facts", {}), dict), _facts(r)
+    for key in dict.fromkeys((*stated, *own) if stated else ()):
+        if stated.get(key) != own.get(key):
+            raise ValueError(
+                f"{name}: {r.id} has {key} {own.get(key)!r:.60} in this version of fp4kit, and {stated.get(key)!r:.60}"
+                " in the contract; install the version that wrote it, or write the contract again"
+            )
+    return r
+
+
+def _pair_from(pair: Any) -> tuple[Any, Recipe | None]:
+    """Return (pattern, recipe) from a pair of JSON data."""
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise TypeError(f"patterns has {pair!r:.60}; needs pairs of a layer pattern and a recipe")
+    pattern, data = pair
+    return pattern, None if data is None else _recipe_from(f"pattern {pattern}", data)
+
+
+def _unit_from(data: Any) -> Unit | str:
+    """Return the id of a known unit unchanged, or the Unit that an object of fields describes."""
+    if isinstance(data, str):
+        if data not in UNITS:
+            raise ValueError(f"unit is {data!r:.60}; needs one of {', '.join(UNITS)}, or an object of fields")
+        return data
+    steps = [name for name in KINDS if _checked("unit", data, dict).get(name) is not None]
+    for name in steps:
+        _checked(f"unit: {name}", data[name], dict)
+    missing = next((name for name in KINDS if name not in data), None)
+    if missing is not None:
+        raise ValueError(f"unit: the field {missing!r} is missing; add it, or give the id of a unit")
+    try:
+        return unit_from_spec(json.dumps(data))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"unit: {error}") from None
+
+
+def _checked(name: str, value: Any, kind: type[_T]) -> _T:
+    """Return a value of JSON data unchanged."""
+    if not isinstance(value, kind):
+        need = {dict: "an object", list: "a list", str: "a string"}[kind]
+        raise TypeError(f"{name} is {value!r:.60}; needs {need}")
+    return value
+
 
 OP = "Contract"
 INPUT_SCALES = ("dynamic", "static")
@@ -312,7 +562,7 @@ class Contract:
                 recipe that this version of fp4kit does not share.
             TypeError, ValueError: a setting is invalid, as for Contract.
         """
-        return cls(**to_json.load(Path(path), SETTINGS))
+        return cls(**_load(Path(path), SETTINGS))
 
     def save(self, path: str | Path) -> None:
         """Write the contract to a JSON file, which appears only when it is complete.
@@ -323,14 +573,14 @@ class Contract:
         Raises:
             OSError: the file cannot be written.
         """
-        to_json.save(Path(path), self.as_data())
+        _save(Path(path), self.as_data())
 
     def as_data(self) -> dict[str, Any]:
         """Return the contract as a new dict of JSON data, from which from_data returns an equal contract.
 
         Settings that are None or () are left out. The dict also has the version of the format.
         """
-        return to_json.as_data({name: getattr(self, name) for name in (*SETTINGS, *_ABOUT)})
+        return _as_data({name: getattr(self, name) for name in (*SETTINGS, *_ABOUT)})
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Contract:
@@ -347,7 +597,7 @@ class Contract:
                 version of fp4kit does not share.
             TypeError, ValueError: a setting is invalid, as for Contract.
         """
-        return cls(**to_json.from_data(OP, data, SETTINGS))
+        return cls(**_from_data(OP, data, SETTINGS))
 
     def diff(self, other: Contract) -> ContractDiff:
         """Describe in words in which settings two contracts differ.
@@ -370,10 +620,10 @@ class Contract:
             hidden = [who for who, one in (("first", self), ("second", other)) if name in one.unknown]
             if hidden:
                 where = "both contracts" if len(hidden) == 2 else f"the {hidden[0]} contract"
-                known = "" if len(hidden) == 2 else f"; the other says {words.shown(b if hidden == ['first'] else a)}"
+                known = "" if len(hidden) == 2 else f"; the other says {setting_text(b if hidden == ['first'] else a)}"
                 uncertain.append(f"{name}: unknown in {where}{known}")
             elif a != b:
-                differences.append(f"{name}: {words.difference(a, b)}")
+                differences.append(f"{name}: {difference(a, b)}")
         return ContractDiff(tuple(differences), tuple(uncertain))
 
     def stating(self, **settings: Any) -> Contract:
@@ -448,7 +698,7 @@ class Contract:
         """
         how = dict(self.inferred)
         lines = [
-            f"{name}: {words.shown(getattr(self, name))}" + (f" (inferred: {how[name]})" if name in how else "")
+            f"{name}: {setting_text(getattr(self, name))}" + (f" (inferred: {how[name]})" if name in how else "")
             for name in SETTINGS
             if getattr(self, name) not in (None, ()) or name in how
         ]

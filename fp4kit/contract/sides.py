@@ -6,27 +6,35 @@ A side is described by a Contract, by tensors, by a function, or by a Contract t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
+from fp4kit.call.parse import HADAMARD_BLOCK, TE_SIGN_MASK
 from fp4kit.contract.schema import Contract
-from fp4kit.formats import FLT_MAX, FLT_MIN
-from fp4kit.lazy import FUNCTIONS
+from fp4kit.formats import FLT_MAX, FLT_MIN, ElementFormat, bit_patterns
+from fp4kit.layouts import padded_shape, swizzle_scales, unswizzle_scales
 from fp4kit.ops.amax import amax as plain_amax
-from fp4kit.ops.quantize import fake_quantize, quantize
+from fp4kit.ops.engines import specification
+from fp4kit.ops.identify import CandidateAmaxes, identify
+from fp4kit.ops.quantize import dequantize, fake_quantize, quantize
 from fp4kit.ops.transforms import hadamard, unswizzle
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.slicing import box_of, on_host
-from fp4kit.recipes import Recipe
+from fp4kit.quantized.slicing import box_of, of_zeros, on_host
+from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.schema import as_stored
+from fp4kit.reference.blocks import TILE_ELEMENTS
+from fp4kit.reference.hadamard import hadamard_blocks
+from fp4kit.reference.implied_amax import UNKNOWN, covered_range
 from fp4kit.reference.quantize import tensor_amax
-from fp4kit.reference.stochastic import HADAMARD_BLOCK, TE_SIGN_MASK, hadamard_blocks
-from fp4kit.reference.tensor_rules import UNKNOWN, covered_range, static_amax
+from fp4kit.reference.static_amax import static_amax
+from fp4kit.reference.trace import traced
+from fp4kit.registered import FUNCTIONS
 
 OP = "parity"
 Amax: TypeAlias = "np.ndarray | None"
@@ -284,3 +292,489 @@ def largest(amaxes: Iterable[Amax]) -> Amax:
     """Return the tensor amax that a group of layers shares: the largest of the given amaxes."""
     found = [amax for amax in amaxes if amax is not None]
     return np.max(np.stack(found), axis=0) if found else None
+
+
+def stacks_in(tensors: Mapping[str, Any] | None, arrays: bool) -> set[str]:
+    """Return the names of the stacks in a dict of tensors."""
+    if not isinstance(tensors, dict):
+        return set()
+    kinds = {name: t for name, t in tensors.items() if arrays or isinstance(t, Quantized)}
+    return {name for name, t in kinds.items() if len(getattr(t, "shape", ())) == 3}
+
+
+def unstacked(tensors: Mapping[str, Any], stacks: Collection[str]) -> Mapping[str, Any]:
+    """Return tensors with each of the named stacks split into its matrices."""
+    names = [name for name in stacks if name in tensors and len(tensors[name].shape) == 3]
+    if not names:
+        return tensors
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if name not in names:
+            found[name] = tensor
+            continue
+        parent, _, leaf = name.rpartition(".")
+        for e in range(tensor.shape[0]):
+            one = matrix_of(tensor, e) if isinstance(tensor, Quantized) else tensor[e]
+            found[f"{parent}.{e}.{leaf}" if parent else f"{leaf}.{e}"] = one
+    return found
+
+
+def matrix_of(q: Quantized, e: int) -> Quantized:
+    """Return one matrix of a Quantized of three axes as a Quantized of two axes, which shares its memory."""
+    part = box_of(q, (slice(e, e + 1), *(slice(0, n) for n in q.shape[1:])))
+    per_expert = part.recipe.tensor_scaling == "tensor"
+
+    def first(a: Any) -> Any:
+        if a is None or not a.ndim:
+            return a
+        return a.reshape(()) if per_expert else a[0]
+
+    return Quantized(
+        part.packed[0],
+        None if part.block_scale is None else part.block_scale[0],
+        first(part.tensor_scale),
+        first(part.tensor_amax),
+        q.shape[1:],
+        q.dtype,
+        q.axis - 1,
+        q.recipe,
+        q.scale_layout,
+    )
+
+
+_LAYOUTS = ("swizzled_128x4", "swizzled_8x4")
+
+
+def orders(q: Quantized) -> Iterator[tuple[str, str, Quantized]]:
+    """Yield (step, what is wrong, copy of q in the right order) for each wrong order in which q may be stored."""
+    scales = list(_scale_orders(q))
+    for text, one in scales:
+        yield "block scale", text, one
+    if q.recipe.element.packing.codes == 2:
+        for text, one in [("", q), *scales]:
+            swapped = replace(one, packed=one.packed >> 4 | one.packed << 4)
+            nibbles = "the even element of each byte is in the high nibble; swap the nibbles"
+            yield "code", "; ".join(filter(None, (nibbles, text))), swapped
+
+
+def _scale_orders(q: Quantized) -> Iterator[tuple[str, Quantized]]:
+    """Yield (what is wrong, Quantized in the right order) for each wrong order that the block scales of q may have."""
+    stored = q.block_scale
+    if stored is None:
+        return
+    for layout in _LAYOUTS:
+        if padded_shape(stored.shape, layout) == stored.shape:
+            linear = unswizzle_scales(stored, layout, stored.shape)
+            text = f"the block scales are in the layout {layout}, but are read as linear; pass scale_layout={layout!r}"
+            yield text, replace(q, block_scale=linear)
+            swizzled = np.asarray(swizzle_scales(stored, layout)).reshape(stored.shape)
+            text = f"the block scales are linear, but are read in the layout {layout}; pass scale_layout='linear'"
+            yield text, replace(q, block_scale=swizzled)
+
+
+StepName: TypeAlias = Literal[
+    "quantization",
+    "amax",
+    "tensor scale",
+    "block scale",
+    "quotient",
+    "tie",
+    "code",
+    "decode",
+    "value",
+    "product",
+]
+"""The steps of the arithmetic, in their order. "quantization": only one side quantizes. "tie": the quotients are equal
+and lie in the middle between two codes. "value": values differ, and nothing is known about the steps before."""
+
+_ORDER: tuple[StepName, ...] = ("amax", "tensor scale", "block scale", "quotient", "code", "decode")
+# beginning of a recorded name -> step; the first entry that fits the name decides
+_STEPS = (
+    ("tensor amax", "amax"),
+    ("block amax", "amax"),
+    ("tensor", "tensor scale"),
+    ("amax", "block scale"),
+    ("log2", "block scale"),
+    ("exponent", "block scale"),
+    ("block scale", "block scale"),
+    ("error", "block scale"),
+    ("factor", "quotient"),
+    ("scaled", "quotient"),
+    ("element *", "quotient"),
+    ("element /", "quotient"),
+    ("code before", "code"),
+    ("value before", "code"),
+    ("value scaled", "code"),
+    ("code", "code"),
+    ("element value", "decode"),
+    ("magnitude", "decode"),
+    ("decoded", "decode"),
+    ("result", "decode"),
+)
+_QUOTIENTS = ("element * factor", "element / factor")
+# step -> names of its final result. Other results of the step affect the decoded value only through the final result.
+_ENDS = {"block scale": ("block scale",), "quotient": ("code", "code of the magnitude"), "code": ("code",)}
+_MOST_WINDOWS = 8  # largest number of parts of a layer whose steps are recorded
+
+
+class Arithmetic(NamedTuple):
+    """Everything that determines the codes of a layer: recipe, tensor amaxes and transform.
+
+    recipe: the recipe.
+    amax: the tensor amaxes, of shape () for one amax or (N,) for one per row; None if the recipe needs none.
+    layers: the layers that share ``amax``, which is the largest of their amaxes; () if it was derived from stored
+        scales.
+    transform: the Hadamard transform that the elements went through before, in words; "" for none.
+    static: True if the amax follows from a stored input scale.
+    """
+
+    recipe: Recipe
+    amax: Amax
+    layers: tuple[str, ...] = ()
+    transform: str = ""
+    static: bool = False
+
+
+class FirstStep(NamedTuple):
+    """The first step of the arithmetic that differs between two sides.
+
+    step: the name of the step.
+    name: the name of the recorded result, such as "block amax".
+    elements: the number of affected elements whose first difference is at this step.
+    examined: the number of affected elements whose steps were compared.
+    place: the row and column of one element whose first difference is at this step.
+    steps: (step, number of affected elements whose first difference is there) pairs, in the order of the steps.
+    """
+
+    step: StepName
+    name: str
+    elements: int
+    examined: int
+    place: tuple[int, int]
+    steps: tuple[tuple[StepName, int], ...]
+
+
+@dataclass(frozen=True)
+class _RecordedStep:
+    """The result of one step of the arithmetic, with one entry per element (m, k).
+
+    bits: the bit patterns of the result.
+    format: the name of the format or dtype of the bits.
+    numbers: the numbers that the bits stand for, float64.
+    """
+
+    bits: np.ndarray
+    format: str
+    numbers: np.ndarray
+
+
+def first_step(
+    x: tuple[np.ndarray, np.ndarray], a: Arithmetic, b: Arithmetic, affected: np.ndarray, scales: np.ndarray
+) -> FirstStep | None:
+    """Return the earliest step that differs for the affected elements; None if no recorded step differs."""
+    found: dict[tuple[int, StepName, str], list[tuple[int, tuple[int, int]]]] = {}
+    traced_count = 0
+    for rows, columns in _windows(affected, scales, a.recipe, b.recipe):
+        part = affected[rows, columns]
+        traced_count += int(part.sum())
+        recorded = [_recorded(each, one, rows, columns) for each, one in zip(x, (a, b), strict=True)]
+        for order, step, name, mask in _differing(recorded[0], recorded[1], part):
+            i, j = (int(n) for n in np.unravel_index(int(mask.argmax()), mask.shape))
+            found.setdefault((order, step, name), []).append((int(mask.sum()), (rows.start + i, columns.start + j)))
+    if not found:
+        return None
+    order, step, name = min(found)
+    totals: dict[StepName, int] = {}
+    for key in sorted(found):
+        totals[key[1]] = totals.get(key[1], 0) + sum(count for count, _ in found[key])
+    place = found[order, step, name][0][1]
+    return FirstStep(step, name, totals[step], traced_count, place, tuple(totals.items()))
+
+
+def _windows(affected: np.ndarray, scales: np.ndarray, a: Recipe, b: Recipe) -> list[tuple[slice, slice]]:
+    """Return at most eight parts of a matrix that hold affected elements, as slices (rows, columns)."""
+    M, K = affected.shape
+    height = lcm(a.block_rows, b.block_rows)
+    multiple = lcm(a.length_multiple, b.length_multiple)
+    width = max(min(K, 1024, TILE_ELEMENTS // height) // multiple, 1) * multiple
+    rows = max(TILE_ELEMENTS // width // height, 1) * height
+    every = [
+        (slice(row, min(row + rows, M)), slice(column, min(column + width, K)))
+        for row in range(0, M, rows)
+        for column in range(0, K, width)
+    ]
+    found = [window for window in every if affected[window].any()]
+    if len(found) <= _MOST_WINDOWS:
+        return found
+    chosen = [found[i * len(found) // _MOST_WINDOWS] for i in range(_MOST_WINDOWS)]
+    if not any(scales[window].any() for window in chosen):
+        chosen[-1] = next((window for window in found if scales[window].any()), chosen[-1])
+    return chosen
+
+
+def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> dict[str, _RecordedStep]:
+    """Quantize and decode a part of x, and return the result of each step in order, as {name of the result: result}."""
+    part = np.ascontiguousarray(x[rows, columns])
+    amax = one.amax if one.amax is None or not one.amax.ndim else one.amax[rows]
+    with specification(), np.errstate(all="ignore"), traced() as steps:
+        q, _ = made(part, one.recipe, amax)
+        if q is not None:
+            dequantize(q, part.dtype)
+    found: dict[str, _RecordedStep] = {}
+    for step in steps:
+        spread = _per_element(step.result, part.shape, one.recipe)
+        name = "scaled element" if step.name in _QUOTIENTS else step.name
+        if spread is not None and (name not in found or name == "code"):
+            format = step.result.dtype.name if step.format is None else step.format.name
+            found[name] = _RecordedStep(_bits(spread), format, _numbers(spread, step.format))
+    return found
+
+
+def _per_element(result: np.ndarray, shape: tuple[int, int], r: Recipe) -> np.ndarray | None:
+    """Repeat the entries of a recorded result, so that there is one entry per element, and return it as (m, k)."""
+    m, k = shape
+    flat = result.reshape(-1)
+    blocks, block_rows = k // r.block_size, -(-m // r.block_rows)
+    if flat.size == m * k:
+        return flat.reshape(m, k)
+    if flat.size == 1:
+        return np.broadcast_to(flat, (m, k))
+    if flat.size == m * blocks:
+        return np.repeat(flat.reshape(m, blocks), r.block_size, axis=1)
+    if flat.size == block_rows * blocks:
+        return np.repeat(np.repeat(flat.reshape(block_rows, blocks), r.block_rows, axis=0)[:m], r.block_size, axis=1)
+    return np.broadcast_to(flat[:, None], (m, k)) if flat.size == m else None
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    """Return the bit patterns of values, with one pattern for all NaN."""
+    if values.dtype.kind in "iub":
+        return values
+    return bit_patterns(np.where(np.isnan(values), np.full_like(values, np.nan), values))
+
+
+def _numbers(values: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
+    """Return the numbers that a recorded result stands for, as float64, in the shape of ``values``."""
+    return np.asarray(values if fmt is None else fmt.values[values.astype(np.int64)], np.float64)
+
+
+def _differing(
+    a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], affected: np.ndarray
+) -> Iterator[tuple[int, StepName, str, np.ndarray]]:
+    """Yield (order, step, name, mask) for each recorded result in which the sides differ, in the order of the steps."""
+    left = affected.copy()
+    leads_to = {step: _differs(a, b, names) for step, names in _ENDS.items()}
+    for order, step in enumerate(_ORDER):
+        names = [name for name in a if name in b and _step(name) == step]
+        for name in names:
+            differs = _differs(a, b, (name,))
+            end = leads_to.get(step)
+            differs = left & differs if end is None else left & differs & end
+            left &= ~differs
+            if name == "code":
+                ties = differs & _ties(a, b)
+                if ties.any():
+                    yield order, "tie", name, ties
+                differs &= ~ties
+            if differs.any():
+                yield order, step, name, differs
+        only = next((name for name in (*a, *b) if _step(name) == step and not names and _is_missing(step, a, b)), None)
+        if only is not None and left.any():
+            yield order, step, only, left
+            return
+
+
+def _is_missing(step: str, a: dict[str, _RecordedStep], b: dict[str, _RecordedStep]) -> bool:
+    """Return whether one side recorded results of a step and the other side recorded none."""
+    if step not in ("tensor scale", "block scale"):
+        return False
+    return any(_step(name) == step for name in a) != any(_step(name) == step for name in b)
+
+
+def _differs(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], names: tuple[str, ...]) -> Any:
+    """Return a mask (m, k) of the elements for which a recorded result differs between the sides."""
+    name = next((name for name in names if name in a and name in b), None)
+    if name is None:
+        return None
+    x, y = a[name], b[name]
+    if x.format == y.format:
+        return x.bits != y.bits
+    return (x.numbers != y.numbers) & ~(np.isnan(x.numbers) & np.isnan(y.numbers))
+
+
+def _step(name: str) -> str:
+    """Return the name of the step that gives a recorded result, such as "quotient"; "" if no step gives it."""
+    return next((step for start, step in _STEPS if name.startswith(start)), "")
+
+
+def _ties(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep]) -> np.ndarray:
+    """Return a bool mask (m, k) of elements whose quotients are equal and midway between the values of both codes."""
+    x, y = a["code"], b["code"]
+    last = next((name for name in reversed(a) if _step(name) == "quotient" and name in b), None)
+    if last is None or a[last].format != b[last].format:
+        return np.zeros(x.bits.shape, bool)
+    middle = (x.numbers + y.numbers) / 2
+    return (a[last].bits == b[last].bits) & (a[last].numbers == middle)
+
+
+class Making(NamedTuple):
+    """How one side made the stored codes or values of a layer, as far as fp4kit could find out.
+
+    arithmetic: the recipe, tensor amax and transform that give the bytes; None if nothing that was tried gives them.
+    step, wrong: the step at which the stored bytes are wrong, and a text that says how; None and "" if they are right.
+    nearest: the nearest recipe in words, if arithmetic is None and recipes were compared; otherwise "".
+    """
+
+    arithmetic: Arithmetic | None
+    step: StepName | None = None
+    wrong: str = ""
+    nearest: str = ""
+
+
+def rows_of(w: Weights, rows: np.ndarray) -> Weights:
+    """Return some rows of a matrix as Weights."""
+    return Weights(None if w.q is None else quantized_rows(w.q, rows), None if w.values is None else w.values[rows])
+
+
+def quantized_rows(q: Quantized, rows: np.ndarray) -> Quantized:
+    """Return some rows of a Quantized as a Quantized."""
+
+    def cut(a: Any) -> Any:
+        return a if a is None or not np.ndim(a) else a[rows]
+
+    shape = (len(rows), q.shape[1])
+    scales = cut(q.block_scale)
+    return replace(
+        q,
+        packed=q.packed[rows],
+        block_scale=scales,
+        tensor_scale=cut(q.tensor_scale),
+        tensor_amax=cut(q.tensor_amax),
+        shape=shape,
+    )
+
+
+def making_of(
+    whole: Weights,
+    x: np.ndarray,
+    rows: np.ndarray,
+    recipes: Sequence[Recipe],
+    candidates: Callable[[Recipe], Iterator[Arithmetic]],
+) -> Making:
+    """Find out how the bytes of a layer were made from its unquantized weight."""
+    part = rows_of(whole, rows)
+    tried = [one for r in recipes for one in candidates(r) if _fits(part, r)]
+    for one in tried:
+        if _gives(one, x, part):
+            return Making(one)
+    if part.q is None:
+        return _fake_making(part, x, tried)
+    for one in tried:
+        zeros = zeros_making(one, x)
+        if zeros is not None and _equal(zeros.part, part.q):
+            return zeros.making
+    for step, wrong, q in orders(whole.q) if whole.q is not None else ():
+        right = Weights(quantized_rows(q, rows), None)
+        for one in tried:
+            if _gives(one, x, right):
+                return Making(one, "code" if step == "code" else "block scale", wrong)
+    return _identified(part.q, x)
+
+
+def _fits(part: Weights, r: Recipe) -> bool:
+    """Return whether quantizing by a recipe gives codes in the formats of a Quantized: element, scale and block
+    size.
+    """
+    if part.q is None:
+        return True
+    own = part.q.recipe
+    return not r.fake_only and (r.element, r.scale, r.block_size) == (own.element, own.scale, own.block_size)
+
+
+def _gives(one: Arithmetic, x: np.ndarray, part: Weights) -> bool:
+    """Return whether quantizing x with an Arithmetic reproduces every bit of the compared rows of a side."""
+    found = made(x, one.recipe, one.amax)
+    if part.q is None or found.q is None:
+        return same(values_of(found, part), values_of(part, found))
+    return _equal(found.q, part.q)
+
+
+def _equal(a: Quantized, b: Quantized) -> bool:
+    """Return whether two Quantized have the same codes, block scales and tensor scales in every bit."""
+    pairs = [(getattr(a, name), getattr(b, name)) for name in ("packed", "block_scale", "tensor_scale")]
+    return all(same(p, q) for p, q in pairs)
+
+
+class ZeroRows(NamedTuple):
+    """Some rows of a layer of zeros as convert stores them, with how they were made."""
+
+    part: Quantized
+    making: Making
+
+
+def zeros_making(one: Arithmetic, x: np.ndarray) -> ZeroRows | None:
+    """Return some rows of a layer of zeros as convert stores them: block scales 0 and tensor scale 1 (of_zeros)."""
+    if one.recipe.fake_only or one.recipe.tensor_scaling != "tensor" or one.amax is None or one.amax.any():
+        return None
+    q = made(x, one.recipe, one.amax).q
+    assert q is not None
+    zeros = of_zeros(q)
+    step: StepName = "block scale" if same(q.tensor_scale, zeros.tensor_scale) else "tensor scale"
+    wrong = (
+        "stores a layer of zeros as convert does, with block scales 0 and tensor scale 1, not with its recipe's scales"
+    )
+    return ZeroRows(zeros, Making(one, step, wrong))
+
+
+def same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+    """Return whether two arrays are equal in shape and in every bit, except for the bits of NaN, or are both None."""
+    if a is None or b is None:
+        return a is b
+    return np.shape(a) == np.shape(b) and not differing_bits(np.asarray(a), np.asarray(b)).any()
+
+
+def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> Making:
+    """Find a recipe whose fake_quantize gives the values of a side, although its decoded codes do not."""
+    for one in tried:
+        if not one.recipe.fake_only and part.values is not None:
+            values = faked(x, one.recipe, one.amax)
+            if same(values.astype(np.float32), part.values.astype(np.float32)):
+                wrong = f"values are those of fake_quantize of {one.recipe.id}, which differ from its decoded codes"
+                return Making(one, "decode", wrong)
+    return Making(None)
+
+
+def _identified(q: Quantized, x: np.ndarray) -> Making:
+    """Return a Making with a recipe and a tensor amax that give every byte of q."""
+    found = identify(q, x)
+    for id in found.exact:
+        r = RECIPES.get(id, q.recipe)
+        for amax in CandidateAmaxes(q, x).for_recipe(r):
+            one = Arithmetic(r, _amax(amax))
+            if _gives(one, x, Weights(q, None)):
+                return Making(one)
+    return Making(None, nearest=found.verdict)
+
+
+def _amax(amax: Any) -> Amax:
+    """Return an amax as a float32 array; None for None."""
+    return None if amax is None else np.asarray(amax, np.float32)
+
+
+def values_of(one: Weights, other: Weights) -> np.ndarray:
+    """Return the values of one side for a comparison with the other side."""
+    if one.q is None:
+        assert one.values is not None
+        return one.values.astype(np.float32) if one.values.dtype.itemsize < 4 else one.values
+    narrow = other.values is not None and other.values.dtype.itemsize < 4
+    dtype = other.values.dtype if other.values is not None and narrow else np.dtype(np.float32)
+    return np.asarray(dequantize(one.q, dtype)).astype(np.float32)
+
+
+def differing_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return a bool mask of the elements in which two arrays of equal shape differ in any bit, so 0 differs from -0."""
+    if a.dtype != b.dtype:
+        wide = np.promote_types(a.dtype, b.dtype)
+        a, b = a.astype(wide), b.astype(wide)
+    differs: np.ndarray = bit_patterns(a) != bit_patterns(b)
+    return differs if a.dtype.kind in "iub" else differs & ~((a != a) & (b != b))

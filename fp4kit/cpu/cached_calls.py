@@ -29,7 +29,7 @@ from fp4kit.cpu.dequantize import are_looked_up, decode_call, tensors_of
 from fp4kit.cpu.encode import check_array, encode_call, kernels_of
 from fp4kit.cpu.library import ELEMENTS_PER_CALL, DecodeCall, EncodeCall, functions, threads_for
 from fp4kit.quantized.container import Quantized, assembled
-from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.quantized.parts import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import faking
 
 MAX_TENSORS = 1 << 12  # the most tensor scales of a cached dequantize, because every call reads them in Python

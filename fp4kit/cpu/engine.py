@@ -23,7 +23,7 @@ from fp4kit.cpu.matmul import matmul as matmul
 from fp4kit.cpu.rotate import rotate as rotate
 from fp4kit.host import engine as reference
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.part_shapes import tensor_amax_shape
+from fp4kit.quantized.parts import tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.recipes.schema import faking

@@ -12,8 +12,7 @@ import jax
 
 from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.jax.functions import fake_quantize
-from fp4kit.qat.plan import QatChoice, QatPlan, ServedDtype, TrainedWeight, make_plan
-from fp4kit.qat.table import table
+from fp4kit.qat import QatChoice, QatPlan, ServedDtype, TrainedWeight, make_plan, table_of
 from fp4kit.recipes import Recipe
 from fp4kit.training.settings import naming
 from fp4kit.types import RecipeId
@@ -52,7 +51,7 @@ class ServedParams:
 
     def __str__(self) -> str:
         """Return the table as text."""
-        return table(self.plan)
+        return table_of(self.plan)
 
     def __call__(self, params: Any) -> Any:
         """Return a new pytree like params, in which served values (fake-quantized weights) replace the weights."""

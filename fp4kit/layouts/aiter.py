@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arguments import as_shape
-from fp4kit.layouts.nibbles import check_bytes, contiguous
+from fp4kit.layouts import check_bytes, contiguous
 
 _ROWS, _COLUMNS = 256, 8  # scales are padded to multiples of these
 _SCALE_TILE = (2, 16, 2, 4)  # r % 32 // 16, r % 16, c % 8 // 4, c % 4

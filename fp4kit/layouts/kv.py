@@ -33,7 +33,7 @@ import numpy as np
 from fp4kit.arguments import as_flag, as_index, is_one_of
 from fp4kit.arrays.imports import check_unmasked, on_device, to_device, to_host
 from fp4kit.formats import NVFP4
-from fp4kit.layouts.nibbles import check_array, check_bytes
+from fp4kit.layouts import check_array, check_bytes
 
 KVLayoutName: TypeAlias = Literal[
     "vllm-nhd",

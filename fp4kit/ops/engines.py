@@ -17,7 +17,7 @@ import numpy as np
 
 from fp4kit.arguments import check_call
 from fp4kit.arithmetic import default_environment, is_ieee
-from fp4kit.arrays import imports, jax_arrays, torch_arrays
+from fp4kit.arrays import imports, returns
 from fp4kit.call.parse import Call, Declined, each
 from fp4kit.cpu import cached_calls as cpu_cached
 from fp4kit.cpu import engine as cpu
@@ -85,14 +85,14 @@ def _facts_function(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
     if a is None:
         raise TypeError(kind)
     if getattr(a, "is_cuda", False):
-        return torch_arrays.facts(), False
-    return (_torch_host_facts if getattr(a, "is_cpu", False) else jax_arrays.facts), True
+        return returns.torch_facts(), False
+    return (_torch_host_facts if getattr(a, "is_cpu", False) else returns.jax_facts), True
 
 
 def _torch_host_facts(a: Any) -> Hashable:
     """Return the facts of a PyTorch tensor in host memory."""
     kind = type(a)
-    return kind.__name__ if kind is float or kind is np.float32 else torch_arrays.facts(True)(a)
+    return kind.__name__ if kind is float or kind is np.float32 else returns.torch_facts(True)(a)
 
 
 def _cupy_facts(a: Any) -> Hashable:

@@ -14,10 +14,10 @@ from fp4kit.arrays.imports import import_arrays, on_device, to_device, to_host
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call.inputs import check_values_dtype
 from fp4kit.call.parse import check_float
-from fp4kit.display.panel import Panel
+from fp4kit.display import Panel
 from fp4kit.formats import E2M1, FLOATS, NVFP4
+from fp4kit.layouts import check_bytes
 from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVLayout, KVLayoutName, KVParts, PageShape, as_layout, check_slots
-from fp4kit.layouts.nibbles import check_bytes
 from fp4kit.ops.amax import amax
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized

@@ -29,7 +29,7 @@ from fp4kit.call.matmul import (
     rows_call,
     scale_decoding_of,
 )
-from fp4kit.display.panel import Panel
+from fp4kit.display import Panel
 from fp4kit.layouts import unpack
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.ops.quantize import dequantize, quantize

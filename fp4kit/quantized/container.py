@@ -20,10 +20,20 @@ from fp4kit.arrays.imports import check_unmasked, import_arrays
 from fp4kit.arrays.returns import TORCH, ArrayLibrary, library_of, numpy_dtype
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import check_layout
-from fp4kit.lazy import FUNCTIONS
-from fp4kit.quantized import from_checkpoint
-from fp4kit.quantized.part_shapes import check_amounts, check_codes, check_scale_codes, scale_shape, wanted_parts
+from fp4kit.quantized.parts import (
+    check_amounts,
+    check_codes,
+    check_scale_codes,
+    import_parts,
+    imported_codes,
+    imported_scales,
+    imported_tensor_scale,
+    scale_shape,
+    shape_of,
+    wanted_parts,
+)
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.registered import FUNCTIONS
 from fp4kit.types import ScaleLayout
 
 PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")  # fields that are arrays
@@ -76,7 +86,7 @@ class Quantized:
             one per row, and (..., K/block) for one per block. None if the recipe has no tensor scale.
         tensor_amax: the amax that tensor_scale was made from, float32, in the shape of tensor_scale. None if it is
             unknown, as in a checkpoint. Decoding does not need it: without it, a rule that reads the amax uses the amax
-            that tensor_scale implies (reference/tensor_rules.py).
+            that tensor_scale implies (reference/implied_amax.py).
         shape: shape of x.
         dtype: dtype of x: float32, float16 or bfloat16. A dtype of PyTorch or JAX is stored as NumPy's or ml_dtypes'.
         axis: the axis of x along which blocks run; stored as a non-negative number.
@@ -335,15 +345,13 @@ class Quantized:
         check_layout(op, scale_layout)
         high_nibble_first = as_flag(op, "high_nibble_first", high_nibble_first)
         tensor_scale_divides = as_flag(op, "tensor_scale_divides", tensor_scale_divides)
-        tensors = from_checkpoint.import_parts(op, packed=packed, block_scale=block_scale, tensor_scale=tensor_scale)
-        codes = from_checkpoint.codes(op, tensors["packed"], r, high_nibble_first)
-        shape = (
-            from_checkpoint.shape_of(op, codes, r, as_index(op, "axis", axis)) if shape is None else as_shape(op, shape)
-        )
+        tensors = import_parts(op, packed=packed, block_scale=block_scale, tensor_scale=tensor_scale)
+        codes = imported_codes(op, tensors["packed"], r, high_nibble_first)
+        shape = shape_of(op, codes, r, as_index(op, "axis", axis)) if shape is None else as_shape(op, shape)
         shapes = wanted_parts(shape, as_index(op, "axis", axis), r, scale_layout)
         padded = None if scale_layout == "linear" else shapes.block_scale
-        scales = from_checkpoint.block_scales(op, tensors["block_scale"], r, padded)
-        scale, amax = from_checkpoint.tensor_scale(
+        scales = imported_scales(op, tensors["block_scale"], r, padded)
+        scale, amax = imported_tensor_scale(
             *(op, tensors["tensor_scale"], codes, shapes.tensor_scale, tensor_scale_divides),
             lambda divisors: FUNCTIONS["Quantized.from_parts"](divisors, r, numpy_dtype(op, dtype)),
         )

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
 import numpy as np
 
 from fp4kit.arguments import as_index, written
-from fp4kit.arrays import imports, jax_arrays, torch_arrays
+from fp4kit.arrays import imports, returns
 from fp4kit.arrays.returns import TORCH, library_of
-from fp4kit.formats import bit_patterns
+from fp4kit.formats import FLOATS, bit_patterns
 from fp4kit.layouts import TILE_COLUMNS, padded_shape, tile_rows
 from fp4kit.quantized.container import FACTS, PARTS, Quantized, assembled
+from fp4kit.recipes.table import recipe as listed_recipe
+from fp4kit.recipes.to_string import from_spec, to_spec
+from fp4kit.types import ScaleLayout
 
 
 def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
@@ -178,7 +182,7 @@ def _given_to(q: Quantized, name: str) -> Quantized:
     """Convert the arrays of q from NumPy or CuPy to the library `name`, "torch" or "jax"."""
     if name not in sys.modules:
         raise RuntimeError(f"Quantized: to({name!r}) needs {name}, which is not imported here; import {name} first")
-    return q.with_parts(torch_arrays.tensor_of if name == "torch" else jax_arrays.array_of)
+    return q.with_parts(returns.tensor_of if name == "torch" else returns.array_of)
 
 
 def _on_gpu(q: Quantized, device: int | None) -> Quantized:
@@ -203,3 +207,41 @@ def unflatten(arrays: Any, facts: Any) -> Quantized:
     """Return the Quantized that flatten split into `arrays` and `facts`."""
     names, *values = facts
     return assembled({**dict.fromkeys(PARTS), **dict(zip((*names, *FACTS), (*arrays, *values), strict=True))})
+
+
+_DTYPES = {dtype.name: dtype for dtype in FLOATS}
+_Facts = tuple[tuple[int, ...], str, int, str, ScaleLayout]
+
+
+def reduced(q: Quantized) -> tuple[Any, ...]:
+    """Return the pair (function, arguments) by which pickle recreates a Quantized of PyTorch tensors."""
+    allow_torch_load()
+    facts = tuple(q.shape), q.dtype.name, q.axis, to_spec(q.recipe), q.scale_layout
+    return rebuild_quantized, (tuple(getattr(q, name) for name in PARTS), facts)
+
+
+def rebuild_quantized(parts: tuple[Any, Any, Any, Any], facts: _Facts) -> Quantized:
+    """Return the Quantized that a pickle stores, from the arguments that ``reduced`` returned."""
+    shape, dtype, axis, spec, layout = facts
+    return Quantized(*parts, tuple(shape), _DTYPES[dtype], axis, from_spec(spec), layout)
+
+
+rebuild_quantized.__module__ = "fp4kit.torch"
+
+
+def allow_torch_load() -> None:
+    """Let torch.load load a Quantized with weights_only=True: tell PyTorch to trust the names in such files."""
+    serialization = getattr(sys.modules.get("torch"), "serialization", None)
+    add = getattr(serialization, "add_safe_globals", None)
+    if add is not None:
+        dtypes = {type(dtype) for dtype in FLOATS} | {dtype.type for dtype in FLOATS}
+        add([rebuild_quantized, Quantized, listed_recipe, np.dtype, *dtypes])
+
+
+def of_zeros(q: Quantized) -> Quantized:
+    """Return a copy of the all-zero matrix ``q`` with scales that all loaders can read: block scales 0, tensor
+    scale 1.
+    """
+    zeros = {"packed": np.zeros_like(q.packed)}
+    zeros |= {} if q.block_scale is None else {"block_scale": np.zeros_like(q.block_scale)}
+    return replace(q, **zeros, tensor_scale=np.ones_like(q.tensor_scale), tensor_amax=None)

@@ -43,12 +43,17 @@ from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import PARTS, Quantized
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.serialization import as_data, from_data
-from fp4kit.storage.errors import CheckpointError, listed, shown
-from fp4kit.storage.json_object import parse_object
-from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorEntry, TensorReader, read_header
-from fp4kit.storage.whole_file import whole_file
-from fp4kit.storage.writer import NewTensor, SafetensorsWriter
+from fp4kit.recipes.to_dict import as_data, from_data
+from fp4kit.storage.files import CheckpointError, listed, parse_object, shown, whole_file
+from fp4kit.storage.safetensors_file import (
+    NUMPY_DTYPES,
+    NewTensor,
+    SafetensorsFile,
+    SafetensorsWriter,
+    TensorEntry,
+    TensorReader,
+    read_header,
+)
 
 ENTRY, SUMS = "fp4kit_quantized", "fp4kit_crc32"
 VERSION = 1

@@ -7,14 +7,16 @@ file would be killed.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -22,9 +24,70 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from fp4kit.formats import FLOATS
-from fp4kit.storage.errors import CheckpointError, other_file, shown
-from fp4kit.storage.ggml_types import BLOCKED, ggml_nbytes
-from fp4kit.storage.json_object import parse_object
+from fp4kit.layouts import GGUF_BLOCKS
+from fp4kit.storage.files import CheckpointError, other_file, parse_object, shown
+
+
+class GgmlType(NamedTuple):
+    """A tensor type of GGUF files: its name, the elements per block and the bytes per block."""
+
+    name: str
+    elements: int
+    bytes: int
+
+
+_QK = 256
+GGML_TYPES: dict[int, GgmlType] = {
+    0: GgmlType("F32", 1, 4),
+    1: GgmlType("F16", 1, 2),
+    24: GgmlType("I8", 1, 1),
+    25: GgmlType("I16", 1, 2),
+    26: GgmlType("I32", 1, 4),
+    27: GgmlType("I64", 1, 8),
+    28: GgmlType("F64", 1, 8),
+    30: GgmlType("BF16", 1, 2),
+    2: GgmlType("Q4_0", 32, 18),
+    3: GgmlType("Q4_1", 32, 20),
+    6: GgmlType("Q5_0", 32, 22),
+    7: GgmlType("Q5_1", 32, 24),
+    8: GgmlType("Q8_0", 32, 34),
+    9: GgmlType("Q8_1", 32, 40),
+    20: GgmlType("IQ4_NL", 32, 18),
+    41: GgmlType("Q1_0", 128, 18),
+    42: GgmlType("Q2_0", 64, 18),
+    10: GgmlType("Q2_K", _QK, 84),
+    11: GgmlType("Q3_K", _QK, 110),
+    12: GgmlType("Q4_K", _QK, 144),
+    13: GgmlType("Q5_K", _QK, 176),
+    14: GgmlType("Q6_K", _QK, 210),
+    15: GgmlType("Q8_K", _QK, 292),
+    16: GgmlType("IQ2_XXS", _QK, 66),
+    17: GgmlType("IQ2_XS", _QK, 74),
+    18: GgmlType("IQ3_XXS", _QK, 98),
+    19: GgmlType("IQ1_S", _QK, 50),
+    21: GgmlType("IQ3_S", _QK, 110),
+    22: GgmlType("IQ2_S", _QK, 82),
+    23: GgmlType("IQ4_XS", _QK, 136),
+    29: GgmlType("IQ1_M", _QK, 56),
+    34: GgmlType("TQ1_0", _QK, 54),
+    35: GgmlType("TQ2_0", _QK, 66),
+    39: GgmlType("MXFP4", GGUF_BLOCKS["mxfp4"].elements, GGUF_BLOCKS["mxfp4"].bytes),
+    40: GgmlType("NVFP4", GGUF_BLOCKS["nvfp4"].elements, GGUF_BLOCKS["nvfp4"].bytes),
+}
+# Types that llama.cpp had in earlier versions.
+REMOVED = {
+    **{4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
+    **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
+}
+NUMBER_OF = {kind.name: number for number, kind in GGML_TYPES.items()}
+# Types with blocks of several elements, which only GGUF files have.
+BLOCKED = {kind.name: kind for kind in GGML_TYPES.values() if kind.elements > 1}
+
+
+def ggml_nbytes(kind: GgmlType, shape: tuple[int, ...]) -> int:
+    """Return the size in bytes of a tensor of the GGUF type ``kind``."""
+    return prod(shape) // kind.elements * kind.bytes
+
 
 # {dtype: bits per element}, in the order of the safetensors library's dtype table. Its writer sorts by this order.
 DTYPE_BITS: dict[str, int] = {
@@ -236,3 +299,118 @@ class TensorReader:
         """Yield the bytes of a tensor in chunks of at most ``size`` bytes. An empty tensor yields nothing."""
         for start in range(0, entry.nbytes, size):
             yield self.read_bytes(entry, start, min(size, entry.nbytes - start))
+
+
+class TensorSpec(Protocol):
+    """Any object with the attributes ``name``, ``dtype`` and ``shape`` of a tensor to be written.
+
+    The dtype is spelled as the file format spells it: "BF16" in safetensors, or a name in GGML_TYPES in GGUF.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class NewTensor(NamedTuple):
+    """A tensor to be written: its name, its dtype as safetensors spells it, such as "BF16", and its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+_RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
+
+
+def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Return a new list of ``specs`` in the order in which a safetensors file stores the tensors."""
+    return sorted(specs, key=lambda spec: (-_RANK[spec.dtype], spec.name))
+
+
+def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes of a safetensors file before its first tensor: the length field and the padded header."""
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    begin = 0
+    for spec in specs:
+        end = begin + nbytes_of(spec.dtype, spec.shape)
+        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class SafetensorsWriter:
+    """Write a new safetensors file with the tensors of ``specs``. Use it in a ``with`` statement.
+
+    Call ``write`` to fill the tensors, and ``finish`` at the end, to check that every tensor is complete. The attribute
+    ``size`` is the size of the finished file in bytes.
+
+    path: the file to create. FileExistsError is raised if a file or link exists there.
+    specs: the name, dtype and shape of each tensor.
+    metadata: the entry __metadata__ of the header.
+    """
+
+    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> None:
+        ordered = file_order(specs)
+        header = header_bytes(ordered, metadata)
+        self._label = shown(path.name)
+        self._next: dict[str, int] = {}
+        self._end: dict[str, int] = {}
+        position = len(header)
+        for spec in ordered:
+            self._next[spec.name] = position
+            position += nbytes_of(spec.dtype, spec.shape)
+            self._end[spec.name] = position
+        self.size = position
+        self._ordered, self._header_size = ordered, len(header)
+        self._stream = path.open("xb", buffering=0)
+        self._put(0, memoryview(header))
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.close()
+
+    def _put(self, position: int, data: memoryview) -> None:
+        """Write all of ``data`` to the file, beginning at byte ``position``."""
+        self._stream.seek(position)
+        while data:
+            data = data[self._stream.write(data) :]
+
+    def replace_metadata(self, metadata: Mapping[str, str]) -> None:
+        """Overwrite the metadata in the header."""
+        header = header_bytes(self._ordered, metadata)
+        if len(header) != self._header_size:
+            raise ValueError(
+                f"{self._label}: the new header has {len(header)} bytes; needs {self._header_size} bytes, the length of"
+                f" the first one"
+            )
+        self._put(0, memoryview(header))
+
+    def write(self, name: str, data: npt.NDArray[np.generic]) -> None:
+        """Write the bytes of ``data`` to the tensor ``name``, after the bytes that were already written to it."""
+        raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        position = self._next[name]
+        if position + raw.size > self._end[name]:
+            raise CheckpointError(
+                f"{self._label}: {shown(name)}: {raw.size} bytes were written; at most "
+                f"{self._end[name] - position} bytes are left of its planned size"
+            )
+        self._put(position, raw.data)
+        self._next[name] = position + raw.size
+
+    def finish(self) -> None:
+        """Flush the file to disk. Raise CheckpointError before that if a tensor is incomplete."""
+        short = [name for name, position in self._next.items() if position != self._end[name]]
+        if short:
+            missing = self._end[short[0]] - self._next[short[0]]
+            raise CheckpointError(f"{self._label}: {shown(short[0])} lacks {missing} of its planned bytes")
+        os.fsync(self._stream.fileno())

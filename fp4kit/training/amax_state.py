@@ -19,14 +19,21 @@ are valid. CuPy arrays stay on the GPU until then.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import prod
 from types import MappingProxyType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
 
 from fp4kit.arguments import (
     as_entries,
@@ -39,12 +46,298 @@ from fp4kit.arguments import (
     as_word,
     is_one_of,
 )
-from fp4kit.storage.whole_file import whole_file, write_file
-from fp4kit.training.amax_experts import all_gather_bytes, counts, join, unstack
-from fp4kit.training.amax_file import decode, encode
-from fp4kit.training.amax_names import SEPARATORS, AmaxName
-from fp4kit.training.amax_values import check, import_amax, merge, on_host
-from fp4kit.training.communicators import Communicator
+from fp4kit.arithmetic import ieee
+from fp4kit.arrays import imports
+from fp4kit.arrays.imports import import_arrays
+from fp4kit.call.parse import check_float
+from fp4kit.storage.files import parse_object, whole_file, write_file
+from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES, unusable
+from fp4kit.training.communicators import Communicator, check_communicator
+
+SEPARATORS = (".", "_")
+_FORM = "<module>.weight_quantizer.<i>._amax or <module>.weight_quantizer_<i>._amax"
+_NAME = re.compile(r"(?P<base>(?:.+\.)?\w*?quantizers?)(?:[._](?P<index>[0-9]{1,7}))?(?:\.(?P<buffer>_\w*amax))?")
+
+
+@dataclass(frozen=True)
+class AmaxName:
+    """The name of one amax buffer: "<base>.<index>.<buffer>" or "<base>_<index>.<buffer>".
+
+    The index is absent for a module without experts, and for an amax that covers all experts of a module.
+
+    Attributes:
+        base: "<module>.weight_quantizer", or another quantizer of the module, such as input_quantizer.
+        index: number of the expert, or None.
+        buffer: the name of the buffer, such as "_amax" or "_global_amax".
+
+    Source: Model-Optimizer's GroupedQuantizer writes ".<i>"; its pull request 1717 wrote "_<i>".
+    """
+
+    base: str
+    index: int | None = None
+    buffer: str = "_amax"
+
+    @classmethod
+    def find(cls, key: Any) -> AmaxName | None:
+        """Return the AmaxName of a checkpoint's key, or None if the key names no amax buffer of a quantizer."""
+        match = _NAME.fullmatch(key) if isinstance(key, str) else None
+        if match is None:
+            return None
+        index = match["index"]
+        return cls(match["base"], None if index is None else int(index), match["buffer"] or "_amax")
+
+    @classmethod
+    def parse(cls, key: Any, op: str = "amax state") -> AmaxName:
+        """Return the AmaxName of a checkpoint's key."""
+        name = cls.find(key)
+        if name is None:
+            raise ValueError(f"{op}: {key!r:.200} names no quantizer; needs {_FORM}")
+        return name
+
+    def key(self, separator: str = ".") -> str:
+        """Return the name as a checkpoint spells it, such as "m.weight_quantizer.3._amax"."""
+        return f"{self._quantizer(separator)}.{self.buffer}"
+
+    def at(self, index: int | None) -> AmaxName:
+        """Return a new AmaxName with the expert number ``index``, and this base and buffer."""
+        return replace(self, index=index)
+
+    def matches(self, pattern: str) -> bool:
+        """Return whether a wildcard (fnmatch; case matters) matches one of the spellings of this name."""
+        spellings = {self.base, *(self._quantizer(separator) for separator in SEPARATORS)}
+        return any(fnmatchcase(s, pattern) or fnmatchcase(f"{s}.{self.buffer}", pattern) for s in spellings)
+
+    def order(self) -> tuple[str, str, int]:
+        """Return a sort key: by base, then buffer, then expert number, where a name without a number comes first."""
+        return self.base, self.buffer, -1 if self.index is None else self.index
+
+    def _quantizer(self, separator: str) -> str:
+        """Return the name without the buffer: the base and, after the separator, the expert number."""
+        return self.base if self.index is None else f"{self.base}{separator}{self.index}"
+
+
+def _xp(value: Any) -> Any:
+    """Return the library that an array belongs to: the module numpy or cupy."""
+    return imports.cupy() if imports.on_device(value) else np
+
+
+@ieee("amax")
+def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
+    """Return a float32 copy of ``amax`` on its device, as a NumPy or CuPy array of its shape."""
+    (value,) = import_arrays(f"{op}: {name.key()}", amax=amax)
+    check_float(f"{op}: {name.key()}", value, "amax")
+    xp = _xp(value)
+    if value.dtype == ml_dtypes.bfloat16:
+        bits = value.view(xp.uint16).astype(xp.uint32) << xp.uint32(16)
+    else:
+        bits = value.astype(xp.float32).view(xp.uint32)
+    return xp.asarray(bits * (bits != xp.uint32(0x80000000))).view(xp.float32)
+
+
+def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> None:
+    """Set named[name] to the elementwise maximum of the old named[name] and ``value``, as a new array."""
+    old = named.get(name)
+    if old is None:
+        named[name] = value
+        return
+    if (
+        old.shape != value.shape
+        or type(old) is not type(value)
+        or getattr(old, "device", 0) != getattr(value, "device", 0)
+    ):
+        raise ValueError(
+            f"{op}: {name.key()} is {_where(value)}, but was {_where(old)} before; needs one shape and one device in "
+            "all calls"
+        )
+    xp = _xp(value)
+    named[name] = xp.asarray(xp.maximum(old.view(xp.uint32), value.view(xp.uint32))).view(xp.float32)
+
+
+def _where(value: Any) -> str:
+    """Return the shape and device of an amax as text, for an error message."""
+    return f"{value.shape} on {value.device if imports.on_device(value) else 'the CPU'}"
+
+
+def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
+    """Return ``named`` as a new dict of NumPy arrays."""
+    found = {name: value for name, value in named.items() if not imports.on_device(value)}
+    devices: dict[int, list[AmaxName]] = defaultdict(list)
+    for name in named.keys() - found.keys():
+        devices[named[name].device.id].append(name)
+    for device, names in devices.items():
+        with imports.cupy().cuda.Device(device):
+            flat = imports.cupy().concatenate([named[name].reshape(-1) for name in names]).get()
+        cuts = np.cumsum([named[name].size for name in names])[:-1]
+        found |= {name: part.reshape(named[name].shape) for name, part in zip(names, np.split(flat, cuts), strict=True)}
+    return found
+
+
+def check(op: str, named: dict[AmaxName, np.ndarray]) -> dict[AmaxName, np.ndarray]:
+    """Return ``named`` itself, after making its arrays read-only."""
+    for name in sorted(named, key=AmaxName.order):
+        value = named[name]
+        bad = ~(value >= 0)
+        if bad.any():
+            what = "NaN" if np.isnan(value).any() else "negative values"
+            raise ValueError(f"{op}: {name.key()} holds {what} ({int(bad.sum())} of {value.size}); needs amax >= 0")
+        value.flags.writeable = False
+    return named
+
+
+def counts(
+    named: Mapping[AmaxName, Any], op: str, count: int | None = None, same_shape: bool = False
+) -> dict[AmaxName, int]:
+    """Return {base: N}, the number of experts of each quantizer."""
+    numbers: dict[AmaxName, set[int]] = {}
+    for name in named:
+        if name.index is not None:
+            numbers.setdefault(name.at(None), set()).add(name.index)
+    found = {base: max(present) + 1 if count is None else count for base, present in numbers.items()}
+    for base, n in found.items():
+        check_numbers(base, numbers[base], n, op)
+        first = np.shape(named[base.at(0)])
+        differing = next((i for i in range(n) if np.shape(named[base.at(i)]) != first), None) if same_shape else None
+        if differing is not None:
+            raise ValueError(
+                f"{op}: {base.at(differing).key()} has shape {np.shape(named[base.at(differing)])}, and expert 0 has "
+                f"{first}; needs one shape for all experts"
+            )
+    return found
+
+
+def check_numbers(base: AmaxName, present: set[int], n: int, op: str) -> None:
+    """Raise ValueError unless the expert numbers in ``present`` are exactly 0 ..."""
+    missing = next((i for i in range(n) if i not in present), None)
+    if missing is not None:
+        more = n - sum(i < n for i in present) - 1  # do not enumerate: n comes from a file and may be huge
+        others = f" and {more} more are" if more else " is"
+        raise ValueError(
+            f"{op}: {base.at(missing).key()}{others} missing; needs experts 0 to {n - 1}, and has {len(present)}"
+        )
+    if len(present) > n:
+        raise ValueError(f"{op}: {base.at(max(present)).key()} is surplus; needs exactly {n} experts")
+
+
+def join(
+    named: dict[AmaxName, Any],
+    values: dict[AmaxName, Any],
+    experts: str,
+    numbers: Any,
+    offsets: dict[AmaxName, int],
+    rank: int,
+) -> None:
+    """Merge the amaxes of one rank (``values``) into those of all ranks (``named``), for AmaxState.gather."""
+    own = {name: value for name, value in values.items() if name.index is not None and name.matches(experts)}
+    for name in values.keys() - own.keys():
+        merge(named, name, values[name], f"gather: rank {rank}")
+    for name, target in _global_names(own, numbers, offsets, f"gather: rank {rank}").items():
+        if target in named:
+            raise ValueError(
+                f"gather: {target.key()} is present twice; rank {rank} has it as local expert {name.index}; give each "
+                "expert one global number"
+            )
+        named[target] = own[name]
+
+
+def _global_names(
+    own: Mapping[AmaxName, Any], numbers: Sequence[int] | None, offsets: dict[AmaxName, int], op: str
+) -> dict[AmaxName, AmaxName]:
+    """Return {local name: global name} for the experts of one rank."""
+    if numbers is None:
+        first = {base: offsets[base] for base in {name.at(None) for name in own}}
+        for base, n in counts(own, op).items():
+            offsets[base] += n
+        return {name: name.at(first[name.at(None)] + (name.index or 0)) for name in own}
+    for name in own:
+        if (name.index or 0) >= len(numbers) or min(numbers) < 0:
+            raise ValueError(
+                f"{op}: {name.key()} has no global number: numbers is {list(numbers)}; needs one >= 0 for each local "
+                "expert"
+            )
+    return {name: name.at(numbers[name.index or 0]) for name in own}
+
+
+def unstack(
+    named: dict[AmaxName, np.ndarray], stated: Any, requested: Mapping[str, int], op: str
+) -> dict[AmaxName, np.ndarray]:
+    """Return a copy of ``named`` in which each stacked array [N, ...] is split into N arrays, one per expert."""
+    named = dict(named)
+    for base, n in _wanted(named, stated, requested, op).items():
+        stack = named.pop(base, None)
+        present = {name.index for name in named if name.index is not None and name.at(None) == base}
+        if stack is None:
+            check_numbers(base, present, n, op)
+        elif stack.shape[:1] != (n,):
+            raise ValueError(f"{op}: {base.key()} has shape {stack.shape}; needs ({n}, ...), one amax per expert")
+        elif present:
+            raise ValueError(
+                f"{op}: {base.key()} holds all experts, but {base.at(min(present)).key()} is present too; needs one of "
+                "the two forms"
+            )
+        else:
+            named |= {base.at(i): stack[i, ...] for i in range(n)}
+    counts(named, op)
+    return named
+
+
+def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, int], op: str) -> dict[AmaxName, int]:
+    """Return {base: N}, the number of experts of each quantizer for which the file or the caller gives one."""
+    if not isinstance(stated, dict) or not all(
+        type(n) is int and n > 0 and AmaxName.find(key) for key, n in stated.items()
+    ):
+        raise ValueError(f"{op}: its metadata says experts {stated!r}; needs a positive number per quantizer")
+    count_of = {AmaxName.parse(key): n for key, n in stated.items()}
+    for pattern, number in as_mapping(op, "experts", requested).items():
+        n = as_index(op, f"experts[{pattern!r:.60}]", number)
+        as_word(op, "a wildcard of experts", pattern)
+        bases = {name.at(None) for name in (*named, *count_of) if name.matches(pattern)}
+        if not bases:
+            raise ValueError(f"{op}: {pattern!r} matches no key; needs a wildcard that matches a quantizer")
+        for base in bases:
+            if count_of.setdefault(base, n) != n:
+                raise ValueError(f"{op}: {base.key()} has {count_of[base]} experts in this file; {n} were requested")
+    return count_of
+
+
+def all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
+    """Send this rank's byte string `data` to all ranks."""
+    check_communicator("gather", comm, "all_gather")
+    counts = [int(n) for n in comm.all_gather(np.array([len(data)], np.int64))]
+    flat = comm.all_gather(np.frombuffer(data, np.uint8).copy(), counts)
+    return [part.tobytes() for part in np.split(flat, np.cumsum(counts)[:-1])]
+
+
+FACTS = "fp4kit_amax"  # the metadata entry that encode writes
+
+
+def encode(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a safetensors file with the arrays as tensors."""
+    # All facts are one metadata entry, because the safetensors library writes several entries in random order.
+    metadata = {FACTS: json.dumps(facts, sort_keys=True)}
+    return save({key: np.asarray(array, order="C") for key, array in arrays.items()}, metadata)
+
+
+@ieee("AmaxState")
+def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return (amaxes, facts) from the bytes of a safetensors file."""
+    try:
+        tensors = sorted((item for item in deserialize(data) if item[0].endswith("amax")), key=lambda item: item[0])
+    except SafetensorError as error:
+        raise unusable(label, error) from None
+    header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")], label)
+    # A file that was not written by fp4kit may have no metadata, or metadata without FACTS.
+    facts = (header.get("__metadata__") or {}).get(FACTS, "{}")
+    return {key: _array(key, info, label) for key, info in tensors}, parse_object(
+        facts.encode(), f"{label}: metadata {FACTS}"
+    )
+
+
+def _array(key: str, info: Mapping[str, Any], label: str) -> np.ndarray:
+    """Return the amax that a file stores under `key`, as float32 with -0 replaced by +0."""
+    if info["dtype"] not in FLOAT_DTYPES:
+        raise ValueError(f"{label}: {key!r} is {info['dtype']}; needs F32, F16 or BF16")
+    value = np.frombuffer(info["data"], NUMPY_DTYPES[info["dtype"]]).reshape(info["shape"]).astype(np.float32)
+    return np.asarray(value + np.float32(0))  # -0 becomes +0
 
 
 class AmaxCollector:

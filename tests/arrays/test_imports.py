@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from together import together
 
-from fp4kit.arrays import dlpack
+from fp4kit.arrays import imports
 from fp4kit.arrays.imports import as_array, as_arrays, device_name
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -64,10 +64,10 @@ class Exporter:
         shape = (ctypes.c_int64 * ndim)(*self.shape)
         strides = None if self.strides is None else (ctypes.c_int64 * ndim)(*self.strides)
         data = self.memory.ctypes.data if self.memory is not None else None
-        tensor = dlpack._DLTensor(data, (CPU, 0), ndim, self.dtype, shape, strides, self.offset)
-        managed = dlpack._DLManagedTensor(tensor, None, None)
+        tensor = imports._DLTensor(data, (CPU, 0), ndim, self.dtype, shape, strides, self.offset)
+        managed = imports._DLManagedTensor(tensor, None, None)
         if self.flags is not None:
-            managed = dlpack._DLManagedTensorVersioned(*self.version, None, None, self.flags, tensor)
+            managed = imports._DLManagedTensorVersioned(*self.version, None, None, self.flags, tensor)
         _exports[ctypes.addressof(managed)] = (managed, shape, strides, self.memory)
         return ctypes.addressof(managed)
 
@@ -147,7 +147,7 @@ def test_zero_size(memory, data, shape):
     assert (array.dtype, array.shape, _exports) == (BF16, shape, {})
 
 
-@together("code, bits, lanes, dtype", [(*key, dtype) for key, dtype in dlpack.DTYPES.items()])
+@together("code, bits, lanes, dtype", [(*key, dtype) for key, dtype in imports.DTYPES.items()])
 def test_every_dtype(code, bits, lanes, dtype):
     memory = np.arange(48, dtype=np.uint8) % 2
     array = as_array(Exporter(memory, (48 // dtype.itemsize,), None, code, bits, lanes))

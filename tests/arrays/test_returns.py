@@ -175,9 +175,9 @@ def test_many_calls_leave_no_tensor_alive():
 def test_tensors_of_8_bit_floats_keep_their_dtype():
     codes = quantized(tensor(X[BF16]), "mxfp8-te").packed.view(torch.float8_e4m3fn)
     assert fp4kit.arrays.imports.as_array(codes).dtype == ml_dtypes.float8_e4m3fn
-    from fp4kit.arrays import torch_arrays
+    from fp4kit.arrays import returns
 
-    assert torch_arrays.tensor_of(fp4kit.arrays.imports.as_array(codes)).dtype == torch.float8_e4m3fn
+    assert returns.tensor_of(fp4kit.arrays.imports.as_array(codes)).dtype == torch.float8_e4m3fn
 
 
 def test_to_another_library():

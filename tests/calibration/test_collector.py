@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from examples.train_fp4 import on_threads
-from fp4kit.calibration import Collector, input_global_scale, input_scale
-from fp4kit.calibration.collector_file import ENTRY
+from fp4kit.calibration import ENTRY, Collector, input_global_scale, input_scale
 from fp4kit.training.communicators import SingleProcess
 
 STACK = "model.layers.0.mlp.experts.up_proj"

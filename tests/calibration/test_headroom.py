@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from together import together
 
-from fp4kit.calibration import Collector, Headroom
-from fp4kit.calibration.headroom import BINS, bin_of, edges
+from fp4kit.calibration import BINS, Collector, Headroom, bin_of, edges
 
 
 def inputs(case):

@@ -15,7 +15,7 @@ from inputs import ordinary
 import fp4kit
 from fp4kit.call.inputs import takes_e8m0_amaxes, tensor_amax_shape
 from fp4kit.ops import engines as call_cache
-from fp4kit.quantized.part_shapes import scale_shape
+from fp4kit.quantized.parts import scale_shape
 from fp4kit.recipes import RECIPES
 
 X = ordinary(0, (32, 128))

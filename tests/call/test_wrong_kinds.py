@@ -14,7 +14,7 @@ import fp4kit
 from fp4kit.cpu import library
 from fp4kit.formats import E2M1
 from fp4kit.layouts import kv
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 from fp4kit.training.communicators import SingleProcess, _check_gather
 
 X = np.ones((32, 64), np.float32)

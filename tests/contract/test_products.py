@@ -5,7 +5,7 @@ import pytest
 
 import fp4kit
 from fp4kit import Contract
-from fp4kit.contract.products import products, why_no_products
+from fp4kit.contract.compare_layer import products, why_no_products
 from fp4kit.contract.sides import Side, Weights
 
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import pytest
 
 import fp4kit
 from fp4kit import Contract
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 FULL = Contract(
     "nvfp4-te",

@@ -13,9 +13,8 @@ import pytest
 from inputs import INPUTS, NAMES, ORDINARY, codes_of, element_values
 
 import fp4kit
-from fp4kit.display import statistics as counting
-from fp4kit.display.panel import Panel, share
-from fp4kit.display.statistics import by_exponent, statistics
+from fp4kit import display
+from fp4kit.display import Panel, by_exponent, share, statistics_of
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.layouts import SCALE_LAYOUTS, unswizzle_scales
 from fp4kit.recipes import RECIPES
@@ -94,10 +93,10 @@ def by_definition(q):
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_those_of_the_definition(name, chunk, monkeypatch):
     """Counts must not depend on the number of rows per chunk, also if rows do not fill the last row of blocks."""
-    monkeypatch.setattr(counting, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(display, "CHUNK_BYTES", chunk)
     for x in (ORDINARY[:120], INPUTS["extreme"], INPUTS["nonfinite"], np.zeros((64, 128), F32)):
         q = quantized(x, name)
-        found = statistics(q)
+        found = statistics_of(q)
         assert (found.saturated, found.nan, found.blocks, found.zero_blocks) == by_definition(q)
         assert found.values == x.size
         if q.recipe.scale is not None:
@@ -110,21 +109,21 @@ def test_every_code_of_every_format_is_counted():
         q = quantized(np.zeros((32, 256), F32), name)
         every = np.resize(np.arange(256 if fmt.packing.codes > 1 else 2**fmt.bits, dtype=np.uint8), q.packed.shape)
         q = replace(q, packed=every)
-        assert (statistics(q).saturated, statistics(q).nan) == by_definition(q)[:2]
-        assert statistics(q).saturated > 0
+        assert (statistics_of(q).saturated, statistics_of(q).nan) == by_definition(q)[:2]
+        assert statistics_of(q).saturated > 0
 
 
 def test_integers_below_zero_are_no_zeros():
     q = replace(quantized(ORDINARY, "int4-modelopt"), packed=np.full((128, 64), 0x88, np.uint8))
-    assert statistics(q).zero_blocks == 0 and statistics(q).saturated == 128 * 128
+    assert statistics_of(q).zero_blocks == 0 and statistics_of(q).saturated == 128 * 128
     minus = quantized(np.full((32, 64), -0.0, F32), "mxfp4-ocp")
-    assert (codes_of(minus) == 8).all() and statistics(minus).zero_blocks == statistics(minus).blocks == 64
+    assert (codes_of(minus) == 8).all() and statistics_of(minus).zero_blocks == statistics_of(minus).blocks == 64
 
 
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 def test_padding_is_not_counted(layout):
     q = fp4kit.quantize(ORDINARY[:100, :48], "nvfp4-te", scale_layout=layout)
-    found = statistics(q)
+    found = statistics_of(q)
     linear = E4M3.values[unswizzle_scales(q.block_scale, layout, q.scale_shape)]
     assert found.counts.sum() == 300 and (found.scales * found.counts).sum() == linear.sum()
 
@@ -133,7 +132,7 @@ def test_padding_is_not_counted(layout):
 def test_stacks_and_empty_arrays(shape):
     for name in ("nvfp4-te", "nvfp4-te-2d", "int4-modelopt", "fp8-modelopt"):
         q = fp4kit.quantize(np.zeros(shape, F32), name)
-        found, last = statistics(q), q.recipe.block
+        found, last = statistics_of(q), q.recipe.block
         rows = shape[-2] if len(shape) > 1 else 1
         lead = int(np.prod(shape[:-2]))
         assert found.zero_blocks == found.blocks == (lead * -(-rows // last[0]) * (shape[-1] // last[1]) if last else 0)
@@ -143,7 +142,7 @@ def test_stacks_and_empty_arrays(shape):
 def test_strided_parts():
     q = fp4kit.quantize(ORDINARY, "nvfp4-te")
     part = fp4kit.Quantized.from_parts(q.packed[::2], q.block_scale[::2], q.tensor_scale, recipe="nvfp4-te")
-    assert (statistics(part).saturated, 0, *by_definition(part)[2:]) == by_definition(part)
+    assert (statistics_of(part).saturated, 0, *by_definition(part)[2:]) == by_definition(part)
 
 
 # ---- histograms ----

@@ -6,10 +6,10 @@ import pytest
 import synthetic
 
 import fp4kit
+from fp4kit import qat as plan
 from fp4kit.checkpoint import make_plan
 from fp4kit.checkpoint.model.weights import has_transposed_stacks
-from fp4kit.qat import plan
-from fp4kit.qat.table import QuantizedNames
+from fp4kit.qat import QuantizedNames
 
 MODELS = synthetic.MODELS | synthetic.GPT_OSS
 KINDS = {2: "matrix", 3: "stack"}

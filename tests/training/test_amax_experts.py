@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 import fp4kit
 from examples.train_fp4 import on_threads
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.training.amax_names import AmaxName
-from fp4kit.training.amax_state import AmaxCollector, AmaxState
+from fp4kit.training.amax_state import AmaxCollector, AmaxName, AmaxState
 from fp4kit.training.communicators import SingleProcess
 
 EXPERTS = st.integers(1, 12)

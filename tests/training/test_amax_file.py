@@ -14,8 +14,7 @@ from float_modes import BITS, NEEDS_ENVIRONMENT, mode
 from safetensors.numpy import load_file, save_file
 
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.training.amax_names import AmaxName
-from fp4kit.training.amax_state import AmaxState
+from fp4kit.training.amax_state import AmaxName, AmaxState
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from together import together
 
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.training.amax_names import AmaxName
-from fp4kit.training.amax_state import AmaxCollector
+from fp4kit.training.amax_state import AmaxCollector, AmaxName
 
 # ---- names ----
 

@@ -9,8 +9,7 @@ from together import together
 
 import fp4kit
 from fp4kit import layouts
-from fp4kit.training.amax_names import AmaxName
-from fp4kit.training.amax_state import AmaxCollector, AmaxState
+from fp4kit.training.amax_state import AmaxCollector, AmaxName, AmaxState
 from fp4kit.training.communicators import SingleProcess
 from fp4kit.training.settings import FakeQuantSettings
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 from fp4kit.checkpoint.containers.table import COMFY_E5M2, COMFY_FP8, COMFY_MXFP8, COMFY_NVFP4, Container
 from fp4kit.recipes import RECIPES, Recipe, several
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 FORMAT, ENGINE = COMFY_NVFP4.format, "ComfyUI"
 FORMS = (COMFY_NVFP4, COMFY_MXFP8, COMFY_FP8, COMFY_E5M2)

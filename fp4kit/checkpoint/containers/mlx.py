@@ -17,7 +17,7 @@ from typing import Any
 
 from fp4kit.checkpoint.containers.table import MLX_GLOBAL, MLX_MXFP4, MLX_MXFP8, MLX_NVFP4, Container
 from fp4kit.recipes import RECIPES, Recipe, several
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 FORMAT, ENGINE = MLX_MXFP4.format, "mlx-lm 0.32.2"
 FORMS = (MLX_MXFP4, MLX_NVFP4, MLX_MXFP8)

@@ -20,8 +20,7 @@ from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.verify.integrity import unquantized_by_engine
 from fp4kit.contract.schema import Contract
-from fp4kit.contract.sides import InputScale, by_layer
-from fp4kit.contract.stacks import matrix_of
+from fp4kit.contract.sides import InputScale, by_layer, matrix_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.storage.quantized_file import load, recipes_of
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES

@@ -16,7 +16,7 @@ from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.job import Job, Sink
 from fp4kit.formats import E8M0
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 _FRACTION, _SIGN_AND_EXPONENT = np.uint32(0x007FFFFF), 23
 

@@ -27,7 +27,7 @@ from fp4kit.checkpoint.selection.selection import (
 )
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe, recipe
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 
 @dataclass(frozen=True)

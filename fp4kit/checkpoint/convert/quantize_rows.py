@@ -24,10 +24,10 @@ from fp4kit.checkpoint.plan.scale_search import Losses
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.zeros import of_zeros
+from fp4kit.quantized.slicing import of_zeros
 from fp4kit.recipes import Recipe
 from fp4kit.reference.tensor_rules import tensor_scale
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 
 class Weak:

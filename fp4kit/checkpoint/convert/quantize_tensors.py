@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.arithmetic import ieee
-from fp4kit.arrays import torch_arrays
+from fp4kit.arrays import returns
 from fp4kit.arrays.imports import to_device
 from fp4kit.arrays.returns import library_of
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE
@@ -22,8 +22,8 @@ from fp4kit.checkpoint.convert.split_tensors import Named
 from fp4kit.layouts import pack_mlx
 from fp4kit.ops.amax import amax as amax_of
 from fp4kit.ops.quantize import quantize
-from fp4kit.quantized.zeros import of_zeros
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.quantized.slicing import of_zeros
+from fp4kit.storage.files import CheckpointError, shown
 
 
 def quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
@@ -101,14 +101,14 @@ def _typed(array: Any, dtype: str) -> Any:
         library = library_of(array)
         if library is None:
             return pack_mlx(array)
-        return array.view(torch_arrays.dtype_named("uint32") if library.name == "torch" else np.uint32)
+        return array.view(returns.dtype_named("uint32") if library.name == "torch" else np.uint32)
     names = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8"}
     if dtype not in names or type(array).__module__ == "cupy":
         return array
     library = library_of(array)
     if library is None:
         return array.view(getattr(ml_dtypes, names[dtype], np.int8))
-    return array.view(torch_arrays.dtype_named(names[dtype])) if library.name == "torch" else array
+    return array.view(returns.dtype_named(names[dtype])) if library.name == "torch" else array
 
 
 def _in_library(value: np.ndarray, like: Any) -> Any:

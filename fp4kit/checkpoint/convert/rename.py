@@ -21,7 +21,7 @@ from fp4kit.checkpoint.convert.put_scalars import (
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs
 from fp4kit.checkpoint.model.weights import TENSOR_SCALE
 from fp4kit.checkpoint.plan.job import Job, Sink
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
 

@@ -57,7 +57,7 @@ from fp4kit.checkpoint.plan.job import (
     Tick,
 )
 from fp4kit.checkpoint.plan.scale_search import Losses
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
 PIECE = 2 << 20  # a tensor is copied in pieces of this many bytes

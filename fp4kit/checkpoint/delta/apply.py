@@ -26,7 +26,7 @@ from fp4kit.checkpoint.delta.patch_file import (
 )
 from fp4kit.checkpoint.delta.version_files import path_of, paths_to_write
 from fp4kit.checkpoint.run import staging
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.safetensors_file import TensorReader
 
 Tick = Callable[[int], None]

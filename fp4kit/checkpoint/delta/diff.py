@@ -32,11 +32,9 @@ from fp4kit.checkpoint.delta.version_files import files_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.layouts import GGUF_BLOCKS
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError, whole_file
 from fp4kit.storage.gguf_file import is_gguf
-from fp4kit.storage.safetensors_file import SafetensorsFile
-from fp4kit.storage.whole_file import whole_file
-from fp4kit.storage.writer import NewTensor, SafetensorsWriter
+from fp4kit.storage.safetensors_file import NewTensor, SafetensorsFile, SafetensorsWriter
 
 _GAP = 16  # differing bytes at most this far apart are in one run, because a run costs 16 bytes by itself
 _ITEM_BYTES = {COUNTS: 8, STARTS: 8, LENGTHS: 8, BYTES: 1}  # bytes per element of a part

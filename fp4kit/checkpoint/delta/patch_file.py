@@ -31,8 +31,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fp4kit.checkpoint.delta.version_files import are_of_files
-from fp4kit.storage.errors import CheckpointError, shown
-from fp4kit.storage.json_object import parse_object
+from fp4kit.storage.files import CheckpointError, parse_object, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
 
 KEY, VERSION = "fp4kit.patch", 1

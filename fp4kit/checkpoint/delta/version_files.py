@@ -16,9 +16,8 @@ from pathlib import Path
 
 from fp4kit.checkpoint.model.model_files import MANIFEST, existing_file, names_in
 from fp4kit.checkpoint.plan.output_files import check_target, final_path
-from fp4kit.storage.errors import CheckpointError, shown
-from fp4kit.storage.gguf_file import is_gguf
-from fp4kit.storage.split_gguf import name_of_part, read_gguf_model
+from fp4kit.storage.files import CheckpointError, shown
+from fp4kit.storage.gguf_file import is_gguf, name_of_part, read_gguf_model
 
 _SINGLE = {".safetensors": "model.safetensors", ".gguf": "model.gguf"}
 _NAME_OF_FILE = re.compile(r"model\.(safetensors|gguf)|\d{5}-of-\d{5}\.gguf")

@@ -32,7 +32,7 @@ from fp4kit.checkpoint.identify.known_methods import TUNED, TUNED_BY_AUTO_ROUND,
 from fp4kit.ops.identify import either
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import PRODUCER_NAMES, producer_of
-from fp4kit.storage.errors import listed
+from fp4kit.storage.files import listed
 
 MAX_FAILURES = 4  # after this many unexplained layers in a row, only faults with a name are tried
 

@@ -21,7 +21,7 @@ from fp4kit.checkpoint.containers.table import (
     Container,
 )
 from fp4kit.checkpoint.model.weights import looks_quantized
-from fp4kit.storage.errors import shown
+from fp4kit.storage.files import shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry
 
 Parts = Mapping[str, TensorEntry]  # suffix -> tensor

@@ -28,11 +28,9 @@ from fp4kit.checkpoint.run.executors import run_all
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, config_of
 from fp4kit.contract.to_json import FILE as CONTRACT
 from fp4kit.lazy import lazy_property
-from fp4kit.storage.errors import CheckpointError, listed, shown
-from fp4kit.storage.gguf_file import is_gguf
-from fp4kit.storage.json_object import load_object
+from fp4kit.storage.files import CheckpointError, listed, load_object, shown
+from fp4kit.storage.gguf_file import is_gguf, read_gguf_model
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
-from fp4kit.storage.split_gguf import read_gguf_model
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

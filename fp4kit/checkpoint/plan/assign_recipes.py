@@ -43,7 +43,7 @@ from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.cpu.library import num_threads
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.recipes import Recipe, recipe
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.safetensors_file import DTYPE_BITS
 
 KEEP = "keep"  # the candidate that leaves a layer unquantized

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 # Errors are rounded to multiples of this before they are compared. All further arithmetic is in exact integers.
 _GRAIN = 2.0**-50

@@ -26,7 +26,7 @@ from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, kind_of
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 _GGUF_ONLY = "nvfp4-gguf"
 # The usual recipe per kind of container. The first that a format can store is the default recipe of that format.

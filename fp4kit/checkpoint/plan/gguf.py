@@ -10,7 +10,7 @@ from fp4kit.checkpoint.containers.table import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCAL
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.selection import names as ggml_names
 from fp4kit.recipes import RECIPES, Recipe, several
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 FORMS = (GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4)
 

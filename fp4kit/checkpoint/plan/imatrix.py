@@ -29,7 +29,7 @@ import numpy as np
 
 from fp4kit.checkpoint.model.model_files import file_digest
 from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import MAGIC, read_gguf
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"

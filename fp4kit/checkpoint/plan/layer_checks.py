@@ -15,7 +15,7 @@ from fp4kit.checkpoint.model import unlike_layers as layer_sizes
 from fp4kit.checkpoint.model.closed_world import is_known_beside, layer_above
 from fp4kit.checkpoint.model.unlike_layers import unlike_layers
 from fp4kit.checkpoint.model.weights import Weight, any_quantized
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import TensorEntry
 
 # Leaf name of a stack that holds gate and up -> leaf name of the stack of down projections in the same module.

@@ -36,7 +36,7 @@ from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection import names as wrapper_names
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.recipes import Recipe, recipe
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 
 def make_plan(

@@ -15,7 +15,7 @@ from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.loaders.exclusions import container_of
 from fp4kit.checkpoint.selection.names import fused_groups, group_name
 from fp4kit.recipes import Recipe
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 
 
 def first_match(patterns: Iterable[str], module: str) -> int | None:

@@ -10,12 +10,18 @@ from pathlib import Path
 
 from fp4kit.checkpoint.containers.table import OutputTensor
 from fp4kit.checkpoint.model.model_files import Source
-from fp4kit.storage.errors import CheckpointError, shown
-from fp4kit.storage.gguf_file import GgufFile
-from fp4kit.storage.gguf_writer import Value, gguf_header
-from fp4kit.storage.safetensors_file import nbytes_of
-from fp4kit.storage.split_gguf import SPLIT_KEYS, divide, keys_of_part, name_of_part, whole_path
-from fp4kit.storage.writer import file_order, header_bytes
+from fp4kit.storage.files import CheckpointError, shown
+from fp4kit.storage.gguf_file import (
+    SPLIT_KEYS,
+    GgufFile,
+    Value,
+    divide,
+    gguf_header,
+    keys_of_part,
+    name_of_part,
+    whole_path,
+)
+from fp4kit.storage.safetensors_file import file_order, header_bytes, nbytes_of
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ from fp4kit.checkpoint.selection.selection import (
     model_facts,
 )
 from fp4kit.recipes import Recipe
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.safetensors_file import TensorEntry
 
 _NO_CODES = Decision(False, "not quantized in the --codes model", True)

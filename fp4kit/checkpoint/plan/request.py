@@ -26,7 +26,7 @@ from fp4kit.checkpoint.selection.selection import Wishes, check_diffusers
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 UNQUANTIZED = "bf16"
 

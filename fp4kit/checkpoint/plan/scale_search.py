@@ -21,7 +21,7 @@ from fp4kit.checkpoint.plan.imatrix import ChannelWeights, Imatrix, read_imatrix
 from fp4kit.checkpoint.plan.job import SEARCHED
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, read_header
 
 # The recipe to suggest for searched scales, because it accepts any block scale. If the scales are computed from block

@@ -15,7 +15,7 @@ from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.weights import any_quantized
 from fp4kit.checkpoint.plan.job import RENAME
 from fp4kit.checkpoint.plan.plan_facts import PlanFacts
-from fp4kit.storage.errors import shown
+from fp4kit.storage.files import shown
 
 KEPT, CONVERTED, DECODED, LOST = "kept", "converted", "decoded", "lost"
 # entry of a config -> the formats whose configs have the entry too

@@ -35,7 +35,7 @@ import numpy as np
 from fp4kit import __version__
 from fp4kit.arrays import imports
 from fp4kit.cpu.library import alone
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 T = TypeVar("T")
 FunctionCall = tuple[Callable[..., T], tuple[Any, ...]]  # a function and its arguments

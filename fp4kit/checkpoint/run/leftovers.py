@@ -18,7 +18,7 @@ from fp4kit.checkpoint.convert.journal import Journal, key_of_lines
 from fp4kit.checkpoint.model.model_files import load_manifest
 from fp4kit.checkpoint.plan.job import Done
 from fp4kit.checkpoint.run import staging
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 _OWN = (staging.JOURNAL, staging.LOCK)  # names of the leftovers, in the order in which a run removes them
 

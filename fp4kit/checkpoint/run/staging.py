@@ -27,10 +27,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fp4kit.checkpoint.model.model_files import resolved
-from fp4kit.storage.errors import CheckpointError, shown
-from fp4kit.storage.json_object import MAX_BYTES
-from fp4kit.storage.split_gguf import first_parts_of, whole_path
-from fp4kit.storage.whole_file import sync_directory
+from fp4kit.storage.files import MAX_BYTES, CheckpointError, shown, sync_directory
+from fp4kit.storage.gguf_file import first_parts_of, whole_path
 
 try:
     import fcntl

@@ -21,8 +21,7 @@ from fp4kit import __version__
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.verify.integrity import grouped
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport
-from fp4kit.storage.errors import listed, shown
-from fp4kit.storage.whole_file import whole_file
+from fp4kit.storage.files import listed, shown, whole_file
 
 DECIBELS = (
     "SQNR is the ratio of the squared weights to the squared errors. At 20 dB, the error is 10% of the weights; 6 dB"

@@ -19,7 +19,7 @@ from fp4kit.cuda.launch import matrix, partial
 from fp4kit.cuda.launch.amax_columns import amax_columns
 from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
 from fp4kit.cuda.launch.geometry import THREADS
-from fp4kit.quantized.part_shapes import tensor_amax_shape
+from fp4kit.quantized.parts import tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import has_tall_scales
 

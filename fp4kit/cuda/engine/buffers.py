@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arrays import imports, torch_arrays
+from fp4kit.arrays import imports, returns
 
 FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
 # The most bytes of arrays that share one allocation. It is small, because each array keeps the whole allocation alive.
@@ -123,11 +123,11 @@ def _torch_library(device: Any) -> DeviceArrayAccess:
 
     def maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
         """Return a function without arguments that returns a list of new tensors, one per description in `wanted`."""
-        make = [torch_arrays.maker(device, *new) for new in wanted]
+        make = [returns.maker(device, *new) for new in wanted]
         return lambda: [new() for new in make]
 
     def clear(a: Any, stream: Any) -> None:
         """Set a float32 tensor with one element to 0 on a stream."""
         set_to(a.data_ptr(), 0, FLOAT32.itemsize, stream.ptr)
 
-    return DeviceArrayAccess(torch_arrays.address(), maker, clear, torch_arrays.streams_of(device))
+    return DeviceArrayAccess(returns.address(), maker, clear, returns.streams_of(device))

@@ -33,7 +33,7 @@ from fp4kit.cuda.launch.matrix import Matrix, has_aligned_runs, quantize_launch
 from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import PARTS, Quantized, assembled
-from fp4kit.quantized.part_shapes import tensor_amax_shape, wanted_parts
+from fp4kit.quantized.parts import tensor_amax_shape, wanted_parts
 from fp4kit.recipes import Recipe
 
 

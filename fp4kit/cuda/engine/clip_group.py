@@ -16,7 +16,7 @@ from fp4kit.call.parse import Call
 from fp4kit.cuda.engine.group import clear, contiguous_or_copy, cut, launch_all, tensor_amax_launches
 from fp4kit.cuda.launch import grouped
 from fp4kit.cuda.launch.grouped import Clip, GroupedLaunch
-from fp4kit.quantized.part_shapes import tensor_amax_shape
+from fp4kit.quantized.parts import tensor_amax_shape
 
 
 class CudaClipGroup:

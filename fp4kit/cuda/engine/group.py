@@ -33,7 +33,7 @@ from fp4kit.cuda.launch.dispatch import LaunchRequest
 from fp4kit.cuda.launch.grouped import GroupedLaunch
 from fp4kit.cuda.launch.matrix import Matrix, empty_scales
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.quantized.parts import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import has_tall_scales
 

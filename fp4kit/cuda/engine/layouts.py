@@ -15,7 +15,7 @@ from fp4kit.cuda.launch import swizzle as swizzle_launcher
 from fp4kit.cuda.launch import transpose as transpose_launcher
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.part_shapes import packed_shape, scale_shape
+from fp4kit.quantized.parts import packed_shape, scale_shape
 
 
 def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:

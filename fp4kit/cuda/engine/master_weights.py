@@ -18,7 +18,7 @@ from fp4kit.cuda.launch.grouped import GroupedLaunch
 from fp4kit.cuda.launch.grouped_transpose import TransposeMatrix, transpose_group
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.part_shapes import packed_shape, scale_shape
+from fp4kit.quantized.parts import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.types import ScaleLayout
 

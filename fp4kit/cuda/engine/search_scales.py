@@ -31,7 +31,7 @@ from fp4kit.cuda.launch.dispatch import kernel_for
 from fp4kit.cuda.launch.geometry import THREADS, Launch, address, aligned, as_aligned, check_count, grid
 from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.formats import E4M3, E8M0
-from fp4kit.quantized.part_shapes import scale_shape
+from fp4kit.quantized.parts import scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference.codec import is_per_expert, part_for_matrix
 from fp4kit.reference.search import AROUND_FLOOR, DEFAULT_TERMS, SearchTerms

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, convert
 from fp4kit.cli import main
-from fp4kit.contract.products import products
+from fp4kit.contract.compare_layer import products
+from fp4kit.contract.schema import FILE
 from fp4kit.contract.sides import Weights, side_of
-from fp4kit.contract.to_json import FILE
 from fp4kit.evidence.testing import assert_same_bits
 
 RNG = np.random.default_rng(0)

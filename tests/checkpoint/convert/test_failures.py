@@ -22,7 +22,7 @@ from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.selection.selection import Wishes
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

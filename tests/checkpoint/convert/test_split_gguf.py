@@ -26,8 +26,7 @@ from fp4kit.checkpoint.run.leftovers import remove_leftovers
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
-from fp4kit.storage.gguf_file import read_gguf
-from fp4kit.storage.split_gguf import bytes_of_text, divide, read_gguf_model
+from fp4kit.storage.gguf_file import bytes_of_text, divide, read_gguf, read_gguf_model
 
 
 def name_of(i: int, count: int) -> str:

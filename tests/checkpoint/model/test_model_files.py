@@ -21,10 +21,8 @@ from together import together
 from fp4kit.checkpoint.containers import OutputTensor
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import check_shard_name, open_source
-from fp4kit.storage.errors import CheckpointError, shown
-from fp4kit.storage.json_object import parse_object
-from fp4kit.storage.safetensors_file import DTYPE_BITS, TensorReader, read_header
-from fp4kit.storage.writer import SafetensorsWriter
+from fp4kit.storage.files import CheckpointError, parse_object, shown
+from fp4kit.storage.safetensors_file import DTYPE_BITS, SafetensorsWriter, TensorReader, read_header
 
 MALFORMED = Path(synthetic.__file__).parent / "malformed"
 REFUSED = {

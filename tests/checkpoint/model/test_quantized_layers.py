@@ -18,7 +18,7 @@ import fp4kit
 from fp4kit.checkpoint import QuantizedLayers, Wishes, convert
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 FORMATS = (
     ("nvfp4-te", "modelopt"),

@@ -17,7 +17,7 @@ from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.unlike_layers import declares_mixture, role_of
 from fp4kit.checkpoint.model.weights import located
 from fp4kit.checkpoint.verify.verify import verify
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 BF16 = ml_dtypes.bfloat16
 CONFIG = {"model_type": "llama", "hidden_size": 64, "quantization_config": {"quant_method": "compressed-tensors"}}

@@ -22,7 +22,7 @@ from fp4kit.checkpoint.convert.convert import configs
 from fp4kit.checkpoint.model.model_files import MANIFEST
 from fp4kit.checkpoint.plan.default_recipe import DEFAULTS
 from fp4kit.checkpoint.verify.verify import verify
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 QKV = Wishes(include=("*.[qkv]_proj",))
 STORED = ("mlx", "torchao", "comfy", "gguf")  # these containers have no list of unquantized layers

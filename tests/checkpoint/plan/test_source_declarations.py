@@ -31,7 +31,7 @@ from fp4kit.checkpoint.plan.source_declarations import (
     value_of,
 )
 from fp4kit.checkpoint.verify.verify import verify
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 PRODUCER = {"name": "somebody", "version": "1.2"}
 SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}

@@ -19,7 +19,7 @@ from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.statistics import sampled_magnitudes
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 PHRASES = ("its scales allow values", "scales allow values up to", "so that it was lost", "have one tensor scale")
 ODD = "model.layers.1.mlp.down_proj"

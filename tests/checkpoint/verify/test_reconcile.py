@@ -16,7 +16,7 @@ from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.selection.names import shared_amax_groups
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
-from fp4kit.contract.to_json import FILE as CONTRACT
+from fp4kit.contract.schema import FILE as CONTRACT
 from fp4kit.formats import E4M3
 
 FORMATS = ("modelopt", "compressed-tensors")

@@ -40,7 +40,7 @@ from fp4kit.checkpoint.verify.integrity import Issue, grouped
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, prepare, verify
 from fp4kit.cli import main
 from fp4kit.formats import FLT_MAX
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 PAIRS = [
     ("nvfp4-te", "modelopt"),

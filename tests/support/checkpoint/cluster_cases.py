@@ -19,7 +19,7 @@ from fp4kit.checkpoint.convert.convert import Options, convert
 from fp4kit.checkpoint.convert.run_job import write
 from fp4kit.checkpoint.run import executors, staging
 from fp4kit.checkpoint.run.executors import cluster, run_all
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 
 def die() -> None:

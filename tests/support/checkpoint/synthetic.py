@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)

@@ -1,27 +1,469 @@
-"""Collect the amaxes of the inputs of layers, per layer and per expert, and merge what several processes collected."""
+"""Collect the amaxes of activations, from which the input scales of NVFP4 layers are computed.
+
+    collector = Collector()
+    for batch in calibration_set:
+        collector.collect("model.layers.0.mlp.down_proj", inputs_of_that_layer(batch))
+    collector.save("activations.safetensors")        # for fp4kit convert --activations
+    collector.input_scales()["model.layers.0.mlp.down_proj"]
+
+fp4kit.torch.collect fills a Collector while a PyTorch model runs. An input scale is the tensor scale of a layer's
+inputs. An engine that quantizes activations to NVFP4 needs one per layer, because it cannot know the largest input in
+advance.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
-from fp4kit.arguments import as_entries, as_flag, as_index, as_path, as_word
+from fp4kit.arguments import as_entries, as_flag, as_float32, as_index, as_path, as_word
+from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.arrays.imports import import_arrays, on_device
-from fp4kit.calibration.collector_file import CollectedInputs, decode, encode
-from fp4kit.calibration.expert_names import expert_name, expert_of
-from fp4kit.calibration.headroom import BLOCK, Headroom
-from fp4kit.calibration.scales import input_scale
-from fp4kit.calibration.totals import LARGEST, Totals
+from fp4kit.formats import E4M3, NVFP4
 from fp4kit.layouts import pad
 from fp4kit.ops.amax import amax
-from fp4kit.storage.errors import listed
-from fp4kit.storage.whole_file import whole_file, write_file
-from fp4kit.training.amax_experts import all_gather_bytes
+from fp4kit.storage.files import listed, parse_object, whole_file, write_file
+from fp4kit.storage.safetensors_file import unusable
+from fp4kit.training.amax_state import all_gather_bytes
 from fp4kit.training.communicators import Communicator
+
+__all__ = ["Collector", "Headroom", "input_global_scale", "input_scale"]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, so that completion shows no others."""
+    return list(__all__)
+
+
+BINS, BLOCK = 512, NVFP4.block_size
+_LOW, _HIGH = -40.0, 40.0  # log2 of the block amaxes at both ends of the histogram
+_NORMAL_RANGE = E4M3.max / float(E4M3.min_normal)  # 28672: the range of normal block scales
+_IGNORED = 1e6  # blocks below the upper end by more than this factor do not determine the anchor
+_SEARCHED = 256  # bit patterns to either side of the exact edge among which the edge of the float32 rule lies
+
+
+def _bins_of(amaxes: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    """Return the number of the bin, from 0 to 511, of each positive block amax, as int64 in the shape of ``amaxes``."""
+    log2 = np.log2(amaxes.astype(np.float64)).astype(np.float32)
+    fraction = (log2 - np.float32(_LOW)) / np.float32(_HIGH - _LOW)
+    return np.clip(np.floor(fraction * np.float32(BINS)).astype(np.int64), 0, BINS - 1)
+
+
+@cache
+@ieee("headroom")
+def edges() -> npt.NDArray[np.uint32]:
+    """Return the lower edges of bins 1 ..."""
+    exact = np.exp2(_LOW + np.arange(1, BINS) * ((_HIGH - _LOW) / BINS)).astype(np.float32)
+    bits = exact.view(np.uint32)[:, None] + np.arange(-_SEARCHED, _SEARCHED, dtype=np.int64)
+    inside = _bins_of(bits.astype(np.uint32).view(np.float32)) >= np.arange(1, BINS)[:, None]
+    assert not inside[:, 0].any() and inside[:, -1].all()
+    found = bits[np.arange(BINS - 1), inside.argmax(axis=1)].astype(np.uint32)
+    found.flags.writeable = False
+    return found
+
+
+def bin_of(amax: np.float32) -> int:
+    """Return the number of the bin, from 0 to 511, that counts a positive block amax."""
+    return int(np.searchsorted(edges(), np.float32(amax).view(np.uint32), side="right"))
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """Choose an amax that is usually far above the collected inputs, so that larger inputs do not saturate.
+
+    The rule is Model-Optimizer's nvfp4_act_headroom:
+
+        upper  = upper_percentile of the block amaxes
+        anchor = anchor_percentile of the block amaxes from the bin of upper / 1e6 on
+        amax   = max(rho * anchor, upper)
+
+    With amax = rho * anchor, a block as small as the anchor gets the block scale 448 / rho, which is low in the range
+    of E4M3. The rest of the range is headroom for larger inputs. A percentile is the center of the first bin whose
+    cumulated count reaches that share of all blocks.
+
+    Args:
+        anchor_percentile: the percentile of the anchor, above 0 and at most 100.
+        upper_percentile: the percentile of the upper end, above 0 and at most 100. 100 stands for the largest block
+            amax itself, so that no collected input saturates.
+        rho: the factor of the anchor, above 0 and below 28672, the ratio of the largest and the smallest normal E4M3
+            number.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Exact:
+        Equals Model-Optimizer 0.47 with PyTorch on a CPU, for up to 2^24 blocks per layer. Beyond that, Model-Optimizer
+        sums counts in float32, whose rounding depends on the device; fp4kit rounds the exact sums to float32. With
+        several ranks, Model-Optimizer takes the largest of the ranks' amaxes. fp4kit merges the ranks' histograms
+        first, which gives the amax of all their inputs together.
+
+    Source:
+        Model-Optimizer 0.47, modelopt/torch/quantization/calib/nvfp4_act_headroom.py.
+
+    Examples:
+        >>> from fp4kit.calibration import Headroom
+        >>> Headroom(rho=1024.0)
+        Headroom(anchor_percentile=1.0, upper_percentile=99.99, rho=1024.0)
+    """
+
+    anchor_percentile: float = 1.0
+    upper_percentile: float = 99.99
+    rho: float = 16384.0
+
+    def __post_init__(self) -> None:
+        for name in ("anchor_percentile", "upper_percentile"):
+            if not 0 < getattr(self, name) <= 100:
+                raise ValueError(f"Headroom: {name} is {getattr(self, name)}; needs a number above 0 and at most 100")
+        if not 0 < self.rho < _NORMAL_RANGE:
+            raise ValueError(f"Headroom: rho is {self.rho}; needs a number above 0 and below {_NORMAL_RANGE:g}")
+
+    @ieee("Headroom.amax")
+    def amax(self, histogram: npt.NDArray[np.int64], largest: np.float32) -> np.float32:
+        """Return the amax with headroom of one layer.
+
+        Args:
+            histogram: int64 (512,), the number of nonzero blocks per bin.
+            largest: the largest block amax.
+
+        Returns:
+            float32: max(rho * anchor, upper), by the formulas in Headroom. It is 0 if no block is nonzero. It is
+            ``largest`` if there is no anchor, because the bin of upper / 1e6 and all higher bins are empty.
+        """
+        upper = float(largest) if self.upper_percentile >= 100 else _percentile(histogram, self.upper_percentile, 0)
+        if not upper:
+            return np.float32(0)
+        first = bin_of(np.float32(upper / _IGNORED)) if np.float32(upper / _IGNORED) > 0 else 0
+        anchor = _percentile(histogram, self.anchor_percentile, first)
+        return np.float32(max(self.rho * anchor, upper)) if anchor else np.float32(largest)
+
+
+def _percentile(histogram: npt.NDArray[np.int64], percentile: float, first: int) -> float:
+    """Return a percentile of the block amaxes: the amax at the (logarithmic) center of the first bin that reaches
+    it.
+    """
+    counts = histogram.astype(np.float32).astype(np.float64)
+    counts[:first] = 0
+    sums = np.cumsum(counts).astype(np.float32)
+    if sums[-1] <= 0:
+        return 0.0
+    target = np.float32(percentile / 100.0) * sums[-1]
+    found = min(int(np.searchsorted(sums, target)), BINS - 1)
+    return float(2.0 ** (_LOW + (found + 0.5) / BINS * (_HIGH - _LOW)))
+
+
+@ieee("input_scale")
+def input_scale(amax: Any) -> np.float32:
+    """Return the input scale that multiplies on decode, as Model-Optimizer stores it: ``amax / (6 * 448)``.
+
+    Args:
+        amax: the largest magnitude of the layer's inputs, a number that float32 represents.
+
+    Returns:
+        float32.
+
+    Raises:
+        TypeError: amax is not a real number.
+        ValueError: amax is negative.
+
+    Numerics:
+        One division in float32, rounded to nearest even. An amax of 0 gives 0, which no engine can use. NaN gives NaN,
+        and infinity gives infinity.
+
+    Exact:
+        Equals Model-Optimizer 0.47 with PyTorch on a CPU. On CUDA, PyTorch multiplies by the rounded reciprocal of
+        2688, so the last bit may differ there.
+
+    Source:
+        Model-Optimizer 0.47, modelopt/torch/quantization/qtensor/nvfp4_tensor.py, get_activation_scaling_factor.
+
+    Examples:
+        >>> from fp4kit.calibration import input_scale
+        >>> input_scale(1344.0)
+        np.float32(0.5)
+    """
+    return np.float32(_checked("input_scale", amax) / np.float32(NVFP4.max))
+
+
+@ieee("input_global_scale")
+def input_global_scale(amax: Any) -> np.float32:
+    """Return the input scale that divides on decode, as compressed-tensors stores it: ``448 * 6 * (1 / amax)``.
+
+    Args:
+        amax: the largest magnitude of the layer's inputs, a number that float32 represents.
+
+    Returns:
+        float32.
+
+    Raises:
+        TypeError: amax is not a real number.
+        ValueError: amax is negative.
+
+    Numerics:
+        The reciprocal and then the product are rounded to float32, to nearest even. An amax below the smallest normal
+        number is replaced by that number. A result that overflows, or that is NaN, becomes 1. So an amax of 0 or NaN
+        gives 1, and infinity gives 0.
+
+    Exact:
+        Equals compressed-tensors 0.20 for a float32 amax. For a bfloat16 amax, llm-compressor divides in bfloat16.
+
+    Source:
+        compressed-tensors 0.20, compressed_tensors/quantization/utils/helpers.py, generate_gparam. PyTorch computes a
+        number divided by a tensor with a reciprocal.
+
+    Examples:
+        >>> from fp4kit.calibration import input_global_scale
+        >>> input_global_scale(1344.0)
+        np.float32(2.0)
+    """
+    largest = np.maximum(_checked("input_global_scale", amax), np.finfo(np.float32).tiny)
+    with np.errstate(over="ignore"):
+        scale = np.float32(np.float32(NVFP4.max) * (np.float32(1) / largest))
+    return scale if np.isfinite(scale) else np.float32(1)
+
+
+def _checked(op: str, amax: Any) -> np.float32:
+    """Return an amax as float32."""
+    found = as_float32(op, "amax", amax, "needs a number")
+    if found < 0:
+        raise ValueError(f"{op}: amax is {found}; needs a number >= 0")
+    return found
+
+
+_STACK = re.compile(r"(?P<parent>(?:.+\.)?experts)\.(?P<leaf>(?![0-9]+\.)[^.].*)")
+_EXPERT = re.compile(r"(?P<parent>(?:.+\.)?experts)\.(?P<number>[0-9]{1,7})\.(?P<leaf>.+)")
+
+
+class Expert(NamedTuple):
+    """One expert's layer, described by the two parts of its name.
+
+    stack: the name that the layer has in all experts, without the number: "mlp.experts.up_proj".
+    number: the number of the expert, from 0.
+    """
+
+    stack: str
+    number: int
+
+
+def expert_of(layer: str) -> Expert | None:
+    """Return the stack and the number of the expert that a layer name contains, or None if it contains none."""
+    match = _EXPERT.fullmatch(layer)
+    return None if match is None else Expert(f"{match['parent']}.{match['leaf']}", int(match["number"]))
+
+
+def expert_name(op: str, stack: str, number: int) -> str:
+    """Return the layer name of one expert: ("mlp.experts.up_proj", 3) gives "mlp.experts.3.up_proj"."""
+    match = None if expert_of(stack) else _STACK.fullmatch(stack)
+    if match is None:
+        raise ValueError(
+            f"{op}: {stack!r:.200} is given with an expert; needs the name of a layer of all experts, such as"
+            " 'model.layers.0.mlp.experts.up_proj'"
+        )
+    return f"{match['parent']}.{number}.{match['leaf']}"
+
+
+LARGEST = np.finfo(np.float32).max.view(np.uint32)  # the bit pattern of the largest finite float32
+
+
+def _library(array: Any) -> Any:
+    """Return the module that an array belongs to: cupy for an array on a GPU, otherwise numpy."""
+    return imports.cupy() if imports.on_device(array) else np
+
+
+@dataclass
+class Totals:
+    """The totals that were collected for the experts of a layer. A layer without experts counts as one expert.
+
+    Attributes:
+        amax: uint32 (experts,), the bit patterns of the largest inputs; 0 if there was no nonzero input.
+        tokens: int64 (experts,), the number of inputs (rows).
+        histogram: int64 (experts, 512), the number of nonzero blocks per bin of block amaxes; None to count no blocks.
+    """
+
+    amax: Any
+    tokens: Any
+    histogram: Any
+
+    @classmethod
+    def empty(cls, experts: int, histogram: bool, xp: Any = np) -> Totals:
+        """Return totals of zero, to which inputs can be added."""
+        counts = xp.zeros((experts, BINS), xp.int64) if histogram else None
+        return cls(xp.zeros(experts, xp.uint32), xp.zeros(experts, xp.int64), counts)
+
+    def include(self, blocks: Any, expert: Any) -> None:
+        """Add the inputs of one call of the layer to these totals, in place."""
+        xp, tokens = _library(blocks), len(blocks)
+        if not tokens:
+            return
+        per_token = blocks.max(axis=1)
+        if isinstance(expert, int):
+            self.amax[expert] = xp.maximum(self.amax[expert], per_token.max())
+            self.tokens[expert] += tokens
+        else:
+            xp.maximum.at(self.amax, expert, per_token)
+            self.tokens += xp.bincount(expert, minlength=len(self.tokens))
+        if self.histogram is not None:
+            self._count(xp, blocks, expert)
+
+    def _count(self, xp: Any, blocks: Any, expert: Any) -> None:
+        """Count one call's block amaxes in the histograms of their experts, in place."""
+        bins = xp.searchsorted(xp.asarray(edges()), blocks.reshape(-1), side="right").reshape(blocks.shape)
+        if isinstance(expert, int):
+            self.histogram[expert] += xp.bincount(bins[blocks > 0], minlength=BINS)
+        else:
+            places = (expert[:, None] * BINS + bins)[blocks > 0]
+            self.histogram += xp.bincount(places, minlength=self.histogram.size).reshape(self.histogram.shape)
+
+    def add(self, other: Totals) -> None:
+        """Add the totals of further inputs to these totals, in place: keep the larger amaxes, and sum the counts."""
+        # If these totals have a histogram, ``other`` must have one.
+        np.maximum(self.amax, other.amax, out=self.amax)
+        self.tokens += other.tokens
+        if self.histogram is not None:
+            self.histogram += other.histogram
+
+    def on_host(self) -> Totals:
+        """Return a copy of these totals in host memory, as NumPy arrays."""
+        parts = (self.amax, self.tokens, self.histogram)
+        return Totals(*(None if part is None else np.array(imports.to_host(part)) for part in parts))
+
+
+ENTRY, VERSION = "fp4kit_activations", 1
+_DTYPES = {"amax": np.float32, "tokens": np.int64, "columns": np.int64, "bins": np.int32, "counts": np.int64}
+
+
+class CollectedInputs(NamedTuple):
+    """The totals that were collected for one layer or expert.
+
+    Attributes:
+        columns: K, the number of inputs per token.
+        amax: the largest magnitude of the inputs; 0 if there was none.
+        tokens: the number of tokens.
+        histogram: int64 (512,), the number of nonzero blocks per bin; None if not collected.
+    """
+
+    columns: int
+    amax: np.float32
+    tokens: int
+    histogram: npt.NDArray[np.int64] | None
+
+    def totals(self) -> Totals:
+        """Return this entry as Totals with one expert, which a Collector can add to its own Totals."""
+        histogram = None if self.histogram is None else self.histogram[None]
+        return Totals(np.array([self.amax]).view(np.uint32), np.array([self.tokens], np.int64), histogram)
+
+    @ieee("Collector")
+    def plus(self, other: CollectedInputs, op: str) -> CollectedInputs:
+        """Return a new entry for the inputs of both entries: the larger amax, and sums of the tokens and histograms."""
+        if self.columns != other.columns:
+            raise ValueError(
+                f"{op} has {self.columns} and {other.columns} columns; needs one number of columns per layer"
+            )
+        histogram = None
+        if self.histogram is not None and other.histogram is not None:
+            histogram = self.histogram + other.histogram
+        return CollectedInputs(self.columns, max(self.amax, other.amax), self.tokens + other.tokens, histogram)
+
+
+def encode(entries: Mapping[str, CollectedInputs], histogram: bool) -> bytes:
+    """Return the bytes of a safetensors file with the entries, from which ``decode`` returns equal entries."""
+    found = list(entries.values())
+    counted = [entry.histogram for entry in found if entry.histogram is not None]
+    table = np.array(counted, np.int64).reshape(-1, BINS)
+    bins = np.argwhere(table)
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "amax": np.array([entry.amax for entry in found], np.float32),
+        "tokens": np.array([entry.tokens for entry in found], np.int64),
+        "columns": np.array([entry.columns for entry in found], np.int64),
+        "bins": np.ascontiguousarray(bins.astype(np.int32)),
+        "counts": table[tuple(bins.T)],
+    }
+    facts = {"version": VERSION, "layers": list(entries), "histogram": histogram}
+    return save(arrays, {ENTRY: json.dumps(facts, sort_keys=True)})
+
+
+@ieee("Collector")
+def decode(data: bytes, label: str) -> tuple[dict[str, CollectedInputs], bool]:
+    """Return ({layer: CollectedInputs}, whether they have histograms) from the bytes of a file."""
+    try:
+        arrays = load(data)
+    except (SafetensorError, KeyError) as error:
+        if isinstance(error, KeyError):  # the file has a dtype that NumPy lacks
+            raise _foreign(label) from None
+        raise unusable(label, error) from None
+    header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")], label)
+    text = (header.get("__metadata__") or {}).get(ENTRY)
+    if text is None:
+        raise _foreign(label)
+    facts = parse_object(text.encode(), f"{label}: metadata {ENTRY}")
+    if facts.get("version") != VERSION:
+        raise ValueError(f"{label}: has version {facts.get('version')!r}; needs version {VERSION}; update fp4kit")
+    fault = _fault(arrays, facts)
+    if fault:
+        raise ValueError(f"{label}: is damaged: {fault}; collect again, or take another copy of the file")
+    return _entries(arrays, facts), facts["histogram"]
+
+
+def _foreign(label: str) -> ValueError:
+    """Return the ValueError for a file that Collector.save did not write. Its message begins with ``label``."""
+    return ValueError(f"{label}: holds no activations; needs a file that fp4kit.calibration.Collector.save wrote")
+
+
+def _fault(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> str:
+    """Return a description of the first fault in the contents of a file, or "" if there is none."""
+    names = facts.get("layers")
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        return "its layers have no names"
+    if sorted(set(names)) != names or not isinstance(facts.get("histogram"), bool):
+        return "its layers are not sorted, or occur twice"
+    shapes = {key: array.shape for key, array in arrays.items()}
+    n, m = len(names), len(arrays.get("counts", ()))
+    if shapes != {"amax": (n,), "tokens": (n,), "columns": (n,), "bins": (m, 2), "counts": (m,)}:
+        return f"its tensors have the shapes {shapes}"
+    if any(array.dtype != _DTYPES[key] for key, array in arrays.items()):
+        return "its tensors have other dtypes"
+    return _wrong_values(arrays, facts["histogram"])
+
+
+def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> str:
+    """Return a description of the first impossible value in the arrays of a file, or "" if all values are possible."""
+    amax, tokens, bins = arrays["amax"], arrays["tokens"], arrays["bins"]
+    if not (np.isfinite(amax) & ~np.signbit(amax)).all():
+        return "an amax is negative, NaN or infinite"
+    if (tokens < 0).any() or (arrays["columns"] < 1).any() or ((amax > 0) & (tokens == 0)).any():
+        return "a number of tokens or columns is impossible"
+    if not histogram:
+        return "it has histogram entries, and says that it has none" if len(bins) else ""
+    inside = (bins >= 0).all() and (bins < np.array([len(amax), BINS])).all()
+    if not inside or (arrays["counts"] < 1).any() or len(np.unique(bins, axis=0)) != len(bins):
+        return "a histogram entry is out of range"
+    with_blocks = np.zeros(len(amax), bool)
+    with_blocks[bins[:, 0]] = True
+    return "" if (with_blocks == (amax > 0)).all() else "its histograms do not belong to its amaxes"
+
+
+def _entries(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> dict[str, CollectedInputs]:
+    """Return {layer: CollectedInputs} from the contents of a file, in the order of the file's names."""
+    table = np.zeros((len(facts["layers"]), BINS), np.int64) if facts["histogram"] else None
+    if table is not None:
+        table[tuple(arrays["bins"].T)] = arrays["counts"]
+    return {
+        name: CollectedInputs(
+            int(arrays["columns"][i]), arrays["amax"][i], int(arrays["tokens"][i]), None if table is None else table[i]
+        )
+        for i, name in enumerate(facts["layers"])
+    }
+
 
 AmaxRule = Literal["max", "headroom"]
 Unseen = Literal["error", "layer", "none"]

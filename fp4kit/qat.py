@@ -1,15 +1,15 @@
-"""Plan which weights of a model in training are fake-quantized, with which recipe, and which of them share an amax.
-A fused layer consists of layers that engines join, such as q, k and v. They form a group, which shares one tensor amax.
-A container is the format in which `fp4kit convert` stores quantized weights.
+"""Plan quantization-aware training (QAT) whose trained values are the values that a converted checkpoint serves.
 
-The plan follows the converter: its selection by name, its groups of fused layers, and the decoding of its containers.
-So a model that trains by the plan computes with the values that `fp4kit convert` and a loader give for its weights.
+The plan chooses the weights and the groups that share an amax, by the rules of the converter. fp4kit.torch and
+fp4kit.jax apply it.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -33,7 +33,7 @@ from fp4kit.checkpoint.selection.selection import (
 )
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.schema import as_stored
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 ParameterKind = Literal["matrix", "stack", "convolution", "embedding", "conv1d"]
 ServedDtype = Literal["float32", "float16", "bfloat16"]
@@ -318,3 +318,54 @@ def _warn_of_halves(op: str, weights: Sequence[TrainedWeight], selected: Sequenc
     kept = [layer_of(weight) for weight in matrices if weight not in selected]
     for line in fused_layers.partly_converted(kept, {layer_of(weight) for weight in selected}):
         warnings.warn(f"{op}: {line}", stacklevel=4)
+
+
+_FLOAT32 = 'note: in float32; loaders usually decode to bfloat16; served_dtype="bfloat16" trains with these values'
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class QuantizedNames(list[str]):
+    """The names of the parameters that are fake-quantized. print() shows a table of all parameters.
+
+    Attributes:
+        plan: the plan, with one row per parameter.
+        inputs: the names of the layers whose inputs are fake-quantized.
+    """
+
+    def __init__(self, plan: QatPlan, inputs: tuple[str, ...] = ()) -> None:
+        super().__init__(plan.names)
+        self.plan, self.inputs = plan, inputs
+
+    def __str__(self) -> str:
+        """Return the table as text."""
+        return table_of(self.plan)
+
+
+def table_of(plan: QatPlan) -> str:
+    """Return a table of all parameters as text: what is fake-quantized, what is not, and why."""
+    lines: dict[tuple[str, ...], int] = defaultdict(int)
+    for row in sorted(plan.rows, key=lambda row: not row.quantized):
+        lines[_cells(row)] += 1
+    cells: list[tuple[str, ...]] = [("", "count", "parameter", "shape", "reason")]
+    cells += [(line[0], str(count), *line[1:]) for line, count in lines.items()]
+    widths = [max(len(line[i]) for line in cells) for i in range(4)]
+    text = [
+        " ".join(cell.ljust(width) for cell, width in zip(line, (*widths, 0), strict=True)).rstrip() for line in cells
+    ]
+    return "\n".join([_head(plan), *text, *[_FLOAT32] * plan.warns_of_float32])
+
+
+def _head(plan: QatPlan) -> str:
+    """Return the line above the table: how many parameters are fake-quantized, the recipe, and the served format."""
+    count = sum(row.quantized for row in plan.rows)
+    served = f"values as served from --format {plan.format}" if plan.format else f"no checkpoint: {plan.note}"
+    if plan.served_dtype is not None:
+        served += f", decoded to {plan.served_dtype}"
+    return f"{count} of {len(plan.rows)} parameters fake-quantized by {plan.recipe.id}; {served}"
+
+
+def _cells(row: ParameterPlan) -> tuple[str, ...]:
+    """Return the cells of a table row, without the count: "yes" or "no", name, shape such as "64 x 32", and reason."""
+    shared = f"; shares the amax of {_NUMBER.sub('*', row.group)}" if row.group else ""
+    shape = " x ".join(map(str, row.shape)) or "1"
+    return "yes" if row.quantized else "no", _NUMBER.sub("*", row.name), shape, f"{row.reason}{shared}"

@@ -1,1 +1,0 @@
-"""Display Quantized, Recipe, Comparison and Identification objects, as printed text and as notebook HTML."""
