@@ -49,11 +49,8 @@ from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import Weight, weights_of
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.selection import names as fused_layers
-from fp4kit.storage.errors import CheckpointError, shown
-from fp4kit.storage.json_object import dump_object
-from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
-from fp4kit.storage.whole_file import write_file
-from fp4kit.storage.writer import SafetensorsWriter
+from fp4kit.storage.files import CheckpointError, dump_object, shown, write_file
+from fp4kit.storage.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorEntry
 
 Progress = Callable[[int], None]
 

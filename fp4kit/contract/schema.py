@@ -67,12 +67,12 @@ def difference(a: Any, b: Any) -> str:
         if variants and len(variants) == len(only_a) == len(only_b):
             return "; ".join(variants)
         if only_a or only_b:
-            return f"only the first has {shown(only_a)}; only the second has {shown(only_b)}"
+            return f"only the first has {setting_text(only_a)}; only the second has {setting_text(only_b)}"
         return "other order"
     if isinstance(a, Unit) and isinstance(b, Unit) and a.id == b.id:
         differing = [f.name for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)]
         return f"{a.id} with other values of {', '.join(differing)}"
-    return f"{shown(a)} and {shown(b)}"
+    return f"{setting_text(a)} and {setting_text(b)}"
 
 
 def _are_variants(a: Any, b: Any) -> bool:

@@ -16,7 +16,7 @@ from wrapped import over_scales, tiny_scales
 
 import fp4kit
 from fp4kit import plot
-from fp4kit.display.statistics import statistics
+from fp4kit.display import statistics_of as statistics
 from fp4kit.evidence.golden.check import all_bytes
 from fp4kit.formats import E2M1, E4M3, FLOATS, IF4, INT4, is_same
 from fp4kit.recipes import RECIPES

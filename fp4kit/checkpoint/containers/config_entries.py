@@ -15,7 +15,7 @@ from fp4kit.checkpoint.containers.configs import EXCLUSIONS, KEYS, declared, sec
 from fp4kit.checkpoint.containers.table import COLUMN_SCALE, Container
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, MSMODELSLIM, Source
 from fp4kit.checkpoint.model.weights import Weight, any_quantized
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 UNDERSTOOD, CARRIED, DOUBTFUL, REFUSED, IGNORED = "understood", "carried", "doubtful", "refused", "ignored"
 

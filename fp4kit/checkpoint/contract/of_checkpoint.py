@@ -24,11 +24,9 @@ from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.borrowed_codes import patterns_in
 from fp4kit.checkpoint.selection.names import KEPT_CODES, PARTLY_CARRIED, PATTERNS, fused_groups, split_module
-from fp4kit.contract.schema import SETTINGS, Contract
-from fp4kit.contract.to_json import FILE
+from fp4kit.contract.schema import FILE, SETTINGS, Contract
 from fp4kit.recipes import RECIPES, Recipe, recipe
-from fp4kit.storage.errors import CheckpointError, shown
-from fp4kit.storage.json_object import parse_object
+from fp4kit.storage.files import CheckpointError, parse_object, shown
 from fp4kit.storage.quantized_file import recipes_of
 
 

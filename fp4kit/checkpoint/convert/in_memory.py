@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arguments import as_mapping
-from fp4kit.arrays import imports, torch_arrays
+from fp4kit.arrays import imports, returns
 from fp4kit.arrays.returns import library_of
 from fp4kit.checkpoint.containers import mlx
 from fp4kit.checkpoint.convert.memory_rules import Rules
@@ -24,7 +24,7 @@ from fp4kit.checkpoint.model.weights import looks_quantized, stack_shape
 from fp4kit.checkpoint.plan.layer_checks import stacks_trouble
 from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.checkpoint.selection.names import adapter_trouble
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import TensorEntry
 
 _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -299,7 +299,7 @@ def _is_same(a: Any, b: Any) -> bool:
     if library is not None and library.name == "torch":
         if a.device != b.device or (a.numel() and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()):
             return False
-        x, y = (one.contiguous().reshape(-1).view(torch_arrays.dtype_named("uint8")) for one in (a, b))
+        x, y = (one.contiguous().reshape(-1).view(returns.dtype_named("uint8")) for one in (a, b))
         return bool((x == y).all())
     if library is not None:
         return np.asarray(a).tobytes() == np.asarray(b).tobytes()

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.calibration.scales import input_global_scale, input_scale
+from fp4kit.calibration import input_global_scale, input_scale
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, TENSOR_SCALE, Container
 from fp4kit.checkpoint.plan.job import Job, Sink
 from fp4kit.formats import E4M3, FLT_MAX, FLT_MIN
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 
 def usable_tensor_scale(scale: Any) -> bool:

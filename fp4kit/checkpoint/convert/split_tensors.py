@@ -9,7 +9,7 @@ from typing import Any
 
 from fp4kit.checkpoint.convert.memory_rules import Rules
 from fp4kit.checkpoint.model.weights import Piece, Weight, has_transposed_stacks, pieces, stack_shape
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 Named = tuple[str, Any]
 _RANKS = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")  # config keys with the rows of linear_qkv_down_proj

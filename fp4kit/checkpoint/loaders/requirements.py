@@ -45,7 +45,7 @@ from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.selection.names import fused_groups, group_name, split_module
 from fp4kit.checkpoint.selection.selection import candidate, diffusers_class, model_facts
 from fp4kit.formats import FLT_MIN
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 _MEMORY = "the engine uses uninitialised memory in its place"
 _RAISES = 'loading raises "was never loaded"'

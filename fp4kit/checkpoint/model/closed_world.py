@@ -57,11 +57,9 @@ from fp4kit.checkpoint.model.weights import (
     is_interleaved,
 )
 from fp4kit.checkpoint.selection.names import adapter_trouble
-from fp4kit.storage.errors import CheckpointError, listed, shown
-from fp4kit.storage.ggml_types import BLOCKED
+from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
 from fp4kit.storage.gguf_file import GgufFile
-from fp4kit.storage.json_object import parse_object
-from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
+from fp4kit.storage.safetensors_file import BLOCKED, FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
 Tensors = Mapping[str, tuple[SafetensorsFile, TensorEntry]]
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from fp4kit.checkpoint.run.executors import run_all
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, config_of
-from fp4kit.contract.to_json import FILE as CONTRACT
+from fp4kit.contract.schema import FILE as CONTRACT
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.files import CheckpointError, listed, load_object, shown
 from fp4kit.storage.gguf_file import is_gguf, read_gguf_model

@@ -27,7 +27,7 @@ from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.selection.names import shared_amax_groups
 from fp4kit.formats import FLT_MIN, ElementFormat
 from fp4kit.ops.amax import amax
-from fp4kit.storage.errors import listed
+from fp4kit.storage.files import listed
 
 
 def sqnr_db(signal: float, noise: float) -> float:

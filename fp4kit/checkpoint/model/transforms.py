@@ -24,7 +24,7 @@ from fp4kit.checkpoint.containers.configs import declared
 from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Weight, WeightRotation, located, rotation_of, weights_of
-from fp4kit.storage.errors import shown
+from fp4kit.storage.files import shown
 
 KEY = "transform_config"
 _GROUP = "v"  # the name of the config group that ``declaration`` returns; llm-compressor uses it for such transforms

@@ -16,7 +16,7 @@ from fp4kit.checkpoint.containers.configs import KEYS, sections
 from fp4kit.checkpoint.containers.table import COLUMN_SCALE, INPUT_SCALE, SCALES, TENSOR_SCALE
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.contract.schema import EXPERT_LEAVES
-from fp4kit.storage.errors import listed, shown
+from fp4kit.storage.files import listed, shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry
 
 _N, _K = 0, 1

@@ -17,15 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.calibration.collector import UNSEEN, AmaxRule, Collector, Unseen, filled
-from fp4kit.calibration.expert_names import expert_name, expert_of
-from fp4kit.calibration.headroom import Headroom
-from fp4kit.calibration.scales import input_global_scale, input_scale
+from fp4kit.calibration import (
+    UNSEEN,
+    AmaxRule,
+    Collector,
+    Headroom,
+    Unseen,
+    expert_name,
+    expert_of,
+    filled,
+    input_global_scale,
+    input_scale,
+)
 from fp4kit.checkpoint.model.model_files import file_digest
 from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.lazy import lazy_property
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 
 _WAY_OUT = "run the model in fp4kit.torch.collect, or leave the layers unquantized with --keep"
 

@@ -22,8 +22,7 @@ from fp4kit.checkpoint.model.model_files import file_digest
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Located, LowRankUpdate, Weight, located
 from fp4kit.checkpoint.selection.names import adapter_tensor, unwrapped
-from fp4kit.storage.errors import CheckpointError, listed, shown
-from fp4kit.storage.json_object import load_object
+from fp4kit.storage.files import CheckpointError, listed, load_object, shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, read_header
 
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"

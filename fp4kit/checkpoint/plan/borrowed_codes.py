@@ -30,8 +30,7 @@ from fp4kit.checkpoint.plan.row_orders import (
     sampled_sqnr_db,
 )
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, INCLUDED, KEPT_CODES, PARTLY_CARRIED, PATTERNS, RECIPE
-from fp4kit.storage.errors import CheckpointError, listed, shown
-from fp4kit.storage.json_object import parse_object
+from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile
 
 _Layer = tuple[str, int]  # (module, index of the expert in a stack of a GGUF file)

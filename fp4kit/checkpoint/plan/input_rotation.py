@@ -18,7 +18,7 @@ from fp4kit.checkpoint.containers.engines import Finding, finding
 from fp4kit.checkpoint.model.weights import Weight, WeightRotation
 from fp4kit.checkpoint.selection.names import fused_groups, group_name
 from fp4kit.checkpoint.selection.selection import Candidate
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 
 FORMAT = "compressed-tensors"  # the only format whose config declares rotations of inputs
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from fp4kit.checkpoint.containers.table import VALUES, OutputTensor
 from fp4kit.checkpoint.model.weights import Piece, Weight, located
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
 _KEYS, _VALUES, _WHOLE = "embed_q", "unembed_out", "kv_b_proj"

@@ -53,7 +53,7 @@ from fp4kit.checkpoint.selection.names import (
     SCALE_SEARCH,
     VERSION,
 )
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 # Action -> the words that describe it in TensorPlan.reason.

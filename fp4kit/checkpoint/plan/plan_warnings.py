@@ -16,7 +16,7 @@ from fp4kit.checkpoint.plan.plan import ShardPlan
 from fp4kit.checkpoint.plan.plan_facts import PlanFacts
 from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.checkpoint.selection.selection import UNSUPPORTED_STACK, Decision, no_multiple
-from fp4kit.storage.errors import listed, shown
+from fp4kit.storage.files import listed, shown
 
 
 def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -23,7 +23,7 @@ from fp4kit.checkpoint.model.slabs import Readers, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, is_interleaved
 from fp4kit.checkpoint.selection.names import HEADS
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 _SAMPLE_ROWS = 16  # rows to compare at each end of a matrix
 

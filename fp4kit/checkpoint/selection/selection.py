@@ -18,9 +18,8 @@ from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.selection import names as ggml_names
 from fp4kit.checkpoint.selection.names import adapter_tensor
 from fp4kit.lazy import lazy_property
-from fp4kit.storage.errors import CheckpointError, listed, shown
-from fp4kit.storage.ggml_types import BLOCKED
-from fp4kit.storage.safetensors_file import DTYPE_BITS, FLOAT_DTYPES
+from fp4kit.storage.files import CheckpointError, listed, shown
+from fp4kit.storage.safetensors_file import BLOCKED, DTYPE_BITS, FLOAT_DTYPES
 
 DIFFUSERS_CLASS = "_class_name"  # the key of config.json with the name of a Diffusers class
 # Diffusers class -> the names of its lists of blocks.

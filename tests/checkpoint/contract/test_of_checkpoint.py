@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, ScaleSearch, Wishes, convert
 from fp4kit.checkpoint.model.model_files import differences, load_manifest
-from fp4kit.contract.to_json import FILE
+from fp4kit.contract.schema import FILE
 
 FOREIGN = Path(__file__).parents[2] / "data" / "foreign"
 LEAVES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
