@@ -22,8 +22,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fp4kit.cpu.library import num_threads, set_num_threads, threads
-from fp4kit.display.quantized import html_of, text_of
-from fp4kit.display.recipe import panel
+from fp4kit.display import html_of, text_of
+from fp4kit.display import recipe_panel as panel
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.ops.amax import amax, partial_amax, partial_cast, search_scales
 from fp4kit.ops.engines import engine, specification
@@ -47,8 +47,7 @@ from fp4kit.ops.quantize import (
 )
 from fp4kit.ops.transforms import hadamard, pack, random_signs, rotate, swizzle, transpose, unpack, unswizzle
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.rebuild import allow_torch_load, reduced
-from fp4kit.quantized.slicing import moved_to, part_of, same_bits
+from fp4kit.quantized.slicing import allow_torch_load, moved_to, part_of, reduced, same_bits
 from fp4kit.recipes import Recipe, custom_recipe, recipe, recipes
 from fp4kit.units import DotAdd, FloorDotAdd, Unit, unit, units
 
@@ -75,9 +74,9 @@ _LAZY = {
     "Explanation": "fp4kit.ops.explain",
     "Identification": "fp4kit.ops.identify",
     "KVIdentification": "fp4kit.ops.kv_cache",
-    "LayerParity": "fp4kit.contract.result",
+    "LayerParity": "fp4kit.contract.compare_layer",
     "MasterWeightsPlan": "fp4kit.training.master_weights",
-    "Parity": "fp4kit.contract.result",
+    "Parity": "fp4kit.contract.compare_layer",
     "RecipeComparison": "fp4kit.ops.compare",
     "Shard": "fp4kit.training.master_weights",
     "cast_master_weights": "fp4kit.training.master_weights",
@@ -99,8 +98,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from fp4kit.contract.compare_layer import LayerParity, Parity
     from fp4kit.contract.parity import parity
-    from fp4kit.contract.result import LayerParity, Parity
     from fp4kit.contract.schema import Contract, ContractDiff
     from fp4kit.ops.amax import quantize_static
     from fp4kit.ops.compare import Comparison, RecipeComparison, compare, compare_recipes

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arguments import is_one_of
-from fp4kit.calibration.collector import RULES, UNSEEN
+from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.checkpoint.containers.configs import LOADED as CONTAINERS
 from fp4kit.checkpoint.containers.configs import MIXTURES
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, TENSOR_SCALE
@@ -56,8 +56,7 @@ from fp4kit.checkpoint.verify.integrity import (
     wrapped_names,
 )
 from fp4kit.formats import NVFP4
-from fp4kit.storage.errors import listed, shown
-from fp4kit.storage.json_object import load_object
+from fp4kit.storage.files import listed, load_object, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 

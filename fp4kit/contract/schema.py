@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from fp4kit.arguments import as_index, as_word, is_one_of
-from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.layouts.kv import KVLayoutName, as_layout
-from fp4kit.recipes import Recipe, recipe_of, to_dict
+from fp4kit.lazy import FUNCTIONS
+from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes import serialization as to_dict
 from fp4kit.recipes.table import is_listed, recipe
-from fp4kit.registered import FUNCTIONS
+from fp4kit.reference.stochastic import HADAMARD_BLOCK
 from fp4kit.storage.files import CheckpointError, dump_object, load_object, shown, whole_file, write_file
 from fp4kit.training.settings import FakeQuantSettings
 from fp4kit.units import KINDS, UNITS, Unit, unit_of

@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.call.parse import HADAMARD_BLOCK, TE_SIGN_MASK
 from fp4kit.contract.schema import Contract
 from fp4kit.formats import FLT_MAX, FLT_MIN, ElementFormat, bit_patterns
 from fp4kit.layouts import padded_shape, swizzle_scales, unswizzle_scales
+from fp4kit.lazy import FUNCTIONS
 from fp4kit.ops.amax import amax as plain_amax
 from fp4kit.ops.engines import specification
 from fp4kit.ops.identify import CandidateAmaxes, identify
@@ -28,13 +28,10 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import box_of, of_zeros, on_host
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.schema import as_stored
-from fp4kit.reference.blocks import TILE_ELEMENTS
-from fp4kit.reference.hadamard import hadamard_blocks
-from fp4kit.reference.implied_amax import UNKNOWN, covered_range
+from fp4kit.reference.codec import TILE_ELEMENTS, traced
 from fp4kit.reference.quantize import tensor_amax
-from fp4kit.reference.static_amax import static_amax
-from fp4kit.reference.trace import traced
-from fp4kit.registered import FUNCTIONS
+from fp4kit.reference.stochastic import HADAMARD_BLOCK, TE_SIGN_MASK, hadamard_blocks
+from fp4kit.reference.tensor_rules import UNKNOWN, covered_range, static_amax
 
 OP = "parity"
 Amax: TypeAlias = "np.ndarray | None"

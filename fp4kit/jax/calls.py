@@ -25,7 +25,7 @@ import numpy as np
 
 import fp4kit
 from fp4kit.arrays import imports
-from fp4kit.arrays.torch_arrays import TorchStream, cupy_stream
+from fp4kit.arrays.returns import TorchStream, cupy_stream
 from fp4kit.call.inputs import AbstractArray
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes.serialization import from_spec, to_spec

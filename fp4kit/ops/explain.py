@@ -17,7 +17,7 @@ from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.call.parse import Call, QuantizeOptions, any_call
-from fp4kit.display.panel import Panel
+from fp4kit.display import Panel
 from fp4kit.formats import ElementFormat
 from fp4kit.ops.engines import run, specification
 from fp4kit.recipes import Recipe

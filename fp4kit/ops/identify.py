@@ -19,7 +19,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.call.inputs import check_quantized
 from fp4kit.call.parse import check_float
-from fp4kit.display.panel import Panel
+from fp4kit.display import Panel
 from fp4kit.formats import Codebook
 from fp4kit.host.engine import compute_tensor_amax
 from fp4kit.layouts import unpacked
@@ -27,7 +27,7 @@ from fp4kit.ops.compare import Box, on_host
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.part_shapes import NEVER_NAN
+from fp4kit.quantized.parts import NEVER_NAN
 from fp4kit.quantized.slicing import box_of
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS

@@ -20,6 +20,7 @@ from fp4kit.arrays.imports import check_unmasked, import_arrays
 from fp4kit.arrays.returns import TORCH, ArrayLibrary, library_of, numpy_dtype
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import check_layout
+from fp4kit.lazy import FUNCTIONS
 from fp4kit.quantized.parts import (
     check_amounts,
     check_codes,
@@ -33,7 +34,6 @@ from fp4kit.quantized.parts import (
     wanted_parts,
 )
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.registered import FUNCTIONS
 from fp4kit.types import ScaleLayout
 
 PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")  # fields that are arrays
@@ -86,7 +86,7 @@ class Quantized:
             one per row, and (..., K/block) for one per block. None if the recipe has no tensor scale.
         tensor_amax: the amax that tensor_scale was made from, float32, in the shape of tensor_scale. None if it is
             unknown, as in a checkpoint. Decoding does not need it: without it, a rule that reads the amax uses the amax
-            that tensor_scale implies (reference/implied_amax.py).
+            that tensor_scale implies (reference/tensor_rules.py).
         shape: shape of x.
         dtype: dtype of x: float32, float16 or bfloat16. A dtype of PyTorch or JAX is stored as NumPy's or ml_dtypes'.
         axis: the axis of x along which blocks run; stored as a non-negative number.

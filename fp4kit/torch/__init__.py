@@ -14,7 +14,10 @@ and CUDA graphs work, on CPU and CUDA. In compiled code, quantize, dequantize an
 PyTorch 2.13, because earlier versions do not trace objects made without their constructor.
 """
 
-from fp4kit.quantized.rebuild import allow_torch_load, rebuild_quantized  # noqa: F401  # pickles name it here
+from fp4kit.quantized.slicing import (
+    allow_torch_load,
+    rebuild_quantized,  # noqa: F401  # pickles name it here
+)
 from fp4kit.torch.adapters import MergedAdapter, merge_adapter
 from fp4kit.torch.functions import (
     dequantize,

@@ -19,8 +19,7 @@ from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.checkpoint.selection.names import adapter_tensor
 from fp4kit.checkpoint.selection.selection import CONV1D
-from fp4kit.qat.plan import QatChoice, QatPlan, ServedDtype, layer_of, make_plan, similar
-from fp4kit.qat.table import QuantizedNames
+from fp4kit.qat import QatChoice, QatPlan, QuantizedNames, ServedDtype, layer_of, make_plan, similar
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.serialization import to_spec
 from fp4kit.torch.adapters import (

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from fp4kit.arrays.imports import is_distributed
-from fp4kit.qat.plan import ParameterKind, TrainedWeight
+from fp4kit.qat import ParameterKind, TrainedWeight
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.serialization import from_spec, to_spec
 from fp4kit.torch.adapters import FakeQuantizing

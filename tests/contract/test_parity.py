@@ -8,13 +8,13 @@ import pytest
 
 import fp4kit
 from fp4kit import Contract, parity
-from fp4kit.call.parse import TE_SIGN_MASK
 from fp4kit.contract.sides import differing_bits, same
 from fp4kit.formats import bit_patterns
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVParts, PageShape
 from fp4kit.quantized.slicing import of_zeros
 from fp4kit.recipes import RECIPES
+from fp4kit.reference.stochastic import TE_SIGN_MASK
 
 BASE = Contract(
     "nvfp4-te",

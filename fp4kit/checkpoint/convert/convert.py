@@ -63,16 +63,14 @@ from fp4kit.checkpoint.run.prefetch import Prefetcher
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.checkpoint.verify.reencode import sampled_losses
-from fp4kit.contract import to_json
+from fp4kit.contract import schema as to_json
 from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
 from fp4kit.ops.engines import is_compiled
 from fp4kit.recipes import Recipe
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, dump_object, listed, shown, write_file
 from fp4kit.storage.gguf_file import GgufFile, read_gguf
-from fp4kit.storage.json_object import dump_object
 from fp4kit.storage.safetensors_file import read_header
-from fp4kit.storage.whole_file import write_file
 
 _BASE_BYTES = 128 << 20  # memory of a Python process that has imported its libraries and holds no data
 _SLABS_IN_MEMORY = 12  # size of a slab (rows converted at a time) with all its converted forms, in multiples of a slab

@@ -23,9 +23,8 @@ from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.plan.job import Done, Measured
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.recipes.serialization import as_data
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import MAX_BYTES, CheckpointError
 from fp4kit.storage.gguf_file import GgufFile
-from fp4kit.storage.json_object import MAX_BYTES
 from fp4kit.storage.safetensors_file import SafetensorsFile
 
 

@@ -22,7 +22,7 @@ from fp4kit.ops.quantize import dequantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference.dequantize import changed_values, differing, in_blocks, under_powers_of_two
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 _SPAN = 14  # if the exponents of MXFP4 blocks within an FP8 block differ by at most this much, all codes are exact
 

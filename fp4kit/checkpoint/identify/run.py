@@ -42,7 +42,7 @@ from fp4kit.checkpoint.model.transforms import undo
 from fp4kit.checkpoint.model.weights import Weight, weights_of
 from fp4kit.checkpoint.run.executors import executor_of, pending_limit, run_all
 from fp4kit.layouts import unpacked
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 
 _BATCH_BYTES, _BATCH_LAYERS = 64 << 20, 256  # a batch of layers has about so many bytes to read, or so many layers
 _MOST_ROLES = 64  # number of kinds of layers of which one is explained before all others

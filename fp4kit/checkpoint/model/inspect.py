@@ -39,11 +39,9 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.recipes.serialization import from_data
 from fp4kit.reference.tensor_rules import divisor_dtype
-from fp4kit.storage.errors import CheckpointError, listed, shown
-from fp4kit.storage.gguf_file import is_gguf
-from fp4kit.storage.json_object import load_object
+from fp4kit.storage.files import CheckpointError, listed, load_object, shown
+from fp4kit.storage.gguf_file import first_parts_of, is_gguf, read_gguf_model
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
-from fp4kit.storage.split_gguf import first_parts_of, read_gguf_model
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,9 @@ from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import Rows
 from fp4kit.checkpoint.plan.borrowed_codes import GgufNames
 from fp4kit.checkpoint.plan.row_orders import in_closest_order
-from fp4kit.storage.errors import CheckpointError, listed
-from fp4kit.storage.gguf_file import GgufFile, is_gguf
+from fp4kit.storage.files import CheckpointError, listed
+from fp4kit.storage.gguf_file import SPLIT_KEYS, GgufFile, is_gguf
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry
-from fp4kit.storage.split_gguf import SPLIT_KEYS
 
 
 @dataclass(frozen=True)

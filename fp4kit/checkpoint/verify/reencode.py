@@ -45,7 +45,7 @@ from fp4kit.checkpoint.verify.integrity import is_low, noise_of, zeros_of
 from fp4kit.formats import E4M3, E5M2
 from fp4kit.ops.quantize import fake_quantize
 from fp4kit.recipes import Recipe
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.files import CheckpointError
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES
 
 _MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)

@@ -64,11 +64,9 @@ from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 from fp4kit.recipes.serialization import from_data
-from fp4kit.storage.errors import CheckpointError, listed, shown
-from fp4kit.storage.gguf_file import GgufFile
-from fp4kit.storage.json_object import parse_object
+from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
+from fp4kit.storage.gguf_file import GgufFile, whole_path
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES
-from fp4kit.storage.split_gguf import whole_path
 
 
 @dataclass(frozen=True)

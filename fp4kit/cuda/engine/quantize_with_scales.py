@@ -12,7 +12,7 @@ from fp4kit.cuda.engine.matrices import launch_request, matrix_count, split_matr
 from fp4kit.cuda.launch.dispatch import kernel_for
 from fp4kit.cuda.launch.matrix import Matrix, implied_amaxes, quantize_matrix
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.part_shapes import packed_shape
+from fp4kit.quantized.parts import packed_shape
 from fp4kit.reference.tensor_rules import encodes_by_amax
 
 
