@@ -82,32 +82,44 @@ def description(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__name__} {value.dtype} {value.shape}"
 
 
-def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
-    """Return the caller's tensor_amax as float32 in its canonical shape, or None if the caller passed none."""
-    # Values on a device are not, because reading them would wait for the device.
-    if given is None:
+def parse_tensor_amax(
+    op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool, name: str = "tensor_amax"
+) -> Any:
+    """Return the caller's tensor_amax or tensor_scale (name), or None if it is None or the recipe has none.
+
+    The result is float32 in its canonical shape, in the memory of x.
+    """
+    if given is None or (recipe.tensor_scaling == "none" and name == "tensor_scale"):
         return None
     if recipe.tensor_scaling == "none":
         raise ValueError(f"{op}: tensor_amax was given, but {recipe.id} has no tensor scale; leave it out")
-    if on_device and isinstance(given, imports.cupy().ndarray):
-        if given.dtype != np.float32:
-            raise TypeError(f"{op}: tensor_amax is {given.dtype}; needs float32, because x is on a GPU")
-        amax = reshape_amax(op, given, moved_shape, recipe)
-        return amax if amax.flags.c_contiguous else amax.copy()
-    checked = check_tensor_amax(op, given, moved_shape, recipe)
-    return imports.to_device(checked) if on_device else checked
+    if on_device and isinstance(given, imports.cupy().ndarray):  # not read, because that would wait for the device
+        _check_on_device(op, name, given)
+        found = reshape_amax(op, given, moved_shape, recipe, name)
+        return found if found.flags.c_contiguous else found.copy()
+    found = check_tensor_amax(op, given, moved_shape, recipe, name)
+    return imports.to_device(found) if on_device else found
 
 
-def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
-    """Check a caller's tensor_amax in host memory, and return it as float32 in the canonical shape of reshape_amax."""
-    amax = reshape_amax(op, as_real(op, "tensor_amax", amax), moved_shape, recipe)
-    if isinstance(amax, AbstractArray):
-        return amax
-    bad = ~(amax >= 0)
+def _check_on_device(op: str, name: str, array: Any) -> None:
+    if array.dtype != np.float32:
+        raise TypeError(f"{op}: {name} is {array.dtype}; needs float32, because x is on a GPU")
+
+
+def check_tensor_amax(
+    op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe, name: str = "tensor_amax"
+) -> Any:
+    """Return a tensor_amax or tensor_scale (name) in host memory, checked, as float32 in its canonical shape."""
+    found = reshape_amax(op, as_real(op, name, amax), moved_shape, recipe, name)
+    if isinstance(found, AbstractArray):
+        return found
+    is_amax = name == "tensor_amax"
+    bad = ~(found >= 0) if is_amax or recipe.tensor_rule in NEVER_NAN else found < 0
     if bad.any():
-        what = "NaN" if np.isnan(amax).any() else "negative"
-        raise ValueError(f"{op}: tensor_amax holds {int(bad.sum())} {what} value(s) of {amax.size}; needs amax >= 0")
-    return without_sign(amax)
+        what = "NaN" if np.isnan(found[bad]).any() else "negative"
+        needed = "amax" if is_amax else name
+        raise ValueError(f"{op}: {name} holds {int(bad.sum())} {what} value(s) of {found.size}; needs {needed} >= 0")
+    return without_sign(found) if is_amax else found
 
 
 def without_sign(amax: np.ndarray) -> np.ndarray:
@@ -159,8 +171,7 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
     raise ValueError(f"{op}: {name} has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
 
 
-# The operations that accept block amaxes for the recipes of takes_block_amaxes. Grouped kernels read block amaxes only
-# for static recipes.
+# The operations that accept block amaxes for recipes that are not static, too; grouped kernels read only static ones.
 OPERATIONS_WITH_BLOCK_AMAXES = ("quantize", "fake_quantize", "explain")
 
 
@@ -170,27 +181,21 @@ def takes_e8m0_amaxes(r: Recipe) -> bool:
     return r.scale == E8M0 and r.block_rows == 1 and r.tensor_scaling == "none" and not chooses_scales
 
 
-def takes_block_amaxes(r: Recipe) -> bool:
-    """Return whether a recipe accepts given block amaxes, such as the result of search_scales, in place of x's own."""
-    return takes_e8m0_amaxes(r) or (r.is_custom and r.block_rule is not None and r.block_rows == 1)
-
-
 def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
     """Return the caller's block amaxes as float32 (..., K/block), or None if the caller passed none."""
     if given is None:
         return None
-    if not recipe.static and not (takes_block_amaxes(recipe) and op in OPERATIONS_WITH_BLOCK_AMAXES):
+    is_custom = recipe.is_custom and recipe.block_rule is not None and recipe.block_rows == 1
+    takes = (is_custom or takes_e8m0_amaxes(recipe)) and op in OPERATIONS_WITH_BLOCK_AMAXES
+    if not (takes or recipe.static):
         raise ValueError(
             f"{op}: block_amax was given, but {recipe.id} computes it from x; leave it out, or use a recipe that"
             " accepts it, such as nvfp4-modelopt-static"
         )
     shape = scale_shape(moved_shape, recipe)
     if on_device:
-        if (
-            not isinstance(given, imports.cupy().ndarray)
-            or given.dtype != np.float32
-            or not in_order(given.shape, shape)
-        ):
+        is_float32 = isinstance(given, imports.cupy().ndarray) and given.dtype == np.float32
+        if not is_float32 or not in_order(given.shape, shape):
             raise ValueError(
                 f"{op}: block_amax is {description(given)}; needs a float32 CuPy array of shape {shape}, because x is"
                 " on a GPU"
@@ -199,9 +204,11 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
     amax = as_real(op, "block_amax", given)
     if not in_order(amax.shape, shape):
         raise ValueError(f"{op}: block_amax has shape {amax.shape}; {recipe.id} needs {shape}")
-    if not isinstance(amax, AbstractArray) and (np.isnan(amax).any() or (amax < 0).any()):
+    if isinstance(amax, AbstractArray):
+        return amax.reshape(shape)
+    if not (amax >= 0).all():
         raise ValueError(f"{op}: block_amax holds NaN or negative values; needs amax >= 0")
-    return (amax if isinstance(amax, AbstractArray) else without_sign(amax)).reshape(shape)
+    return without_sign(amax).reshape(shape)
 
 
 def clip_amax(call: Any, given: Any) -> Any:
@@ -209,8 +216,7 @@ def clip_amax(call: Any, given: Any) -> Any:
     if given is None:
         return None
     if call.on_device and isinstance(given, type(call.x)):
-        if given.dtype != np.float32:
-            raise TypeError(f"{call.op}: amax is {given.dtype}; needs float32, because x is on a GPU")
+        _check_on_device(call.op, "amax", given)
         return reshape_clip_amax(given, call)
     host = reshape_clip_amax(check_clip_amax(call.op, given), call)
     return imports.to_device(host) if call.on_device else host
@@ -266,22 +272,11 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
     return given.view(np.uint8)
 
 
-def parse_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, on_device: bool) -> Any:
-    """Return the caller's tensor_scale as float32 in its canonical shape, or None if the recipe has no tensor scale."""
-    if r.tensor_scaling == "none":
-        return None
-    if on_device and isinstance(given, imports.cupy().ndarray):
-        if given.dtype != np.float32:
-            raise TypeError(f"{op}: tensor_scale is {given.dtype}; needs float32, because x is on a GPU")
-        return reshape_amax(op, given, moved_shape, r, "tensor_scale")
-    scale = reshape_amax(op, as_real(op, "tensor_scale", given), moved_shape, r, "tensor_scale")
-    bad = ~(scale >= 0) if r.tensor_rule in NEVER_NAN else scale < 0
-    if bad.any():
-        what = "NaN" if np.isnan(scale[bad]).any() else "negative"
-        raise ValueError(
-            f"{op}: tensor_scale holds {int(bad.sum())} {what} value(s) of {scale.size}; needs tensor_scale >= 0"
-        )
-    return imports.to_device(scale) if on_device else scale
+def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
+    """Return an int seed unchanged. Raise ValueError unless it is from 0 to `most`."""
+    if not 0 <= seed <= most:
+        raise ValueError(f"{op}: seed is {seed}; needs 0 to 2^64 - {2**64 - most}")
+    return seed
 
 
 def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
@@ -290,7 +285,12 @@ def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
     if getattr(seed, "ndim", 0) and hasattr(seed, "dtype"):
         if recipe.stochastic in SCALE_STOCHASTICS:
             raise ValueError(f"{op}: seed is an array; {recipe.id} needs an int, because scales are random too")
-        return _random_values(op, seed, x, recipe) if as_numbers else _random_bytes(op, seed, x)
+        if as_numbers:
+            return _random_numbers(op, seed, x, recipe)
+        if seed.dtype != np.uint8 or seed.shape != x.shape:
+            got = f"{seed.dtype} {seed.shape}"
+            raise ValueError(f"{op}: seed is {got}; random bytes need uint8 {x.shape}, or pass an int")
+        return seed
     number = check_seed(op, as_index(op, "seed", seed))
     if recipe.stochastic == "comfyui_nvfp4_cuda":
         raise ValueError(
@@ -312,30 +312,8 @@ def torch_words(seed: int, count: int) -> np.ndarray:
     return np.frombuffer(np.random.RandomState(seed & 0xFFFFFFFF).bytes(4 * count), "<u4")
 
 
-def _widened(a: Any) -> Any:
-    """Convert a CuPy array of float16 or bfloat16 to float32. A float32 array is returned unchanged."""
-    with imports.making_current(a.device.id):
-        if a.dtype == ml_dtypes.bfloat16:  # CuPy does not convert it
-            return (a.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return a if a.dtype == np.float32 else a.astype(np.float32)
-
-
-def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
-    """Return an int seed unchanged."""
-    if not 0 <= seed <= most:
-        raise ValueError(f"{op}: seed is {seed}; needs 0 to 2^64 - {2**64 - most}")
-    return seed
-
-
-def _random_bytes(op: str, seed: Any, x: Any) -> Any:
-    """Return `seed`, the random bytes that a caller passed, unchanged."""
-    if seed.dtype != np.uint8 or seed.shape != x.shape:
-        raise ValueError(f"{op}: seed is {seed.dtype} {seed.shape}; random bytes need uint8 {x.shape}, or pass an int")
-    return seed
-
-
 @ieee("quantize")
-def _random_values(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
+def _random_numbers(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
     """Check the random numbers that a caller passed, and return them as float32."""
     if seed.dtype not in (np.dtype(np.float32), x.dtype) or seed.shape != x.shape:
         raise ValueError(
@@ -345,7 +323,10 @@ def _random_values(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
     if isinstance(seed, AbstractArray):
         return seed
     if not isinstance(seed, np.ndarray):
-        return _widened(seed)
+        with imports.making_current(seed.device.id):
+            if seed.dtype == ml_dtypes.bfloat16:  # CuPy does not convert it
+                return (seed.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+            return seed.astype(np.float32, copy=False)
     numbers = seed.astype(np.float32)
     bad = int(np.count_nonzero(~((numbers >= 0) & (numbers < 1))))
     if bad:

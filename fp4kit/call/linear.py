@@ -14,11 +14,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from fp4kit.arguments import is_one_of
-from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call.inputs import AbstractArray
-from fp4kit.call.matmul import check_recipes
+from fp4kit.call.matmul import check_recipes, output_dtype
 from fp4kit.call.parse import QuantizeOptions, check_float, check_hadamard, quantize_call, square_block
-from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.serialization import from_spec as recipe_from_spec
@@ -83,9 +81,7 @@ def linear_settings(
         raise ValueError(
             f"{op}: recipe_grad, rounding and hadamard are for quantized gradients; pass backward='quantized'"
         )
-    dtype = numpy_dtype(op, out_dtype)
-    if dtype not in FLOATS:
-        raise TypeError(f"{op}: out_dtype is {dtype}; needs float32, float16 or bfloat16")
+    dtype = output_dtype(op, out_dtype)
     recipe_grad = recipe_x if recipes[2] is None else recipe_of(op, recipes[2])
     u, layout = unit_of(op, unit), None if weight is None else weight[1]
     return LinearSettings(recipe_x, recipe_w, u, dtype, backward, recipe_grad, rounding, hadamard, layout)

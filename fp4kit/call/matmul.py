@@ -56,6 +56,7 @@ class Operand(NamedTuple):
         block: elements per block scale; 1 without block scales.
         factor: float32 (batch, rows), the tensor scale of each row; None if it is 1.
         k: the length K.
+        name: the name of the operand in messages, such as "a" or "b[2]".
     """
 
     codes: Any
@@ -65,6 +66,7 @@ class Operand(NamedTuple):
     block: int
     factor: Any
     k: int
+    name: str = ""
 
     def reshaped(self, *lead: int) -> Operand:
         """Return a copy of the operand with axes of the lengths `lead` in place of all axes before K."""
@@ -74,6 +76,13 @@ class Operand(NamedTuple):
             scales=None if scales is None else scales.reshape(*lead, scales.shape[-1]),
             factor=None if factor is None else factor.reshape(lead),
         )
+
+    def rows(self, start: int, stop: int) -> Operand:
+        """Return the rows from `start` to `stop` - 1 of an operand with the axes (1, rows, K), as views."""
+        codes, scales, factor = (
+            None if part is None else part[:, start:stop] for part in (self.codes, self.scales, self.factor)
+        )
+        return self._replace(codes=codes, scales=scales, factor=factor)
 
 
 class MatmulCall(NamedTuple):
@@ -176,27 +185,23 @@ def scale_decoding_of(scale: ElementFormat) -> Decoding:
 
 
 def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -> tuple[MatmulCall, tuple[int, ...]]:
-    """Check the arguments of fp4kit.matmul."""
-    # Block scales must be in the linear layout.
+    """Check the arguments of fp4kit.matmul, whose block scales must be linear; return the call and the result's
+    shape.
+    """
     op = "matmul"
     u, dtype = unit_of(op, unit), output_dtype(op, out_dtype)
     check_one_device(op, a=first_array(a), b=first_array(b), c=c)
-    left, right = (operand(op, name, x) for name, x in (("a", a), ("b", b)))
-    lead, lead_b = (x.codes.shape[:-2] for x in (left, right))
-    check_lengths(op, left, right)
+    call = _product(op, operand(op, "a", a), operand(op, "b", b), u, dtype, alpha)
+    (*lead, M), (*lead_b, N) = (x.codes.shape[:-1] for x in (call.a, call.b))
     if lead and lead_b and lead != lead_b:
         raise ValueError(
-            f"{op}: a is a stack {lead} of matrices and b a stack {lead_b}; needs equal stacks, or one matrix"
+            f"{op}: a is a stack {tuple(lead)} of matrices and b a stack {tuple(lead_b)}; needs equal stacks, or one"
+            " matrix"
         )
-    M, N = left.codes.shape[-2], right.codes.shape[-2]
-    step = step_of(op, u, left, right)
-    left, right = with_alpha(op, alpha, left, right)
     # A stack times one matrix is a product with more rows.
-    left = left.reshaped(prod(lead), M) if lead_b and lead else left.reshaped(1, prod(lead) * M)
-    right = right.reshaped(prod(lead_b), N)
-    call = MatmulCall(left, right, None, u, step, dtype, None, on_device(left.codes))
-    shape = (*(lead or lead_b), M, N)
-    return call._replace(c=None if c is None else first_sums(op, "c", c, shape).reshape(call.shape)), shape
+    left = call.a.reshaped(prod(lead), M) if lead_b and lead else call.a.reshaped(1, prod(lead) * M)
+    call, shape = call._replace(a=left, b=call.b.reshaped(prod(lead_b), N)), (*(lead or lead_b), M, N)
+    return call if c is None else call._replace(c=first_sums(op, "c", c, shape).reshape(call.shape)), shape
 
 
 def output_dtype(op: str, out_dtype: Any) -> np.dtype:
@@ -207,34 +212,26 @@ def output_dtype(op: str, out_dtype: Any) -> np.dtype:
     return dtype
 
 
-def check_lengths(op: str, a: Operand, b: Operand, names: tuple[str, str] = ("a", "b")) -> None:
-    """Raise ValueError unless two operands have equal lengths along K."""
+def _product(op: str, a: Operand, b: Operand, u: Unit, dtype: np.dtype, alpha: Any) -> MatmulCall:
+    """Return the MatmulCall of a times b transposed. If alpha is given, it takes the place of the tensor scales."""
     if a.k != b.k:
         raise ValueError(
-            f"{op}: {names[0]} has length {a.k} along K and {names[1]} {b.k}; needs equal lengths. K is the last axis"
-            f" of an array and the quantized axis of a Quantized, so {names[1]} is (..., N, K)"
+            f"{op}: {a.name} has length {a.k} along K and {b.name} {b.k}; needs equal lengths. K is the last axis of an"
+            f" array and the quantized axis of a Quantized, so {b.name} is (..., N, K)"
         )
-
-
-def with_alpha(op: str, alpha: Any, a: Operand, b: Operand) -> tuple[Operand, Operand]:
-    """Return the pair (a, b) of operands, with the argument alpha of matmul in place of their tensor scales."""
-    if alpha is None:
-        return a, b
-    number = np.float32(_number(op, alpha))
-    return a._replace(factor=_library(a.codes).full(a.codes.shape[:-1], number)), b._replace(factor=None)
+    step = step_of(op, u, a, b)
+    if alpha is not None:
+        try:
+            number = np.float32(float(alpha))
+        except (TypeError, ValueError):
+            raise TypeError(f"{op}: alpha is {alpha!r:.60}; needs a number, or None for the tensor scales") from None
+        a, b = a._replace(factor=_library(a.codes).full(a.codes.shape[:-1], number)), b._replace(factor=None)
+    return MatmulCall(a, b, None, u, step, dtype, None, on_device(a.codes))
 
 
 def _library(a: Any) -> Any:
     """Return the module whose functions take the array `a`: numpy for a NumPy array, cupy for a CuPy array."""
     return np if isinstance(a, np.ndarray) else sys.modules["cupy"]
-
-
-def _number(op: str, alpha: Any) -> float:
-    """Return the argument alpha of matmul as a float. Raise TypeError if it cannot be converted."""
-    try:
-        return float(alpha)
-    except (TypeError, ValueError):
-        raise TypeError(f"{op}: alpha is {alpha!r:.60}; needs a number, or None for the tensor scales") from None
 
 
 def first_sums(op: str, name: str, c: Any, shape: tuple[int, ...]) -> Any:
@@ -271,7 +268,7 @@ def operand(op: str, name: str, x: Any) -> Operand:
     if x.ndim < 2:
         raise ValueError(f"{op}: {name} is {x.ndim}-d; needs (..., rows, K)")
     codes = _library(x).ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
-    return Operand(codes, _ARRAY_ELEMENTS[kind], None, None, 1, None, x.shape[-1])
+    return Operand(codes, _ARRAY_ELEMENTS[kind], None, None, 1, None, x.shape[-1], name)
 
 
 def check_axis(op: str, name: str, q: Quantized) -> None:
@@ -289,13 +286,13 @@ def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
     r = q.recipe
     _check_multiplied(op, name, r)
     *lead, rows, k = q.moved_shape
-    contiguous = _library(q.packed).ascontiguousarray
+    contiguous, factor = _library(q.packed).ascontiguousarray, q.tensor_scale
     scales = None if q.block_scale is None else contiguous(q.block_scale)
-    factor = q.tensor_scale
     if factor is not None:
         missing = len(lead) + 1 - factor.ndim
         factor = _library(factor).broadcast_to(factor.reshape(*factor.shape, *[1] * missing), (*lead, rows))
-    return Operand(contiguous(q.packed), r.element.name, scales, r.scale, r.block_size if r.scale else 1, factor, k)
+    block = r.block_size if r.scale else 1
+    return Operand(contiguous(q.packed), r.element.name, scales, r.scale, block, factor, k, name)
 
 
 def _check_multiplied(op: str, name: str, r: Recipe) -> None:
@@ -307,21 +304,17 @@ def _check_multiplied(op: str, name: str, r: Recipe) -> None:
 def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]) -> None:
     """Raise ValueError unless unit u can multiply operands of recipes a and b."""
     if u.order != "dequantized":
+        operands = []
         for name, r in zip(names, (a, b), strict=True):
             _check_multiplied(op, name, r)
-        step_of(op, u, _operand_of_recipe(a), _operand_of_recipe(b), names)
+            block = r.block_size if r.scale else 1
+            operands.append(Operand(None, r.element.name, r.scale, r.scale, block, None, 0, name))
+        step_of(op, u, *operands)
 
 
-def _operand_of_recipe(r: Recipe) -> Operand:
-    """Return an Operand without arrays that describes a recipe's format. step_of uses it."""
-    return Operand(None, r.element.name, r.scale, r.scale, r.block_size if r.scale else 1, None, 0)
-
-
-def step_of(
-    op: str, u: Unit, a: Operand, b: Operand, names: tuple[str, str] = ("a", "b")
-) -> DotAdd | FloorDotAdd | None:
+def step_of(op: str, u: Unit, a: Operand, b: Operand) -> DotAdd | FloorDotAdd | None:
     """Return the step (instruction) of a unit for two operands; None if the unit adds in a stated order instead."""
-    given = f"{op}: {names[0]} is {_described(a)} and {names[1]} {_described(b)}"
+    given = f"{op}: {a.name} is {_described(a)} and {b.name} {_described(b)}"
     if u.order == "float32-blocks" and not (
         a.element == b.element == "E2M1"
         and a.scales is not None is not b.scales
@@ -369,42 +362,23 @@ def _described(x: Operand) -> str:
 GROUPED = "matmul_grouped"
 
 
-class NamedOperand(NamedTuple):
-    """A matrix of a group, with the name that error messages give it.
-
-    name: its name in messages, such as "a[2]". operand: the matrix as an Operand with the axes (1, rows, K).
-    """
-
-    name: str
-    operand: Operand
-
-    def rows(self, start: int, stop: int) -> NamedOperand:
-        """Return the rows from `start` to `stop` - 1 of the matrix, as views, under the same name."""
-        codes, scales, factor = (
-            None if part is None else part[:, start:stop]
-            for part in (self.operand.codes, self.operand.scales, self.operand.factor)
-        )
-        return NamedOperand(self.name, self.operand._replace(codes=codes, scales=scales, factor=factor))
-
-
 def is_single(x: Any) -> bool:
     """Return whether an argument is one operand (a Quantized or an array) instead of a sequence of operands."""
     return isinstance(x, Quantized) or is_array(x)
 
 
 def list_call(a: Sequence[Any], b: Any, u: Unit, out_dtype: Any, alpha: Any, c: Any) -> list[MatmulCall]:
-    """Return the engine calls of matmul_grouped for a sequence `a`: one per matrix product, without result arrays."""
-    # Block scales must be in the linear layout.
-    lefts, rights = matrices("a", a), matrices("b", b)
+    """Return the calls of matmul_grouped for a sequence `a`: one per product, without result arrays."""
+    lefts, rights = _matrices("a", a), _matrices("b", b)
     if len(lefts) != len(rights):
         raise ValueError(f"{GROUPED}: a has {len(lefts)} matrices and b {len(rights)}; needs equally many")
     dtype = output_dtype(GROUPED, out_dtype)
     firsts, alphas = _per_product("c", c, len(lefts)), _per_product("alpha", alpha, len(lefts))
     calls = []
     for i, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-        call = _call(left, right, u, dtype, alphas[i])
+        call = _grouped_product(left, right, u, dtype, alphas[i])
         if firsts[i] is not None:
-            check_one_device(GROUPED, **{left.name: left.operand.codes, f"c[{i}]": firsts[i]})
+            check_one_device(GROUPED, **{left.name: left.codes, f"c[{i}]": firsts[i]})
             call = call._replace(c=first_sums(GROUPED, f"c[{i}]", firsts[i], call.shape[1:])[None])
         calls.append(call)
     return calls
@@ -413,61 +387,51 @@ def list_call(a: Sequence[Any], b: Any, u: Unit, out_dtype: Any, alpha: Any, c: 
 def rows_call(
     a: Any, b: Any, m_indptr: Any, u: Unit, out_dtype: Any, alpha: Any, c: Any
 ) -> tuple[list[MatmulCall], Any]:
-    """Return the engine calls of matmul_grouped for one matrix `a` and m_indptr, and the result array (rows, N)."""
-    # Block scales must be in the linear layout.
-    (left,), rights = matrices("a", [a], ""), matrices("b", b)
-    check_one_device(GROUPED, a=left.operand.codes, c=c)
-    rows, dtype = left.operand.codes.shape[1], output_dtype(GROUPED, out_dtype)
+    """Return the calls of matmul_grouped for one matrix `a` and m_indptr, and the result array (rows, N)."""
+    (left,), rights = _matrices("a", [a], ""), _matrices("b", b)
+    check_one_device(GROUPED, a=left.codes, c=c)
+    rows, dtype = left.codes.shape[1], output_dtype(GROUPED, out_dtype)
     if not rights:
         raise ValueError(f"{GROUPED}: b has no matrices; needs at least one with m_indptr")
     starts = _starts(m_indptr, rows, len(rights))
-    widths = [right.operand.codes.shape[1] for right in rights]
+    widths = [right.codes.shape[1] for right in rights]
     if len(set(widths)) > 1:
         raise ValueError(
             f"{GROUPED}: b has matrices of {sorted(set(widths))} rows; needs equal numbers of rows with m_indptr"
         )
     first = None if c is None else first_sums(GROUPED, "c", c, (rows, widths[0]))
-    out = empty_result((rows, widths[0]), dtype, left.operand.codes)
-    alphas = _per_product("alpha", alpha, len(rights))
+    out = empty_result((rows, widths[0]), dtype, left.codes)
     calls = []
-    for i, (start, stop) in enumerate(pairwise(starts)):
-        call = _call(left.rows(start, stop), rights[i], u, dtype, alphas[i])
+    for (start, stop), right, number in zip(
+        pairwise(starts), rights, _per_product("alpha", alpha, len(rights)), strict=True
+    ):
+        call = _grouped_product(left.rows(start, stop), right, u, dtype, number)
         calls.append(call._replace(c=None if first is None else first[None, start:stop], out=out[None, start:stop]))
     return calls, out
 
 
-def matrices(name: str, xs: Any, index: str = "[{}]") -> list[NamedOperand]:
+def _matrices(name: str, xs: Any, index: str = "[{}]") -> list[Operand]:
     """Return the matrices of a sequence of operands, or of one stack of matrices."""
     if is_single(xs):
-        whole = operand(GROUPED, name, xs)
-        axes = whole.codes.ndim
-        if axes != 3:
+        stack = operand(GROUPED, name, xs)
+        if stack.codes.ndim != 3:
             raise ValueError(
-                f"{GROUPED}: {name} is one {axes}-d array; needs a sequence of matrices, or a stack of them"
+                f"{GROUPED}: {name} is one {stack.codes.ndim}-d array; needs a sequence of matrices, or a stack of them"
             )
-        stack = NamedOperand(name, whole.reshaped(1, whole.codes.shape[0] * whole.codes.shape[1]))
-        N = whole.codes.shape[1]
-        return [
-            NamedOperand(f"{name}[{i}]", stack.rows(i * N, (i + 1) * N).operand) for i in range(whole.codes.shape[0])
-        ]
-    found = []
-    for i, x in enumerate(xs):
-        own = name + index.format(i)
-        x = operand(GROUPED, own, x)
+        count, N, _ = stack.codes.shape
+        whole = stack.reshaped(1, count * N)
+        return [whole.rows(i * N, (i + 1) * N)._replace(name=f"{name}[{i}]") for i in range(count)]
+    found = [operand(GROUPED, name + index.format(i), x) for i, x in enumerate(xs)]
+    for x in found:
         if x.codes.ndim != 2:
-            raise ValueError(f"{GROUPED}: {own} is {x.codes.ndim}-d; needs a matrix")
-        found.append(NamedOperand(own, x.reshaped(1, x.codes.shape[0])))
-    return found
+            raise ValueError(f"{GROUPED}: {x.name} is {x.codes.ndim}-d; needs a matrix")
+    return [x.reshaped(1, x.codes.shape[0]) for x in found]
 
 
-def _call(left: NamedOperand, right: NamedOperand, u: Unit, dtype: np.dtype, alpha: Any) -> MatmulCall:
-    """Return the MatmulCall of one product, left times right transposed."""
-    names = left.name, right.name
-    check_one_device(GROUPED, **{names[0]: left.operand.codes, names[1]: right.operand.codes})
-    check_lengths(GROUPED, left.operand, right.operand, names)
-    step = step_of(GROUPED, u, left.operand, right.operand, names)
-    a, b = with_alpha(GROUPED, alpha, left.operand, right.operand)
-    return MatmulCall(a, b, None, u, step, dtype, None, on_device(a.codes))
+def _grouped_product(a: Operand, b: Operand, u: Unit, dtype: np.dtype, alpha: Any) -> MatmulCall:
+    """Return the MatmulCall of one product of a group, whose operands must be on one device."""
+    check_one_device(GROUPED, **{a.name: a.codes, b.name: b.codes})
+    return _product(GROUPED, a, b, u, dtype, alpha)
 
 
 def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
@@ -482,9 +446,7 @@ def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
 
 
 def _starts(m_indptr: Any, rows: int, count: int) -> list[int]:
-    """Return m_indptr as a list of ints: for each matrix its first row in `a`, followed by the number of rows of
-    `a`.
-    """
+    """Return m_indptr as a list of ints: the first row in `a` of each matrix, then the number of rows of `a`."""
     is_list = isinstance(m_indptr, (list, tuple))
     array = np.asarray(m_indptr if is_list else to_host(import_arrays(GROUPED, m_indptr=m_indptr)[0]))
     if array.dtype.kind not in "iu":

@@ -52,8 +52,8 @@ def import_out(op: str, out: Any) -> Any:
 
 def _check_places(op: str, name: str, array: Any) -> None:
     """Raise ValueError if two elements of an output array share memory, as in an expanded tensor."""
-    if not hasattr(array, "flags") or array.flags.c_contiguous or not _is_writeable(array):
-        return
+    if not hasattr(array, "flags") or array.flags.c_contiguous or not getattr(array.flags, "writeable", True):
+        return  # CuPy arrays have no such flag, and can always be written to
     if overlaps_itself(array.shape, array.strides, array.dtype.itemsize):
         found = f"shape {array.shape}, strides {array.strides}"
         raise ValueError(
@@ -61,15 +61,8 @@ def _check_places(op: str, name: str, array: Any) -> None:
         )
 
 
-def _is_writeable(array: Any) -> bool:
-    """Return whether an array, of NumPy or CuPy, can be written to. CuPy arrays always can."""
-    return not isinstance(array, np.ndarray) or array.flags.writeable
-
-
 def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, like: Any) -> None:
-    """Raise an error unless `out`, the output of dequantize, is None or an array to which the values can be written."""
-    if out is None:
-        return
+    """Raise an error unless `out`, the output of dequantize, is an array to which the values can be written."""
     if isinstance(like, np.ndarray):
         check_out(op, "out", out, shape, dtype)
     elif not isinstance(out, type(like)) or out.shape != shape or out.dtype != dtype:
@@ -84,25 +77,24 @@ def check_quantized_out(call: Any) -> None:
     check_is_quantized(op, out, "out")
     wanted = {"recipe": r, "shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "scale_layout": call.layout}
     for name, value in wanted.items():
-        found = getattr(out, name)
-        if found != value:
-            found, value = (
-                repr(part) if name == "recipe" else part for part in (found, value)
-            )  # repr, because str(recipe) takes many lines
-            raise ValueError(f"{op}: out has {name} {found}; needs {value}")
+        if getattr(out, name) != value:
+            text = repr if name == "recipe" else str  # str(recipe) takes many lines
+            raise ValueError(f"{op}: out has {name} {text(getattr(out, name))}; needs {text(value)}")
     if call.tensor_scale is not None and out.tensor_amax is not None:
         raise ValueError(
             f"{op}: out has a tensor_amax, which a given tensor_scale does not determine; pass"
             " dataclasses.replace(out, tensor_amax=None)"
         )
-    for name, (shape, dtype) in part_specs(call).items():
+    specs = part_specs(call)
+    outputs = {f"out.{name}": getattr(out, name) for name in specs}
+    for (name, array), (shape, dtype) in zip(outputs.items(), specs.values(), strict=True):
         if call.on_device:
-            _check_device_out(op, f"out.{name}", getattr(out, name), shape, dtype, call.x)
+            _check_device_out(op, name, array, shape, dtype, call.x)
         else:
-            check_out(op, f"out.{name}", getattr(out, name), shape, dtype)
+            check_out(op, name, array, shape, dtype)
     names = ("block_amax", "block_scale", "tensor_scale", "tensor_amax")
     inputs = {"x": call.x, "seed": call.random} | {name: getattr(call, name) for name in names}
-    check_disjoint(op, inputs, {f"out.{name}": getattr(out, name) for name in part_specs(call)})
+    check_disjoint(op, inputs, outputs)
 
 
 def part_specs(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -124,9 +116,8 @@ def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dt
     # The array must be a contiguous CuPy array of this shape and dtype on the device of x.
     fits = isinstance(array, type(x)) and (array.shape, array.dtype, array.device) == (shape, dtype, x.device)
     if not fits or not array.flags.c_contiguous:
-        found = description(array)
         needed = f"a contiguous CuPy array of {dtype} {shape} on the device of x"
-        raise ValueError(f"{op}: {name} is {found}; needs {needed}")
+        raise ValueError(f"{op}: {name} is {description(array)}; needs {needed}")
     if array.ndim and array.data.ptr % ALIGNMENT:
         raise ValueError(f"{op}: {name} is at address {array.data.ptr:#x}; needs a multiple of {ALIGNMENT}")
 
@@ -150,33 +141,21 @@ def check_disjoint(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any
     """Raise ValueError if an output shares memory with an input or with another output."""
     # An output named "out.NAME" may share memory with the input "NAME", such as tensor_scale, because the call writes
     # there only the values that it has read from there.
-    for name, out in outputs.items():
-        for other, array in inputs.items():
-            if name != f"out.{other}" and shares_memory(array, out):
-                _refuse(op, name, other)
-    for (name, out), (other, array) in combinations(outputs.items(), 2):
-        if shares_memory(out, array):
-            _refuse(op, other, name)
-
-
-def _refuse(op: str, out: str, other: str) -> None:
-    """Raise the ValueError for an output named `out` that shares memory with the input or output named `other`."""
-    raise ValueError(f"{op}: {out} shares memory with {other}, which is read or written too; needs memory of its own")
+    pairs = [(name, other) for name in outputs for other in inputs if name != f"out.{other}"]
+    arrays = {**inputs, **outputs}
+    for name, other in [*pairs, *((second, first) for first, second in combinations(outputs, 2))]:
+        if shares_memory(arrays[other], arrays[name]):
+            raise ValueError(
+                f"{op}: {name} shares memory with {other}, which is read or written too; needs memory of its own"
+            )
 
 
 class _OccupiedMemory(NamedTuple):
-    """The memory that a Quantized occupies.
+    """The memory that a Quantized occupies."""
 
-    Attributes:
-        arrays: its arrays, without those that are None.
-        spans: on a device, the span (first address, address after the last byte) of each array; () in host memory.
-        whole: on a device, the span that contains all arrays; (0, 0) in host memory.
-        parts_are_disjoint: True if no two of its arrays share memory.
-    """
-
-    arrays: tuple[Any, ...]
-    spans: tuple[tuple[int, int], ...]
-    whole: tuple[int, int]
+    arrays: tuple[Any, ...]  # without those that are None
+    spans: tuple[tuple[int, int], ...]  # on a device: of each array; () in host memory
+    whole: tuple[int, int]  # on a device: the span that contains all arrays; (0, 0) in host memory
     parts_are_disjoint: bool
 
 
@@ -215,17 +194,12 @@ def are_disjoint(read: Any, out: Any) -> bool:
 def shares_memory(a: Any, b: Any) -> bool:
     """Return whether two arrays share memory."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return np.may_share_memory(a, b) and _have_a_byte_in_common(a, b)
+        try:
+            return np.may_share_memory(a, b) and np.shares_memory(a, b, max_work=_MAX_WORK)  # type: ignore[arg-type]
+        except np.exceptions.TooHardError:
+            return True
     first, second = _span(a), _span(b)
     return first[0] < second[1] and second[0] < first[1]
-
-
-def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return whether two arrays have a byte in common. If NumPy's search exceeds its limit of work, return True."""
-    try:
-        return np.shares_memory(a, b, max_work=_MAX_WORK)  # type: ignore[arg-type]  # NumPy's stubs allow no number
-    except np.exceptions.TooHardError:
-        return True
 
 
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

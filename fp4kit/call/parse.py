@@ -24,7 +24,6 @@ from fp4kit.call.inputs import (
     parse_block_scale,
     parse_seed,
     parse_tensor_amax,
-    parse_tensor_scale,
 )
 from fp4kit.call.outputs import check_quantized_out, import_out
 from fp4kit.formats import FLOATS, Codebook, PairedMicroexponents
@@ -184,47 +183,28 @@ def quantize_call(
     axis: int = -1,
     options: QuantizeOptions = QuantizeOptions(),  # noqa: B008  (immutable)
     *,
-    tensor_amax: Any = None,
-    block_amax: Any = None,
     out: Quantized | None = None,
+    **given: Any,
 ) -> Call:
-    """Check the arguments of an operation that returns codes, such as quantize, and return its Call."""
-    arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
-    call, imported = array_call(op, x, recipe, axis, **arrays)
+    """Check the arguments of an operation that returns codes, such as quantize, and return its Call.
+
+    given: the amaxes (tensor_amax, block_amax) or the scales (block_scale, tensor_scale) that the caller passed.
+    """
+    call, given = array_call(op, x, recipe, axis, **given, seed=options.seed)
     check_codes(call, options.scale_layout)
-    call = with_amaxes(
-        with_options(call, options._replace(seed=imported["seed"])), imported["tensor_amax"], imported["block_amax"]
-    )
+    if given.get("block_scale") is None and given.get("tensor_scale") is None:
+        call = with_amaxes(
+            with_options(call, options, given["seed"]), given.get("tensor_amax"), given.get("block_amax")
+        )
+    else:
+        check_complete(op, call.recipe, given["block_scale"], given["tensor_scale"])
+        call = with_options(call, options, given["seed"])
+        shape, r = call.moved.shape, call.recipe
+        block_scale = parse_block_scale(op, given["block_scale"], shape, r, call.layout)
+        tensor_scale = parse_tensor_amax(op, given["tensor_scale"], shape, r, call.on_device, "tensor_scale")
+        call = call._replace(block_scale=block_scale, tensor_scale=tensor_scale)
     if out is not None:
         call = call._replace(out=import_out(op, out))
-        check_quantized_out(call)
-    return call
-
-
-def call_with_scales(
-    op: str,
-    x: Any,
-    recipe: str | Recipe,
-    axis: int,
-    options: QuantizeOptions,
-    block_scale: Any,
-    tensor_scale: Any,
-    out: Quantized | None,
-) -> Call:
-    """Check the arguments of quantize for a caller who passes scales instead of amaxes, and return the Call."""
-    # `out` must have been imported already (import_out).
-    arrays = {"block_scale": block_scale, "tensor_scale": tensor_scale, "seed": options.seed}
-    call, imported = array_call(op, x, recipe, axis, **arrays)
-    check_codes(call, options.scale_layout)
-    check_complete(op, call.recipe, block_scale, tensor_scale)
-    call = with_options(call, options._replace(seed=imported["seed"]))
-    shape, r = call.moved.shape, call.recipe
-    call = call._replace(
-        out=out,
-        block_scale=parse_block_scale(op, imported["block_scale"], shape, r, call.layout),
-        tensor_scale=parse_tensor_scale(op, imported["tensor_scale"], shape, r, call.on_device),
-    )
-    if out is not None:
         check_quantized_out(call)
     return call
 
@@ -234,29 +214,15 @@ def fake_call(
     x: Any,
     recipe: str | Recipe,
     axis: int,
-    options: QuantizeOptions,
+    options: QuantizeOptions = QuantizeOptions(),  # noqa: B008  (immutable)
     *,
     tensor_amax: Any = None,
     block_amax: Any = None,
 ) -> Call:
-    """Check the arguments of an operation that returns fake-quantized values, and return its Call."""
-    arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
-    call, imported = array_call(op, x, recipe, axis, **arrays)
-    call = with_options(call, options._replace(seed=imported["seed"]))
-    return with_amaxes(call, imported["tensor_amax"], imported["block_amax"])
-
-
-def any_call(
-    op: str,
-    x: Any,
-    recipe: str | Recipe,
-    axis: int,
-    options: QuantizeOptions = QuantizeOptions(),  # noqa: B008  (immutable)
-    **amaxes: Any,
-) -> Call:
-    """Check the arguments of an operation that accepts every recipe, such as explain, and return its Call."""
-    call = fake_call(op, x, recipe, axis, options, **amaxes)
-    return call if call.recipe.fake_only else quantize_call(op, x, recipe, axis, options, **amaxes)
+    """Check the arguments of an operation that accepts recipes without codes, and return its Call."""
+    given = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
+    call, given = array_call(op, x, recipe, axis, **given)
+    return with_amaxes(with_options(call, options, given["seed"]), given["tensor_amax"], given["block_amax"])
 
 
 def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: Any) -> tuple[Call, Any]:
@@ -273,24 +239,33 @@ def columnwise(call: Call, options: QuantizeOptions) -> Call:
     """Return the columnwise Call of quantize_both (axis -2), given its rowwise Call."""
     axis = check_axis(call.op, -2, call.x.ndim)
     check_length(call.op, axis, call.x.shape[axis], call.recipe)
-    return with_options(call._replace(axis=axis, moved=_axis_last(call.x, axis)), options)
+    return with_options(call._replace(axis=axis, moved=_axis_last(call.x, axis)), options, options.seed)
 
 
 def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
     """Return a copy of the call with the caller's amaxes, checked, as float32 and in the memory of x."""
     if tensor_amax is None and block_amax is None:
         return call._replace(tensor_amax=None, block_amax=None)
-    op, shape, r = call.op, call.moved.shape, call.recipe
-    tensor = parse_tensor_amax(op, tensor_amax, shape, r, call.on_device)
-    return call._replace(tensor_amax=tensor, block_amax=parse_block_amax(op, block_amax, shape, r, call.on_device))
+    facts = call.moved.shape, call.recipe, call.on_device
+    tensor_amax = parse_tensor_amax(call.op, tensor_amax, *facts)
+    return call._replace(tensor_amax=tensor_amax, block_amax=parse_block_amax(call.op, block_amax, *facts))
 
 
-def with_options(call: Call, options: QuantizeOptions) -> Call:
-    """Return a copy of the call with its fields layout, random and mask set from the options."""
+def with_options(call: Call, options: QuantizeOptions, seed: Any) -> Call:
+    """Return a copy of the call with layout, random and mask set from the options. seed: options.seed, imported."""
     rounding: Any = options.rounding
-    is_default = options.seed is None and type(rounding) is str and rounding == "nearest"
-    random = None if is_default else _random_source(call, rounding, options.seed)
-    return call._replace(layout=options.scale_layout, random=random, mask=_sign_mask(call, options.hadamard))
+    is_default = seed is None and type(rounding) is str and rounding == "nearest"
+    random = None if is_default else _random_source(call, rounding, seed)
+    check_hadamard(call.op, options.hadamard)
+    if options.hadamard is False:
+        return call._replace(layout=options.scale_layout, random=random)
+    if call.moved.shape[-1] % HADAMARD_BLOCK:
+        raise ValueError(
+            f"{call.op}: axis {call.axis} has length {call.moved.shape[-1]}; the Hadamard transform needs a multiple of"
+            f" {HADAMARD_BLOCK}"
+        )
+    mask = TE_SIGN_MASK if options.hadamard is True else 0
+    return call._replace(layout=options.scale_layout, random=random, mask=mask)
 
 
 def check_codes(call: Call, layout: str) -> None:
@@ -308,22 +283,6 @@ def check_hadamard(op: str, hadamard: Any) -> None:
     """Raise ValueError unless the argument hadamard is the bool False or True, or the string "no_signs"."""
     if not isinstance(hadamard, bool) and not is_one_of(hadamard, ("no_signs",)):
         raise ValueError(f"{op}: hadamard is {hadamard!r:.60}; needs False, True or 'no_signs'")
-
-
-def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
-    """Return the sign mask of the Hadamard transform: Transformer Engine's for True, 0 for "no_signs", None for
-    False.
-    """
-    check_hadamard(call.op, hadamard)
-    if hadamard is False:
-        return None
-    length = call.moved.shape[-1]
-    if length % HADAMARD_BLOCK:
-        raise ValueError(
-            f"{call.op}: axis {call.axis} has length {length}; the Hadamard transform needs a multiple of"
-            f" {HADAMARD_BLOCK}"
-        )
-    return TE_SIGN_MASK if hadamard is True else 0
 
 
 def _random_source(call: Call, rounding: str, seed: Any) -> Any:
@@ -390,10 +349,7 @@ def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: An
     """Check the arguments of a call to hadamard, and return its Rotation."""
     (x,) = import_arrays(op, x=x)
     check_float(op, x)
-    size = check_hadamard_size(op, size)
-    axis = _checked_axis(op, x, axis, size)
-    negative = None if signs is None else _negative(op, signs, size, x.shape[axis])
-    return _rotation(x, axis, size, negative, None, as_flag(op, "inverse", inverse))
+    return _rotation(op, x, check_hadamard_size(op, size), None, axis, signs, inverse)
 
 
 def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
@@ -402,20 +358,13 @@ def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: 
     check_float(op, x)
     (matrices,) = import_arrays(op, matrices=matrices)
     check_float(op, matrices, "matrices")
-    inverse = as_flag(op, "inverse", inverse)
-    size = _matrix_size(op, matrices.shape)
-    axis = _checked_axis(op, x, axis, size)
-    blocks = x.shape[axis] // size
-    if matrices.ndim == 3 and len(matrices) != blocks:
+    shape = matrices.shape
+    if len(shape) not in (2, 3) or shape[-1] != shape[-2] or not 1 <= shape[-1] <= MAX_MATRIX:
         raise ValueError(
-            f"{op}: matrices has {len(matrices)} matrices of {size}x{size}; needs {blocks}, one per block of"
-            f" axis {axis} of x, or one matrix ({size}, {size}) for all blocks"
+            f"{op}: matrices has shape {tuple(shape)}; needs (n, n) or (number of blocks, n, n), with n from 1 to"
+            f" {MAX_MATRIX}"
         )
-    stacked = to_host(matrices).astype(np.float32).reshape(-1, size, size)
-    _check_orthogonal(op, stacked)
-    negative = None if signs is None else _negative(op, signs, size, x.shape[axis])
-    stacked = np.ascontiguousarray(stacked.swapaxes(1, 2) if inverse else stacked)
-    return _rotation(x, axis, size, negative, stacked, inverse)
+    return _rotation(op, x, shape[-1], to_host(matrices), axis, signs, inverse)
 
 
 def check_hadamard_size(op: str, size: Any) -> int:
@@ -426,25 +375,31 @@ def check_hadamard_size(op: str, size: Any) -> int:
     return size
 
 
-def _checked_axis(op: str, x: Any, axis: int, size: int) -> int:
-    """Return the axis of x as a non-negative int."""
-    axis = check_axis(op, axis, x.ndim)
-    if x.shape[axis] % size:
+def _rotation(op: str, x: Any, size: int, matrices: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
+    """Return the Rotation of x by Hadamard transforms of a size, or by matrices with `size` rows."""
+    axis, inverse = check_axis(op, axis, x.ndim), as_flag(op, "inverse", inverse)
+    outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
+    blocks = length // size
+    if length % size:
         raise ValueError(
-            f"{op}: axis {axis} has length {x.shape[axis]}; blocks of {size} need a multiple of {size}; pad with"
+            f"{op}: axis {axis} has length {length}; blocks of {size} need a multiple of {size}; pad with"
             " fp4kit.layouts.pad"
         )
-    return axis
-
-
-def _matrix_size(op: str, shape: tuple[int, ...]) -> int:
-    """Return n for matrices of the shape (n, n) or (blocks, n, n). Raise ValueError for other shapes or n > 128."""
-    if len(shape) not in (2, 3) or shape[-1] != shape[-2] or not 1 <= shape[-1] <= MAX_MATRIX:
-        raise ValueError(
-            f"{op}: matrices has shape {tuple(shape)}; needs (n, n) or (number of blocks, n, n), with n from 1 to"
-            f" {MAX_MATRIX}"
-        )
-    return shape[-1]
+    if matrices is not None:
+        if matrices.ndim == 3 and len(matrices) != blocks:
+            raise ValueError(
+                f"{op}: matrices has {len(matrices)} matrices of {size}x{size}; needs {blocks}, one per block of"
+                f" axis {axis} of x, or one matrix ({size}, {size}) for all blocks"
+            )
+        matrices = matrices.astype(np.float32).reshape(-1, size, size)
+        _check_orthogonal(op, matrices)
+        matrices = np.ascontiguousarray(matrices.swapaxes(1, 2) if inverse else matrices)
+    negative = None if signs is None else _negative(op, signs, size, length)
+    if (negative is None or len(negative) == size) and (matrices is None or len(matrices) == 1):
+        return Rotation(x, (outer * blocks, size, inner), size, negative, matrices, inverse)
+    if negative is not None and len(negative) < length:
+        negative = np.tile(negative, blocks)
+    return Rotation(x, (outer, length, inner), size, negative, matrices, inverse)
 
 
 def _check_orthogonal(op: str, matrices: np.ndarray) -> None:
@@ -472,17 +427,6 @@ def _negative(op: str, signs: Any, size: int, length: int) -> np.ndarray:
     if not (np.abs(found) == 1).all():
         raise ValueError(f"{op}: signs holds {found[np.abs(found) != 1][0]:g}; needs 1 or -1")
     return (found < 0).astype(np.uint8)
-
-
-def _rotation(x: Any, axis: int, size: int, negative: np.ndarray | None, matrices: Any, inverse: bool) -> Rotation:
-    """Return the Rotation of an array along an axis whose length is a multiple of `size`."""
-    outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
-    repeated = (negative is None or len(negative) == size) and (matrices is None or len(matrices) == 1)
-    if repeated:
-        return Rotation(x, (outer * (length // size), size, inner), size, negative, matrices, inverse)
-    if negative is not None and len(negative) < length:
-        negative = np.tile(negative, length // size)
-    return Rotation(x, (outer, length, inner), size, negative, matrices, inverse)
 
 
 def check_castable(op: str, r: Recipe) -> None:
@@ -559,29 +503,25 @@ class Partition(NamedTuple):
         return np.cumsum(lengths, axis=1) - lengths
 
 
-_ERRORS = (TypeError, ValueError, NotImplementedError)
 _PLURALS = {"x": "xs", "grad": "grads"}
 _ARGUMENT = re.compile(r"(x|grad|tensor_amax|block_amax|amax)\b")
 
 
 def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-    """Call a function once per tensor of a group: return [function(*entries) for entries in zip(*columns)]."""
+    """Call a function once per tensor of a group: return [function(*entries) for entries in zip(*columns)].
+
+    An error names the tensor that caused it: "quantize: x is 0-d" of tensor 2 becomes "OP: xs[2] is 0-d".
+    """
     results: list[Any] = []
     try:
         for entries in zip(*columns, strict=True):
             results.append(function(*entries))
-    except _ERRORS as error:
-        raise type(error)(numbered(op, len(results), str(error))) from error
+    except (TypeError, ValueError, NotImplementedError) as error:
+        i, text = len(results), re.sub(r"^\w+: ", "", str(error))
+        if argument := _ARGUMENT.match(text):
+            name = argument.group()
+            text = f"{_PLURALS.get(name, name)}[{i}]{text[len(name) :]}"
+        else:
+            text = f"xs[{i}]: {text}"
+        raise type(error)(f"{op}: {text}") from error
     return results
-
-
-def numbered(op: str, i: int, text: str) -> str:
-    """Return the error message of a grouped operation op, made from `text`, the message of a single call for tensor
-    i.
-    """
-    text = re.sub(r"^\w+: ", "", text)  # remove the name of the single function
-    argument = _ARGUMENT.match(text)
-    if argument is None:
-        return f"{op}: xs[{i}]: {text}"
-    name = argument.group()
-    return f"{op}: {_PLURALS.get(name, name)}[{i}]{text[len(name) :]}"

@@ -68,15 +68,17 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
     """Check the arguments of search_scales, and return the parsed call."""
     r, offsets, grid = recipe_of(op, recipe), None, None
     objective, weights, hessian, candidates = request
+    is_e4m3 = not (has_grid(r) or takes_e8m0_amaxes(r))
+    if is_e4m3:
+        check_e4m3_search(op, r)
     if has_grid(r):
         grid = _grid(op, candidates)
-        _check_no_hessian(op, hessian, r)
     else:
-        if takes_e8m0_amaxes(r):
-            _check_no_hessian(op, hessian, r)
-        else:
-            check_e4m3_search(op, r)
         offsets = _offsets(op, candidates)
+    if hessian is not None and not is_e4m3:
+        raise ValueError(
+            f"{op}: a hessian was given, but the search for {r.id} takes none; leave it out, or pass weights"
+        )
     power = power_of(op, objective)
     if hessian is not None and power != 2:
         raise ValueError(
@@ -86,17 +88,24 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
     call, imported = array_call(op, x, recipe, axis, tensor_amax=tensor_amax, weights=weights, hessian=hessian)
     call = with_amaxes(call, imported["tensor_amax"], None)
     if weights is not None and hessian is not None:
-        why = "needs one of them, because the diagonal of a Hessian acts as weights"
-        raise ValueError(f"{op}: weights and a hessian were given; {why}")
+        raise ValueError(
+            f"{op}: weights and a hessian were given; needs one of them, because the diagonal of a Hessian acts as"
+            " weights"
+        )
     K = call.moved.shape[-1]
-    arrays = (
-        _float32(call, "weights", imported["weights"], (K,)),
-        _float32(call, "hessian", imported["hessian"], (K // BLOCK_COLUMNS, BLOCK_COLUMNS, BLOCK_COLUMNS)),
-    )
-    for name, array in zip(("weights", "hessian"), arrays, strict=True):
-        if isinstance(array, np.ndarray):
-            _CHECKS[name](op, array)
-    return Search(call, SearchTerms(*arrays, offsets, power, grid))
+    blocks = (K // BLOCK_COLUMNS, BLOCK_COLUMNS, BLOCK_COLUMNS)
+    weights = _float32(call, "weights", imported["weights"], (K,), "columns")
+    hessian = _float32(call, "hessian", imported["hessian"], blocks, "blocks of 16 columns")
+    if isinstance(weights, np.ndarray):
+        bad = np.count_nonzero(~(np.isfinite(weights) & (weights >= 0)))
+        if bad:
+            raise ValueError(
+                f"{op}: weights holds {bad} value(s) of {weights.size} that are negative, NaN or infinite; needs finite"
+                " weights >= 0"
+            )
+    if isinstance(hessian, np.ndarray):
+        _check_hessian(op, hessian)
+    return Search(call, SearchTerms(weights, hessian, offsets, power, grid))
 
 
 def is_searchable(r: Recipe) -> bool:
@@ -116,28 +125,16 @@ def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
     if isinstance(candidates, str) and candidates == "all":
         return GRID
     if isinstance(candidates, (tuple, list)) and len(candidates) == 3:
-        start, stop, step = (_number(op, number) for number in candidates)
+        for number in candidates:
+            if isinstance(number, bool) or not isinstance(number, (int, float, np.integer, np.floating)):
+                raise TypeError(f"{op}: candidates has {number!r:.60}; needs numbers")
+        start, stop, step = map(float, candidates)
         if 0 < start <= stop < np.inf and 0 < step < np.inf and (stop - start) / step < MAX_MULTIPLES:
             return start, stop, step
-    needed = (
-        f"three numbers (start, stop, step) with 0 < start <= stop, of at most {MAX_MULTIPLES} multiples of the amax"
+    raise ValueError(
+        f"{op}: candidates is {candidates!r:.60}; needs 'all', which is {GRID}, or three numbers (start, stop, step)"
+        f" with 0 < start <= stop, of at most {MAX_MULTIPLES} multiples of the amax"
     )
-    raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs 'all', which is {GRID}, or {needed}")
-
-
-def _number(op: str, value: Any) -> float:
-    """Return `value`, an entry of the argument candidates, as a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{op}: candidates has {value!r:.60}; needs numbers")
-    return float(value)
-
-
-def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
-    """Raise ValueError if a hessian was given, because the search for recipe r does not support one."""
-    if hessian is not None:
-        raise ValueError(
-            f"{op}: a hessian was given, but the search for {r.id} takes none; leave it out, or pass weights"
-        )
 
 
 def power_of(op: str, objective: Any) -> float:
@@ -182,7 +179,7 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
     raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs {needed}")
 
 
-def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
+def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...], units: str) -> Any:
     """Return the argument weights or hessian as a contiguous float32 array in the memory of call.x."""
     if given is None:
         return None
@@ -190,21 +187,8 @@ def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
     if array.dtype != np.float32:
         raise TypeError(f"{call.op}: {name} is {array.dtype}; needs float32, because x is on a GPU")
     if array.shape != shape:
-        raise ValueError(f"{call.op}: {name} has shape {array.shape}; needs {shape} for {shape[0]} {_UNITS[name]}")
+        raise ValueError(f"{call.op}: {name} has shape {array.shape}; needs {shape} for {shape[0]} {units}")
     return array if array.flags.c_contiguous else array.copy()
-
-
-_UNITS = {"weights": "columns", "hessian": "blocks of 16 columns"}
-
-
-def _check_weights(op: str, weights: np.ndarray) -> None:
-    """Raise ValueError unless all weights, float32 in host memory, are finite and >= 0; zeros are allowed."""
-    bad = np.count_nonzero(~(np.isfinite(weights) & (weights >= 0)))
-    if bad:
-        raise ValueError(
-            f"{op}: weights holds {bad} value(s) of {weights.size} that are negative, NaN or infinite; needs finite"
-            " weights >= 0"
-        )
 
 
 def _check_hessian(op: str, hessian: np.ndarray) -> None:
@@ -220,6 +204,3 @@ def _check_hessian(op: str, hessian: np.ndarray) -> None:
             f"{op}: hessian[{index}] is not symmetric (differences up to {largest:.3g}); pass"
             " (H + H.transpose(0, 2, 1)) / 2"
         )
-
-
-_CHECKS = {"weights": _check_weights, "hessian": _check_hessian}

@@ -28,7 +28,7 @@ from fp4kit.reference.quantize import tensor_amax
 from fp4kit.reference.tensor_rules import tensor_scale
 from fp4kit.types import ScaleLayout
 
-# The type of a function run(operation, call, ...): it returns the result from the first host engine that supports it.
+# run(op, operation, on_device, *arguments) of ops/engines.py
 Run = Callable[..., Any]
 
 
@@ -79,17 +79,17 @@ class HostGroup:
         each(self._op, lambda call: check_codes(call, call.layout), self._calls)
         calls = self._with_amaxes(compute_amaxes)
         outs: Sequence[Quantized | None] = self._codes or [None] * len(calls)
-        self._codes = [self._run("quantize", c._replace(out=out)) for c, out in zip(calls, outs, strict=True)]
+        calls = [call._replace(out=out) for call, out in zip(calls, outs, strict=True)]
+        self._codes = [self._run(call.op, "quantize", False, call) for call in calls]
         return self._codes
 
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
         """Fake-quantize all arrays, and return one array of values per array."""
-        values = [self._run("fake_quantize", call) for call in self._with_amaxes(compute_amaxes)]
+        values = [self._run(call.op, "fake_quantize", False, call) for call in self._with_amaxes(compute_amaxes)]
         if self._values is None:
             self._values = values
-        else:
-            for target, value in zip(self._values, values, strict=True):
-                target[...] = value
+        for target, value in zip(self._values, values, strict=True):
+            target[...] = value
         return self._values
 
     def _with_amaxes(self, compute: bool) -> list[Call]:
@@ -113,14 +113,12 @@ class HostClipGroup:
 
     def clip(self) -> list[Any]:
         """Return the clipped gradient of each call: a new array, or the gradient itself if it has no elements."""
-        return [self._clip(call, amax) for call, amax in zip(self._calls, self._amaxes, strict=True)]
-
-    def _clip(self, call: Call, amax: Any) -> Any:
-        """Return the clipped gradient of one call."""
-        if not call.grad.size:
-            return call.grad
-        limit = reshape_clip_amax(self._run("clip_amax", call), call) if amax is None else amax
-        return self._run("clip", call, limit)
+        clipped = []
+        for call, limit in zip(self._calls, self._amaxes, strict=True):
+            if limit is None and call.grad.size:
+                limit = reshape_clip_amax(self._run(call.op, "clip_amax", False, call), call)
+            clipped.append(self._run(call.op, "clip", False, call, limit) if call.grad.size else call.grad)
+        return clipped
 
 
 class HostStages:
@@ -178,9 +176,7 @@ class HostStages:
         r = self._recipe
         packed = np.zeros(packed_shape(shape, r), np.uint8)
         scales = np.zeros(padded_shape(scale_shape(shape, r), self._layout), np.uint8)
-        scale, amax = (
-            (None, None) if r.tensor_scaling == "none" else (np.zeros((), np.float32), np.zeros((), np.float32))
-        )
+        scale, amax = (None if r.tensor_scaling == "none" else np.zeros((), np.float32) for _ in range(2))
         return Quantized(packed, scales, scale, amax, shape, values.dtype, -1, r, self._layout)
 
     def device(self) -> AbstractContextManager[None]:
@@ -223,10 +219,10 @@ class HostStages:
     @ieee("cast_master_weights")
     def cast(self) -> None:
         """Write the codes of this process's shards into `quantized`, and copy their bytes into `message`."""
-        tensor_amaxes = None if self._recipe.tensor_scaling == "none" else self._tensor_amaxes
         message_offset = 0
         for t, values, shape, start in self._shards():
-            packed, amax = self.quantized[t].packed, None if tensor_amaxes is None else tensor_amaxes[t]
+            packed = self.quantized[t].packed
+            amax = None if self._recipe.tensor_scaling == "none" else self._tensor_amaxes[t]
             partial.partial_cast(values, packed, self._amaxes[t], shape, start, self._recipe, amax)
             first, last = start // self._unit, -(-(start + len(values)) // self._unit)
             self.message[message_offset : message_offset + last - first] = packed.reshape(-1)[first:last]
@@ -240,7 +236,7 @@ class HostStages:
 
     def _transposed(self, q: Quantized) -> Quantized:
         """Return a columnwise copy of q, one of the matrices in `quantized`: its transposed codes and block scales."""
-        codes, scales = self._run("transpose", q.packed, q.block_scale, q)
+        codes, scales = self._run("cast_master_weights", "transpose", False, q.packed, q.block_scale, q)
         return replace(q, packed=codes, block_scale=scales, axis=0)
 
     def place(self) -> None:
@@ -265,7 +261,6 @@ def place_codes(flat: np.ndarray, piece: np.ndarray, start: int, end: int, unit:
         mask[0] &= 0xF0
     if end % unit:
         mask[-1] &= 0x0F
-    edges = {0, last - first - 1}
     flat[first + 1 : last - 1] = piece[1 : last - first - 1]
-    for i in edges:
+    for i in {0, last - first - 1}:
         flat[first + i] = flat[first + i] & ~mask[i] | piece[i] & mask[i]

@@ -14,8 +14,8 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.call.parse import any_call
-from fp4kit.display import Panel, share
+from fp4kit.call.parse import fake_call
+from fp4kit.display.panel import Panel, share
 from fp4kit.formats import Codebook, ElementFormat, IntegerOrFloat, bit_patterns
 from fp4kit.layouts import unpacked, unswizzle_scales
 from fp4kit.ops.quantize import dequantize, fake_quantize, quantize
@@ -563,7 +563,7 @@ def compare_recipes(
     (imported,) = import_arrays(OP, x=x)
     array: np.ndarray = to_host(imported)
     for r in chosen:
-        any_call(OP, array, r, axis, tensor_amax=None if r.tensor_scaling == "none" else tensor_amax)
+        fake_call(OP, array, r, axis, tensor_amax=None if r.tensor_scaling == "none" else tensor_amax)
     results = [_RecipeResult(array, r, axis, tensor_amax) for r in chosen]
     n = len(chosen)
     shares = np.zeros((4, n, n))

@@ -7,7 +7,7 @@ specification in NumPy (fp4kit.host). An engine that does not support a call rai
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from sys import modules
@@ -23,10 +23,12 @@ from fp4kit.cpu import cached_calls as cpu_cached
 from fp4kit.cpu import engine as cpu
 from fp4kit.cpu.library import library, limited_threads
 from fp4kit.host import engine as reference
-from fp4kit.host import plans as host_group
-from fp4kit.host.plans import HostStages
+from fp4kit.host import plans
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MAX_CALLS = 256  # the largest number of entries; adding another one first clears the cache
 Key = tuple[Hashable, ...]
@@ -113,10 +115,6 @@ def _numpy_facts(a: Any) -> Hashable:
     return np.ndarray, a.shape, a.dtype, a.strides, a.flags.num  # flags: alignment and writability
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
 def _cuda() -> Any:
     """Return the module fp4kit.cuda.engine, imported at its first use, so that importing fp4kit takes less time."""
     from fp4kit.cuda import engine
@@ -124,11 +122,13 @@ def _cuda() -> Any:
     return engine
 
 
-def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
-    """Return a cached call: a function that repeats an operation on other arrays without parsing its arguments
-    again.
+def new_cached_call(key: Key | None, operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
+    """Return a cached call, which repeats an operation on arrays of equal shapes and dtypes without parsing them.
+
+    Return None if key is None, or if the engine cannot make one.
     """
-    # The other arrays must have equal shapes and dtypes.
+    if key is None:
+        return None
     engine: Any = cpu_cached
     if on_device:
         from fp4kit.cuda.engine import cached_calls as engine
@@ -141,7 +141,8 @@ def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callabl
 
 def convert_and_call(function: Callable[..., T], x: Any, *args: Any, **kwargs: Any) -> T:
     """Return function(x, *args, **kwargs), where `function` is decorated by returns_in_library."""
-    is_native = type(x) is np.ndarray or type(x).__module__ == "cupy"
+    kind = type(getattr(x, "packed", x))
+    is_native = kind is np.ndarray or kind.__module__ == "cupy"
     called: Callable[..., T] = getattr(function, "__wrapped__", function) if is_native else function
     return called(x, *args, **kwargs)
 
@@ -239,25 +240,16 @@ def specification() -> Iterator[None]:
 
 def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
     """Return the result of an operation from the first engine that supports the call."""
-    if on_device:
-        return _first(op, operation, (_cuda(),), arguments)
-    engines = (reference,) if specification_only.get() else (cpu, reference)
-    if is_ieee():
-        return _first(op, operation, engines, arguments)
-    with default_environment(op):
-        return _first(op, operation, engines, arguments)
-
-
-def _first(op: str, operation: str, engines: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-    """Return the result of an operation from the first of the given engines that supports the call."""
     reason = ""
-    for engine in engines:
-        try:
-            return getattr(engine, operation)(*arguments)
-        except Declined as declined:
-            # Keep only the text: the error and this frame would refer to each other, and keep the arrays alive until
-            # the next garbage collection.
-            reason = str(declined)
+    engines = (_cuda(),) if on_device else (reference,) if specification_only.get() else (cpu, reference)
+    with nullcontext() if on_device or is_ieee() else default_environment(op):
+        for engine in engines:
+            try:
+                return getattr(engine, operation)(*arguments)
+            except Declined as declined:
+                # Keep only the text: the error and this frame would refer to each other, and keep the arrays alive
+                # until the next garbage collection.
+                reason = str(declined)
     raise NotImplementedError(f"{op}: {reason}")
 
 
@@ -272,25 +264,16 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
     return each(op, lambda call: run(op, operation, call[0], *call[1]), calls)
 
 
-def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
-    """Return the result of an operation on one parsed call, from the first engine that supports it."""
-    return run(call.op, operation, call.on_device, call, *arguments)
-
-
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
     """Return the object that runs N parsed calls: a CudaGroup on a GPU, or a HostGroup in host memory."""
-    return (
-        _cuda().CudaGroup(calls, stack)
-        if calls and calls[0].on_device
-        else host_group.HostGroup(op, calls, r, _run_call)
-    )
+    return _cuda().CudaGroup(calls, stack) if calls and calls[0].on_device else plans.HostGroup(op, calls, r, run)
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
     """Return the object that clips N gradients: a CudaClipGroup on a GPU, or a HostClipGroup in host memory."""
     if calls and calls[0].on_device:
         return _cuda().CudaClipGroup(calls, amaxes)
-    return host_group.HostClipGroup(calls, amaxes, _run_call)
+    return plans.HostClipGroup(calls, amaxes, run)
 
 
 def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Recipe) -> bool:
@@ -304,15 +287,22 @@ def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Re
 def new_master_weights(values: list[Any], *facts: Any) -> Any:
     """Return the object whose methods compute the steps of cast_master_weights for the shards `values`."""
     # The first shard decides, so `values` must not be empty.
-    if imports.on_device(values[0]):
-        return _cuda().DeviceStages(values, *facts)
-    make: Any = HostStages
-    return make(values, *facts, run=lambda operation, *arrays: run("cast_master_weights", operation, False, *arrays))
+    make: Any = plans.HostStages
+    return _cuda().DeviceStages(values, *facts) if imports.on_device(values[0]) else make(values, *facts, run=run)
 
 
-def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
-    """Return a function that repeats a call on another NumPy array of the same shape without parsing its arguments."""
-    if type(x) is not np.ndarray or call.tensor_amax is not None:
-        return None
-    call = call._replace(x=None, moved=None, out=None)
-    return lambda x, amax, out=None: run(call.op, operation, False, call.with_array(x, out))
+def run_call(call: Call, operation: str, key: Key | None, arguments: tuple[Any, ...]) -> Any:
+    """Return the result of a parsed call of quantize or fake_quantize, and cache the call under `key`.
+
+    arguments: x, tensor_amax and for quantize out, as the caller passed them.
+    """
+    x, amax, *_ = arguments
+    cached = new_cached_call(key, operation, call.on_device, call, x, amax)
+    if cached is None and type(x) is np.ndarray and call.tensor_amax is None:
+        # Repeat the call on another array of this shape without parsing, by an engine's usual function.
+        template = call._replace(x=None, moved=None, out=None)
+
+        def cached(x: Any, amax: Any, out: Any = None) -> Any:
+            return run(call.op, operation, False, template.with_array(x, out))
+
+    return run_first(key, cached, arguments, lambda: run(call.op, operation, call.on_device, call))

@@ -224,7 +224,7 @@ class GroupedPlan:
         def parse_one(x: Any, a: Any, b: Any) -> Call:
             arrays = {"tensor_amax": a, "block_amax": b, "seed": self._options.seed}
             call, imported = array_call(self._op, x, self.recipe, self._axis, **arrays)
-            call = with_options(call, self._options._replace(seed=imported["seed"]))
+            call = with_options(call, self._options, imported["seed"])
             return call._replace(tensor_amax=imported["tensor_amax"], block_amax=imported["block_amax"])
 
         return each(self._op, parse_one, xs, amaxes, blocks)

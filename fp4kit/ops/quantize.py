@@ -1,4 +1,4 @@
-"""Implement fp4kit.quantize and quantize_both, which convert an array to codes and scales."""
+"""Implement quantize, dequantize and fake_quantize with their variants: both axes, gradients, another recipe."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from fp4kit.call.parse import (
     SEED_WITHOUT_USE,
     QuantizeOptions,
     backward_call,
-    call_with_scales,
     check_has_codes,
     columnwise,
     fake_call,
     quantize_call,
 )
-from fp4kit.ops.engines import cached_driver_call, convert_and_call, find, new_cached_call, run, run_first, with_threads
+from fp4kit.ops.engines import convert_and_call, find, new_cached_call, run, run_call, run_first, with_threads
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.rules import FAKE_RULES
@@ -136,71 +135,41 @@ def quantize(
         >>> fp4kit.unpack(q.packed)[0, :4], fp4kit.dequantize(q)[0, :4]
         (array([ 0, 15,  4,  1], dtype=uint8), array([ 0. , -6. ,  2. ,  0.5], dtype=float32))
     """
-    given_scales, key = block_scale is not None or tensor_scale is not None, None
-    if hadamard is False and seed is None and block_amax is None and not given_scales:
+    has_scales, key = block_scale is not None or tensor_scale is not None, None
+    if hadamard is False and seed is None and block_amax is None and not has_scales:
         key, cached = find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
-        if cached is not None and (out is None or _is_out_disjoint(x, tensor_amax, out)):
+        if cached is not None and (out is None or _may_overwrite(out, x, tensor_amax)):
             q = cached(x, tensor_amax, out)
             if q is not None:
                 return q if out is None else mark_written(out)
         key = None if cached else key
     options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
-    if given_scales:
-        _refuse_amaxes(tensor_amax, block_amax)
-        q = convert_and_call(_quantize_with_scales, x, recipe, axis, options, block_scale, tensor_scale, out=out)
-    else:
-        amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
-        q = convert_and_call(_quantize, x, recipe, axis, options, key, **amaxes, out=out)
+    amaxes, scales = {"tensor_amax": tensor_amax, "block_amax": block_amax}, {}
+    if has_scales:
+        for name, amax in amaxes.items():
+            if amax is not None:
+                raise ValueError(
+                    f"quantize: {name} was given together with scales; needs either scales or amaxes, because scales"
+                    " alone determine the codes; leave one of them out"
+                )
+        scales = {"block_scale": block_scale, "tensor_scale": tensor_scale}
+    q = convert_and_call(_quantize, x, recipe, axis, options, key, out=out, **amaxes, **scales)
     return q if out is None else mark_written(out)
 
 
-def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized) -> bool:
+def _may_overwrite(out: Quantized, x: Any, tensor_amax: Any) -> bool:
     """Return whether a cached call can write to `out` without overwriting memory that it still reads."""
-    if tensor_amax is None or tensor_amax is out.tensor_amax:
-        return are_disjoint(x, out)
-    return are_disjoint(x, out) and are_disjoint(tensor_amax, out)
+    reads_amax = tensor_amax is not None and tensor_amax is not out.tensor_amax
+    return are_disjoint(x, out) and (not reads_amax or are_disjoint(tensor_amax, out))
 
 
 @returns_in_library
-def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
+def _quantize(x: Any, recipe: Any, axis: int, options: QuantizeOptions, key: Any, *, out: Any, **given: Any) -> Any:
     """Check the arguments of quantize, and return the quantized x, in `out` if given."""
-    call = quantize_call("quantize", x, recipe, axis, options, **given)
-    cached, amax = None, given["tensor_amax"]
-    if key is not None:
-        cached = new_cached_call("quantize", call.on_device, call, x, amax) or cached_driver_call(call, x, "quantize")
-    arguments = x, amax, given["out"]
-    q: Quantized = run_first(key, cached, arguments, lambda: run("quantize", "quantize", call.on_device, call))
-    return q
-
-
-@returns_in_library
-def _quantize_with_scales(
-    x: Any,
-    recipe: str | Recipe,
-    axis: int,
-    options: QuantizeOptions,
-    block_scale: Any,
-    tensor_scale: Any,
-    *,
-    out: Quantized | None,
-) -> Quantized:
-    """Return x, quantized with the scales that the caller of quantize passed."""
-    # The result is `out` if it is given, otherwise a new Quantized.
-    call = call_with_scales(
-        "quantize", x, recipe, axis, options, block_scale, tensor_scale, import_out("quantize", out)
-    )
-    q: Quantized = run("quantize", "quantize_with_scales", call.on_device, call)
-    return q
-
-
-def _refuse_amaxes(tensor_amax: Any, block_amax: Any) -> None:
-    """Raise ValueError if an amax is not None, because quantize also got scales, which alone determine the codes."""
-    for name, given in (("tensor_amax", tensor_amax), ("block_amax", block_amax)):
-        if given is not None:
-            raise ValueError(
-                f"quantize: {name} was given together with scales; needs either scales or amaxes, because scales alone"
-                " determine the codes; leave one of them out"
-            )
+    call = quantize_call("quantize", x, recipe, axis, options, out=out, **given)
+    if call.has_scales:
+        return run(call.op, "quantize_with_scales", call.on_device, call)
+    return run_call(call, "quantize", key, (x, given["tensor_amax"], out))
 
 
 @with_threads
@@ -270,10 +239,9 @@ def _quantize_both(
             f"{op}: tensor_amax was given, but {why}; leave it out, or call quantize with axis=-1 and with axis=-2"
         )
     column = columnwise(row, options._replace(seed=None if seed is None else seed + 1))
-    cached = None if key is None else new_cached_call("quantize", row.on_device, column, x, tensor_amax, True)
-    arguments = x, tensor_amax, None
+    cached = new_cached_call(key, "quantize", row.on_device, column, x, tensor_amax, True)
     both: tuple[Quantized, Quantized] = run_first(
-        key, cached, arguments, lambda: run(op, "quantize_both", row.on_device, row, column)
+        key, cached, (x, tensor_amax, None), lambda: run(op, "quantize_both", row.on_device, row, column)
     )
     return both
 
@@ -324,25 +292,24 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
     key, cached = find("dequantize", (q, out), dtype)
     values = cached(q, out) if cached and are_disjoint(q, out) else None
     if values is None:
-        values = _dequantize(q, dtype, None if cached else key, out=out)
+        values = convert_and_call(_dequantize, q, dtype, None if cached else key, out=out)
     return values if out is None else mark_written(out)
 
 
 @returns_in_library
 def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
     """Check the arguments of dequantize, and return the values of q, in `out` if given."""
-    original, arguments = q, (q, out)
-    q, out = check_quantized("dequantize", q), import_out("dequantize", out)
-    values_dtype = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
-    check_values_dtype("dequantize", values_dtype)
-    check_values_out("dequantize", out, q.shape, values_dtype, q.packed)
+    op, arguments = "dequantize", (q, out)
+    q = check_quantized(op, q)
+    values_dtype = q.dtype if dtype is None else numpy_dtype(op, dtype)
+    check_values_dtype(op, values_dtype)
     if out is not None:
-        check_disjoint("dequantize", {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})
+        out = import_out(op, out)
+        check_values_out(op, out, q.shape, values_dtype, q.packed)
+        check_disjoint(op, {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})
     is_on_device = on_device(q.packed)
-    cached = None if key is None else new_cached_call("dequantize", is_on_device, q, original, values_dtype, out)
-    return run_first(
-        key, cached, arguments, lambda: run("dequantize", "dequantize", is_on_device, q, values_dtype, out)
-    )
+    cached = new_cached_call(key, op, is_on_device, q, arguments[0], values_dtype, out)
+    return run_first(key, cached, arguments, lambda: run(op, op, is_on_device, q, values_dtype, out))
 
 
 @with_threads
@@ -406,11 +373,8 @@ def fake_quantize(
 @returns_in_library
 def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **amaxes: Any) -> Any:
     """Check the arguments of fake_quantize, and return the fake-quantized x."""
-    op = "fake_quantize"
-    call, cached, given = fake_call(op, x, recipe, axis, options, **amaxes), None, amaxes["tensor_amax"]
-    if key is not None:
-        cached = new_cached_call(op, call.on_device, call, x, given) or cached_driver_call(call, x, op)
-    return run_first(key, cached, (x, given), lambda: run(op, op, call.on_device, call))
+    call = fake_call("fake_quantize", x, recipe, axis, options, **amaxes)
+    return run_call(call, "fake_quantize", key, (x, amaxes["tensor_amax"]))
 
 
 def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:

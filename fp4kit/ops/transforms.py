@@ -148,7 +148,7 @@ def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -
         scales = change_layout(q.block_scale, q.scale_layout, layout, q.scale_shape)
         return replace(q, block_scale=scales, scale_layout=layout)
 
-    cached = None if key is None else new_cached_call("swizzle", on_device(q.packed), q, original, layout)
+    cached = new_cached_call(key, "swizzle", on_device(q.packed), q, original, layout)
     result: Quantized = run_first(key, cached, (original,), driver)
     return result
 
@@ -274,7 +274,7 @@ def _transpose(q: Quantized, key: Any) -> Quantized:
         codes, block_scale = run("transpose", "transpose", is_on_device, q.packed, q.block_scale, q)
         return replace(q, packed=codes, block_scale=block_scale, axis=axis)
 
-    cached = None if key is None else new_cached_call("transpose", is_on_device, q, original, axis)
+    cached = new_cached_call(key, "transpose", is_on_device, q, original, axis)
     result: Quantized = run_first(key, cached, (original,), driver)
     return result
 
