@@ -15,7 +15,7 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.call.parse import fake_call
-from fp4kit.display.panel import Panel, share
+from fp4kit.display import Panel, share
 from fp4kit.formats import Codebook, ElementFormat, IntegerOrFloat, bit_patterns
 from fp4kit.layouts import unpacked, unswizzle_scales
 from fp4kit.ops.quantize import dequantize, fake_quantize, quantize

@@ -1,6 +1,6 @@
 """Implement fp4kit.explain, which shows how a recipe quantizes one element, step by step.
 
-The steps are recorded while the specification computes the block of the element (fp4kit/reference/trace.py).
+The steps are recorded while the specification computes the block of the element (fp4kit/reference/codec.py).
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import numpy as np
 from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.call.parse import HADAMARD_BLOCK, Call, QuantizeOptions, fake_call
-from fp4kit.display.panel import Panel
+from fp4kit.call.parse import Call, QuantizeOptions, fake_call
+from fp4kit.display import Panel
 from fp4kit.formats import ElementFormat
 from fp4kit.ops.engines import run, specification
 from fp4kit.recipes import Recipe
-from fp4kit.reference.matrices import is_per_expert
+from fp4kit.reference.codec import Step, is_per_expert, show, traced
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
-from fp4kit.reference.stochastic import RandomStream, stream_of
-from fp4kit.reference.trace import Step, show, traced
+from fp4kit.reference.stochastic import HADAMARD_BLOCK, RandomStream, stream_of
 from fp4kit.types import Array, Hadamard, RecipeId, RoundingMode
 
 OP = "explain"
