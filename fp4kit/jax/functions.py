@@ -12,6 +12,7 @@ import numpy as np
 import fp4kit
 from fp4kit.arguments import as_entries, as_flag, as_index
 from fp4kit.arrays.returns import numpy_dtype
+from fp4kit.call import inputs
 from fp4kit.call import parse as checks
 from fp4kit.call.inputs import AbstractArray
 from fp4kit.call.inputs import check_seed as check_seed_range
@@ -328,9 +329,9 @@ def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:
         >>> jax.jit(dequantize)(q)[0, :2].tolist()
         [0.5, -4.0]
     """
-    checks.check_is_quantized("dequantize", q)
+    inputs.check_is_quantized("dequantize", q)
     wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
-    checks.check_values_dtype("dequantize", wanted)
+    inputs.check_values_dtype("dequantize", wanted)
     if is_traced(q):
         return traced("dequantize", [jax.ShapeDtypeStruct(q.shape, wanted)], q=q, dtype=wanted.name)[0]
     values: Any = fp4kit.dequantize(q, wanted)

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 import fp4kit
 from fp4kit.arrays.imports import check_one_device, is_distributed, way_to_array, way_to_local
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call import parse as checks
+from fp4kit.call import inputs
 from fp4kit.call.inputs import AbstractArray, check_clip_amax
 from fp4kit.call.linear import (
     NO_SECOND_GRADIENT,
@@ -313,7 +313,7 @@ def dequantize_op(
 @dequantize_op.register_fake
 def _(packed: Tensor, *rest: Any) -> Tensor:
     shape, axis, values_dtype = rest[3], rest[4], rest[-1]
-    checks.check_values_dtype("dequantize", numpy_dtype("dequantize", values_dtype))
+    inputs.check_values_dtype("dequantize", numpy_dtype("dequantize", values_dtype))
     moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
     return packed.new_empty(moved, dtype=values_dtype).movedim(-1, axis)
 

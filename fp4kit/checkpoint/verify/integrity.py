@@ -50,8 +50,14 @@ from fp4kit.checkpoint.plan.layer_checks import doubtful_layers
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
 from fp4kit.checkpoint.selection import names as ggml_names
 from fp4kit.checkpoint.selection import names as wrapper_names
-from fp4kit.checkpoint.selection import selection as diffusers_classes
-from fp4kit.checkpoint.selection.selection import Wishes, candidate, decide, is_embedding_table, model_facts
+from fp4kit.checkpoint.selection.selection import (
+    Wishes,
+    candidate,
+    decide,
+    diffusers_warning,
+    is_embedding_table,
+    model_facts,
+)
 from fp4kit.formats import ElementFormat
 
 
@@ -193,7 +199,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
         }
         faults = [*comfy.troubles(own), *comfy.wrong_dtypes(_scalar_dtypes(model.layers.values()))]
         return [Issue("error", name, text, comfy.ENGINE) for name, text in faults]
-    unloaded = diffusers_classes.warning(config)
+    unloaded = diffusers_warning(config)
     if form is not None and unloaded is not None:
         return [Issue("warning", "model", unloaded)]
     if form is not None and is_one_file(model.path):
