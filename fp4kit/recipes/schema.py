@@ -5,7 +5,7 @@ A rule is a small function in fp4kit/reference/, the specification. A recipe ref
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -44,38 +44,6 @@ def as_versions(id: object, versions: Any) -> Versions | None:
     if not all(versions):
         raise ValueError(f"Recipe {id}: versions is {versions!r}; needs two nonempty strings, or None")
     return Versions(*versions)
-
-
-# Producers with a hyphen in their name
-TWO_WORDS = ("compressed-tensors", "auto-round", "triton-kernels", "comfy-kitchen", "fp-quant")
-# the producer in an id -> its full name
-PRODUCER_NAMES = {
-    "te": "Transformer Engine",
-    "flashinfer": "FlashInfer",
-    "modelopt": "Model-Optimizer",
-    "torchao": "torchao",
-    "compressed-tensors": "compressed-tensors",
-    "ocp": "OCP MX",
-    "microxcaling": "microxcaling",
-    "gguf": "llama.cpp (GGUF)",
-    "mlx": "MLX",
-    "vllm": "vLLM",
-    "auto-round": "auto-round",
-    "quark": "AMD Quark",
-    "fouroversix": "fouroversix",
-    "qwix": "qwix",
-    "triton-kernels": "triton_kernels",
-    "deepgemm": "DeepGEMM",
-    "sglang": "SGLang",
-    "comfy-kitchen": "comfy-kitchen (ComfyUI)",
-    "mslk": "MSLK",
-    "aiter": "AMD aiter",
-    "deepseek": "DeepSeek-V4",
-    "fp-quant": "FP-Quant",
-    "nunchaku": "Nunchaku (SVDQuant)",
-    "transformers": "transformers",
-    "qat": "Integer QAT flags",
-}
 
 
 @dataclass(frozen=True)
@@ -249,7 +217,8 @@ class Recipe:
 def producer_of(id: str) -> str:
     """Return the producer that a recipe id names, such as te, flashinfer or compressed-tensors."""
     without_format = id.partition(" ")[0].partition("-")[2]
-    return next((name for name in TWO_WORDS if without_format.startswith(name)), without_format.partition("-")[0])
+    two_words = (name for name in PRODUCER_NAMES if "-" in name and without_format.startswith(name))
+    return next(two_words, without_format.partition("-")[0])
 
 
 @lru_cache(256)
@@ -323,15 +292,62 @@ class Alias(NamedTuple):
     exact: str
 
 
-def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
+PRODUCER_NAMES: dict[str, str] = {}  # {the producer in an id: its full name}; the decorator `producer` fills it
+Made = Iterator[Recipe | Alias]
+
+
+def producer(id: str, name: str, first: str, last: str = "") -> Callable[[Callable[[], Made]], Callable[[], Made]]:
+    """Decorate a generator of a producer's recipes and aliases: set the versions of recipes that have none.
+
+    first, last: the oldest version known to give the recipes' bits, and the newest that was checked, if it is another.
+    """
+    PRODUCER_NAMES[id], usual = name, Versions(first, last or first)
+
+    def with_versions(made: Recipe | Alias) -> Recipe | Alias:
+        if isinstance(made, Alias):
+            return made
+        versions = made.versions or usual
+        named = any(version in made.exact for version in versions)
+        return replace(made, versions=versions, exact=made.exact if named else f"{made.exact} ({versions})")
+
+    return lambda define: lambda: map(with_versions, define())
+
+
+def fields_of(text: str) -> dict[str, Any]:
+    """Return the fields of a Recipe that a text such as "block_rule=te flush=True nan_code=0xB block=16x16" sets."""
+    found: dict[str, Any] = dict(word.split("=") for word in text.split())
+    for name, value in found.items():
+        if name == "block":
+            found[name] = tuple(map(int, value.split("x")))
+        elif name in ("nan_code", "scale_max"):
+            found[name] = int(value, 0)
+        else:
+            found[name] = {"True": True, "False": False, "None": None}.get(value, value)
+    return found
+
+
+def of_format(fmt: BlockFormat, id: str, text: str, **fields: Any) -> Recipe:
     """Return a Recipe with the element format, scale format and block length of a block format such as NVFP4."""
     scaling = {"tensor_scaling": "tensor"} if fmt.has_tensor_scale else {"decode_rule": "e8m0"}
-    return Recipe(id=id, element=fmt.element, scale=fmt.scale, block=(1, fmt.block_size), **{**scaling, **fields})
+    usual: dict[str, Any] = {"element": fmt.element, "scale": fmt.scale, "block": (1, fmt.block_size), **scaling}
+    return Recipe(id=id, **usual | fields_of(text) | fields)
+
+
+def unscaled(element: ElementFormat, id: str, text: str, **fields: Any) -> Recipe:
+    """Return a Recipe without block scales, only with float32 scales."""
+    return Recipe(
+        id=id, element=element, **{"scale": None, "block": None, "block_rule": None} | fields_of(text) | fields
+    )
+
+
+def variant(r: Recipe, id: str, text: str = "", **fields: Any) -> Recipe:
+    """Return a copy of r with another id and other fields."""
+    return replace(r, id=id, **fields_of(text) | fields)
 
 
 def four_over_six(base: Recipe, prefix: str) -> Iterator[Recipe]:
     """Yield four 4over6 variants of a recipe: error measures mae and mse, each with scale_max 448 and 256."""
     for error in ("mae", "mse"):
-        for scale_max in (448, 256):
-            name = f"{prefix}-4over6-{error}-{scale_max}"
-            yield replace(base, id=name, block_rule="four_over_six", four_over_six=error, scale_max=scale_max)
+        for top in (448, 256):
+            text = f"block_rule=four_over_six four_over_six={error} scale_max={top}"
+            yield variant(base, f"{prefix}-4over6-{error}-{top}", text)

@@ -5,66 +5,27 @@ from __future__ import annotations
 import copyreg
 import difflib
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, Literal
 
 from fp4kit.arguments import as_word
 from fp4kit.formats import ElementFormat
-from fp4kit.recipes import (
-    aiter,
-    auto_round,
-    comfy_kitchen,
-    compressed_tensors,
-    deepgemm,
-    deepseek,
-    flashinfer,
-    fouroversix,
-    fp_quant,
-    gguf,
-    microxcaling,
-    mlx,
-    modelopt,
-    mslk,
-    nunchaku,
-    ocp,
-    qat,
-    quark,
-    qwix,
-    sglang,
-    te,
-    torchao,
-    transformers,
-    triton_kernels,
-    vllm,
-)
-from fp4kit.recipes.schema import Alias, Recipe, Versions
+from fp4kit.recipes import local, nvidia, pytorch, serving, training
+from fp4kit.recipes.schema import Alias, Recipe
 
-_PRODUCERS = (
-    *(ocp, te, flashinfer, modelopt, torchao, compressed_tensors, microxcaling, qat, gguf, mlx),
-    *(vllm, triton_kernels, quark, auto_round, fouroversix, sglang, deepgemm, qwix),
-    *(comfy_kitchen, mslk, aiter, deepseek, fp_quant, nunchaku, transformers),
+_PRODUCERS = (  # within a format, their order is that of recipes()
+    *(pytorch.ocp, nvidia.te, nvidia.flashinfer, nvidia.modelopt, pytorch.torchao, pytorch.compressed_tensors),
+    *(pytorch.microxcaling, training.qat, local.gguf, local.mlx, serving.vllm, serving.triton_kernels, pytorch.quark),
+    *(pytorch.auto_round, training.fouroversix, serving.sglang, serving.deepgemm, training.qwix, local.comfy_kitchen),
+    *(pytorch.mslk, serving.aiter, serving.deepseek, training.fp_quant, serving.nunchaku, serving.transformers),
 )
 _FORMATS = ("NVFP4", "NVINT4", "IF4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", "INT4")
+_made = [made for define in _PRODUCERS for made in define()]
+_recipes = sorted((r for r in _made if isinstance(r, Recipe)), key=lambda r: _FORMATS.index(r.format_name))
 
-
-def _table() -> dict[str, Recipe]:
-    """Return {id: recipe} for all recipes, ordered by _FORMATS and, within a format, by _PRODUCERS."""
-    found = [_with_versions(recipe, producer.VERSIONS) for producer in _PRODUCERS for recipe in producer.recipes()]
-    return {recipe.id: recipe for recipe in sorted(found, key=lambda r: _FORMATS.index(r.format_name))}
-
-
-def _with_versions(r: Recipe, usual: Versions) -> Recipe:
-    """Return a copy of r with versions: its own or, if it has none, `usual`, the versions of its producer."""
-    versions = r.versions or usual
-    named = any(version in r.exact for version in versions)
-    return replace(r, versions=versions, exact=r.exact if named else f"{r.exact} ({versions})")
-
-
-RECIPES: dict[str, Recipe] = _table()
-
-_ALIASED = (vllm, sglang, mlx, mslk, aiter)  # producers whose codes and scales equal those of another producer's recipe
-# {id of the alias: Alias}, for the aliases of these producers
-PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for producer in _ALIASED for alias in producer.aliases()}
+RECIPES: dict[str, Recipe] = {r.id: r for r in _recipes}
+# {id of the alias: Alias}, for aliases that name a producer whose codes and scales equal another producer's
+PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in _made if isinstance(alias, Alias)}
 
 # {alias: id of its recipe}
 ALIASES = {
