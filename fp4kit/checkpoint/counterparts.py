@@ -28,7 +28,6 @@ from fp4kit.checkpoint.model.weights import (
     is_interleaved,
     pieces,
 )
-from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.checkpoint.selection.names import join_module, split_module
 from fp4kit.contract.schema import EXPERT_LEAVES
 
@@ -186,7 +185,7 @@ class Counterparts:
         nope, value = (self._config.get(key) for key in ("qk_nope_head_dim", "v_head_dim"))
         if whole is None or not isinstance(nope, int) or not isinstance(value, int):
             return None
-        leaf = fused_layers.split_module(weight.name)[1]
+        leaf = split_module(weight.name)[1]
         span = kv_b_rows(leaf, nope if leaf == "embed_q" else value, nope + value, nope, head)
         return (TurnedOrigin if leaf == "embed_q" else Origin)(whole.weight, whole.expert, span)
 

@@ -42,7 +42,7 @@ from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import RENAME
 from fp4kit.checkpoint.plan.output_configs import configs
 from fp4kit.checkpoint.plan.plan import Plan, TensorPlan
-from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.checkpoint.selection.names import fused_groups, group_name
 from fp4kit.checkpoint.selection.selection import diffusers_class as class_of
 from fp4kit.checkpoint.verify.integrity import (
     Issue,
@@ -279,9 +279,9 @@ def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:
 
 def _unequal(amaxes: Mapping[str, float], divides: set[str]) -> Iterator[Issue]:
     """Yield a warning for every fused layer whose parts have different input scales."""
-    for key, members in fused_layers.fused_groups(amaxes).items():
+    for key, members in fused_groups(amaxes).items():
         found = {amaxes[name] for name in members}
         if len(found) > 1:
             used = "the smallest amax, so larger inputs saturate" if divides & {*members} else "the largest amax"
             text = f"input scales differ by a factor of {max(found) / min(found):.4g}, although the layers read one"
-            yield Issue("warning", fused_layers.group_name(*key), f"{text} input; vLLM uses {used}")
+            yield Issue("warning", group_name(*key), f"{text} input; vLLM uses {used}")

@@ -12,9 +12,7 @@ import numpy as np
 import fp4kit
 from fp4kit.arguments import as_entries, as_flag, as_index
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call import inputs
-from fp4kit.call import parse as checks
-from fp4kit.call.inputs import AbstractArray
+from fp4kit.call.inputs import AbstractArray, check_is_quantized, check_values_dtype
 from fp4kit.call.inputs import check_seed as check_seed_range
 from fp4kit.call.linear import (
     NO_SECOND_GRADIENT,
@@ -29,7 +27,7 @@ from fp4kit.call.linear import (
     product,
 )
 from fp4kit.call.outputs import part_specs
-from fp4kit.call.parse import QuantizeOptions, backward_call, each, fake_call, quantize_call
+from fp4kit.call.parse import QuantizeOptions, backward_call, check_float, each, fake_call, quantize_call
 from fp4kit.jax.calls import is_traced, like, outline, traced
 from fp4kit.ops.grouped import check_stack, per_tensor
 from fp4kit.ops.quantize import check_rounding, clip_amax
@@ -145,7 +143,7 @@ def fake_quantize(
 def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
     """Return an array of JAX or NumPy as a JAX array."""
     if isinstance(x, np.ndarray):
-        checks.check_float(op, x, name)
+        check_float(op, x, name)
         return jax.numpy.asarray(x)
     if not isinstance(x, jax.Array):
         way_out = f"; fp4kit.{op} takes arrays of other libraries" if hasattr(fp4kit, op) else ""
@@ -329,9 +327,9 @@ def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:
         >>> jax.jit(dequantize)(q)[0, :2].tolist()
         [0.5, -4.0]
     """
-    inputs.check_is_quantized("dequantize", q)
+    check_is_quantized("dequantize", q)
     wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
-    inputs.check_values_dtype("dequantize", wanted)
+    check_values_dtype("dequantize", wanted)
     if is_traced(q):
         return traced("dequantize", [jax.ShapeDtypeStruct(q.shape, wanted)], q=q, dtype=wanted.name)[0]
     values: Any = fp4kit.dequantize(q, wanted)

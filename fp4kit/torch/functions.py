@@ -13,8 +13,7 @@ from torch.utils import _pytree
 
 from fp4kit.arguments import as_entries, as_flag, as_index
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call import inputs
-from fp4kit.call.inputs import check_seed
+from fp4kit.call.inputs import check_is_quantized, check_seed
 from fp4kit.call.linear import OP, check_weight
 from fp4kit.call.parse import check_hadamard
 from fp4kit.formats import FLOATS
@@ -317,7 +316,7 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
         >>> dequantize(q, torch.bfloat16)[0, :2]
         tensor([ 0.5000, -4.0000], dtype=torch.bfloat16)
     """
-    inputs.check_is_quantized("dequantize", q)
+    check_is_quantized("dequantize", q)
     check_tensor("dequantize", q.packed, "q.packed")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dequantize: dtype is {dtype!r:.60}; needs torch.float32, torch.float16 or torch.bfloat16")

@@ -203,15 +203,7 @@ def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[st
         _check_not_sharded(name, module, leaf)
         _check_not_twice(name, module, leaf)
         with _naming_the_way_out(name), naming(name):
-            check_fake(
-                "fake_quantize",
-                getattr(module, leaf),
-                to_spec(recipe),
-                -1,
-                (None, None),
-                ("nearest", None),
-                (None, True),
-            )
+            check_fake("fake_quantize", getattr(module, leaf), to_spec(recipe), -1)
     for name, module, leaf in selected:
         if leaf == "weight" and is_conv1d(module):
             raise ValueError(f"{OP}: {name} is stored transposed; {CONV1D}; to leave it unquantized, pass exclude=")
@@ -405,7 +397,7 @@ def _check(place: ParameterPlace, form: Form, plan: QatPlan) -> None:
     matrix = torch.empty(shape, dtype=parameter.dtype, device="meta")
     amax = torch.empty(shape[:1] if form.kind == "stack" else (), device="meta") if form.shares else None
     with naming(name):
-        check_fake("fake_quantize", matrix, form.recipe, -1, (amax, None), ("nearest", None), (None, True))
+        check_fake("fake_quantize", matrix, form.recipe, -1, amax)
     if is_distributed(parameter):
         _check_shards(name, parameter, place, plan.recipe)
 

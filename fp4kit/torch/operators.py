@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from torch.autograd import forward_ad
 import fp4kit
 from fp4kit.arrays.imports import check_one_device, is_distributed, way_to_array, way_to_local
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call import inputs
-from fp4kit.call.inputs import AbstractArray, check_clip_amax
+from fp4kit.call.inputs import AbstractArray, check_clip_amax, check_values_dtype
 from fp4kit.call.linear import (
     NO_SECOND_GRADIENT,
     OP,
@@ -123,6 +122,39 @@ def loop_over(operator: Callable[..., Any]) -> Callable[..., Any]:
     return mapped
 
 
+def active() -> bool:
+    """Return True if a torch.func transform or forward-mode differentiation is active, otherwise False."""
+    # In forward mode an autograd.Function raises an error, where a custom operator would silently drop the tangents.
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _differentiable(
+    operator: Any, setup: Callable[..., None], backward: Callable[..., Any], run: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Give an operator its gradient and its vmap rule, and return a function that calls it, also in transforms.
+
+    PyTorch ignores the gradients of custom operators inside torch.func transforms (grad, vjp, vmap and combinations).
+    There an autograd.Function calls the operator and provides the gradient instead. `run` calls the operator with named
+    arguments, because torch.compile does not support *arguments in a forward.
+    """
+    operator.register_autograd(backward, setup_context=setup)
+    operator.register_vmap(loop_over(operator))
+
+    def call(*arguments: Any) -> Any:
+        return UnderTransforms.apply(*arguments) if active() else operator(*arguments)
+
+    class UnderTransforms(torch.autograd.Function):
+        setup_context = staticmethod(setup)
+        vmap = staticmethod(loop_over(call))
+        forward = staticmethod(run or operator)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return backward(ctx, grads[0])
+
+    return call
+
+
 # ---- fake_quantize ----
 
 
@@ -138,10 +170,9 @@ def fake_quantize_op(
     amax: Tensor | None,
     pass_through: bool,
 ) -> Tensor:
-    """Return fp4kit.fake_quantize of x, as a new tensor."""
     x = x.detach()
     if not pass_through and amax is not None:
-        check_limit("fake_quantize", x, recipe, axis, amax)
+        _check_limit("fake_quantize", x, recipe, axis, amax)
     amaxes: dict[str, Any] = {"tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
     mode = cast(RoundingMode, rounding)  # PyTorch's schemas have no Literal types
     return copy_if_shared(
@@ -149,7 +180,7 @@ def fake_quantize_op(
     )
 
 
-def check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Call:
+def _check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Call:
     """Check the shapes, dtypes and devices of the arguments of fake_quantize_backward, and return the parsed call."""
     check_devices(op, grad=grad, x=x, amax=amax)
     call, given = backward_call(op, outline(grad), outline(x), from_spec(recipe), axis, outline(amax))
@@ -157,11 +188,9 @@ def check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, ama
     return call
 
 
-def check_limit(op: str, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> None:
-    """Check the clip limit `amax` of the gradient of x as check_backward does, and its values if they are on the
-    host.
-    """
-    check_backward(op, x, x, recipe, axis, amax)
+def _check_limit(op: str, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> None:
+    """Check the clip limit of the gradient of x, and its values if they are on the host."""
+    _check_backward(op, x, x, recipe, axis, amax)
     if amax is not None and amax.is_cpu:
         check_clip_amax(op, amax.detach().to(torch.float64).numpy())
 
@@ -171,81 +200,182 @@ def check_fake(
     x: Tensor,
     recipe: str,
     axis: int,
-    amaxes: tuple[Tensor | None, Tensor | None],
-    random: tuple[str, Tensor | None],
-    clip: tuple[Tensor | None, bool],
+    tensor_amax: Tensor | None = None,
+    block_amax: Tensor | None = None,
+    rounding: str = "nearest",
+    seed: Tensor | None = None,
+    amax: Tensor | None = None,
+    pass_through: bool = True,
 ) -> Call:
     """Check the shapes, dtypes and devices of the arguments of fake_quantize, and return the parsed call."""
-    r, (rounding, seed), (amax, pass_through) = from_spec(recipe), random, clip
-    check_rounding(op, r, rounding, seed_outline(seed))
-    check_devices(
-        op, x=x, tensor_amax=amaxes[0], block_amax=amaxes[1], seed=seed if seed is not None and seed.ndim else None
-    )
-    tensor_amax, block_amax = map(outline, amaxes)
-    options = QuantizeOptions(rounding=cast(RoundingMode, rounding), seed=seed_outline(seed))
-    call = fake_call(op, outline(x), r, axis, options, tensor_amax=tensor_amax, block_amax=block_amax)
+    r, number = from_spec(recipe), seed_outline(seed)
+    check_rounding(op, r, rounding, number)
+    random = seed if seed is not None and seed.ndim else None
+    check_devices(op, x=x, tensor_amax=tensor_amax, block_amax=block_amax, seed=random)
+    amaxes = {"tensor_amax": outline(tensor_amax), "block_amax": outline(block_amax)}
+    options = QuantizeOptions(rounding=cast(RoundingMode, rounding), seed=number)
+    call = fake_call(op, outline(x), r, axis, options, **amaxes)
     if not pass_through and amax is not None:
-        check_backward(op, x, x, recipe, axis, amax)
+        _check_backward(op, x, x, recipe, axis, amax)
     return call
 
 
 @fake_quantize_op.register_fake
-def _(x: Tensor, recipe: str, axis: int, *rest: Any) -> Tensor:
-    tensor_amax, block_amax, *random, amax, pass_through = rest
-    clip = amax, pass_through
-    return empty(x, check_fake("fake_quantize", x, recipe, axis, (tensor_amax, block_amax), tuple(random), clip))
+def _(x: Tensor, *rest: Any) -> Tensor:
+    return empty(x, check_fake("fake_quantize", x, *rest))
 
 
-def save_fake_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save the inputs of fake_quantize that `backward` reads, on ctx: recipe and axis as ctx.how, and pass_through."""
+@torch.library.custom_op("fp4kit::fake_quantize_backward", mutates_args=())
+def fake_quantize_backward_op(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
+    options: dict[str, Any] = {"axis": axis, "amax": detached(amax), "pass_through": False}
+    return copy_if_shared(fp4kit.fake_quantize_backward(grad.detach(), x.detach(), from_spec(recipe), **options), grad)
+
+
+@fake_quantize_backward_op.register_fake
+def _(grad: Tensor, *rest: Any) -> Tensor:
+    return empty(grad, _check_backward("fake_quantize_backward", grad, *rest))
+
+
+def _save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, x, recipe, axis, amax = inputs
+    ctx.how = recipe, axis
+    ctx.save_for_backward(x, amax)
+
+
+def _clip_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, amax = ctx.saved_tensors
+    return _clip(grad, x, *ctx.how, amax), None, None, None, None
+
+
+_clip = _differentiable(
+    fake_quantize_backward_op,
+    _save_clip_inputs,
+    _clip_backward,
+    lambda grad, x, recipe, axis, amax: fake_quantize_backward_op(grad, x, recipe, axis, amax),
+)
+
+
+def _save_fake_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, recipe, axis, tensor_amax, _, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through = (recipe, axis), pass_through
     if not pass_through:
         ctx.save_for_backward(x, tensor_amax if amax is None else amax)
 
 
-def fake_backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
-    """Return the gradient of each argument of fake_quantize: None for all arguments except x."""
-    if ctx.pass_through:
-        return grad, *[None] * 8
-    x, amax = ctx.saved_tensors
-    return (clip or fake_quantize_backward_op)(grad, x, *ctx.how, amax), *[None] * 8
+def _fake_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    if not ctx.pass_through:
+        x, amax = ctx.saved_tensors
+        grad = _clip(grad, x, *ctx.how, amax)
+    return grad, *[None] * 8
 
 
-fake_quantize_op.register_autograd(fake_backward, setup_context=save_fake_inputs)
-fake_quantize_op.register_vmap(loop_over(fake_quantize_op))
+fake_quantize = _differentiable(
+    fake_quantize_op,
+    _save_fake_inputs,
+    _fake_backward,
+    lambda x, recipe, axis, tensor, block, rounding, seed, amax, through: fake_quantize_op(
+        x, recipe, axis, tensor, block, rounding, seed, amax, through
+    ),
+)
 
 
-@torch.library.custom_op("fp4kit::fake_quantize_backward", mutates_args=())
-def fake_quantize_backward_op(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
-    """Return grad, with 0 where |x| > amax or where x or amax is NaN, as fp4kit.fake_quantize_backward does."""
-    options: dict[str, Any] = {"axis": axis, "amax": detached(amax), "pass_through": False}
-    return copy_if_shared(fp4kit.fake_quantize_backward(grad.detach(), x.detach(), from_spec(recipe), **options), grad)
+# ---- groups: an empty list stands for None, and a GPU needs a single kernel launch ----
 
 
-@fake_quantize_backward_op.register_fake
-def _(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
-    return empty(grad, check_backward("fake_quantize_backward", grad, x, recipe, axis, amax))
+def _all_detached(tensors: list[Tensor]) -> list[Any] | None:
+    return [tensor.detach() for tensor in tensors] or None
 
 
-def save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save on ctx the inputs of fake_quantize_backward that clip_backward reads: all except grad."""
-    _, x, recipe, axis, amax = inputs
-    ctx.how = recipe, axis
-    ctx.save_for_backward(x, amax)
+@torch.library.custom_op("fp4kit::fake_quantize_grouped", mutates_args=())
+def fake_quantize_grouped_op(
+    xs: list[Tensor],
+    recipe: str,
+    axis: int,
+    tensor_amax: list[Tensor],
+    block_amax: list[Tensor],
+    rounding: str,
+    seed: Tensor | None,
+    amax: list[Tensor],
+    pass_through: bool,
+) -> list[Tensor]:
+    op, arrays = "fake_quantize_grouped", [x.detach() for x in xs]
+    if not pass_through:
+        each(op, lambda x, a: _check_limit(op, x, recipe, axis, a), arrays, amax or [None] * len(xs))
+    amaxes: dict[str, Any] = {"tensor_amax": _all_detached(tensor_amax), "block_amax": _all_detached(block_amax)}
+    mode, number = cast(RoundingMode, rounding), seed_of(seed)
+    values = fp4kit.fake_quantize_grouped(arrays, from_spec(recipe), axis=axis, rounding=mode, seed=number, **amaxes)
+    return [copy_if_shared(value) for value in values]
 
 
-def clip_backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
-    """Return the gradient of each argument of fake_quantize_backward: None for all arguments except grad."""
-    x, amax = ctx.saved_tensors
-    return (clip or fake_quantize_backward_op)(grad, x, *ctx.how, amax), *[None] * 4
+@fake_quantize_grouped_op.register_fake
+def _(xs: list[Tensor], recipe: str, axis: int, *rest: Any) -> list[Tensor]:
+    tensor_amax, block_amax, rounding, seed, amax, pass_through = rest
+    op, columns = "fake_quantize_grouped", (a or [None] * len(xs) for a in (tensor_amax, block_amax, amax))
+
+    def one(x: Tensor, tensor: Any, block: Any, limit: Any) -> Tensor:
+        return empty(x, check_fake(op, x, recipe, axis, tensor, block, rounding, seed, limit, pass_through))
+
+    return each(op, one, xs, *columns)
 
 
-fake_quantize_backward_op.register_autograd(clip_backward, setup_context=save_clip_inputs)
-fake_quantize_backward_op.register_vmap(loop_over(fake_quantize_backward_op))
+@torch.library.custom_op("fp4kit::fake_quantize_grouped_backward", mutates_args=())
+def fake_quantize_grouped_backward_op(
+    grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[Tensor]
+) -> list[Tensor]:
+    arrays, upstream = [x.detach() for x in xs], [g.detach() for g in grads]
+    options: dict[str, Any] = {"axis": axis, "amax": _all_detached(amax), "pass_through": False}
+    gradients = fp4kit.fake_quantize_grouped_backward(upstream, arrays, from_spec(recipe), **options)
+    return [copy_if_shared(g, grad) for g, grad in zip(gradients, grads, strict=True)]
+
+
+@fake_quantize_grouped_backward_op.register_fake
+def _(grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[Tensor]) -> list[Tensor]:
+    op = "fake_quantize_grouped_backward"
+
+    def one(grad: Tensor, x: Tensor, limit: Any) -> Tensor:
+        return empty(grad, _check_backward(op, grad, x, recipe, axis, limit))
+
+    return each(op, one, grads, xs, amax or [None] * len(xs))
+
+
+def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    xs, recipe, axis, tensor_amax, block_amax, _, _, amax, pass_through = inputs
+    ctx.how, ctx.pass_through, ctx.count = (recipe, axis), pass_through, len(xs)
+    ctx.given = len(tensor_amax), len(block_amax), len(amax)
+    if not pass_through:
+        ctx.save_for_backward(*xs, *(amax or tensor_amax))
+
+
+def _group_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    if not ctx.pass_through:
+        xs, amax = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+        grads = fake_quantize_grouped_backward_op(list(grads), xs, *ctx.how, amax)
+    tensor, block, limit = ([None] * count for count in ctx.given)
+    return grads, None, None, tensor, block, None, None, limit, None
+
+
+def _save_clip_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, xs, recipe, axis, amax = inputs
+    ctx.how, ctx.counts = (recipe, axis), (len(xs), len(amax))
+    ctx.save_for_backward(*xs, *amax)
+
+
+def _clip_group_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    count, limits = ctx.counts
+    xs, amax = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
+    found = fake_quantize_grouped_backward_op(list(grads), xs, *ctx.how, amax)
+    return found, [None] * count, None, None, [None] * limits
+
+
+_differentiable(fake_quantize_grouped_op, _save_group, _group_backward)
+_differentiable(fake_quantize_grouped_backward_op, _save_clip_group, _clip_group_backward)
+
+
+# ---- quantize and dequantize: the arrays of a Quantized are passed and returned as tensors ----
 
 
 _HADAMARD = {"False": False, "True": True}  # other strings pass unchanged
+_TENSOR_DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
 
 
 @torch.library.custom_op("fp4kit::quantize", mutates_args=())
@@ -260,31 +390,25 @@ def quantize_op(
     hadamard: str,
     block_amax: Tensor | None,
 ) -> list[Tensor]:
-    """Return the arrays of fp4kit.quantize(x, ...) that are not None, as new tensors."""
     options: dict[str, Any] = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed_of(seed)}
-    options |= {"hadamard": _flag(hadamard), "tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
+    options |= {"tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
+    options["hadamard"] = _HADAMARD.get(hadamard, hadamard)
     q = fp4kit.quantize(x.detach(), from_spec(recipe), axis=axis, **options)
-    arrays = (q.packed, q.block_scale, q.tensor_scale, q.tensor_amax)
-    return [copy_if_shared(a, tensor_amax) for a in arrays if a is not None]
-
-
-def _flag(hadamard: str) -> Any:
-    """Return the hadamard option for an operator's string: "False" and "True" as bools, other strings unchanged."""
-    return _HADAMARD.get(hadamard, hadamard)
+    return [copy_if_shared(a, tensor_amax) for a in q.parts().values() if a is not None]
 
 
 @quantize_op.register_fake
 def _(x: Tensor, recipe: str, axis: int, tensor_amax: Tensor | None, *rest: Any) -> list[Tensor]:
     scale_layout, rounding, seed, hadamard, block_amax = rest
-    op, options = "quantize", QuantizeOptions(scale_layout, rounding, seed_outline(seed), _flag(hadamard))
+    flag: Any = _HADAMARD.get(hadamard, hadamard)
+    op, options = "quantize", QuantizeOptions(scale_layout, rounding, seed_outline(seed), flag)
     random = seed if seed is not None and seed.ndim else None
     check_devices(op, x=x, tensor_amax=tensor_amax, block_amax=block_amax, seed=random)
-    amaxes = outline(tensor_amax), outline(block_amax)
-    call = quantize_call(op, outline(x), from_spec(recipe), axis, options, tensor_amax=amaxes[0], block_amax=amaxes[1])
+    amaxes = {"tensor_amax": outline(tensor_amax), "block_amax": outline(block_amax)}
+    call = quantize_call(op, outline(x), from_spec(recipe), axis, options, **amaxes)
     return [x.new_empty(shape, dtype=_TENSOR_DTYPES[dtype.name]) for shape, dtype in part_specs(call).values()]
 
 
-_TENSOR_DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
 quantize_op.register_vmap(loop_over(quantize_op))
 
 
@@ -301,19 +425,16 @@ def dequantize_op(
     dtype: torch.dtype,
     values_dtype: torch.dtype,
 ) -> Tensor:
-    """Return the values of a Quantized, given by its arrays and fields, as a new tensor."""
     arrays = [detached(a) for a in (packed, block_scale, tensor_scale, tensor_amax)]
-    q = unflatten(
-        arrays, (PARTS, tuple(shape), numpy_dtype("dequantize", dtype), axis, from_spec(recipe), scale_layout)
-    )
-    values: Any = fp4kit.dequantize(q, values_dtype)
+    facts = PARTS, tuple(shape), numpy_dtype("dequantize", dtype), axis, from_spec(recipe), scale_layout
+    values: Any = fp4kit.dequantize(unflatten(arrays, facts), values_dtype)
     return values
 
 
 @dequantize_op.register_fake
 def _(packed: Tensor, *rest: Any) -> Tensor:
     shape, axis, values_dtype = rest[3], rest[4], rest[-1]
-    inputs.check_values_dtype("dequantize", numpy_dtype("dequantize", values_dtype))
+    check_values_dtype("dequantize", numpy_dtype("dequantize", values_dtype))
     moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
     return packed.new_empty(moved, dtype=values_dtype).movedim(-1, axis)
 
@@ -321,118 +442,7 @@ def _(packed: Tensor, *rest: Any) -> Tensor:
 dequantize_op.register_vmap(loop_over(dequantize_op))
 
 
-def all_detached(tensors: list[Tensor]) -> list[Any] | None:
-    """Return the tensors detached from autograd, or None if the list is empty."""
-    return [detached(tensor) for tensor in tensors] or None
-
-
-def or_none(tensors: list[Tensor], count: int) -> list[Any]:
-    """Return the list `tensors` itself, or a list of `count` times None if it is empty."""
-    return tensors or [None] * count
-
-
-@torch.library.custom_op("fp4kit::fake_quantize_grouped", mutates_args=())
-def fake_quantize_grouped_op(
-    xs: list[Tensor],
-    recipe: str,
-    axis: int,
-    tensor_amax: list[Tensor],
-    block_amax: list[Tensor],
-    rounding: str,
-    seed: Tensor | None,
-    amax: list[Tensor],
-    pass_through: bool,
-) -> list[Tensor]:
-    """Return fp4kit.fake_quantize_grouped of xs, as new tensors."""
-    op, arrays = "fake_quantize_grouped", [x.detach() for x in xs]
-    if not pass_through:
-        each(op, lambda x, a: check_limit(op, x, recipe, axis, a), arrays, or_none(amax, len(xs)))
-    amaxes: dict[str, Any] = {"tensor_amax": all_detached(tensor_amax), "block_amax": all_detached(block_amax)}
-    mode = cast(RoundingMode, rounding)  # PyTorch's schemas have no Literal types
-    values = fp4kit.fake_quantize_grouped(
-        arrays, from_spec(recipe), axis=axis, rounding=mode, seed=seed_of(seed), **amaxes
-    )
-    return [copy_if_shared(value) for value in values]
-
-
-@fake_quantize_grouped_op.register_fake
-def _(xs: list[Tensor], recipe: str, axis: int, *rest: Any) -> list[Tensor]:
-    tensor_amax, block_amax, rounding, seed, amax, pass_through = rest
-    op, columns = "fake_quantize_grouped", (or_none(a, len(xs)) for a in (tensor_amax, block_amax, amax))
-
-    def one(x: Tensor, tensor: Any, block: Any, limit: Any) -> Tensor:
-        return empty(x, check_fake(op, x, recipe, axis, (tensor, block), (rounding, seed), (limit, pass_through)))
-
-    return each(op, one, xs, *columns)
-
-
-def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save in ctx what _backward needs: recipe, axis, pass_through, and the number of tensors in each list."""
-    xs, recipe, axis, tensor_amax, block_amax, _, _, amax, pass_through = inputs
-    ctx.how, ctx.pass_through, ctx.count = (recipe, axis), pass_through, len(xs)
-    ctx.given = len(tensor_amax), len(block_amax), len(amax)
-    if not pass_through:
-        ctx.save_for_backward(*xs, *(amax or tensor_amax))
-
-
-def _group_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    """Return the gradient of each argument of fake_quantize_grouped: None for all arguments except xs."""
-    if not ctx.pass_through:
-        xs, amax = ctx.saved_tensors[: ctx.count], list(ctx.saved_tensors[ctx.count :])
-        grads = fake_quantize_grouped_backward_op(list(grads), list(xs), *ctx.how, amax)
-    tensor, block, limit = ([None] * count for count in ctx.given)
-    return grads, None, None, tensor, block, None, None, limit, None
-
-
-fake_quantize_grouped_op.register_autograd(_group_backward, setup_context=_save_group)
-fake_quantize_grouped_op.register_vmap(loop_over(fake_quantize_grouped_op))
-
-
-@torch.library.custom_op("fp4kit::fake_quantize_grouped_backward", mutates_args=())
-def fake_quantize_grouped_backward_op(
-    grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[Tensor]
-) -> list[Tensor]:
-    """Return grads with 0 where |x| > amax, or where x or amax is NaN, as fp4kit.fake_quantize_grouped_backward
-    does.
-    """
-    arrays, upstream = [x.detach() for x in xs], [g.detach() for g in grads]
-    options: dict[str, Any] = {"axis": axis, "amax": all_detached(amax), "pass_through": False}
-    gradients = fp4kit.fake_quantize_grouped_backward(upstream, arrays, from_spec(recipe), **options)
-    return [copy_if_shared(g, grad) for g, grad in zip(gradients, grads, strict=True)]
-
-
-@fake_quantize_grouped_backward_op.register_fake
-def _(grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[Tensor]) -> list[Tensor]:
-    op = "fake_quantize_grouped_backward"
-
-    def one(grad: Tensor, x: Tensor, limit: Any) -> Tensor:
-        return empty(grad, check_backward(op, grad, x, recipe, axis, limit))
-
-    return each(op, one, grads, xs, or_none(amax, len(xs)))
-
-
-def _save_clip_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save on ctx the inputs of fake_quantize_grouped_backward that _clip_backward reads: all except grads."""
-    _, xs, recipe, axis, amax = inputs
-    ctx.how, ctx.counts = (recipe, axis), (len(xs), len(amax))
-    ctx.save_for_backward(*xs, *amax)
-
-
-def _clip_group_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    """Return the gradient of each argument of fake_quantize_grouped_backward: None for all arguments except grads."""
-    count, limits = ctx.counts
-    xs, amax = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
-    return (
-        fake_quantize_grouped_backward_op(list(grads), xs, *ctx.how, amax),
-        [None] * count,
-        None,
-        None,
-        [None] * limits,
-    )
-
-
-fake_quantize_grouped_backward_op.register_autograd(_clip_group_backward, setup_context=_save_clip_group)
-fake_quantize_grouped_backward_op.register_vmap(loop_over(fake_quantize_grouped_backward_op))
+# ---- linear: w is a float tensor (N, K), or packed codes, whose scales follow; settings as in settings_from_text ----
 
 
 _EAGER = LinearOperations(fp4kit.quantize, fp4kit.transpose, fp4kit.matmul)
@@ -444,7 +454,6 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _weight_shape(s: LinearSettings, w: Tensor) -> tuple[int, int]:
-    """Return the shape (N, K) of the weight of a linear layer."""
     if s.scale_layout is None:
         return w.shape[0], w.shape[1]
     packing = s.recipe_w.element.packing
@@ -462,7 +471,7 @@ def _weight(s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_sca
 def _checked(
     x: Tensor, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None, seed: Tensor | None, settings: str
 ) -> LinearSettings:
-    """Check the arguments of linear_op, and return the settings that the text `settings` describes."""
+    """Check the arguments of linear, and return the settings that the text `settings` describes."""
     s = settings_from_text(settings)
     check_devices(OP, x=x, w=w, block_scale=block_scale, tensor_scale=tensor_scale)
     if seed is not None and seed.ndim:
@@ -478,7 +487,6 @@ def _checked(
 def linear_op(
     x: Tensor, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None, seed: Tensor | None, settings: str
 ) -> Tensor:
-    """Return y = x w^T as ops.linear.product computes it, with both operands quantized: a new tensor (..., N)."""
     s = _checked(x, w, block_scale, tensor_scale, seed, settings)
     y = product(_EAGER, s, _rows(x.detach()), _weight(s, w, block_scale, tensor_scale))
     return copy_if_shared(y.reshape(*x.shape[:-1], w.shape[0]))
@@ -488,9 +496,6 @@ def linear_op(
 def _(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
     s = _checked(x, w, *rest)
     return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=TORCH[s.out_dtype])
-
-
-linear_op.register_vmap(loop_over(linear_op))
 
 
 @torch.library.custom_op("fp4kit::linear_gradient_of_x", mutates_args=())
@@ -503,7 +508,6 @@ def linear_gradient_of_x_op(
     settings: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of linear with respect to x, (..., K) in `dtype`, as ops.linear.gradient_of_x does."""
     s = settings_from_text(settings)
     weight = _weight(s, w, block_scale, tensor_scale)
     gradient = gradient_of_x(_EAGER, s, _rows(grad.detach()), weight, seed_of(seed), dtype)
@@ -516,22 +520,8 @@ def _(grad: Tensor, w: Tensor, *rest: Any) -> Tensor:
     return grad.new_empty((*grad.shape[:-1], _weight_shape(settings_from_text(settings), w)[1]), dtype=dtype)
 
 
-def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save nothing on ctx, because no_gradient reads nothing."""
-
-
-def no_gradient(ctx: Any, *grads: Tensor) -> NoReturn:
-    """Always raise NotImplementedError, because gradients from quantized operands have no gradients themselves."""
-    raise NotImplementedError(NO_SECOND_GRADIENT)
-
-
-linear_gradient_of_x_op.register_autograd(no_gradient, setup_context=save_nothing)
-linear_gradient_of_x_op.register_vmap(loop_over(linear_gradient_of_x_op))
-
-
 @torch.library.custom_op("fp4kit::linear_gradient_of_w", mutates_args=())
 def linear_gradient_of_w_op(grad: Tensor, x: Tensor, seed: Tensor | None, settings: str, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of linear with respect to w, (N, K) in `dtype`, as ops.linear.gradient_of_w does."""
     s = settings_from_text(settings)
     return copy_if_shared(gradient_of_w(_EAGER, s, _rows(grad.detach()), _rows(x.detach()), seed_of(seed), dtype))
 
@@ -541,13 +531,8 @@ def _(grad: Tensor, x: Tensor, seed: Tensor | None, settings: str, dtype: torch.
     return grad.new_empty((grad.shape[-1], x.shape[-1]), dtype=dtype)
 
 
-linear_gradient_of_w_op.register_autograd(no_gradient, setup_context=save_nothing)
-linear_gradient_of_w_op.register_vmap(loop_over(linear_gradient_of_w_op))
-
-
 @torch.library.custom_op("fp4kit::quantized_values", mutates_args=())
 def quantized_values_op(x: Tensor, recipe: str) -> Tensor:
-    """Return the values of x after quantization along its last axis and dequantization, as a new float32 tensor."""
     values: Any = fp4kit.dequantize(fp4kit.quantize(x.detach(), from_spec(recipe)), np.float32)
     return copy_if_shared(values)
 
@@ -557,213 +542,55 @@ def _(x: Tensor, recipe: str) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
-def save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save the dtype of x as ctx.dtype, which values_backward reads."""
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _no_gradient(ctx: Any, *grads: Tensor) -> NoReturn:
+    raise NotImplementedError(NO_SECOND_GRADIENT)
+
+
+def _save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.dtype = inputs[0].dtype
 
 
-def values_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients of quantized_values' two arguments: `grad` in the dtype of x for x, and None for recipe."""
-    return grad.to(ctx.dtype), None
+_gradient_of_x = _differentiable(linear_gradient_of_x_op, _save_nothing, _no_gradient)
+_gradient_of_w = _differentiable(linear_gradient_of_w_op, _save_nothing, _no_gradient)
+_values = _differentiable(quantized_values_op, _save_dtype, lambda ctx, grad: (grad.to(ctx.dtype), None))
 
 
-quantized_values_op.register_autograd(values_backward, setup_context=save_dtype)
-quantized_values_op.register_vmap(loop_over(quantized_values_op))
-
-
-class BackwardOperators(NamedTuple):
-    """The functions that `backward` calls. By default, they are the operators of this file.
-
-    Inside torch.func transforms, transforms.py passes versions of them that have gradients there.
-
-    Attributes:
-        values: quantized_values_op.
-        gradient_of_x: linear_gradient_of_x_op.
-        gradient_of_w: linear_gradient_of_w_op.
-    """
-
-    values: Callable[..., Tensor] = quantized_values_op
-    gradient_of_x: Callable[..., Tensor] = linear_gradient_of_x_op
-    gradient_of_w: Callable[..., Tensor] = linear_gradient_of_w_op
-
-
-def save_linear_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save the inputs of linear for `backward`: the tensors by ctx.save_for_backward, the settings as ctx.settings."""
+def _save_linear_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *tensors, ctx.settings = inputs
     ctx.save_for_backward(*tensors)
 
 
-def linear_backward(ctx: Any, grad: Tensor, parts: BackwardOperators = BackwardOperators()) -> tuple[Any, ...]:  # noqa: B008  (immutable)
-    """Return the gradient of each argument of linear: None for all arguments except x and a float w."""
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, w, *scales, seed = ctx.saved_tensors
     s, of_x, of_w = settings_from_text(ctx.settings), None, None
     if s.backward == "quantized":
         if ctx.needs_input_grad[0]:
-            of_x = parts.gradient_of_x(grad, w, *scales, seed, ctx.settings, x.dtype)
+            of_x = _gradient_of_x(grad, w, *scales, seed, ctx.settings, x.dtype)
         if ctx.needs_input_grad[1]:
-            of_w = parts.gradient_of_w(grad, x, seed, ctx.settings, w.dtype)
+            of_w = _gradient_of_w(grad, x, seed, ctx.settings, w.dtype)
         return of_x, of_w, None, None, None, None
     with torch.autocast(grad.device.type, enabled=False):
         if ctx.needs_input_grad[0]:
-            of_x = (grad.float() @ _weight_values(parts, s, w, *scales)).to(x.dtype)
+            of_x = (grad.float() @ _weight_values(s, w, *scales)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             rows = _rows(x)
-            values = rows.float() if s.backward == "high-precision" else parts.values(rows, to_spec(s.recipe_x))
+            values = rows.float() if s.backward == "high-precision" else _values(rows, to_spec(s.recipe_x))
             of_w = (_rows(grad).float().T @ values).to(w.dtype)
     return of_x, of_w, None, None, None, None
 
 
-def _weight_values(
-    parts: BackwardOperators, s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None
-) -> Tensor:
-    """Return the weight by which `backward` multiplies, as float32 (N, K)."""
+def _weight_values(s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None) -> Tensor:
+    """Return the weight by which the gradient is multiplied, as float32 (N, K)."""
     if s.backward == "high-precision":
         return w.float()
     if s.scale_layout is None:
-        return parts.values(w, to_spec(s.recipe_w))
+        return _values(w, to_spec(s.recipe_w))
     facts = list(_weight_shape(s, w)), 1, to_spec(s.recipe_w), s.scale_layout, torch.float32, torch.float32
     return dequantize_op(w, block_scale, tensor_scale, None, *facts)
 
 
-linear_op.register_autograd(linear_backward, setup_context=save_linear_inputs)
-
-
-def active() -> bool:
-    """Return True if a torch.func transform or forward-mode differentiation is active, otherwise False."""
-    # In forward mode these classes raise an error, where a custom operator would silently drop the tangents.
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def fake_quantize(*arguments: Any) -> torch.Tensor:
-    """Return fake_quantize_op(*arguments), computed through the class FakeQuantize if active() is True."""
-    return FakeQuantize.apply(*arguments) if active() else fake_quantize_op(*arguments)
-
-
-def fake_quantize_backward(*arguments: Any) -> torch.Tensor:
-    """Return fake_quantize_backward_op(*arguments), through FakeQuantizeBackward if active() is True."""
-    return FakeQuantizeBackward.apply(*arguments) if active() else fake_quantize_backward_op(*arguments)
-
-
-class FakeQuantize(torch.autograd.Function):
-    """Compute fake_quantize_op with a gradient inside torch.func transforms, which ignore the operator's own."""
-
-    setup_context = staticmethod(save_fake_inputs)
-    vmap = staticmethod(loop_over(fake_quantize))
-
-    @staticmethod
-    def forward(  # torch.compile does not support *arguments here
-        x: Any, recipe: Any, axis: Any, tensor: Any, block: Any, rounding: Any, seed: Any, amax: Any, through: Any
-    ) -> Any:
-        """Return fake_quantize_op of the arguments."""
-        return fake_quantize_op(x, recipe, axis, tensor, block, rounding, seed, amax, through)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of each argument of fake_quantize: None for all arguments except x."""
-        return fake_backward(ctx, grads[0], fake_quantize_backward)
-
-
-class FakeQuantizeBackward(torch.autograd.Function):
-    """Compute the gradient of fake_quantize inside torch.func transforms. It can be differentiated again."""
-
-    setup_context = staticmethod(save_clip_inputs)
-    vmap = staticmethod(loop_over(fake_quantize_backward))
-
-    @staticmethod
-    def forward(grad: Any, x: Any, recipe: Any, axis: Any, amax: Any) -> Any:
-        """Return fake_quantize_backward_op of the arguments."""
-        return fake_quantize_backward_op(grad, x, recipe, axis, amax)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of each argument of fake_quantize_backward: None for all arguments except grad."""
-        return clip_backward(ctx, grads[0], fake_quantize_backward)
-
-
-def linear(*arguments: Any) -> torch.Tensor:
-    """Return linear_op(*arguments), computed through the class Linear if active() is True."""
-    return Linear.apply(*arguments) if active() else linear_op(*arguments)
-
-
-def linear_gradient_of_x(*arguments: Any) -> torch.Tensor:
-    """Return linear_gradient_of_x_op(*arguments), through LinearGradientOfX if active() is True."""
-    return LinearGradientOfX.apply(*arguments) if active() else linear_gradient_of_x_op(*arguments)
-
-
-def linear_gradient_of_w(*arguments: Any) -> torch.Tensor:
-    """Return linear_gradient_of_w_op(*arguments), through LinearGradientOfW if active() is True."""
-    return LinearGradientOfW.apply(*arguments) if active() else linear_gradient_of_w_op(*arguments)
-
-
-def quantized_values(*arguments: Any) -> torch.Tensor:
-    """Return quantized_values_op(*arguments), through the class QuantizedValues if active() is True."""
-    return QuantizedValues.apply(*arguments) if active() else quantized_values_op(*arguments)
-
-
-class QuantizedValues(torch.autograd.Function):
-    """Compute quantized_values_op with a gradient inside torch.func transforms."""
-
-    setup_context = staticmethod(save_dtype)
-    vmap = staticmethod(loop_over(quantized_values))
-
-    @staticmethod
-    def forward(x: Any, recipe: Any) -> Any:
-        """Return quantized_values_op of the arguments."""
-        return quantized_values_op(x, recipe)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradients of x and recipe: the upstream gradient in the dtype of x, and None."""
-        return values_backward(ctx, grads[0])
-
-
-class Linear(torch.autograd.Function):
-    """Compute linear_op with a gradient inside torch.func transforms."""
-
-    setup_context = staticmethod(save_linear_inputs)
-    vmap = staticmethod(loop_over(linear))
-
-    @staticmethod
-    def forward(x: Any, w: Any, block_scale: Any, tensor_scale: Any, seed: Any, settings: Any) -> Any:
-        """Return linear_op of the arguments."""
-        return linear_op(x, w, block_scale, tensor_scale, seed, settings)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of each argument of linear, as linear_backward does."""
-        return linear_backward(ctx, grads[0], _PARTS)
-
-
-class LinearGradientOfX(torch.autograd.Function):
-    """Compute linear's gradient with respect to x inside torch.func transforms.
-
-    Differentiating it raises NotImplementedError.
-    """
-
-    setup_context = staticmethod(save_nothing)
-    backward = staticmethod(no_gradient)
-    vmap = staticmethod(loop_over(linear_gradient_of_x))
-
-    @staticmethod
-    def forward(grad: Any, w: Any, block_scale: Any, tensor_scale: Any, seed: Any, settings: Any, dtype: Any) -> Any:
-        """Return linear_gradient_of_x_op of the arguments."""
-        return linear_gradient_of_x_op(grad, w, block_scale, tensor_scale, seed, settings, dtype)
-
-
-class LinearGradientOfW(torch.autograd.Function):
-    """Compute linear's gradient with respect to w inside torch.func transforms.
-
-    Differentiating it raises NotImplementedError.
-    """
-
-    setup_context = staticmethod(save_nothing)
-    backward = staticmethod(no_gradient)
-    vmap = staticmethod(loop_over(linear_gradient_of_w))
-
-    @staticmethod
-    def forward(grad: Any, x: Any, seed: Any, settings: Any, dtype: Any) -> Any:
-        """Return linear_gradient_of_w_op of the arguments."""
-        return linear_gradient_of_w_op(grad, x, seed, settings, dtype)
-
-
-_PARTS = BackwardOperators(quantized_values, linear_gradient_of_x, linear_gradient_of_w)
+linear = _differentiable(linear_op, _save_linear_inputs, _linear_backward)

@@ -29,7 +29,7 @@ from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, scales_of, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
-from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.checkpoint.selection.names import join_module, shared_amax_groups, split_module
 from fp4kit.recipes import RECIPES, Recipe
 
 _HALVES = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
@@ -67,7 +67,7 @@ class LayerSpec:
     @property
     def role(self) -> tuple[str, ...]:
         """The properties that similar layers share: the container, and the last part of the name."""
-        return self.weight.dtype, fused_layers.split_module(self.weight.name)[1]
+        return self.weight.dtype, split_module(self.weight.name)[1]
 
     @property
     def rows(self) -> int:
@@ -121,7 +121,7 @@ class LayerSpecs:
         self._recorded = recorded(stored)
         self._scaling = scaling_of(stored, weights)
         self._counterparts, self._rotations = Counterparts(source), rotations
-        self._groups = fused_layers.shared_amax_groups(weight.name for weight in weights)
+        self._groups = shared_amax_groups(weight.name for weight in weights)
         members: dict[tuple[str, int], list[Origin]] = defaultdict(list)
         for weight in weights:
             for expert in range(weight.experts) if weight.name in self._groups else ():
@@ -150,10 +150,10 @@ class LayerSpecs:
 
     def _spec(self, weight: Weight, expert: int, origin: Origin, stack: tuple[tuple[Origin, ...], ...]) -> LayerSpec:
         """Return the spec of one layer."""
-        parent, leaf = fused_layers.split_module(weight.name)
+        parent, leaf = split_module(weight.name)
         partner = None
         if leaf in _HALVES:
-            partner = self._origin(weight, expert, fused_layers.join_module(parent, _HALVES[leaf]))
+            partner = self._origin(weight, expert, join_module(parent, _HALVES[leaf]))
         group = self._groups.get(weight.name)
         groups = stack if group is None else (self._members[group, expert], *stack)
         facts = {

@@ -48,8 +48,7 @@ from fp4kit.checkpoint.model.unlike_layers import tied_head
 from fp4kit.checkpoint.model.weights import Weight, part_names
 from fp4kit.checkpoint.plan.layer_checks import doubtful_layers
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
-from fp4kit.checkpoint.selection import names as ggml_names
-from fp4kit.checkpoint.selection import names as wrapper_names
+from fp4kit.checkpoint.selection import names
 from fp4kit.checkpoint.selection.selection import (
     Wishes,
     candidate,
@@ -89,7 +88,7 @@ def wrapped_names(model: Checkpoint) -> Iterator[Issue]:
     """Yield one error, for the first tensor whose name has a part that a wrapper of PyTorch adds, such as
     "_orig_mod".
     """
-    name, why = wrapper_names.trouble(model.tensors)
+    name, why = names.trouble(model.tensors)
     if why:
         yield Issue("error", name, why)
 
@@ -186,8 +185,8 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     form, config = _form(model.layers.values()), with_declaration(model.config or {}, model.hf_quant_config)
     if is_gguf_config(config):
         scaled = [name for name, weight in model.layers.items() if TENSOR_SCALE in weight.parts]
-        found = ggml_names.scale_troubles(config[ggml_names.ARCHITECTURE], scaled, model.tensors)
-        return [Issue("error", name, text, ggml_names.ENGINE) for name, text in found]
+        found = names.scale_troubles(config[names.ARCHITECTURE], scaled, model.tensors)
+        return [Issue("error", name, text, names.ENGINE) for name, text in found]
     if form is not None and form.format == mlx.FORMAT:
         forms = {name: weight.container for name, weight in model.layers.items() if weight.container is not None}
         return [Issue("error", name, text, mlx.ENGINE) for name, text in mlx.troubles(config, forms)]

@@ -40,7 +40,7 @@ from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer
 from fp4kit.checkpoint.plan.mixture import first_match
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.run.executors import run_all
-from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.checkpoint.selection.names import shared_amax_groups
 from fp4kit.checkpoint.verify.integrity import is_low, noise_of, zeros_of
 from fp4kit.formats import E4M3, E5M2
 from fp4kit.ops.quantize import fake_quantize
@@ -245,9 +245,7 @@ def checks_of_restored(
 
 def fused_groups(stored: Iterable[Weight]) -> dict[str, str]:
     """Return a dict: layer name -> name of its group."""
-    return fused_layers.shared_amax_groups(
-        [w.name for w in stored if w.container is not None and w.container.has_tensor_scale]
-    )
+    return shared_amax_groups([w.name for w in stored if w.container is not None and w.container.has_tensor_scale])
 
 
 def _job(
