@@ -1,5 +1,6 @@
-"""Define items. An item is a tensor, config key or metadata entry of a checkpoint that may concern quantization,
-together with the decision whether fp4kit knows it.
+"""Compare what the config files of a checkpoint declare about quantization with its tensors. Each entry that concerns
+quantization becomes an Item, which is refused if the entry is unknown or contradicts the tensors. METHODS has the known
+entries of each ``quant_method``, with a check (EntryCheck) of their values.
 """
 
 from __future__ import annotations
@@ -46,26 +47,39 @@ class Item(NamedTuple):
         return self.name if self.place == "tensor" else f"{self.place}: {self.name}"
 
 
-# A check decides on the value of one config entry: (value, layers of the checkpoint) -> the reason to refuse the entry,
-# or "" to accept it. The reason is a predicate, such as "is 5, which fp4kit does not know"; the caller adds the name of
-# the entry.
-EntryCheck = Callable[[Any, "_Layers"], str]
-
-
 class _Layers(NamedTuple):
-    """The quantized layers of a checkpoint, against which config entries are checked.
-
-    Attributes:
-        forms: module name -> container.
-        plain: the names of the unquantized layers.
-    """
+    """The layers of a checkpoint: module name -> container, and the names of the unquantized layers."""
 
     forms: Mapping[str, Container]
     plain: Collection[str] = ()
 
+    def other_kinds(self, allowed: Collection[str]) -> str:
+        """Return text that lists the kinds of quantized layers that are not in ``allowed``, or "" if there are none."""
+        first = {form.kind: name for name, form in reversed([*self.forms.items()])}
+        return ", ".join(f"{kind} ({name})" for kind, name in sorted(first.items()) if kind not in allowed)
+
+
+# A check decides on the value of one config entry: (value, layers of the checkpoint) -> the reason to refuse the entry,
+# or "" to accept it. The reason is a predicate, such as "is 5, which fp4kit does not know"; the caller adds the name of
+# the entry.
+EntryCheck = Callable[[Any, _Layers], str]
+
+
+def brief(value: Any) -> str:
+    """Return a value as JSON text for a message."""
+    text = shown(json.dumps(value, default=str))
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _unknown(value: Any) -> str:
+    return f"is {brief(value)}, which fp4kit does not know"
+
+
+def _no_object(value: Any) -> str:
+    return "" if isinstance(value, Mapping) else f"is {brief(value)}, where an object is needed"
+
 
 def _any(value: Any, layers: _Layers) -> str:
-    """Accept every value of a config entry: return "". This is a check, whose arguments are not used here."""
     return ""
 
 
@@ -75,63 +89,57 @@ def _only(*allowed: Any) -> EntryCheck:
     def check_value(value: Any, layers: _Layers) -> str:
         if any(value == one and type(value) is type(one) for one in allowed):
             return ""
-        return f"is {brief(value)}, which is not supported; known is {' or '.join(brief(one) for one in allowed)}"
+        return f"is {brief(value)}, which is not supported; known is {' or '.join(map(brief, allowed))}"
+
+    return check_value
+
+
+def _layers_of(**known: Callable[[Container], bool]) -> EntryCheck:
+    """Return a check for an entry that names a format (a key of ``known``), which some layers must have."""
+    is_known = _only(*known)
+
+    def check_value(value: Any, layers: _Layers) -> str:
+        if why := is_known(value, layers):
+            return why
+        if any(map(known[value], layers.forms.values())):
+            return ""
+        return f"is {brief(value)}, but there are only layers of {layers.other_kinds(())}"
 
     return check_value
 
 
 def _kv_scheme(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``kv_cache_scheme``, or "" to accept it: null, or an object, which is carried."""
     return "" if value is None or isinstance(value, Mapping) else f"is {brief(value)}; needs null or an object"
 
 
-def brief(value: Any) -> str:
-    """Return a value as JSON text for a message."""
-    text = shown(json.dumps(value, default=str))
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
+_FP8_KINDS, _MX_KINDS = ("fp8", "fp8 rows", "fp8 tensor"), ("nvfp4", "mxfp4", "mxfp8")
 # Model-Optimizer's name of an algorithm, in capitals -> the kinds of containers that store its layers.
 _ALGORITHMS: dict[str, tuple[str, ...]] = {
-    "NVFP4": ("nvfp4",),
-    "W4A16_NVFP4": ("nvfp4",),
-    "NVFP4_AWQ": ("nvfp4",),
-    "W4A8_NVFP4_FP8": ("nvfp4",),
-    "NVFP4_SVD": ("nvfp4",),
-    "MXFP4": ("mxfp4",),
-    "W4A8_MXFP4_FP8": ("mxfp4",),
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8", "NVFP4_SVD"), ("nvfp4",)),
+    **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), ("mxfp4",)),
     "MXFP8": ("mxfp8",),
     "FP8": ("fp8 tensor",),
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8 rows",),
     "FP8_PB_WO": ("fp8", "fp8 tensor"),
 }
-_MIXED = "MIXED_PRECISION"
 
 
 def _algorithm(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse Model-Optimizer's ``quant_algo``, or "" to accept it."""
     name = str(value).upper()
-    if name == _MIXED:
+    if name == "MIXED_PRECISION":
         return ""
     if name not in _ALGORITHMS:
-        return f"is {brief(value)}, which fp4kit does not know"
+        return _unknown(value)
     sizes = {form.group_size for form in layers.forms.values() if form.kind == "nvfp4"}
     if name == "W4A8_NVFP4_FP8" and sizes - {32}:
         return f"is {brief(value)}, which has blocks of 32, but the tensors have blocks of 16"
-    other = _kinds_beside(_ALGORITHMS[name], layers)
+    other = layers.other_kinds(_ALGORITHMS[name])
     return f"is {brief(value)}, but there are layers of {other}" if other else ""
 
 
-def _kinds_beside(allowed: Collection[str], layers: _Layers) -> str:
-    """Return text that lists the kinds of quantized layers that are not in ``allowed``, or "" if there are none."""
-    first = {form.kind: name for name, form in reversed([*layers.forms.items()])}
-    return ", ".join(f"{kind} ({name})" for kind, name in sorted(first.items()) if kind not in allowed)
-
-
 def _quantized_layers(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse Model-Optimizer's ``quantized_layers``, or "" to accept it."""
-    if not isinstance(value, Mapping):
-        return f"is {brief(value)}, where an object is needed"
+    if why := _no_object(value):
+        return why
     for name, entry in value.items():
         algorithm = str(entry.get("quant_algo", "")) if isinstance(entry, Mapping) else ""
         kinds = _ALGORITHMS.get(algorithm.upper())
@@ -147,15 +155,13 @@ def _quantized_layers(value: Any, layers: _Layers) -> str:
 
 
 def _group_size(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse a ``group_size`` (the number of elements per block), or "" to accept it."""
-    sizes = sorted({form.block[1] for form in layers.forms.values() if form.kind in _MX_KINDS})
+    sizes = sorted({form.group_size for form in layers.forms.values() if form.kind in _MX_KINDS})
     if value is None or not sizes or value in sizes:
         return ""
     return f"is {brief(value)}, but the tensors have blocks of {', '.join(map(str, sizes))}"
 
 
 def _mxfp4_block_size(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse MiMo's ``mxfp4_block_size``, or "" to accept it: null or that of the MXFP4 layers."""
     sizes = sorted({form.group_size for form in layers.forms.values() if form.kind == "mxfp4"})
     if value is None or value in sizes:
         return ""
@@ -164,53 +170,37 @@ def _mxfp4_block_size(value: Any, layers: _Layers) -> str:
 
 
 def _block_size(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``weight_block_size``, or "" to accept it."""
     blocks = {form.block for form in layers.forms.values() if form.kind in ("fp8", "mxfp8")}
     if value is None or not blocks or (isinstance(value, list) and tuple(value) in blocks):
         return ""
     return f"is {brief(value)}, but the tensors have blocks of {sorted(blocks)}"
 
 
-def _expert_dtype(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse DeepSeek's ``expert_dtype``, or "" to accept it."""
-    bits = {"fp4": 4, "fp8": 8}.get(str(value))
-    if bits is None:
-        return f'is {brief(value)}, which is not supported; known is "fp4" or "fp8"'
-    return "" if any(form.element.bits == bits for form in layers.forms.values()) else _no_such_layer(value, layers)
-
-
-def _store_dtype(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse MiMo's ``store_dtype``, or "" to accept it: "mxfp4", if some layer is stored so."""
-    if value != "mxfp4":
-        return f'is {brief(value)}, which is not supported; known is "mxfp4"'
-    return "" if any(form.kind == "mxfp4" for form in layers.forms.values()) else _no_such_layer(value, layers)
-
-
-def _no_such_layer(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse an entry that declares layers of a format that the checkpoint does not have."""
-    return f"is {brief(value)}, but there are only layers of {_kinds_beside((), layers)}"
-
+# Config groups, of compressed-tensors and Model-Optimizer ------------------------------------------------------------
 
 _SCHEME: dict[str, EntryCheck] = {
     "num_bits": _only(4, 8),
     "type": _only("float"),
     "symmetric": _only(True, None),
-    "group_size": _any,
     "strategy": _only("tensor_group", "group", "tensor", "channel", "block", "token", None),
-    "dynamic": _any,
-    "scale_dtype": _any,
-    "zp_dtype": _any,
-    "observer": _any,
-    "observer_kwargs": _any,
     "actorder": _only(None, "static", "weight", False),
     "block_structure": _only(None, [128, 128], [64, 64], [32, 32]),
+    **dict.fromkeys(("group_size", "dynamic", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"), _any),
 }
+_FORMATS = {
+    "nvfp4-pack-quantized": ("nvfp4",),
+    "mxfp4-pack-quantized": ("mxfp4",),
+    "mxfp8-quantized": ("mxfp8",),
+    "float-quantized": _FP8_KINDS,
+    "naive-quantized": _FP8_KINDS,
+}
+_GROUP_KEYS = "weights input_activations output_activations targets format has_zero_point pre_quant_scale".split()
 
 
 def _scheme(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse the scheme of weights in a config group, or "" to accept it."""
-    if not isinstance(value, Mapping):
-        return f"is {brief(value)}, where an object is needed"
+    if why := _no_object(value):
+        return why
     for key, one in value.items():
         why = _SCHEME[key](one, layers) if key in _SCHEME else "is not known"
         if why:
@@ -218,71 +208,36 @@ def _scheme(value: Any, layers: _Layers) -> str:
     return ""
 
 
-def _describes(scheme: Mapping[str, Any], form: Container) -> bool:
-    """Return whether a scheme of weights in a config group fits layers of a container."""
-    if scheme.get("num_bits", form.element.bits) != form.element.bits:
-        return False
-    return form.kind not in _MX_KINDS or scheme.get("group_size") in (None, -1, 0, form.group_size)
-
-
-_MX_KINDS = ("nvfp4", "mxfp4", "mxfp8")
-_FORMATS = {
-    "nvfp4-pack-quantized": ("nvfp4",),
-    "mxfp4-pack-quantized": ("mxfp4",),
-    "mxfp8-quantized": ("mxfp8",),
-    "float-quantized": ("fp8", "fp8 rows", "fp8 tensor"),
-    "naive-quantized": ("fp8", "fp8 rows", "fp8 tensor"),
-}
-
-
 def _format(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse the ``format`` of compressed-tensors, or "" to accept it."""
     if value in ("mixed-precision", None, "dense"):
         return ""
     if not is_one_of(value, _FORMATS):
-        return f"is {brief(value)}, which fp4kit does not know"
-    other = _kinds_beside(_FORMATS[value], layers)
+        return _unknown(value)
+    other = layers.other_kinds(_FORMATS[value])
     return f"is {brief(value)}, but there are layers of {other}" if other else ""
 
 
-_GROUP_KEYS = (
-    "weights",
-    "input_activations",
-    "output_activations",
-    "targets",
-    "format",
-    "has_zero_point",
-    "pre_quant_scale",
-)
-
-
 def _groups(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``config_groups`` of compressed-tensors or Model-Optimizer, or "" to accept it."""
     return _known_groups(value, layers) or _targets(list(value.values()), layers)
 
 
 def _known_groups(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse ``config_groups`` because a group is unknown or malformed, or "" to accept it."""
-    if not isinstance(value, Mapping):
-        return f"is {brief(value)}, where an object is needed"
-    for name, group in value.items():
-        why = _group(group, layers)
-        if why:
-            return f"has {shown(name)}, {why}"
-    return ""
+    if why := _no_object(value):
+        return why
+    found = ((name, _group(group, layers)) for name, group in value.items())
+    return next((f"has {shown(name)}, {why}" for name, why in found if why), "")
 
 
 def _group(group: Any, layers: _Layers) -> str:
-    """Return the reason to refuse one config group because it is unknown or malformed; "" to accept it."""
-    if not isinstance(group, Mapping):
-        return f"which is {brief(group)}, where an object is needed"
+    if why := _no_object(group):
+        return f"which {why}"
     unknown = [key for key in group if key not in _GROUP_KEYS]
     if unknown:
         return f"with the key {shown(unknown[0])}, which fp4kit does not know"
-    form = group.get("format")
+    form, targets = group.get("format"), group.get("targets")
     if form is not None and not is_one_of(form, _FORMATS):
         return f"with the format {brief(form)}, which fp4kit does not know"
-    targets = group.get("targets")
     if targets is not None and not _is_list_of_names(targets):
         return f"whose targets are {brief(targets)}; a list of names and patterns is needed"
     why = _scheme(group["weights"], layers) if group.get("weights") is not None else ""
@@ -297,7 +252,6 @@ def _is_list_of_names(value: Any) -> bool:
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
-    """Compile a regular expression and return it; return None if ``pattern`` is not valid."""
     try:
         return re.compile(pattern)
     except re.error:
@@ -319,11 +273,17 @@ def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
 
 
 def _fits(group: Mapping[str, Any], form: Container) -> bool:
-    """Return whether a config group may describe the layers of a container."""
-    # The format and the scheme of weights that the group declares must fit the container.
+    """Return whether the format and the scheme of a config group may describe the layers of a container."""
     declared, scheme = group.get("format"), group.get("weights")
-    of_format = declared is None or form.kind in _FORMATS[declared]
-    return of_format and (scheme is None or _describes(scheme, form))
+    if declared is not None and form.kind not in _FORMATS[declared]:
+        return False
+    if scheme is None:
+        return True
+    return scheme.get("num_bits", form.element.bits) == form.element.bits and _has_blocks_of(scheme, form)
+
+
+def _has_blocks_of(scheme: Mapping[str, Any], form: Container) -> bool:
+    return form.kind not in _MX_KINDS or scheme.get("group_size") in (None, -1, 0, form.group_size)
 
 
 def _declared_by(group: Mapping[str, Any]) -> str:
@@ -336,7 +296,6 @@ def _declared_by(group: Mapping[str, Any]) -> str:
 
 
 def _matches(group: Mapping[str, Any], name: str) -> bool:
-    """Return whether a config group applies to a layer."""
     for target in group.get("targets") or ():
         if target.startswith("re:"):
             if re.match(target[3:], name):
@@ -352,7 +311,6 @@ def _is_class(target: str) -> bool:
 
 
 def _transform(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``transform_config``, or "" if it is null, is empty or has no transform."""
     if not value or value == {"config_groups": {}}:
         return ""
     return (
@@ -362,19 +320,8 @@ def _transform(value: Any, layers: _Layers) -> str:
 
 
 def _dense(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``sparsity_config``, or "" if it declares no format or the format "dense"."""
     form = value.get("format") if isinstance(value, Mapping) else value
     return "" if not form or form == "dense" else f"declares the sparse format {brief(form)}, which is not supported"
-
-
-def _quark_algorithms(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``algo_config`` of quark, or "" to accept it."""
-    # GPTQ, AWQ and smoothing are accepted, because they change only which values are stored.
-    for one in value if isinstance(value, list) else [value] if value else []:
-        name = str(one.get("name", "")) if isinstance(one, Mapping) else str(one)
-        if not name.startswith(("gptq", "awq", "smooth", "autosmoothquant")):
-            return f"has {brief(one)}, which may rotate the weights and is not supported"
-    return ""
 
 
 def _listed(value: Any, layers: _Layers) -> str:
@@ -391,23 +338,28 @@ def _listed(value: Any, layers: _Layers) -> str:
 
 
 def _excludes(pattern: str, name: str) -> bool:
-    """Return whether an entry of a list of unquantized layers matches the name of a layer."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return fnmatchcase(name, pattern) if "*" in pattern else name == pattern
 
 
-# Name of a dtype in quark's configs -> the kinds of containers that store weights of this dtype. All other dtypes are
-# refused.
-_QUARK_DTYPES = {
-    "fp4": ("mxfp4", "nvfp4"),
-    "mxfp4": ("mxfp4",),
-    "fp8_e4m3": ("fp8", "fp8 rows", "fp8 tensor", "mxfp8"),
-}
+# Quark and auto-round -------------------------------------------------------------------------------------------------
+
+
+def _quark_algorithms(value: Any, layers: _Layers) -> str:
+    # GPTQ, AWQ and smoothing are accepted, because they change only which values are stored.
+    for one in value if isinstance(value, list) else [value] if value else []:
+        name = str(one.get("name", "")) if isinstance(one, Mapping) else str(one)
+        if not name.startswith(("gptq", "awq", "smooth", "autosmoothquant")):
+            return f"has {brief(one)}, which may rotate the weights and is not supported"
+    return ""
+
+
+# dtype in quark's configs -> the kinds of containers that store weights of this dtype; all others are refused
+_QUARK_DTYPES = {"fp4": ("mxfp4", "nvfp4"), "mxfp4": ("mxfp4",), "fp8_e4m3": (*_FP8_KINDS, "mxfp8")}
 
 
 def _quark_layers(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse quark's config because it contradicts the tensors of a layer, or "" to accept it."""
     of_names, of_types = found = [value.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config")]
     if wrong := next((one for one in found if not isinstance(one, Mapping)), None):
         return f"has the entry {brief(wrong)} for layers, where an object is needed"
@@ -436,31 +388,25 @@ def _has_fp8_scales(scheme: Mapping[str, Any]) -> bool:
 
 
 def _quark_fits(scheme: Mapping[str, Any], form: Container) -> bool:
-    """Return whether dtype and group_size in a scheme of quark fit layers of a container."""
     dtype = scheme.get("mx_element_dtype") or scheme.get("dtype")
     if dtype is not None and form.kind not in _QUARK_DTYPES.get(str(dtype), ()):
         return False
     if form.kind == "fp8" and scheme.get("block_size") not in (None, list(form.block)):
         return False
-    if form.kind == "mxfp4" and _has_fp8_scales(scheme):
-        return False
-    return form.kind not in _MX_KINDS or scheme.get("group_size") in (None, -1, 0, form.group_size)
+    return not (form.kind == "mxfp4" and _has_fp8_scales(scheme)) and _has_blocks_of(scheme, form)
 
 
-# (data_type of auto-round without suffixes such as _rceil, bits) -> the kinds of containers that store such layers.
+# (data_type of auto-round without suffixes such as _rceil, bits) -> the kinds of containers that store such layers
 _AUTO_ROUND_KINDS = {
     ("mx_fp", 4): ("mxfp4",),
     ("mx_fp", 8): ("mxfp8",),
     ("nv_fp", 4): ("nvfp4",),
-    ("fp", 8): ("fp8", "fp8 rows", "fp8 tensor"),
+    ("fp", 8): _FP8_KINDS,
     ("fp", 4): ("nvfp4", "mxfp4"),
 }
 
 
 def _auto_round_layers(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse auto-round's config because it contradicts the tensors of a layer; "" to accept
-    it.
-    """
     extra = value.get("extra_config") or {}
     if not isinstance(extra, Mapping):
         return f"has the extra_config {brief(extra)}, where an object is needed"
@@ -468,7 +414,8 @@ def _auto_round_layers(value: Any, layers: _Layers) -> str:
     if wrong is not None:
         return f"has {shown(wrong)} as {brief(extra[wrong])} in extra_config, where an object is needed"
     for name, form in layers.forms.items():
-        own = [one for key, one in extra.items() if _names_layer(key, name)]
+        patterns = ((key, _compiled(key)) for key in extra)
+        own = [extra[key] for key, pattern in patterns if key == name or (pattern and pattern.search(name))]
         entries = [{**value, **one} for one in own] + ([] if name in extra else [value])
         if not any(_auto_round_fits(entry, form) for entry in entries):
             declared = {key: entries[0].get(key) for key in ("bits", "data_type", "group_size")}
@@ -476,147 +423,109 @@ def _auto_round_layers(value: Any, layers: _Layers) -> str:
     return ""
 
 
-def _names_layer(key: str, name: str) -> bool:
-    """Return whether a key of auto-round's ``extra_config`` matches a layer."""
-    pattern = _compiled(key)
-    return key == name or (pattern is not None and pattern.search(name) is not None)
-
-
 def _auto_round_fits(entry: Mapping[str, Any], form: Container) -> bool:
-    """Return whether bits, data_type and group_size of auto-round fit layers of a container."""
     bits, data_type = entry.get("bits"), str(entry.get("data_type", ""))
     known = next((name for name in ("mx_fp", "nv_fp", "fp") if data_type.startswith(name)), None)
     if known is None:
         return bits in (None, form.element.bits)
     kinds = _AUTO_ROUND_KINDS.get((known, bits), ()) if isinstance(bits, int) else ()
-    if bits is not None and form.kind not in kinds:
-        return False
-    return form.kind not in _MX_KINDS or entry.get("group_size") in (None, -1, 0, form.group_size)
+    return (bits is None or form.kind in kinds) and _has_blocks_of(entry, form)
 
 
-# For each quant_method, the known keys of quantization_config: key -> (group of the item, reason, check of the value).
-# The keys in _COMMON are known for every method.
+# The known entries of each quant_method ------------------------------------------------------------------------------
+
+_Entry = tuple[str, str, EntryCheck]
+
+
+def _known(*rows: tuple[str, str, str, EntryCheck]) -> dict[str, _Entry]:
+    """Return key -> (group of the item, reason, check of the value), from rows (keys, group, reason, check)."""
+    return {key: (group, reason, check) for keys, group, reason, check in rows for key in keys.split()}
+
+
+_AGREES, _DECIDES = "agrees with the tensors", "the tensors decide"
 _IS_NAME = "names the method; the tensors decide"
 _LISTED = "names of unquantized layers; the tensors show the same"
-_ACTIVATIONS = "concerns activations"
-_HISTORY = "how the checkpoint was made"
-_KV = "concerns the KV cache"
-_Entry = tuple[str, str, EntryCheck]
-_COMMON: dict[str, _Entry] = {
-    "quant_method": (UNDERSTOOD, _IS_NAME, _any),
-    "fp4kit": (UNDERSTOOD, "fp4kit's record of a conversion", _any),
-    "producer": (CARRIED, _HISTORY, _any),
-    "provider": (CARRIED, _HISTORY, _any),
-    "version": (CARRIED, _HISTORY, _any),
-    "kv_cache_scheme": (CARRIED, _KV, _kv_scheme),
-    "kv_cache_quant_algo": (CARRIED, _KV, _any),
-    "ignore": (CARRIED, _LISTED, _listed),
-    "exclude": (CARRIED, _LISTED, _listed),
-    "exclude_modules": (CARRIED, _LISTED, _listed),
-    "modules_to_not_convert": (CARRIED, _LISTED, _listed),
-    "ignored_layers": (CARRIED, _LISTED, _listed),
-    "group_size": (UNDERSTOOD, "agrees with the tensors", _group_size),
-    "activation_scheme": (CARRIED, _ACTIVATIONS, _any),
-    "weight_block_size": (UNDERSTOOD, "agrees with the tensors", _block_size),
-    "fmt": (UNDERSTOOD, "agrees with the tensors", _only("e4m3", "float8_e4m3fn")),
-    "scale_fmt": (CARRIED, "how scales were rounded", _any),
-    "dequantize": (CARRIED, "what a loader does", _any),
-    "config_groups": (UNDERSTOOD, "agrees with the tensors", _groups),
-}
-_MODELOPT: dict[str, _Entry] = {
-    "quant_algo": (UNDERSTOOD, "agrees with the tensors", _algorithm),
-    "moe_quant_algo": (UNDERSTOOD, "agrees with the tensors", _only("NVFP4", "MXFP4")),
-    "quantized_layers": (UNDERSTOOD, "agrees with the tensors", _quantized_layers),
-    "has_zero_point": (UNDERSTOOD, "no zero points", _only(False)),
-    "pre_quant_scale": (UNDERSTOOD, "the tensors decide", _any),
+_ACTIVATIONS, _KV = "concerns activations", "concerns the KV cache"
+_HISTORY, _LOADER = "how the checkpoint was made", "what a loader does"
+_COMMON = _known(  # for every method
+    ("quant_method", UNDERSTOOD, _IS_NAME, _any),
+    ("fp4kit", UNDERSTOOD, "fp4kit's record of a conversion", _any),
+    ("producer provider version", CARRIED, _HISTORY, _any),
+    ("kv_cache_scheme", CARRIED, _KV, _kv_scheme),
+    ("kv_cache_quant_algo", CARRIED, _KV, _any),
+    (" ".join(EXCLUSIONS), CARRIED, _LISTED, _listed),
+    ("group_size", UNDERSTOOD, _AGREES, _group_size),
+    ("activation_scheme", CARRIED, _ACTIVATIONS, _any),
+    ("weight_block_size", UNDERSTOOD, _AGREES, _block_size),
+    ("fmt", UNDERSTOOD, _AGREES, _only("e4m3", "float8_e4m3fn")),
+    ("scale_fmt", CARRIED, "how scales were rounded", _any),
+    ("dequantize", CARRIED, _LOADER, _any),
+    ("config_groups", UNDERSTOOD, _AGREES, _groups),
+)
+_MODELOPT = _known(
+    ("quant_algo", UNDERSTOOD, _AGREES, _algorithm),
+    ("moe_quant_algo", UNDERSTOOD, _AGREES, _only("NVFP4", "MXFP4")),
+    ("quantized_layers", UNDERSTOOD, _AGREES, _quantized_layers),
+    ("has_zero_point", UNDERSTOOD, "no zero points", _only(False)),
+    ("pre_quant_scale", UNDERSTOOD, _DECIDES, _any),
     # Entries of TensorRT-LLM's and older configs, which are often null.
-    "awq_block_size": (UNDERSTOOD, "agrees with the tensors", _group_size),
-    "smoothquant_val": (CARRIED, _ACTIVATIONS, _any),
-    "clamp_val": (CARRIED, _ACTIVATIONS, _any),
-    "use_meta_recipe": (CARRIED, _ACTIVATIONS, _any),
-    "mamba_ssm_cache_dtype": (CARRIED, "concerns the state of Mamba layers", _any),
-}
+    ("awq_block_size", UNDERSTOOD, _AGREES, _group_size),
+    ("smoothquant_val clamp_val use_meta_recipe", CARRIED, _ACTIVATIONS, _any),
+    ("mamba_ssm_cache_dtype", CARRIED, "concerns the state of Mamba layers", _any),
+)
 METHODS: dict[str, dict[str, _Entry]] = {
-    "modelopt": _MODELOPT,
-    "modelopt_fp4": _MODELOPT,
-    "modelopt_mixed": _MODELOPT,
-    "compressed-tensors": {
-        "format": (UNDERSTOOD, "agrees with the tensors", _format),
-        "quantization_status": (UNDERSTOOD, "the tensors are compressed", _only("compressed", "frozen")),
-        "global_compression_ratio": (CARRIED, _HISTORY, _any),
-        "sparsity_config": (UNDERSTOOD, "no sparsity", _dense),
-        "transform_config": (UNDERSTOOD, "no transforms", _transform),
-        "run_compressed": (CARRIED, "what a loader does", _any),
-    },
-    # In DeepSeek-V4, these entries concern only the experts in NVFP4, not its layers in FP8 and MXFP4. Layers are
-    # therefore not compared with them.
-    "fp8": {
-        **_MODELOPT,
-        "expert_dtype": (UNDERSTOOD, "agrees with the tensors", _expert_dtype),
-        "store_dtype": (UNDERSTOOD, "agrees with the tensors", _store_dtype),
-        "mxfp4_block_size": (UNDERSTOOD, "agrees with the tensors", _mxfp4_block_size),
-        **{key: (CARRIED, _LISTED, _any) for key in ("ignore", "exclude_modules")},
-        "config_groups": (UNDERSTOOD, "agrees with the tensors", _known_groups),
-    },
+    **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), _MODELOPT),
+    "compressed-tensors": _known(
+        ("format", UNDERSTOOD, _AGREES, _format),
+        ("quantization_status", UNDERSTOOD, "the tensors are compressed", _only("compressed", "frozen")),
+        ("global_compression_ratio", CARRIED, _HISTORY, _any),
+        ("sparsity_config", UNDERSTOOD, "no sparsity", _dense),
+        ("transform_config", UNDERSTOOD, "no transforms", _transform),
+        ("run_compressed", CARRIED, _LOADER, _any),
+    ),
+    # In DeepSeek-V4, entries of Model-Optimizer concern only the experts in NVFP4, not its layers in FP8 and MXFP4.
+    # Layers are therefore not compared with them.
+    "fp8": _MODELOPT
+    | _known(
+        (
+            "expert_dtype",
+            UNDERSTOOD,
+            _AGREES,
+            _layers_of(fp4=lambda form: form.element.bits == 4, fp8=lambda form: form.element.bits == 8),
+        ),
+        ("store_dtype", UNDERSTOOD, _AGREES, _layers_of(mxfp4=lambda form: form.kind == "mxfp4")),
+        ("mxfp4_block_size", UNDERSTOOD, _AGREES, _mxfp4_block_size),
+        ("ignore exclude_modules", CARRIED, _LISTED, _any),
+        ("config_groups", UNDERSTOOD, _AGREES, _known_groups),
+    ),
     "mxfp8": {},
     "mxfp4": {},
-    "quark": {
-        "algo_config": (UNDERSTOOD, "no rotations", _quark_algorithms),
-        "global_quant_config": (CARRIED, "the tensors decide", _any),
-        "layer_quant_config": (CARRIED, "the tensors decide", _any),
-        "layer_type_quant_config": (CARRIED, "the tensors decide", _any),
-        "export": (CARRIED, _HISTORY, _any),
-        "quant_mode": (CARRIED, _HISTORY, _any),
-        "softmax_quant_spec": (CARRIED, _ACTIVATIONS, _any),
-        "kv_cache_quant_config": (CARRIED, _KV, _any),
-        "kv_cache_post_rope": (CARRIED, _KV, _any),
-        "log_severity_level": (CARRIED, _HISTORY, _any),
-    },
-    "auto-round": {
-        **{
-            f"act_{key}": (CARRIED, _ACTIVATIONS, _any) for key in ("bits", "data_type", "dynamic", "group_size", "sym")
-        },
-        "autoround_version": (CARRIED, _HISTORY, _any),
-        "bits": (UNDERSTOOD, "agrees with the tensors", _only(4, 8)),
-        "data_type": (
-            UNDERSTOOD,
-            "agrees with the tensors",
-            _only("mx_fp", "nv_fp", "mx_fp_rceil", "fp", "mx_fp4", "nv_fp4"),
-        ),
-        "sym": (UNDERSTOOD, "no zero points", _only(True)),
-        "packing_format": (UNDERSTOOD, "names as compressed-tensors", _only("auto_round:llm_compressor")),
-        "block_name_to_quantize": (CARRIED, _HISTORY, _any),
-        "to_quant_block_names": (CARRIED, _HISTORY, _any),
-        "enable_quanted_input": (CARRIED, _HISTORY, _any),
-        "extra_config": (CARRIED, "the tensors decide", _any),
-        "static_attention_granularity": (CARRIED, _ACTIVATIONS, _any),
-        "static_kv_granularity": (CARRIED, _KV, _any),
-        **{
-            key: (CARRIED, _HISTORY, _any)
-            for key in (
-                "iters",
-                "nsamples",
-                "seqlen",
-                "lr",
-                "minmax_lr",
-                "batch_size",
-                "low_gpu_mem_usage",
-                "damp_percent",
-            )
-        },
-    },
-    "torchao": {
-        "quant_type": (CARRIED, "the tensors decide", _any),
-        "quant_type_kwargs": (CARRIED, "the tensors decide", _any),
-        "include_input_output_embeddings": (CARRIED, _HISTORY, _any),
-        "untie_embedding_weights": (CARRIED, _HISTORY, _any),
-    },
+    "quark": _known(
+        ("algo_config", UNDERSTOOD, "no rotations", _quark_algorithms),
+        ("global_quant_config layer_quant_config layer_type_quant_config", CARRIED, _DECIDES, _any),
+        ("export quant_mode log_severity_level", CARRIED, _HISTORY, _any),
+        ("softmax_quant_spec", CARRIED, _ACTIVATIONS, _any),
+        ("kv_cache_quant_config kv_cache_post_rope", CARRIED, _KV, _any),
+    ),
+    "auto-round": _known(
+        ("bits", UNDERSTOOD, _AGREES, _only(4, 8)),
+        ("data_type", UNDERSTOOD, _AGREES, _only("mx_fp", "nv_fp", "mx_fp_rceil", "fp", "mx_fp4", "nv_fp4")),
+        ("sym", UNDERSTOOD, "no zero points", _only(True)),
+        ("packing_format", UNDERSTOOD, "names as compressed-tensors", _only("auto_round:llm_compressor")),
+        ("extra_config", CARRIED, _DECIDES, _any),
+        ("act_bits act_data_type act_dynamic act_group_size act_sym", CARRIED, _ACTIVATIONS, _any),
+        ("static_attention_granularity", CARRIED, _ACTIVATIONS, _any),
+        ("static_kv_granularity", CARRIED, _KV, _any),
+        ("autoround_version block_name_to_quantize to_quant_block_names enable_quanted_input", CARRIED, _HISTORY, _any),
+        ("iters nsamples seqlen lr minmax_lr batch_size low_gpu_mem_usage damp_percent", CARRIED, _HISTORY, _any),
+    ),
+    "torchao": _known(
+        ("quant_type quant_type_kwargs", CARRIED, _DECIDES, _any),
+        ("include_input_output_embeddings untie_embedding_weights", CARRIED, _HISTORY, _any),
+    ),
 }
-
-
 # quant_method -> a check of the whole config, for methods in which several entries together describe a layer.
 _WHOLE: dict[str, EntryCheck] = {"quark": _quark_layers, "auto-round": _auto_round_layers}
-
 
 # Unknown keys of config.json that may concern how weights are stored. They are refused.
 _DECLARES = re.compile(
@@ -639,32 +548,35 @@ def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> It
                 of_tensorrt = isinstance(value, Mapping) and "quant_algo" in value
                 yield from (_declared if of_tensorrt else _mlx_items)(value, f"{prefix}{key}", layers)
             elif _DECLARES.fullmatch(key):
-                yield Item(REFUSED, CONFIG, f"{prefix}{key}", f"is {brief(value)}, an entry that fp4kit does not know")
+                yield _unknown_entry(CONFIG, f"{prefix}{key}", value)
 
 
 def _layers(weights: Mapping[str, Weight]) -> _Layers:
-    """Return the quantized layers among ``weights``, against which config entries are checked."""
     plain = {w.name for w in weights.values() if w.container is None}
     return _Layers({w.name: w.container for w in weights.values() if w.container is not None}, plain)
 
 
+def _unknown_entry(place: str, name: str, value: Any) -> Item:
+    return Item(REFUSED, place, name, f"is {brief(value)}, an entry that fp4kit does not know")
+
+
 def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     """Yield an item for each key of a ``quantization_config``."""
-    if not isinstance(value, Mapping):
-        yield Item(REFUSED, CONFIG, path, f"is {brief(value)}, where an object is needed")
+    if why := _no_object(value):
+        yield Item(REFUSED, CONFIG, path, why)
         return
     nested = value.get("quantization")
     if isinstance(nested, Mapping) and "quant_algo" in nested:  # the content of hf_quant_config.json
-        yield from _entries(nested, f"{path}.quantization", CONFIG, {**_COMMON, **_MODELOPT}, layers)
+        yield from _entries(nested, f"{path}.quantization", CONFIG, _MODELOPT, layers)
         value = {key: one for key, one in value.items() if key != "quantization"} | {"quant_method": "modelopt"}
     method = str(value.get("quant_method", "modelopt" if "quant_algo" in value else "compressed-tensors"))
     if method == MSMODELSLIM:
         yield from _description(value, layers)
         return
     if method not in METHODS:
-        yield Item(REFUSED, CONFIG, f"{path}.quant_method", f"is {brief(method)}, which fp4kit does not know")
+        yield Item(REFUSED, CONFIG, f"{path}.quant_method", _unknown(method))
         return
-    yield from _entries(value, path, CONFIG, {**_COMMON, **METHODS[method]}, layers)
+    yield from _entries(value, path, CONFIG, METHODS[method], layers)
     why = _WHOLE[method](value, layers) if method in _WHOLE else ""
     if why:
         yield Item(REFUSED, CONFIG, path, why)
@@ -675,9 +587,7 @@ _MX_TYPE = re.compile(r"W([48])A\d+_MXFP[48]?")
 
 
 def _description(value: Mapping[str, Any], layers: _Layers) -> Iterator[Item]:
-    """Yield the items of msmodelslim's description: a refused one per layer that it contradicts, and one for the
-    file.
-    """
+    """Yield the items of msmodelslim's description: one per layer that it contradicts, and one for the file."""
     file, seen = str(value.get("file")), set()
     for key, one in value.items():
         module = key.rpartition(".")[0]
@@ -693,27 +603,27 @@ def _description(value: Mapping[str, Any], layers: _Layers) -> Iterator[Item]:
             yield Item(REFUSED, file, key, f"is {brief(one)}, but the tensors of {shown(module)} are {form}")
     sizes = value.get("group_size")
     why = _group_size(sizes, layers) if sizes else ""
-    yield Item(REFUSED if why else UNDERSTOOD, file, "group_size" if why else "types", why or "agrees with the tensors")
+    yield Item(REFUSED if why else UNDERSTOOD, file, "group_size" if why else "types", why or _AGREES)
 
 
 def _entries(
     value: Mapping[str, Any], path: str, place: str, known: Mapping[str, _Entry], layers: _Layers
 ) -> Iterator[Item]:
-    """Yield an item for each key of a JSON object in a config file."""
+    """Yield an item for each key of a JSON object in a config file, whose known keys are in ``known`` or _COMMON."""
     for key, one in value.items():
-        name = f"{path}.{key}"
-        if key not in known:
-            yield Item(REFUSED, place, name, f"is {brief(one)}, an entry that fp4kit does not know")
+        entry = known.get(key) or _COMMON.get(key)
+        if entry is None:
+            yield _unknown_entry(place, f"{path}.{key}", one)
             continue
-        group, reason, check_value = known[key]
+        group, reason, check_value = entry
         why = check_value(one, layers)
-        yield Item(REFUSED if why else group, place, name, why or reason)
+        yield Item(REFUSED if why else group, place, f"{path}.{key}", why or reason)
 
 
 def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     """Yield the items of MLX's ``quantization``, which holds a default scheme and entries of single layers."""
-    if not isinstance(value, Mapping):
-        yield Item(REFUSED, CONFIG, path, f"is {brief(value)}, where an object is needed")
+    if why := _no_object(value):
+        yield Item(REFUSED, CONFIG, path, why)
         return
     default = {key: value[key] for key in ("group_size", "bits", "mode") if key in value}
     for name, form in layers.forms.items():
@@ -724,25 +634,37 @@ def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
             yield Item(REFUSED, CONFIG, path, why)
             return
     for key, one in value.items():
-        if key == "fp4kit":
+        if key == "fp4kit" or key in default or key in layers.forms:
             continue
-        if key not in default and key not in layers.forms and isinstance(one, Mapping):
+        if isinstance(one, Mapping):
             yield Item(REFUSED, CONFIG, f"{path}.{key}", "declares a quantized layer that the checkpoint does not have")
-        elif key not in default and key not in layers.forms and one is not False:
-            yield Item(REFUSED, CONFIG, f"{path}.{key}", f"is {brief(one)}, an entry that fp4kit does not know")
-    yield Item(UNDERSTOOD, CONFIG, path, "agrees with the tensors")
+        elif one is not False:
+            yield _unknown_entry(CONFIG, f"{path}.{key}", one)
+    yield Item(UNDERSTOOD, CONFIG, path, _AGREES)
+
+
+def hf_quant_items(
+    content: Mapping[str, Any], config: Mapping[str, Any], weights: Mapping[str, Weight]
+) -> Iterator[Item]:
+    """Yield an item for each entry of hf_quant_config.json."""
+    known = METHODS["fp8"] if declared(config).get("quant_method") == "fp8" else _MODELOPT
+    for key, value in content.items():
+        if key == "quantization" and isinstance(value, Mapping):
+            yield from _entries(value, key, HF_QUANT_CONFIG, known, _layers(weights))
+        elif key == "producer":
+            yield Item(CARRIED, HF_QUANT_CONFIG, key, _HISTORY)
+        else:
+            yield _unknown_entry(HF_QUANT_CONFIG, key, value)
 
 
 def lost_column_scales(
     config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, weights: Mapping[str, Weight]
 ) -> str:
-    """Return a warning if the config declares Model-Optimizer's AWQ, but no layer has factors per column; ""
-    otherwise.
-    """
+    """Return a warning if the config declares Model-Optimizer's AWQ, but no layer has factors per column; else ""."""
     entry = declared(with_declaration(config, hf_quant_config))
     groups = entry.get("config_groups")
-    has_groups = isinstance(groups, Mapping) and all(isinstance(group, Mapping) for group in groups.values())
-    flags = [entry, *(groups.values() if isinstance(groups, Mapping) and has_groups else ())]
+    found = [*groups.values()] if isinstance(groups, Mapping) else []
+    flags = [entry, *(found if all(isinstance(group, Mapping) for group in found) else ())]
     says = str(entry.get("quant_algo", "")).upper() == "NVFP4_AWQ" or any(one.get("pre_quant_scale") for one in flags)
     if not says or not weights or any(COLUMN_SCALE in weight.parts for weight in weights.values()):
         return ""
@@ -752,19 +674,7 @@ def lost_column_scales(
     )
 
 
-def hf_quant_items(
-    content: Mapping[str, Any], config: Mapping[str, Any], weights: Mapping[str, Weight]
-) -> Iterator[Item]:
-    """Yield an item for each entry of hf_quant_config.json."""
-    known = {**_COMMON, **(METHODS["fp8"] if declared(config).get("quant_method") == "fp8" else _MODELOPT)}
-    layers = _layers(weights)
-    for key, value in content.items():
-        if key == "quantization" and isinstance(value, Mapping):
-            yield from _entries(value, key, HF_QUANT_CONFIG, known, layers)
-        elif key == "producer":
-            yield Item(CARRIED, HF_QUANT_CONFIG, key, _HISTORY)
-        else:
-            yield Item(REFUSED, HF_QUANT_CONFIG, key, f"is {brief(value)}, an entry that fp4kit does not know")
+# Declarations without quantized tensors, and layers that are declared unquantized -------------------------------------
 
 
 def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
@@ -780,7 +690,6 @@ def unfulfilled(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
 
 
 def _declarations(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield an error message per config entry or file that declares quantization."""
     what = "but no tensor is quantized; remove this entry or file from the source"
     for prefix, section in sections(config):
         for key in KEYS:
@@ -803,8 +712,7 @@ def declared_unquantized(source: Source, names: Iterable[str]) -> set[str]:
     """Return those of the names of unquantized layers that the config files of a model declare unquantized."""
     entries = [declared(source.config), source.config.get("quantization"), source.hf_quant_config]
     entries += [one.get("quantization") for one in entries if isinstance(one, Mapping)]
-    found = [one for one in entries if isinstance(one, Mapping)]
-    tests = [test for one in found for test in _tests(one)]
+    tests = [test for one in entries if isinstance(one, Mapping) for test in _tests(one)]
     return {name for name in names if any(test(name) for test in tests)}
 
 
@@ -820,7 +728,7 @@ def _tests(entry: Mapping[str, Any]) -> Iterator[Callable[[str], bool]]:
     groups = entry.get("config_groups")
     groups = [one for one in groups.values() if isinstance(one, Mapping)] if isinstance(groups, Mapping) else []
     targets = [target for group in groups for target in _texts(group.get("targets"))]
-    if targets and not any(target[:1].isupper() and "." not in target for target in targets):  # no class, as Linear is
+    if targets and not any(map(_is_class, targets)):
         targeted = _matcher(targets)
         yield lambda name: not targeted(name)
     extra = entry.get("extra_config")
@@ -840,10 +748,8 @@ def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
     paths, expressions = set(), []
     for pattern in patterns:
         if pattern.startswith("re:") or "*" in pattern:
-            try:
-                expressions.append(re.compile(pattern[3:] if pattern.startswith("re:") else translate(pattern)))
-            except re.error:
-                continue
+            expression = _compiled(pattern[3:] if pattern.startswith("re:") else translate(pattern))
+            expressions += [expression] if expression else []
         else:
             paths.add(pattern)
 

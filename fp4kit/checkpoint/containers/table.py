@@ -64,7 +64,7 @@ class Container:
     """Describe one container: how a quantized layer is stored as tensors.
 
     Attributes:
-        name: the container's unique name, as in the table at the head of table.py.
+        name: the container's unique name, as in _TABLE.
         format: the value of ``--format`` with which fp4kit writes this container; "" if fp4kit only reads it.
         kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (square blocks of several rows), "fp8 rows" or "fp8 tensor"; for
             integers "int8 rows" or "int8 tensor".
@@ -91,6 +91,8 @@ class Container:
         method: the ``quant_method`` of config.json that declares this container; "" if it equals ``format``.
         algorithm: the ``quant_algo``, ``store_dtype`` or ``quant_method``, in capitals, that config.json must declare
             before a layer is read as this container; "" if no declaration is needed.
+        syntax, engines: the syntax of the lists of unquantized layers (see loaders/exclusions.py), and the engines that
+            read such a list; "" and () if there is no list.
     """
 
     name: str
@@ -115,6 +117,8 @@ class Container:
     flat_scales: bool = False
     method: str = ""
     algorithm: str = ""
+    syntax: str = ""
+    engines: tuple[str, ...] = ()
 
     @property
     def producer(self) -> str:
@@ -134,9 +138,7 @@ class Container:
 
     @property
     def group_size(self) -> int:
-        """The number of adjacent elements of a row that share one scale; 0 if a scale covers whole rows or the
-        layer.
-        """
+        """The number of adjacent elements of a row that share one scale; 0 for scales of whole rows or layers."""
         return self.block[1]
 
     @property
@@ -212,7 +214,7 @@ class Container:
             found[TAG] = ("U8", (len(self.tag(shape)),))
         if self.has_tensor_scale:
             found[TENSOR_SCALE] = ("F32", tuple(lead) or self.tensor_scale_shape)
-        if has_input_scale:
+        if has_input_scale and INPUT_SCALE in self.suffixes:
             found[INPUT_SCALE] = ("F32", tuple(lead) or self.tensor_scale_shape)
         return found
 
@@ -223,7 +225,6 @@ class Container:
     @property
     def slab_rows(self) -> int:
         """The number of rows that slabs must be a multiple of."""
-        # The number is 128 if scales are swizzled, otherwise 1.
         return 128 if self.swizzled else 1
 
     def outputs(self, module: str, shape: tuple[int, ...], has_input_scale: bool = False) -> tuple[OutputTensor, ...]:
@@ -286,16 +287,12 @@ class Container:
         )
 
     def same_codes(self, other: Container) -> bool:
-        """Return whether a layer can be moved to the container ``other`` without changing its codes and block
-        scales.
-        """
+        """Return whether a layer can move to the container ``other`` with the same codes and block scales."""
         return self._values == other._values and self.has_tensor_scale <= other.has_tensor_scale
 
     @property
     def _values(self) -> tuple[object, ...]:
-        """The facts that determine how stored numbers are decoded, as a tuple for ``same_codes`` to compare."""
-        # For FP8 with one scale per layer or per row, the tuple has the kind in place of the block, because both have
-        # the block (1, 0).
+        # For FP8 with one scale per layer or per row, the kind stands for the block, which is (1, 0) in both.
         more = COLUMN_SCALE in self.suffixes, LOW_RANK_A in self.suffixes
         block = self.kind if self.scale is None and self.block[0] == 1 else self.block
         return self.element, self.scale, block, more
@@ -305,353 +302,156 @@ class Container:
         return sum(nbytes_of(*spec) for spec in self.specs(shape).values())
 
 
-_Pair = tuple[str, str]
+# Kind of a row -> kind, formats of codes and scales, and (rows, columns) that share a scale; 0 columns: a whole row.
+_KINDS: dict[str, tuple[str, ElementFormat, ElementFormat | None, tuple[int, int]]] = {
+    "nvfp4": ("nvfp4", E2M1, E4M3, (1, 16)),
+    "nvfp4/32": ("nvfp4", E2M1, E4M3, (1, 32)),
+    "mxfp4": ("mxfp4", E2M1, E8M0, (1, 32)),
+    "mxfp8": ("mxfp8", E4M3, E8M0, (1, 32)),
+    "fp8 rows": ("fp8 rows", E4M3, None, (1, 0)),
+    "fp8 tensor": ("fp8 tensor", E4M3, None, (1, 0)),
+    "e5m2 tensor": ("fp8 tensor", E5M2, None, (1, 0)),
+    "int8 rows": ("int8 rows", INT8, None, (1, 0)),
+    "int8 tensor": ("int8 tensor", INT8, None, (1, 0)),
+    **{f"fp8 {n}x{n}": ("fp8", E4M3, None, (n, n)) for n in (128, 64, 32)},
+    **{f"fp8 {n}x{n} e8m0": ("fp8", E4M3, E8M0, (n, n)) for n in (128, 64, 32)},
+}
+_PARTS = {"c": CODES, "s": SCALES, "t": TENSOR_SCALE, "i": INPUT_SCALE, "k": COLUMN_SCALE}
+_PARTS |= {"a": LOW_RANK_A, "b": LOW_RANK_B, "tag": TAG}
+
+# Containers that fit the same tensors are tried in this order, those of the declared quant_method first.
+# name | --format that writes it, "" if it is only read | kind | parts | more fields of Container | exclusion lists
+#
+# A part is a letter of _PARTS, followed by the suffix of its tensor's name: the codes c of a layer P are P.weight, or
+# P_blocks. After codes and scales stands the dtype. Codes and scales are row-major; of two 4-bit codes in a byte, the
+# even element is in the low nibble.
+# The last column has the syntax of the lists of unquantized layers (see loaders/exclusions.py), and the engines that
+# read them; a container may have neither.
+#
+# Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20 compressors; SGLang 0.5.23 fp8.py;
+# transformers 5.23 integrations/mxfp4.py; the DeepSeek-V4 release; MLX 0.32.4, mlx-lm 0.32.2; llama.cpp 0c1e57098.
+_TABLE = """
+comfy nvfp4 with pre_quant_scale        |                    | nvfp4            | c.weight U8 s.weight_scale F8_E4M3 t.weight_scale_2 i.input_scale k.pre_quant_scale tag.comfy_quant | high_first swizzled method=modelopt |
+comfy nvfp4                             | comfy              | nvfp4            | c.weight U8 s.weight_scale F8_E4M3 t.weight_scale_2 i.input_scale tag.comfy_quant | high_first swizzled |
+comfy mxfp8                             | comfy              | mxfp8            | c.weight F8_E4M3 s.weight_scale U8 i.input_scale tag.comfy_quant | swizzled |
+comfy float8_e4m3fn                     | comfy              | fp8 tensor       | c.weight F8_E4M3 t.weight_scale i.input_scale tag.comfy_quant | method=modelopt |
+comfy float8_e5m2                       | comfy              | e5m2 tensor      | c.weight F8_E5M2 t.weight_scale i.input_scale tag.comfy_quant | method=modelopt |
+comfy int8_tensorwise                   |                    | int8 tensor      | c.weight I8 t.weight_scale i.input_scale tag.comfy_quant | method=modelopt |
+comfy int8_tensorwise per row           |                    | int8 rows        | c.weight I8 s.weight_scale F32 i.input_scale tag.comfy_quant | flat_scales method=modelopt |
+comfy scaled_fp8                        |                    | fp8 tensor       | c.weight F8_E4M3 t.scale_weight i.scale_input |  |
+comfy scaled_fp8 e5m2                   |                    | e5m2 tensor      | c.weight F8_E5M2 t.scale_weight i.scale_input |  |
+modelopt NVFP4_SVD                      |                    | nvfp4            | c.weight U8 s.weight_scale F8_E4M3 t.weight_scale_2 i.input_scale k.pre_quant_scale a.weight_quantizer._svdquant_lora_a b.weight_quantizer._svdquant_lora_b | method=modelopt |
+modelopt NVFP4_SVD of Diffusers         |                    | nvfp4            | c.weight U8 s.weight_scale F8_E4M3 t.weight_scale_2 i.input_scale k.pre_quant_scale a.svdquant_lora_a b.svdquant_lora_b | method=modelopt |
+modelopt NVFP4_AWQ                      |                    | nvfp4            | c.weight U8 s.weight_scale F8_E4M3 t.weight_scale_2 i.input_scale k.pre_quant_scale | method=modelopt |
+modelopt NVFP4                          | modelopt           | nvfp4            | c.weight U8 s.weight_scale F8_E4M3 t.weight_scale_2 i.input_scale |  | modelopt: vLLM SGLang
+modelopt NVFP4 group 32                 |                    | nvfp4/32         | c.weight U8 s.weight_scale F8_E4M3 t.weight_scale_2 i.input_scale | method=modelopt algorithm=W4A8_NVFP4_FP8 |
+modelopt mxfp4                          | modelopt           | mxfp4            | c.weight U8 s.weight_scale U8 |  | modelopt:
+modelopt MXFP8                          | modelopt           | mxfp8            | c.weight F8_E4M3 s.weight_scale U8 |  | modelopt: vLLM
+compressed-tensors nvfp4-pack-quantized | compressed-tensors | nvfp4            | c.weight_packed U8 s.weight_scale F8_E4M3 t.weight_global_scale i.input_global_scale | vector divides | compressed-tensors: vLLM SGLang compressed-tensors transformers
+compressed-tensors mxfp4-pack-quantized | compressed-tensors | mxfp4            | c.weight_packed U8 s.weight_scale U8 | vector | compressed-tensors: vLLM SGLang compressed-tensors transformers
+compressed-tensors mxfp8-quantized      | compressed-tensors | mxfp8            | c.weight F8_E4M3 s.weight_scale U8 | vector | compressed-tensors: vLLM SGLang compressed-tensors transformers
+sglang-mxfp8                            | sglang-mxfp8       | mxfp8            | c.weight F8_E4M3 s.weight_scale_inv U8 |  | dotted: SGLang transformers
+gpt-oss (.weight_blocks)                |                    | mxfp4            | c.weight_blocks U8 s.weight_scales U8 | stack=blocks method=gpt-oss |
+gpt-oss (.blocks)                       |                    | mxfp4            | c.blocks U8 s.scales U8 | stack=blocks method=gpt-oss |
+gpt-oss                                 | gpt-oss            | mxfp4            | c_blocks U8 s_scales U8 | stack=blocks | mxfp4: vLLM transformers
+deepseek-v4                             | deepseek-v4        | mxfp4            | c.weight I8 s.scale F8_E8M0 |  | : vLLM
+deepseek-v4 nvfp4                       | deepseek-v4        | nvfp4            | c.weight U8 s.weight_scale F8_E4M3 t.weight_scale_2 i.input_scale |  | : vLLM
+modelopt NVFP4 stacks                   |                    | nvfp4            | c U8 s_weight_scale F8_E4M3 t_weight_scale_2 i_input_scale | stack=columns |
+fp8 128x128                             | fp8                | fp8 128x128      | c.weight F8_E4M3 s.weight_scale_inv F32 |  | names: vLLM SGLang transformers
+fp8 128x128 ue8m0                       |                    | fp8 128x128 e8m0 | c.weight F8_E4M3 s.scale F8_E8M0 |  |
+fp8 128x128 ue8m0 weight_scale_inv      |                    | fp8 128x128 e8m0 | c.weight F8_E4M3 s.weight_scale_inv F8_E8M0 | own_dtype method=fp8 |
+fp8 64x64 ue8m0                         |                    | fp8 64x64 e8m0   | c.weight F8_E4M3 s.scale F8_E8M0 | method=fp8 |
+fp8 64x64                               |                    | fp8 64x64        | c.weight F8_E4M3 s.weight_scale_inv F32 | method=fp8 |
+fp8 64x64 ue8m0 weight_scale_inv        |                    | fp8 64x64 e8m0   | c.weight F8_E4M3 s.weight_scale_inv F8_E8M0 | own_dtype method=fp8 |
+fp8 32x32 ue8m0                         |                    | fp8 32x32 e8m0   | c.weight F8_E4M3 s.scale F8_E8M0 | method=fp8 |
+fp8 32x32                               |                    | fp8 32x32        | c.weight F8_E4M3 s.weight_scale_inv F32 | method=fp8 |
+fp8 32x32 ue8m0 weight_scale_inv        |                    | fp8 32x32 e8m0   | c.weight F8_E4M3 s.weight_scale_inv F8_E8M0 | own_dtype method=fp8 |
+modelopt FP8                            | modelopt           | fp8 tensor       | c.weight F8_E4M3 t.weight_scale i.input_scale | method=modelopt | modelopt: vLLM SGLang
+modelopt FP8 per row                    | modelopt           | fp8 rows         | c.weight F8_E4M3 s.weight_scale F32 i.input_scale | flat_scales method=modelopt | modelopt: vLLM
+modelopt FP8 128x128                    |                    | fp8 128x128      | c.weight F8_E4M3 s.weight_scale F32 i.input_scale | method=modelopt |
+compressed-tensors FP8                  | compressed-tensors | fp8 tensor       | c.weight F8_E4M3 t.weight_scale i.input_scale | vector rounds method=compressed-tensors | compressed-tensors: vLLM SGLang compressed-tensors transformers
+compressed-tensors FP8 per row          | compressed-tensors | fp8 rows         | c.weight F8_E4M3 s.weight_scale F32 i.input_scale | vector rounds method=compressed-tensors | compressed-tensors: vLLM SGLang compressed-tensors transformers
+compressed-tensors FP8 128x128          | compressed-tensors | fp8 128x128      | c.weight F8_E4M3 s.weight_scale F32 i.input_scale | vector rounds method=compressed-tensors | compressed-tensors: vLLM SGLang compressed-tensors transformers
+quark FP8                               |                    | fp8 tensor       | c.weight F8_E4M3 t.weight_scale i.input_scale | method=quark |
+quark FP8 per row                       |                    | fp8 rows         | c.weight F8_E4M3 s.weight_scale F32 i.input_scale | method=quark |
+quark FP8 128x128                       |                    | fp8 128x128      | c.weight F8_E4M3 s.weight_scale F32 i.input_scale | method=quark |
+quark mxfp4                             |                    | mxfp4            | c.weight U8 s.weight_scale U8 | method=quark |
+quark nvfp4                             |                    | nvfp4            | c.weight U8 s.weight_scale F8_E4M3 t.weight_scale_2 i.input_scale | method=quark |
+mimo mxfp4                              |                    | mxfp4            | c.weight U8 s.weight_scale U8 | method=fp8 algorithm=MXFP4 |
+vllm fused mxfp4                        |                    | mxfp4            | c_weight U8 s_weight_scale U8 | is_exact stack=rows method=mxfp4 algorithm=MXFP4 |
+msmodelslim mxfp4                       |                    | mxfp4            | c.weight U8 s.weight_scale U8 | method=msmodelslim |
+msmodelslim mxfp8                       |                    | mxfp8            | c.weight F8_E4M3 s.weight_scale U8 | method=msmodelslim |
+auto-round nvfp4-pack-quantized         |                    | nvfp4            | c.weight_packed U8 s.weight_scale F8_E4M3 t.weight_global_scale i.input_global_scale | vector divides method=auto-round |
+auto-round mxfp4-pack-quantized         |                    | mxfp4            | c.weight_packed U8 s.weight_scale U8 | vector method=auto-round |
+auto-round mxfp8-quantized              |                    | mxfp8            | c.weight F8_E4M3 s.weight_scale U8 | vector method=auto-round |
+torchao NVFP4                           |                    | nvfp4            | c._weight_qdata U8 s._weight_scale F8_E4M3 t._weight_per_tensor_scale i._weight_act_per_tensor_scale | is_exact swizzled method=torchao |
+torchao NVFP4 without tensor scale      |                    | nvfp4            | c._weight_qdata U8 s._weight_scale F8_E4M3 | is_exact swizzled method=torchao |
+torchao MXFP4                           |                    | mxfp4            | c._weight_qdata U8 s._weight_scale U8 | is_exact swizzled method=torchao |
+torchao MXFP8                           |                    | mxfp8            | c._weight_qdata F8_E4M3 s._weight_scale U8 | is_exact swizzled method=torchao |
+mlx mxfp4                               | mlx                | mxfp4            | c.weight U32 s.scales U8 | is_exact stack=rows |
+mlx nvfp4 global                        | mlx                | nvfp4            | c.weight U32 s.scales U8 t.global_scale | is_exact stack=rows amax |
+mlx nvfp4                               | mlx                | nvfp4            | c.weight U32 s.scales U8 | is_exact stack=rows |
+mlx mxfp8                               | mlx                | mxfp8            | c.weight U32 s.scales U8 | is_exact stack=rows |
+gguf MXFP4                              | gguf               | mxfp4            | c.weight MXFP4 i.input_scale | vector in_blocks stack=rows |
+gguf NVFP4 scaled                       | gguf               | nvfp4            | c.weight NVFP4 i.input_scale t.scale | vector is_exact in_blocks stack=rows |
+gguf NVFP4                              | gguf               | nvfp4            | c.weight NVFP4 i.input_scale | vector in_blocks stack=rows |
+cast to float8_e4m3fn                   |                    | fp8 tensor       | c.weight F8_E4M3 |  |
+cast to float8_e5m2                     |                    | e5m2 tensor      | c.weight F8_E5M2 |  |
+"""  # noqa: E501
+_FIELDS: dict[str, dict[str, Any]] = {  # words in the column of fields that stand for more than a flag
+    "vector": {"tensor_scale_shape": (1,)},
+    "amax": {"tensor_scale_unit": NVFP4.max},  # the stored value is the tensor's amax: 6 * 448 times the tensor scale
+}
 
 
-def _modelopt(
-    name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair
-) -> Container:
-    """Return one of Model-Optimizer's containers with block scales, for the constants of this file."""
-    suffixes = {CODES: ".weight", SCALES: ".weight_scale"}
-    if kind == "nvfp4":
-        suffixes |= {TENSOR_SCALE: ".weight_scale_2", INPUT_SCALE: ".input_scale"}
-    return Container(f"modelopt {name}", "modelopt", kind, element, scale, (1, size), suffixes, *dtypes)
+def _container(row: str) -> Container:
+    name, format, kind, parts, fields, lists = (cell.strip() for cell in row.split("|"))
+    suffixes, dtypes = {}, []
+    for word in parts.split():
+        letter = next((key for key in _PARTS if word == key or word.startswith((f"{key}.", f"{key}_"))), None)
+        if letter is None:
+            dtypes.append(word)
+        else:
+            suffixes[_PARTS[letter]] = word.removeprefix(letter)
+    more: dict[str, Any] = {}
+    for word in fields.split():
+        field, _, value = word.partition("=")
+        more |= _FIELDS.get(word, {field: value or True})
+    if lists:
+        syntax, _, engines = lists.partition(":")
+        more |= {"syntax": syntax, "engines": tuple(engines.split())}
+    codes, scales = dtypes if len(dtypes) > 1 else (*dtypes, "U8" if "in_blocks" in more else "F32")
+    return Container(name, format, *_KINDS[kind], suffixes, codes, scales, **more)
 
 
-def _compressed(
-    name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair
-) -> Container:
-    """Return one of the containers of compressed-tensors with block scales, for the constants of this file."""
-    suffixes = {CODES: ".weight" if kind == "mxfp8" else ".weight_packed", SCALES: ".weight_scale"}
-    if kind == "nvfp4":
-        suffixes |= {TENSOR_SCALE: ".weight_global_scale", INPUT_SCALE: ".input_global_scale"}
-    full = f"compressed-tensors {name}"
-    return Container(
-        full, "compressed-tensors", kind, element, scale, (1, size), suffixes, *dtypes, (1,), kind == "nvfp4"
-    )
-
-
-MODELOPT_NVFP4 = _modelopt("NVFP4", "nvfp4", E2M1, E4M3, 16, ("U8", "F8_E4M3"))
-MODELOPT_MXFP4 = _modelopt("mxfp4", "mxfp4", E2M1, E8M0, 32, ("U8", "U8"))
-MODELOPT_MXFP8 = _modelopt("MXFP8", "mxfp8", E4M3, E8M0, 32, ("F8_E4M3", "U8"))
-CT_NVFP4 = _compressed("nvfp4-pack-quantized", "nvfp4", E2M1, E4M3, 16, ("U8", "F8_E4M3"))
-CT_MXFP4 = _compressed("mxfp4-pack-quantized", "mxfp4", E2M1, E8M0, 32, ("U8", "U8"))
-CT_MXFP8 = _compressed("mxfp8-quantized", "mxfp8", E4M3, E8M0, 32, ("F8_E4M3", "U8"))
-SGLANG_MXFP8 = Container(
-    "sglang-mxfp8",
-    "sglang-mxfp8",
-    "mxfp8",
-    E4M3,
-    E8M0,
-    (1, 32),
-    {CODES: ".weight", SCALES: ".weight_scale_inv"},
-    "F8_E4M3",
-    "U8",
-)
-GPT_OSS = Container(
-    "gpt-oss",
-    "gpt-oss",
-    "mxfp4",
-    E2M1,
-    E8M0,
-    (1, 32),
-    {CODES: "_blocks", SCALES: "_scales"},
-    "U8",
-    "U8",
-    stack="blocks",
-)
-DEEPSEEK_V4 = Container(
-    "deepseek-v4", "deepseek-v4", "mxfp4", E2M1, E8M0, (1, 32), {CODES: ".weight", SCALES: ".scale"}, "I8", "F8_E8M0"
-)
-DEEPSEEK_V4_NVFP4 = replace(MODELOPT_NVFP4, name="deepseek-v4 nvfp4", format="deepseek-v4")
-MODELOPT_STACKS = Container(
-    "modelopt NVFP4 stacks",
-    "",
-    "nvfp4",
-    E2M1,
-    E4M3,
-    (1, 16),
-    {CODES: "", SCALES: "_weight_scale", TENSOR_SCALE: "_weight_scale_2", INPUT_SCALE: "_input_scale"},
-    "U8",
-    "F8_E4M3",
-    stack="columns",
-)
-FP8_BLOCKS = Container(
-    "fp8 128x128",
-    "fp8",
-    "fp8",
-    E4M3,
-    None,
-    (128, 128),
-    {CODES: ".weight", SCALES: ".weight_scale_inv"},
-    "F8_E4M3",
-    "F32",
-)
-# The safetensors dtypes of codes and scales in the containers that _fp8 returns. These are FP8 with one scale per layer
-# or per row, or with 128x128 blocks whose scales are called weight_scale. fp4kit reads quark's, and Model-Optimizer's
-# with blocks, but does not write them.
-_FP8_DTYPES = ("F8_E4M3", "F32")
-
-
-def _fp8(name: str, block: tuple[int, int], method: str) -> Container:
-    """Return a container of FP8 codes with float32 scales."""
-    part = SCALES if block[0] else TENSOR_SCALE
-    suffixes = {CODES: ".weight", part: ".weight_scale", INPUT_SCALE: ".input_scale"}
-    kind = {(128, 128): "fp8", (1, 0): "fp8 rows"}.get(block, "fp8 tensor")
-    rounds = method == "compressed-tensors"
-    sized = block if block[0] else (1, 0)
-    is_read_only = method == "quark" or (method == "modelopt" and kind == "fp8")
-    format = "" if is_read_only else method
-    scalar = (1,) if rounds else ()
-    flat = kind == "fp8 rows" and method == "modelopt"
-    found = Container(f"{method} {name}", format, kind, E4M3, None, sized, suffixes, *_FP8_DTYPES, scalar)
-    return replace(found, rounds=rounds, flat_scales=flat, method=method)
-
-
-_FP8_BLOCKS = (("FP8", (0, 0)), ("FP8 per row", (1, 0)), ("FP8 128x128", (128, 128)))
-FP8_LAYERS = tuple(
-    _fp8(name, block, method) for method in ("modelopt", "compressed-tensors", "quark") for name, block in _FP8_BLOCKS
-)
-MODELOPT_FP8, MODELOPT_FP8_ROWS, _, CT_FP8, CT_FP8_ROWS, CT_FP8_BLOCKS = FP8_LAYERS[:6]
-FP8_POWERS = Container(
-    "fp8 128x128 ue8m0", "", "fp8", E4M3, E8M0, (128, 128), {CODES: ".weight", SCALES: ".scale"}, "F8_E4M3", "F8_E8M0"
-)
-_POWERS_INV = replace(
-    FP8_POWERS,
-    name="fp8 128x128 ue8m0 weight_scale_inv",
-    suffixes={CODES: ".weight", SCALES: ".weight_scale_inv"},
-    own_dtype=True,
-    method="fp8",
-)
-
-
-def _tiled(like: Container, size: int) -> Container:
-    """Return a variant of a container of FP8 in 128x128 tiles with tiles of another size, which is only read."""
-    return replace(
-        like, name=like.name.replace("128x128", f"{size}x{size}"), format="", block=(size, size), method="fp8"
-    )
-
-
-# The shape of the scales tells the size of the tiles. A layer that is a single tile has equal values in all sizes.
-FP8_TILES = (
-    _POWERS_INV,
-    *(_tiled(like, size) for size in (64, 32) for like in (FP8_POWERS, FP8_BLOCKS, _POWERS_INV)),
-)
-
-
-# Model-Optimizer's NVFP4 with one E4M3 scale per 32 elements (W4A8_NVFP4_FP8).
-MODELOPT_NVFP4_32 = replace(
-    MODELOPT_NVFP4,
-    name="modelopt NVFP4 group 32",
-    format="",
-    block=(1, 32),
-    method="modelopt",
-    algorithm="W4A8_NVFP4_FP8",
-)
-# Model-Optimizer's AWQ: decoded values are multiplied by one factor per column.
-MODELOPT_AWQ = replace(
-    MODELOPT_NVFP4,
-    name="modelopt NVFP4_AWQ",
-    format="",
-    suffixes={**MODELOPT_NVFP4.suffixes, COLUMN_SCALE: ".pre_quant_scale"},
-    method="modelopt",
-)
-
-
-def _svdquant(name: str, prefix: str) -> Container:
-    """Return a container of Model-Optimizer's SVDQuant: NVFP4_AWQ with a low-rank matrix that is added on decode."""
-    low_rank = {LOW_RANK_A: f"{prefix}svdquant_lora_a", LOW_RANK_B: f"{prefix}svdquant_lora_b"}
-    return replace(MODELOPT_AWQ, name=f"modelopt {name}", suffixes={**MODELOPT_AWQ.suffixes, **low_rank})
-
-
-# Exported Transformers models and exported Diffusers models use different names.
-SVDQUANT = _svdquant("NVFP4_SVD", ".weight_quantizer._"), _svdquant("NVFP4_SVD of Diffusers", ".")
-
-
-# Containers of tools that store the tensors of the containers above under a quant_method of their own.
-QUARK_MXFP4 = replace(MODELOPT_MXFP4, name="quark mxfp4", format="", method="quark")
-QUARK_NVFP4 = replace(MODELOPT_NVFP4, name="quark nvfp4", format="", method="quark")
-AUTO_ROUND = tuple(
-    replace(like, name=like.name.replace("compressed-tensors", "auto-round"), format="", method="auto-round")
-    for like in (CT_NVFP4, CT_MXFP4, CT_MXFP8)
-)
-# MiMo's experts. Its other layers are FP8 in 128x128 tiles. The config declares them with "store_dtype": "mxfp4".
-MIMO_MXFP4 = replace(MODELOPT_MXFP4, name="mimo mxfp4", format="", method="fp8", algorithm="MXFP4")
-# The form of experts in vLLM's memory: w13_weight holds the rows of w1 and of w3.
-VLLM_EXPERTS = Container(
-    "vllm fused mxfp4",
-    "",
-    "mxfp4",
-    E2M1,
-    E8M0,
-    (1, 32),
-    {CODES: "_weight", SCALES: "_weight_scale"},
-    "U8",
-    "U8",
-    stack="rows",
-    is_exact=True,
-    method="mxfp4",
-    algorithm="MXFP4",
-)
-# Layers that quant_model_description.json declares (see declarations.py).
-MSMODELSLIM = (
-    replace(MODELOPT_MXFP4, name="msmodelslim mxfp4", format="", method="msmodelslim"),
-    replace(MODELOPT_MXFP8, name="msmodelslim mxfp8", format="", method="msmodelslim"),
-)
-# The layout of gpt-oss under other names: those of OpenAI's own release, and those of tools that keep ".weight".
-GPT_OSS_NAMES = tuple(
-    replace(GPT_OSS, name=f"gpt-oss ({codes})", format="", suffixes={CODES: codes, SCALES: scales}, method="gpt-oss")
-    for codes, scales in ((".weight_blocks", ".weight_scales"), (".blocks", ".scales"))
-)
-
-
-def _comfy(like: Container, name: str, format: str = "comfy", **more: Any) -> Container:
-    """Return a variant of a container as ComfyUI stores it: with a tag tensor and input scales."""
-    suffixes = {**like.suffixes, INPUT_SCALE: ".input_scale", TAG: ".comfy_quant"}
-    return replace(
-        like, name=f"comfy {name}", format=format, suffixes=suffixes, swizzled=like.scale is not None, **more
-    )
-
-
-COMFY_NVFP4 = _comfy(MODELOPT_NVFP4, "nvfp4", high_first=True)
-COMFY_AWQ = _comfy(MODELOPT_AWQ, "nvfp4 with pre_quant_scale", "", high_first=True)
-COMFY_MXFP8 = _comfy(MODELOPT_MXFP8, "mxfp8")
-COMFY_FP8 = _comfy(MODELOPT_FP8, "float8_e4m3fn")
-COMFY_E5M2 = _comfy(MODELOPT_FP8, "float8_e5m2", element=E5M2, codes_dtype="F8_E5M2")
-_INT8: dict[str, Any] = {"format": "", "element": INT8, "codes_dtype": "I8"}
-COMFY_INT8 = _comfy(MODELOPT_FP8, "int8_tensorwise", kind="int8 tensor", **_INT8)
-COMFY_INT8_ROWS = _comfy(MODELOPT_FP8_ROWS, "int8_tensorwise per row", kind="int8 rows", **_INT8)
-# The older spelling of FP8 in ComfyUI, without tags.
-COMFY_OLD = replace(
-    MODELOPT_FP8,
-    name="comfy scaled_fp8",
-    format="",
-    suffixes={CODES: ".weight", TENSOR_SCALE: ".scale_weight", INPUT_SCALE: ".scale_input"},
-    method="",
-)
-COMFY_OLD_E5M2 = replace(COMFY_OLD, name="comfy scaled_fp8 e5m2", element=E5M2, codes_dtype="F8_E5M2")
-# Weights that were cast to FP8, so that the codes are the values.
-CAST_E4M3 = replace(COMFY_OLD, name="cast to float8_e4m3fn", suffixes={CODES: ".weight"})
-CAST_E5M2 = replace(COMFY_OLD_E5M2, name="cast to float8_e5m2", suffixes={CODES: ".weight"})
-
-
-def _torchao(name: str, like: Container, tensor_scale: bool = False) -> Container:
-    """Return a variant of a container as torchao's safetensors files store it, with swizzled block scales."""
-    suffixes = {CODES: "._weight_qdata", SCALES: "._weight_scale"}
-    if tensor_scale:
-        suffixes |= {TENSOR_SCALE: "._weight_per_tensor_scale", INPUT_SCALE: "._weight_act_per_tensor_scale"}
-    name = f"torchao {name}"
-    return replace(like, name=name, format="", suffixes=suffixes, swizzled=True, is_exact=True, method="torchao")
-
-
-TORCHAO = (
-    _torchao("NVFP4", MODELOPT_NVFP4, True),
-    _torchao("NVFP4 without tensor scale", MODELOPT_NVFP4),
-    _torchao("MXFP4", MODELOPT_MXFP4),
-    _torchao("MXFP8", MODELOPT_MXFP8),
-)
-
-
-def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> Container:
-    """Return the container "mlx NAME" for one of MLX's formats."""
-    suffixes = {CODES: ".weight", SCALES: ".scales"}
-    return Container(
-        f"mlx {name}", "mlx", name, element, scale, (1, size), suffixes, "U32", "U8", stack="rows", is_exact=True
-    )
-
-
-def _gguf(kind: str, scale: ElementFormat) -> Container:
-    """Return the GGUF container "gguf MXFP4" or "gguf NVFP4", in which codes and scales share a tensor."""
-    block, dtype = GGUF_BLOCKS[kind], kind.upper()
-    suffixes = {CODES: ".weight", INPUT_SCALE: ".input_scale"}
-    return Container(
-        f"gguf {dtype}",
-        "gguf",
-        kind,
-        E2M1,
-        scale,
-        (1, block.group),
-        suffixes,
-        dtype,
-        "U8",
-        (1,),
-        stack="rows",
-        in_blocks=True,
-    )
-
-
-MLX_MXFP4, MLX_NVFP4, MLX_MXFP8 = (
-    _mlx("mxfp4", E2M1, E8M0, 32),
-    _mlx("nvfp4", E2M1, E4M3, 16),
-    _mlx("mxfp8", E4M3, E8M0, 32),
-)
-MLX_GLOBAL = replace(
-    MLX_NVFP4,
-    name="mlx nvfp4 global",
-    suffixes={**MLX_NVFP4.suffixes, TENSOR_SCALE: ".global_scale"},
-    tensor_scale_unit=NVFP4.max,
-)
-GGUF_MXFP4, GGUF_NVFP4 = _gguf("mxfp4", E8M0), _gguf("nvfp4", E4M3)
-GGUF_SCALED = replace(
-    GGUF_NVFP4, name="gguf NVFP4 scaled", suffixes={**GGUF_NVFP4.suffixes, TENSOR_SCALE: ".scale"}, is_exact=True
-)
-
-CONTAINERS = (
-    COMFY_AWQ,
-    COMFY_NVFP4,
-    COMFY_MXFP8,
-    COMFY_FP8,
-    COMFY_E5M2,
-    COMFY_INT8,
-    COMFY_INT8_ROWS,
-    COMFY_OLD,
-    COMFY_OLD_E5M2,
-    *SVDQUANT,
-    MODELOPT_AWQ,
-    MODELOPT_NVFP4,
-    MODELOPT_NVFP4_32,
-    MODELOPT_MXFP4,
-    MODELOPT_MXFP8,
-    CT_NVFP4,
-    CT_MXFP4,
-    CT_MXFP8,
-    SGLANG_MXFP8,
-    *GPT_OSS_NAMES,
-    GPT_OSS,
-    DEEPSEEK_V4,
-    DEEPSEEK_V4_NVFP4,
-    MODELOPT_STACKS,
-    FP8_BLOCKS,
-    FP8_POWERS,
-    *FP8_TILES,
-    *FP8_LAYERS,
-    QUARK_MXFP4,
-    QUARK_NVFP4,
-    MIMO_MXFP4,
-    VLLM_EXPERTS,
-    *MSMODELSLIM,
-    *AUTO_ROUND,
-    *TORCHAO,
-    MLX_MXFP4,
-    MLX_GLOBAL,
-    MLX_NVFP4,
-    MLX_MXFP8,
-    GGUF_MXFP4,
-    GGUF_SCALED,
-    GGUF_NVFP4,
-    CAST_E4M3,
-    CAST_E5M2,
-)
+CONTAINERS = tuple(map(_container, _TABLE.strip().split("\n")))
+_BY_NAME = {one.name: one for one in CONTAINERS}
 
 
 def container(name: str) -> Container:
-    """Return the container in CONTAINERS that is called ``name``. Raise StopIteration if there is none."""
-    return next(candidate for candidate in CONTAINERS if candidate.name == name)
+    """Return the container in CONTAINERS that is called ``name``. Raise KeyError if there is none."""
+    return _BY_NAME[name]
+
+
+MODELOPT_NVFP4, MODELOPT_MXFP4, MODELOPT_MXFP8, MODELOPT_AWQ, MODELOPT_STACKS, MODELOPT_FP8, MODELOPT_FP8_ROWS = (
+    container(f"modelopt {name}")
+    for name in ("NVFP4", "mxfp4", "MXFP8", "NVFP4_AWQ", "NVFP4 stacks", "FP8", "FP8 per row")
+)
+CT_NVFP4, CT_MXFP4, CT_MXFP8, CT_FP8, CT_FP8_ROWS, CT_FP8_BLOCKS = (
+    one for one in CONTAINERS if one.format == "compressed-tensors"
+)
+FP8_LAYERS = tuple(one for one in CONTAINERS if " FP8" in one.name)
+SGLANG_MXFP8, GPT_OSS, VLLM_EXPERTS = map(container, ("sglang-mxfp8", "gpt-oss", "vllm fused mxfp4"))
+DEEPSEEK_V4, DEEPSEEK_V4_NVFP4 = map(container, ("deepseek-v4", "deepseek-v4 nvfp4"))
+FP8_BLOCKS, FP8_POWERS = map(container, ("fp8 128x128", "fp8 128x128 ue8m0"))
+COMFY_AWQ, COMFY_NVFP4, COMFY_MXFP8, COMFY_FP8, COMFY_E5M2 = (one for one in CONTAINERS[:5])
+COMFY_OLD, COMFY_OLD_E5M2 = map(container, ("comfy scaled_fp8", "comfy scaled_fp8 e5m2"))
+CAST_E4M3, CAST_E5M2 = CONTAINERS[-2:]
+MLX_MXFP4, MLX_GLOBAL, MLX_NVFP4, MLX_MXFP8 = (one for one in CONTAINERS if one.format == "mlx")
+GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4 = (one for one in CONTAINERS if one.in_blocks)
 
 
 def _with_block(name: str, block: tuple[int, int]) -> Container:
-    """Return the container called ``name`` with ``block`` as its block."""
-    # Unpickling a Container calls this function, so that a process has one object per container.
     found = container(name)
     return found if found.block == block else replace(found, block=block)
 

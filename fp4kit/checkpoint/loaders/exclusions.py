@@ -21,6 +21,7 @@ from fnmatch import translate
 from functools import partial
 from typing import Any, Literal
 
+from fp4kit.checkpoint.containers.configs import LOADED
 from fp4kit.checkpoint.containers.engines import Finding, finding
 from fp4kit.checkpoint.selection.names import fused_groups, join_module, split_module
 from fp4kit.checkpoint.selection.selection import GRANITE_STACKS
@@ -325,43 +326,28 @@ class Reader:
         return join_module(parent, fused_of.get(leaf, leaf))
 
 
-_SGLANG_MODELOPT = Reader("SGLang", sglang_modelopt, SGLANG_FUSED, unwraps=True)
-_MODELOPT = (Reader("vLLM", vllm_modelopt, VLLM_FUSED, head=True), _SGLANG_MODELOPT)
-_COMPRESSED_TENSORS = (
-    Reader("vLLM", vllm_compressed_tensors, VLLM_FUSED),
-    Reader("SGLang", sglang_compressed_tensors, SGLANG_FUSED, unwraps=True),
-    Reader("compressed-tensors", compressed_tensors, experts="each"),
+# (syntax of the list, "" for DeepSeek-V4's, and engine) -> how the engine reads it
+_READERS = {
+    ("modelopt", "vLLM"): Reader("vLLM", vllm_modelopt, VLLM_FUSED, head=True),
+    ("modelopt", "SGLang"): Reader("SGLang", sglang_modelopt, SGLANG_FUSED, unwraps=True),
+    ("compressed-tensors", "vLLM"): Reader("vLLM", vllm_compressed_tensors, VLLM_FUSED),
+    ("compressed-tensors", "SGLang"): Reader("SGLang", sglang_compressed_tensors, SGLANG_FUSED, unwraps=True),
+    ("compressed-tensors", "compressed-tensors"): Reader("compressed-tensors", compressed_tensors, experts="each"),
     # In transformers, experts are not modules, so it looks up none of them.
-    Reader("transformers", compressed_tensors, experts="not asked"),
-)
-READERS: Mapping[str, tuple[Reader, ...]] = {
-    "modelopt NVFP4": _MODELOPT,
-    "modelopt W4A16_NVFP4": _MODELOPT,
-    "modelopt MXFP8": _MODELOPT[:1],
-    "modelopt FP8": _MODELOPT,
-    "modelopt FP8_PER_CHANNEL_PER_TOKEN": _MODELOPT[:1],
-    "modelopt mxfp4": (),
-    "compressed-tensors nvfp4-pack-quantized": _COMPRESSED_TENSORS,
-    "compressed-tensors mxfp4-pack-quantized": _COMPRESSED_TENSORS,
-    "compressed-tensors mxfp8-quantized": _COMPRESSED_TENSORS,
-    "compressed-tensors FP8": _COMPRESSED_TENSORS,
-    "compressed-tensors FP8 per row": _COMPRESSED_TENSORS,
-    "compressed-tensors FP8 128x128": _COMPRESSED_TENSORS,
-    "fp8 128x128": (
-        Reader("vLLM", vllm_fp8, VLLM_FUSED),
-        Reader("SGLang", sglang_mxfp8, SGLANG_FUSED, unwraps=True),
-        Reader("transformers", transformers_listed),
-    ),
-    "sglang-mxfp8": (
-        Reader("SGLang", sglang_mxfp8, SGLANG_FUSED, unwraps=True),
-        Reader("transformers", transformers_listed),
-    ),
-    "gpt-oss": (Reader("vLLM", vllm_gpt_oss), Reader("transformers", transformers_mxfp4)),
-    "deepseek-v4": (Reader("vLLM", vllm_deepseek_v4, linears=False),),
-    "deepseek-v4 nvfp4": (Reader("vLLM", vllm_deepseek_v4, linears=False),),
-    "bf16": (),
+    ("compressed-tensors", "transformers"): Reader("transformers", compressed_tensors, experts="not asked"),
+    ("names", "vLLM"): Reader("vLLM", vllm_fp8, VLLM_FUSED),
+    ("names", "SGLang"): Reader("SGLang", sglang_mxfp8, SGLANG_FUSED, unwraps=True),
+    ("names", "transformers"): Reader("transformers", transformers_listed),
+    ("dotted", "SGLang"): Reader("SGLang", sglang_mxfp8, SGLANG_FUSED, unwraps=True),
+    ("dotted", "transformers"): Reader("transformers", transformers_listed),
+    ("mxfp4", "vLLM"): Reader("vLLM", vllm_gpt_oss),
+    ("mxfp4", "transformers"): Reader("transformers", transformers_mxfp4),
+    ("", "vLLM"): Reader("vLLM", vllm_deepseek_v4, linears=False),
 }
-
+READERS: Mapping[str, tuple[Reader, ...]] = {
+    id: tuple(_READERS[one.form.syntax, engine] for engine in one.form.engines) if one.form else ()
+    for id, one in LOADED.items()
+}
 
 _HEAD = "lm_head"
 _MLA_ALIAS = "fused_qkv_a_proj_with_mqa"
@@ -470,17 +456,17 @@ def _dotted(names: set[str], roots: set[str], containers: set[str], converted: C
 
 
 def _mxfp4(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """Return the exclusion list of a gpt-oss model for transformers."""
-    # Special characters in names are escaped, because transformers reads the names as regular expressions.
+    """Return the exclusion list of a gpt-oss model for transformers, which reads names as regular expressions."""
     return {name if re.fullmatch(r"[\w.-]+", name) else re.escape(name) for name in names | roots | containers}
 
 
-_SYNTAXES: Mapping[str, Callable[[set[str], set[str], set[str], Collection[str]], set[str]]] = {
-    "modelopt": _modelopt,
-    "compressed-tensors": _compressed_tensors,
-    "dotted": _dotted,
-    "names": _dotted,
-    "mxfp4": _mxfp4,
+# syntax -> how a list is written, and the keys of quantization_config under which it stands
+_SYNTAXES: Mapping[str, tuple[Callable[[set[str], set[str], set[str], Collection[str]], set[str]], tuple[str, ...]]] = {
+    "modelopt": (_modelopt, ("ignore",)),
+    "compressed-tensors": (_compressed_tensors, ("ignore",)),
+    "dotted": (_dotted, ("ignored_layers", "modules_to_not_convert")),
+    "names": (_dotted, ("ignored_layers", "modules_to_not_convert")),
+    "mxfp4": (_mxfp4, ("modules_to_not_convert",)),
 }
 
 
@@ -547,21 +533,12 @@ def exclusion_list(
     names |= {_HEAD, *unwrapped, *_aliases([*names, *unwrapped], converted)} - converted
     if syntax == "names":
         names |= {container_of(module) or module for module in copied if _below(module, covered)}
-    return tuple(sorted(_SYNTAXES[syntax](names, roots, containers, converted)))
-
-
-_KEYS = {
-    "modelopt": ("ignore",),
-    "compressed-tensors": ("ignore",),
-    "dotted": ("ignored_layers", "modules_to_not_convert"),
-    "names": ("ignored_layers", "modules_to_not_convert"),
-    "mxfp4": ("modules_to_not_convert",),
-}
+    return tuple(sorted(_SYNTAXES[syntax][0](names, roots, containers, converted)))
 
 
 def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the exclusion list in a ``quantization_config``, or () if it has none."""
-    for key in _KEYS[syntax]:
+    for key in _SYNTAXES[syntax][1]:
         patterns = quantization_config.get(key)
         if patterns is not None:
             if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):

@@ -1,30 +1,6 @@
-"""Check that the tensors of a checkpoint have the names, dtypes, shapes and scales that engines require. A container,
-such as "modelopt NVFP4", is a way to store quantized layers as tensors. A finding is a fault that one engine would
-meet. N and K are the numbers of rows and columns of a layer.
-
-The functions work on plain data; no file is read. The table lists the required tensors of a linear layer ``P`` of shape
-[N, K]. For a stack of E experts, every shape has a leading E.
-
-| container                | tensors                                                                             |
-|--------------------------|-------------------------------------------------------------------------------------|
-| modelopt W4A16_NVFP4     | weight U8 [N, K/2], weight_scale F8_E4M3 [N, K/16], weight_scale_2 F32 []           |
-| modelopt NVFP4           | those of W4A16_NVFP4, and input_scale F32 []                                        |
-| modelopt MXFP8           | weight F8_E4M3 [N, K], weight_scale U8 [N, K/32]                                    |
-| modelopt mxfp4           | weight U8 [N, K/2], weight_scale U8 [N, K/32]                                       |
-| compressed-tensors nvfp4 | weight_packed U8 [N, K/2], weight_scale F8_E4M3 [N, K/16],                          |
-|                          | weight_global_scale F32 [1] (a divisor), input_global_scale with static inputs      |
-| compressed-tensors mxfp4 | weight_packed U8 [N, K/2], weight_scale U8 [N, K/32]                                |
-| compressed-tensors mxfp8 | weight F8_E4M3 [N, K], weight_scale U8 [N, K/32]                                    |
-| modelopt FP8             | weight F8_E4M3 [N, K], weight_scale [], input_scale []; scales in any float dtype   |
-| modelopt FP8 per channel | weight F8_E4M3 [N, K], weight_scale [N] in any float dtype                          |
-| compressed-tensors FP8   | weight F8_E4M3 [N, K], weight_scale [1] in any float dtype, input_scale with static |
-|                          | inputs                                                                              |
-| - per row                | weight F8_E4M3 [N, K], weight_scale [N, 1] in any float dtype                       |
-| - in 128x128 blocks      | weight F8_E4M3 [N, K], weight_scale [N/128, K/128] in any float dtype               |
-| fp8 128x128              | weight F8_E4M3 [N, K], weight_scale_inv [N/128, K/128] in any float dtype           |
-| sglang-mxfp8             | weight F8_E4M3 [N, K], weight_scale_inv U8 [N, K/32]                                |
-| gpt-oss                  | P_blocks U8 [E, N, K/32, 16], P_scales U8 [E, N, K/32]                              |
-| deepseek-v4              | weight I8 [N, K/2], scale F8_E8M0 [N, K/32]; FP8 layers: scale [N/128, K/128]       |
+"""Check that the tensors of a checkpoint have the names, dtypes, shapes and scales that engines require, and find the
+sizes of tensor and expert parallelism that it allows. A container, such as "modelopt NVFP4", is a way to store
+quantized layers. A finding is a fault that one engine would meet. N and K are the rows and columns of a layer.
 """
 
 from __future__ import annotations
@@ -34,11 +10,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from fp4kit.checkpoint.containers.configs import LOADED, config_findings, has_static_inputs, quantization_config
 from fp4kit.checkpoint.containers.engines import SERVING, Finding, Severity, finding
-from fp4kit.checkpoint.containers.table import Container
+from fp4kit.checkpoint.containers.table import CODES, DEEPSEEK_V4, INPUT_SCALE, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.table import container as container_called
 from fp4kit.checkpoint.loaders.exclusions import READERS, container_of
 from fp4kit.checkpoint.loaders.support import SPLIT_EXPERTS, engines_for, family_of, known_traps, split_experts
 from fp4kit.checkpoint.model.weights import Weight
@@ -47,196 +25,104 @@ from fp4kit.checkpoint.selection.selection import candidate, diffusers_class, mo
 from fp4kit.formats import FLT_MIN
 from fp4kit.storage.files import CheckpointError, shown
 
+REQUIRED = LOADED  # the containers whose tensors are checked
+
+# What an engine does if a tensor of a quantized layer is missing. Read in the sources of vLLM 0.33.0
+# (layers/quantization/modelopt.py, mxfp4.py, compressed_tensors) and SGLang 0.5.23 (modelopt_quant.py, fp8.py,
+# mxfp4.py, compressed_tensors). Both engines create all tensors of a model before they load files, and do not check for
+# quantized models whether every tensor was loaded. A missing tensor therefore keeps its first value.
 _MEMORY = "the engine uses uninitialised memory in its place"
 _RAISES = 'loading raises "was never loaded"'
 _ONE = "the engine uses 1.0 in its place, which is not calibrated"
 _ZEROS = "the engine uses zeros in its place"
 _PER_TOKEN = f"{_MEMORY}, unless it is configured to quantize the inputs of experts per token"
-_INPUT_SUFFIXES = (".input_scale", ".input_global_scale")
+_UNKNOWN = "it is not known what the engine does then"
+# (engine, pattern of containers, pattern of suffixes, True for experts, False for other layers, None for both; text);
+# the first row that fits holds
+_CONSEQUENCES = (
+    ("vLLM", "modelopt FP8", ".input_scale", None, _UNKNOWN),
+    ("vLLM", "modelopt *NVFP4*", ".weight_scale", False, _RAISES),  # vLLM creates it as NaN, and checks it
+    ("vLLM", "modelopt NVFP4", ".input_scale", True, _PER_TOKEN),
+    ("vLLM", "deepseek-v4 nvfp4", ".input_scale", True, _PER_TOKEN),
+    ("vLLM", "modelopt *", "*", None, _MEMORY),
+    ("vLLM", "compressed-tensors *", "*", None, _MEMORY),
+    ("vLLM", "deepseek-v4 nvfp4", "*", None, _MEMORY),
+    ("vLLM", "gpt-oss", "*", None, _ZEROS),
+    ("SGLang", "modelopt *", ".input_scale", None, _ONE),
+    ("SGLang", "modelopt *", "*", None, _MEMORY),
+    ("SGLang", "compressed-tensors *", "*", None, _MEMORY),
+    ("SGLang", "sglang-mxfp8", ".weight_scale_inv", None, _ZEROS),
+    ("SGLang", "gpt-oss", "*", None, _ZEROS),
+    ("*", "*", ".input_scale", None, _UNKNOWN),
+    ("*", "*", ".input_global_scale", None, _UNKNOWN),
+    ("*", "*", "*", None, "the layer cannot be decoded"),
+)
 
 
 def consequence(engine: str, container: str, layer: str, suffix: str) -> str:
     """Return a clause that says what ``engine`` does if the tensor ``suffix`` of a layer is missing."""
-    # If this is not known, the clause says so for an input scale; for any other tensor, it says that the layer cannot
-    # be decoded.
-    format = container.partition(" ")[0]
-    is_expert = container_of(layer) is not None
-    if engine == "vLLM":
-        known = _vllm(format, container, is_expert, suffix)
-    elif engine == "SGLang":
-        known = _sglang(format, suffix)
-    else:
-        known = None
-    if known is not None:
-        return known
-    if suffix in _INPUT_SUFFIXES:
-        return "it is not known what the engine does then"
-    return "the layer cannot be decoded"
-
-
-def _vllm(format: str, container: str, is_expert: bool, suffix: str) -> str | None:
-    """Return a clause that says what vLLM does if a tensor of a layer is missing, or None if that is not known."""
-    if container == "modelopt FP8" and suffix == ".input_scale":
-        return None
-    if format == "modelopt" and "NVFP4" in container and not is_expert and suffix == ".weight_scale":
-        return _RAISES  # vLLM creates this tensor as NaN, and checks it
-    if container in ("modelopt NVFP4", "deepseek-v4 nvfp4") and is_expert and suffix == ".input_scale":
-        return _PER_TOKEN
-    if format in ("modelopt", "compressed-tensors") or container == "deepseek-v4 nvfp4":
-        return _MEMORY
-    return _ZEROS if format == "gpt-oss" else None
-
-
-def _sglang(format: str, suffix: str) -> str | None:
-    """Return a clause that says what SGLang does if a tensor of a layer is missing, or None if that is not known."""
-    if format == "modelopt" and suffix == ".input_scale":
-        return _ONE
-    if format in ("modelopt", "compressed-tensors"):
-        return _MEMORY
-    if format == "sglang-mxfp8" and suffix == ".weight_scale_inv":
-        return _ZEROS
-    return _ZEROS if format == "gpt-oss" else None
+    names, is_expert = (engine, container, suffix), container_of(layer) is not None
+    return next(
+        text
+        for *patterns, experts, text in _CONSEQUENCES
+        if experts in (None, is_expert) and all(map(fnmatchcase, names, patterns))
+    )
 
 
 DtypeAndShape = tuple[str, tuple[int, ...]]  # dtype (a safetensors name) and shape
 LayerTensors = Mapping[str, DtypeAndShape]  # the tensors of one layer: suffix of the name -> tensor
 
-_SUFFIX = re.compile(
-    r"(.+?)(\.(?:weight|weight_packed|weight_scale|weight_scale_2|weight_scale_inv|weight_global_scale"
-    r"|input_scale|input_global_scale|scale)|_blocks|_scales)"
-)
+_SUFFIXES = {suffix for one in LOADED.values() if one.form for suffix in one.form.suffixes.values()}
+_SUFFIX = re.compile(rf"(.+?)({'|'.join(map(re.escape, sorted(_SUFFIXES)))})")
 _QUANTIZED_WEIGHTS = ("U8", "I8", "F8_E4M3")
-
-
-@dataclass(frozen=True)
-class Required:
-    """Describe a tensor that engines need for every quantized layer.
-
-    suffix: the end of the tensor's name, after the name of the layer.
-    dtype: the safetensors dtype that it must have.
-    shape: its shape in terms of the layer's N and K, such as "N, K/16"; "" for a scalar, which may be stored as [1].
-    others: further dtypes that engines accept.
-    """
-
-    suffix: str
-    dtype: str
-    shape: str
-    others: tuple[str, ...] = ()
-
-
-_CODES = {"packed": ("U8", "N, K/2"), "bytes": ("F8_E4M3", "N, K")}
-
-
-def _mx(weight: str, kind: str, scale: str) -> tuple[Required, ...]:
-    """Return the requirements for the two tensors of an MXFP4 or MXFP8 layer: first the codes, then the block
-    scales.
-    """
-    return Required(weight, *_CODES[kind]), Required(scale, "U8", "N, K/32")
-
-
-def _nvfp4(weight: str, *scalars: str) -> tuple[Required, ...]:
-    """Return the requirements for the tensors of an NVFP4 layer: the codes, the block scales, then the scalars."""
-    scales = (Required(scalar, "F32", "") for scalar in scalars)
-    return Required(weight, *_CODES["packed"]), Required(".weight_scale", "F8_E4M3", "N, K/16"), *scales
-
-
 _HALVES = ("BF16", "F16")  # dtypes of FP8 scales that engines convert to float32 when they load them
 
 
-def _fp8(shape: str, *scalars: str) -> tuple[Required, ...]:
-    """Return the requirements for the tensors of an FP8 layer: its codes, its scales, and scalars such as input
-    scales.
-    """
-    scales = (Required(scalar, "F32", "", _HALVES) for scalar in scalars)
-    return Required(".weight", *_CODES["bytes"]), Required(".weight_scale", "F32", shape, _HALVES), *scales
-
-
-REQUIRED: Mapping[str, tuple[Required, ...]] = {
-    "modelopt W4A16_NVFP4": _nvfp4(".weight", ".weight_scale_2"),
-    "modelopt NVFP4": _nvfp4(".weight", ".weight_scale_2", ".input_scale"),
-    "modelopt MXFP8": _mx(".weight", "bytes", ".weight_scale"),
-    "modelopt FP8": _fp8("", ".input_scale"),
-    "modelopt FP8_PER_CHANNEL_PER_TOKEN": _fp8("N"),
-    "compressed-tensors FP8": _fp8(""),
-    "compressed-tensors FP8 per row": _fp8("N, 1"),
-    "compressed-tensors FP8 128x128": _fp8("N/128, K/128"),
-    "fp8 128x128": (
-        Required(".weight", *_CODES["bytes"]),
-        Required(".weight_scale_inv", "F32", "N/128, K/128", _HALVES),
-    ),
-    "modelopt mxfp4": _mx(".weight", "packed", ".weight_scale"),
-    "compressed-tensors nvfp4-pack-quantized": _nvfp4(".weight_packed", ".weight_global_scale"),
-    "compressed-tensors mxfp4-pack-quantized": _mx(".weight_packed", "packed", ".weight_scale"),
-    "compressed-tensors mxfp8-quantized": _mx(".weight", "bytes", ".weight_scale"),
-    "sglang-mxfp8": _mx(".weight", "bytes", ".weight_scale_inv"),
-    "gpt-oss": (Required("_blocks", "U8", "N, K/32, 16"), Required("_scales", "U8", "N, K/32")),
-    "deepseek-v4": (Required(".weight", "I8", "N, K/2"), Required(".scale", "F8_E8M0", "N, K/32")),
-    "deepseek-v4 nvfp4": _nvfp4(".weight", ".weight_scale_2", ".input_scale"),
-    "bf16": (),
-}
-# Suffixes of scalars that a layer may have even if its container does not require them.
-_OPTIONAL = {".input_scale", ".input_global_scale"}
-# True for NVFP4, False for other containers -> the input scale that compressed-tensors requires.
-_INPUT_SCALES = {
-    True: Required(".input_global_scale", "F32", ""),
-    False: Required(".input_scale", "F32", "", _HALVES),
-}
-
-
-def _split(name: str) -> tuple[str, str] | None:
-    """Split a tensor's name into (layer, suffix), such as ("mlp.up_proj", ".weight_scale")."""
-    match = _SUFFIX.fullmatch(name)
-    return (match[1], match[2]) if match else None
-
-
 def quantized_layers(tensors: Mapping[str, DtypeAndShape]) -> dict[str, dict[str, DtypeAndShape]]:
-    """Group tensors by layer: layer -> suffix -> tensor, for every layer or stack of experts that has codes or
-    scales.
-    """
+    """Group tensors by layer: layer -> suffix -> tensor, for every layer or stack that has codes or scales."""
     layers: dict[str, dict[str, DtypeAndShape]] = defaultdict(dict)
     for name, tensor in tensors.items():
-        if split := _split(name):
-            layers[split[0]][split[1]] = tensor
+        if match := _SUFFIX.fullmatch(name):
+            layers[match[1]][match[2]] = tensor
     return {name: parts for name, parts in layers.items() if _is_quantized(parts)}
 
 
 def _is_quantized(parts: LayerTensors) -> bool:
-    """Return whether a layer has codes or scales."""
     if set(parts) - {".weight"}:
         return True
     dtype, shape = parts[".weight"]
     return dtype in _QUANTIZED_WEIGHTS and len(shape) >= 2
 
 
-def _required(container: str, parts: LayerTensors, config: Mapping[str, Any]) -> tuple[Required, ...]:
-    """Return the tensors that engines require for a layer."""
-    dtype = parts.get(".weight", ("",))[0]
+def _form_of(container: str, parts: LayerTensors, config: Mapping[str, Any]) -> Container | None:
+    """Return the container of one layer, which in DeepSeek-V4 may be another one than that of most layers."""
+    form, dtype = LOADED[container].form, parts.get(".weight", ("",))[0]
     if container.startswith("deepseek-v4") and dtype == "F8_E4M3":
         tiles = quantization_config(config).get("weight_block_size")
         side = tiles[0] if isinstance(tiles, list) and tiles in ([64, 64], [32, 32]) else 128  # V4.1 has 32
-        return Required(".weight", "F8_E4M3", "N, K"), Required(".scale", "F8_E8M0", f"N/{side}, K/{side}")
+        return container_called(f"fp8 {side}x{side} ue8m0")
     if container == "deepseek-v4 nvfp4" and dtype == "I8":  # MXFP4 experts of multi-token prediction
-        return REQUIRED["deepseek-v4"]
-    is_nvfp4 = LOADED[container].kind == "nvfp4"
-    extra = (_INPUT_SCALES[is_nvfp4],) if has_static_inputs(container, config) else ()
-    return REQUIRED[container] + extra
+        return DEEPSEEK_V4
+    return form
 
 
-def _evaluated(rule: str, rows: int, columns: int) -> tuple[int, ...]:
-    """Return the shape that ``Required.shape``, such as "N, K/2", gives for N = rows and K = columns."""
-    sizes = {"N": rows, "K": columns}
-    terms = [term.strip().partition("/") for term in rule.split(",")] if rule else []
-    return tuple(-(-sizes[size] // int(over or 1)) if size in sizes else int(size) for size, _, over in terms)
+def _required(container: str, form: Container, config: Mapping[str, Any]) -> list[str]:
+    """Return the parts that engines require for a layer, the codes first."""
+    static = form.format in ("modelopt", "deepseek-v4") and container != "modelopt W4A16_NVFP4"
+    has_input_scale = (static and form.has_tensor_scale) or has_static_inputs(container, config)
+    return [
+        part
+        for part in (CODES, SCALES, TENSOR_SCALE, INPUT_SCALE)
+        if part in form.suffixes and (part != INPUT_SCALE or has_input_scale)
+    ]
 
 
-def _logical(weight: Required, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int] | None:
-    """Return (leading sizes, N, K) of a layer, derived from the stored shape of its codes; None if the rank is
-    wrong.
-    """
-    if weight.suffix == "_blocks":
-        return (shape[:-3], shape[-3], shape[-2] * 32) if len(shape) == 4 else None
-    per_element = 2 if weight.shape.endswith("K/2") else 1
-    return (shape[:-2], shape[-2], shape[-1] * per_element) if len(shape) in (2, 3) else None
+def _logical(form: Container, codes: tuple[int, ...]) -> tuple[tuple[int, ...], int, int] | None:
+    """Return (leading sizes, N, K) of a layer, from the shape of its codes; None if the rank is wrong."""
+    if form.stack == "blocks":
+        return (codes[:-3], codes[-3], codes[-2] * form.group_size) if len(codes) == 4 else None
+    per_element = 8 // form.element.bits
+    return (codes[:-2], codes[-2], codes[-1] * per_element) if len(codes) in (2, 3) else None
 
 
 # (dtype, needed dtype) -> what happens to scales with the wrong dtype but the right bytes. transformers 5.23 was run on
@@ -249,33 +135,33 @@ _COPIED = {
 }
 
 
-def _wrong(part: Required, tensor: DtypeAndShape, lead: tuple[int, ...], size: tuple[int, int]) -> str | None:
-    """Return a message about the wrong dtype or shape of one tensor, or None if both are right."""
-    dtype, shape = tensor
-    if dtype not in (part.dtype, *part.others):
-        return f"{part.suffix[1:]} is {dtype}; {part.dtype} is needed{_COPIED.get((dtype, part.dtype), '')}"
-    needed = (*lead, *_evaluated(part.shape, *size))
-    if shape != needed and not (not part.shape and not lead and shape == (1,)):
-        return f"{part.suffix[1:]} has shape {list(shape)}; {list(needed)} is needed"
-    return None
-
-
-def _faults(container: str, parts: LayerTensors, required: tuple[Required, ...]) -> Iterator[str]:
+def _faults(container: str, form: Container, parts: LayerTensors, required: Iterable[str]) -> Iterator[str]:
     """Yield a message for each wrong dtype or shape among the tensors that a layer has."""
     # If the codes are missing or have a wrong rank, the other tensors are not checked, because N and K are unknown.
-    weight = required[0]
-    logical = _logical(weight, parts[weight.suffix][1]) if weight.suffix in parts else None
+    codes = form.suffixes[CODES]
+    if codes not in parts:
+        return
+    logical, stored = _logical(form, parts[codes][1]), LOADED[container].form
     if logical is None:
-        if weight.suffix in parts:
-            yield f"{weight.suffix[1:]} has rank {len(parts[weight.suffix][1])}; no engine loads such a layer"
+        yield f"{codes[1:]} has rank {len(parts[codes][1])}; no engine loads such a layer"
         return
     lead, rows, columns = logical
-    group = LOADED[container].group_size
+    group = stored.group_size if stored else 0
     if group and columns % group:
         yield f"K = {columns} is not a multiple of {group}"
+    specs = form.specs((*lead, rows, columns), True)
     for part in required:
-        if part.suffix in parts and (text := _wrong(part, parts[part.suffix], lead, (rows, columns))):
-            yield text
+        name = form.suffixes[part]
+        if name not in parts:
+            continue
+        (dtype, shape), (needed_dtype, needed) = parts[name], specs[part]
+        is_scalar = part in (TENSOR_SCALE, INPUT_SCALE)
+        needed = lead if is_scalar else needed
+        others = _HALVES if form.scale is None and part != CODES else ()
+        if dtype not in (needed_dtype, *others):
+            yield f"{name[1:]} is {dtype}; {needed_dtype} is needed{_COPIED.get((dtype, needed_dtype), '')}"
+        elif shape != needed and not (is_scalar and not lead and shape == (1,)):
+            yield f"{name[1:]} has shape {list(shape)}; {list(needed)} is needed"
 
 
 def readers(container: str, family: str) -> tuple[str, ...]:
@@ -285,18 +171,23 @@ def readers(container: str, family: str) -> tuple[str, ...]:
     return loading or serving or ("Model-Optimizer",)
 
 
+_OPTIONAL = {".input_scale", ".input_global_scale"}  # a layer may have them even if its container does not require them
+
+
 def _layer_findings(
-    container: str, layer: str, parts: LayerTensors, required: tuple[Required, ...], engines: Iterable[str]
+    container: str, layer: str, parts: LayerTensors, config: Mapping[str, Any], engines: Iterable[str]
 ) -> Iterator[Finding]:
     """Yield a finding per engine for every tensor of a layer that is wrong, missing, or foreign to the container."""
-    expected = {part.suffix for part in required} | _OPTIONAL
-    faults = list(_faults(container, parts, required)) if required else []
-    foreign = [suffix[1:] for suffix in parts if suffix not in expected]
+    form = _form_of(container, parts, config)
+    required = _required(container, form, config) if form else []
+    suffixes = [form.suffixes[part] for part in required] if form else []
+    faults = [*_faults(container, form, parts, required)] if form else []
+    foreign = [suffix[1:] for suffix in parts if suffix not in _OPTIONAL.union(suffixes)]
     for engine in engines:
         yield from (finding(engine, "error", layer, text) for text in faults)
-        for part in required:
-            if part.suffix not in parts:
-                text = f"{part.suffix[1:]} is missing; {consequence(engine, container, layer, part.suffix)}"
+        for suffix in suffixes:
+            if suffix not in parts:
+                text = f"{suffix[1:]} is missing; {consequence(engine, container, layer, suffix)}"
                 yield finding(engine, "error", layer, text)
         if foreign:
             yield finding(engine, "error", layer, f"{', '.join(foreign)}: not a tensor of {container}")
@@ -365,13 +256,13 @@ def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Findi
 
 
 REJECTS = "and rejects the layer"  # the end of a warning about an engine that cannot use a sound checkpoint
-_TALL = {"compressed-tensors FP8 128x128": 128, "fp8 128x128": 128}  # container -> rows per block
 
 
 def partial_blocks(container: str, rows: Mapping[str, int]) -> Iterator[Finding]:
     """Yield findings about layers that do not consist of whole blocks of 128 rows, for engines that need this."""
-    height = _TALL.get(container)
-    if height is None:
+    form = LOADED[container].form if container in LOADED else None
+    height = form.block[0] if form else 1
+    if height == 1:
         return
     for (parent, fusion), members in fused_groups(rows).items():
         ordered = sorted(members, key=lambda member: fusion.members.index(split_module(member)[1]))
@@ -406,9 +297,9 @@ def findings(
     family = family_of(config)
     engines = readers(container, family)
     layers = quantized_layers(tensors)
-    found = config_findings(container, config, hf_quant_config, tensors)
+    found = list(config_findings(container, config, hf_quant_config, tensors))
     for layer, parts in layers.items():
-        found.extend(_layer_findings(container, layer, parts, _required(container, parts, config), engines))
+        found.extend(_layer_findings(container, layer, parts, config, engines))
     found.extend(_scale_findings(layers, tensor_scales, engines))
     found.extend(_traps(container, family, layers))
     found.extend(split_experts(container, family, tensors))
