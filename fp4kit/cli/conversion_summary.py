@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import KNOWN_TO, MIXED
-from fp4kit.checkpoint.containers.engines import VERSIONS
+from fp4kit.checkpoint.containers.engines import VERSIONS, comfy, mlx
 from fp4kit.checkpoint.containers.table import MODELOPT_AWQ
 from fp4kit.checkpoint.convert.convert import ConversionReport
 from fp4kit.checkpoint.findings import engines_that_load, rejections_of

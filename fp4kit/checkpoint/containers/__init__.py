@@ -1,7 +1,7 @@
 """Describe containers: how a quantized linear layer is stored as tensors, and which config entries declare it.
 
-``container.py`` defines what a container is, ``table.py`` lists all containers, and ``configs.py`` writes their
-configs. ``comfy.py``, ``mlx.py`` and ``ggml_names.py`` know what ComfyUI, mlx-lm and llama.cpp accept.
+``table.py`` lists all containers, ``configs.py`` writes their configs and says what engines require of them,
+``config_entries.py`` compares configs with tensors, and ``engines.py`` names engines.
 """
 
 from fp4kit.checkpoint.containers.table import (

@@ -1,12 +1,27 @@
-"""Name the examined engines and their versions, and define Finding, a fault that an engine would meet. Engines are
-vLLM, SGLang and other programs that load quantized checkpoints.
+"""Name the examined engines, the programs that load quantized checkpoints, and describe a fault that one would meet
+(Finding). ``comfy`` and ``mlx`` write files for ComfyUI and mlx-lm: they choose the container, declare it, and check
+that the engine can load the layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from fp4kit.checkpoint.containers.table import (
+    COMFY_E5M2,
+    COMFY_FP8,
+    COMFY_MXFP8,
+    COMFY_NVFP4,
+    MLX_GLOBAL,
+    MLX_MXFP4,
+    MLX_MXFP8,
+    MLX_NVFP4,
+    Container,
+)
+from fp4kit.recipes import RECIPES, Recipe, several
+from fp4kit.storage.errors import CheckpointError, shown
 
 VERSIONS = {
     "vLLM": "0.33.0",
@@ -30,10 +45,11 @@ def named(engines: Iterable[str]) -> str:
 class Finding:
     """Describe a fault that one engine would meet in one part of a checkpoint.
 
-    engine, version: the name and version of the engine.
-    severity: "error" if the engine rejects the checkpoint or decodes wrong values, otherwise "warning".
-    subject: where the fault is: the name of a module, tensor or file, or "model" for the whole model.
-    text: a message that says what is wrong.
+    Attributes:
+        engine, version: the name and version of the engine.
+        severity: "error" if the engine rejects the checkpoint or decodes wrong values, otherwise "warning".
+        subject: where the fault is: the name of a module, tensor or file, or "model" for the whole model.
+        text: a message that says what is wrong.
     """
 
     engine: str
@@ -49,3 +65,116 @@ class Finding:
 def finding(engine: str, severity: Severity, subject: str, text: str) -> Finding:
     """Return a Finding about ``engine``, with the engine's version from VERSIONS."""
     return Finding(engine, VERSIONS[engine], severity, subject, text)
+
+
+class _Writer:
+    """Write files for one engine. FORMS are the containers that the engine loads."""
+
+    FORMAT: str
+    ENGINE: str
+    FORMS: tuple[Container, ...]
+
+    def form_for(self, recipe: Recipe) -> Container:
+        """Return the container in FORMS that stores a recipe's codes and scales."""
+        for form in self.FORMS:
+            if form.stores(recipe):
+                return form
+        usable = several([id for id, r in RECIPES.items() if any(form.stores(r) for form in self.FORMS)], recipe)
+        raise CheckpointError(f"recipe {recipe.id}: {self.why_not(recipe)}; use one of {usable}")
+
+    def why_not(self, recipe: Recipe) -> str:
+        raise NotImplementedError
+
+
+_ROWS = {"nvfp4": 16, "mxfp8": 32, "fp8 tensor": 1}  # kind -> ComfyUI pads a layer's rows to a multiple of this
+
+
+class _Comfy(_Writer):
+    # Sources: ComfyUI comfy/ops.py and comfy/quant_ops.py; comfy-kitchen 0.2.40 tensor/nvfp4.py.
+    FORMAT, ENGINE = COMFY_NVFP4.format, "ComfyUI"
+    FORMS = (COMFY_NVFP4, COMFY_MXFP8, COMFY_FP8, COMFY_E5M2)
+
+    def why_not(self, recipe: Recipe) -> str:
+        return "cannot be stored for ComfyUI"
+
+    def check(self, form: Container, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise CheckpointError for the first layer that ComfyUI's loader would pad or reject if it were quantized."""
+        for name, text in self.troubles({name: (form, shape) for name, shape in shapes.items()}):
+            raise CheckpointError(f"{shown(name)}: {text}; leave it out with --keep")
+
+    def wrong_dtypes(self, scales: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """Yield (tensor name, fault as text) for each tensor scale or input scale that is not F32."""
+        for name, dtype in scales.items():
+            if dtype != "F32":
+                yield name, f"is {dtype}; {self.ENGINE} needs F32; fp4kit convert --format {self.FORMAT} writes it"
+
+    def troubles(self, layers: Mapping[str, tuple[Container, tuple[int, ...]]]) -> Iterator[tuple[str, str]]:
+        """Yield (layer name, fault as text) for each layer that ComfyUI's loader would pad or reject."""
+        for name, (form, shape) in layers.items():
+            multiple = _ROWS[form.kind]
+            if len(shape) != 2:
+                yield name, f"has {len(shape)} axes; {self.ENGINE} has no stacks of experts"
+            elif shape[0] % multiple:
+                yield name, f"has {shape[0]} rows; {self.ENGINE} needs a multiple of {multiple} for {form.kind}"
+
+
+class _Mlx(_Writer):
+    # Tensors keep their Hugging Face names. When mlx-lm loads a model, the ``sanitize`` method of the model's class
+    # renames and stacks them. After that, mlx-lm treats a layer as quantized if it finds ``.scales`` beside the weight.
+    # A model type can therefore be written only if its ``sanitize`` leaves the tensors of linear layers alone, or moves
+    # the scales of experts together with their weights.
+    # Source: mlx-lm 0.32.2, utils.py (load_model, infer_quant_config) and models/*.py. Tested by loading qwen3 and
+    # mixtral; for the other model types, the lists below are from reading the code.
+    FORMAT, ENGINE = MLX_MXFP4.format, "mlx-lm 0.32.2"
+    FORMS = (MLX_MXFP4, MLX_NVFP4, MLX_MXFP8)
+    # Model types for which sanitize moves no tensor of a linear layer, stacks the scales of experts as it stacks their
+    # weights, or stacks the weights of experts but drops their scales.
+    _DENSE = frozenset(
+        "apertus cohere cohere2 exaone4 gemma gemma2 gemma3_text glm glm4 granite helium hunyuan_v1_dense internlm3"
+        " llama mimo minicpm ministral3 mistral nanbeige nemotron olmo olmo2 olmo3 phi phi3 qwen2 qwen3 seed_oss"
+        " smollm3 stablelm starcoder2".split()
+    )
+    _STACKING = frozenset("deepseek deepseek_v2 dots1 exaone_moe glm4_moe mixtral olmoe phimoe qwen2_moe".split())
+    _LOSING = frozenset({"ernie4_5_moe", "mellum", "qwen3_moe"})
+
+    def why_not(self, recipe: Recipe) -> str:
+        if MLX_GLOBAL.stores(recipe):
+            return "has a tensor scale, which linear layers of mlx-lm do not support"
+        return "cannot be stored by mlx-lm"
+
+    def declaration(self, form: Container) -> dict[str, Any]:
+        """Return the object that declares one of MLX's containers in config.json, under the key ``quantization``."""
+        return {"group_size": form.group_size, "bits": form.element.bits, "mode": form.kind}
+
+    def check(self, config: Mapping[str, Any], modules: Collection[str]) -> None:
+        """Raise CheckpointError unless mlx-lm is known to load a model correctly once ``modules`` are quantized."""
+        kind = str(config.get("model_type", ""))
+        if kind in self._LOSING:
+            lost = [name for name in modules if "experts" in name.split(".")]
+            if lost:
+                why = f"{self.ENGINE} would drop the scales of the experts of {kind} models"
+                raise CheckpointError(f"{shown(lost[0])}: {why}; keep them unquantized with --keep '*.experts.*'")
+        elif kind not in self._DENSE | self._STACKING:
+            usable = ", ".join(sorted(self._DENSE | self._STACKING | self._LOSING))
+            raise CheckpointError(
+                f"model_type {shown(repr(kind))}: not supported by --format mlx, because fp4kit does not know how"
+                f" {self.ENGINE} loads it; supported are {usable}"
+            )
+
+    def troubles(self, config: Mapping[str, Any], layers: Mapping[str, Container]) -> Iterator[tuple[str, str]]:
+        """Yield (module or file, fault) for each reason why mlx-lm would reject a directory or load it wrongly."""
+        declared = config.get("quantization")
+        if not isinstance(declared, Mapping):
+            why = "has no quantization entry, so mlx-lm loads no layer as quantized and rejects the weights"
+            yield "config.json", why
+            declared = {}
+        for name, form in layers.items():
+            own, needed = declared.get(name), self.declaration(form)
+            is_other = isinstance(own, Mapping) and any(own.get(key) != one for key, one in needed.items())
+            if own is False or is_other:
+                yield name, f"config.json declares {own}, but its tensors are {needed}"
+            elif form is MLX_GLOBAL and "switch_mlp" not in name.split("."):
+                yield name, "has a global_scale, which mlx-lm reads only for experts (switch_mlp)"
+
+
+comfy, mlx = _Comfy(), _Mlx()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint.containers import comfy, mlx
+from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.contract.of_plan import contract_of_plan
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
 from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts

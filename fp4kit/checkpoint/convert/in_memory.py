@@ -14,7 +14,7 @@ import numpy as np
 from fp4kit.arguments import as_mapping
 from fp4kit.arrays import imports, returns
 from fp4kit.arrays.returns import library_of
-from fp4kit.checkpoint.containers import mlx
+from fp4kit.checkpoint.containers.engines import mlx
 from fp4kit.checkpoint.convert.memory_rules import Rules
 from fp4kit.checkpoint.convert.quantize_tensors import quantized
 from fp4kit.checkpoint.convert.split_tensors import Named, layers_of, split_parameter

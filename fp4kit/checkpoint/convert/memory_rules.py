@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fp4kit.checkpoint.containers import comfy, mlx
+from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.model.weights import stack_shape
 from fp4kit.checkpoint.plan.activations import Activations

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import (
     awq_declarations,
     declarations,
@@ -14,6 +13,7 @@ from fp4kit.checkpoint.containers.configs import (
     without_declarations,
 )
 from fp4kit.checkpoint.containers.configs import declared as declared_in
+from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.containers.table import MODELOPT_AWQ
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.model_files import CONFIG, DIFFUSERS_INDEX, HF_QUANT_CONFIG, INDEX

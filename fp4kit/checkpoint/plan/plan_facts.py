@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.config_entries import IGNORED, Item, declared_unquantized
+from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.containers.table import (
     COLUMN_SCALE,
     COMFY_OLD,

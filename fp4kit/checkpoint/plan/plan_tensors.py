@@ -8,7 +8,7 @@ import json
 from dataclasses import replace
 
 from fp4kit import __version__
-from fp4kit.checkpoint.containers import comfy, mlx
+from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, ROTATION, SCALES, TENSOR_SCALE, VALUES, OutputTensor
 from fp4kit.checkpoint.model import closed_world, transforms
 from fp4kit.checkpoint.model.model_files import is_gguf_config

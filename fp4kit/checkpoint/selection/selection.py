@@ -15,8 +15,9 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from fp4kit.checkpoint.model.model_files import is_gguf_config
-from fp4kit.checkpoint.selection import names as ggml_names
-from fp4kit.checkpoint.selection.names import adapter_tensor
+from fp4kit.checkpoint.selection.names import ROLES as GGUF_ROLES
+from fp4kit.checkpoint.selection.names import STACKS as GGUF_STACKS
+from fp4kit.checkpoint.selection.names import Role, adapter_tensor, unquantized_reason
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import BLOCKED, DTYPE_BITS, FLOAT_DTYPES
@@ -34,17 +35,8 @@ DIFFUSERS_BLOCKS = {
 # Components of module names that stay unquantized in the original releases of Flux, SD3 and Wan, whose names are not
 # those of Diffusers. ComfyUI uses these releases. Components with "embed" are covered by name_rules.py.
 _ORIGINAL = (
-    "img_mod",
-    "txt_mod",
-    "modulation",
-    "adaLN_modulation",
-    "img_in",
-    "txt_in",
-    "time_in",
-    "vector_in",
-    "guidance_in",
-    "time_projection",
-    "final_layer",
+    "img_mod txt_mod modulation adaLN_modulation img_in txt_in time_in vector_in guidance_in time_projection"
+    " final_layer".split()
 )
 _MODULATION = ("img_mod", "txt_mod")  # components of names of modulation layers; others begin with "norm"
 
@@ -54,17 +46,6 @@ def diffusers_class(config: Mapping[str, Any]) -> str:
     model.
     """
     return str(config.get(DIFFUSERS_CLASS, ""))
-
-
-def diffusers_reason(name: str, parts: tuple[str, ...]) -> str | None:
-    """Return the reason why a layer of a diffusion model must stay unquantized, or None if it may be quantized."""
-    if name not in DIFFUSERS_BLOCKS:
-        part = next((part for part in parts if part in _ORIGINAL), None)
-        return None if part is None else f"modulation, input or output of a diffusion model ({part})"
-    if len(parts) < 3 or parts[0] not in DIFFUSERS_BLOCKS[name] or not parts[1].isdecimal():
-        return f"outside the blocks of {name}"
-    modulates = parts[2].startswith("norm") or parts[2] in _MODULATION
-    return f"modulation ({parts[2]})" if modulates else None
 
 
 def check_diffusers(config: Mapping[str, Any], only: tuple[str, ...]) -> None:
@@ -103,16 +84,7 @@ _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_confi
 _MAX_LAYERS = 100_000
 # Components of names that are followed by a layer number, such as layers in model.layers.3.
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer", "blk")
-STACKS = (  # leaf names of stacks of experts
-    "gate_up_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "w1",
-    "w2",
-    "w3",
-    "w13",
-)
+STACKS = tuple("gate_up_proj gate_proj up_proj down_proj w1 w2 w3 w13".split())  # leaf names of stacks of experts
 UNSUPPORTED_STACK = "unsupported expert stack"  # the beginning of the reason that the rule _other_stack returns
 GRANITE_STACKS = ("input_linear", "output_linear")  # Granite's names of stacks of experts, which are not supported
 # Names of towers: encoders of images, video and sound, the projectors that join them to the language model, and speech
@@ -123,37 +95,22 @@ _TOWERS = re.compile(
 )
 _HEADS = {"lm_head", "embed_out", "output_layer", "classifier", "score", "cls", "qa_outputs", "shared_head"}
 _EMBEDDINGS = {"emb", "wte", "wpe", "relative_attention_bias"}
-_ROUTERS = {"router", "router_gate", "shared_expert_gate", "shared_experts_gate"}
-_SHARED_EXPERTS = {"shared_expert", "shared_experts", "share_expert", "shared_mlp"}
-_MLPS = {
-    "mlp",
-    "ffn",
-    "feed_forward",
-    "DenseReluDense",
-    "intermediate",
-    "output",
-    "moe",
-    "block_sparse_moe",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "gate_up_proj",
-    "w1",
-    "w2",
-    "w3",
-    "fc1",
-    "fc2",
-    "c_fc",
-    "dense_h_to_4h",
-    "dense_4h_to_h",
+_PARTS: dict[str, Role] = {  # component of a name -> its role
+    **dict.fromkeys(("router", "router_gate", "shared_expert_gate", "shared_experts_gate"), "router"),
+    **dict.fromkeys(("experts", "switch_mlp"), "experts"),  # mlx-lm calls the stacks switch_mlp
+    **dict.fromkeys(("shared_expert", "shared_experts", "share_expert", "shared_mlp"), "shared"),
+    **GGUF_ROLES,
 }
+_MLPS = frozenset(
+    "mlp ffn feed_forward DenseReluDense intermediate output moe block_sparse_moe gate_proj up_proj down_proj"
+    " gate_up_proj w1 w2 w3 fc1 fc2 c_fc dense_h_to_4h dense_4h_to_h".split()
+)
 _DRAFT_INPUTS = {"eh_proj", "e_proj", "h_proj"}
 # Model types of transformers with Conv1D modules, and the names of these modules.
 _CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
 _CONV1D_NAMES = {"c_attn", "q_attn", "c_fc", "c_proj"}
 _TRANSPOSED = "stores its layers transposed ([K, N])"
 
-Role = ggml_names.Role
 LayerKind = Literal["routed expert", "shared expert", "dense MLP", "attention", "linear layer"]
 
 
@@ -168,14 +125,8 @@ def _role(part: str) -> Role | None:
         return "head"
     if "embed" in part or part.endswith("_emb") or part in _EMBEDDINGS:
         return "embedding"
-    if part in _ROUTERS:
-        return "router"
-    if part in ("experts", "switch_mlp"):  # mlx-lm calls the stacks switch_mlp
-        return "experts"
-    if part in _SHARED_EXPERTS:
-        return "shared"
-    if part in ggml_names.ROLES:
-        return ggml_names.ROLES[part]
+    if part in _PARTS:
+        return _PARTS[part]
     if "attn" in part or "attention" in part.lower():
         return "attention"
     return "mlp" if part in _MLPS else None
@@ -238,7 +189,7 @@ class Candidate:
     @lazy_property
     def is_stack(self) -> bool:
         """True if the tensor is a stack of experts that fp4kit can convert."""
-        return len(self.shape) == 3 and self.parts[-1] in (*STACKS, *ggml_names.STACKS) and "experts" in self.roles
+        return len(self.shape) == 3 and self.parts[-1] in (*STACKS, *GGUF_STACKS) and "experts" in self.roles
 
     @property
     def is_weight(self) -> bool:
@@ -340,14 +291,10 @@ def _conv1d_model(config: Mapping[str, Any]) -> str:
     return next(filter(None, (_conv1d_model(part) for part in config.values() if isinstance(part, dict))), "")
 
 
-# The functions below are rules, except _tower_prefix, _mtp_prefix and is_embedding_table. A rule returns the reason why
-# a tensor must stay unquantized, in words for the user, or None if the rule does not apply to the tensor.
+# A rule returns the reason why a tensor must stay unquantized, in words for the user, or None if it does not apply.
 
 
 def _other_stack(tensor: Candidate) -> str | None:
-    """Return the reason why a stack of experts stays unquantized if its name or rank is not supported, otherwise
-    None.
-    """
     rank, leaf = len(tensor.shape), tensor.parts[-1]
     granite = rank == 3 and leaf in GRANITE_STACKS
     if rank < 2 or tensor.is_stack or not (granite or "experts" in tensor.roles):
@@ -357,18 +304,15 @@ def _other_stack(tensor: Candidate) -> str | None:
 
 
 def _adapter(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor of an adapter, such as LoRA, stays unquantized; None for all other tensors."""
     found = adapter_tensor(tensor.name)
     return f"adapter ({found.kind}), which stays in 16 bits" if found else None
 
 
 def _not_a_weight(tensor: Candidate) -> str | None:
-    """Return "not a weight" for a tensor such as a bias (see Candidate.is_weight), otherwise None."""
     return None if tensor.is_weight else "not a weight"
 
 
 def _rank(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor stays unquantized because of its rank; None if it is 2-D or a stack of experts."""
     rank = len(tensor.shape)
     if rank == 2 or tensor.is_stack:
         return None
@@ -376,42 +320,31 @@ def _rank(tensor: Candidate) -> str | None:
 
 
 def _diffusers(tensor: Candidate) -> str | None:
-    """Return the reason why a layer of a diffusion model must stay unquantized; None for all other tensors."""
-    return diffusers_reason(tensor.model.diffusers, tensor.parts)
-
-
-def _tower_prefix(tensor: Candidate) -> str | None:
-    """Return the name of the vision or audio tower of a tensor, such as "model.visual"; None if it is in none."""
-    return tensor.up_to("tower")
+    name, parts = tensor.model.diffusers, tensor.parts
+    if name not in DIFFUSERS_BLOCKS:
+        part = next((part for part in parts if part in _ORIGINAL), None)
+        return None if part is None else f"modulation, input or output of a diffusion model ({part})"
+    if len(parts) < 3 or parts[0] not in DIFFUSERS_BLOCKS[name] or not parts[1].isdecimal():
+        return f"outside the blocks of {name}"
+    modulates = parts[2].startswith("norm") or parts[2] in _MODULATION
+    return f"modulation ({parts[2]})" if modulates else None
 
 
 def _tower(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor of a tower stays unquantized; None for all other tensors."""
-    prefix = _tower_prefix(tensor)
+    prefix = tensor.up_to("tower")
     return f"vision or audio tower ({prefix})" if prefix else None
 
 
-def _mtp_prefix(tensor: Candidate) -> str | None:
-    """Return the name of the multi-token prediction module of a tensor, such as "mtp"; None if it is in none."""
-    return tensor.mtp_prefix
-
-
 def _mtp(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor of a multi-token prediction module stays unquantized; None for other tensors."""
-    prefix = tensor.mtp_prefix
-    return f"multi-token prediction ({prefix})" if prefix else None
+    return f"multi-token prediction ({tensor.mtp_prefix})" if tensor.mtp_prefix else None
 
 
 def _head(tensor: Candidate) -> str | None:
-    """Return the reason why an output head stays unquantized, such as "output head (lm_head)"; None for other
-    tensors.
-    """
     part = "output" if tensor.parts == ("output",) else tensor.part("head")
     return f"output head ({part})" if part else None
 
 
 def _embedding(tensor: Candidate) -> str | None:
-    """Return the reason why an embedding table stays unquantized; None for all other tensors."""
     part = "shared" if tensor.parts[-1] == "shared" else tensor.part("embedding")
     return f"embedding ({part})" if part else None
 
@@ -431,30 +364,24 @@ def is_embedding_table(tensor: Candidate) -> bool:
 
 
 def _embedding_layer(tensor: Candidate) -> str | None:
-    """Return the reason why a linear layer of an embedding module stays unquantized; None for all other tensors."""
-    # If this is the last component, it must also contain "proj"; otherwise the tensor is an embedding table, about
-    # which ``_embedding`` decides.
+    # A linear layer of an embedding module. If that is the last component, it must also contain "proj"; otherwise the
+    # tensor is an embedding table, about which ``_embedding`` decides.
     part, leaf = tensor.part("embedding"), tensor.parts[-1]
     within = part is not None and (tensor.roles[-1] != "embedding" or "proj" in leaf)
     return f"layer of an embedding ({part})" if within else None
 
 
 def _router(tensor: Candidate) -> str | None:
-    """Return the reason why the router of a mixture-of-experts layer stays unquantized; None for all other tensors."""
     return "MoE router" if "router" in tensor.roles or "gate" in tensor.parts[-2:] else None
 
 
 def _draft_input(tensor: Candidate) -> str | None:
-    """Return the reason why an input projection of a multi-token prediction module stays unquantized; otherwise
-    None.
-    """
     leaf = tensor.parts[-1]
     joins = leaf in _DRAFT_INPUTS or ("mtp" in tensor.roles and leaf in ("fc", "input_proj"))
     return f"input of multi-token prediction, which engines read unquantized ({leaf})" if joins else None
 
 
 def _sensitive(tensor: Candidate) -> str | None:
-    """Return the reason why a layer that vLLM expects to be unquantized stays so; None for all other tensors."""
     leaf = tensor.parts[-1]
     if "compressor" in tensor.parts:
         leaf = f"compressor.{leaf}"
@@ -466,13 +393,11 @@ def _sensitive(tensor: Candidate) -> str | None:
 
 
 def _ggml(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor of a GGUF file stays unquantized because llama.cpp never quantizes this name."""
-    return ggml_names.unquantized_reason(tensor.name) if tensor.model.is_gguf else None
+    return unquantized_reason(tensor.name) if tensor.model.is_gguf else None
 
 
 def _conv1d(tensor: Candidate) -> str | None:
-    """Return the reason why the weight of a Conv1D module of transformers, as in GPT-2, stays unquantized."""
-    # Conv1D stores weights as [K, N], which fp4kit cannot convert.
+    # Conv1D of transformers, as in GPT-2, stores weights as [K, N], which fp4kit cannot convert.
     leaf = tensor.parts[-1]
     if leaf not in _CONV1D_NAMES or len(tensor.shape) != 2:
         return None
@@ -491,12 +416,7 @@ def is_transposed(reason: str) -> bool:
 
 
 def _dtype(tensor: Candidate) -> str | None:
-    """Return the reason why a tensor stays unquantized because of its dtype, such as an integer dtype; otherwise
-    None.
-    """
-    # None means that the dtype is one of FLOAT_DTYPES, or the name of a container, because the layer is already
-    # quantized.
-    # A layer of dtype "Q8_0" gets a reason, because it is quantized again only with --requantize.
+    # The dtype may be the name of a container. Q8_0 is quantized again only with --requantize.
     if tensor.dtype == "Q8_0":
         return "already quantized as Q8_0; use --requantize to quantize it again"
     plain = (tensor.dtype in DTYPE_BITS or tensor.dtype in BLOCKED) and tensor.dtype not in FLOAT_DTYPES
@@ -504,7 +424,6 @@ def _dtype(tensor: Candidate) -> str | None:
 
 
 def _empty(tensor: Candidate) -> str | None:
-    """Return "has no elements" for a tensor with an axis of length 0, which stays unquantized; otherwise None."""
     return "has no elements" if 0 in tensor.shape else None
 
 
@@ -532,8 +451,8 @@ FIRST_RULES = (  # tested before --keep-first and --keep-last
     Rule(_not_a_weight, False),
     Rule(_rank, False),
     Rule(_diffusers, True),
-    Rule(_tower, True, _tower_prefix),
-    Rule(_mtp, True, _mtp_prefix),
+    Rule(_tower, True, lambda tensor: tensor.up_to("tower")),
+    Rule(_mtp, True, lambda tensor: tensor.mtp_prefix),
 )
 RULES = (  # tested after --keep-first and --keep-last
     Rule(_router, True),

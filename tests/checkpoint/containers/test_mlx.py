@@ -17,7 +17,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint import Rules, Wishes, convert, convert_tensors, make_plan
-from fp4kit.checkpoint.containers.mlx import FORMS
+from fp4kit.checkpoint.containers.engines import mlx
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers
@@ -337,8 +337,8 @@ def test_affine_layers_are_no_form_that_is_known(tmp_path: Path) -> None:
 
 def test_forms_are_told_apart_by_their_shapes() -> None:
     """The shapes of codes and scales identify an MLX quantization, because no other MLX quantization has both."""
-    for a in FORMS:
-        for b in FORMS:
+    for a in mlx.FORMS:
+        for b in mlx.FORMS:
             specs = a.specs((8, 192))
             shape = b.shape_of(specs["codes"][1])
             assert a is b or shape is None or b.specs(shape)["scales"] != specs["scales"]
