@@ -81,9 +81,25 @@ class OpenedModel(Protocol):
 
 
 def items_of(model: OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
-    """Return every item (tensor, config key or metadata entry) of an opened model that may concern quantization."""
-    # Refused items are included, so this never fails because of one.
-    return account(model.tensors, weights, model.config, model.hf_quant_config, ignore)
+    """Return every item of an opened model, refused ones included: of its tensors, its configs, then its metadata."""
+    tensors, config, hf_quant_config = model.tensors, model.config or {}, model.hf_quant_config or {}
+    patterns, by_name = tuple(ignore), {weight.name: weight for weight in weights.values()}
+    found = [
+        *_tensor_items(tensors, weights, config),
+        *(_refused(by_name[name].located.entry, why) for name, why in named_twice(by_name)),
+        *_scales_of_casts(weights.values()),
+        *_fused_experts(weights.values(), config),
+    ]
+    if any_quantized(weights.values()):  # otherwise the plan refuses declarations (see check_declared)
+        found += config_items(config, weights)
+        found += hf_quant_items(hf_quant_config, config, weights)
+        found += _metadata_items(tensors, weights)
+    return tuple(
+        item._replace(group=IGNORED)
+        if item.group in (DOUBTFUL, REFUSED) and any(fnmatchcase(item.name, pattern) for pattern in patterns)
+        else item
+        for item in found
+    )
 
 
 def check_model(model: OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
@@ -92,33 +108,6 @@ def check_model(model: OpenedModel, weights: Mapping[str, Weight], ignore: Itera
     items = items_of(model, weights, patterns)
     check(items, patterns)
     return items
-
-
-def account(
-    tensors: Tensors,
-    weights: Mapping[str, Weight],
-    config: Mapping[str, Any] | None,
-    hf_quant_config: Mapping[str, Any] | None,
-    ignore: Iterable[str] = (),
-) -> tuple[Item, ...]:
-    """Return every item of a checkpoint: first its tensors, then its configs, then its metadata."""
-    patterns = tuple(ignore)
-    found = [
-        *_tensor_items(tensors, weights, config or {}),
-        *_layers_named_twice(weights),
-        *_scales_of_casts(weights.values()),
-        *_fused_experts(weights.values(), config or {}),
-    ]
-    if any_quantized(weights.values()):  # otherwise the plan refuses declarations (see check_declared)
-        found += config_items(config or {}, weights)
-        found += hf_quant_items(hf_quant_config or {}, config or {}, weights)
-        found += _metadata_items(tensors, weights)
-    return tuple(
-        item._replace(group=IGNORED)
-        if item.group in (DOUBTFUL, REFUSED) and any(fnmatchcase(item.name, pattern) for pattern in patterns)
-        else item
-        for item in found
-    )
 
 
 def check_integers(items: Iterable[Item]) -> None:
@@ -195,6 +184,10 @@ _TRANSFORMS = re.compile(
 )
 
 
+def _refused(entry: TensorEntry, why: str, group: str = REFUSED) -> Item:
+    return Item(group, "tensor", entry.name, why, f"{entry.dtype} {list(entry.shape)}")
+
+
 def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight], config: Mapping[str, Any]) -> Iterator[Item]:
     """Yield an item for each tensor that concerns quantization."""
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
@@ -214,12 +207,12 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight], config: Mappi
             continue
         adapter = adapter_trouble(name)
         if adapter:
-            yield Item(REFUSED, "tensor", name, adapter, f"{entry.dtype} {list(entry.shape)}")
+            yield _refused(entry, adapter)
             continue
         above = layer_above(name, quantized)
         owner = plain.get(name.removesuffix(".input_scale").removesuffix(".scale_input"))
         if owner is not None and owner.name != name and quantized and entry.dtype in FLOAT_DTYPES:
-            yield Item(DOUBTFUL, "tensor", name, STRAY, f"{entry.dtype} {list(entry.shape)}")
+            yield _refused(entry, STRAY, DOUBTFUL)
         elif name.rpartition(".")[2] == "scaled_fp8" and any(one.dtype in _OLD for one in quantized.values()):
             yield Item(UNDERSTOOD, "tensor", name, MARKER)
         elif above is not None:
@@ -228,11 +221,9 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight], config: Mappi
         elif is_attention_scale(name) and not _is_integer(entry):
             yield Item(CARRIED, "tensor", name, _CARRIED_TENSORS[name.rpartition(".")[2]])
         elif is_attention_scale(name):
-            what = f"{entry.dtype} {list(entry.shape)}"
-            yield Item(REFUSED, "tensor", name, "a scale of attention or the KV cache, which must be a float", what)
+            yield _refused(entry, "a scale of attention or the KV cache, which must be a float")
         elif quantized and _TRANSFORMS.fullmatch(name.removesuffix(".weight").rpartition(".")[2]):
-            why = "may transform weights or the inputs of quantized layers, which is not supported"
-            yield Item(REFUSED, "tensor", name, why, f"{entry.dtype} {list(entry.shape)}")
+            yield _refused(entry, "may transform weights or the inputs of quantized layers, which is not supported")
         elif item := _unread_item(name, (file, entry), quantized, foreign):
             yield item
 
@@ -241,13 +232,13 @@ def _unread_item(
     name: str, place: tuple[SafetensorsFile, TensorEntry], quantized: Mapping[str, Weight], foreign: ForeignLayers
 ) -> Item | None:
     """Return the item for a tensor that belongs to no layer that fp4kit reads; None if it is no codes and no scales."""
-    entry, what = place[1], f"{place[1].dtype} {list(place[1].shape)}"
+    entry = place[1]
     if cast_of(Located(*place), quantized.values()) is not None:
         return Item(UNDERSTOOD, "tensor", name, "cast to FP8, so that the codes are the values")
     if entry.dtype in BLOCKED:
-        return None if entry.dtype in ("Q8_0", "MXFP4", "NVFP4") else Item(CARRIED, "tensor", name, INTEGERS, what)
+        return None if entry.dtype in ("Q8_0", "MXFP4", "NVFP4") else _refused(entry, INTEGERS, CARRIED)
     why = foreign.why(name)
-    return Item(REFUSED, "tensor", name, why, what) if why else None
+    return _refused(entry, why) if why else None
 
 
 # A matrix of FP8 that has lost its scale has values near 100; trained weights are below 1.
@@ -268,8 +259,7 @@ def _scales_of_casts(weights: Iterable[Weight]) -> Iterator[Item]:
                     f"8-bit floats without scales, whose root mean square of {size:.3g} is too large for weights; their"
                     " scales are missing; take the file from another copy"
                 )
-                entry = weight.located.entry
-                yield Item(REFUSED, "tensor", entry.name, why, f"{entry.dtype} {list(entry.shape)}")
+                yield _refused(weight.located.entry, why)
 
 
 def _fused_experts(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[Item]:
@@ -288,16 +278,7 @@ def _fused_experts(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iter
                 "vLLM's fused form of experts, but w13_weight [E, 2I, H/2] and w2_weight [E, H, I/2] do not have the"
                 " sizes of this model, or its order of rows is not known; convert the unquantized release of the model"
             )
-            entry = weight.located.entry
-            yield Item(REFUSED, "tensor", entry.name, why, f"{entry.dtype} {list(entry.shape)}")
-
-
-def _layers_named_twice(weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield refused items for weights that are stored twice."""
-    by_name = {weight.name: weight for weight in weights.values()}
-    for name, why in named_twice(by_name):
-        entry = by_name[name].located.entry
-        yield Item(REFUSED, "tensor", entry.name, why, f"{entry.dtype} {list(entry.shape)}")
+            yield _refused(weight.located.entry, why)
 
 
 INTEGERS = "in a type of llama.cpp that fp4kit does not decode; it stays as it is"
@@ -359,7 +340,7 @@ def check_no_adapter(tensors: Tensors, ignore: Iterable[str] = ()) -> None:
     """Raise CheckpointError if a tensor belongs to an adapter, such as LoRA."""
     patterns = tuple(ignore)
     found = [
-        Item(REFUSED, "tensor", name, adapter_trouble(name), f"{entry.dtype} {list(entry.shape)}")
+        _refused(entry, adapter_trouble(name))
         for name, (_, entry) in tensors.items()
         if adapter_trouble(name) and not any(fnmatchcase(name, pattern) for pattern in patterns)
     ]
@@ -411,8 +392,7 @@ def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:
     # The item is CARRIED if the tensor is known not to change the weights, otherwise REFUSED with the reason.
     if is_known_beside(rest, entry):
         return Item(CARRIED, "tensor", name, _CARRIED_TENSORS[rest])
-    known = _REFUSED_TENSORS.get(rest, f"not known beside a layer of {weight.dtype}")
-    return Item(REFUSED, "tensor", name, known, f"{entry.dtype} {list(entry.shape)}")
+    return _refused(entry, _REFUSED_TENSORS.get(rest, f"not known beside a layer of {weight.dtype}"))
 
 
 # ComfyUI -------------------------------------------------------------------------------------------------------------
