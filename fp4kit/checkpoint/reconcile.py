@@ -122,7 +122,7 @@ def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
 
 def _layers(source: Source) -> dict[str, Weight]:
     """Return the layers whose tensor scale can be reconciled, as a dict from tensor name to weight."""
-    weights = weights_of(source.tensors, source.config)
+    weights = source.weights
     return {
         name: weight
         for name, weight in weights.items()

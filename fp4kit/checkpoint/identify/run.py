@@ -108,7 +108,7 @@ class PreparedIdentification:
         stored, origin = open_source(Path(destination)), open_source(Path(source))
         known = weights_of(stored.tensors, stored.config, damaged=True)
         rotations = undo(stored, known, ignore).rotations
-        check_model(origin, weights_of(origin.tensors, origin.config))
+        check_model(origin, origin.weights)
         weights = [weight for weight in known.values() if weight.container is not None]
         if not weights:
             raise CheckpointError(

@@ -109,7 +109,7 @@ FOREIGN = (
     Foreign("GPTQ integers", {".g_idx": (), ".qweight": _WORDS}),
     Foreign("GPTQ integers", {".qweight": _WORDS, ".scales": _FLOATS}, _is_gptq),
     Foreign("AWQ integers", {".qweight": _WORDS, ".scales": _FLOATS}),
-    Foreign("GPTQ or AWQ integers", {".qweight": ()}),
+    Foreign("GPTQ or AWQ integers", {".qweight": _WORDS}),
     Foreign("GPTQ or AWQ integers", {".qzeros": ()}),
     Foreign("MLX affine integers", {".biases": (), ".scales": ()}),
     Foreign("packed integers of compressed-tensors", {".weight_packed": ("I32",)}),

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, NoReturn
 
+from fp4kit.checkpoint.model.weights import Weight, weights_of
 from fp4kit.checkpoint.run.executors import run_all
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, config_of
 from fp4kit.contract.schema import FILE as CONTRACT
@@ -68,6 +69,15 @@ class Source:
     def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorEntry]]:
         """A map from tensor name to (its file, its header entry), in file order and, within a file, in byte order."""
         return {entry.name: (file, entry) for file in self.files for entry in file.entries}
+
+    @lazy_property
+    def _weights(self) -> dict[str, Weight]:
+        return weights_of(self.tensors, self.config)
+
+    @property
+    def weights(self) -> dict[str, Weight]:
+        """A map from tensor name to weight, quantized or not, as ``weights_of`` finds them; a new dict."""
+        return dict(self._weights)
 
     @lazy_property
     def hf_quant_config(self) -> dict[str, Any] | None:

@@ -107,37 +107,20 @@ def _sylvester(size: int) -> npt.NDArray[np.float32]:
     return np.rint(hadamard(np.eye(size, dtype=np.float32), size) * np.sqrt(np.float32(size)))
 
 
-# Suffixes of tensor names by which looks_quantized recognizes codes and scales. Tensors whose names end in ``.weight``
-# are recognized by their dtypes instead (_QUANTIZED_WEIGHTS).
-_QUANTIZED_NAMES = (
-    ".weight_scale",
-    ".weight_scale_inv",
-    ".weight_scale_2",
-    ".weight_global_scale",
-    ".weight_packed",
-    ".input_scale",
-    ".qweight",
-    "_blocks",
-    "_scales",
-    "_weight_scale",
-    "_weight_scale_2",
-    ".scales",
-    "._weight_qdata",
-    "._weight_scale",
-    ".comfy_quant",
-    ".pre_quant_scale",
-    ".qzeros",
-    "_svdquant_lora_a",
-    "_svdquant_lora_b",
-    ".SCB",
-    ".W_q",
-    ".q_weight",
-    ".trellis",
-    ".absmax",
-    ".wscales",
-    ".weight._data",
-    ".scale_weight",
+# Suffixes of tensor names by which looks_quantized recognizes codes and scales: those of containers, without those that
+# other tensors have too, and those of other formats. Tensors whose names end in ``.weight`` are recognized by dtype.
+_AMBIGUOUS = {"", ".weight", "_weight", ".scale", ".blocks", ".global_scale", "._weight_per_tensor_scale"}
+_OF_CONTAINERS = {
+    form.suffixes[part]
+    for form in CONTAINERS
+    for part in (CODES, SCALES, TENSOR_SCALE, COLUMN_SCALE, TAG)
+    if part in form.suffixes
+}
+_OF_OTHERS = (
+    ".input_scale _svdquant_lora_a _svdquant_lora_b .qweight .qzeros .SCB .W_q .q_weight .trellis .absmax .wscales"
+    " .weight._data"
 )
+_QUANTIZED_NAMES = (*sorted(_OF_CONTAINERS - _AMBIGUOUS), *_OF_OTHERS.split())
 COMFY_TAG = ".comfy_quant"
 COMFY_METADATA = "_quantization_metadata"
 _PACKED = ("U8", "I8", "U16", "I16", "U32", "I32", "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3", "F8_E5M2")

@@ -18,7 +18,7 @@ from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
 from fp4kit.checkpoint.counterparts import Origin
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, members, parts_of, pieces, weights_of
+from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, members, parts_of, pieces
 from fp4kit.checkpoint.plan.job import CARRY, CAST, MERGE, RENAME, RESCALE
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.row_orders import (
@@ -74,7 +74,7 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
 def _origins(source: Source) -> dict[_Layer, Origin]:
     """Return where a model stores the MXFP4 or NVFP4 codes of its layers: (module, expert) -> rows."""
     form, found = GGUF_NVFP4 if is_gguf_config(source.config) else CT_NVFP4, {}
-    for weight in weights_of(source.tensors, source.config).values():
+    for weight in source.weights.values():
         if weight.container is not None and weight.container.kind in _KINDS:
             for piece in pieces(gate_first(weight, source.config), form, source.config, False):
                 found[piece.module, piece.expert if form.keeps_stacks else 0] = Origin(

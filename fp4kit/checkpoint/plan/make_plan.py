@@ -16,7 +16,7 @@ from fp4kit.checkpoint.model import closed_world, transforms
 from fp4kit.checkpoint.model import model_files as side_files
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source
 from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
-from fp4kit.checkpoint.model.weights import any_quantized, weights_of
+from fp4kit.checkpoint.model.weights import any_quantized
 from fp4kit.checkpoint.plan import kv_cache, layer_checks, scale_search, source_declarations
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
@@ -160,7 +160,7 @@ def make_plan(
     if hadamard is not None and codes is not None:
         raise CheckpointError(f"--hadamard {hadamard}: the codes of another model cannot be rotated; leave --codes out")
     model = open_source(Path(source))
-    weights = weights_of(model.tensors, model.config)
+    weights = model.weights
     closed_world.check_no_adapter(model.tensors, request.ignore)
     wrapper_names.check(model.tensors)
     if request.adapter is not None:
@@ -182,7 +182,7 @@ def make_plan(
         request = with_defaults(request, model.config, weights.values(), recorded_recipe(model), given)
         return _plan(PlanFacts(model, request, weights, items))
     donor = open_source(Path(codes))
-    donors = weights_of(donor.tensors, donor.config)
+    donors = donor.weights
     closed_world.check_model(donor, donors)
     request = with_defaults(request, model.config, donors.values(), recorded_recipe(donor), given)
     taken = borrow_codes(weights, model, donor)

@@ -14,10 +14,9 @@ from fnmatch import fnmatchcase, translate
 from functools import lru_cache
 from typing import Any, Literal
 
-from fp4kit.checkpoint.model.model_files import is_gguf_config
+from fp4kit.checkpoint.selection.names import ARCHITECTURE, Role, adapter_tensor, unquantized_reason
 from fp4kit.checkpoint.selection.names import ROLES as GGUF_ROLES
 from fp4kit.checkpoint.selection.names import STACKS as GGUF_STACKS
-from fp4kit.checkpoint.selection.names import Role, adapter_tensor, unquantized_reason
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import BLOCKED, DTYPE_BITS, FLOAT_DTYPES
@@ -277,7 +276,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
         counts[0] if counts else None,
         str(config.get("model_type", "")),
         has_encoder,
-        is_gguf_config(config),
+        ARCHITECTURE in config,
         diffusers_class(config),
         _conv1d_model(config),
     )

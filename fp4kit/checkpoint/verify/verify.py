@@ -25,7 +25,7 @@ from fp4kit.checkpoint.model.model_files import MANIFEST, Source, differences, l
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubts_of, magnitude_of, reference_of, total
 from fp4kit.checkpoint.model.transforms import decodable
-from fp4kit.checkpoint.model.weights import Located, WeightRotation, any_quantized, located, weights_of
+from fp4kit.checkpoint.model.weights import Located, WeightRotation, any_quantized, located
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.borrowed_codes import patterns_in, recorded_include
@@ -277,7 +277,7 @@ def _cut_layers(model: Checkpoint, tp: int | None, ep: int | None) -> list[Issue
 
 def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
     """Check that fp4kit knows all contents of the source."""
-    weights = weights_of(original.tensors, original.config)
+    weights = original.weights
     if model.layers:
         items, matrices = check_model(original, weights), frozenset[str]()
     else:
@@ -499,7 +499,7 @@ class _SourceComparison:
 
     def _quantized_although_kept(self) -> list[str]:
         """Return the quantized layers that the source, which has quantized layers, keeps unquantized."""
-        if not any_quantized(weights_of(self._original.tensors, self._original.config).values()):
+        if not any_quantized(self._original.weights.values()):
             return []
         include = recorded_include(self._model.files)
         made = [(check.stored, check.origin.weight) for check in self.checks if check.origin is not None]
