@@ -20,6 +20,7 @@ import pytest
 from file_values import read_values
 from safetensors import safe_open
 
+from fp4kit.checkpoint.containers.configs import loaded_container
 from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.loaders import support
@@ -476,6 +477,24 @@ def test_transformers_has_no_quantizer_for_modelopt(made: Path, tmp_path: Path, 
     assert support.cell(plan.format_name, family, "transformers").status == "fails"
     with pytest.raises(RuntimeError):
         _loaded(tmp_path / "mixed")
+
+
+@pytest.mark.parametrize(("name", "family"), [("llama", "llama"), ("qwen3_moe", "moe")])
+@pytest.mark.parametrize("format", ["sglang-mxfp8", "modelopt", "compressed-tensors"])
+def test_transformers_does_with_mxfp8_what_the_table_says(
+    made: Path, converted: Any, name: str, family: str, format: str
+) -> None:
+    root, target = converted(name, ("mxfp8-te", format)), loaded_container(format, "mxfp8")
+    assert target is not None
+    status = support.cell(target.id, family, "transformers").status
+    try:
+        loaded = _loaded(root)
+        _logits(loaded)  # compressed-tensors decodes weights at their first use
+    except RuntimeError:
+        assert status == "fails"
+    else:
+        wrong = _different(loaded, _loaded(_back(root, made / name)))
+        assert status == ("wrong values" if wrong else "loads")
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek"])
