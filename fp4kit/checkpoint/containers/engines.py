@@ -21,7 +21,7 @@ from fp4kit.checkpoint.containers.table import (
     Container,
 )
 from fp4kit.recipes import RECIPES, Recipe, several
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 VERSIONS = {
     "vLLM": "0.33.0",

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.config_entries import (
     DOUBTFUL,
     IGNORED,
@@ -24,7 +23,7 @@ from fp4kit.checkpoint.containers.config_entries import (
 )
 from fp4kit.checkpoint.containers.configs import LOADED as CONTAINERS
 from fp4kit.checkpoint.containers.configs import container_id, declared_for, is_mixed, unlisted_layers, with_declaration
-from fp4kit.checkpoint.containers.engines import Finding, finding
+from fp4kit.checkpoint.containers.engines import Finding, comfy, finding, mlx
 from fp4kit.checkpoint.containers.table import (
     DEEPSEEK_V4_NVFP4,
     FP8_LAYERS,
