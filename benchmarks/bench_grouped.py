@@ -15,8 +15,8 @@ from modelopt_loop import Loop
 from rows import NO_BYTES, Beside, Traffic, element_bytes, quantized_bytes
 
 import fp4kit
-from fp4kit.cuda.launch.dispatch import LaunchRequest
-from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
+from fp4kit.cuda.dispatch import LaunchRequest
+from fp4kit.cuda.matrix import Matrix, quantize_matrix
 from fp4kit.evidence.testing import assert_same_bits
 
 EXPERT = (1856, 2688)

@@ -14,26 +14,172 @@ mode). Then the caller runs the call by cpu/engine.py.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp4kit.arithmetic import is_ieee
+from fp4kit.arrays import jax_arrays, torch_arrays
 from fp4kit.call.parse import Call
-from fp4kit.cpu.array_access import NUMPY, ArrayAccess, access_to
+from fp4kit.cpu.codec import are_looked_up, check_array, decode_call, encode_call, kernels_of, tensors_of
 from fp4kit.cpu.coverage import tensor_key
-from fp4kit.cpu.dequantize import are_looked_up, decode_call, tensors_of
-from fp4kit.cpu.encode import check_array, encode_call, kernels_of
-from fp4kit.cpu.library import ELEMENTS_PER_CALL, DecodeCall, EncodeCall, functions, threads_for
+from fp4kit.cpu.library import ELEMENTS_PER_CALL, DecodeCall, EncodeCall, address, functions, threads_for
 from fp4kit.quantized.container import Quantized, assembled
 from fp4kit.quantized.parts import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import faking
 
+MIN_BYTES, MAX_BYTES = 1 << 22, 1 << 26  # size of the smallest and the largest result whose memory is reused
+HUGE_PAGE = 1 << 21  # bytes, on x86-64; on other processors the alignment has no effect
+_kept: list[np.ndarray] = []  # the memory that is kept for the next result: one array of bytes, or none
+
+
+class _Owner:
+    """The owner of the memory of an array and of all its views. NumPy refers to this object as their `base`.
+
+    When the last of these arrays is freed, this object is freed, too. It then stores its memory in _kept, in place of
+    any memory that is there.
+    """
+
+    __slots__ = ("__array_interface__", "memory")
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory, self.__array_interface__ = memory, memory.__array_interface__
+
+    def __del__(self, kept: list[np.ndarray] = _kept) -> None:
+        kept[:] = [self.memory]
+
+
+def reusable_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an uninitialized array of this shape and dtype."""
+    nbytes = prod(shape) * dtype.itemsize
+    if not MIN_BYTES <= nbytes <= MAX_BYTES:
+        return np.empty(shape, dtype)
+    memory: np.ndarray = np.asarray(_Owner(_memory(nbytes)))
+    return memory[:nbytes].view(dtype).reshape(shape)
+
+
+def _memory(nbytes: int) -> np.ndarray:
+    """Return a byte array of at least nbytes: the kept memory if it fits, otherwise new memory."""
+    try:
+        found = _kept.pop()  # atomic: no other thread gets this memory
+    except IndexError:
+        return _new_memory(nbytes)
+    return found if nbytes <= found.size <= 2 * nbytes else _new_memory(nbytes)
+
+
+def _new_memory(nbytes: int) -> np.ndarray:
+    """Return new memory: an uninitialized byte array (nbytes,) that begins at a multiple of HUGE_PAGE (2 MiB)."""
+    memory = np.empty(nbytes + HUGE_PAGE, np.uint8)
+    first = -memory.ctypes.data % HUGE_PAGE
+    return memory[first : first + nbytes]
+
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class ArrayAccess(NamedTuple):
+    """The functions by which a cached call handles the arrays of one library.
+
+    Attributes:
+        address: address(array) returns the address of the array's first element, or None if the argument is None.
+        maker: maker(shape, dtype, reused) returns a function without arguments that makes a new uninitialized array.
+            dtype is a NumPy dtype. If reused is True, the memory of a large array is reused after it is freed (see
+            cpu/cached_calls.py).
+        is_float32: is_float32(array) returns True for a contiguous, aligned float32 array, which the C library can read
+            in place.
+        to_bytes: to_bytes(array) returns the bytes of the array's elements in row-major order.
+        move_last: move_last(array, axis) returns a view whose last axis is moved to `axis`, or the array itself if
+            `axis` is already the last one.
+        result: result(array) converts an array from a maker to the array that the caller gets. The field is None if no
+            conversion is needed.
+    """
+
+    address: Callable[[Any], int | None]
+    maker: Callable[[tuple[int, ...], np.dtype, bool], Callable[[], Any]]
+    is_float32: Callable[[Any], bool]
+    to_bytes: Callable[[Any], bytes]
+    move_last: Callable[[Any, int], Any]
+    result: Callable[[Any], Any] | None
+
+    def amax_pointer(self, amax: Any) -> Any:
+        """Return a pointer to the caller's tensor_amax, for the C library."""
+        if isinstance(amax, (float, np.floating)):
+            return ctypes.byref(ctypes.c_float(float(amax)))
+        return self.address(amax) if self.is_float32(amax) else None
+
+
+def access_to(array: Any) -> ArrayAccess:
+    """Return the ArrayAccess for the library (NumPy, PyTorch or JAX) of an array in host memory."""
+    if isinstance(array, np.ndarray):
+        return NUMPY
+    return _torch() if isinstance(array, torch_arrays.tensor_type()) else _jax(array)
+
+
+def _is_float32(a: np.ndarray) -> bool:
+    """Return whether a NumPy array is a contiguous, aligned float32 array."""
+    return a.dtype == _FLOAT32 and a.flags.c_contiguous and a.flags.aligned
+
+
+def _numpy_maker(shape: tuple[int, ...], dtype: np.dtype, reused: bool) -> Callable[[], Any]:
+    """Return a function without arguments that makes a new uninitialized NumPy array of this shape and dtype."""
+    return partial(reusable_empty if reused else np.empty, shape, dtype)
+
+
+def _move_last(a: Any, axis: int) -> Any:
+    """Return a view of an array with the last axis moved to `axis`, or the array itself if `axis` is the last one."""
+    return a if axis == a.ndim - 1 else np.moveaxis(a, -1, axis)
+
+
+NUMPY = ArrayAccess(address, _numpy_maker, _is_float32, np.ndarray.tobytes, _move_last, None)
+
+
+@cache
+def _torch() -> ArrayAccess:
+    """Return the ArrayAccess for PyTorch tensors in host memory."""
+    pointer, float32 = torch_arrays.address(), torch_arrays.dtype_named("float32")
+
+    def address_of(a: Any) -> int | None:
+        return None if a is None else pointer(a)
+
+    def maker(shape: tuple[int, ...], dtype: np.dtype, reused: bool) -> Callable[[], Any]:
+        if reused and prod(shape) * dtype.itemsize >= MIN_BYTES:
+            return lambda: torch_arrays.tensor_of(reusable_empty(shape, dtype))
+        return torch_arrays.maker(torch_arrays.host_device(), shape, dtype, False)
+
+    def is_float32(a: Any) -> bool:
+        return bool(a.dtype is float32 and a.is_contiguous() and not pointer(a) % _FLOAT32.alignment)
+
+    def to_bytes(a: Any) -> bytes:
+        return bytes(a.detach().numpy().tobytes())
+
+    def move_last(a: Any, axis: int) -> Any:
+        return a if axis == a.ndim - 1 else a.movedim(-1, axis)
+
+    return ArrayAccess(address_of, maker, is_float32, to_bytes, move_last, None)
+
+
+def _jax(like: Any) -> ArrayAccess:
+    """Return the ArrayAccess for JAX arrays in host memory."""
+
+    def address_of(a: Any) -> int | None:
+        return address(a if a is None else np.asarray(a))
+
+    def is_float32(a: Any) -> bool:
+        return _is_float32(np.asarray(a))
+
+    def to_bytes(a: Any) -> bytes:
+        return np.asarray(a).tobytes()
+
+    return ArrayAccess(address_of, _numpy_maker, is_float32, to_bytes, _move_last, jax_arrays.giver(like))
+
+
 MAX_TENSORS = 1 << 12  # the most tensor scales of a cached dequantize, because every call reads them in Python
-_UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+_UINT8 = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +320,10 @@ class CpuFakeQuantizeCall:
         address = access.address
         if self.library(self.prototype, self.values, address(x), amax, address(out), self.tensor_rule, threads):
             return None
-        return _result(access, out, self.axis)
+        return _moved_result(access, out, self.axis)
 
 
-def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
+def _moved_result(access: ArrayAccess, values: Any, axis: int) -> Any:
     """Return new values as the caller gets them: the last axis moved to `axis`, as an array of the caller's library."""
     moved = access.move_last(values, axis)
     return moved if access.result is None else access.result(moved)
@@ -229,7 +375,7 @@ class CpuDequantizeCall:
         threads = threads_for(self.size, self.is_quick)
         if self.library(self.prototype, packed, scales, tensor, access.address(values), threads):
             return None
-        return _result(access, values, self.axis) if out is None else out
+        return _moved_result(access, values, self.axis) if out is None else out
 
 
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray | None) -> CpuDequantizeCall | None:

@@ -9,32 +9,56 @@ For calls that the library does not support, the functions raise Declined. In th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp4kit.call.matmul import (
+    ADDERS,
+    Addition,
+    Decoding,
+    MatmulCall,
+    Operand,
+    addition_of,
+    decoding_of,
+    scale_decoding_of,
+)
 from fp4kit.call.parse import Call, Declined
+from fp4kit.call.rotation import Rotation
 from fp4kit.call.search_scales import Search
-from fp4kit.cpu import coverage, encode, partial
-from fp4kit.cpu import dequantize as decoding
-from fp4kit.cpu import search_scales as searching
-from fp4kit.cpu.library import functions
-from fp4kit.cpu.matmul import matmul as matmul
-from fp4kit.cpu.rotate import rotate as rotate
+from fp4kit.cpu import codec
+from fp4kit.cpu.coverage import MIN_AMAX_ELEMENTS, MIN_CODE_BYTES, MIN_COLUMNS, MIN_ELEMENTS, not_faked, not_searched
+from fp4kit.cpu.library import (
+    ELEMENTS_PER_CALL,
+    ProductCall,
+    ProductOperand,
+    RotateCall,
+    address,
+    functions,
+    threads_for,
+)
+from fp4kit.cpu.search_scales import rule_of, search_matrix, searched
+from fp4kit.formats import ElementFormat
 from fp4kit.host import engine as reference
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.parts import tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.recipes.schema import faking
-from fp4kit.reference.codec import stack
+from fp4kit.reference import partial as partial_specification
+from fp4kit.reference.matmul import as_terms
+from fp4kit.reference.matrices import stack
+from fp4kit.reference.quantize import EncodeOptions
+from fp4kit.reference.rotate import hadamard_factor
 
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """Return the tensor amaxes of an array, float32 in their canonical shape (call/inputs.py)."""
-    # The specification computes them if the array is empty, or if encode.tensor_amax cannot compute one of them, for
+    """Return the tensor amaxes of an array, float32 in their canonical shape (call/amaxes.py)."""
+    # The specification computes them if the array is empty, or if codec.tensor_amax cannot compute one of them, for
     # example because an element is NaN or infinite.
-    found = [encode.tensor_amax(part, r, mask) for part in stack(moved, r)] if moved.size else []
+    found = [codec.tensor_amax(part, r, mask) for part in stack(moved, r)] if moved.size else []
     finite = [amax for amax in found if amax is not None]
     if not moved.size or len(finite) < len(found):
         return reference.compute_tensor_amax(moved, r, mask)
@@ -46,17 +70,17 @@ def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.nda
 FAKE_ELEMENTS = 1 << 22  # fake_quantize holds the codes of this many elements at a time
 _FUNCTIONS = reference.MatrixFunctions(
     tensor_amax,
-    encode.quantize_matrix,
-    encode.encode_matrix,
-    decoding.dequantize_matrix,
-    searching.search_matrix,
-    searching.searched,
+    codec.quantize_matrix,
+    codec.encode_matrix,
+    codec.dequantize_matrix,
+    search_matrix,
+    searched,
 )
 
 
 def quantize(call: Call) -> Quantized:
     """Quantize the array of a call."""
-    _check(call, None if coverage.not_searched(call.recipe) or not call.recipe.search else 0)
+    _check(call, None if not_searched(call.recipe) or not call.recipe.search else 0)
     return reference.quantize(call, _FUNCTIONS)
 
 
@@ -74,21 +98,21 @@ def quantize_with_scales(call: Call) -> Quantized:
 def _check(call: Call, min_elements: int | None = None) -> None:
     """Raise Declined if the engine does not support a call, or is not faster than the specification for it."""
     if min_elements is None:
-        min_elements = coverage.MIN_ELEMENTS[call.recipe.tensor_scaling]
+        min_elements = MIN_ELEMENTS[call.recipe.tensor_scaling]
     # The sizes are checked first, because the other checks take time.
-    if call.x.size < min_elements or call.moved.shape[-1] < coverage.MIN_COLUMNS:
+    if call.x.size < min_elements or call.moved.shape[-1] < MIN_COLUMNS:
         raise Declined("the specification is as fast for so few elements")
-    if encode.kernels_of(call.recipe).own is not None and call.random is not None:
+    if codec.kernels_of(call.recipe).own is not None and call.random is not None:
         raise Declined("the CPU engine has no stochastic rounding for user-defined formats")
     if call.recipe.stochastic in NOISE_STOCHASTICS and call.random is not None:
         raise Declined(f"the CPU engine has no stochastic rounding for {call.recipe.id}")
-    encode.check_array(call.x)
+    codec.check_array(call.x)
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
     """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q."""
-    decoding.decoder_of(q.recipe, dtype)
-    if q.packed.size < coverage.MIN_CODE_BYTES:
+    codec.decoder_of(q.recipe, dtype)
+    if q.packed.size < MIN_CODE_BYTES:
         raise Declined("the specification is as fast for so few values")
     return reference.dequantize(q, dtype, out, _FUNCTIONS)
 
@@ -96,15 +120,15 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray]:
     """Convert q to another recipe."""
     for r in (q.recipe, target):
-        decoding.decoder_of(r, np.dtype(np.float32))
-    encode.kernels_of(target)
+        codec.decoder_of(r, np.dtype(np.float32))
+    codec.kernels_of(target)
     return reference.requantize(q, target, _FUNCTIONS)
 
 
 def fake_quantize(call: Call) -> np.ndarray:
     """Return the fake-quantized values of a call, in a new array with the shape and dtype of call.x."""
     # The array is quantized and dequantized, FAKE_ELEMENTS (2^22) elements at a time, so that codes take little memory.
-    if (reason := coverage.not_faked(call.recipe)) is not None:
+    if (reason := not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
     _check(call)
     call = call._replace(recipe=faking(call.recipe))
@@ -125,16 +149,16 @@ def _slabs(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
         return
     if x.ndim > 2 and x[0].size > FAKE_ELEMENTS:
         for i, one in enumerate(values):
-            yield from _slabs(_cut(call, i), one)
+            yield from _slabs(_part_of(call, i), one)
         return
     multiple = r.block_rows if x.ndim == 2 else 1
     step = max(FAKE_ELEMENTS // x[0].size // multiple, 1) * multiple
     for first in range(0, len(x), step):
         rows = slice(first, first + step)
-        yield _cut(call, rows), values[rows]
+        yield _part_of(call, rows), values[rows]
 
 
-def _cut(call: Call, index: Any) -> Call:
+def _part_of(call: Call, index: Any) -> Call:
     """Return a call for the part x[index] of the array of a call, with the amaxes and random bytes of this part."""
     # The quantized axis of `call` must be the last one.
     x, tensor, blocks, random = (
@@ -147,34 +171,27 @@ def _cut(call: Call, index: Any) -> Call:
 def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     """Transpose each matrix of a Quantized q with square blocks."""
     functions()
-    return reference.transpose(packed, scales, q, encode.transpose_codes)
-
-
-def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the amax of every block of a matrix, counting only the elements of one shard (see ops/amax.py)."""
-    encode.kernels_of(r)
-    encode.check_array(shard)
-    return partial.partial_amax(shard, shape, start, r)
+    return reference.transpose(packed, scales, q, codec.transpose_codes)
 
 
 def partial_cast(
     shard: np.ndarray, out: np.ndarray, block_amax: np.ndarray, shape: tuple[int, int], start: int, r: Recipe, amax: Any
 ) -> None:
     """Write the codes of a shard's elements into out, the packed codes of a matrix, and change no other code of out."""
-    encode.kernels_of(r)
-    encode.check_array(shard)
-    reference.partial_cast(shard, out, block_amax, shape, start, r, amax, partial.partial_cast)
+    codec.kernels_of(r)
+    codec.check_array(shard)
+    reference.partial_cast(shard, out, block_amax, shape, start, r, amax, _cast_shard)
 
 
 def amax(call: Call) -> np.ndarray:
     """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block)."""
-    _check(call, coverage.MIN_AMAX_ELEMENTS)
+    _check(call, MIN_AMAX_ELEMENTS)
     if call.recipe.block is None or not call.x.size:
         raise Declined("the CPU engine computes amaxes only per block, and not of empty arrays")
     matrices = stack(call.moved, call.recipe)
     *lead, K = call.moved.shape
     height, width = call.recipe.block
-    out = [encode.block_amax(part, call.recipe) for part in matrices]
+    out = [codec.block_amax(part, call.recipe) for part in matrices]
     return np.stack(out).reshape((*lead[:-1], -(-lead[-1] // height), K // width) if lead else (K // width,))
 
 
@@ -183,8 +200,8 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     functions()
     if axis is not None or not x.size:
         raise Declined("the CPU engine computes amaxes only of whole arrays that are not empty")
-    encode.check_array(x)
-    found = encode.largest(x.reshape(1, -1) if x.flags.c_contiguous else _as_matrix(x))
+    codec.check_array(x)
+    found = codec.largest(x.reshape(1, -1) if x.flags.c_contiguous else _as_matrix(x))
     return reference.plain_amax(x, axis) if found is None else np.asarray(found)
 
 
@@ -193,8 +210,8 @@ def search_scales(search: Search) -> np.ndarray:
     functions()
     if not search.searches_e4m3:
         raise Declined("the CPU engine searches only E4M3 block scales")
-    searching.rule_of(search.call.recipe, search.terms.offsets)
-    encode.check_array(search.call.x)
+    rule_of(search.call.recipe, search.terms.offsets)
+    codec.check_array(search.call.x)
     return reference.search_scales(search, _FUNCTIONS)
 
 
@@ -219,3 +236,184 @@ def __getattr__(name: str) -> Any:
     if name in reference.__all__:
         return _declining(name)
     raise AttributeError(name)
+
+
+class _Cut(NamedTuple):
+    """The part of a shard that consists of whole rows of blocks.
+
+    It holds the shard's elements [first, last), which are the rows [row, row + rows) of the matrix. If there is no such
+    part, rows and row are 0, and first and last are the length of the shard.
+    """
+
+    first: int
+    last: int
+    row: int
+    rows: int
+
+
+def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
+    """Return the _Cut of a shard of `length` elements that begins at element `start` of a matrix (M, K) = shape."""
+    M, K = shape
+    if not length:
+        return _Cut(0, 0, 0, 0)
+    row = -(-start // (K * height)) * height
+    end = (start + length) // K
+    end = end if end == M else end // height * height
+    if end <= row:  # no whole row of blocks
+        return _Cut(length, length, 0, 0)
+    return _Cut(row * K - start, end * K - start, row, end - row)
+
+
+def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
+    """Return the amax of every block of a matrix, counting only the elements of one shard (see ops/partial.py)."""
+    codec.kernels_of(r)
+    codec.check_array(shard)
+    cut = _cut(len(shard), start, shape, r.block_rows)
+    out = partial_specification.partial_amax(shard[: cut.first], shape, start, r)
+    if cut.rows:
+        rows = slice(cut.row // r.block_rows, -(-(cut.row + cut.rows) // r.block_rows))
+        out[rows] = codec.block_amax(shard[cut.first : cut.last].reshape(cut.rows, shape[1]), r)
+    if cut.last < len(shard):
+        tail = partial_specification.partial_amax(shard[cut.last :], shape, start + cut.last, r)
+        first = (start + cut.last) // shape[1] // r.block_rows
+        out[first:] = tail[first:]
+    return out
+
+
+def _cast_shard(
+    shard: np.ndarray,
+    out: np.ndarray,
+    amax: np.ndarray,
+    shape: tuple[int, int],
+    start: int,
+    recipe: Recipe,
+    tensor_amax: np.ndarray | None,
+) -> None:
+    """Write the codes of a shard's elements into out, the packed codes of a matrix, and change no other code of out."""
+    cut = _cut(len(shard), start, shape, recipe.block_rows)
+    if out.strides[1] != 1:  # the library writes rows of contiguous bytes only
+        cut = _Cut(len(shard), len(shard), 0, 0)
+    partial_specification.partial_cast(shard[: cut.first], out, amax, shape, start, recipe, tensor_amax)
+    if cut.rows:
+        x = shard[cut.first : cut.last].reshape(cut.rows, shape[1])
+        blocks = amax[cut.row // recipe.block_rows : -(-(cut.row + cut.rows) // recipe.block_rows)]
+        codec.quantize_matrix(x, recipe, tensor_amax, out[cut.row : cut.row + cut.rows], None, EncodeOptions(blocks))
+    if cut.last < len(shard):
+        partial_specification.partial_cast(shard[cut.last :], out, amax, shape, start + cut.last, recipe, tensor_amax)
+
+
+TERMS_PER_CALL = 1 << 30  # multiplications per call to the library; Python can handle Ctrl-C between calls
+
+
+def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
+    """Return one result per call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype."""
+    # The work is divided into calls to the library of about 2^30 multiplications (TERMS_PER_CALL), because Python can
+    # handle Ctrl-C only between them.
+    outs = [np.empty(call.shape, call.out_dtype) if call.out is None else call.out for call in calls]
+    parts: list[ProductCall] = []
+    terms = 0
+    for call, out in zip(calls, outs, strict=True):
+        for part in _parts(call, out):
+            count = part.rows * part.columns * max(part.length, 1)
+            if parts and terms + count > TERMS_PER_CALL:
+                _run(parts, terms)
+                parts, terms = [], 0
+            parts.append(part)
+            terms += count
+    _run(parts, terms)
+    return outs
+
+
+def _run(parts: list[ProductCall], terms: int) -> None:
+    """Compute parts of matrix products by one call to the library, which writes the results that the parts name."""
+    functions().fp4kit_matmul((ProductCall * len(parts))(*parts), len(parts), threads_for(terms))
+
+
+def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[ProductCall]:
+    """Yield the parts of a call, which together compute its result."""
+    prototype = _prototype(call)
+    batch, M, N = call.shape
+    rows = max(TERMS_PER_CALL // max(N * call.a.k, 1), 1)
+    for i in range(batch):
+        prototype.b, prototype.columns = _operand(call.b, i, 0), N
+        for start in range(0, M, rows):
+            part = out[i, start : start + rows]
+            prototype.a, prototype.rows = _operand(call.a, i, start), len(part)
+            prototype.c = None if call.c is None else address(call.c[i, start:])
+            prototype.out = address(part)
+            yield ProductCall.from_buffer_copy(prototype)
+
+
+def _prototype(call: MatmulCall) -> ProductCall:
+    """Return a ProductCall with the fields that all parts of a call share."""
+    adder, *fields = addition_of(call)
+    names = Addition._fields[1:]
+    product = ProductCall(length=call.a.k, output=codec.INPUTS[call.out_dtype], adder=ADDERS.index(adder))
+    for name, value in zip(names, fields, strict=True):
+        setattr(product, name, value)
+    return product
+
+
+@lru_cache
+def _element_tables(element: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return two float64 arrays with one entry per code of an element format: the value, and 2^exponent of it."""
+    return _tables(decoding_of(element))
+
+
+@lru_cache
+def _scale_tables(scale: ElementFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Return two float64 arrays with one entry per code of a scale format: the magnitude, and 2^exponent of it."""
+    return _tables(scale_decoding_of(scale))
+
+
+@np.errstate(all="ignore")
+def _tables(decoding: Decoding) -> tuple[np.ndarray, np.ndarray]:
+    """Return two arrays with one entry per code: its value, and 2^exponent of the value, as float64."""
+    return decoding.values, np.ldexp(1.0, as_terms(*decoding).exponent)
+
+
+def _operand(x: Operand, i: int, start: int) -> ProductOperand:
+    """Return matrix i of an operand from row `start` on, in the form that the library takes."""
+    i = min(i, x.codes.shape[0] - 1)
+    values, powers = _element_tables(x.element)
+    operand = ProductOperand(
+        values=address(values),
+        powers=address(powers),
+        codes=address(x.codes[i, start:]),
+        codes_step=x.codes.strides[1],
+        code_bits=4 if x.element == "E2M1" else 8 * x.codes.itemsize,
+        block=x.block,
+    )
+    if x.scales is not None and x.scale is not None:
+        operand.scale_values, operand.scale_powers = map(address, _scale_tables(x.scale))
+        operand.scales, operand.scales_step = address(x.scales[i, start:]), x.scales.strides[1]
+    if x.factor is not None:
+        operand.factors, operand.factors_step = address(x.factor[i, start:]), x.factor.strides[1] // 4
+    return operand
+
+
+def rotate(r: Rotation) -> np.ndarray:
+    """Rotate the blocks of r.x, and return the result as a new array with the shape and dtype of r.x."""
+    found = functions()
+    codec.check_array(r.x)
+    x = np.ascontiguousarray(r.x).reshape(r.shape)
+    out = np.empty(x.shape, x.dtype)
+    step = 0 if r.matrices is None or len(r.matrices) == 1 else r.size * r.size
+    rows = max(ELEMENTS_PER_CALL // max(prod(r.shape[1:]), 1), 1)
+    for first in range(0, len(x) if x.size else 0, rows):
+        part, target = x[first : first + rows], out[first : first + rows]
+        call = RotateCall(
+            address(part),
+            address(target),
+            address(r.signs),
+            address(r.matrices),
+            *part.shape,
+            step,
+            float(hadamard_factor(r.size)) if r.matrices is None else 1.0,
+            codec.INPUTS[x.dtype],
+            r.size,
+            r.inverse,
+            threads_for(part.size),
+        )
+        found.fp4kit_rotate(call)
+    return out.reshape(r.x.shape)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fp4kit.cpu.coverage import computed_format, decode_key, element_key, rule_key, tensor_key, top_rule
-from fp4kit.cuda.compile.traits import decode_rule, format_struct
+from fp4kit.cuda.compiler import decode_rule, format_struct
 from fp4kit.formats import E2M1, E4M3, ElementFormat, IntegerOrFloat
 from fp4kit.recipes import Recipe, recipes
 from fp4kit.recipes.schema import as_stored, decoding, faking, then_encodes

@@ -10,15 +10,83 @@ import numpy as np
 
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import BLOCK_COLUMNS, Search
-from fp4kit.cpu import search_factors
+from fp4kit.cpu.codec import INPUTS, Tiles, blocks_of, decoder_of, kernels_of, source
 from fp4kit.cpu.coverage import not_searched, rule_key
-from fp4kit.cpu.encode import INPUTS, Tiles, source
-from fp4kit.cpu.library import SearchScalesCall, address, functions, threads_for
-from fp4kit.recipes import Recipe
-from fp4kit.reference import search as searches
-from fp4kit.reference import search as specification
+from fp4kit.cpu.library import SearchFactorsCall, SearchQuestCall, SearchScalesCall, address, functions, threads_for
+from fp4kit.recipes import Recipe, rules
+from fp4kit.recipes.schema import searching
+from fp4kit.reference import search_factors as factors_specification
+from fp4kit.reference import search_scales as specification
 from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
-from fp4kit.reference.search import SearchTerms
+from fp4kit.reference.search_scales import SearchTerms
+from fp4kit.reference.tensor_rules import tensor_scale
+
+_CANDIDATES_PER_COST = 4  # this many candidates take about as long as encoding once
+
+
+@np.errstate(all="ignore")
+def search_factors(
+    x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None
+) -> None:
+    """Find the best block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix
+    does.
+    """
+    factors = np.asarray(factors_specification.FACTORS[recipe.search], np.float32)
+    kernels, decoder = kernels_of(recipe), decoder_of(searching(recipe), np.dtype(np.float32))
+    factors_by_code = not rules.BLOCK_RULES[recipe.block_rule or ""].reads_amax
+    tensor = [np.ascontiguousarray(part, np.float32).reshape(-1) for part in tensor_scale(amax, recipe, x.dtype)]
+    step, cost = int(max(part.size for part in tensor) > 1), 1 + len(factors) // _CANDIDATES_PER_COST
+    tensor = [np.ascontiguousarray(np.broadcast_to(part, len(x) if step else 1)) for part in tensor]
+    tiles = Tiles.of(x, recipe.block_size, 1, x.strides[1] != x.itemsize or hadamard is not None)
+    for rows, columns in tiles.slabs(cost):
+        cut, found = x[rows, columns], out[rows, blocks_of(columns, recipe)]
+        needs_fallback = np.zeros(tiles.count_tiles(rows, columns), np.uint8)
+        tensor_rows = [part[rows] if step else part for part in tensor]
+        call = SearchFactorsCall(
+            source(cut, hadamard),
+            *map(address, (*tensor_rows, factors)),
+            step,
+            len(factors),
+            address(found),
+            out.strides[0] // out.itemsize,
+            address(needs_fallback),
+            tiles.tile_rows,
+            tiles.tile_columns,
+            INPUTS[x.dtype],
+            kernels.block_rule,
+            kernels.element,
+            decoder,
+            recipe.block_size,
+            factors_by_code,
+            threads_for(cut.size * cost),
+        )
+        functions().fp4kit_search_factors(ctypes.byref(call))
+        for tile_rows, tile_columns in tiles.marked(rows, columns, needs_fallback):
+            part = amax if amax is None or not step else amax.reshape(-1)[tile_rows]
+            target = out[tile_rows, blocks_of(tile_columns, recipe)]
+            factors_specification.search_matrix(x[tile_rows, tile_columns], target, part, recipe, hadamard)
+
+
+def search_quest(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None) -> None:
+    """Compute QuEST's block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix
+    does.
+    """
+    tiles = Tiles.of(x, recipe.block_size, 1, x.strides[1] != x.itemsize or hadamard is not None)
+    for rows, columns in tiles.slabs(1):
+        cut, found = x[rows, columns], out[rows, blocks_of(columns, recipe)]
+        call = SearchQuestCall(
+            source(cut, hadamard),
+            address(found),
+            out.strides[0] // out.itemsize,
+            tiles.tile_rows,
+            tiles.tile_columns,
+            INPUTS[x.dtype],
+            recipe.block_size,
+            recipe.element.emax,
+            threads_for(cut.size),
+        )
+        functions().fp4kit_search_quest(ctypes.byref(call))
+
 
 # The approximate time of a search, as a multiple of the time of encoding. The three searches are: a pruned search, a
 # full search, and a full search with a power other than 1, 2 and infinity.
@@ -71,8 +139,8 @@ def search_matrix(
 
 # {value of Recipe.search: the function that searches one matrix}, for searches other than the sweep of all scales
 _OWN_SEARCHES: dict[str, Callable[..., None]] = {
-    **dict.fromkeys(searches.FACTORS, search_factors.search_matrix),
-    "quest": search_factors.search_quest,
+    **dict.fromkeys(factors_specification.FACTORS, search_factors),
+    "quest": search_quest,
 }
 
 
@@ -80,11 +148,11 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
     """Return the call with its field block_amax set to the block amaxes that the recipe's search chooses."""
     r, own = call.recipe, _OWN_SEARCHES.get(call.recipe.search)
     if not_searched(r) or (call.mask is not None and own is None):
-        return searches.searched(call, amax)
+        return factors_specification.searched(call, amax)
     search: Callable[..., None] = partial(search_matrix, search=Search(call))
     if own is not None:
         search = partial(own, recipe=r, hadamard=call.mask)
-    return call._replace(block_amax=searches.chosen_amaxes(call, amax, search))
+    return call._replace(block_amax=factors_specification.chosen_amaxes(call, amax, search))
 
 
 def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:

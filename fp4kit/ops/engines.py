@@ -131,7 +131,7 @@ def new_cached_call(key: Key | None, operation: str, on_device: bool, *arguments
         return None
     engine: Any = cpu_cached
     if on_device:
-        from fp4kit.cuda.engine import cached_calls as engine
+        from fp4kit.cuda import cached_calls as engine
     try:
         call: Callable[..., Any] | None = getattr(engine, operation)(*arguments)
         return call

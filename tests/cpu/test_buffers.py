@@ -10,7 +10,8 @@ import pytest
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cpu import buffers, library
+from fp4kit.cpu import cached_calls as buffers
+from fp4kit.cpu import library
 from fp4kit.cpu import library as native
 
 pytestmark = pytest.mark.skipif(native.library().functions is None, reason="the compiled engine is not there")

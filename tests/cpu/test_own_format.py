@@ -11,7 +11,7 @@ from exhaustive import exhaustive
 from own_formats import UE5M3, check_drawn_calls, pairs_at_bounds
 
 import fp4kit
-from fp4kit.cpu.own_format import tables_of
+from fp4kit.cpu.coverage import tables_of
 from fp4kit.formats import (
     E2M1,
     E3M2,

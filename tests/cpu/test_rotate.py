@@ -8,7 +8,7 @@ from engine_cases import NEEDS_ENGINE
 from rotations import calls
 
 import fp4kit
-from fp4kit.cpu import rotate
+from fp4kit.cpu import engine as rotate
 from fp4kit.formats import bit_patterns
 
 pytestmark = NEEDS_ENGINE

@@ -19,7 +19,7 @@ from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
 from fp4kit.call.search_scales import SearchRequest, search_call
-from fp4kit.cpu import encode
+from fp4kit.cpu import codec as encode
 from fp4kit.cpu import search_scales as searching
 from fp4kit.formats import E2M1, E4M3, FLOATS
 from fp4kit.recipes import RECIPES

@@ -20,7 +20,9 @@ from float_modes import BITS, NEEDS_ENVIRONMENT, WORD, mode, tiny
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cpu import cached_calls, dequantize, encode, library
+from fp4kit.cpu import cached_calls, library
+from fp4kit.cpu import codec as dequantize
+from fp4kit.cpu import codec as encode
 from fp4kit.recipes import RECIPES
 
 pytestmark = NEEDS_ENGINE

@@ -10,8 +10,8 @@ from exhaustive import by_default, every, exhaustive
 from inputs import BF16, STOCHASTIC, ordinary
 
 import fp4kit
-from fp4kit.cpu import encode
-from fp4kit.cpu.encode import Tiles
+from fp4kit.cpu import codec as encode
+from fp4kit.cpu.codec import Tiles
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.recipes import Pool
 from fp4kit.formats import FLOATS

@@ -17,16 +17,16 @@ import pytest
 
 import fp4kit
 from fp4kit.arrays import imports
+from fp4kit.call import call_cache
 from fp4kit.call.parse import Call
-from fp4kit.cuda import engine
-from fp4kit.cuda.compile import loader
-from fp4kit.cuda.compile.traits import FINDERS
-from fp4kit.cuda.engine import cached_calls as engine_cached_calls
-from fp4kit.cuda.launch import geometry, matrix
-from fp4kit.cuda.launch.dispatch import ROWS
-from fp4kit.cuda.launch.geometry import Launch
-from fp4kit.ops import engines as call_cache
-from fp4kit.quantized.parts import packed_shape, scale_shape
+from fp4kit.cuda import cached_calls as engine_cached_calls
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import engine, matrix
+from fp4kit.cuda import launch as geometry
+from fp4kit.cuda.compiler import FINDERS
+from fp4kit.cuda.dispatch import ROWS
+from fp4kit.cuda.launch import Launch
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import fp4kit
-from fp4kit.arrays import imports, returns
+from fp4kit.arrays import imports, torch_arrays
+from fp4kit.call import call_cache
 from fp4kit.call.parse import Call
-from fp4kit.cuda.engine import buffers, cached_calls
-from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, NewArray
-from fp4kit.cuda.launch.dispatch import PATCHES, ROWS
-from fp4kit.ops import engines as call_cache
+from fp4kit.cuda import cached_calls
+from fp4kit.cuda import cached_calls as buffers
+from fp4kit.cuda.cached_calls import FLOAT32, UINT8, NewArray
+from fp4kit.cuda.dispatch import PATCHES, ROWS
 
 torch = pytest.importorskip("torch")
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -30,7 +31,7 @@ def gpu(monkeypatch):
     runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: cleared.append(arguments))
     monkeypatch.setattr(imports, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(returns, "_raw_stream", lambda: lambda index: STREAM)
+    monkeypatch.setattr(torch_arrays, "_raw_stream", lambda: lambda index: STREAM)
     monkeypatch.setattr(call_cache, "_CALLS", {})
     buffers._torch_library.cache_clear()
     yield cleared
@@ -104,7 +105,7 @@ def test_rows(recipe, computes_amax):
             assert (found is None) == (part is None), name
             if part is not None:
                 assert type(found) is torch.Tensor and found.shape == part.shape and found.is_contiguous(), name
-                assert returns.numpy_dtype("", found.dtype) == part.dtype, name
+                assert torch_arrays.numpy_dtype("", found.dtype) == part.dtype, name
         assert (q.shape, q.dtype, q.axis, q.recipe, q.scale_layout) == (SHAPE, BF16, 1, expected.recipe, "linear")
 
 
@@ -242,9 +243,9 @@ def test_tensors_of_the_host_have_a_key_of_their_own(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_new_tensors(monkeypatch, shape, dtype, straight):
     if not straight:
-        monkeypatch.setattr(returns, "_direct_allocator", lambda kind: None)
+        monkeypatch.setattr(torch_arrays, "_direct_allocator", lambda kind: None)
     for zeros in (False, True):
-        make = returns.maker(torch.device("cpu"), shape, returns.numpy_dtype("", dtype), zeros)
+        make = torch_arrays.maker(torch.device("cpu"), shape, torch_arrays.numpy_dtype("", dtype), zeros)
         a, b = make(), make()
         assert (a.shape, a.dtype, a.is_contiguous(), a.requires_grad) == (shape, dtype, True, False)
         assert a.data_ptr() != b.data_ptr() and a.untyped_storage().nbytes() == a.numel() * a.itemsize
@@ -252,5 +253,5 @@ def test_new_tensors(monkeypatch, shape, dtype, straight):
 
 
 def test_this_pytorch_allocates_straight():
-    assert returns._direct_allocator("cpu") and returns._direct_allocator("cuda")
-    assert returns._direct_allocator("abacus") is None
+    assert torch_arrays._direct_allocator("cpu") and torch_arrays._direct_allocator("cuda")
+    assert torch_arrays._direct_allocator("abacus") is None

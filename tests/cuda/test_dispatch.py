@@ -15,8 +15,8 @@ from inputs import BF16
 from together import together
 
 from fp4kit.call.parse import Declined
-from fp4kit.cuda.launch import geometry
-from fp4kit.cuda.launch.dispatch import MIN_TABLE_ELEMENTS, LaunchRequest, kernel_for, row_plan
+from fp4kit.cuda import launch as geometry
+from fp4kit.cuda.dispatch import MIN_TABLE_ELEMENTS, LaunchRequest, kernel_for, row_plan
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.stochastic import TE_SIGN_MASK
 

@@ -10,7 +10,7 @@ import pytest
 from on_gpu import DEVICES, ON_GPU, REPRESENTATIVE, all_or_few, check
 
 import fp4kit
-from fp4kit.cuda.launch.dispatch import MIN_TABLE_ELEMENTS
+from fp4kit.cuda.dispatch import MIN_TABLE_ELEMENTS
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU

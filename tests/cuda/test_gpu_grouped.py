@@ -16,8 +16,8 @@ from inputs import BF16
 from on_gpu import ON_GPU, all_or_few, assert_same, blocks, cupy, differing, examples, gpu_only
 
 import fp4kit
-from fp4kit.cuda.compile import loader
-from fp4kit.cuda.launch import matrix
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import matrix
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
@@ -208,7 +208,7 @@ def test_one_launch_and_a_graph(monkeypatch) -> None:
     plan = fp4kit.GroupedPlan(d, "nvfp4-te")
     plan.quantize()
     calls = []
-    from fp4kit.cuda.launch.grouped import GroupedLaunch
+    from fp4kit.cuda.matrix import GroupedLaunch
 
     original = GroupedLaunch.__call__
     monkeypatch.setattr(GroupedLaunch, "__call__", lambda self: (calls.append(self), original(self)))

@@ -14,8 +14,8 @@ from inputs import BF16
 from on_gpu import ON_GPU, check, cupy, differing
 
 import fp4kit
-from fp4kit.cuda.launch import matrix
-from fp4kit.reference.stochastic import TE_SIGN_MASK, hadamard_blocks
+from fp4kit.cuda import matrix
+from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
 
 pytestmark = ON_GPU
 ROW = 64  # elements
@@ -50,7 +50,7 @@ def test_amax_of_a_transform():
 def test_rows_of_a_stack(name):
     """All rows of a stack are transformed in one launch, because runs of 16 elements never cross rows."""
     x = np.random.default_rng(1).standard_normal((2, 3, 5, 128)).astype(BF16)
-    engine = import_module("fp4kit.cuda.engine.quantize")
+    engine = import_module("fp4kit.cuda.quantize")
     with patch.object(engine, "quantize_matrix", wraps=engine.quantize_matrix) as launched:
         check(x, name, hadamard=True)
     assert launched.call_count == 1

@@ -12,7 +12,7 @@ from exhaustive import exhaustive
 from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy
 
 import fp4kit
-from fp4kit.cuda.launch.dispatch import has_patch_kernel
+from fp4kit.cuda.dispatch import has_patch_kernel
 from fp4kit.formats import E4M3
 from fp4kit.recipes import RECIPES
 from fp4kit.recipes.rules import BLOCK_RULES

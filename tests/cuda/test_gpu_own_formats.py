@@ -9,7 +9,7 @@ from on_gpu import ON_GPU, assert_same, check, cupy, differing
 from own_formats import UE5M3, drawn_array, drawn_recipe
 
 import fp4kit
-from fp4kit.cuda.launch.supported import unsupported
+from fp4kit.cuda.dispatch import unsupported
 from fp4kit.formats import E2M1, E4M3, E8M0, MX4, NF4, Codebook
 
 pytestmark = ON_GPU

@@ -17,7 +17,7 @@ from on_gpu import differing
 from powers import POWERS, errors
 from together import together
 
-from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
+from fp4kit.cuda.amax import amax_hadamard
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.reference.arith import power
 from fp4kit.reference.codec import decode

@@ -18,9 +18,9 @@ from kernel_calls import F16, F32, KINDS, KernelCall, call_of, dequantize, fake_
 from own_formats import UE5M3
 
 import fp4kit
-from fp4kit.cuda.compile import loader, nvrtc
-from fp4kit.cuda.compile.instantiate import instantiation
-from fp4kit.cuda.compile.traits import TYPES, recipe_struct
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler as nvrtc
+from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
 from fp4kit.formats import E2M1, E8M0, MX4, NF4
 from fp4kit.recipes import RECIPES
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from together import together
 
-from fp4kit.cuda.compile import loader
-from fp4kit.cuda.launch.geometry import THREADS
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda.launch import THREADS
 
 FILES = sorted(loader.files(loader.SOURCES).values())
 README = (loader.SOURCES / "README.md").read_text()

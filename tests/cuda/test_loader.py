@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from fp4kit.arrays import imports
-from fp4kit.cuda.compile import loader, nvrtc
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler as nvrtc
 
 SOURCE = '#include "quantize.cu"\n'
 CUBIN = b"a cubin"

@@ -43,8 +43,8 @@ from searched import STATIC
 from variants import blocks_at_ties
 
 import fp4kit
-from fp4kit.cuda.compile import loader
-from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda.amax import amax_hadamard
 from fp4kit.formats import E8M0, MX4
 from fp4kit.reference.stochastic import TE_SIGN_MASK, hadamard_blocks
 

@@ -13,9 +13,8 @@ import fp4kit
 from fp4kit.call.parse import Declined
 from fp4kit.call.search_scales import SearchRequest, search_call
 from fp4kit.cuda import engine
-from fp4kit.cuda.engine.search_scales import check_search
-from fp4kit.cuda.launch.dispatch import LaunchRequest, find_kernel, kernel_for
-from fp4kit.cuda.launch.supported import unsupported
+from fp4kit.cuda.dispatch import LaunchRequest, find_kernel, kernel_for, unsupported
+from fp4kit.cuda.search import check_search
 from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E8M0, MX4, ElementFormat
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe

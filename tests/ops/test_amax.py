@@ -7,7 +7,7 @@ from inputs import BF16, FINITE, INPUTS, ORDINARY, as_strided, ordinary
 from together import together
 
 import fp4kit
-from fp4kit.cuda.engine.amax import columns_to_reduce
+from fp4kit.cuda.amax import columns_to_reduce
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.recipes import RECIPES
 

@@ -68,7 +68,7 @@ def test_a_group_may_be_empty_and_threads_change_nothing(monkeypatch) -> None:
     a, b = ([drawn(rng, "e4m3", n, 320) for n in (70, 3, 200)] for _ in "ab")
     d = fp4kit.matmul_grouped(a, b, unit="sm90", threads=3)
     assert all(map(same_bits, d, fp4kit.matmul_grouped(a, b, unit="sm90", threads=1)))
-    monkeypatch.setattr("fp4kit.cpu.matmul.TERMS_PER_CALL", 50_000)  # several calls of the library, and cut matrices
+    monkeypatch.setattr("fp4kit.cpu.engine.TERMS_PER_CALL", 50_000)  # several calls of the library, and cut matrices
     assert all(map(same_bits, d, fp4kit.matmul_grouped(a, b, unit="sm90")))
 
 

@@ -10,7 +10,7 @@ from engine_cases import agree
 from together import together
 
 import fp4kit
-from fp4kit.cuda.launch.supported import unsupported
+from fp4kit.cuda.dispatch import unsupported
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import BNB_FP4, E2M1, E3M2, E4M3, E8M0, INT4, INT8, NF4, Codebook, ElementFormat
 from fp4kit.recipes import RECIPES, Recipe

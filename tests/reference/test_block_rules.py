@@ -13,7 +13,7 @@ from together import together
 from variants import TE_CODES, blocks_at_ties
 
 import fp4kit
-from fp4kit.cuda.compile import loader
+from fp4kit.cuda import compiler as loader
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.recipes import RECIPES, rules

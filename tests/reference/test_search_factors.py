@@ -15,7 +15,7 @@ from inputs import BF16, extreme, nonfinite, ordinary
 
 import fp4kit
 from fp4kit.call.parse import Declined
-from fp4kit.cuda.launch.dispatch import LaunchRequest, find_kernel, kernel_for
+from fp4kit.cuda.dispatch import LaunchRequest, find_kernel, kernel_for
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1
 from fp4kit.host.engine import compute_tensor_amax

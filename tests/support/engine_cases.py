@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from fp4kit.call.parse import Declined
-from fp4kit.cpu import coverage, dequantize, encode, engine
+from fp4kit.cpu import codec as dequantize
+from fp4kit.cpu import codec as encode
+from fp4kit.cpu import coverage, engine
 from fp4kit.cpu import library as native
 from fp4kit.evidence.engines import SPECIFICATION
 from fp4kit.evidence.testing import assert_same_bits

@@ -18,7 +18,8 @@ from thread_group import ThreadGroup, run_threads
 
 import fp4kit
 from fp4kit import Shard
-from fp4kit.cuda.launch import dispatch, grouped
+from fp4kit.cuda import dispatch
+from fp4kit.cuda import matrix as grouped
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.training.communicators import SingleProcess

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fp4kit.arrays import imports
-from fp4kit.cuda.engine.master_weights import _message_sizes
+from fp4kit.cuda.shards import _message_sizes
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training import communicators
 from fp4kit.training.communicators import ID_BYTES, Mpi, Nccl, SingleProcess

@@ -12,14 +12,12 @@ import numpy as np
 from host import cupy_on_host as cupy
 from searched import STATIC
 
-from fp4kit.cuda.compile import loader
-from fp4kit.cuda.compile.instantiate import instantiation
-from fp4kit.cuda.compile.traits import TYPES, recipe_struct
-from fp4kit.cuda.engine.search_amaxes import float64_bits
-from fp4kit.cuda.engine.search_scales import SEARCH_THREADS
-from fp4kit.cuda.launch.geometry import THREADS, Launch, address, grid
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
+from fp4kit.cuda.launch import THREADS, Launch, address, grid
+from fp4kit.cuda.search import SEARCH_THREADS, float64_bits
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.stochastic import HADAMARD_BLOCK
+from fp4kit.reference.hadamard import HADAMARD_BLOCK
 
 HERE = Path(__file__).parent
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from fp4kit.cuda.compile import loader
+from fp4kit.cuda import compiler as loader
 
 try:
     import fcntl

@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import fp4kit.cuda
 from fp4kit.arrays import imports
-from fp4kit.cuda.compile import loader
-from fp4kit.cuda.launch import geometry
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import launch as geometry
 
 MULTIPROCESSORS = 2  # multiprocessors of the simulated device: few, so that the grid is smaller than the work
 

@@ -11,9 +11,11 @@ from host.device_memory import ALIGNMENT, PAGE, UNIT, UNWRITTEN, check_around_al
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, NewArray, library_of
-from fp4kit.cuda.launch import geometry, matrix, pack_codes
-from fp4kit.cuda.launch.dispatch import LaunchRequest, kernel_for
+from fp4kit.cuda import launch as geometry
+from fp4kit.cuda import layouts as pack_codes
+from fp4kit.cuda import matrix
+from fp4kit.cuda.cached_calls import FLOAT32, UINT8, NewArray, library_of
+from fp4kit.cuda.dispatch import LaunchRequest, kernel_for
 from fp4kit.evidence.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("played_gpu")

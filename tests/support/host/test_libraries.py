@@ -10,7 +10,7 @@ from host.device_memory import UNIT
 from host.libraries import Libraries
 from inputs import BF16
 
-from fp4kit.cuda.compile import loader
+from fp4kit.cuda import compiler as loader
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.reference.arith import divide_ftz, multiply_ftz, reciprocal_approx_ftz
 

@@ -13,24 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
 from math import prod
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arrays import imports
+from fp4kit.arrays import imports, torch_arrays
 from fp4kit.call.parse import Call
-from fp4kit.cuda.engine.amax import tensor_amax_operands
-from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, DeviceArrayAccess, NewArray, library_of
-from fp4kit.cuda.engine.matrices import launch_request, matrix_count, with_kernel_amax
-from fp4kit.cuda.launch import matrix
-from fp4kit.cuda.launch import swizzle as swizzle_launcher
-from fp4kit.cuda.launch import transpose as transpose_launcher
-from fp4kit.cuda.launch.dispatch import Arguments, LaunchRequest, find_kernel
-from fp4kit.cuda.launch.geometry import Launch, aligned
-from fp4kit.cuda.launch.matrix import Matrix, has_aligned_runs, quantize_launch
-from fp4kit.cuda.launch.supported import check_formats
+from fp4kit.cuda.amax import tensor_amax_operands
+from fp4kit.cuda.dispatch import Arguments, LaunchRequest, check_formats, find_kernel
+from fp4kit.cuda.launch import Launch, aligned
+from fp4kit.cuda.layouts import SQUARE_BLOCKS, swizzle_launch, transpose_launch
+from fp4kit.cuda.matrix import (
+    Matrix,
+    amax_launch,
+    dequantize_launch,
+    has_aligned_runs,
+    implies_amaxes,
+    launch_request,
+    matrix_count,
+    quantize_launch,
+    with_kernel_amax,
+)
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import PARTS, Quantized, assembled
 from fp4kit.quantized.parts import tensor_amax_shape, wanted_parts
@@ -118,7 +125,7 @@ def _amax_step(call: Call, request: LaunchRequest) -> AmaxStep | None:
     operand, counted, by_row = tensor_amax_operands(x, r)
     rows, columns = operand.shape if by_row else (1, x.size)
     aligned_runs = aligned(x, columns * x.dtype.itemsize if by_row else 16)
-    return AmaxStep(matrix.amax_launch(x.dtype, counted, by_row, aligned_runs, rows, columns, x.device.id), by_row)
+    return AmaxStep(amax_launch(x.dtype, counted, by_row, aligned_runs, rows, columns, x.device.id), by_row)
 
 
 # Maps the fields of a Quantized to the names of the kernels' arguments.
@@ -324,10 +331,10 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Cud
     is_joined = len(q.shape) <= 2 or q.scale_layout == "linear"
     arrays = [a for a in (q.packed, q.block_scale, out) if a is not None]
     is_in_order = all(a.flags.c_contiguous and aligned(a, 16) for a in arrays)
-    if matrix.implies_amaxes(r) or not is_one_matrix or not is_joined or not is_in_order:
+    if implies_amaxes(r) or not is_one_matrix or not is_joined or not is_in_order:
         return None
     check_formats(r)
-    launch = matrix.dequantize_launch(r, q.scale_layout, q.dtype, dtype, shape, q.packed.device.id)
+    launch = dequantize_launch(r, q.scale_layout, q.dtype, dtype, shape, q.packed.device.id)
     library = library_of(given.packed)
     return CudaDequantizeCall(library, launch, library.maker([NewArray(q.shape, dtype)]))
 
@@ -360,12 +367,10 @@ class MoveCall:
 
 def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
     """Return a MoveCall that repeats a call to transpose."""
-    if q.recipe.block_size not in transpose_launcher.BLOCKS or not _are_contiguous_here(q.packed, q.block_scale):
+    if q.recipe.block_size not in SQUARE_BLOCKS or not _are_contiguous_here(q.packed, q.block_scale):
         return None
     *lead, M, K = q.moved_shape
-    launch = transpose_launcher.launch_of(
-        q.packed, q.block_scale, q.recipe, q.scale_layout, None, None, (prod(lead), M, K)
-    )
+    launch = transpose_launch(q.packed, q.block_scale, q.recipe, q.scale_layout, None, None, (prod(lead), M, K))
     _, packed, scales, _ = wanted_parts(q.shape, axis, q.recipe, q.scale_layout)
     library = library_of(given.packed)
     new = library.maker([NewArray(packed, UINT8), NewArray(scales or (), UINT8)])
@@ -377,7 +382,7 @@ def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
     if not _are_contiguous_here(q.block_scale) or q.scale_layout == layout:
         return None
     *lead, R, C = q.scale_shape
-    launch = swizzle_launcher.launch_of(q.block_scale, q.scale_layout, None, layout, (prod(lead), R, C))
+    launch = swizzle_launch(q.block_scale, q.scale_layout, None, layout, (prod(lead), R, C))
     library = library_of(given.block_scale)
     new = library.maker([NewArray(padded_shape(q.scale_shape, layout), UINT8)])
     return MoveCall(library, launch, ("block_scale",), new, {"scale_layout": layout})
@@ -387,3 +392,123 @@ def _are_contiguous_here(*arrays: Any) -> bool:
     """Return True if kernels can read arrays in place: if each is nonempty, contiguous and on the current device."""
     device = imports.cupy().cuda.runtime.getDevice()
     return all(a.size and a.flags.c_contiguous and a.device.id == device for a in arrays)
+
+
+FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
+# The most bytes of arrays that share one allocation. It is small, because each array keeps the whole allocation alive.
+_MAX_SHARED_BYTES = 1 << 20
+_ALIGNMENT = 256  # bytes; arrays in a shared allocation begin at its multiples, as separate allocations do
+
+
+class NewArray(NamedTuple):
+    """The description of an array that a call allocates.
+
+    Attributes:
+        shape: the shape of the array.
+        dtype: its NumPy dtype, also for a PyTorch tensor.
+        zeros: True to fill the array with zeros; False to leave it uninitialized.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    zeros: bool = False
+
+
+class DeviceArrayAccess(NamedTuple):
+    """The functions with which a cached call handles arrays of CuPy or of PyTorch.
+
+    Functions that are implemented in C are used where possible, because a call to a Python function takes 0.25 us (host
+    of an H200, November 2026).
+
+    Attributes:
+        address: address(array) returns the address of the array's first element.
+        maker: maker(descriptions) returns a function without arguments that allocates one new array per NewArray.
+        clear: clear(array, stream) sets a float32 array with one element to 0 on a stream.
+        stream: stream() returns the current stream.
+    """
+
+    address: Callable[[Any], int]
+    maker: Callable[[Sequence[NewArray]], Callable[[], list[Any]]]
+    clear: Callable[[Any, Any], None]
+    stream: Callable[[], Any]
+
+
+def library_of(a: Any) -> DeviceArrayAccess:
+    """Return the DeviceArrayAccess for the library of an array: CuPy or PyTorch."""
+    return _cupy_library() if type(a).__module__ == "cupy" else _torch_library(a.device)
+
+
+def _cupy_library() -> DeviceArrayAccess:
+    """Return the DeviceArrayAccess of CuPy."""
+
+    def clear(a: Any, stream: Any) -> None:
+        """Set a float32 array with one element to 0 on the current stream, which `stream` must be."""
+        a.data.memset_async(0, FLOAT32.itemsize)
+
+    return DeviceArrayAccess(attrgetter("data.ptr"), _cupy_maker, clear, imports.cupy().cuda.get_current_stream)
+
+
+def _cupy_maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
+    """Return a function without arguments that returns a list of new CuPy arrays, one per description in `wanted`."""
+    # If there are several arrays, of at most _MAX_SHARED_BYTES (1 MiB) together, they share one allocation, because
+    # allocating memory takes half of the time that it takes to make an array.
+    cupy = imports.cupy()
+    sizes = [-(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype, _ in wanted]
+    if len(wanted) == 1 or sum(sizes) > _MAX_SHARED_BYTES:
+        make = [partial(cupy.zeros if zeros else cupy.ndarray, shape, dtype) for shape, dtype, zeros in wanted]
+        return lambda: [new() for new in make]
+    places = [(new.shape, new.dtype, start) for new, start in zip(wanted, accumulate(sizes, initial=0), strict=False)]
+    cleared = [i for i, new in enumerate(wanted) if new.zeros]
+    allocate, array, size = cupy.cuda.alloc, _array_at(cupy), sum(sizes)
+
+    def shared() -> list[Any]:
+        """Allocate all arrays in one piece of memory, set the arrays of `cleared` to 0, and return the arrays."""
+        memory = allocate(size)
+        made = [array(shape, dtype, memory + start) for shape, dtype, start in places]
+        for i in cleared:
+            made[i].data.memset_async(0, made[i].nbytes)
+        return made
+
+    return shared
+
+
+def _array_at(cupy: Any) -> Callable[..., Any]:
+    """Return a fast equivalent of the class cupy.ndarray: a function of (shape, dtype, memory) that makes an array."""
+    kind = cupy.ndarray
+    new = kind.__mro__[1].__new__
+
+    def array(shape: tuple[int, ...], dtype: np.dtype, memory: Any) -> Any:
+        """Return a CuPy array that begins at `memory`, a pointer into an allocation, which the array keeps alive."""
+        made = new(kind)
+        made._init(shape, dtype, memory)
+        return made
+
+    memory = cupy.cuda.alloc(_ALIGNMENT) + 8
+    facts = attrgetter(
+        "shape", "dtype", "strides", "size", "nbytes", "flags.c_contiguous", "data.ptr", "data.device_id", "base"
+    )
+    for shape, dtype in (((2, 3), FLOAT32), ((), UINT8)):
+        try:
+            made = array(shape, dtype, memory)
+            if type(made) is not kind or facts(made) != facts(kind(shape, dtype, memory)):
+                return kind
+        except (AttributeError, TypeError, ValueError):
+            return kind
+    return array
+
+
+@cache
+def _torch_library(device: Any) -> DeviceArrayAccess:
+    """Return the DeviceArrayAccess of PyTorch tensors on a device."""
+    set_to = imports.cupy().cuda.runtime.memsetAsync
+
+    def maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
+        """Return a function without arguments that returns a list of new tensors, one per description in `wanted`."""
+        make = [torch_arrays.maker(device, *new) for new in wanted]
+        return lambda: [new() for new in make]
+
+    def clear(a: Any, stream: Any) -> None:
+        """Set a float32 tensor with one element to 0 on a stream."""
+        set_to(a.data_ptr(), 0, FLOAT32.itemsize, stream.ptr)
+
+    return DeviceArrayAccess(torch_arrays.address(), maker, clear, torch_arrays.streams_of(device))

@@ -12,11 +12,11 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.matmul import Addition, MatmulCall, Operand, addition_of, decoding_of, scale_decoding_of
-from fp4kit.cuda.compile import loader
-from fp4kit.cuda.compile.instantiate import instantiation
-from fp4kit.cuda.compile.traits import TYPES
-from fp4kit.cuda.launch.dispatch import CACHE_SIZE
-from fp4kit.cuda.launch.geometry import Launch, address, grid
+from fp4kit.call.parse import Declined
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda.compiler import TYPES, instantiation
+from fp4kit.cuda.dispatch import CACHE_SIZE
+from fp4kit.cuda.launch import Launch, address, grid
 from fp4kit.reference.matmul import LEAST_EXPONENT
 from fp4kit.units import DotAdd
 
@@ -173,3 +173,27 @@ def multiply(calls: list[MatmulCall], outs: list[Any]) -> None:
         table = np.array([*(product.values for product in products)], np.uint64).reshape(-1)
         on_gpu = imports.cupy().asarray(np.concatenate([table, np.cumsum(tiles).astype(np.uint64)]))
         launch(on_gpu.data.ptr, on_gpu[table.size :].data.ptr, len(products), sum(tiles))
+
+
+def matmul(calls: list[MatmulCall]) -> list[Any]:
+    """Return one result per call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype."""
+    for call in calls:
+        _check_blocks(call)
+    with imports.making_current(calls[0].a.codes.device.id):
+        outs = [imports.cupy().empty(call.shape, call.out_dtype) if call.out is None else call.out for call in calls]
+        filled = [(call, out) for call, out in zip(calls, outs, strict=True) if out.size]
+        if filled:
+            multiply([call for call, _ in filled], [out for _, out in filled])
+        return outs
+
+
+def _check_blocks(call: MatmulCall) -> None:
+    """Raise Declined unless the block size of each operand with block scales is a multiple of 16."""
+    # For the order "float32-blocks", it must also be at most 128.
+    for x in (call.a, call.b):
+        most = 128 if call.unit.order == "float32-blocks" else x.block
+        if x.scales is not None and (x.block % 16 or x.block > most):
+            raise Declined(
+                f"an operand has blocks of {x.block} elements; the kernels need a multiple of 16"
+                f"{', at most 128' if x.block > most else ''}; move both operands to the host"
+            )

@@ -11,20 +11,22 @@ There is one module per operation. The other modules are shared:
 - cached_calls.py repeats calls quickly, and buffers.py allocates their arrays.
 """
 
-from fp4kit.cuda.engine.amax import amax, clip_amax, plain_amax
-from fp4kit.cuda.engine.clip_group import CudaClipGroup
-from fp4kit.cuda.engine.dequantize import dequantize
-from fp4kit.cuda.engine.fake_quantize import clip, fake_quantize
-from fp4kit.cuda.engine.group import CudaGroup, amax_group, plain_amax_group
-from fp4kit.cuda.engine.layouts import pack, swizzle, transpose, unpack
-from fp4kit.cuda.engine.master_weights import DeviceStages
-from fp4kit.cuda.engine.matmul import matmul
-from fp4kit.cuda.engine.partial import partial_amax, partial_cast
-from fp4kit.cuda.engine.quantize import quantize, quantize_both
-from fp4kit.cuda.engine.quantize_with_scales import quantize_with_scales
-from fp4kit.cuda.engine.requantize import requantize
-from fp4kit.cuda.engine.rotate import rotate
-from fp4kit.cuda.engine.search_scales import search_scales
+from fp4kit.cuda.amax import amax, clip_amax, plain_amax
+from fp4kit.cuda.groups import CudaClipGroup, CudaGroup, amax_group, plain_amax_group
+from fp4kit.cuda.layouts import pack, swizzle, transpose, unpack
+from fp4kit.cuda.matmul import matmul
+from fp4kit.cuda.quantize import (
+    clip,
+    dequantize,
+    fake_quantize,
+    quantize,
+    quantize_both,
+    quantize_with_scales,
+    requantize,
+)
+from fp4kit.cuda.rotate import rotate
+from fp4kit.cuda.search import search_scales
+from fp4kit.cuda.shards import DeviceStages, partial_amax, partial_cast
 
 __all__ = [
     "CudaClipGroup",

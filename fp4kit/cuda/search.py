@@ -8,9 +8,9 @@ _is_pruned says when the pruned searches can be used. The found amaxes are writt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -19,22 +19,21 @@ import numpy as np
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import BLOCK_COLUMNS, MAX_OFFSET, Search
-from fp4kit.cuda.compile import loader
-from fp4kit.cuda.compile.instantiate import instantiation
-from fp4kit.cuda.compile.traits import TYPES, recipe_struct
-from fp4kit.cuda.engine.amax import tensor_amax
-from fp4kit.cuda.engine.matrices import launch_request
-from fp4kit.cuda.engine.search_amaxes import float64_bits, objective_options, search_amaxes
-from fp4kit.cuda.engine.search_factors import OWN_KERNELS, factor_launches, search_factors
-from fp4kit.cuda.launch import grouped
-from fp4kit.cuda.launch.dispatch import kernel_for
-from fp4kit.cuda.launch.geometry import THREADS, Launch, address, aligned, as_aligned, check_count, grid
-from fp4kit.cuda.launch.supported import check_formats
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import matrix as grouped
+from fp4kit.cuda.amax import amax, tensor_amax
+from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
+from fp4kit.cuda.dispatch import check_formats, kernel_for
+from fp4kit.cuda.launch import THREADS, Launch, address, aligned, as_aligned, check_count, grid
+from fp4kit.cuda.matrix import launch_request
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.quantized.parts import scale_shape
 from fp4kit.recipes import Recipe
-from fp4kit.reference.codec import is_per_expert, part_for_matrix
-from fp4kit.reference.search import AROUND_FLOOR, DEFAULT_TERMS, SearchTerms
+from fp4kit.recipes.schema import decoding, searching
+from fp4kit.reference.matrices import is_per_expert, part_for_matrix
+from fp4kit.reference.search_amaxes import multiples
+from fp4kit.reference.search_factors import FACTORS
+from fp4kit.reference.search_scales import AROUND_FLOOR, DEFAULT_TERMS, SearchTerms
 
 # The structs of the kernels' arguments, as search.cuh and search_full.cuh declare them. column_weights points to the
 # weights or the Hessians.
@@ -221,3 +220,112 @@ def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, mask: int | 
     """Return a compiled kernel as a CuPy function on a device."""
     source = instantiation(kernel, recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], **options)
     return loader.function(source, f"{kernel}_kernel", device)
+
+
+_MULTIPLES_POINTERS = ("x", "amax", "tensor_amax", "weights", "multiples", "losses", "least", "out")
+_MULTIPLES_SIZES = ("rows", "columns", "rows_of_amax", "rows_of_tensor", "parts", "first", "count")
+_MULTIPLES = np.dtype(
+    [(n, "u8") for n in _MULTIPLES_POINTERS] + [(n, "i8") for n in _MULTIPLES_SIZES] + [("power", "f8")]
+)
+MAX_LOSSES = 1 << 25  # the most losses in memory at a time; there is one loss per row and multiple
+
+
+def search_amaxes(search: Search) -> Any:
+    """Return each amax times the multiple that gives the smallest loss: float32 in the shape of the amaxes."""
+    call, r, cupy = search.call, search.call.recipe, imports.cupy()
+    with imports.making_current(call.x.device.id):
+        x = cupy.ascontiguousarray(call.moved)
+        tensor = tensor_amax(call, x)
+        amaxes = tensor if r.scale is None else amax(call._replace(moved=x))
+        if not x.size:
+            return cupy.abs(amaxes)  # the sign bit of a given -0 is ignored
+        out = cupy.empty(amaxes.shape, np.float32)
+        assert search.terms.grid is not None
+        factors = cupy.asarray(multiples(search.terms.grid))
+        columns = r.block_size if r.block else x.shape[-1]
+        search_multiples(x.reshape(-1, columns), amaxes, tensor, out, r, search.terms, factors)
+        return out
+
+
+def search_multiples(x: Any, amaxes: Any, tensor: Any, out: Any, r: Recipe, terms: SearchTerms, factors: Any) -> None:
+    """Find the multiple of each amax that gives the smallest loss, and write the amax times this multiple into out."""
+    # The multiples are tried in batches, so that at most MAX_LOSSES losses are in memory.
+    check_count(x.size)
+    cupy, device, (rows, columns) = imports.cupy(), x.device.id, x.shape
+    batch = min(max(MAX_LOSSES // rows, 1), factors.size)
+    losses, least = cupy.empty((rows, batch), np.float64), cupy.empty(amaxes.shape, np.float64)
+    arrays = tuple(map(address, (x, amaxes, tensor, terms.weights, factors, losses, least, out)))
+    rule = (r, x.dtype, terms.weights is not None, *objective_options(terms.power).items())
+    parts = 1 if terms.weights is None else terms.weights.size // columns
+    covered = rows // amaxes.size, rows if tensor is None else rows // tensor.size
+    for first in range(0, factors.size, batch):
+        count = min(batch, factors.size - first)
+        sizes = (rows, columns, *covered, parts, first, count, float64_bits(terms.power))
+        blocks = -(-rows * count // THREADS), -(-amaxes.size * 32 // THREADS)
+        for kernel, work in zip(("row_losses_kernel", "least_losses_kernel"), blocks, strict=True):
+            Launch(_multiples_function(kernel, *rule, device=device), grid(work, device), _MULTIPLES, *sizes)(*arrays)
+
+
+def objective_options(power: float) -> dict[str, bool]:
+    """Return the kernel's options for a loss: the sum of |error|^power or, if power is inf, the largest |error|."""
+    return {"kMagnitudes": power == 1, "kLargest": power == np.inf, "kPowers": power not in (1, 2, np.inf)}
+
+
+def float64_bits(power: float) -> int:
+    """Return the 64 bits of a number as a float64, as an int, because a Launch takes only ints as arguments."""
+    return int(np.float64(power).view(np.uint64))
+
+
+@cache
+def _multiples_function(
+    kernel: str, r: Recipe, dtype: np.dtype, weighted: bool, *objective: tuple[str, bool], device: int
+) -> Any:
+    """Return one of the two compiled kernels of this search as a CuPy function on a device."""
+    loss = {"kWeighted": weighted, "kOwn": r.fake_rule is not None, **dict(objective)}
+    source = instantiation(
+        "search_amaxes", recipe_struct(decoding(r, np.dtype(np.float32))), Input=TYPES[dtype], **loss
+    )
+    return loader.function(source, kernel, device)
+
+
+OWN_KERNELS = {**dict.fromkeys(FACTORS, "search_factors"), "quest": "search_quest"}  # {Recipe.search: its kernel}
+_FACTORS = np.dtype([(n, "u8") for n in ("x", "tensor_amax", "block_amax")] + [(n, "i8") for n in ("rows", "columns")])
+
+
+def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> None:
+    """Find the best block amaxes of each matrix, and write them into the matrix's array of block amaxes."""
+    for launch in factor_launches(matrices, r, mask):
+        launch()
+
+
+def factor_launches(
+    matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None
+) -> Iterator[Callable[[], None]]:
+    """Yield one function per matrix."""
+    for x, out, tensor in matrices:
+        check_count(x.size)
+        device = x.device.id
+        function = _factors_function(r, x.dtype, device, mask, aligned(x, 16))
+        launch = Launch(function, grid(-(-x.size // r.block_size // THREADS), device, 8), _FACTORS, *x.shape)
+        yield partial(_call_launch, launch, (x, tensor, out))
+
+
+def _call_launch(launch: Launch, arrays: tuple[Any, ...]) -> None:
+    """Call a Launch with the addresses of arrays, in order; 0 for an array that is None."""
+    launch(*map(address, arrays))
+
+
+@cache
+def _factors_function(r: Recipe, dtype: np.dtype, device: int, mask: int | None, is_aligned: bool) -> Any:
+    """Return the compiled kernel of a recipe's search as a CuPy function on a device."""
+    kernel, struct = OWN_KERNELS[r.search], recipe_struct(searching(r), sign_mask=mask)
+    if r.search in FACTORS:
+        struct = f"{struct}\n{factors_text(r)}"
+    source = instantiation(kernel, struct, Input=TYPES[dtype], kAligned=is_aligned)
+    return loader.function(source, f"{kernel}_kernel", device)
+
+
+def factors_text(r: Recipe) -> str:
+    """Return the definition of the C++ array kFactors, the multiples that a recipe's search tries."""
+    values = (f"{float(np.float32(factor)).hex()}f" for factor in FACTORS[r.search])
+    return f"static __device__ const float kFactors[] = {{{', '.join(values)}}};"

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.cuda.compile import loader
-from fp4kit.cuda.compile.instantiate import instantiation
-from fp4kit.cuda.compile.traits import TYPES
-from fp4kit.cuda.launch.dispatch import CACHE_SIZE
-from fp4kit.cuda.launch.geometry import Launch, address, as_aligned, grid
-from fp4kit.reference.stochastic import hadamard_factor
+from fp4kit.arrays import imports
+from fp4kit.call.rotation import Rotation
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda.compiler import TYPES, instantiation
+from fp4kit.cuda.dispatch import CACHE_SIZE
+from fp4kit.cuda.launch import Launch, address, as_aligned, grid
+from fp4kit.reference.rotate import hadamard_factor
 
 TILE = 4096  # elements that a thread block of rotate.cu or hadamard_rows.cu takes at a time
 COLUMNS_TILE = 8192  # elements that a thread block of hadamard_columns.cu takes at a time
@@ -60,7 +61,7 @@ def hadamard_source(contiguous: bool, dtype: np.dtype, size: int, has_signs: boo
     return instantiation(name, _constants(size), Input=TYPES[dtype], kHasSigns=has_signs, kIsInverse=inverse)
 
 
-def source(kernel: RotateKernel) -> str:
+def rotate_source(kernel: RotateKernel) -> str:
     """Return the C++ text that instantiates rotate.cu with the template arguments `kernel`."""
     return instantiation(
         "rotate",
@@ -76,7 +77,7 @@ def source(kernel: RotateKernel) -> str:
 @cache
 def _function(kernel: RotateKernel, device: int) -> Any:
     """Return rotate.cu, compiled with the template arguments `kernel`, as a CuPy function on a device."""
-    return loader.function(source(kernel), "rotate_kernel", device)
+    return loader.function(rotate_source(kernel), "rotate_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
@@ -118,7 +119,7 @@ def _takes_hadamard(x: Any, out: Any) -> bool:
     return inner * x.itemsize % 4 == 0 and x.data.ptr % 4 == 0 and out.data.ptr % 4 == 0
 
 
-def rotate(x: Any, out: Any, size: int, signs: Any, matrices: Any, inverse: bool) -> None:
+def launch_rotate(x: Any, out: Any, size: int, signs: Any, matrices: Any, inverse: bool) -> None:
     """Rotate the blocks along the middle axis of x, and write the results into out, on the current stream."""
     if matrices is None and _takes_hadamard(x, out):
         launch = _hadamard_launch(x.shape, x.device.id, x.dtype, size, signs is not None, inverse)
@@ -127,3 +128,28 @@ def rotate(x: Any, out: Any, size: int, signs: Any, matrices: Any, inverse: bool
     kernel = RotateKernel(x.dtype, size, x.shape[2] == 1, signs is not None, matrices is not None, inverse)
     step = 0 if matrices is None or len(matrices) == 1 else size * size
     _launch(kernel, x.shape, step, x.device.id)(*map(address, (x, out, signs, as_aligned(matrices))))
+
+
+@lru_cache(64)
+def _signs(signs: bytes, device: int) -> Any:
+    """Return the signs of a Hadamard transform as a uint8 array on the current device: 1 for negative, 0 for
+    positive.
+    """
+    # The copy is complete when this function returns, because later calls may use the array on other streams.
+    cupy = imports.cupy()
+    array = cupy.asarray(np.frombuffer(signs, np.uint8))
+    cupy.cuda.get_current_stream().synchronize()
+    return array
+
+
+def rotate(r: Rotation) -> Any:
+    """Rotate the blocks of the array in a Rotation."""
+    cupy, device = imports.cupy(), r.x.device.id
+    with imports.making_current(device):
+        x = cupy.ascontiguousarray(r.x).reshape(r.shape)
+        out = cupy.empty(r.x.shape, r.x.dtype)
+        if x.size:
+            signs = None if r.signs is None else _signs(r.signs.tobytes(), device)
+            matrices = None if r.matrices is None else cupy.asarray(r.matrices)
+            launch_rotate(x, out.reshape(r.shape), r.size, signs, matrices, r.inverse)
+        return out

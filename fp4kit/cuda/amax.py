@@ -8,6 +8,7 @@ Functions that return AmaxOperands let group.py compute many amaxes in one launc
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -15,13 +16,17 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
-from fp4kit.cuda.launch import matrix, partial
-from fp4kit.cuda.launch.amax_columns import amax_columns
-from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
-from fp4kit.cuda.launch.geometry import THREADS
-from fp4kit.quantized.parts import tensor_amax_shape
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import matrix
+from fp4kit.cuda.compiler import TYPES, instantiation
+from fp4kit.cuda.dispatch import CACHE_SIZE
+from fp4kit.cuda.launch import THREADS, UNLIMITED, Launch, aligned, grid
+from fp4kit.cuda.matrix import AMAX, transform_struct
+from fp4kit.cuda.shards import amax_shard, check_blocks
+from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import has_tall_scales
+from fp4kit.reference.hadamard import HADAMARD_BLOCK
 
 AmaxOperands = tuple[Any, str, bool]  # (array, elements that count, whether each row has its own amax)
 # Maps the amax_nan of a recipe to the elements that count for the amax of a row or block. Infinity counts for these
@@ -111,13 +116,13 @@ def needs_block_kernel(r: Recipe) -> bool:
 
 def _block_maxima(x: Any, r: Recipe) -> Any:
     """Return the amax of each block of contiguous x (..., M, K): float32 (..., ceil(M / block rows), K / block)."""
-    partial.check_blocks(r)
+    check_blocks(r)
     *lead, M, K = x.shape if x.ndim > 1 else (1, *x.shape)
     out = imports.cupy().zeros((*lead, -(-M // r.block_rows), K // r.block_size), np.float32)
     B = prod(lead) if M % r.block_rows else 1  # if no block crosses matrices, join them to one tall matrix
     if x.size:
         for part, amaxes in zip(x.reshape(B, -1), out.reshape(B, -1), strict=True):
-            partial.amax_shard(part, amaxes, (part.size // K, K), 0, r)
+            amax_shard(part, amaxes, (part.size // K, K), 0, r)
     return out if x.ndim > 1 else out[0]
 
 
@@ -179,3 +184,75 @@ def rows_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
     shape = tuple(x.shape[a] for a in kept)
     m = prod(x.shape[a] for a in reduced)
     return cupy.ascontiguousarray(x.transpose(*kept, *reduced)).reshape(prod(shape), m), shape
+
+
+_COLUMNS = np.dtype(
+    [("x", "u8"), ("amax", "u8")] + [(name, "i8") for name in ("matrices", "rows", "columns", "lanes", "height")]
+)
+_WARP = 32  # threads per warp
+_ROWS = 16  # rows per thread: many enough for several loads at a time and for few atomic updates per column
+
+
+@cache
+def _columns_function(dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
+    """Return the compiled kernel as a CuPy function on a device."""
+    source = instantiation("amax_columns", Input=TYPES[dtype], kAligned=aligned_runs)
+    return loader.function(source, "amax_columns_kernel", device)
+
+
+@lru_cache(CACHE_SIZE)
+def _columns_launch(dtype: np.dtype, aligned_runs: bool, shape: tuple[int, int, int], device: int) -> Launch:
+    """Return the prepared launch of amax_columns.cu for a stack of matrices of the shape (B, M, K)."""
+    matrices, rows, columns = shape
+    width = 16 // dtype.itemsize if aligned_runs else 1  # columns per thread
+    lanes = min(1 << (-(-columns // width) - 1).bit_length(), _WARP)
+    height = THREADS // lanes * _ROWS
+    items = matrices * -(-rows // height) * -(-columns // (lanes * width))
+    return Launch(
+        _columns_function(dtype, aligned_runs, device), grid(items, device, UNLIMITED), _COLUMNS, *shape, lanes, height
+    )
+
+
+def amax_columns(x: Any) -> Any:
+    """Return the largest magnitude in each column of contiguous matrices x (B, M, K): float32 (B, K)."""
+    matrices, _, columns = x.shape
+    out = imports.cupy().zeros((matrices, columns), np.float32)
+    if x.size:
+        launch = _columns_launch(x.dtype, aligned(x, columns * x.dtype.itemsize), x.shape, x.device.id)
+        launch(x.data.ptr, out.data.ptr)
+    return out
+
+
+_WORD = 4  # bytes that a thread loads per row, if they are aligned
+
+
+@cache
+def _hadamard_function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: int, device: int) -> Any:
+    """Return the compiled kernel as a CuPy function on a device."""
+    struct = transform_struct(mask)
+    source = instantiation(
+        "amax_hadamard", struct, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
+    )
+    return loader.function(source, "amax_hadamard_kernel", device)
+
+
+@lru_cache(CACHE_SIZE)
+def _hadamard_launch(
+    dtype: np.dtype, counted: str, aligned_runs: bool, rows: int, columns: int, mask: int, device: int
+) -> Launch:
+    """Return the prepared launch of amax_hadamard.cu for a matrix (rows, columns)."""
+    wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if aligned_runs else 1)))
+    function, patch_rows = _hadamard_function(dtype, counted, aligned_runs, mask, device), rows // HADAMARD_BLOCK
+    return Launch(function, grid(patch_rows * wide, device), AMAX, rows, columns)
+
+
+def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
+    """Return the largest magnitude of a matrix after a Hadamard transform along its columns: float32 ()."""
+    # An empty x gives 0. launch.matrix.amax would return the same value for a transposed copy of x with this mask; here
+    # x is not copied.
+    rows, columns = x.shape
+    out = imports.cupy().zeros((), np.float32)
+    if x.size:
+        aligned_runs = x.data.ptr % _WORD == 0 and columns * x.dtype.itemsize % _WORD == 0
+        _hadamard_launch(x.dtype, counted, aligned_runs, rows, columns, mask, x.device.id)(x.data.ptr, out.data.ptr)
+    return out

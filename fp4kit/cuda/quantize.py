@@ -1,0 +1,351 @@
+"""Quantize CuPy arrays, along rows, columns or both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.arrays import imports
+from fp4kit.call.amaxes import without_sign
+from fp4kit.call.outputs import empty_quantized
+from fp4kit.call.parse import Call, QuantizeOptions, quantize_call
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda.amax import empty_amax, tensor_amax
+from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
+from fp4kit.cuda.dispatch import CACHE_SIZE, LaunchRequest, check_formats, find_kernel, kernel_for
+from fp4kit.cuda.launch import THREADS, Launch, address, as_aligned, grid
+from fp4kit.cuda.layouts import swizzle
+from fp4kit.cuda.matrix import (
+    Matrix,
+    clip_gradient,
+    dequantize_matrix,
+    empty_scales,
+    implied_amaxes,
+    launch_request,
+    matrix_count,
+    quantize_matrix,
+    split_matrices,
+    with_kernel_amax,
+)
+from fp4kit.cuda.search import with_searched_amaxes
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import packed_shape
+from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import DECODE_RULES
+from fp4kit.recipes.schema import with_row_blocks
+from fp4kit.reference.implied_amax import encodes_by_amax
+from fp4kit.reference.matrices import is_per_expert, part_for_matrix
+from fp4kit.reference.requantize import differing, may_keep_codes, may_use_powers, under_powers_of_two
+from fp4kit.reference.tensor_rules import tensor_scale
+from fp4kit.types import ScaleLayout
+
+
+def quantize(call: Call) -> Quantized:
+    """Quantize the array of a call."""
+    original, call = call, with_searched_amaxes(call)
+    request = launch_request(call, columns=_is_columnwise(call))
+    if find_kernel(request) is None:
+        request = launch_request(call)
+    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # both may raise Declined, so call them first
+    with imports.making_current(call.x.device.id):
+        x = imports.cupy().ascontiguousarray(call.x if request.columns else call.moved)
+        request = with_kernel_amax(call, request, x)
+        amax = empty_amax(x, call.recipe) if request.finds_amax else tensor_amax(call, x, request.columns)
+        new = allocate if original.tensor_amax is None else _allocate_own
+        result = new(original, amax) if call.out is None else call.out
+        launch(call, request, x, amax, *((None, result) if request.columns else (result, None)))
+    return result
+
+
+def _is_columnwise(call: Call) -> bool:
+    """Return True if the blocks of a call lie along the columns of its matrices, which is axis -2."""
+    return call.axis == call.x.ndim - 2
+
+
+def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
+    """Return the results of quantize for the rowwise and for the columnwise call, as two new Quantized."""
+    request = launch_request(column, columns=True)
+    one_amax = column.mask is None or row.tensor_amax is not None or row.recipe.tensor_scaling == "none"
+    if find_kernel(request) is None or not one_amax:
+        return quantize(row), quantize(column)
+    with imports.making_current(row.x.device.id):
+        x = imports.cupy().ascontiguousarray(row.x)
+        request = with_kernel_amax(row._replace(mask=column.mask), request, x)
+        amax = empty_amax(x, row.recipe) if request.finds_amax else tensor_amax(row, x)
+        results = _allocate_own(row, amax), _allocate_own(column, amax)
+        launch(column, request, x, amax, *results)
+    return results
+
+
+def allocate(call: Call, amax: Any) -> Quantized:
+    """Return a new Quantized for the result of a call."""
+    return empty_quantized(call, amax, imports.cupy().empty, empty_scales)
+
+
+def _allocate_own(call: Call, amax: Any) -> Quantized:
+    """Return a new Quantized for the result of a call, like allocate, but with a new, uninitialized tensor_amax."""
+    # The new tensor_amax has the shape and dtype of `amax`, which is not used itself, because it may belong to the
+    # caller or to another result.
+    return allocate(call, None if amax is None else imports.cupy().empty(amax.shape, amax.dtype))
+
+
+def launch(
+    call: Call, request: LaunchRequest, x: Any, amax: Any, row: Quantized | None, column: Quantized | None
+) -> None:
+    """Quantize contiguous x along its rows into `row`, along its columns into `column`, or in both directions."""
+    if not x.size:
+        return _fill_scales(call, amax, row, column)
+    seed = call.random if isinstance(call.random, int) else 0
+    arrays = Matrix(x, tensor_amax=amax)
+    if row is not None:
+        arrays = arrays._replace(packed=row.packed, scales=row.block_scale, tensor_scale=row.tensor_scale)
+        arrays = arrays._replace(amax_out=None if row.tensor_amax is amax else row.tensor_amax)
+    if column is not None:
+        parts = {
+            "column_packed": column.packed,
+            "column_scales": column.block_scale,
+            "column_tensor_scale": column.tensor_scale,
+        }
+        arrays = arrays._replace(**parts, column_amax_out=None if column.tensor_amax is amax else column.tensor_amax)
+    for matrix, part in split_matrices(call, request, arrays):
+        quantize_matrix(matrix, part, seed)
+    return None
+
+
+def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
+    """Write the tensor scales and tensor amaxes of the results for an x without elements."""
+    for q in results:
+        if q is not None and q.tensor_scale is not None:
+            scale = tensor_scale(without_sign(amax.get()), call.recipe, call.x.dtype)
+            q.tensor_scale[...], q.tensor_amax[...] = imports.to_device(scale.decode), imports.to_device(scale.amax)
+
+
+def quantize_with_scales(call: Call) -> Quantized:
+    """Quantize call.moved with the scales that the caller passed."""
+    request = launch_request(call)
+    kernel_for(request), matrix_count(call, request, call.tensor_scale)  # both may raise Declined, so call them first
+    with imports.making_current(call.x.device.id):
+        result = _result(call)
+        if call.x.size:
+            amax = (
+                implied_amaxes(result.tensor_scale, None, call.recipe, call.x.dtype)
+                if encodes_by_amax(call.recipe)
+                else None
+            )
+            arrays = Matrix(
+                imports.cupy().ascontiguousarray(call.moved),
+                result.packed,
+                result.block_scale,
+                tensor_amax=amax,
+                tensor_scale=result.tensor_scale,
+            )
+            seed = call.random if isinstance(call.random, int) else 0
+            for matrix, part in split_matrices(call, request, arrays):
+                quantize_matrix(matrix, part, seed)
+    return result
+
+
+def _result(call: Call) -> Quantized:
+    """Return call.out, or a new Quantized if it is None, with copies of the caller's scales."""
+    out, r, scales = call.out, call.recipe, (call.block_scale, call.tensor_scale)
+    if out is None:
+        packed = imports.cupy().empty(packed_shape(call.moved.shape, r), np.uint8)
+        block_scale, tensor_scale = (_copied(a) for a in scales)
+        return Quantized(packed, block_scale, tensor_scale, None, call.x.shape, call.x.dtype, call.axis, r, call.layout)
+    for target, given in zip((out.block_scale, out.tensor_scale), scales, strict=True):
+        if given is not None:
+            target[...] = given
+    return out
+
+
+def _copied(a: Any) -> Any:
+    """Return a contiguous copy of an array, or None for None."""
+    return None if a is None else a.copy(order="C")
+
+
+def fake_quantize(call: Call) -> Any:
+    """Return the fake-quantized values of a call, in a new array with the shape and dtype of call.x."""
+    # If that kernel cannot compute the amax itself, another kernel computes it first.
+    call = with_searched_amaxes(call)
+    cupy, request = imports.cupy(), launch_request(call, values=True)
+    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # both may raise Declined, so call them first
+    with imports.making_current(call.x.device.id):
+        x = cupy.ascontiguousarray(call.moved)
+        values = cupy.empty(x.shape, x.dtype)
+        request = with_kernel_amax(call, request, x)
+        if request.finds_amax:
+            amax = empty_amax(x, call.recipe)
+        else:
+            amax = None if kernel_computes_amaxes(call) else tensor_amax(call, x)
+        if x.size:
+            seed = call.random if isinstance(call.random, int) else 0
+            for matrix, part in split_matrices(call, request, Matrix(x, values=values, tensor_amax=amax)):
+                quantize_matrix(matrix, part, seed)
+        return cupy.moveaxis(values, -1, call.axis)
+
+
+def kernel_computes_amaxes(call: Call) -> bool:
+    """Return True if the kernel fake_quantize computes the amaxes of blocks while it writes the values."""
+    return call.tensor_amax is None and call.recipe.tensor_scaling == "block" and call.recipe.fake_rule is not None
+
+
+def clip(call: Call, amax: Any) -> Any:
+    """Return the clipped gradient, a new array: call.grad where |call.x| <= amax, otherwise 0."""
+    cupy = imports.cupy()
+    with imports.making_current(call.x.device.id):
+        x, g, limit = (cupy.ascontiguousarray(a) for a in (call.moved, np.moveaxis(call.grad, call.axis, -1), amax))
+        out = cupy.empty(g.shape, g.dtype)
+        clip_gradient(g, x, limit, out)
+        return cupy.moveaxis(out, -1, call.axis)
+
+
+def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q."""
+    check_formats(q.recipe)
+    cupy = imports.cupy()
+    with imports.making_current(q.packed.device.id):
+        direct = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous and out.data.ptr % 16 == 0
+        moved: Any = out if direct else cupy.empty(q.moved_shape, dtype)
+        if moved.size:
+            _dequantize_matrices(q, moved)
+        values = cupy.moveaxis(moved, -1, q.axis)
+        if out is None:
+            return values
+        if not direct:
+            out[...] = values
+        return out
+
+
+def _dequantize_matrices(q: Quantized, moved: Any) -> None:
+    """Write the values of q into `moved`, a contiguous, nonempty array that has the quantized axis last."""
+    tensor_arrays = [a if a is None or a.flags.c_contiguous else a.copy() for a in (q.tensor_scale, q.tensor_amax)]
+    K, separate = moved.shape[-1], q.scale_layout != "linear" or is_per_expert(q.tensor_scale, q.recipe)
+    B = prod(moved.shape[:-2]) if moved.ndim > 2 and separate else 1
+    packed, values = as_aligned(q.packed).reshape(B, -1), moved.reshape(B, -1)
+    scales = None if q.block_scale is None else as_aligned(q.block_scale).reshape(B, -1)
+    recipe = with_row_blocks(q.recipe)
+    for i in range(B):
+        scale, amax = (part_for_matrix(a, q.recipe, i, (B, moved.size // B // K)) for a in tensor_arrays)
+        arrays = (packed[i], None if scales is None else scales[i], recipe, q.scale_layout, scale, amax)
+        dequantize_matrix(*arrays, q.dtype, values[i].reshape(-1, K))
+
+
+_POINTERS = ("source", "source_scales", "extent", "packed", "scales", "tensor_scale", "tensor_amax")
+_KEEP = np.dtype([(name, "u8") for name in _POINTERS] + [("blocks", "i8"), ("source_block", "i8")])
+_CHANGED = np.dtype([("x", "u8"), ("y", "u8"), ("changed", "u8"), ("largest", "u8"), ("count", "i8")])
+
+
+@cache
+def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, device: int) -> Any:
+    """Return one of the three compiled kernels of requantize.cu as a CuPy function on a device."""
+    source = instantiation("requantize", recipe_struct(target), Input=TYPES[dtype], kUnsignedZero=unsigned_zero)
+    return loader.function(source, kernel, device)
+
+
+@lru_cache(CACHE_SIZE)
+def _keep_launch(
+    kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, blocks: int, source_block: int, device: int
+) -> Launch:
+    """Return the prepared launch of one kernel of requantize.cu, for `blocks` blocks of `source_block` codes."""
+    function = _keep_function(kernel, target, dtype, unsigned_zero, device)
+    return Launch(function, grid(-(-blocks // THREADS), device), _KEEP, blocks, source_block)
+
+
+class KeptSource(NamedTuple):
+    """The source of a requantization: a quantized array whose codes may be kept.
+
+    codes, scales: contiguous arrays, aligned to 8 bytes; scales are E8M0 in the linear layout.
+    recipe, dtype: the recipe, and the dtype that was quantized.
+    extent: the range of the scales, uint32 (3,), which power_amax finds.
+    """
+
+    codes: Any
+    scales: Any
+    recipe: Recipe
+    dtype: np.dtype
+    extent: Any
+
+
+def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> KeptSource:
+    """Return a KeptSource for codes and scales."""
+    return KeptSource(codes, scales, r, dtype, imports.cupy().zeros(3, np.uint32))
+
+
+def power_amax(source: KeptSource, target: Recipe, amax: Any) -> None:
+    """Overwrite `amax`, the tensor amax of the decoded source, with one that lets `target` keep codes of the source."""
+    for kernel in ("requantize_range_kernel", "requantize_amax_kernel"):
+        _launch(kernel, source, target, None, None, None, amax)
+
+
+def keep_codes(source: KeptSource, result: Quantized) -> None:
+    """Overwrite the blocks of the result whose new scale the target can represent, with the codes of the source."""
+    arrays = (result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
+    _launch("requantize_keep_kernel", source, result.recipe, *arrays)
+
+
+def _launch(kernel: str, source: KeptSource, target: Recipe, *arrays: Any) -> None:
+    """Launch one of the kernels of requantize.cu."""
+    unsigned_zero = DECODE_RULES[source.recipe.decode_rule].unsigned_zero
+    sizes = (source.scales.size, source.recipe.block_size, source.codes.device.id)
+    launch = _keep_launch(kernel, target, source.dtype, unsigned_zero, *sizes)
+    launch(*map(address, (source.codes, source.scales, source.extent, *arrays)))
+
+
+@lru_cache(CACHE_SIZE)
+def _changed_launch(count: int, device: int) -> Launch:
+    """Return the prepared launch of count_changed.cu, which compares two arrays of `count` elements."""
+    function = loader.function(instantiation("count_changed"), "count_changed_kernel", device)
+    return Launch(function, grid(-(-count // (4 * THREADS)), device), _CHANGED, count)
+
+
+def count_changed(x: Any, y: Any) -> tuple[Any, Any]:
+    """Return (number of values that differ, int64 (); largest change, float32 ()) for two contiguous float32 arrays."""
+    zeros = imports.cupy().zeros
+    changed, largest = zeros((), np.int64), zeros((), np.float32)
+    if x.size:
+        _changed_launch(x.size, x.device.id)(*map(address, (x, y, changed, largest)))
+    return changed, largest
+
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any, Any]:
+    """Convert q to another recipe."""
+    with imports.making_current(q.packed.device.id):
+        values = dequantize(q, FLOAT32)
+        result, layout = _requantized(q, target, values)
+        before, after = (np.moveaxis(v, q.axis, -1) for v in (values, dequantize(result, FLOAT32)))
+        changes = count_changed(before, after)
+        scales = _layout_changed(result.block_scale, layout, q.scale_layout, result.scale_shape)
+        return replace(result, block_scale=scales, scale_layout=q.scale_layout), *changes
+
+
+def _requantized(q: Quantized, target: Recipe, values: Any) -> tuple[Quantized, ScaleLayout]:
+    """Return q quantized by the recipe `target`, and the layout of the new scales."""
+    if may_use_powers(q, target):
+        call = quantize_call("requantize", values, target, q.axis)
+        own, changed = quantize(call), None
+        if target.scale is not None:
+            changed = imports.cupy().moveaxis(differing(values, dequantize(own, FLOAT32)), q.axis, -1)
+        return replace(under_powers_of_two(call.moved, own, changed), dtype=q.dtype), "linear"
+    if not may_keep_codes(q, target):
+        call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout))
+        return replace(quantize(call), dtype=q.dtype), q.scale_layout
+    call = quantize_call("requantize", values, target, q.axis)
+    codes, scales = q.packed, _layout_changed(q.block_scale, q.scale_layout, "linear", q.scale_shape)
+    source = source_of(as_aligned(codes), as_aligned(scales), q.recipe, q.dtype)
+    amax = tensor_amax(call, imports.cupy().ascontiguousarray(call.moved))
+    power_amax(source, target, amax)
+    result = replace(quantize(call._replace(tensor_amax=amax)), dtype=q.dtype)
+    keep_codes(source, result)
+    return result, "linear"
+
+
+def _layout_changed(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
+    """Return scales copied from layout `source` to `target`; unchanged if they are equal, or there are no scales."""
+    return scales if scales is None or source == target else swizzle(scales, source, target, shape)
