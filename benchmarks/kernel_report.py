@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.cuda.compile import loader, nvrtc
-from fp4kit.cuda.compile.instantiate import instantiation
-from fp4kit.cuda.compile.traits import TYPES, recipe_struct
-from fp4kit.cuda.launch import pack_codes, swizzle, transpose
-from fp4kit.cuda.launch.dispatch import LaunchRequest, find_kernel, kernel_for
-from fp4kit.cuda.launch.geometry import THREADS
+from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler as nvrtc
+from fp4kit.cuda import layouts as pack_codes
+from fp4kit.cuda import layouts as swizzle
+from fp4kit.cuda import layouts as transpose
+from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
+from fp4kit.cuda.dispatch import LaunchRequest, find_kernel, kernel_for
+from fp4kit.cuda.launch import THREADS
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
@@ -167,14 +169,21 @@ def layout_kernels() -> Iterator[ReportedKernel]:
     for id in ("nvfp4-te-2d", "mxfp8-te-2d"):
         bits, size = (4 if RECIPES[id].is_packed else 8), RECIPES[id].block_size
         for layout in SCALE_LAYOUTS:
-            yield ReportedKernel("transpose_kernel", id, f"{bits} bits", layout, transpose.source(bits, size, layout))
-        words = transpose.source(bits, size, "linear", False, False)
+            yield ReportedKernel(
+                "transpose_kernel", id, f"{bits} bits", layout, transpose.transpose_source(bits, size, layout)
+            )
+        words = transpose.transpose_source(bits, size, "linear", False, False)
         yield ReportedKernel("transpose_kernel", id, f"{bits} bits", "linear, misaligned", words)
     for layout in SCALE_LAYOUTS[1:]:
-        yield ReportedKernel("swizzle_kernel", "", "scales", f"linear to {layout}", swizzle.source("linear", layout))
-        yield ReportedKernel("swizzle_kernel", "", "scales", f"{layout} to linear", swizzle.source(layout, "linear"))
+        yield ReportedKernel(
+            "swizzle_kernel", "", "scales", f"linear to {layout}", swizzle.swizzle_source("linear", layout)
+        )
+        yield ReportedKernel(
+            "swizzle_kernel", "", "scales", f"{layout} to linear", swizzle.swizzle_source(layout, "linear")
+        )
     yield from (
-        ReportedKernel(f"{name}_codes_kernel", "", "4 bits", "", pack_codes.source()) for name in ("pack", "unpack")
+        ReportedKernel(f"{name}_codes_kernel", "", "4 bits", "", pack_codes.pack_source())
+        for name in ("pack", "unpack")
     )
 
 
@@ -217,7 +226,7 @@ def usage(kernel: ReportedKernel, arch: str) -> Usage:
     found = REPORT.search(log)
     if found is None:
         raise ValueError(
-            f"kernel_report: no resource usage for {kernel.kernel} in the log of NVRTC {nvrtc.version()}:\n{log}"
+            f"kernel_report: no resource usage for {kernel.kernel} in the log of NVRTC {nvrtc.compiler_version()}:\n{log}"
         )
     stack, stores, loads, registers, shared = (int(number or 0) for number in found.groups())
     return Usage(registers, stores + loads, stack, shared)
@@ -229,7 +238,7 @@ def table(rows: list[tuple[ReportedKernel, Usage]], arch: str) -> str:
     rows: the kernels with the resources that they use.
     arch: the architecture that they were compiled for, such as "sm_90".
     """
-    version = ".".join(map(str, nvrtc.version()))
+    version = ".".join(map(str, nvrtc.compiler_version()))
     spilling = [f"{k.kernel} of {k.recipe} from {k.types} {k.options}".rstrip() for k, u in rows if u.spills]
     lines = [
         f"# Registers and memory of the kernels, {arch}",

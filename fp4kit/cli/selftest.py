@@ -15,7 +15,7 @@ from fp4kit import __version__
 from fp4kit.arrays import imports
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command
-from fp4kit.cuda.compile import loader
+from fp4kit.cuda import compiler as loader
 from fp4kit.evidence import selftest
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.golden.golden_set import GoldenSet

@@ -50,11 +50,10 @@ from fp4kit.reference import dequantize as decode_specification
 from fp4kit.reference import four_over_six
 from fp4kit.reference import quantize as specification
 from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.blocks import spread_rows
-from fp4kit.reference.implied_amax import stored_tensor_scale
+from fp4kit.reference.codec import spread_rows
 from fp4kit.reference.quantize import EncodeOptions
 from fp4kit.reference.stochastic import GivenNumbers, RandomNumbers, RandomStream
-from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
+from fp4kit.reference.tensor_rules import TensorScale, stored_tensor_scale, tensor_scale
 
 TILE_ELEMENTS = 1 << 15  # the approximate number of elements of a tile
 TILE_COLUMNS, TILE_ROWS = 512, 64  # size of a tile whose elements are gathered (see Tiles.of)

@@ -25,7 +25,7 @@ from fp4kit.recipes.schema import then_encodes
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import decode
 from fp4kit.reference.quantize import encode_elements
-from fp4kit.reference.search_factors import FACTORS
+from fp4kit.reference.search import FACTORS
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 

@@ -25,8 +25,7 @@ from fp4kit.call.matmul import (
     decoding_of,
     scale_decoding_of,
 )
-from fp4kit.call.parse import Call, Declined
-from fp4kit.call.rotation import Rotation
+from fp4kit.call.parse import Call, Declined, Rotation
 from fp4kit.call.search_scales import Search
 from fp4kit.cpu import codec
 from fp4kit.cpu.coverage import MIN_AMAX_ELEMENTS, MIN_CODE_BYTES, MIN_COLUMNS, MIN_ELEMENTS, not_faked, not_searched
@@ -47,15 +46,15 @@ from fp4kit.quantized.parts import tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.recipes.schema import faking
-from fp4kit.reference import partial as partial_specification
+from fp4kit.reference import quantize as partial_specification
+from fp4kit.reference.codec import stack
 from fp4kit.reference.matmul import as_terms
-from fp4kit.reference.matrices import stack
 from fp4kit.reference.quantize import EncodeOptions
-from fp4kit.reference.rotate import hadamard_factor
+from fp4kit.reference.stochastic import hadamard_factor
 
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """Return the tensor amaxes of an array, float32 in their canonical shape (call/amaxes.py)."""
+    """Return the tensor amaxes of an array, float32 in their canonical shape (call/inputs.py)."""
     # The specification computes them if the array is empty, or if codec.tensor_amax cannot compute one of them, for
     # example because an element is NaN or infinite.
     found = [codec.tensor_amax(part, r, mask) for part in stack(moved, r)] if moved.size else []
@@ -265,7 +264,7 @@ def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the amax of every block of a matrix, counting only the elements of one shard (see ops/partial.py)."""
+    """Return the amax of every block of a matrix, counting only the elements of one shard (see ops/amax.py)."""
     codec.kernels_of(r)
     codec.check_array(shard)
     cut = _cut(len(shard), start, shape, r.block_rows)

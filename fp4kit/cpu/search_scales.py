@@ -15,10 +15,10 @@ from fp4kit.cpu.coverage import not_searched, rule_key
 from fp4kit.cpu.library import SearchFactorsCall, SearchQuestCall, SearchScalesCall, address, functions, threads_for
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import searching
-from fp4kit.reference import search_factors as factors_specification
-from fp4kit.reference import search_scales as specification
+from fp4kit.reference import search as factors_specification
+from fp4kit.reference import search as specification
 from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
-from fp4kit.reference.search_scales import SearchTerms
+from fp4kit.reference.search import SearchTerms
 from fp4kit.reference.tensor_rules import tensor_scale
 
 _CANDIDATES_PER_COST = 4  # this many candidates take about as long as encoding once

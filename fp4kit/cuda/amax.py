@@ -26,7 +26,7 @@ from fp4kit.cuda.shards import amax_shard, check_blocks
 from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import has_tall_scales
-from fp4kit.reference.hadamard import HADAMARD_BLOCK
+from fp4kit.reference.stochastic import HADAMARD_BLOCK
 
 AmaxOperands = tuple[Any, str, bool]  # (array, elements that count, whether each row has its own amax)
 # Maps the amax_nan of a recipe to the elements that count for the amax of a row or block. Infinity counts for these

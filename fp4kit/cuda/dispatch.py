@@ -23,7 +23,7 @@ from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.recipes.schema import fake_unit
-from fp4kit.reference.hadamard import HADAMARD_BLOCK
+from fp4kit.reference.stochastic import HADAMARD_BLOCK
 
 CACHE_SIZE = 1024  # the most entries in each cache of choices or launches; each new shape takes an entry
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

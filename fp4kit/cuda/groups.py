@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.amaxes import check_tensor_amax, parse_tensor_amax
-from fp4kit.call.grouped_errors import each
-from fp4kit.call.parse import Call, Declined, check_codes, declined_as_error
+from fp4kit.call.inputs import check_tensor_amax, parse_tensor_amax
+from fp4kit.call.parse import Call, Declined, check_codes, declined_as_error, each
 from fp4kit.cuda import matrix as grouped
 from fp4kit.cuda.amax import (
     AmaxOperands,

@@ -50,7 +50,7 @@ from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.recipes.schema import decoding, faking, with_row_blocks
-from fp4kit.reference.matrices import is_per_expert, part_for_matrix
+from fp4kit.reference.codec import is_per_expert, part_for_matrix
 
 _DEQUANTIZE = np.dtype(
     [(n, "u8") for n in ("packed", "scales", "values", "tensor_scale", "tensor_amax")]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.amaxes import without_sign
+from fp4kit.call.inputs import without_sign
 from fp4kit.call.outputs import empty_quantized
 from fp4kit.call.parse import Call, QuantizeOptions, quantize_call
 from fp4kit.cuda import compiler as loader
@@ -37,10 +37,9 @@ from fp4kit.quantized.part_shapes import packed_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.recipes.schema import with_row_blocks
-from fp4kit.reference.implied_amax import encodes_by_amax
-from fp4kit.reference.matrices import is_per_expert, part_for_matrix
-from fp4kit.reference.requantize import differing, may_keep_codes, may_use_powers, under_powers_of_two
-from fp4kit.reference.tensor_rules import tensor_scale
+from fp4kit.reference.codec import is_per_expert, part_for_matrix
+from fp4kit.reference.dequantize import differing, may_keep_codes, may_use_powers, under_powers_of_two
+from fp4kit.reference.tensor_rules import encodes_by_amax, tensor_scale
 from fp4kit.types import ScaleLayout
 
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.rotation import Rotation
+from fp4kit.call.parse import Rotation
 from fp4kit.cuda import compiler as loader
 from fp4kit.cuda.compiler import TYPES, instantiation
 from fp4kit.cuda.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch import Launch, address, as_aligned, grid
-from fp4kit.reference.rotate import hadamard_factor
+from fp4kit.reference.stochastic import hadamard_factor
 
 TILE = 4096  # elements that a thread block of rotate.cu or hadamard_rows.cu takes at a time
 COLUMNS_TILE = 8192  # elements that a thread block of hadamard_columns.cu takes at a time

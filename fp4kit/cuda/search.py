@@ -30,10 +30,8 @@ from fp4kit.formats import E4M3, E8M0
 from fp4kit.quantized.parts import scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import decoding, searching
-from fp4kit.reference.matrices import is_per_expert, part_for_matrix
-from fp4kit.reference.search_amaxes import multiples
-from fp4kit.reference.search_factors import FACTORS
-from fp4kit.reference.search_scales import AROUND_FLOOR, DEFAULT_TERMS, SearchTerms
+from fp4kit.reference.codec import is_per_expert, part_for_matrix
+from fp4kit.reference.search import AROUND_FLOOR, DEFAULT_TERMS, FACTORS, SearchTerms, multiples
 
 # The structs of the kernels' arguments, as search.cuh and search_full.cuh declare them. column_weights points to the
 # weights or the Hessians.

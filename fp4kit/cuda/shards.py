@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.parse import Declined, declined_as_error
-from fp4kit.call.shards import Partition, amax_shape
+from fp4kit.call.parse import Declined, Partition, amax_shape, declined_as_error
 from fp4kit.cuda import compiler as loader
 from fp4kit.cuda import matrix
 from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct

@@ -32,12 +32,12 @@ def address(a):
 
 
 def test_memory_of_a_freed_result_is_reused():
-    first = buffers.empty((8, 4), F32)
+    first = buffers.reusable_empty((8, 4), F32)
     at = address(first)
-    other = buffers.empty((8, 4), F32)
+    other = buffers.reusable_empty((8, 4), F32)
     assert address(other) != at and at % buffers.HUGE_PAGE == 0 and not buffers._kept
     del first
-    third = buffers.empty((4, 4, 4), BF16)
+    third = buffers.reusable_empty((4, 4, 4), BF16)
     assert address(third) == at and third.shape == (4, 4, 4) and third.dtype == BF16 and third.flags.writeable
     third[...] = 1
     other[...] = 2
@@ -55,12 +55,12 @@ HOLDERS = {
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 def test_memory_of_a_live_result_is_not_reused(hold):
-    first = buffers.empty((8, 4), F32)
+    first = buffers.reusable_empty((8, 4), F32)
     first[...] = 3
     held = hold(first)
     del first
     before = np.array(held)
-    other = buffers.empty((8, 4), F32)
+    other = buffers.reusable_empty((8, 4), F32)
     other[...] = 5
     assert not buffers._kept and np.array(held).tobytes() == before.tobytes()
     del other, held
@@ -69,7 +69,7 @@ def test_memory_of_a_live_result_is_not_reused(hold):
 
 def test_one_buffer_is_kept_and_no_large_one():
     def kept_after(*rows):
-        arrays = [buffers.empty((n, 16), F32) for n in rows]
+        arrays = [buffers.reusable_empty((n, 16), F32) for n in rows]
         while arrays:
             arrays.pop()
         return [piece.nbytes for piece in buffers._kept]
@@ -77,7 +77,7 @@ def test_one_buffer_is_kept_and_no_large_one():
     assert kept_after(16, 8, 4) == [16 * 64]  # only the buffer that was freed last is kept
     assert kept_after(9) == [16 * 64]
     assert kept_after(7) == [7 * 64]  # more than half of the buffer would have been unused
-    assert buffers.empty((buffers.MAX_BYTES + 1,), U8).flags.owndata and kept_after() == [7 * 64]
+    assert buffers.reusable_empty((buffers.MAX_BYTES + 1,), U8).flags.owndata and kept_after() == [7 * 64]
 
 
 def test_calls_of_many_threads(monkeypatch):

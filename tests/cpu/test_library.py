@@ -19,7 +19,6 @@ from exhaustive import by_default
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.call import call_cache
 from fp4kit.cpu import cached_calls, engine, generate
 from fp4kit.cpu import codec as dequantize
 from fp4kit.cpu import codec as encode
@@ -27,6 +26,7 @@ from fp4kit.cpu import engine as partial
 from fp4kit.cpu import library as native
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.ops import engines
+from fp4kit.ops import engines as call_cache
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.arith import reciprocal_table
 

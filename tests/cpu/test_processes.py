@@ -18,10 +18,10 @@ from exhaustive import exhaustive
 from inputs import ordinary
 
 import fp4kit
-from fp4kit.call import call_cache
 from fp4kit.cpu import cached_calls, engine
 from fp4kit.cpu import codec as encode
 from fp4kit.cpu import library as native
+from fp4kit.ops import engines as call_cache
 
 pytestmark = NEEDS_ENGINE
 

@@ -17,7 +17,6 @@ import pytest
 
 import fp4kit
 from fp4kit.arrays import imports
-from fp4kit.call import call_cache
 from fp4kit.call.parse import Call
 from fp4kit.cuda import cached_calls as engine_cached_calls
 from fp4kit.cuda import compiler as loader
@@ -26,6 +25,7 @@ from fp4kit.cuda import launch as geometry
 from fp4kit.cuda.compiler import FINDERS
 from fp4kit.cuda.dispatch import ROWS
 from fp4kit.cuda.launch import Launch
+from fp4kit.ops import engines as call_cache
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

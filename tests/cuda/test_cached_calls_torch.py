@@ -11,12 +11,12 @@ import pytest
 
 import fp4kit
 from fp4kit.arrays import imports, torch_arrays
-from fp4kit.call import call_cache
 from fp4kit.call.parse import Call
 from fp4kit.cuda import cached_calls
 from fp4kit.cuda import cached_calls as buffers
 from fp4kit.cuda.cached_calls import FLOAT32, UINT8, NewArray
 from fp4kit.cuda.dispatch import PATCHES, ROWS
+from fp4kit.ops import engines as call_cache
 
 torch = pytest.importorskip("torch")
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -12,9 +12,9 @@ import pytest
 from on_gpu import ON_GPU, assert_same, blocks, cupy
 
 import fp4kit
-from fp4kit.call import call_cache
 from fp4kit.cuda import engine
 from fp4kit.cuda.cached_calls import _array_at
+from fp4kit.ops import engines as call_cache
 
 pytestmark = ON_GPU
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -16,7 +16,7 @@ from on_gpu import ON_GPU, all_or_few, assert_same, blocks, cupy, differing, gpu
 
 import fp4kit
 from fp4kit.cuda.matrix import MAX_KERNEL_AMAX_ELEMENTS
-from fp4kit.ops.identify_matches import best_match
+from fp4kit.ops.identify import best_match
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
@@ -376,7 +376,7 @@ def test_identify_proves_a_large_array_where_it_is(name, layout, known, monkeypa
     other = replace(q, packed=np.where(np.arange(256) == 255, q.packed ^ 1, q.packed))
     found = fp4kit.identify(q, x), fp4kit.identify(other, x)
     assert name in found[0].exact and not found[1].exact
-    monkeypatch.setattr("fp4kit.ops.identify_matches.best_match", functools.partial(where_it_is, proved := []))
+    monkeypatch.setattr("fp4kit.ops.identify.best_match", functools.partial(where_it_is, proved := []))
     for each, expected in zip((q, other), found, strict=True):
         assert fp4kit.identify(on_gpu(each), cupy.asarray(x)) == expected
     assert len(proved) >= 4 and all(type(a).__module__ == "cupy" for a in proved)

@@ -15,7 +15,7 @@ from on_gpu import ON_GPU, check, cupy, differing
 
 import fp4kit
 from fp4kit.cuda import matrix
-from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
+from fp4kit.reference.stochastic import TE_SIGN_MASK, hadamard_blocks
 
 pytestmark = ON_GPU
 ROW = 64  # elements

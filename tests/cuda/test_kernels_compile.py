@@ -47,7 +47,7 @@ ALL += [call_of(fake_quantize, r, dtype) for r in RECIPES.values() if r.fake_rul
 def compiler():
     """Load NVRTC. Without it, the tests of this module are skipped, but fail under CI=true."""
     try:
-        nvrtc.library()
+        nvrtc.nvrtc_library()
     except RuntimeError as error:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(str(error))
 

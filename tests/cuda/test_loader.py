@@ -64,7 +64,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setattr(loader, "SOURCES", sources)
     monkeypatch.setattr(loader, "cache_folder", lambda: folder)
     monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
-    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "compiler_version", lambda: (13, 0))
     caches = (loader.include_closure, loader.files, loader.function)
     for cached in caches:
         cached.cache_clear()
@@ -92,7 +92,7 @@ def change_options(cache, monkeypatch):
 
 
 def change_compiler(cache, monkeypatch):
-    monkeypatch.setattr(nvrtc, "version", lambda: (13, 1))
+    monkeypatch.setattr(nvrtc, "compiler_version", lambda: (13, 1))
 
 
 @pytest.mark.parametrize("change", [change_header, change_options, change_compiler])
@@ -264,4 +264,4 @@ def test_without_a_device(monkeypatch):
 def test_without_nvrtc(monkeypatch):
     monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(["no-such-folder/libnvrtc.so.13"]))
     with pytest.raises(RuntimeError, match=r'NVRTC was not found .*"fp4kit\[cuda12\]" or "fp4kit\[cuda13\]"'):
-        nvrtc.library.__wrapped__()
+        nvrtc.nvrtc_library.__wrapped__()

@@ -17,7 +17,7 @@ from together import together
 
 import fp4kit
 from fp4kit.arithmetic import ROUNDINGS
-from fp4kit.cuda.compile import loader
+from fp4kit.cuda import compiler as loader
 from fp4kit.formats import E2M1, E3M2, E4M3, E5M2, E8M0, INT4, INT8, BlockFormat, ElementFormat
 from fp4kit.recipes import RECIPES, Recipe, rules
 from fp4kit.reference import block_rules, codec, dequantize, fake, tensor_rules

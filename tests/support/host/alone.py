@@ -17,7 +17,7 @@ from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
 from fp4kit.cuda.launch import THREADS, Launch, address, grid
 from fp4kit.cuda.search import SEARCH_THREADS, float64_bits
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.hadamard import HADAMARD_BLOCK
+from fp4kit.reference.stochastic import HADAMARD_BLOCK
 
 HERE = Path(__file__).parent
 

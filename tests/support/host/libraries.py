@@ -19,8 +19,8 @@ from host.compiler import Compiler
 from host.device_memory import Memory, check_around_all, live_memory, margins_of, on_stream
 from host.instantiations import Instantiation, launching_on, program_text
 
-from fp4kit.call import call_cache
 from fp4kit.cuda import compiler as loader
+from fp4kit.ops import engines as call_cache
 from fp4kit.reference.arith import reciprocal_table
 
 # Symbols are hidden, because two libraries may have templates with the same name and different types.

@@ -108,7 +108,7 @@ def test_a_kernel_that_is_told_the_wrong_alignment_is_stopped():
 def test_what_is_written_behind_an_array_is_seen():
     codes, packed = cupy.ones(64, np.uint8), cupy.zeros(31, np.uint8)
     with pytest.raises(AssertionError, match="wrote behind the end of an array"):
-        pack_codes._run("pack_codes_kernel", codes, packed, 32)
+        pack_codes._launch_packing("pack_codes_kernel", codes, packed, 32)
     del packed
     check_around_all()
 
