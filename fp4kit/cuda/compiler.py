@@ -41,7 +41,7 @@ from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import BLOCK_RULES, NOISE_STOCHASTICS
 from fp4kit.recipes.schema import fake_unit, then_encodes
 
-SOURCES = Path(__file__).parents[1] / "kernels"
+SOURCES = Path(__file__).parent / "kernels"
 OPTIONS = ("-std=c++17", "-ftz=false", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-lineinfo")
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from fp4kit.call.parse import Declined
-from fp4kit.cpu import codec as dequantize
-from fp4kit.cpu import codec as encode
-from fp4kit.cpu import coverage, engine
+from fp4kit.cpu import codec, coverage, engine
 from fp4kit.cpu import library as native
 from fp4kit.evidence.engines import SPECIFICATION
 from fp4kit.evidence.testing import assert_same_bits
@@ -33,7 +31,7 @@ def covered(r: Recipe) -> bool:
     Otherwise calls fall back to the specification.
     """
     try:
-        encode.kernels_of(r)
+        codec.kernels_of(r)
     except Declined:
         return False
     return True
@@ -79,7 +77,7 @@ def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
     It then computes arrays of any size itself, and always uses tables of scales.
     """
-    monkeypatch.setattr(dequantize, "TABLES_FROM", 0)
+    monkeypatch.setattr(codec, "TABLES_FROM", 0)
     monkeypatch.setattr(coverage, "MIN_ELEMENTS", dict.fromkeys(coverage.MIN_ELEMENTS, 0))
     monkeypatch.setattr(coverage, "MIN_CODE_BYTES", 0)
     monkeypatch.setattr(coverage, "MIN_AMAX_ELEMENTS", 0)
@@ -91,19 +89,18 @@ def shrink_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A thread computes one tile at a time. A slab is a group of whole tiles that one call to the engine computes.
     """
-    for module in (encode, dequantize):
-        monkeypatch.setattr(module, "TILE_ELEMENTS", 64)
-    monkeypatch.setattr(encode, "PANEL_COLUMNS", 128)  # the length of the longest block
-    monkeypatch.setattr(encode, "TILE_COLUMNS", 32)
-    monkeypatch.setattr(encode, "TILE_ROWS", 4)
-    for module in (encode, native):
+    monkeypatch.setattr(codec, "TILE_ELEMENTS", 64)
+    monkeypatch.setattr(codec, "PANEL_COLUMNS", 128)  # the length of the longest block
+    monkeypatch.setattr(codec, "TILE_COLUMNS", 32)
+    monkeypatch.setattr(codec, "TILE_ROWS", 4)
+    for module in (codec, native):
         monkeypatch.setattr(module, "ELEMENTS_PER_CALL", 300)
     monkeypatch.setattr(native, "ELEMENTS_PER_THREAD", 1)
     monkeypatch.setattr(engine, "FAKE_ELEMENTS", 200)
     monkeypatch.setattr(native, "_default", [3])
     as_large_ones(monkeypatch)
     monkeypatch.setattr(call_cache, "_CALLS", {})  # forget cached calls, which have larger tiles
-    encode.kernels_of.cache_clear()  # the kernels of a block depend on PANEL_COLUMNS
+    codec.kernels_of.cache_clear()  # the kernels of a block depend on PANEL_COLUMNS
 
 
 @contextmanager
@@ -111,14 +108,19 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """Yield a list that records the shape of each part of an array that the engine leaves to the specification."""
     shapes: list[tuple[int, ...]] = []
     with monkeypatch.context() as patch:
-        for module, name in ((encode, "quantize_matrix"), (encode, "encode_matrix"), (dequantize, "dequantize_matrix")):
-            right = getattr(module.specification, name)
+        encoding, decoding = codec.specification, codec.decode_specification
+        for module, name in (
+            (encoding, "quantize_matrix"),
+            (encoding, "encode_matrix"),
+            (decoding, "dequantize_matrix"),
+        ):
+            right = getattr(module, name)
 
             def counts(x: np.ndarray, *arguments: Any, right: Callable[..., None] = right) -> None:
                 shapes.append(x.shape)
                 right(x, *arguments)
 
-            patch.setattr(module.specification, name, counts)
+            patch.setattr(module, name, counts)
         yield shapes
 
 
