@@ -18,11 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.cuda import compiler as loader
-from fp4kit.cuda import compiler as nvrtc
-from fp4kit.cuda import layouts as pack_codes
-from fp4kit.cuda import layouts as swizzle
-from fp4kit.cuda import layouts as transpose
+from fp4kit.cuda import compiler, layouts
 from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
 from fp4kit.cuda.dispatch import LaunchRequest, find_kernel, kernel_for
 from fp4kit.cuda.launch import THREADS
@@ -170,20 +166,19 @@ def layout_kernels() -> Iterator[ReportedKernel]:
         bits, size = (4 if RECIPES[id].is_packed else 8), RECIPES[id].block_size
         for layout in SCALE_LAYOUTS:
             yield ReportedKernel(
-                "transpose_kernel", id, f"{bits} bits", layout, transpose.transpose_source(bits, size, layout)
+                "transpose_kernel", id, f"{bits} bits", layout, layouts.transpose_source(bits, size, layout)
             )
-        words = transpose.transpose_source(bits, size, "linear", False, False)
+        words = layouts.transpose_source(bits, size, "linear", False, False)
         yield ReportedKernel("transpose_kernel", id, f"{bits} bits", "linear, misaligned", words)
     for layout in SCALE_LAYOUTS[1:]:
         yield ReportedKernel(
-            "swizzle_kernel", "", "scales", f"linear to {layout}", swizzle.swizzle_source("linear", layout)
+            "swizzle_kernel", "", "scales", f"linear to {layout}", layouts.swizzle_source("linear", layout)
         )
         yield ReportedKernel(
-            "swizzle_kernel", "", "scales", f"{layout} to linear", swizzle.swizzle_source(layout, "linear")
+            "swizzle_kernel", "", "scales", f"{layout} to linear", layouts.swizzle_source(layout, "linear")
         )
     yield from (
-        ReportedKernel(f"{name}_codes_kernel", "", "4 bits", "", pack_codes.pack_source())
-        for name in ("pack", "unpack")
+        ReportedKernel(f"{name}_codes_kernel", "", "4 bits", "", layouts.pack_source()) for name in ("pack", "unpack")
     )
 
 
@@ -219,14 +214,15 @@ def usage(kernel: ReportedKernel, arch: str) -> Usage:
 
     Raises ValueError if the report cannot be parsed.
     """
-    headers = loader.include_closure(tuple(re.findall(r'^#include "([^"]+)"', kernel.source, re.MULTILINE)))
-    options = (*loader.OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
-    _, log = nvrtc.compile_cubin(kernel.source, headers, options, f"{kernel.kernel}.cu")
+    headers = compiler.include_closure(tuple(re.findall(r'^#include "([^"]+)"', kernel.source, re.MULTILINE)))
+    options = (*compiler.OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
+    _, log = compiler.compile_cubin(kernel.source, headers, options, f"{kernel.kernel}.cu")
     log = log[log.find(f"'{kernel.kernel}'") :]
     found = REPORT.search(log)
     if found is None:
         raise ValueError(
-            f"kernel_report: no resource usage for {kernel.kernel} in the log of NVRTC {nvrtc.compiler_version()}:\n{log}"
+            f"kernel_report: no resource usage for {kernel.kernel} in the log of NVRTC"
+            f" {compiler.compiler_version()}:\n{log}"
         )
     stack, stores, loads, registers, shared = (int(number or 0) for number in found.groups())
     return Usage(registers, stores + loads, stack, shared)
@@ -238,7 +234,7 @@ def table(rows: list[tuple[ReportedKernel, Usage]], arch: str) -> str:
     rows: the kernels with the resources that they use.
     arch: the architecture that they were compiled for, such as "sm_90".
     """
-    version = ".".join(map(str, nvrtc.compiler_version()))
+    version = ".".join(map(str, compiler.compiler_version()))
     spilling = [f"{k.kernel} of {k.recipe} from {k.types} {k.options}".rstrip() for k, u in rows if u.spills]
     lines = [
         f"# Registers and memory of the kernels, {arch}",

@@ -16,8 +16,7 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
-from fp4kit.cuda import compiler as loader
-from fp4kit.cuda import matrix
+from fp4kit.cuda import compiler, matrix
 from fp4kit.cuda.compiler import TYPES, instantiation
 from fp4kit.cuda.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch import THREADS, UNLIMITED, Launch, aligned, grid
@@ -197,7 +196,7 @@ _ROWS = 16  # rows per thread: many enough for several loads at a time and for f
 def _columns_function(dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
     """Return the compiled kernel as a CuPy function on a device."""
     source = instantiation("amax_columns", Input=TYPES[dtype], kAligned=aligned_runs)
-    return loader.function(source, "amax_columns_kernel", device)
+    return compiler.function(source, "amax_columns_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
@@ -233,7 +232,7 @@ def _hadamard_function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: 
     source = instantiation(
         "amax_hadamard", struct, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
     )
-    return loader.function(source, "amax_hadamard_kernel", device)
+    return compiler.function(source, "amax_hadamard_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)

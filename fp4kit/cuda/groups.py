@@ -18,7 +18,7 @@ import numpy as np
 from fp4kit.arrays import imports
 from fp4kit.call.inputs import check_tensor_amax, parse_tensor_amax
 from fp4kit.call.parse import Call, Declined, check_codes, declined_as_error, each
-from fp4kit.cuda import matrix as grouped
+from fp4kit.cuda import matrix
 from fp4kit.cuda.amax import (
     AmaxOperands,
     amax_operands,
@@ -59,7 +59,7 @@ def amax_launches(
         if nonempty:
             _, counted, by_row = operands[nonempty[0]][0]
             found.append(
-                grouped.amax_group(
+                matrix.amax_group(
                     [operands[i][0][0] for i in nonempty], [outs[i] for i in nonempty], counted, by_row, mask
                 )
             )
@@ -297,7 +297,7 @@ class CudaGroup:
             for indices in by_dtype(self._xs):
                 group = [part for i in indices for part in self._matrices_of(self.calls[i], matrices[i], values)]
                 if group:
-                    found.append(grouped.quantize_group([m for m, _ in group], [w for _, w in group], seed))
+                    found.append(matrix.quantize_group([m for m, _ in group], [w for _, w in group], seed))
         return found
 
     def _matrices_of(self, call: Call, m: Matrix, values: bool) -> list[tuple[Matrix, LaunchRequest]]:
@@ -365,4 +365,4 @@ class CudaClipGroup:
 def clip_launches(clips: Sequence[Clip]) -> list[GroupedLaunch]:
     """Return the prepared launches that clip gradients: one per pair (dtype of x, dtype of the gradient)."""
     kinds = dict.fromkeys((c.x.dtype, c.grad.dtype) for c in clips)
-    return [grouped.clip_group([c for c in clips if (c.x.dtype, c.grad.dtype) == kind]) for kind in kinds]
+    return [matrix.clip_group([c for c in clips if (c.x.dtype, c.grad.dtype) == kind]) for kind in kinds]

@@ -11,7 +11,7 @@ import numpy as np
 from fp4kit import layouts
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Declined
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler
 from fp4kit.cuda.compiler import instantiation
 from fp4kit.cuda.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch import THREADS, UNLIMITED, Launch, aligned, grid
@@ -85,7 +85,7 @@ def swizzle_source(layout: str, target: str, quads: bool = True) -> str:
 @cache
 def _swizzle_function(layout: str, target: str, quads: bool, device: int) -> Any:
     """Return the compiled kernel that copies from `layout` to `target`, as a CuPy function on a device."""
-    return loader.function(swizzle_source(layout, target, quads), "swizzle_kernel", device)
+    return compiler.function(swizzle_source(layout, target, quads), "swizzle_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
@@ -131,7 +131,7 @@ def transpose_struct(bits: int, block: int, layout: str, wide_scales: bool = Tru
 @cache
 def _transpose_function(bits: int, block: int, layout: str, wide_codes: bool, wide_scales: bool, device: int) -> Any:
     """Return the compiled kernel as a CuPy function on a device."""
-    return loader.function(transpose_source(bits, block, layout, wide_codes, wide_scales), "transpose_kernel", device)
+    return compiler.function(transpose_source(bits, block, layout, wide_codes, wide_scales), "transpose_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
@@ -196,7 +196,7 @@ def pack_source(aligned_runs: bool = True) -> str:
 @cache
 def _pack_function(kernel: str, aligned_runs: bool, device: int) -> Any:
     """Return one of the two compiled kernels as a CuPy function on a device."""
-    return loader.function(pack_source(aligned_runs), kernel, device)
+    return compiler.function(pack_source(aligned_runs), kernel, device)
 
 
 @lru_cache(CACHE_SIZE)

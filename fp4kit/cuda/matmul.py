@@ -13,7 +13,7 @@ import numpy as np
 from fp4kit.arrays import imports
 from fp4kit.call.matmul import Addition, MatmulCall, Operand, addition_of, decoding_of, scale_decoding_of
 from fp4kit.call.parse import Declined
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler
 from fp4kit.cuda.compiler import TYPES, instantiation
 from fp4kit.cuda.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch import Launch, address, grid
@@ -39,14 +39,14 @@ _GROUP = np.dtype([("products", "u8"), ("ends", "u8"), ("count", "i8"), ("tiles"
 def _function(adder: str, grouped: bool, dtype: np.dtype, device: int) -> Any:
     """Return the compiled kernel of matmul.cu as a CuPy function on a device."""
     source = instantiation("matmul", _HEADER, kAdder=f"Adder::{adder}", kGrouped=grouped, Output=TYPES[dtype])
-    return loader.function(source, "matmul_kernel", device)
+    return compiler.function(source, "matmul_kernel", device)
 
 
 @cache
 def _fp4_function(scales_are_e8m0: bool, grouped: bool, dtype: np.dtype, device: int) -> Any:
     """Return the compiled kernel of matmul_fp4.cu as a CuPy function on a device."""
     source = instantiation("matmul_fp4", kScalesAreE8M0=scales_are_e8m0, kGrouped=grouped, Output=TYPES[dtype])
-    return loader.function(source, "matmul_fp4_kernel", device)
+    return compiler.function(source, "matmul_fp4_kernel", device)
 
 
 @cache
@@ -58,7 +58,7 @@ def _fp8_function(rows: str, columns: str, wide_step: bool, grouped: bool, dtype
         "kWideStep": wide_step,
         "kGrouped": grouped,
     }
-    return loader.function(instantiation("matmul_fp8", **names, Output=TYPES[dtype]), "matmul_fp8_kernel", device)
+    return compiler.function(instantiation("matmul_fp8", **names, Output=TYPES[dtype]), "matmul_fp8_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)

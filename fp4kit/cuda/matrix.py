@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call, Declined
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler
 from fp4kit.cuda import launch as geometry
 from fp4kit.cuda.compiler import FINDERS, TYPES, has_table, instantiation, recipe_struct
 from fp4kit.cuda.dispatch import (
@@ -117,7 +117,7 @@ def kernel_structs(request: LaunchRequest, plan: RowPlan | None = None) -> str:
 @cache
 def _function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
     """Return a compiled kernel for elements of a dtype, as a CuPy function that is loaded on a device."""
-    return loader.function(
+    return compiler.function(
         instantiation(kernel, struct, Input=TYPES[dtype], kAligned=aligned_runs), f"{kernel}_kernel", device
     )
 
@@ -152,7 +152,7 @@ def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.d
     source = instantiation(
         "dequantize", recipe_struct(decoding(r, dtype), layout), Input=TYPES[original], Output=TYPES[dtype]
     )
-    return loader.function(source, "dequantize_kernel", device)
+    return compiler.function(source, "dequantize_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
@@ -177,7 +177,7 @@ def dequantize_launch(
 @cache
 def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
     """Return the compiled kernel implied_amax as a CuPy function on a device."""
-    return loader.function(
+    return compiler.function(
         instantiation("implied_amax", recipe_struct(r), Input=TYPES[original]), "implied_amax_kernel", device
     )
 
@@ -223,7 +223,7 @@ def _amax_function(
     source = instantiation(
         "amax", transform_struct(mask), Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
     )
-    return loader.function(source, kernel, device)
+    return compiler.function(source, kernel, device)
 
 
 @lru_cache(CACHE_SIZE)
@@ -275,7 +275,7 @@ CLIP = np.dtype([(name, "u8") for name in ("grad", "x", "amax", "out")] + [("cou
 def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, device: int) -> Any:
     """Return the compiled kernel as a CuPy function on a device."""
     source = instantiation("clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=aligned_runs)
-    return loader.function(source, "clip_kernel", device)
+    return compiler.function(source, "clip_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
@@ -379,7 +379,7 @@ def prepare_group(
 def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
     """Return the grouped variant of a quantize kernel, compiled, as a CuPy function that is loaded on a device."""
     source = instantiation(f"grouped_{kernel}", struct, Input=TYPES[dtype], kAligned=aligned_runs, kSmall=small)
-    return loader.function(source, f"grouped_{kernel}_kernel", device)
+    return compiler.function(source, f"grouped_{kernel}_kernel", device)
 
 
 def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest], seed: int = 0) -> GroupedLaunch:
@@ -417,7 +417,7 @@ def _grouped_amax_function(
         "kAligned": aligned_runs,
         "kSmall": small,
     }
-    return loader.function(instantiation("grouped_amax", transform_struct(mask), **names), kernel, device)
+    return compiler.function(instantiation("grouped_amax", transform_struct(mask), **names), kernel, device)
 
 
 def amax_group(
@@ -455,7 +455,7 @@ def _grouped_clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, 
     source = instantiation(
         "grouped_clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=aligned_runs, kSmall=small
     )
-    return loader.function(source, "grouped_clip_kernel", device)
+    return compiler.function(source, "grouped_clip_kernel", device)
 
 
 def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:

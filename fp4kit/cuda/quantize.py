@@ -13,7 +13,7 @@ from fp4kit.arrays import imports
 from fp4kit.call.inputs import without_sign
 from fp4kit.call.outputs import empty_quantized
 from fp4kit.call.parse import Call, QuantizeOptions, quantize_call
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler
 from fp4kit.cuda.amax import empty_amax, tensor_amax
 from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
 from fp4kit.cuda.dispatch import CACHE_SIZE, LaunchRequest, check_formats, find_kernel, kernel_for
@@ -242,7 +242,7 @@ _CHANGED = np.dtype([("x", "u8"), ("y", "u8"), ("changed", "u8"), ("largest", "u
 def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, device: int) -> Any:
     """Return one of the three compiled kernels of requantize.cu as a CuPy function on a device."""
     source = instantiation("requantize", recipe_struct(target), Input=TYPES[dtype], kUnsignedZero=unsigned_zero)
-    return loader.function(source, kernel, device)
+    return compiler.function(source, kernel, device)
 
 
 @lru_cache(CACHE_SIZE)
@@ -297,7 +297,7 @@ def _launch(kernel: str, source: KeptSource, target: Recipe, *arrays: Any) -> No
 @lru_cache(CACHE_SIZE)
 def _changed_launch(count: int, device: int) -> Launch:
     """Return the prepared launch of count_changed.cu, which compares two arrays of `count` elements."""
-    function = loader.function(instantiation("count_changed"), "count_changed_kernel", device)
+    function = compiler.function(instantiation("count_changed"), "count_changed_kernel", device)
     return Launch(function, grid(-(-count // (4 * THREADS)), device), _CHANGED, count)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Rotation
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler
 from fp4kit.cuda.compiler import TYPES, instantiation
 from fp4kit.cuda.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch import Launch, address, as_aligned, grid
@@ -77,7 +77,7 @@ def rotate_source(kernel: RotateKernel) -> str:
 @cache
 def _function(kernel: RotateKernel, device: int) -> Any:
     """Return rotate.cu, compiled with the template arguments `kernel`, as a CuPy function on a device."""
-    return loader.function(rotate_source(kernel), "rotate_kernel", device)
+    return compiler.function(rotate_source(kernel), "rotate_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
@@ -94,7 +94,7 @@ def _launch(kernel: RotateKernel, shape: tuple[int, int, int], matrix_step: int,
 def _hadamard_function(device: int, contiguous: bool, *arguments: Any) -> Any:
     """Return the compiled kernel of hadamard_source(contiguous, *arguments) as a CuPy function on a device."""
     name = "hadamard_rows_kernel" if contiguous else "hadamard_columns_kernel"
-    return loader.function(hadamard_source(contiguous, *arguments), name, device)
+    return compiler.function(hadamard_source(contiguous, *arguments), name, device)
 
 
 @lru_cache(CACHE_SIZE)

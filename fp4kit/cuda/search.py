@@ -19,7 +19,7 @@ import numpy as np
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import BLOCK_COLUMNS, MAX_OFFSET, Search
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler
 from fp4kit.cuda import matrix as grouped
 from fp4kit.cuda.amax import amax, tensor_amax
 from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
@@ -217,7 +217,7 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
 def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, mask: int | None = None, **options: bool) -> Any:
     """Return a compiled kernel as a CuPy function on a device."""
     source = instantiation(kernel, recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], **options)
-    return loader.function(source, f"{kernel}_kernel", device)
+    return compiler.function(source, f"{kernel}_kernel", device)
 
 
 _MULTIPLES_POINTERS = ("x", "amax", "tensor_amax", "weights", "multiples", "losses", "least", "out")
@@ -283,7 +283,7 @@ def _multiples_function(
     source = instantiation(
         "search_amaxes", recipe_struct(decoding(r, np.dtype(np.float32))), Input=TYPES[dtype], **loss
     )
-    return loader.function(source, kernel, device)
+    return compiler.function(source, kernel, device)
 
 
 OWN_KERNELS = {**dict.fromkeys(FACTORS, "search_factors"), "quest": "search_quest"}  # {Recipe.search: its kernel}
@@ -320,7 +320,7 @@ def _factors_function(r: Recipe, dtype: np.dtype, device: int, mask: int | None,
     if r.search in FACTORS:
         struct = f"{struct}\n{factors_text(r)}"
     source = instantiation(kernel, struct, Input=TYPES[dtype], kAligned=is_aligned)
-    return loader.function(source, f"{kernel}_kernel", device)
+    return compiler.function(source, f"{kernel}_kernel", device)
 
 
 def factors_text(r: Recipe) -> str:

@@ -24,8 +24,7 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Declined, Partition, amax_shape, declined_as_error
-from fp4kit.cuda import compiler as loader
-from fp4kit.cuda import matrix
+from fp4kit.cuda import compiler, matrix
 from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
 from fp4kit.cuda.dispatch import LaunchRequest, kernel_for
 from fp4kit.cuda.launch import THREADS, address, grid
@@ -80,7 +79,7 @@ def _partial_function(
     """Return a compiled partial kernel as a CuPy function on a device."""
     names = {"kLayout": f"ScaleLayout::{layout}"} if kernel == "partial_scales" else {}
     source = instantiation(kernel, recipe_struct(r), Input=TYPES[dtype], **names)
-    return loader.function(source, f"{'grouped_' * grouped}{kernel}_kernel", device)
+    return compiler.function(source, f"{'grouped_' * grouped}{kernel}_kernel", device)
 
 
 def launch_partial(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int, device: int) -> None:
@@ -204,7 +203,7 @@ def _transpose_function(bits: int, block: int, all_wide: bool, small: bool, devi
     source = instantiation(
         "grouped_transpose", transpose_struct(bits, block, "linear"), kAligned=all_wide, kSmall=small
     )
-    return loader.function(source, "grouped_transpose_kernel", device)
+    return compiler.function(source, "grouped_transpose_kernel", device)
 
 
 def transpose_group(matrices: Sequence[TransposeMatrix], r: Recipe) -> GroupedLaunch:

@@ -10,8 +10,7 @@ import pytest
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cpu import cached_calls as buffers
-from fp4kit.cpu import library
+from fp4kit.cpu import cached_calls, library
 from fp4kit.cpu import library as native
 
 pytestmark = pytest.mark.skipif(native.library().functions is None, reason="the compiled engine is not there")
@@ -21,10 +20,10 @@ F32, U8 = np.dtype(np.float32), np.dtype(np.uint8)
 @pytest.fixture(autouse=True)
 def no_kept_buffers(monkeypatch):
     """Make fp4kit reuse buffers of any size, not only large ones. Start and end each test without a kept buffer."""
-    monkeypatch.setattr(buffers, "MIN_BYTES", 1)
-    buffers._kept.clear()
+    monkeypatch.setattr(cached_calls, "MIN_BYTES", 1)
+    cached_calls._kept.clear()
     yield
-    buffers._kept.clear()
+    cached_calls._kept.clear()
 
 
 def address(a):
@@ -32,12 +31,12 @@ def address(a):
 
 
 def test_memory_of_a_freed_result_is_reused():
-    first = buffers.reusable_empty((8, 4), F32)
+    first = cached_calls.reusable_empty((8, 4), F32)
     at = address(first)
-    other = buffers.reusable_empty((8, 4), F32)
-    assert address(other) != at and at % buffers.HUGE_PAGE == 0 and not buffers._kept
+    other = cached_calls.reusable_empty((8, 4), F32)
+    assert address(other) != at and at % cached_calls.HUGE_PAGE == 0 and not cached_calls._kept
     del first
-    third = buffers.reusable_empty((4, 4, 4), BF16)
+    third = cached_calls.reusable_empty((4, 4, 4), BF16)
     assert address(third) == at and third.shape == (4, 4, 4) and third.dtype == BF16 and third.flags.writeable
     third[...] = 1
     other[...] = 2
@@ -55,29 +54,29 @@ HOLDERS = {
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 def test_memory_of_a_live_result_is_not_reused(hold):
-    first = buffers.reusable_empty((8, 4), F32)
+    first = cached_calls.reusable_empty((8, 4), F32)
     first[...] = 3
     held = hold(first)
     del first
     before = np.array(held)
-    other = buffers.reusable_empty((8, 4), F32)
+    other = cached_calls.reusable_empty((8, 4), F32)
     other[...] = 5
-    assert not buffers._kept and np.array(held).tobytes() == before.tobytes()
+    assert not cached_calls._kept and np.array(held).tobytes() == before.tobytes()
     del other, held
-    assert len(buffers._kept) == 1
+    assert len(cached_calls._kept) == 1
 
 
 def test_one_buffer_is_kept_and_no_large_one():
     def kept_after(*rows):
-        arrays = [buffers.reusable_empty((n, 16), F32) for n in rows]
+        arrays = [cached_calls.reusable_empty((n, 16), F32) for n in rows]
         while arrays:
             arrays.pop()
-        return [piece.nbytes for piece in buffers._kept]
+        return [piece.nbytes for piece in cached_calls._kept]
 
     assert kept_after(16, 8, 4) == [16 * 64]  # only the buffer that was freed last is kept
     assert kept_after(9) == [16 * 64]
     assert kept_after(7) == [7 * 64]  # more than half of the buffer would have been unused
-    assert buffers.reusable_empty((buffers.MAX_BYTES + 1,), U8).flags.owndata and kept_after() == [7 * 64]
+    assert cached_calls.reusable_empty((cached_calls.MAX_BYTES + 1,), U8).flags.owndata and kept_after() == [7 * 64]
 
 
 def test_calls_of_many_threads(monkeypatch):
@@ -99,7 +98,7 @@ def test_calls_of_many_threads(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and len(buffers._kept) == 1
+    assert not wrong and len(cached_calls._kept) == 1
 
 
 def test_addresses_are_those_of_numpy():

@@ -13,7 +13,7 @@ from engine_cases import NEEDS_ENGINE, agree
 from exhaustive import by_default, exhaustive
 
 import fp4kit
-from fp4kit.cpu import codec as dequantize
+from fp4kit.cpu import codec
 from fp4kit.evidence import selftest as tasks
 from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.testing import assert_same_bits
@@ -103,7 +103,7 @@ def test_every_code_under_every_scale_and_attacking_tensor_scales(name, tables_f
 
     An amax of -1 stands for a tensor scale that no amax gives. Rules that do not read the amax get 1, as in all calls.
     """
-    monkeypatch.setattr(dequantize, "TABLES_FROM", tables_from)
+    monkeypatch.setattr(codec, "TABLES_FROM", tables_from)
     r = RECIPES[name]
     stored, scales, length = every_code(r)
     amaxes = (-1, *ATTACKS) if DECODE_RULES[r.decode_rule].needs_amax else (1,)
@@ -112,7 +112,7 @@ def test_every_code_under_every_scale_and_attacking_tensor_scales(name, tables_f
             tensor = TensorScale(*(np.float32([part]) for part in (0.7, decode, amax)))
             found, expected = np.empty((2, len(stored), length), dtype)
             with np.errstate(all="ignore"):
-                dequantize.dequantize_matrix(stored, scales, r, tensor, found)
+                codec.dequantize_matrix(stored, scales, r, tensor, found)
                 reference_dequantize.dequantize_matrix(stored, scales, r, tensor, expected)
             assert_same_bits(found, expected, f"{name} to {dtype}, decode {decode}, amax {amax}")
 
@@ -133,7 +133,7 @@ def test_every_finite_code_under_every_scale(name):
     for dtype, code in itertools.product(FLOATS, range(256)):
         found, expected = np.empty((2, 1, length), dtype)
         with np.errstate(all="ignore"):
-            dequantize.dequantize_matrix(finite[:1], scales[code : code + 1], r, tensor, found)
+            codec.dequantize_matrix(finite[:1], scales[code : code + 1], r, tensor, found)
             reference_dequantize.dequantize_matrix(finite[:1], scales[code : code + 1], r, tensor, expected)
         assert_same_bits(found, expected, f"{name} to {dtype}, scale {code}")
 

@@ -19,9 +19,7 @@ from exhaustive import by_default
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cpu import cached_calls, engine, generate
-from fp4kit.cpu import codec as dequantize
-from fp4kit.cpu import codec as encode
+from fp4kit.cpu import cached_calls, codec, engine, generate
 from fp4kit.cpu import engine as partial
 from fp4kit.cpu import library as native
 from fp4kit.evidence.testing import adversarial_blocks
@@ -35,8 +33,8 @@ LEVELS = ("base", "avx2", "avx512")
 # Modules that may have imported the function `library`, and in which a test must replace it.
 HOLDERS = (
     native,
-    encode,
-    dequantize,
+    codec,
+    codec,
     engine,
     engines,
     partial,
@@ -55,11 +53,11 @@ def using(monkeypatch, library):
                 patch.setattr(module, "library", lambda: library)
         patch.setattr(call_cache, "_CALLS", {})
         as_large_ones(patch)
-        encode.kernels_of.cache_clear()
+        codec.kernels_of.cache_clear()
         try:
             yield
         finally:
-            encode.kernels_of.cache_clear()
+            codec.kernels_of.cache_clear()
 
 
 def library_of(level):

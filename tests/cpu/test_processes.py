@@ -18,8 +18,7 @@ from exhaustive import exhaustive
 from inputs import ordinary
 
 import fp4kit
-from fp4kit.cpu import cached_calls, engine
-from fp4kit.cpu import codec as encode
+from fp4kit.cpu import cached_calls, codec, engine
 from fp4kit.cpu import library as native
 from fp4kit.ops import engines as call_cache
 
@@ -205,7 +204,7 @@ def test_an_interrupt_ends_a_long_call(function, monkeypatch, interruptible):
     }[function]
     expected = call()
     with monkeypatch.context() as patch:
-        for module in (encode, cached_calls, native):
+        for module in (codec, cached_calls, native):
             patch.setattr(module, "ELEMENTS_PER_CALL", 1 << 10)
         patch.setattr(engine, "FAKE_ELEMENTS", 1 << 12)
         patch.setattr(call_cache, "_CALLS", {})

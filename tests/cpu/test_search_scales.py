@@ -19,7 +19,7 @@ from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
 from fp4kit.call.search_scales import SearchRequest, search_call
-from fp4kit.cpu import codec as encode
+from fp4kit.cpu import codec
 from fp4kit.cpu import search_scales as searching
 from fp4kit.formats import E2M1, E4M3, FLOATS
 from fp4kit.recipes import RECIPES
@@ -52,7 +52,7 @@ def cut(x: np.ndarray) -> np.ndarray:
 def small_tiles(monkeypatch):
     shrink_tiles(monkeypatch)
     yield
-    encode.kernels_of.cache_clear()
+    codec.kernels_of.cache_clear()
 
 
 # ---- against the specification ----

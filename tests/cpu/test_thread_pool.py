@@ -20,9 +20,7 @@ from float_modes import BITS, NEEDS_ENVIRONMENT, WORD, mode, tiny
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cpu import cached_calls, library
-from fp4kit.cpu import codec as dequantize
-from fp4kit.cpu import codec as encode
+from fp4kit.cpu import cached_calls, codec, library
 from fp4kit.recipes import RECIPES
 
 pytestmark = NEEDS_ENGINE
@@ -77,7 +75,7 @@ def test_numbers_of_threads(default_threads):
 def seen_threads(monkeypatch):
     """Return a list that collects the number of threads of every library call from now on."""
     seen, right = [], library.threads_for
-    for module in (encode, dequantize, cached_calls):
+    for module in (codec, codec, cached_calls):
         monkeypatch.setattr(
             module, "threads_for", lambda *facts, **more: (seen.append(right(*facts, **more)), seen[-1])[1]
         )

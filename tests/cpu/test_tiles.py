@@ -10,7 +10,7 @@ from exhaustive import by_default, every, exhaustive
 from inputs import BF16, STOCHASTIC, ordinary
 
 import fp4kit
-from fp4kit.cpu import codec as encode
+from fp4kit.cpu import codec
 from fp4kit.cpu.codec import Tiles
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.recipes import Pool
@@ -46,7 +46,7 @@ def panels(others):
 def small_tiles(monkeypatch):
     shrink_tiles(monkeypatch)
     yield
-    encode.kernels_of.cache_clear()
+    codec.kernels_of.cache_clear()
 
 
 # ---- shapes of tiles ----
@@ -62,11 +62,11 @@ def test_tiles_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypa
 
     They consist of whole blocks except in the last rows, and are at most a tile or one row of panels.
     """
-    monkeypatch.setattr(encode, "ELEMENTS_PER_CALL", 1 << 14)
+    monkeypatch.setattr(codec, "ELEMENTS_PER_CALL", 1 << 14)
     M, K = blocks[0] * block_rows - (block_rows > 1), blocks[1] * block
     tiles = Tiles.of(np.broadcast_to(np.float32(0), (M, K)), block, block_rows, gathered)
     seen = np.zeros((M, K), np.uint8)
-    assert tiles.tile_columns <= max((1 + (block_rows > 1)) * encode.TILE_ELEMENTS // block_rows, 2048)
+    assert tiles.tile_columns <= max((1 + (block_rows > 1)) * codec.TILE_ELEMENTS // block_rows, 2048)
     for slab in tiles.slabs():
         found = list(tiles.tiles(*slab))
         assert len(found) == tiles.count_tiles(*slab)

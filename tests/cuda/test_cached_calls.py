@@ -18,10 +18,7 @@ import pytest
 import fp4kit
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
-from fp4kit.cuda import cached_calls as engine_cached_calls
-from fp4kit.cuda import compiler as loader
-from fp4kit.cuda import engine, matrix
-from fp4kit.cuda import launch as geometry
+from fp4kit.cuda import cached_calls, compiler, engine, launch, matrix
 from fp4kit.cuda.compiler import FINDERS
 from fp4kit.cuda.dispatch import ROWS
 from fp4kit.cuda.launch import Launch
@@ -105,7 +102,7 @@ def gpu(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(imports, "cupy", lambda: cupy)
-    monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(call_cache, "_CALLS", {})
 
     def function(source, kernel, device):
@@ -114,7 +111,7 @@ def gpu(monkeypatch):
 
         return launched
 
-    monkeypatch.setattr(loader, "function", function)
+    monkeypatch.setattr(compiler, "function", function)
     caches = [f for m in (matrix,) for f in vars(m).values() if hasattr(f, "cache_clear")]
     for cached in caches:
         cached.cache_clear()
@@ -418,8 +415,8 @@ def test_unusual_calls_are_not_cached(gpu, case):
     axis, layout = options.get("axis", x.ndim - 1), options.get("layout", "linear")
     call = Call("quantize", x, fp4kit.recipe(recipe), axis, x, options.get("amax"), layout=layout)
     given = options.get("given", call.tensor_amax)
-    assert engine_cached_calls.quantize(call, x, given) is None
-    assert engine_cached_calls.fake_quantize(call, x, given) is None or layout != "linear"
+    assert cached_calls.quantize(call, x, given) is None
+    assert cached_calls.fake_quantize(call, x, given) is None or layout != "linear"
 
 
 def test_errors_are_not_cached(gpu):

@@ -13,7 +13,6 @@ import fp4kit
 from fp4kit.arrays import imports, torch_arrays
 from fp4kit.call.parse import Call
 from fp4kit.cuda import cached_calls
-from fp4kit.cuda import cached_calls as buffers
 from fp4kit.cuda.cached_calls import FLOAT32, UINT8, NewArray
 from fp4kit.cuda.dispatch import PATCHES, ROWS
 from fp4kit.ops import engines as call_cache
@@ -33,9 +32,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch_arrays, "_raw_stream", lambda: lambda index: STREAM)
     monkeypatch.setattr(call_cache, "_CALLS", {})
-    buffers._torch_library.cache_clear()
+    cached_calls._torch_library.cache_clear()
     yield cleared
-    buffers._torch_library.cache_clear()
+    cached_calls._torch_library.cache_clear()
 
 
 def tensor(shape=SHAPE, dtype=torch.bfloat16):

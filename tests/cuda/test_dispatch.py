@@ -15,7 +15,7 @@ from inputs import BF16
 from together import together
 
 from fp4kit.call.parse import Declined
-from fp4kit.cuda import launch as geometry
+from fp4kit.cuda import launch
 from fp4kit.cuda.dispatch import MIN_TABLE_ELEMENTS, LaunchRequest, kernel_for, row_plan
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.stochastic import TE_SIGN_MASK
@@ -107,7 +107,7 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("work", "kernel", "blocks"), CHOSEN, ids=[f"{i}-{k}" for i, (_, k, _) in enumerate(CHOSEN)])
 def test_kernel_and_grid_of_a_work(monkeypatch, work, kernel, blocks):
-    monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     choice = kernel_for(work)
     assert choice.kernel == kernel
     assert blocks is None or choice.grid(work, 0) == blocks
@@ -134,12 +134,12 @@ def test_kernel_and_grid_of_a_work(monkeypatch, work, kernel, blocks):
     ],
 )
 def test_plans_for_rows_whose_amaxes_are_found(monkeypatch, shape, dtype, values, plan):
-    monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     assert row_plan(work("nvfp4-te-rowscaled", shape, dtype, values=values, finds_amax=True), 0) == plan
 
 
 def test_plans_for_4over6_and_for_other_requests(monkeypatch):
-    monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     per_token = "nvfp4-flashinfer-token-4over6-mse-256"
     assert row_plan(work(per_token, (16384, 4096), BF16, finds_amax=True), 0) == ("part", 64, 64, PIECES)
     assert row_plan(work(per_token, (64, 65536), BF16, finds_amax=True), 0) == ("part", 256, 64, 64)

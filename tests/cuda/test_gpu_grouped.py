@@ -16,8 +16,7 @@ from inputs import BF16
 from on_gpu import ON_GPU, all_or_few, assert_same, blocks, cupy, differing, examples, gpu_only
 
 import fp4kit
-from fp4kit.cuda import compiler as loader
-from fp4kit.cuda import matrix
+from fp4kit.cuda import compiler, matrix
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
@@ -213,7 +212,7 @@ def test_one_launch_and_a_graph(monkeypatch) -> None:
     original = GroupedLaunch.__call__
     monkeypatch.setattr(GroupedLaunch, "__call__", lambda self: (calls.append(self), original(self)))
     monkeypatch.setattr(matrix, "amax", None)
-    monkeypatch.setattr(loader, "function", None)
+    monkeypatch.setattr(compiler, "function", None)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()

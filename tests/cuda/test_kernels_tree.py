@@ -7,11 +7,11 @@ from pathlib import Path
 
 from together import together
 
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler
 from fp4kit.cuda.launch import THREADS
 
-FILES = sorted(loader.files(loader.SOURCES).values())
-README = (loader.SOURCES / "README.md").read_text()
+FILES = sorted(compiler.files(compiler.SOURCES).values())
+README = (compiler.SOURCES / "README.md").read_text()
 BELOW = {"entries": {"entries", "shared", "rules"}, "shared": {"shared", "rules"}, "rules": {"rules"}}
 
 
@@ -23,7 +23,7 @@ def test_threads_of_a_block_are_those_that_launchers_count():
 @together("path", FILES, ids=lambda path: path.name)
 def test_includes_point_down(path: Path):
     names = re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
-    assert {loader.files(loader.SOURCES)[name].parent.name for name in names} <= BELOW[path.parent.name]
+    assert {compiler.files(compiler.SOURCES)[name].parent.name for name in names} <= BELOW[path.parent.name]
 
 
 @together("path", [path for path in FILES if path.suffix == ".cuh"], ids=lambda path: path.name)

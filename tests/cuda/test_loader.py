@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from fp4kit.arrays import imports
-from fp4kit.cuda import compiler as loader
-from fp4kit.cuda import compiler as nvrtc
+from fp4kit.cuda import compiler
 
 SOURCE = '#include "quantize.cu"\n'
 CUBIN = b"a cubin"
@@ -24,26 +23,26 @@ CUBIN = b"a cubin"
 
 
 def test_include_closure_holds_what_is_included_and_nothing_else():
-    closure = loader.include_closure(("scale_layout.cuh",))
+    closure = compiler.include_closure(("scale_layout.cuh",))
     assert list(closure) == ["scale_layout.cuh", "types.cuh"]
-    assert closure["types.cuh"] == loader.files(loader.SOURCES)["types.cuh"].read_text()
+    assert closure["types.cuh"] == compiler.files(compiler.SOURCES)["types.cuh"].read_text()
     assert {"quantize.cu", "quantize.cuh", "block.cuh", "tensor_rules.cuh", "ptx.cuh"} <= set(
-        loader.include_closure(("quantize.cu",))
+        compiler.include_closure(("quantize.cu",))
     )
-    assert "amax.cu" not in loader.include_closure(("quantize.cu",))
+    assert "amax.cu" not in compiler.include_closure(("quantize.cu",))
 
 
 def test_every_header_is_used():
-    names = loader.files(loader.SOURCES)
-    assert set(loader.include_closure(tuple(name for name in names if name.endswith(".cu")))) == set(names)
+    names = compiler.files(compiler.SOURCES)
+    assert set(compiler.include_closure(tuple(name for name in names if name.endswith(".cu")))) == set(names)
 
 
 def test_names_of_kernel_sources_are_unique():
-    assert len(loader.files(loader.SOURCES)) == len([*loader.SOURCES.rglob("*.cu*")])
+    assert len(compiler.files(compiler.SOURCES)) == len([*compiler.SOURCES.rglob("*.cu*")])
 
 
 def test_headers_are_included_once():
-    for path in loader.SOURCES.rglob("*.cuh"):
+    for path in compiler.SOURCES.rglob("*.cuh"):
         assert path.read_text().count("#pragma once\n") == 1, path.name
 
 
@@ -54,18 +53,18 @@ def test_headers_are_included_once():
 def cache(monkeypatch, tmp_path):
     """Set up an empty cache, a compiler that counts its calls, and a copy of the sources that a test may change."""
     sources, folder, compiled = tmp_path / "sources", tmp_path / "cache", []
-    shutil.copytree(loader.SOURCES, sources)
+    shutil.copytree(compiler.SOURCES, sources)
     folder.mkdir()
 
     def compile_cubin(source, headers, options, name):
         compiled.append(options)
         return CUBIN, ""
 
-    monkeypatch.setattr(loader, "SOURCES", sources)
-    monkeypatch.setattr(loader, "cache_folder", lambda: folder)
-    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
-    monkeypatch.setattr(nvrtc, "compiler_version", lambda: (13, 0))
-    caches = (loader.include_closure, loader.files, loader.function)
+    monkeypatch.setattr(compiler, "SOURCES", sources)
+    monkeypatch.setattr(compiler, "cache_folder", lambda: folder)
+    monkeypatch.setattr(compiler, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(compiler, "compiler_version", lambda: (13, 0))
+    caches = (compiler.include_closure, compiler.files, compiler.function)
     for cached in caches:
         cached.cache_clear()
     yield SimpleNamespace(sources=sources, folder=folder, compiled=compiled)
@@ -74,45 +73,45 @@ def cache(monkeypatch, tmp_path):
 
 
 def test_a_cubin_is_compiled_once(cache):
-    path = loader.cubin_path(SOURCE, "sm_90")
-    assert path == loader.cubin_path(SOURCE, "sm_90")
+    path = compiler.cubin_path(SOURCE, "sm_90")
+    assert path == compiler.cubin_path(SOURCE, "sm_90")
     assert path.read_bytes() == CUBIN
-    assert cache.compiled == [(*loader.OPTIONS, "-arch=sm_90")]
+    assert cache.compiled == [(*compiler.OPTIONS, "-arch=sm_90")]
     assert list(cache.folder.iterdir()) == [path]
 
 
 def change_header(cache, monkeypatch):
-    path = loader.files(cache.sources)["types.cuh"]  # quantize.cu includes it through other headers
+    path = compiler.files(cache.sources)["types.cuh"]  # quantize.cu includes it through other headers
     path.write_text(path.read_text() + "// changed\n")
-    loader.include_closure.cache_clear()
+    compiler.include_closure.cache_clear()
 
 
 def change_options(cache, monkeypatch):
-    monkeypatch.setattr(loader, "OPTIONS", (*loader.OPTIONS, "-G"))
+    monkeypatch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "-G"))
 
 
 def change_compiler(cache, monkeypatch):
-    monkeypatch.setattr(nvrtc, "compiler_version", lambda: (13, 1))
+    monkeypatch.setattr(compiler, "compiler_version", lambda: (13, 1))
 
 
 @pytest.mark.parametrize("change", [change_header, change_options, change_compiler])
 def test_a_cubin_depends_on(cache, monkeypatch, change):
-    before = loader.cubin_path(SOURCE, "sm_90")
+    before = compiler.cubin_path(SOURCE, "sm_90")
     change(cache, monkeypatch)
-    assert loader.cubin_path(SOURCE, "sm_90") != before
+    assert compiler.cubin_path(SOURCE, "sm_90") != before
     assert len(cache.compiled) == 2
 
 
 def test_a_cubin_depends_on_source_and_architecture(cache):
     sources = (SOURCE, SOURCE + "// changed\n")
-    assert len({loader.cubin_path(source, arch) for source in sources for arch in ("sm_90", "sm_100a")}) == 4
+    assert len({compiler.cubin_path(source, arch) for source in sources for arch in ("sm_90", "sm_100a")}) == 4
 
 
 def test_a_cubin_does_not_depend_on_other_kernels(cache):
-    before = loader.cubin_path(SOURCE, "sm_90")
-    loader.files(cache.sources)["amax.cu"].write_text("")
-    loader.include_closure.cache_clear()
-    assert loader.cubin_path(SOURCE, "sm_90") == before
+    before = compiler.cubin_path(SOURCE, "sm_90")
+    compiler.files(cache.sources)["amax.cu"].write_text("")
+    compiler.include_closure.cache_clear()
+    assert compiler.cubin_path(SOURCE, "sm_90") == before
 
 
 def test_a_cubin_is_written_beside_and_renamed(cache, monkeypatch):
@@ -131,30 +130,30 @@ def test_a_cubin_is_written_beside_and_renamed(cache, monkeypatch):
 
     rename = os.replace
     monkeypatch.setattr(os, "replace", replace)
-    assert loader.cubin_path(SOURCE, "sm_90") in renamed
+    assert compiler.cubin_path(SOURCE, "sm_90") in renamed
 
 
 def test_what_does_not_compile_leaves_nothing(cache, monkeypatch):
     def fail(*arguments):
-        raise nvrtc.CompileError("no")
+        raise compiler.CompileError("no")
 
-    monkeypatch.setattr(nvrtc, "compile_cubin", fail)
-    with pytest.raises(nvrtc.CompileError):
-        loader.cubin_path(SOURCE, "sm_90")
+    monkeypatch.setattr(compiler, "compile_cubin", fail)
+    with pytest.raises(compiler.CompileError):
+        compiler.cubin_path(SOURCE, "sm_90")
     assert not list(cache.folder.iterdir())
 
 
 def test_the_cache_is_in_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert loader.cache_folder() == tmp_path / ".cache" / "fp4kit" / "cuda"
-    assert loader.cache_folder().is_dir()
+    assert compiler.cache_folder() == tmp_path / ".cache" / "fp4kit" / "cuda"
+    assert compiler.cache_folder().is_dir()
 
 
 def test_the_cache_is_elsewhere_without_a_home_folder(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "file")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "temporary"))
-    folder = loader.cache_folder()
+    folder = compiler.cache_folder()
     assert folder.is_dir() and tmp_path / "temporary" in folder.parents
 
 
@@ -163,7 +162,7 @@ def test_no_folder_for_the_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "file")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "file"))
     with pytest.raises(RuntimeError, match=r"can neither use .*file/.cache/fp4kit/cuda nor .*needs one of these"):
-        loader.cache_folder()
+        compiler.cache_folder()
 
 
 # ---- loading, with a CuPy that accepts the bytes CUBIN as a cubin ----
@@ -205,30 +204,30 @@ def cupy(monkeypatch):
 
 
 def test_a_function_is_compiled_for_its_device_once(cache, cupy):
-    assert [loader.function(SOURCE, "quantize_kernel", device) for device in (0, 1, 0, 1)] == ["quantize_kernel"] * 4
+    assert [compiler.function(SOURCE, "quantize_kernel", device) for device in (0, 1, 0, 1)] == ["quantize_kernel"] * 4
     assert [options[-1] for options in cache.compiled] == ["-arch=sm_90", "-arch=sm_100a"]
 
 
 @pytest.mark.parametrize("rubbish", [b"", CUBIN[:-1], b"\x7fELF and nothing"])
 def test_a_corrupt_entry_is_built_again(cache, cupy, rubbish):
-    path = loader.cubin_path(SOURCE, "sm_90")
+    path = compiler.cubin_path(SOURCE, "sm_90")
     path.write_bytes(rubbish)
-    assert loader.function(SOURCE, "quantize_kernel", 0) == "quantize_kernel"
+    assert compiler.function(SOURCE, "quantize_kernel", 0) == "quantize_kernel"
     assert path.read_bytes() == CUBIN
     assert len(cache.compiled) == 2
 
 
 def test_a_cubin_that_the_driver_refuses_twice_is_an_error(cache, cupy, monkeypatch):
-    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *arguments: (b"of another driver", ""))
+    monkeypatch.setattr(compiler, "compile_cubin", lambda *arguments: (b"of another driver", ""))
     with pytest.raises(DriverError):
-        loader.function(SOURCE, "quantize_kernel", 0)
+        compiler.function(SOURCE, "quantize_kernel", 0)
 
 
 @pytest.mark.parametrize(
     ("capability", "arch"), [("75", "sm_75"), ("90", "sm_90"), ("100", "sm_100a"), ("120", "sm_120a")]
 )
 def test_architecture(capability, arch):
-    assert loader.architecture(capability) == arch
+    assert compiler.architecture(capability) == arch
 
 
 # ---- missing packages and drivers ----
@@ -262,6 +261,6 @@ def test_without_a_device(monkeypatch):
 
 
 def test_without_nvrtc(monkeypatch):
-    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(["no-such-folder/libnvrtc.so.13"]))
+    monkeypatch.setattr(compiler, "_candidates", lambda: iter(["no-such-folder/libnvrtc.so.13"]))
     with pytest.raises(RuntimeError, match=r'NVRTC was not found .*"fp4kit\[cuda12\]" or "fp4kit\[cuda13\]"'):
-        nvrtc.nvrtc_library.__wrapped__()
+        compiler.nvrtc_library.__wrapped__()

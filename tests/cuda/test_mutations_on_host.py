@@ -43,7 +43,7 @@ from searched import STATIC
 from variants import blocks_at_ties
 
 import fp4kit
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler
 from fp4kit.cuda.amax import amax_hadamard
 from fp4kit.formats import E8M0, MX4
 from fp4kit.reference.stochastic import TE_SIGN_MASK, hadamard_blocks
@@ -425,8 +425,8 @@ def compare(call: Any) -> None:
 def mutated(folder: Path, file: str, text: str, changed: str) -> Path:
     """Return a copy of the kernel sources in which `text`, in the file `file`, is replaced by `changed`."""
     sources = folder / "cuda"
-    shutil.copytree(loader.SOURCES, sources)
-    path = loader.files(sources)[file]
+    shutil.copytree(compiler.SOURCES, sources)
+    path = compiler.files(sources)[file]
     original = path.read_text()
     assert text in original, f"{file} has no {text!r} any more; choose another line to change"
     path.write_text(original.replace(text, changed))

@@ -17,7 +17,7 @@ from together import together
 
 import fp4kit
 from fp4kit.arithmetic import ROUNDINGS
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler
 from fp4kit.formats import E2M1, E3M2, E4M3, E5M2, E8M0, INT4, INT8, BlockFormat, ElementFormat
 from fp4kit.recipes import RECIPES, Recipe, rules
 from fp4kit.reference import block_rules, codec, dequantize, fake, tensor_rules
@@ -554,7 +554,7 @@ def test_names_of_rules_are_those_of_the_specification():
 
 
 def test_names_of_rules_are_those_of_the_kernels():
-    text = "\n".join(path.read_text() for path in loader.files(loader.SOURCES).values())
+    text = "\n".join(path.read_text() for path in compiler.files(compiler.SOURCES).values())
     structs = set(re.findall(r"^struct (\w+)", text, re.MULTILINE))
     assert {f"block_{name}" for name, rule in rules.BLOCK_RULES.items() if not rule.chooses} <= structs
     assert {f"tensor_{name}" for name in rules.TENSOR_RULES} <= structs

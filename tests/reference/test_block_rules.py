@@ -13,7 +13,7 @@ from together import together
 from variants import TE_CODES, blocks_at_ties
 
 import fp4kit
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.recipes import RECIPES, rules
@@ -32,7 +32,7 @@ F32 = np.dtype(np.float32)
 
 
 def test_rules_have_one_name_in_numpy_and_cuda():
-    text = "".join(loader.include_closure(("block.cuh",)).values())
+    text = "".join(compiler.include_closure(("block.cuh",)).values())
     structs = {kind: set(re.findall(rf"^struct {kind}_(\w+) ", text, re.MULTILINE)) for kind in ("block", "tensor")}
     assert structs == {"block": {*BLOCK_RULES, "none"}, "tensor": {*TENSOR_RULES, "none"}}
 

@@ -12,7 +12,7 @@ import numpy as np
 from host import cupy_on_host as cupy
 from searched import STATIC
 
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler
 from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
 from fp4kit.cuda.launch import THREADS, Launch, address, grid
 from fp4kit.cuda.search import SEARCH_THREADS, float64_bits
@@ -38,7 +38,7 @@ def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
     y, columns, is_fast = cupy.empty_like(x), cupy.empty_like(x), cupy.zeros(len(x), np.uint8)
     text = f'#include "hadamard.cuh"\nusing Input = {TYPES[x.dtype]};\nconstexpr u32 kSignMask = {mask}u;\n'
     fields = np.dtype([("x", "u8"), ("y", "u8"), ("columns", "u8"), ("is_fast", "u8"), ("runs", "i8")])
-    function = loader.function(text + (HERE / "hadamard.cu").read_text(), "hadamard_kernel", x.device.id)
+    function = compiler.function(text + (HERE / "hadamard.cu").read_text(), "hadamard_kernel", x.device.id)
     blocks = grid(-(-x.size // (HADAMARD_BLOCK * THREADS)), x.device.id)
     Launch(function, blocks, fields, len(x))(*map(address, (x, y, columns, is_fast)))
     return y, columns, is_fast
@@ -56,7 +56,7 @@ def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
     text = instantiation("search", recipe_struct(RECIPES[STATIC])).replace("search.cu", "search_loss_bounds.cuh")
     text += (HERE / "bounds.cu").read_text()
     fields = np.dtype([(name, "u8") for name in ("x", "reciprocals", "first", "out", "count")])
-    function = loader.function(text, "bounds_kernel", x.device.id)
+    function = compiler.function(text, "bounds_kernel", x.device.id)
     Launch(function, 2, fields, len(x), threads=SEARCH_THREADS)(*map(address, (x, reciprocals, first, out)))
 
 
@@ -64,7 +64,7 @@ def put_powers(d: Any, out: Any, p: float) -> None:
     """Compute d^p in float64 by the functions of pow.cuh, and write it to `out`."""
     text = '#include "pow.cuh"\n' + (HERE / "power.cu").read_text()
     fields = np.dtype([("d", "u8"), ("out", "u8"), ("count", "i8"), ("power", "f8")])
-    function = loader.function(text, "power_kernel", d.device.id)
+    function = compiler.function(text, "power_kernel", d.device.id)
     Launch(function, grid(-(-d.size // THREADS), d.device.id), fields, d.size, float64_bits(p))(
         address(d), address(out)
     )

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler
 
 try:
     import fcntl
@@ -84,4 +84,4 @@ def shared() -> Cache:
 
     A temporary directory is used if the first cannot be written.
     """
-    return Cache(loader.cache_folder().parent / "host")
+    return Cache(compiler.cache_folder().parent / "host")

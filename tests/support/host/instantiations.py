@@ -14,8 +14,7 @@ from unittest.mock import patch
 
 import fp4kit.cuda
 from fp4kit.arrays import imports
-from fp4kit.cuda import compiler as loader
-from fp4kit.cuda import launch as geometry
+from fp4kit.cuda import compiler, launch
 
 MULTIPROCESSORS = 2  # multiprocessors of the simulated device: few, so that the grid is smaller than the work
 
@@ -61,7 +60,7 @@ def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
     sources: the folder with the kernels' source files.
     """
     instantiations = list(instantiations)
-    tree = {name: path.read_text() for name, path in loader.files(sources).items()}
+    tree = {name: path.read_text() for name, path in compiler.files(sources).items()}
     files = cache(lambda names: included(names, tree))  # cached, because many instantiations include the same files
     needed = [files(tuple(_INCLUDE.findall(source))) for source, _ in instantiations]
     headers = sorted({name for names in needed for name in names if name.endswith(".cuh")})
@@ -98,12 +97,12 @@ def launching_on(function: Callable[[str, str, int], Callable[..., None]], cupy:
     """
     modules = pkgutil.walk_packages(fp4kit.cuda.__path__, "fp4kit.cuda.")
     launchers = [importlib.import_module(module.name) for module in modules]
-    caches = {f for m in launchers if m is not loader for f in vars(m).values() if hasattr(f, "cache_clear")}
+    caches = {f for m in launchers if m is not compiler for f in vars(m).values() if hasattr(f, "cache_clear")}
     with ExitStack() as stack:
         for cached in caches:  # they hold functions of a real device
             cached.cache_clear()
             stack.callback(cached.cache_clear)
-        stack.enter_context(patch.object(loader, "function", function))
+        stack.enter_context(patch.object(compiler, "function", function))
         stack.enter_context(patch.object(imports, "cupy", lambda: cupy))
-        stack.enter_context(patch.object(geometry, "multiprocessors", lambda device: MULTIPROCESSORS))
+        stack.enter_context(patch.object(launch, "multiprocessors", lambda device: MULTIPROCESSORS))
         yield

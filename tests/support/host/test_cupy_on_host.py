@@ -11,9 +11,7 @@ from host.device_memory import ALIGNMENT, PAGE, UNIT, UNWRITTEN, check_around_al
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cuda import launch as geometry
-from fp4kit.cuda import layouts as pack_codes
-from fp4kit.cuda import matrix
+from fp4kit.cuda import launch, layouts, matrix
 from fp4kit.cuda.cached_calls import FLOAT32, UINT8, NewArray, library_of
 from fp4kit.cuda.dispatch import LaunchRequest, kernel_for
 from fp4kit.evidence.testing import assert_same_bits
@@ -108,7 +106,7 @@ def test_a_kernel_that_is_told_the_wrong_alignment_is_stopped():
 def test_what_is_written_behind_an_array_is_seen():
     codes, packed = cupy.ones(64, np.uint8), cupy.zeros(31, np.uint8)
     with pytest.raises(AssertionError, match="wrote behind the end of an array"):
-        pack_codes._launch_packing("pack_codes_kernel", codes, packed, 32)
+        layouts._launch_packing("pack_codes_kernel", codes, packed, 32)
     del packed
     check_around_all()
 
@@ -169,9 +167,9 @@ def test_arrays_of_other_libraries_on_the_device():
 
 
 def test_a_matrix_that_is_too_large_for_a_kernel():
-    geometry.check_count(1 << 33)
+    launch.check_count(1 << 33)
     with pytest.raises(ValueError, match=r"a kernel takes at most 8589934592 \(2\^33\); split the first axis"):
-        geometry.check_count((1 << 33) + 1)
+        launch.check_count((1 << 33) + 1)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "mxfp8-te", "fp8-modelopt"])

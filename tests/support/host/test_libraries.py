@@ -10,7 +10,7 @@ from host.device_memory import UNIT
 from host.libraries import Libraries
 from inputs import BF16
 
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda import compiler
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.reference.arith import divide_ftz, multiply_ftz, reciprocal_approx_ftz
 
@@ -88,7 +88,7 @@ def launch_sum(**changed: str) -> int:
     for name, text in (RIGHT | changed).items():
         source = source.replace(name, text)
     arguments = np.array([(y.data.ptr, x.data.ptr)], [("y", "u8"), ("x", "u8")])
-    loader.function(source, "sum_kernel", 0)((1,), (256,), (arguments,))
+    compiler.function(source, "sum_kernel", 0)((1,), (256,), (arguments,))
     return int(y[0])
 
 
@@ -124,7 +124,7 @@ def test_arguments_of_another_size_are_seen():
     for name, text in RIGHT.items():
         source = source.replace(name, text)
     with pytest.raises(AssertionError, match="arguments and the kernel's have different sizes"):
-        loader.function(source, "sum_kernel", 0)((1,), (256,), (arguments,))
+        compiler.function(source, "sum_kernel", 0)((1,), (256,), (arguments,))
 
 
 def test_what_does_not_compile_shows_the_compiler_s_words(one_grid):
@@ -183,7 +183,7 @@ def test_twins_of_instructions(expression):
     names = [("a", "u8"), ("b", "u8"), ("y", "u8"), ("count", "i8")]
     arguments = np.array([(x.data.ptr, y.data.ptr, out.data.ptr, a.size)], names)
     source = TWIN.replace("EXPRESSION", expression)
-    loader.function(source, "twin_kernel", 0)((3,), (256,), (arguments,))
+    compiler.function(source, "twin_kernel", 0)((3,), (256,), (arguments,))
     if cupy.rehearsing:
         return
     with np.errstate(all="ignore"):
