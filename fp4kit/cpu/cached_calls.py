@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arithmetic import is_ieee
-from fp4kit.arrays import jax_arrays, torch_arrays
+from fp4kit.arrays import returns as jax_arrays
+from fp4kit.arrays import returns as torch_arrays
 from fp4kit.call.parse import Call
 from fp4kit.cpu.codec import are_looked_up, check_array, decode_call, encode_call, kernels_of, tensors_of
 from fp4kit.cpu.coverage import tensor_key

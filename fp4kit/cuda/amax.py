@@ -22,7 +22,7 @@ from fp4kit.cuda.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch import THREADS, UNLIMITED, Launch, aligned, grid
 from fp4kit.cuda.matrix import AMAX, transform_struct
 from fp4kit.cuda.shards import amax_shard, check_blocks
-from fp4kit.quantized.part_shapes import tensor_amax_shape
+from fp4kit.quantized.parts import tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import has_tall_scales
 from fp4kit.reference.stochastic import HADAMARD_BLOCK

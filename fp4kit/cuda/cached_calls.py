@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arrays import imports, torch_arrays
+from fp4kit.arrays import imports
+from fp4kit.arrays import returns as torch_arrays
 from fp4kit.call.parse import Call
 from fp4kit.cuda.amax import tensor_amax_operands
 from fp4kit.cuda.dispatch import Arguments, LaunchRequest, check_formats, find_kernel

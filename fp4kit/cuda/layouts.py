@@ -17,7 +17,7 @@ from fp4kit.cuda.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch import THREADS, UNLIMITED, Launch, aligned, grid
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.part_shapes import packed_shape, scale_shape
+from fp4kit.quantized.parts import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 
 

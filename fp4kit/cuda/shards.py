@@ -32,7 +32,7 @@ from fp4kit.cuda.layouts import TRANSPOSE, transpose_struct, wide_copies, work_b
 from fp4kit.cuda.matrix import GroupedLaunch, is_small, piece_counts, prepare_group
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.part_shapes import packed_shape, scale_shape
+from fp4kit.quantized.parts import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.types import ScaleLayout
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import fp4kit
-from fp4kit.arrays import imports, torch_arrays
+from fp4kit.arrays import imports
+from fp4kit.arrays import returns as torch_arrays
 from fp4kit.call.parse import Call
 from fp4kit.cuda import cached_calls
 from fp4kit.cuda.cached_calls import FLOAT32, UINT8, NewArray

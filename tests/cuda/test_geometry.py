@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp4kit.arrays import imports
-from fp4kit.arrays.torch_arrays import TorchStream
+from fp4kit.arrays.returns import TorchStream
 from fp4kit.cuda.launch import Launch
 
 FIELDS = np.dtype([("a", "u8"), ("size", "i8")])
