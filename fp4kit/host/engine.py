@@ -22,8 +22,8 @@ from fp4kit.layouts import swizzle_scales, unpack, unswizzle_scales
 from fp4kit.quantized.container import Quantized, assembled
 from fp4kit.quantized.parts import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import Recipe, faking
-from fp4kit.reference import quantize as partial
-from fp4kit.reference import stochastic as rotation
+from fp4kit.reference import quantize as reference
+from fp4kit.reference import stochastic
 from fp4kit.reference.codec import (
     TILE_ELEMENTS,
     block_amax,
@@ -50,66 +50,9 @@ from fp4kit.reference.matmul import Factor, as_terms, rounded, scaled, sums
 from fp4kit.reference.quantize import EncodeOptions as MatrixOptions
 from fp4kit.reference.quantize import encode_matrix, quantize_matrix
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
-from fp4kit.reference.search import chosen_amaxes, search_amaxes, search_powers, searched
-from fp4kit.reference.search import search_e4m3 as search_matrix
+from fp4kit.reference.search import chosen_amaxes, search_amaxes, search_e4m3, search_powers, searched
 from fp4kit.reference.stochastic import GivenNumbers, MslkStream, RandomNumbers, ScaleStream, stream_of
 from fp4kit.reference.tensor_rules import TensorScale, encoding_scale, stored_tensor_scale, tensor_scale
-
-
-def search_call(
-    search: Search,
-    amax: np.ndarray | None,
-    search_e4m3: Callable[..., None],
-    fake_quantize: Callable[[Call], np.ndarray],
-) -> np.ndarray:
-    """Return the block amaxes that search_scales finds; for a recipe without block scales, the tensor amaxes."""
-    if search.terms.grid is not None:
-        return search_amaxes(search, amax, fake_quantize)
-    search_matrix: Callable[..., None] = search_powers if search.searches_e8m0 else search_e4m3
-    return chosen_amaxes(search.call, amax, lambda *matrix: search_matrix(*matrix, search))
-
-
-TERMS_AT_ONCE = 1 << 18  # products of one step that are computed at once; it bounds the memory
-
-
-def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
-    """Compute several calls of fp4kit.matmul, one after the other."""
-    # A result is call.out if that is given, otherwise a new array (batch, M, N) of call.out_dtype.
-    return [_matmul(call) for call in calls]
-
-
-@np.errstate(all="ignore")
-def _matmul(call: MatmulCall) -> np.ndarray:
-    """Compute a call of fp4kit.matmul by the specification, a few rows at a time, and return the result."""
-    # The result is in call.out if that is given, otherwise in a new array (batch, M, N) of call.out_dtype.
-    batch, M, N = call.shape
-    out: np.ndarray = np.empty(call.shape, call.out_dtype) if call.out is None else call.out
-    multiple = call.step.k if call.step else call.a.block
-    rows = max(TERMS_AT_ONCE // max(N * multiple, 1), 1)
-    for i in range(batch):
-        b, factor_b = _rows(call.b, i, slice(None), multiple)
-        for start in range(0, M, rows):
-            cut = slice(start, start + rows)
-            a, factor_a = _rows(call.a, i, cut, multiple)
-            c = np.zeros(out[i, cut].shape, np.float32) if call.c is None else call.c[i, cut]
-            total = sums(a, b, c, call.unit, call.step)
-            out[i, cut] = rounded(scaled(total, factor_a, factor_b), call.out_dtype)
-    return out
-
-
-def _rows(x: Operand, i: int, rows: slice, multiple: int) -> tuple[Factor, np.ndarray | None]:
-    """Return (factor, scales): some decoded rows of matrix i of an operand, and the tensor scales of these rows."""
-    i = min(i, x.codes.shape[0] - 1)  # an operand with batch 1 belongs to all matrices
-    codes, decoding = x.codes[i, rows], decoding_of(x.element)
-    codes = unpack(codes) if x.element == "E2M1" else codes
-    missing = -x.k % multiple
-    elements = as_terms(decoding.values[np.pad(codes, ((0, 0), (0, missing)))], decoding.least)
-    scales = None
-    if x.scales is not None and x.scale is not None:
-        values, least = scale_decoding_of(x.scale)
-        scales = as_terms(values[np.pad(x.scales[i, rows], ((0, 0), (0, missing // x.block)))], least)
-    return Factor(elements, scales, x.block), None if x.factor is None else x.factor[i, rows]
-
 
 __all__ = [
     "amax",
@@ -152,10 +95,10 @@ def amax(call: Call) -> np.ndarray:
     flat = out.reshape(len(matrices), -1, K // width)
     for i, matrix in enumerate(matrices):
         for rows, columns in tiles(matrix.shape, call.recipe.block):
-            target = flat[i][
-                rows.start // height : -(-rows.stop // height), columns.start // width : columns.stop // width
-            ]
-            target[...] = block_amax(np.ascontiguousarray(matrix[rows, columns], np.float32), call.recipe)
+            down = slice(rows.start // height, -(-rows.stop // height))
+            across = slice(columns.start // width, columns.stop // width)
+            tile = np.ascontiguousarray(matrix[rows, columns], np.float32)
+            flat[i, down, across] = block_amax(tile, call.recipe)
     return out
 
 
@@ -198,52 +141,61 @@ class MatrixFunctions(NamedTuple):
     quantize: Callable[..., None] = quantize_matrix
     encode: Callable[..., None] = encode_matrix
     dequantize: Callable[..., None] = dequantize_matrix
-    search: Callable[..., None] = search_matrix
+    search: Callable[..., None] = search_e4m3
     searched: Callable[..., Call] = searched
 
 
+SPECIFICATION = MatrixFunctions()
+
+
 def _tensor_amax(call: Call, functions: MatrixFunctions) -> np.ndarray | None:
-    """Return the tensor amax that the caller passed."""
+    """Return the tensor amax that the caller passed, or that of the array; None if the recipe has none."""
     if call.tensor_amax is not None or call.recipe.tensor_scaling == "none":
         return call.tensor_amax
     return functions.tensor_amax(call.moved, call.recipe, call.mask)
 
 
-def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()) -> np.ndarray:  # noqa: B008  (immutable)
+def search_scales(search: Search, functions: MatrixFunctions = SPECIFICATION) -> np.ndarray:
     """Return the block amaxes whose scales give the smallest loss: float32 (..., M, K / block)."""
     call = search.call
     searches_blocks = search.terms.grid is not None and call.recipe.scale is not None
     found = amax(call) if searches_blocks else _tensor_amax(call, functions)
-    return search_call(search, found, functions.search, fake_quantize)
+    if search.terms.grid is not None:
+        return search_amaxes(search, found, fake_quantize)
+    search_matrix: Callable[..., None] = search_powers if search.searches_e8m0 else functions.search
+    return chosen_amaxes(call, found, lambda *matrix: search_matrix(*matrix, search))
 
 
 # ---- codes ----
 
 
-def quantize(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (immutable)
-    """Quantize call.moved."""
-    amax, r = _tensor_amax(call, functions), call.recipe
-    if r.search and call.x.size:
+def quantize(call: Call, functions: MatrixFunctions = SPECIFICATION) -> Quantized:
+    """Quantize call.moved, with the scales that the caller passed if there are any."""
+    r, out, amax = call.recipe, call.out, None if call.has_scales else _tensor_amax(call, functions)
+    if r.search and call.x.size and not call.has_scales:
         call = functions.searched(call, amax)
     packed, scales = _output_arrays(call)
     if call.x.size:
         _quantize_matrices(call, amax, packed, scales, functions)
-    swizzled = scales if scales is None or call.layout == "linear" else swizzle_scales(scales, call.layout)
-    decode_scale = None if amax is None else np.asarray(tensor_scale(amax, r, call.x.dtype).decode, np.float32)
-    if call.out is None:
-        return assembled(
-            {"packed": packed, "block_scale": swizzled, "tensor_scale": decode_scale, "tensor_amax": amax}
-            | {"shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r}
-            | {"scale_layout": call.layout}
-        )
-    out = call.out
-    for target, part in ((out.packed, packed), (out.block_scale, swizzled)):
-        if part is not None and part is not target:
-            target[...] = part
-    for target, part in ((out.tensor_scale, decode_scale), (out.tensor_amax, amax)):
-        if part is not None:
-            target[...] = part
+    parts = {"packed": packed, "block_scale": scales, "tensor_scale": call.tensor_scale, "tensor_amax": amax}
+    if call.has_scales:
+        parts["block_scale"] = call.block_scale
+    elif scales is not None and call.layout != "linear":
+        parts["block_scale"] = swizzle_scales(scales, call.layout)
+    if amax is not None:
+        parts["tensor_scale"] = np.asarray(tensor_scale(amax, r, call.x.dtype).decode, np.float32)
+    if out is None:
+        for name in ("block_scale", "tensor_scale") if call.has_scales else ():
+            parts[name] = None if parts[name] is None else parts[name].copy()
+        facts = {"shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r}
+        return assembled({**parts, **facts, "scale_layout": call.layout})
+    for name, part in parts.items():
+        if part is not None and part is not getattr(out, name):
+            getattr(out, name)[...] = part
     return out
+
+
+quantize_with_scales = quantize  # engines may have a function of its own for calls with scales
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
@@ -251,43 +203,15 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
     return quantize(row), quantize(column)
 
 
-def quantize_with_scales(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (immutable)
-    """Encode call.moved with the scales that the caller passed."""
-    out, r = call.out, call.recipe
-    use_out = out is not None and out.packed.flags.c_contiguous
-    packed = out.packed if out is not None and use_out else np.empty(packed_shape(call.moved.shape, r), np.uint8)
-    if call.x.size:
-        _encode_matrices(call, packed, functions)
-    scales, tensor = call.block_scale, call.tensor_scale
-    if out is None:
-        scales, tensor = (None if a is None else a.copy() for a in (scales, tensor))
-        return Quantized(packed, scales, tensor, None, call.x.shape, call.x.dtype, call.axis, r, call.layout)
-    for target, part in ((out.packed, packed), (out.block_scale, scales), (out.tensor_scale, tensor)):
-        if part is not None and part is not target:
-            target[...] = part
-    return out
-
-
-def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions) -> None:
-    """Encode all matrices of a call with the scales that the caller passed, and write the codes into packed."""
-    r, shape = call.recipe, scale_shape(call.moved.shape, call.recipe)
-    x = stack(call.moved, r, is_per_expert(call.tensor_scale, r) or isinstance(call.random, np.ndarray))
-    B, M, K = x.shape
-    codes, tensor = packed.reshape(B, M, -1), encoding_scale(call.tensor_scale, r, call.x.dtype)
-    scales = None if r.scale is None else unswizzle_scales(call.block_scale, call.layout, shape).reshape(B, M, -1)
-    for i, matrix in enumerate(x):
-        part = TensorScale(*(part_for_matrix(np.asarray(p), r, i, (B, M)) for p in tensor))
-        options = MatrixOptions(None, _random_numbers(call.random, r, i, (M, K)), call.mask)
-        functions.encode(matrix, r, part, None if scales is None else scales[i], codes[i], options)
-
-
 def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the arrays to write codes and linear block scales to."""
+    """Return the arrays of codes and linear block scales: those to write to, or the scales that the caller passed."""
     out, shape, r = call.out, call.moved.shape, call.recipe
     use_out = out is not None and out.packed.flags.c_contiguous
     packed = out.packed if out is not None and use_out else np.empty(packed_shape(shape, r), np.uint8)
     if r.scale is None:
         return packed, None
+    if call.has_scales:
+        return packed, unswizzle_scales(call.block_scale, call.layout, scale_shape(shape, r))
     use_out = out is not None and call.layout == "linear" and out.block_scale.flags.c_contiguous
     return packed, out.block_scale if out is not None and use_out else np.empty(scale_shape(shape, r), np.uint8)
 
@@ -295,18 +219,23 @@ def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
 def _quantize_matrices(
     call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, functions: MatrixFunctions
 ) -> None:
-    """Write the codes and linear block scales of all matrices of a call to packed and scales."""
-    r = call.recipe
-    x = stack(call.moved, r, is_per_expert(amax, r) or isinstance(call.random, np.ndarray))
+    """Write the codes of all matrices of a call to packed, and their linear block scales to scales unless given."""
+    r, dtype = call.recipe, call.x.dtype
+    per_expert = is_per_expert(call.tensor_scale if call.has_scales else amax, r)
+    x = stack(call.moved, r, per_expert or isinstance(call.random, np.ndarray))
     B, M, K = x.shape
-    codes = packed.reshape(B, M, -1)
+    codes, encodings = packed.reshape(B, M, -1), encoding_scale(call.tensor_scale, r, dtype) if call.has_scales else ()
     scale_rows, amax_rows = (None if a is None else a.reshape(B, -1, a.shape[-1]) for a in (scales, call.block_amax))
     for i, matrix in enumerate(x):
         # call.block_amax repeats a block's amax for each row of the block, but functions.quantize needs it once.
         block_amaxes = None if amax_rows is None else amax_rows[i][:: r.block_rows]
+        matrix_scales = None if scale_rows is None else scale_rows[i]
         options = MatrixOptions(block_amaxes, _random_numbers(call.random, r, i, (M, K)), call.mask)
-        out_scales = None if scale_rows is None else scale_rows[i]
-        functions.quantize(matrix, r, part_for_matrix(amax, r, i, (B, M)), codes[i], out_scales, options)
+        if call.has_scales:
+            tensor = TensorScale(*(part_for_matrix(np.asarray(part), r, i, (B, M)) for part in encodings))
+            functions.encode(matrix, r, tensor, matrix_scales, codes[i], options)
+        else:
+            functions.quantize(matrix, r, part_for_matrix(amax, r, i, (B, M)), codes[i], matrix_scales, options)
 
 
 def _random_numbers(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomNumbers | None:
@@ -327,13 +256,21 @@ def dequantize(
     q: Quantized,
     dtype: np.dtype,
     out: np.ndarray | None = None,
-    functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
+    functions: MatrixFunctions = SPECIFICATION,
 ) -> np.ndarray:
     """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q."""
     use_out = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous
     moved = out if out is not None and use_out else np.empty(q.moved_shape, dtype)
     if moved.size:
-        _dequantize_matrices(q, moved, functions)
+        M, K = (1, *q.moved_shape)[-2:]
+        B = moved.size // (M * K)
+        packed, matrices, scales = q.packed.reshape(B, M, -1), moved.reshape(B, M, K), None
+        if q.block_scale is not None:
+            scales = unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape).reshape(B, M, -1)
+        tensor = stored_tensor_scale(q.tensor_scale, q.tensor_amax, q.recipe, q.dtype)
+        for i in range(B):
+            part = TensorScale(*(part_for_matrix(np.asarray(p), q.recipe, i, (B, M)) for p in tensor))
+            functions.dequantize(packed[i], None if scales is None else scales[i], q.recipe, part, matrices[i])
     values = np.moveaxis(moved, -1, q.axis)
     if out is None or use_out:
         return values if out is None else out
@@ -341,26 +278,8 @@ def dequantize(
     return out
 
 
-def _dequantize_matrices(q: Quantized, moved: np.ndarray, functions: MatrixFunctions) -> None:
-    """Decode all matrices of q into `moved`, an array whose last axis is the quantized one."""
-    M, K = (1, *q.moved_shape)[-2:]
-    B = moved.size // (M * K)
-    packed, values = q.packed.reshape(B, M, -1), moved.reshape(B, M, K)
-    scales = (
-        None
-        if q.block_scale is None
-        else unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape).reshape(B, M, -1)
-    )
-    tensor = stored_tensor_scale(q.tensor_scale, q.tensor_amax, q.recipe, q.dtype)
-    for i in range(B):
-        part = TensorScale(*(part_for_matrix(np.asarray(p), q.recipe, i, (B, M)) for p in tensor))
-        functions.dequantize(packed[i], None if scales is None else scales[i], q.recipe, part, values[i])
-
-
 def requantize(
-    q: Quantized,
-    target: Recipe,
-    functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
+    q: Quantized, target: Recipe, functions: MatrixFunctions = SPECIFICATION
 ) -> tuple[Quantized, int, np.ndarray]:
     """Convert q to the recipe `target`."""
     # If keep_codes (reference/dequantize.py) finds a suitable tensor scale, as usually for MXFP4 to NVFP4, new codes
@@ -372,8 +291,7 @@ def requantize(
     elif kept.in_range.all():
         result = kept.quantized
     else:
-        amax = kept.quantized.tensor_amax
-        call = quantize_call("requantize", values, target, q.axis, tensor_amax=amax)
+        call = quantize_call("requantize", values, target, q.axis, tensor_amax=kept.quantized.tensor_amax)
         result = with_encoded_blocks(kept, quantize(call, functions))
     changed, error = changed_values(values, dequantize(result, float32, functions=functions))
     return result, changed, np.asarray(error)  # an array, so that it comes back in the library of q
@@ -382,16 +300,15 @@ def requantize(
 def _requantized(q: Quantized, target: Recipe, values: np.ndarray, functions: MatrixFunctions) -> Quantized:
     """Return the values of q, float32, quantized by the target, or exactly where powers of two as scales allow it."""
     if not may_use_powers(q, target):
-        return quantize(quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout)), functions)
+        options = QuantizeOptions(q.scale_layout)
+        return quantize(quantize_call("requantize", values, target, q.axis, options), functions)
     call = quantize_call("requantize", values, target, q.axis)
     own, changed = quantize(call, functions), None
     if target.scale is not None:
         after = dequantize(own, values.dtype, functions=functions)
         changed = np.moveaxis(differing(values, after), q.axis, -1)
     result = under_powers_of_two(call.moved, own, changed)
-    if q.scale_layout == "linear" or result.block_scale is None:
-        return replace(result, scale_layout=q.scale_layout)
-    scales = swizzle_scales(result.block_scale, q.scale_layout)
+    scales = result.block_scale if result.block_scale is None else swizzle_scales(result.block_scale, q.scale_layout)
     return replace(result, block_scale=scales, scale_layout=q.scale_layout)
 
 
@@ -399,29 +316,27 @@ def fake_quantize(call: Call) -> np.ndarray:
     """Return the fake-quantized values of a call in a new array, in the shape and dtype of call.x."""
     if call.recipe.fake_rule is None:
         return dequantize(quantize(call._replace(recipe=faking(call.recipe))), call.x.dtype)
-    amax, r = _tensor_amax(call, MatrixFunctions()), call.recipe
     moved = np.empty(call.moved.shape, call.x.dtype)
     if moved.size:
+        amax, r = _tensor_amax(call, SPECIFICATION), call.recipe
         x = stack(call.moved, r, is_per_expert(amax, r))
-        values = moved.reshape(x.shape)
-        block_amax = None if call.block_amax is None else call.block_amax.reshape(*x.shape[:2], -1)
+        values, (B, M, _) = moved.reshape(x.shape), x.shape
+        block_amax = None if call.block_amax is None else call.block_amax.reshape(B, M, -1)
         for i, matrix in enumerate(x):
-            matrix_amax = part_for_matrix(amax, r, i, (x.shape[0], x.shape[1]))
-            random = _random_numbers(call.random, r, i, matrix.shape)
-            _fake_matrix(matrix, r, matrix_amax, None if block_amax is None else block_amax[i], values[i], random)
+            amaxes = part_for_matrix(amax, r, i, (B, M)), None if block_amax is None else block_amax[i]
+            _fake_matrix(matrix, r, amaxes, values[i], _random_numbers(call.random, r, i, matrix.shape))
     return np.moveaxis(moved, -1, call.axis)
 
 
 def _fake_matrix(
     x: np.ndarray,
     r: Recipe,
-    amax: np.ndarray | None,
-    block_amax: np.ndarray | None,
+    amaxes: tuple[np.ndarray | None, np.ndarray | None],
     values: np.ndarray,
     random: RandomNumbers | None,
 ) -> None:
-    """Fake-quantize a matrix by r.fake_rule, and write the result to `values`."""
-    rule = FAKE_RULES[r.fake_rule or ""]
+    """Fake-quantize a matrix by r.fake_rule, and write the result to `values`. amaxes: of the tensor, of blocks."""
+    rule, (amax, block_amax) = FAKE_RULES[r.fake_rule or ""], amaxes
     with untraced():  # fake rules use only the amax, so these scales are no steps
         tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
     for rows, columns in tiles(x.shape, r.block):
@@ -458,12 +373,54 @@ def clip(call: Call, amax: np.ndarray) -> np.ndarray:
     return np.moveaxis(out, -1, call.axis)
 
 
+# ---- products ----
+
+TERMS_AT_ONCE = 1 << 18  # products of one step that are computed at once; it bounds the memory
+
+
+def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
+    """Compute several calls of fp4kit.matmul, one after the other."""
+    return [_matmul(call) for call in calls]
+
+
+@np.errstate(all="ignore")
+def _matmul(call: MatmulCall) -> np.ndarray:
+    """Return the product, in call.out if that is given, otherwise in a new array; a few rows are computed at a time."""
+    batch, M, N = call.shape
+    out: np.ndarray = np.empty(call.shape, call.out_dtype) if call.out is None else call.out
+    multiple = call.step.k if call.step else call.a.block
+    rows = max(TERMS_AT_ONCE // max(N * multiple, 1), 1)
+    for i in range(batch):
+        b, factor_b = _rows(call.b, i, slice(None), multiple)
+        for start in range(0, M, rows):
+            cut = slice(start, start + rows)
+            a, factor_a = _rows(call.a, i, cut, multiple)
+            c = np.zeros(out[i, cut].shape, np.float32) if call.c is None else call.c[i, cut]
+            total = sums(a, b, c, call.unit, call.step)
+            out[i, cut] = rounded(scaled(total, factor_a, factor_b), call.out_dtype)
+    return out
+
+
+def _rows(x: Operand, i: int, rows: slice, multiple: int) -> tuple[Factor, np.ndarray | None]:
+    """Return (factor, scales): some decoded rows of matrix i of an operand, and the tensor scales of these rows."""
+    i = min(i, x.codes.shape[0] - 1)  # an operand with batch 1 belongs to all matrices
+    codes, decoding = x.codes[i, rows], decoding_of(x.element)
+    codes = unpack(codes) if x.element == "E2M1" else codes
+    missing = -x.k % multiple
+    elements = as_terms(decoding.values[np.pad(codes, ((0, 0), (0, missing)))], decoding.least)
+    scales = None
+    if x.scales is not None and x.scale is not None:
+        values, least = scale_decoding_of(x.scale)
+        scales = as_terms(values[np.pad(x.scales[i, rows], ((0, 0), (0, missing // x.block)))], least)
+    return Factor(elements, scales, x.block), None if x.factor is None else x.factor[i, rows]
+
+
 # ---- rotations ----
 
 
 def rotate(r: Rotation) -> np.ndarray:
     """Rotate the blocks of the array r.x. Return a new array with the shape and dtype of r.x."""
-    return rotation.rotate(r.x.reshape(r.shape), r).reshape(r.x.shape)
+    return stochastic.rotate(r.x.reshape(r.shape), r).reshape(r.x.shape)
 
 
 # ---- layouts ----
@@ -502,7 +459,7 @@ def pack(codes: np.ndarray) -> np.ndarray:
 
 # ---- shards ----
 
-partial_amax = partial.partial_amax
+partial_amax = reference.partial_amax
 
 
 def partial_cast(
@@ -513,7 +470,7 @@ def partial_cast(
     start: int,
     r: Recipe,
     amax: Any,
-    cast: Callable[..., None] = partial.partial_cast,
+    cast: Callable[..., None] = reference.partial_cast,
 ) -> None:
     """Write the codes of a shard to `out`, the packed codes of the whole matrix, and change no other code of `out`."""
     if r.tensor_scaling != "none" and amax is None:
