@@ -82,14 +82,12 @@ def best_match(
     q: Quantized, x: Any, r: Recipe, amaxes: Iterable[np.ndarray | None], hadamard: Hadamard = False
 ) -> Match:
     """Quantize x with recipe r and each of the given tensor amaxes, and return the Match with the most equal bytes."""
-    best = None
+    matches = []
     for amax in amaxes:
-        match = match_under(q, x, r, amax, hadamard)
-        best = match if best is None or match.equal > best.equal else best
-        if best.equal == best.total:
+        matches.append(match_under(q, x, r, amax, hadamard))
+        if matches[-1].equal == matches[-1].total:
             break
-    assert best is not None  # callers pass at least one amax
-    return best
+    return max(matches, key=lambda match: match.equal)
 
 
 def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
@@ -97,12 +95,11 @@ def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadama
     # The scales of q must be in linear layout.
     with np.errstate(all="ignore"):
         made = quantize(x, r, axis=q.axis, tensor_amax=amax, hadamard=hadamard)
-    codes = made.packed != q.packed
     scales = np.zeros(0, bool) if q.block_scale is None else made.block_scale != q.block_scale
-    differ = int(np.count_nonzero(codes)) + int(np.count_nonzero(scales))
-    by_element = unpacked(made.packed ^ q.packed, r.element.packing)
-    total = codes.size + scales.size
-    return Match(name_of(r), total - differ, total, int(np.count_nonzero(by_element)), int(np.count_nonzero(scales)))
+    scales_differ, total = int(np.count_nonzero(scales)), q.packed.size + scales.size
+    equal = total - int(np.count_nonzero(made.packed != q.packed)) - scales_differ
+    codes_differ = int(np.count_nonzero(unpacked(made.packed ^ q.packed, r.element.packing)))
+    return Match(name_of(r), equal, total, codes_differ, scales_differ)
 
 
 class QuantizedWithSource(NamedTuple):
@@ -113,11 +110,6 @@ class QuantizedWithSource(NamedTuple):
 
     q: Quantized
     x: Any
-
-    @property
-    def on_gpu(self) -> bool:
-        """True if the arrays are CuPy arrays on a GPU, and False if they are NumPy arrays."""
-        return imports.on_device(self.x)
 
 
 def pair_of(q: Quantized, x: Any) -> QuantizedWithSource:
@@ -133,7 +125,7 @@ def prove(
     pair: QuantizedWithSource, host: QuantizedWithSource, r: Recipe, amaxes: Sequence[np.ndarray | None]
 ) -> Match:
     """Compare recipe r with q on all bytes, with each of the given tensor amaxes, and return the best Match."""
-    if pair.on_gpu:
+    if imports.on_device(pair.x):
         with suppress(NotImplementedError, MemoryError), imports.making_current(pair.x.device.id):
             return best_match(*pair, r, [None if a is None else imports.to_device(a) for a in amaxes])
     return best_match(*host, r, amaxes)
@@ -169,18 +161,15 @@ class CandidateAmaxes:
         if r.tensor_rule is None or r.tensor_scaling != q.recipe.tensor_scaling or has_nan:
             yield None
             return
-        if q.tensor_amax is not None and same_scale(_decode_scale(q.tensor_amax, q.recipe, q), q.tensor_scale).all():
-            yield q.tensor_amax
-            return
-        yield from amaxes_of(q.tensor_scale, r, q.dtype, self._amax_of_x_or_implied(r, hadamard))
-
-    def _amax_of_x_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
-        """Return one amax per tensor scale of q: that of x if r makes the scale from it, otherwise the implied amax."""
-        q = self.q
-        amax, implied = self.amax_of_x(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
-        if amax.shape != implied.shape or np.isnan(amax).any():
-            return implied
-        return np.where(same_scale(_decode_scale(amax, r, q), q.tensor_scale), amax, implied)
+        if q.tensor_amax is not None:
+            if same_scale(tensor_scale(q.tensor_amax, q.recipe, q.dtype).decode, q.tensor_scale).all():
+                yield q.tensor_amax
+                return
+        # For each tensor scale, the amax of x if r makes the scale from it, otherwise the implied amax.
+        amax, likely = self.amax_of_x(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
+        if amax.shape == likely.shape and not np.isnan(amax).any():
+            likely = np.where(same_scale(tensor_scale(amax, r, q.dtype).decode, q.tensor_scale), amax, likely)
+        yield from amaxes_of(q.tensor_scale, r, q.dtype, likely)
 
 
 def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
@@ -190,7 +179,14 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
     amax = _implied(scale, r, dtype) if likely is None else likely
     yield amax
     seen = [tensor_scale(amax, r, dtype).encode]
-    for neighbors in _neighbors(amax, scale, r, dtype):
+    # The float32 numbers that give `scale`, in ascending order, at most MAX_NEIGHBORS of them.
+    first, last = amax_interval(scale, r, dtype, NEAR)
+    has_interval = (scale > 0) & np.isfinite(scale) & (first <= last)
+    height = MAX_NEIGHBORS if scale.size <= FEW else 1  # so that large arrays are tried one at a time
+    for start in range(0, MAX_NEIGHBORS, height):
+        steps = np.arange(start, start + height).reshape(-1, *(1,) * first.ndim)
+        bits = np.minimum(first + steps, last).astype(np.int32)
+        neighbors = np.where(has_interval, bits.view(np.float32), amax)
         encodes = np.broadcast_to(tensor_scale(neighbors, r, dtype).encode, neighbors.shape)
         for i, encode in enumerate(encodes):
             if not any(np.array_equal(encode, other) for other in seen):
@@ -203,22 +199,6 @@ def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
     implied = implied_amax(scale, r, dtype)
     with np.errstate(over="ignore"):
         return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))
-
-
-def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield float32 amaxes that give `scale`: MAX_NEIGHBORS (16) arrays in ascending order, in stacks."""
-    first, last = amax_interval(scale, r, dtype, NEAR)
-    has_interval = (scale > 0) & np.isfinite(scale) & (first <= last)
-    height = MAX_NEIGHBORS if scale.size <= FEW else 1
-    for start in range(0, MAX_NEIGHBORS, height):
-        steps = np.arange(start, start + height).reshape(-1, *(1,) * first.ndim)
-        bits = np.minimum(first + steps, last).astype(np.int32)
-        yield np.where(has_interval, bits.view(np.float32), amax)
-
-
-def _decode_scale(amax: np.ndarray, r: Recipe, q: Quantized) -> np.ndarray:
-    """Return the tensor scale that recipe r makes from each amax and by which decoding multiplies."""
-    return tensor_scale(amax, r, q.dtype).decode
 
 
 MOST_NAMED = 3  # recipes that a verdict names
@@ -425,11 +405,11 @@ def identify(q: Quantized, x: Any) -> Identification:
     check_float("identify", x)
     q, x = on_host("identify: q", q), on_host("identify: x", x)
     candidates = tuple(candidates_of(q.recipe))
-    matches = (
-        _matches(q, x, candidates)
-        if x.size < 2 * SAMPLE
-        else _matches_by_sample(QuantizedWithSource(q, x), pair, candidates)
-    )
+    if x.size < 2 * SAMPLE:
+        amaxes = CandidateAmaxes(q, x)
+        matches = [best_match(q, x, r, amaxes.for_recipe(r)) for r in candidates]
+    else:
+        matches = _matches_by_sample(QuantizedWithSource(q, x), pair, candidates)
     result = Identification(tuple(sorted(matches, key=lambda m: (not m.whole, -m.fraction))))
     if result.exact or not x.size:
         return result
@@ -481,23 +461,11 @@ def _comparable(a: Recipe, b: Recipe) -> bool:
 
 
 class RecipeTrial(NamedTuple):
-    """The result of trying a recipe on a sample of an array, with each tensor amax that may have been used.
-
-    Attributes:
-        recipe: the recipe.
-        match: the Match with the most equal bytes over the tried amaxes.
-        amaxes: the amaxes that give this number of equal bytes. None stands for the amax of the array.
-    """
+    """The result of trying a recipe on a sample of an array, with each tensor amax that may have been used."""
 
     recipe: Recipe
     match: Match
     amaxes: tuple[np.ndarray | None, ...]
-
-
-def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[Match]:
-    """Return one Match per candidate recipe, in the order of `candidates`: how well each reproduces q from x."""
-    amaxes = CandidateAmaxes(q, x)
-    return [best_match(q, x, r, amaxes.for_recipe(r)) for r in candidates]
 
 
 def _matches_by_sample(
@@ -505,27 +473,22 @@ def _matches_by_sample(
 ) -> list[Match]:
     """Return one Match per candidate recipe, for a large array, sorted by equal bytes of a sample, largest first."""
     box, amaxes = _box_at_start(host.q, SAMPLE), CandidateAmaxes(*host)
-    trials = [_try_part(amaxes, r, box) for r in candidates]
-    trials.sort(key=lambda t: -t.match.equal)
+    trials = sorted((_try_part(amaxes, r, box) for r in candidates), key=lambda t: -t.match.equal)
     proved = [t for t in trials if t.match.equal == t.match.total] or trials[:MAX_PROVED]
     matches = {t.match.recipe: prove(whole, host, t.recipe, t.amaxes) for t in proved}
     return [matches.get(t.match.recipe) or replace(t.match, whole=False) for t in trials]
 
 
-def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
-    """Return the Match of recipe r: how many bytes of q it reproduces from x, with the tensor amax that fits best."""
-    return best_match(q, x, r, CandidateAmaxes(q, x).for_recipe(r, hadamard), hadamard)
-
-
 def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
-    """Quantize a box of an array by a recipe, with each candidate amax of the whole array, and return the best
-    trial.
-    """
+    """Return the best trial of a recipe on a box of an array, with each candidate amax of the whole array."""
     q, x = whole.q, whole.x[box]
     best: RecipeTrial | None = None
     for amax in whole.for_recipe(r):
         part = box_of(q if amax is None else replace(q, tensor_amax=amax), box)
-        part_amax = part.tensor_amax if amax is not None else _whole_tensor_amax(whole, r)
+        part_amax = part.tensor_amax
+        if amax is None:
+            computed = whole.amax_of_x(r) if r.tensor_scaling == "tensor" else None
+            part_amax = None if computed is None or np.isnan(computed).any() else computed.max()
         match = match_under(part, x, r, part_amax, False)
         if best is None or match.equal > best.match.equal:
             best = RecipeTrial(r, match, (amax,))
@@ -533,12 +496,6 @@ def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
             best = best._replace(amaxes=(*best.amaxes, amax))
     assert best is not None
     return best
-
-
-def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
-    """Return the amax of the whole array x as recipe r computes it, to be used as tensor_amax for a part of x."""
-    amax = whole.amax_of_x(r) if r.tensor_scaling == "tensor" else None
-    return None if amax is None or np.isnan(amax).any() else amax.max()
 
 
 # ---- variations, if no recipe alone reproduces q ----
@@ -549,8 +506,11 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
     box = _box_at_start(q, PROBE)
     probe, part = box_of(q, box), x[box]
     transforms: list[Hadamard] = [False, True, "no_signs"] if q.moved_shape[-1] % HADAMARD_BLOCK == 0 else [False]
+    is_nan = q.tensor_scale is not None and np.isnan(q.tensor_scale).any()
     fitting = [
-        r for r in candidates if r.tensor_scaling == q.recipe.tensor_scaling and _can_make_scale(r, q.tensor_scale)
+        r
+        for r in candidates
+        if r.tensor_scaling == q.recipe.tensor_scaling and not (is_nan and r.tensor_rule in NEVER_NAN)
     ]
     transforms = [hadamard for hadamard in transforms if _has_signs_of(probe, part, hadamard)]
     for stochastic in (False, True):
@@ -577,11 +537,6 @@ def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
     counted = (codes & (sign - 1) != 0) & (values != 0)
     wrong = ((codes & sign != 0) != np.signbit(values)) & counted
     return bool(np.count_nonzero(wrong) <= NEXT_TO_TIES * wrong.size)
-
-
-def _can_make_scale(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
-    """Return False if a stored tensor scale holds NaN and the recipe's tensor rule never makes NaN; otherwise True."""
-    return r.tensor_rule not in NEVER_NAN or tensor_scale is None or not np.isnan(tensor_scale).any()
 
 
 def _box_at_start(q: Quantized, elements: int) -> Box:
@@ -627,7 +582,7 @@ def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stoc
 
 def _fits_all(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
     """Return whether a recipe can have made all of q from x, with the given Hadamard transform."""
-    match = _match(q, x, r, hadamard)
+    match = best_match(q, x, r, CandidateAmaxes(q, x).for_recipe(r, hadamard), hadamard)
     if not stochastic:
         return match.equal == match.total
     codes = unpacked(q.packed, r.element.packing)
