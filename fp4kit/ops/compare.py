@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import lcm, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -43,28 +43,21 @@ def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Itera
         yield tuple(slice(at, min(at + step, n)) for at, step, n in zip(corner, steps, shape, strict=True))
 
 
-@dataclass
-class Energy:
-    """A sum of squares of an array, collected box by box, from which the SQNR of a comparison is computed.
+def _energy(x: np.ndarray, scaled: bool) -> tuple[float, int]:
+    """Return the sum of the squares of x, a float64 array, as a pair (p, e), which means p * 4^e.
 
-    The sum of a box is stored as a pair (p, e), which means p * 4^e, so that squares of large and small float64 numbers
-    neither overflow nor underflow.
+    scaled: whether squares may leave the range of float64, so that x must be scaled by a power of two before.
     """
+    top = float(np.max(np.abs(x))) if scaled else 0.0
+    exponent = int(np.frexp(top)[1]) if np.isfinite(top) else 0
+    x = np.ldexp(x, -exponent) if exponent else x
+    return float(np.sum(x * x)), exponent
 
-    parts: list[tuple[float, int]] = field(default_factory=list)
 
-    def add(self, x: np.ndarray, scaled: bool) -> None:
-        """Append the sum of the squares of x, a float64 array that holds the values of one box."""
-        top = float(np.max(np.abs(x))) if scaled else 0.0
-        exponent = int(np.frexp(top)[1]) if np.isfinite(top) else 0
-        if exponent:
-            x = np.ldexp(x, -exponent)
-        self.parts.append((float(np.sum(x * x)), exponent))
-
-    def total(self) -> tuple[np.float64, int]:
-        """Return the sum over all boxes as a pair (p, e), which means p * 4^e."""
-        top = max((e for p, e in self.parts if p), default=0)
-        return np.sum([np.ldexp(p, 2 * (e - top)) for p, e in self.parts]), top
+def _total(parts: list[tuple[float, int]]) -> tuple[np.float64, int]:
+    """Return the sum of energies, each a pair (p, e), as such a pair."""
+    top = max((e for p, e in parts if p), default=0)
+    return np.sum([np.ldexp(p, 2 * (e - top)) for p, e in parts]), top
 
 
 @dataclass
@@ -72,14 +65,12 @@ class Differences:
     """The differences between two arrays of values, collected box by box.
 
     Attributes:
-        scaled: True if the values are float64, so that squares may overflow or underflow.
-        differing: the number of values whose bits differ. Any two NaNs are equal.
-        max_ulp: largest distance, in steps between neighboring floats. Pairs with a NaN are left out.
-        max_error: largest |x - y|; NaN if a difference is NaN.
-        first: the tuple (index, x, y) for the first value that differs, in row-major order; None if no value differs.
-        signal: the sum of x^2, as an Energy, over the boxes passed to add_errors. `add` passes only boxes in which a
-            value differs.
-        noise: the sum of (x - y)^2, as an Energy, over the same boxes.
+        scaled: whether squares may leave the range of float64, as for float64 arrays.
+        differing: how many values differ. Two NaNs count as equal.
+        max_ulp: the largest distance of two values that are not NaN, in steps between neighboring floats.
+        max_error: the largest |x - y|.
+        first: index and values of the first pair that differs, in row-major order.
+        signal, noise: the energies of x and of x - y in each box.
     """
 
     scaled: bool
@@ -87,60 +78,50 @@ class Differences:
     max_ulp: int = 0
     max_error: float = 0.0
     first: First | None = None
-    signal: Energy = field(default_factory=Energy)
-    noise: Energy = field(default_factory=Energy)
+    signal: list[tuple[float, int]] = field(default_factory=list)
+    noise: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, x: np.ndarray, y: np.ndarray, box: Box) -> bool:
-        """Compare x and y, the values of two arrays within a box, and add the differences found to this object."""
+        """Add the differences of x and y, the values of two arrays within a box. Return whether there are any."""
         differ = bit_patterns(x) != bit_patterns(y)
         if differ.any():
             differ &= ~(np.isnan(x) & np.isnan(y))
         count = int(np.count_nonzero(differ))
-        if count:
-            self.differing += count
-            self._add_differing(x, y, differ, box)
-            self.add_errors(x, y)
-        return count > 0
-
-    def add_errors(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Add the sum of x^2 to `signal` and that of (x - y)^2 to `noise`, and update `max_error`."""
-        # x and y are the values of two arrays within a box, which must not be empty.
-        wide = x.astype(np.float64, copy=False)
-        self.signal.add(wide, self.scaled)
-        error = np.abs(wide - y)
-        self.noise.add(error, self.scaled)
-        self.max_error = float(np.maximum(self.max_error, np.max(error)))
-
-    def _add_differing(self, x: np.ndarray, y: np.ndarray, differ: np.ndarray, box: Box) -> None:
-        """Update `first` and `max_ulp` from x and y, the values of the two arrays within a box."""
+        if not count:
+            return False
+        self.differing += count
         at = np.unravel_index(int(np.argmax(differ)), x.shape)
         place = tuple(int(i) + part.start for i, part in zip(at, box, strict=True))
         if self.first is None or place < self.first[0]:
             self.first = place, float(x[at]), float(y[at])
-        nan = np.isnan(x) | np.isnan(y)
-        if nan.any():
-            x, y = x[~nan], y[~nan]
-        self.max_ulp = max(self.max_ulp, int(distance(x, y).max(initial=0)))
+        numbers = ~(np.isnan(x) | np.isnan(y))
+        a, b = _ordered(x[numbers]), _ordered(y[numbers])
+        steps = bit_patterns(np.maximum(a, b)) - bit_patterns(np.minimum(a, b))
+        self.max_ulp = max(self.max_ulp, int(steps.max(initial=0)))
+        self.add_errors(x, y)
+        return True
+
+    def add_errors(self, x: np.ndarray, y: np.ndarray) -> None:
+        """Add the energies of x and x - y, the values within a box that is not empty, and update `max_error`."""
+        wide = x.astype(np.float64, copy=False)
+        error = np.abs(wide - y)
+        self.signal.append(_energy(wide, self.scaled))
+        self.noise.append(_energy(error, self.scaled))
+        self.max_error = float(np.maximum(self.max_error, np.max(error)))
 
     @property
     def sqnr(self) -> float:
         """The signal-to-noise ratio in dB: 10 log10(sum x^2 / sum (x - y)^2)."""
-        (p, e), (q, f) = self.signal.total(), self.noise.total()
+        (p, e), (q, f) = _total(self.signal), _total(self.noise)
         return float(10 * np.log10(p / q) + 20 * np.log10(2.0) * (e - f))
 
 
-def ordered(x: np.ndarray) -> np.ndarray:
+def _ordered(x: np.ndarray) -> np.ndarray:
     """Map floats to signed integers in the order of their values, so that neighboring floats differ by 1."""
     # The integers are as wide as the floats. -0 comes just below +0. x must not hold NaN.
     bits = x.view(np.dtype(f"i{x.dtype.itemsize}"))
     width = 8 * x.dtype.itemsize
     return bits ^ (bits >> width - 1 & 2 ** (width - 1) - 1)  # reverse the order of negative numbers; keep the sign
-
-
-def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return, per element, the number of steps between neighboring floats from x to y: 0 only if the bits are equal."""
-    a, b = ordered(x), ordered(y)
-    return bit_patterns(np.maximum(a, b)) - bit_patterns(np.minimum(a, b))
 
 
 BoxReader = Callable[[Box], Any]  # a function that returns the values of an array within a box
@@ -164,23 +145,12 @@ def compare_values(
 
 Count = tuple[int, int]  # (how many entries differ, how many were compared); (0, 0) if they cannot be compared
 _NAN_POSITION = 1 << 12  # stands for NaN in _positions: farther from zero, in steps, than any value of any format
-# Names of the ml_dtypes floats that convert to float32 exactly.
-NARROW = (
-    "bfloat16",
-    "float8_e4m3",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e4m3b11fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e3m4",
-    "float8_e8m0fnu",
-    "float6_e2m3fn",
-    "float6_e3m2fn",
-    "float4_e2m1fn",
+_NARROW = (  # floats of ml_dtypes
+    *("bfloat16", "float8_e4m3", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2"),
+    *("float8_e5m2fnuz", "float8_e3m4", "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"),
 )
 # The dtypes that compare converts to float32, exactly.
-WIDENED = tuple(np.dtype(t) for t in (np.float32, np.float16, *(getattr(ml_dtypes, name) for name in NARROW)))
+WIDENED = tuple(np.dtype(t) for t in (np.float32, np.float16, *(getattr(ml_dtypes, name) for name in _NARROW)))
 
 
 @dataclass(frozen=True)
@@ -232,7 +202,7 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """True if no code, block scale, tensor scale or value differs. Parts that were not compared count as equal."""
-        return not any(part[0] for part in (self.codes, self.scales, self.tensor_scales, self.values))
+        return not any(differing for differing, _ in self._parts().values())
 
     def __bool__(self) -> bool:
         return self.equal
@@ -240,12 +210,16 @@ class Comparison:
     def __str__(self) -> str:
         return "\n".join([self._title(), *(f"  {name:15}{text}".rstrip() for name, text in self._facts())])
 
+    def _parts(self) -> dict[str, Count]:
+        """Return the counts by the names that the table gives them."""
+        names = ("codes", "block scales", "tensor scales", "values")
+        return dict(zip(names, (self.codes, self.scales, self.tensor_scales, self.values), strict=True))
+
     def __repr__(self) -> str:
         """Return one line with the counts that differ, or "Comparison(equal in every bit)"."""
         if self.equal:
             return "Comparison(equal in every bit)"
-        parts = {"codes": self.codes, "block scales": self.scales, "tensor scales": self.tensor_scales}
-        counts = [f"{n:,} of {of:,} {name}" for name, (n, of) in {**parts, "values": self.values}.items() if n]
+        counts = [f"{n:,} of {of:,} {name}" for name, (n, of) in self._parts().items() if n]
         error = [f"max_error={self.max_error:.3g}, sqnr={self.sqnr:.4g}"] if self.values[0] else []
         return f"Comparison({', '.join([*counts, *error])})"
 
@@ -259,26 +233,18 @@ class Comparison:
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Yield the rows of the table, each as a pair (name, text)."""
-        for name, part in (
-            ("codes", self.codes),
-            ("block scales", self.scales),
-            ("tensor scales", self.tensor_scales),
-            ("values", self.values),
-        ):
-            if part[1]:
-                yield name, f"{part[0]:>11,} of {part[1]:>14,} differ  ({100 * part[0] / part[1]:.3g}%)"
+        for name, (differing, compared) in self._parts().items():
+            if compared:
+                yield name, f"{differing:>11,} of {compared:>14,} differ  ({100 * differing / compared:.3g}%)"
         if self.first is not None:
             at, x, y = self.first
-            yield "largest", f"{self._distance()}, |a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB"
+            # For codes, ulp would mislead, because 0 and the smallest code above it are about a billion ulp apart.
+            distance = f"{self.max_ulp:,} ulp"
+            if self.max_steps:
+                distance = f"{self.max_steps} step{'s' * (self.max_steps > 1)} of {self.element}"
+            yield "largest", f"{distance}, |a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB"
             digits = 17 if x != y and f"{x:.9g}" == f"{y:.9g}" else 9
             yield "first", f"at {at}: {x:.{digits}g} and {y:.{digits}g}"
-
-    def _distance(self) -> str:
-        """Return the largest distance as text, such as "2 steps of E2M1" or "5 ulp"."""
-        # For codes, ulp would mislead, because 0 and the smallest code above it are about a billion ulp apart.
-        if not self.max_steps:
-            return f"{self.max_ulp:,} ulp"
-        return f"{self.max_steps} step{'s' * (self.max_steps > 1)} of {self.element}"
 
 
 @ieee("compare")
@@ -326,14 +292,15 @@ def compare(a: Any, b: Any) -> Comparison:
     if a.shape != b.shape:
         raise ValueError(f"compare: a has shape {a.shape} and b {b.shape}; needs the same shape")
     a, b = (_linear(part) for part in (a, b))
-    codes, scales, tensor_scales = (0, 0), (0, 0), (0, 0)
+    parts: tuple[Count, ...] = (0, 0), (0, 0), (0, 0)
     steps: tuple[int | None, str] = (None, "")
     if isinstance(a, Quantized) and isinstance(b, Quantized):
-        codes, scales, tensor_scales = _compare_parts(a, b)
-        if codes[1] and not isinstance(a.recipe.element, IntegerOrFloat):
-            steps = _max_steps(a, b) if codes[0] else 0, a.recipe.element.name
+        parts = _compare_parts(a, b)
+        differing, compared = parts[0]
+        if compared and not isinstance(a.recipe.element, IntegerOrFloat):
+            steps = _max_steps(a, b) if differing else 0, a.recipe.element.name
     result = compare_values(_reader(a), _reader(b), a.shape, _multiples(a, b), dtype)
-    counts, names = (codes, scales, tensor_scales, (result.differing, prod(a.shape))), (_name("a", a), _name("b", b))
+    counts, names = (*parts, (result.differing, prod(a.shape))), (_name("a", a), _name("b", b))
     if not result.differing:
         return Comparison(*counts, 0, 0.0, float("inf"), None, names, *steps)
     with np.errstate(all="ignore"):
@@ -371,7 +338,7 @@ def _reader(a: Any) -> BoxReader:
 
 def _multiples(*operands: Any) -> list[int]:
     """Return one number per axis: parts of the arrays that begin at its multiples do not cut any block."""
-    multiples = [1] * operands[0].ndim if not isinstance(operands[0], Quantized) else [1] * len(operands[0].shape)
+    multiples = [1] * len(operands[0].shape)
     for q in operands:
         if isinstance(q, Quantized):
             multiples[q.axis] = lcm(multiples[q.axis], q.recipe.length_multiple)
@@ -564,7 +531,7 @@ def compare_recipes(
     array: np.ndarray = to_host(imported)
     for r in chosen:
         fake_call(OP, array, r, axis, tensor_amax=None if r.tensor_scaling == "none" else tensor_amax)
-    results = [_RecipeResult(array, r, axis, tensor_amax) for r in chosen]
+    results = [_result(array, r, axis, tensor_amax) for r in chosen]
     n = len(chosen)
     shares = np.zeros((4, n, n))
     first = np.full((n, n), None, object)
@@ -576,29 +543,25 @@ def compare_recipes(
     return RecipeComparison(tuple(r.id for r in chosen), codes, scales, tensor_scales, values, first)
 
 
-class _RecipeResult:
-    """The codes, scales and values that one recipe gives for x, as NumPy arrays. Parts that it does not give are None.
+class _RecipeResult(NamedTuple):
+    """The codes, scales and values that one recipe gives for x. A recipe without codes has only values."""
 
-    - codes: the element codes, one per element, in the shape of x.
-    - scales: the block scales.
-    - tensor_scales, values: the bits of the tensor scales and of the decoded float32 values, as _bits returns them.
+    recipe: Recipe
+    values: np.ndarray
+    codes: np.ndarray | None = None
+    scales: np.ndarray | None = None
+    tensor_scales: np.ndarray | None = None
 
-    A recipe that only fake-quantizes gives only values.
-    """
 
-    def __init__(self, x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> None:
-        self.recipe = r
-        self.codes, self.scales, self.tensor_scales = None, None, None
-        given = None if r.tensor_scaling == "none" else tensor_amax
-        if r.fake_only:
-            values = np.asarray(fake_quantize(x, r, axis=axis, tensor_amax=given), np.float32)
-        else:
-            q: Quantized = quantize(x, r, axis=axis, tensor_amax=given)
-            values = dequantize(q, np.float32)
-            self.codes = np.moveaxis(unpacked(q.packed, r.element.packing), -1, q.axis)
-            self.scales = q.block_scale
-            self.tensor_scales = None if q.tensor_scale is None else _bits(q.tensor_scale)
-        self.values = _bits(values)
+def _result(x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> _RecipeResult:
+    """Return what a recipe gives for x."""
+    given = None if r.tensor_scaling == "none" else tensor_amax
+    if r.fake_only:
+        return _RecipeResult(r, _bits(np.asarray(fake_quantize(x, r, axis=axis, tensor_amax=given), np.float32)))
+    q: Quantized = quantize(x, r, axis=axis, tensor_amax=given)
+    codes = np.moveaxis(unpacked(q.packed, r.element.packing), -1, q.axis)
+    tensor_scales = None if q.tensor_scale is None else _bits(q.tensor_scale)
+    return _RecipeResult(r, _bits(dequantize(q, np.float32)), codes, q.block_scale, tensor_scales)
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
