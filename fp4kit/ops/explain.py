@@ -6,7 +6,7 @@ The steps are recorded while the specification computes the block of the element
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -18,7 +18,6 @@ from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.call.parse import Call, QuantizeOptions, fake_call
 from fp4kit.display import Panel
-from fp4kit.formats import ElementFormat
 from fp4kit.ops.engines import run, specification
 from fp4kit.recipes import Recipe
 from fp4kit.reference.codec import Step, is_per_expert, show, traced
@@ -52,7 +51,8 @@ class ExplainedStep:
     def __str__(self) -> str:
         """Return the number, the format and the bits, such as "0.25 E8M0 01111101"."""
         bits = f"{self.bits:0{self.width}b}" if self.width <= 8 else f"0x{self.bits:0{self.width // 4}x}"
-        return f"{_decimal(self)}  {self.format} {bits}"
+        number = f"{self.value:.17g}" if self.format == "float64" else f"{np.float32(self.value)!s}".removesuffix(".0")
+        return f"{number}  {self.format} {bits}"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class Explanation:
         Recipes differ at a step if two of them have different bits or formats there. Steps come in the order of
         `names`. Steps that some recipe lacks are skipped.
         """
-        return next((name for name in self.names if self._differs(name) and not self._is_missing(name)), None)
+        common = set.intersection(*({step.name for step in steps} for steps in self.steps))
+        return next((name for name in self.names if name in common and self._differs(name)), None)
 
     def __str__(self) -> str:
         """Return the steps as a table with one row per step."""
@@ -123,44 +124,22 @@ class Explanation:
         """Return the steps of recipe number i, counted from 0, as {name of the step: step}."""
         return {step.name: step for step in self.steps[i]}
 
-    def _is_missing(self, name: str) -> bool:
-        """Return whether at least one recipe has no step of this name."""
-        return any(name not in self._column(i) for i in range(len(self.recipes)))
-
     def _differs(self, name: str) -> bool:
         """Return whether the step `name` has different bits or different formats in two recipes that have it."""
-        found = {(step.bits, step.format) for steps in self.steps for step in steps if step.name == name}
-        return len(found) > 1
+        return len({(step.bits, step.format) for steps in self.steps for step in steps if step.name == name}) > 1
 
     def _panel(self) -> Panel:
         """Return the table that print() shows, with one row per step."""
         columns = [self._column(i) for i in range(len(self.recipes))]
-        parting, rows = self.parting, []
+        parting, rows, is_compared = self.parting, [], len(columns) > 1
         for name in self.names:
-            cells = [cell for column in columns for cell in _cells(column.get(name))]
+            steps = [column.get(name) for column in columns]
+            cells = [cell for step in steps for cell in (str(step).split("  ") if step else (_ABSENT, ""))]
             mark = _FIRST if name == parting else _DIFFERS if self._differs(name) else ""
-            rows.append((name, *cells, *((mark,) if len(columns) > 1 else ())))
+            rows.append((name, *cells, *((mark,) if is_compared else ())))
         heads = [cell for id in self.recipes for cell in (id, "bits")]
-        where = ", ".join(map(str, self.index))
-        return Panel(
-            f"Element [{where}], step by step",
-            columns=("step", *heads, *(("",) if len(columns) > 1 else ())),
-            rows=tuple(rows),
-        )
-
-
-def _cells(step: ExplainedStep | None) -> tuple[str, str]:
-    """Return the two table cells of a step: its number, and its format with the bits, such as "E8M0 01111101"."""
-    # If the step is None because the recipe lacks it, return "-" and "".
-    if step is None:
-        return _ABSENT, ""
-    number, _, bits = str(step).partition("  ")
-    return number, bits
-
-
-def _decimal(step: ExplainedStep) -> str:
-    """Return the number of a step as decimal text."""
-    return f"{step.value:.17g}" if step.format == "float64" else f"{np.float32(step.value)!s}".removesuffix(".0")
+        title = f"Element [{', '.join(map(str, self.index))}], step by step"
+        return Panel(title, columns=("step", *heads, *(("",) if is_compared else ())), rows=tuple(rows))
 
 
 @ieee(OP)
@@ -237,8 +216,12 @@ def explain(
     amaxes = {"tensor_amax": _on_host(tensor_amax), "block_amax": _on_host(block_amax)}
     options = QuantizeOptions(rounding=rounding, seed=_on_host(seed), hadamard=hadamard)
     calls = [fake_call(OP, array, r, axis, options, **amaxes) for r in recipes]
-    for call in calls:
-        _check_transform(call)
+    for r in (call.recipe for call in calls if call.mask is not None):
+        # Only one block is computed, which must hold whole blocks of the transform.
+        if r.block is not None and r.block_size % HADAMARD_BLOCK:
+            raise ValueError(
+                f"{OP}: {r.id} has blocks of {r.block_size} columns; hadamard needs a multiple of {HADAMARD_BLOCK}"
+            )
     return Explanation(at, tuple(call.recipe.id for call in calls), tuple(tuple(_explained(c, at)) for c in calls))
 
 
@@ -246,18 +229,6 @@ def _on_host(array: Any) -> Any:
     """Return an argument that may be an array on a GPU, such as amaxes or random bytes, as a NumPy array."""
     is_number = isinstance(array, np.generic) or not hasattr(array, "shape")
     return array if is_number else to_host(import_arrays(OP, array=array)[0])
-
-
-def _check_transform(call: Call) -> None:
-    """Raise ValueError if a call has a Hadamard transform and the recipe's blocks are no multiple of 16 columns
-    long.
-    """
-    # explain computes a single block, which must hold whole blocks of the transform.
-    r = call.recipe
-    if call.mask is not None and r.block is not None and r.block_size % HADAMARD_BLOCK:
-        raise ValueError(
-            f"{OP}: {r.id} has blocks of {r.block_size} columns; hadamard needs a multiple of {HADAMARD_BLOCK}"
-        )
 
 
 def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -282,8 +253,7 @@ def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
             run(OP, "fake_quantize", False, crop)
         else:
             run(OP, "dequantize", False, run(OP, "quantize", False, crop), crop.x.dtype)
-    recorded = [_picked(step, crop.x.shape, row, column) for step in _first_scales(steps)]
-    return _readable(recorded)
+    return _readable([_picked(step, crop.x.shape, row, column) for step in steps])
 
 
 def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
@@ -301,9 +271,8 @@ def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
     amax = _tensor_amax(call, moved, (tuple(lead), rows, columns))
     block_amax = call.block_amax
     if block_amax is not None:
-        shape = (*moved.shape[:-1], -1)
         blocks = slice(left // r.block_size, (left + width) // r.block_size)
-        block_amax = block_amax.reshape(shape)[tuple(lead)][rows, blocks]
+        block_amax = block_amax.reshape(*moved.shape[:-1], -1)[tuple(lead)][rows, blocks]
     crop = call._replace(x=x, moved=x, axis=1, tensor_amax=amax, block_amax=block_amax)
     if isinstance(call.random, int):
         first = int(np.ravel_multi_index((*lead, 0), moved.shape[:-1])) * moved.shape[-1]
@@ -336,48 +305,32 @@ def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice
     return np.asarray(given)
 
 
-def _first_scales(steps: list[Step]) -> Iterable[Step]:
-    """Yield the steps in order, leaving out a step that repeats an earlier name which begins with "tensor"."""
-    tensor = set()
-    for step in steps:
-        if step.name.startswith("tensor"):
-            if step.name in tensor:
-                continue
-            tensor.add(step.name)
-        yield step
-
-
 def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> ExplainedStep:
     """Return the ExplainedStep of the element (row, column) of a block, from a step recorded for the whole block."""
-    flat = step.result.reshape(-1)
-    m, k = shape
+    flat, fmt, (m, k) = step.result.reshape(-1), step.format, shape
     entry = flat[row * k + column if flat.size == m * k else row if flat.size == m else 0]
-    return _one_step(step.name, entry, step.format)
-
-
-def _one_step(name: str, entry: Any, fmt: ElementFormat | None) -> ExplainedStep:
-    """Return the ExplainedStep for one entry of a recorded result."""
     if fmt is not None:
-        return ExplainedStep(name, float(fmt.values[int(entry)]), int(entry), fmt.name, fmt.bits)
-    width = 8 * entry.dtype.itemsize
+        return ExplainedStep(step.name, float(fmt.values[int(entry)]), int(entry), fmt.name, fmt.bits)
     bits = int(entry.reshape(1).view(f"u{entry.dtype.itemsize}")[0])
     format = "bfloat16" if entry.dtype == ml_dtypes.bfloat16 else entry.dtype.name
-    return ExplainedStep(name, float(entry), bits, format, width)
+    return ExplainedStep(step.name, float(entry), bits, format, 8 * entry.dtype.itemsize)
 
 
 def _readable(steps: list[ExplainedStep]) -> Iterable[ExplainedStep]:
-    """Yield the steps with unique names, without those that only repeat another step."""
+    """Yield the steps with unique names, without those that only repeat another step.
+
+    A step whose name begins with "tensor" is computed again for the block, so only the first one of a name is yielded.
+    """
     seen: dict[str, int] = {}
     by_name = {step.name: step for step in steps}
+    code, result = by_name.get("code"), by_name["result"]
     for step in steps:
-        if step.name == "decoded value" and by_name["result"].format == step.format:
+        repeats_code = step.name == "element value" and code and _same(code.value, step.value)
+        repeats_result = step.name == "decoded value" and result.format == step.format
+        if repeats_code or repeats_result or (step.name.startswith("tensor") and step.name in seen):
             continue
-        code = by_name.get("code")
-        if step.name == "element value" and code and _same(code.value, step.value):
-            continue
-        seen[step.name] = seen.get(step.name, 0) + 1
-        name = step.name if seen[step.name] == 1 else f"{step.name} ({seen[step.name]})"
-        yield ExplainedStep(name, step.value, step.bits, step.format, step.width)
+        count = seen[step.name] = seen.get(step.name, 0) + 1
+        yield step if count == 1 else replace(step, name=f"{step.name} ({count})")
 
 
 def _same(a: float, b: float) -> bool:
