@@ -1,4 +1,8 @@
-"""Implement fp4kit.amax: the largest magnitude of an array, along axes, or per block of a recipe."""
+"""Implement operations on amaxes: compute them, search better ones, and quantize by amaxes or scales that are known.
+
+partial_amax and partial_cast quantize a matrix shard by shard, with the bytes of the whole matrix, for processes that
+each own a shard of a weight, as in ZeRO or FSDP.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,7 @@ from fp4kit.quantized.parts import packed_shape
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.reference.arith import ONE
 from fp4kit.reference.block_rules import BLOCK_RULES
+from fp4kit.reference.four_over_six import codes_vllm_kv
 from fp4kit.reference.tensor_rules import UNKNOWN, TensorScale, static_amax
 from fp4kit.types import Array, ArrayT, Objective, RecipeId, ScaleLayout
 
@@ -285,12 +290,26 @@ def quantize_static(
             f"{OP}: no amax gives the input_global_scale {float(scale)!r} by {r.id}; needs a scale that was computed as"
             " 2688 * (1 / amax) in float32, such as that of fp4kit.calibration.input_global_scale"
         )
-    with np.errstate(all="ignore"):
-        tensor = TensorScale(np.asarray(ONE / scale), np.asarray(scale), np.asarray(ONE))
-        codes = BLOCK_RULES[str(r.block_rule)].code(to_host(amax(array, r)), tensor, r, array.dtype)
-    codes = to_device(codes) if on_device(array) else codes
-    q: Quantized = quantize(x, r, block_scale=codes, tensor_scale=scale)
+    q = quantize_by_scale(x, array, r, scale)
     return q if scale_layout == "linear" else swizzle(q, scale_layout)
+
+
+def quantize_by_scale(x: Any, array: Any, r: Recipe, scale: np.float32, four_over_six: bool = False) -> Quantized:
+    """Quantize x with a given tensor scale and the block scales that follow from it.
+
+    array: x as a NumPy or CuPy array. four_over_six: choose them as vLLM's store of KV caches does with 4over6.
+    """
+    with np.errstate(all="ignore"):
+        tensor, amaxes = (
+            TensorScale(np.asarray(ONE / scale), np.asarray(scale), np.asarray(ONE)),
+            to_host(amax(array, r)),
+        )
+        if four_over_six:
+            blocks = np.asarray(to_host(array), np.float32).reshape(*amaxes.shape, r.block_size)
+            codes = codes_vllm_kv(blocks, amaxes, tensor, r)
+        else:
+            codes = BLOCK_RULES[str(r.block_rule)].code(amaxes, tensor, r, array.dtype)
+    return quantize(x, r, block_scale=to_device(codes) if on_device(array) else codes, tensor_scale=scale)
 
 
 def _given(r: Recipe, input_scale: Any, input_global_scale: Any) -> tuple[str, np.float32]:
@@ -306,15 +325,10 @@ def _given(r: Recipe, input_scale: Any, input_global_scale: Any) -> tuple[str, n
         raise ValueError(f"{OP}: {r.id} takes no static input scale; needs a recipe such as {_RECIPES[name]}")
     if needed != name:
         raise ValueError(f"{OP}: {name} was given, but {r.id} takes {needed}; for {name}, use {_RECIPES[name]}")
-    return name, _number(name, given[name])
-
-
-def _number(name: str, value: Any) -> np.float32:
-    """Return a scale as float32."""
-    found = as_float32(OP, name, value, "needs a number, or an array of one element")
+    found = as_float32(OP, name, given[name], "needs a number, or an array of one element")
     if not (found > 0 and math.isfinite(found)):
-        raise ValueError(f"{OP}: {name} is {value!s:.60}; needs a positive float32 number")
-    return found
+        raise ValueError(f"{OP}: {name} is {given[name]!s:.60}; needs a positive float32 number")
+    return name, found
 
 
 @returns_in_library
@@ -421,47 +435,37 @@ def partial_cast(
         >>> np.array_equal(out, fp4kit.quantize(w.reshape(16, 32), "nvfp4-te-2d").packed)
         True
     """
-    r, original_out = recipe_of("partial_cast", recipe), out
-    array, out, amax = import_arrays(
-        "partial_cast", shard=shard, out=import_out("partial_cast", original_out), block_amax=block_amax
-    )
-    start = as_index("partial_cast", "start", start)
-    M, K = check_shard("partial_cast", array, shape, start, r)
-    check_castable("partial_cast", r)
-    is_on_device = on_device(array)
-    _check_cast_arrays(is_on_device, out, amax, (M, K), r)
-    check_disjoint("partial_cast", {"shard": array, "block_amax": amax}, {"out": out})
-    if tensor_amax is None and not is_on_device:
-        _check_finite(amax, r)
-    canonical_amax = parse_tensor_amax("partial_cast", tensor_amax, (M, K), r, is_on_device)
+    op, r, original_out = "partial_cast", recipe_of("partial_cast", recipe), out
+    array, out, amax = import_arrays(op, shard=shard, out=import_out(op, original_out), block_amax=block_amax)
+    start = as_index(op, "start", start)
+    M, K = check_shard(op, array, shape, start, r)
+    check_castable(op, r)
+    is_on_device = on_device(array)  # on a GPU, values are not checked, because that would wait for the device
+    _check_cast_arrays(op, is_on_device, out, amax, (M, K), r)
+    check_disjoint(op, {"shard": array, "block_amax": amax}, {"out": out})
+    if not is_on_device and tensor_amax is None and r.amax_nan == "lanes" and r.tensor_scaling != "none":
+        # The largest block amax is then not the tensor amax, which counts only finite elements.
+        infinite = int(np.isinf(amax).sum())
+        if infinite:
+            raise ValueError(
+                f"{op}: block_amax holds {infinite} infinite value(s) of {amax.size}, but {r.id} scales by the finite"
+                " elements only; pass tensor_amax, the amax of the finite elements of the whole matrix"
+            )
+    canonical_amax = parse_tensor_amax(op, tensor_amax, (M, K), r, is_on_device)
     amax = amax if is_on_device else without_sign(amax)
-    run("partial_cast", "partial_cast", is_on_device, array, out, amax, (M, K), start, r, canonical_amax)
+    run(op, op, is_on_device, array, out, amax, (M, K), start, r, canonical_amax)
     mark_written(original_out)
 
 
-def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
+def _check_cast_arrays(op: str, is_on_device: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
     """Raise ValueError unless the arguments out and block_amax (here `amax`) of partial_cast fit the matrix."""
-    # In host memory, `out` must also be writable, and block_amax must not hold NaN.
-    # On a GPU, values are not checked, because that would wait for the device.
     out_shape, amaxes_shape = packed_shape(shape, r), amax_shape(shape, r)
     if not is_on_device:
-        check_out("partial_cast", "out", out, out_shape, np.uint8)
+        check_out(op, "out", out, out_shape, np.uint8)
     elif out.shape != out_shape or out.dtype != np.uint8:
-        raise ValueError(f"partial_cast: out is {out.dtype} {out.shape}; needs uint8 {out_shape}")
+        raise ValueError(f"{op}: out is {out.dtype} {out.shape}; needs uint8 {out_shape}")
     has_nan = not is_on_device and amax.dtype == np.float32 and np.isnan(amax).any()
     if amax.shape != amaxes_shape or amax.dtype != np.float32 or has_nan:
         what = "float32 with NaN" if has_nan else f"{amax.dtype} {amax.shape}"
         without = " without NaN" * (not is_on_device)
-        raise ValueError(f"partial_cast: block_amax is {what}; {r.id} needs float32 {amaxes_shape}{without}")
-
-
-def _check_finite(block_amax: Any, r: Recipe) -> None:
-    """Raise ValueError if block_amax holds an infinity and the recipe's tensor amax counts only finite elements."""
-    # For them the largest block amax is then not the tensor amax, so the caller of partial_cast must pass tensor_amax.
-    needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none"
-    if needs_finite and np.isinf(block_amax).any():
-        raise ValueError(
-            f"partial_cast: block_amax holds {int(np.isinf(block_amax).sum())} infinite value(s) of {block_amax.size},"
-            f" but {r.id} scales by the finite elements only; pass tensor_amax, the amax of the finite elements of the"
-            " whole matrix"
-        )
+        raise ValueError(f"{op}: block_amax is {what}; {r.id} needs float32 {amaxes_shape}{without}")

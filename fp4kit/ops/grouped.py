@@ -44,13 +44,13 @@ class PlanInput(NamedTuple):
         """Return a PlanInput that records the entries of an argument and the addresses of PyTorch tensors among
         them.
         """
-        entries = list(as_list("GroupedPlan", name, value))
+        entries = list(_as_list("GroupedPlan", name, value))
         tensors = [a for a in entries if hasattr(a, "data_ptr")]
         return cls(value, entries, tensors, [a.data_ptr() for a in tensors])
 
     def changed(self, value: Any) -> str | None:
         """Return None if the argument is unchanged since the plan was made, otherwise the end of an error message."""
-        now = as_list("GroupedPlan", "xs", self.value if value is None else value)
+        now = _as_list("GroupedPlan", "xs", self.value if value is None else value)
         if len(now) != len(self.entries):
             return f" has {len(now)} entries, but the plan was made for {len(self.entries)}"
         if not all(map(operator.is_, now, self.entries)):
@@ -61,7 +61,7 @@ class PlanInput(NamedTuple):
         return None
 
 
-def as_list(op: str, name: str, value: Any) -> Any:
+def _as_list(op: str, name: str, value: Any) -> Any:
     """Return the entries of an argument as a list or tuple."""
     return [value] if is_array(value) else as_entries(op, name, value)
 
@@ -98,6 +98,26 @@ def check_stack(op: str, stack: Any, kind: str = "array") -> None:
         raise ValueError(
             f"{op}: xs is one {stack.ndim}-d {kind}; needs a sequence of arrays, or one array of at least 2 dimensions"
         )
+
+
+def _gradients_of(op: str, grads: Any, count: int) -> Any:
+    """Return the argument grads as a sequence with one entry per tensor of a group."""
+    grads = as_entries(op, "grads", grads)
+    if len(grads) != count:
+        raise ValueError(f"{op}: grads has {len(grads)} arrays and xs {count}; needs equally many")
+    return grads
+
+
+def _passed_through(op: str, grads: Any, xs: Any, amaxes: Any, recipe: Any, axis: int) -> list[Any]:
+    """Return the gradients of fake_quantize without clipping, which checks the arguments."""
+    return each(op, lambda g, x, a: fake_quantize_backward(g, x, recipe, axis=axis, amax=a), grads, xs, amaxes)
+
+
+def _clip_group(op: str, grads: Any, xs: Any, amaxes: Any, recipe: Any, axis: int) -> Any:
+    """Return the object that clips the gradients of fake_quantize for a group."""
+    pairs = each(op, lambda g, x, a: backward_call(op, g, x, recipe, axis, a), grads, xs, amaxes)
+    limits = each(op, lambda pair: clip_amax(*pair), pairs)
+    return new_clip_group([call for call, _ in pairs], limits)
 
 
 class GroupedPlan:
@@ -202,32 +222,25 @@ class GroupedPlan:
     def _make(self, values: dict[str, Any]) -> None:
         """Make or remake the plan: parse the calls, record the arguments, and make the object that runs the calls."""
         arrays, stack = arrays_of(self._op, values["xs"])
-        self._calls = self._parse(arrays, values)
+        amaxes = [per_tensor(self._op, n, values.get(n), len(arrays)) for n in ("tensor_amax", "block_amax")]
+
+        def parse_one(x: Any, tensor_amax: Any, block_amax: Any) -> Call:
+            given = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": self._options.seed}
+            call, given = array_call(self._op, x, self.recipe, self._axis, **given)
+            call = with_options(call, self._options, given["seed"])
+            return call._replace(tensor_amax=given["tensor_amax"], block_amax=given["block_amax"])
+
+        self._calls = each(self._op, parse_one, arrays, *amaxes)
         self._inputs = {name: PlanInput.of(name, value) for name, value in values.items()}
         self._clip: tuple[PlanInput, Any] | None = None
         self._on_device = bool(self._calls) and self._calls[0].on_device
         calls, moved = self._calls, None
         if self._on_device:
             # Only block amaxes are checked here. The group checks tensor amaxes, and reads them in every call.
-            calls = each(
-                self._op, lambda c: with_amaxes(c, None, c.block_amax)._replace(tensor_amax=c.tensor_amax), calls
-            )
+            checked = each(self._op, lambda c: with_amaxes(c, None, c.block_amax), calls)
+            calls = [c._replace(tensor_amax=call.tensor_amax) for c, call in zip(checked, calls, strict=True)]
             moved = None if stack is None else np.moveaxis(stack, calls[0].axis + 1, -1)
         self._group = new_group(self._op, calls, self.recipe, moved)
-
-    def _parse(self, xs: list[Any], values: dict[str, Any]) -> list[Call]:
-        """Return one parsed call per array of xs."""
-        amaxes, blocks = (
-            per_tensor(self._op, name, values.get(name), len(xs)) for name in ("tensor_amax", "block_amax")
-        )
-
-        def parse_one(x: Any, a: Any, b: Any) -> Call:
-            arrays = {"tensor_amax": a, "block_amax": b, "seed": self._options.seed}
-            call, imported = array_call(self._op, x, self.recipe, self._axis, **arrays)
-            call = with_options(call, self._options, imported["seed"])
-            return call._replace(tensor_amax=imported["tensor_amax"], block_amax=imported["block_amax"])
-
-        return each(self._op, parse_one, xs, amaxes, blocks)
 
     @property
     @returns_in_plan_library
@@ -336,24 +349,13 @@ class GroupedPlan:
         """
         self._check_unchanged("fake_quantize_backward", xs)
         pass_through = as_flag(self._op, "pass_through", pass_through)
-        grads = as_entries(self._op, "grads", grads)
-        if len(grads) != len(self._calls):
-            raise ValueError(f"{self._op}: grads has {len(grads)} arrays and xs {len(self._calls)}; needs equally many")
+        grads = _gradients_of(self._op, grads, len(self._calls))
+        xs, amaxes = [call.x for call in self._calls], [call.tensor_amax for call in self._calls]
+        arguments = self._op, grads, xs, amaxes, self.recipe, self._axis
         if pass_through:
-
-            def backward_one(g: Any, c: Call) -> Any:
-                options = {"axis": self._axis, "amax": c.tensor_amax, "pass_through": pass_through}
-                return fake_quantize_backward(g, c.x, self.recipe, **options)
-
-            return each(self._op, backward_one, grads, self._calls)
+            return _passed_through(*arguments)
         if not self._on_device or self._clip is None or self._clip[0].changed(grads):
-
-            def parse_one(g: Any, c: Call) -> tuple[Call, Any]:
-                return backward_call(self._op, g, c.x, self.recipe, self._axis, c.tensor_amax)
-
-            parsed = each(self._op, parse_one, grads, self._calls)
-            limits = each(self._op, lambda pair: clip_amax(*pair), parsed)
-            self._clip = PlanInput.of("grads", grads), new_clip_group([call for call, _ in parsed], limits)
+            self._clip = PlanInput.of("grads", grads), _clip_group(*arguments)
         clipped: list[Any] = self._clip[1].clip()
         return clipped
 
@@ -453,14 +455,9 @@ def quantize_grouped(
         >>> [q.shape for q in fp4kit.quantize_grouped(experts, "nvfp4")]
         [(16, 32), (0, 32)]
     """
-    options = {
-        "scale_layout": scale_layout,
-        "rounding": rounding,
-        "seed": seed,
-        "hadamard": hadamard,
-        "block_amax": block_amax,
-    }
-    return GroupedPlan(xs, recipe, axis=axis, tensor_amax=tensor_amax, op="quantize_grouped", **options).quantize()
+    options = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed, "hadamard": hadamard}
+    amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
+    return GroupedPlan(xs, recipe, axis=axis, op="quantize_grouped", **options, **amaxes).quantize()
 
 
 @with_threads
@@ -545,16 +542,5 @@ def fake_quantize_grouped_backward(
     pass_through = as_flag(op, "pass_through", pass_through)
     arrays, _ = arrays_of(op, xs)
     amaxes = per_tensor(op, "amax", amax, len(arrays))
-    grads = as_entries(op, "grads", grads)
-    if len(grads) != len(arrays):
-        raise ValueError(f"{op}: grads has {len(grads)} arrays and xs {len(arrays)}; needs equally many")
-    if pass_through:
-
-        def backward_one(g: Any, x: Any, a: Any) -> Any:
-            return fake_quantize_backward(g, x, recipe, axis=axis, amax=a, pass_through=pass_through)
-
-        return each(op, backward_one, grads, arrays, amaxes)
-    calls = each(op, lambda g, x, a: backward_call(op, g, x, recipe, axis, a), grads, arrays, amaxes)
-    limits = each(op, lambda pair: clip_amax(*pair), calls)
-    clipped: list[Any] = new_clip_group([call for call, _ in calls], limits).clip()
-    return clipped
+    arguments = op, _gradients_of(op, grads, len(arrays)), arrays, amaxes, recipe, axis
+    return _passed_through(*arguments) if pass_through else list(_clip_group(*arguments).clip())

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arguments import as_flag, as_float32
-from fp4kit.arrays.imports import import_arrays, on_device, to_device, to_host
+from fp4kit.arrays.imports import import_arrays, on_device, to_host
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call.inputs import check_values_dtype
 from fp4kit.call.parse import check_float
@@ -18,14 +18,10 @@ from fp4kit.display import Panel
 from fp4kit.formats import E2M1, FLOATS, NVFP4
 from fp4kit.layouts import check_bytes
 from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVLayout, KVLayoutName, KVParts, PageShape, as_layout, check_slots
-from fp4kit.ops.amax import amax
+from fp4kit.ops.amax import quantize_by_scale
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of, rules
-from fp4kit.reference.arith import ONE
-from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.four_over_six import codes_vllm_kv
-from fp4kit.reference.tensor_rules import TensorScale
 from fp4kit.types import Array, RecipeId
 
 
@@ -102,10 +98,17 @@ def quantize_kv(
     scales = tensor_scale(op, r, "k_scale", k_scale), tensor_scale(op, r, "v_scale", v_scale)
     for name, x in given.items():
         check_float(op, x, name)
-        _check_shape(op, name, x, shape)
+        if x.shape != shape:
+            raise ValueError(
+                f"{op}: {name} have shape {x.shape}; needs {shape}, that is (tokens, heads, head_dim) with one token"
+                " per slot"
+            )
         if on_device(x) != on_device(cache.arrays[0]):
             raise ValueError(f"{op}: {name} are on another device than the cache; needs both on one device")
-    k, v = (_quantized(x, r, scale, four_over_six) for x, scale in zip(given.values(), scales, strict=True))
+    k, v = (
+        quantize(x, r) if r.tensor_rule is None else quantize_by_scale(x, x, r, scale, four_over_six)
+        for x, scale in zip(given.values(), scales, strict=True)
+    )
     cache.write(slots, KVParts(k.packed, k.block_scale, v.packed, v.block_scale))
     return cache
 
@@ -176,13 +179,8 @@ def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
     r = recipe_of(op, _USUAL[cache.layout.container, cache.layout.swizzled] if recipe is None else recipe)
     is_plain = r.element == E2M1 and r.scale is not None and r.block == (1, NVFP4.block_size) and not r.fake_only
     by_scale = r.tensor_rule in (None, "divided") and r.tensor_scaling in ("none", "tensor")
-    if (
-        not is_plain
-        or not by_scale
-        or r.four_over_six
-        or r.search
-        or rules.BLOCK_RULES[r.block_rule or "te"].needs_tensor
-    ):
+    chooses = r.four_over_six or r.search or rules.BLOCK_RULES[r.block_rule or "te"].needs_tensor
+    if chooses or not (is_plain and by_scale):
         raise ValueError(
             f"{op}: {r.id} does not fit a KV cache; needs E2M1 codes in blocks of 16, whose scales follow from the"
             " block and a given tensor scale alone, such as nvfp4-vllm-kv"
@@ -200,30 +198,6 @@ def tensor_scale(op: str, r: Recipe, name: str, scale: Any) -> np.float32:
     if r.tensor_rule is None and found != 1:
         raise ValueError(f"{op}: {name} is {scale!s:.60}; {r.id} has no tensor scale, so it needs 1")
     return found
-
-
-def _check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless x, the argument keys or values, has the given shape."""
-    if x.shape != shape:
-        raise ValueError(
-            f"{op}: {name} have shape {x.shape}; needs {shape}, that is (tokens, heads, head_dim) with one token"
-            " per slot"
-        )
-
-
-def _quantized(x: Any, r: Recipe, scale: np.float32, four_over_six: bool) -> Quantized:
-    """Return x (keys or values), quantized by recipe r along the last axis, with a given tensor scale."""
-    if r.tensor_rule is None:
-        return quantize(x, r)
-    with np.errstate(all="ignore"):
-        tensor = TensorScale(np.asarray(ONE / scale), np.asarray(scale), np.asarray(ONE))
-        amaxes = to_host(amax(x, r))
-        if four_over_six:
-            blocks = np.asarray(to_host(x), np.float32).reshape(*amaxes.shape, NVFP4.block_size)
-            codes = codes_vllm_kv(blocks, amaxes, tensor, r)
-        else:
-            codes = BLOCK_RULES[str(r.block_rule)].code(amaxes, tensor, r, x.dtype)
-    return quantize(x, r, block_scale=to_device(codes) if on_device(x) else codes, tensor_scale=scale)
 
 
 def _values(codes: Any, scales: Any, r: Recipe, scale: np.float32, dtype: Any) -> Any:
@@ -419,7 +393,8 @@ def identify_kv(
     where, sampled = _sample(op, check_slots(op, slots, shape, writes=True), references)
     matches, faults, reads = [], [], {}
     for name, cache in caches.items():
-        reads[name] = read = _values_at(cache, where, r, scales)
+        read = dequantize_kv(cache, where, recipe=r, k_scale=float(scales[0]), v_scale=float(scales[1]))
+        reads[name] = read
         matches.append(_match(name, "", read, sampled))
         faults += [_match(name, fault, other, sampled) for fault, other in _faults(read, sampled, scales)]
     matches = _judged(matches)
@@ -515,31 +490,23 @@ def _sample(
     return slots[kept], sampled
 
 
-def _values_at(cache: KVCache, slots: np.ndarray, r: Recipe, scales: tuple[np.float32, ...]) -> tuple[np.ndarray, ...]:
-    """Return the pair (keys, values) that a cache holds at the given slots, decoded by recipe r to float32."""
-    return dequantize_kv(cache, slots, recipe=r, k_scale=float(scales[0]), v_scale=float(scales[1]))
-
-
 def _match(layout: str, fault: str, read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...]) -> KVMatch:
     """Return a KVMatch with the errors of keys and values, and with fits=False."""
-    key_error, value_error = map(_error, read, references)
-    return KVMatch(layout, fault, key_error, value_error)
+    return KVMatch(layout, fault, *map(_error, read, references))
 
 
 def _judged(matches: list[KVMatch]) -> list[KVMatch]:
     """Return copies of the matches with the field `fits` set."""
-    keys, values = (min(errors) for errors in zip(*((m.key_error, m.value_error) for m in matches), strict=True))
-    limits = min(FITS, NEAR_BEST * keys), min(FITS, NEAR_BEST * values)
-    return [m._replace(fits=m.key_error <= limits[0] and m.value_error <= limits[1]) for m in matches]
+    keys = min(FITS, NEAR_BEST * min(m.key_error for m in matches))
+    values = min(FITS, NEAR_BEST * min(m.value_error for m in matches))
+    return [m._replace(fits=m.key_error <= keys and m.value_error <= values) for m in matches]
 
 
 def _error(read: np.ndarray, reference: np.ndarray) -> float:
     """Return the relative error ||read - reference|| / ||reference||, computed in float64; inf if it would be NaN."""
     with np.errstate(all="ignore"):
-        error = float(
-            np.linalg.norm((read - reference).astype(np.float64)) / np.linalg.norm(reference.astype(np.float64))
-        )
-    return error if error == error else float("inf")
+        off, size = (np.linalg.norm(a.astype(np.float64)) for a in (read - reference, reference))
+        return float("inf") if np.isnan(off / size) else float(off / size)
 
 
 def _faults(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, log10, nan, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -31,7 +31,7 @@ from fp4kit.call.matmul import (
 )
 from fp4kit.display import Panel
 from fp4kit.layouts import unpack
-from fp4kit.ops.engines import run, with_threads
+from fp4kit.ops.engines import convert_and_call, run, with_threads
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import Quantized
@@ -127,7 +127,7 @@ def matmul(
         >>> fp4kit.matmul(q, q, unit="sm100").shape
         (32, 32)
     """
-    return _matmul(a, b, unit, out_dtype, alpha, c)
+    return convert_and_call(_matmul, a, b, unit, out_dtype, alpha, c)
 
 
 def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
@@ -145,7 +145,8 @@ def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
 def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
     """Check the arguments of matmul, and return the product in the library of a."""
     u = unit_of("matmul", unit)
-    if u.order == "dequantized" and sum(map(_decoded_bytes, (a, b))) > MAX_DECODED_BYTES:
+    decoded = 2 * sum(prod(x.shape) for x in (a, b) if isinstance(x, Quantized))  # bytes
+    if u.order == "dequantized" and decoded > MAX_DECODED_BYTES:
         return _by_panels(a, b, u, out_dtype, alpha, c)
     return _product(a, b, u, out_dtype, alpha, c)
 
@@ -157,71 +158,56 @@ def _product(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: An
     return run("matmul", "matmul", call.on_device, [call])[0].reshape(shape)
 
 
-def _decoded_bytes(x: Any) -> int:
-    """Return how many bytes the values of a Quantized take if they are decoded to bfloat16; 0 for an array."""
-    return 2 * prod(x.shape) if isinstance(x, Quantized) else 0
-
-
 def _by_panels(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
     """Return the product for the unit "dequantized", decoding only a panel (some rows) of each operand at a time."""
-    a, b = (_sliceable(name, x) for name, x in (("a", a), ("b", b)))
+    left, right = (_Rows.of(name, x) for name, x in (("a", a), ("b", b)))
     # The product of the first rows checks all arguments but c. Its library and dtype are those of the result.
-    top, left = (_rows(x, slice(0, _row_multiple(x))) for x in (a, b))
-    first = _product(top, left, u, out_dtype, alpha, None)
-    shape = (*first.shape[:-2], _row_count(a), _row_count(b))
+    first = _product(*(rows.cut(slice(0, rows.multiple)) for rows in (left, right)), u, out_dtype, alpha, None)
+    shape = (*first.shape[:-2], left.count, right.count)
     if c is not None:
         check_one_device("matmul", a=first_array(a), c=c)
         c = first_sums("matmul", "c", c, shape)
     out = empty_result(shape, first.dtype, first)
-    for rows in _panels(a):
-        panel = prepared("matmul", "a", _rows(a, rows), u)
-        for columns in _panels(b):
+    for rows in left.panels():
+        panel = prepared("matmul", "a", left.cut(rows), u)
+        for columns in right.panels():
             sums = None if c is None else c[..., rows, columns]
-            out[..., rows, columns] = _product(panel, _rows(b, columns), u, out_dtype, alpha, sums)
+            out[..., rows, columns] = _product(panel, right.cut(columns), u, out_dtype, alpha, sums)
     return out
 
 
-def _sliceable(name: str, x: Any) -> Any:
-    """Return an operand x in a form that _rows can slice."""
-    if not isinstance(x, Quantized):
-        return x
-    check_axis("matmul", name, x)
-    return x if x.scale_layout == "linear" else unswizzle(x)
+class _Rows(NamedTuple):
+    """The rows (M or N) of an operand, which can be cut at multiples of the rows per block."""
 
+    x: Any
+    axis: int  # the axis that counts the rows: of the last two, the one that is not K
+    count: int
+    multiple: int
 
-def _row_axis(x: Any) -> int:
-    """Return the number of the axis that counts the rows (M or N) of an operand: of the last two axes, the one not
-    K.
-    """
-    last = len(x.shape) - 1
-    return last if isinstance(x, Quantized) and x.axis != last else last - 1
+    @classmethod
+    def of(cls, name: str, x: Any) -> _Rows:
+        """Return the rows of the argument `name` of matmul, with linear block scales."""
+        shape, multiple = getattr(x, "shape", ()), 1
+        axis = len(shape) - 2
+        if isinstance(x, Quantized):
+            check_axis("matmul", name, x)
+            x = x if x.scale_layout == "linear" else unswizzle(x)
+            axis, multiple = 2 * axis + 1 - x.axis, x.recipe.block_rows
+        return cls(x, axis, int(shape[axis]) if axis >= 0 else 0, multiple)
 
+    def cut(self, rows: slice) -> Any:
+        """Return the given rows of every matrix: a new Quantized, or a view of an array."""
+        if not isinstance(self.x, Quantized):
+            return self.x[..., rows, :] if self.axis >= 0 else self.x
+        box = [slice(0, n) for n in self.x.shape]
+        box[self.axis] = slice(rows.start, min(rows.stop, self.count))
+        return box_of(self.x, tuple(box))
 
-def _row_count(x: Any) -> int:
-    """Return the number of rows (M or N) of each matrix of an operand: a Quantized or an array of 2 or more axes."""
-    return int(x.shape[_row_axis(x)])
-
-
-def _row_multiple(x: Any) -> int:
-    """Return the multiple of rows at which an operand may be cut: the rows per block of a Quantized; 1 for an array."""
-    return x.recipe.block_rows if isinstance(x, Quantized) else 1
-
-
-def _rows(x: Any, rows: slice) -> Any:
-    """Return the given rows of every matrix of an operand: a new Quantized, or a view of an array."""
-    if isinstance(x, Quantized):
-        box = [slice(0, n) for n in x.shape]
-        box[_row_axis(x)] = slice(rows.start, min(rows.stop, _row_count(x)))
-        return box_of(x, tuple(box))
-    return x[..., rows, :] if len(getattr(x, "shape", ())) >= 2 else x
-
-
-def _panels(x: Any) -> Iterator[slice]:
-    """Return an iterator over slices that divide the rows of an operand into panels, in order."""
-    count, multiple = _row_count(x), _row_multiple(x)
-    elements = prod(x.shape) // max(count, 1)
-    step = max(min(PANEL_ELEMENTS // max(elements, 1), PANEL_ROWS) // multiple, 1) * multiple
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+    def panels(self) -> Iterator[slice]:
+        """Return slices that divide the rows into panels, in order."""
+        elements = prod(self.x.shape) // max(self.count, 1)
+        step = max(min(PANEL_ELEMENTS // max(elements, 1), PANEL_ROWS) // self.multiple, 1) * self.multiple
+        return (slice(start, min(start + step, self.count)) for start in range(0, self.count, step))
 
 
 @with_threads
@@ -287,22 +273,24 @@ def matmul_grouped(
 def _matmul_grouped(a: Any, b: Any, m_indptr: Any, unit: str | Unit, out_dtype: Any, alpha: Any, c: Any) -> Any:
     """Check the arguments of matmul_grouped, and return the products in the library of a."""
     u = unit_of(GROUPED, unit)
-    b = prepared(GROUPED, "b", b, u) if is_single(b) else _prepared_list("b", b, u)
-    if m_indptr is None:
-        if is_single(a):
-            raise TypeError(f"{GROUPED}: a is one {type(a).__name__}; needs a sequence of matrices, or m_indptr")
-        calls = list_call(_prepared_list("a", a, u), b, u, out_dtype, alpha, c)
-        found = run(GROUPED, "matmul", calls[0].on_device, calls) if calls else []
-        return [d.reshape(d.shape[1:]) for d in found]
-    if not is_single(a):
-        raise TypeError(f"{GROUPED}: a is a {type(a).__name__}; needs one matrix if m_indptr is given")
-    calls, out = rows_call(prepared(GROUPED, "a", a, u), b, m_indptr, u, out_dtype, alpha, c)
-    run(GROUPED, "matmul", calls[0].on_device, calls)
-    return out
+    b = _prepared_all("b", b, u)
+    if m_indptr is not None:
+        if not is_single(a):
+            raise TypeError(f"{GROUPED}: a is a {type(a).__name__}; needs one matrix if m_indptr is given")
+        calls, out = rows_call(_prepared_all("a", a, u), b, m_indptr, u, out_dtype, alpha, c)
+        run(GROUPED, "matmul", calls[0].on_device, calls)
+        return out
+    if is_single(a):
+        raise TypeError(f"{GROUPED}: a is one {type(a).__name__}; needs a sequence of matrices, or m_indptr")
+    calls = list_call(_prepared_all("a", a, u), b, u, out_dtype, alpha, c)
+    found = run(GROUPED, "matmul", calls[0].on_device, calls) if calls else []
+    return [d.reshape(d.shape[1:]) for d in found]
 
 
-def _prepared_list(name: str, xs: Any, u: Unit) -> list[Any]:
-    """Return the operands of a sequence as a list, each in the form that the engines accept (see `prepared`)."""
+def _prepared_all(name: str, xs: Any, u: Unit) -> Any:
+    """Return one operand, or the operands of a sequence as a list, in the form that the engines accept."""
+    if is_single(xs):
+        return prepared(GROUPED, name, xs, u)
     return [prepared(GROUPED, f"{name}[{i}]", x, u) for i, x in enumerate(as_entries(GROUPED, name, xs))]
 
 
