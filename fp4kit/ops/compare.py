@@ -292,7 +292,7 @@ def compare(a: Any, b: Any) -> Comparison:
     if a.shape != b.shape:
         raise ValueError(f"compare: a has shape {a.shape} and b {b.shape}; needs the same shape")
     a, b = (_linear(part) for part in (a, b))
-    parts: tuple[Count, ...] = (0, 0), (0, 0), (0, 0)
+    parts: tuple[Count, Count, Count] = ((0, 0), (0, 0), (0, 0))
     steps: tuple[int | None, str] = (None, "")
     if isinstance(a, Quantized) and isinstance(b, Quantized):
         parts = _compare_parts(a, b)

@@ -492,7 +492,7 @@ def _sample(
 
 def _match(layout: str, fault: str, read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...]) -> KVMatch:
     """Return a KVMatch with the errors of keys and values, and with fits=False."""
-    return KVMatch(layout, fault, *map(_error, read, references))
+    return KVMatch(layout, fault, _error(read[0], references[0]), _error(read[1], references[1]))
 
 
 def _judged(matches: list[KVMatch]) -> list[KVMatch]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, log10, nan, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -162,7 +162,8 @@ def _by_panels(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: 
     """Return the product for the unit "dequantized", decoding only a panel (some rows) of each operand at a time."""
     left, right = (_Rows.of(name, x) for name, x in (("a", a), ("b", b)))
     # The product of the first rows checks all arguments but c. Its library and dtype are those of the result.
-    first = _product(*(rows.cut(slice(0, rows.multiple)) for rows in (left, right)), u, out_dtype, alpha, None)
+    top, side = (operand.cut(slice(0, operand.multiple)) for operand in (left, right))
+    first = _product(top, side, u, out_dtype, alpha, None)
     shape = (*first.shape[:-2], left.count, right.count)
     if c is not None:
         check_one_device("matmul", a=first_array(a), c=c)
@@ -176,7 +177,8 @@ def _by_panels(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: 
     return out
 
 
-class _Rows(NamedTuple):
+@dataclass(frozen=True)
+class _Rows:
     """The rows (M or N) of an operand, which can be cut at multiples of the rows per block."""
 
     x: Any

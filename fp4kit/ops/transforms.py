@@ -1,4 +1,4 @@
-"""Implement fp4kit.pack and unpack, which store 4-bit codes two per byte or one per byte."""
+"""Rearrange or rotate arrays without quantizing them: pack, swizzle, transpose, hadamard, rotate and their inverses."""
 
 from __future__ import annotations
 
@@ -265,9 +265,10 @@ def transpose(q: Quantized) -> Quantized:
 @returns_in_library
 def _transpose(q: Quantized, key: Any) -> Quantized:
     """Check the argument of transpose, and return q quantized along the other axis."""
-    original = q
-    q = check_quantized("transpose", q)
-    _check_square_blocks(q)
+    original, q = q, check_quantized("transpose", q)
+    if len(q.shape) < 2 or q.axis < len(q.shape) - 2:
+        raise ValueError(f"transpose: q has axis {q.axis} of a {len(q.shape)}-d array; needs one of the last two axes")
+    square_block("transpose", q.recipe, q.moved_shape[-2])
     axis, is_on_device = 2 * len(q.shape) - 3 - q.axis, on_device(q.packed)
 
     def driver() -> Quantized:
@@ -277,13 +278,6 @@ def _transpose(q: Quantized, key: Any) -> Quantized:
     cached = new_cached_call(key, "transpose", is_on_device, q, original, axis)
     result: Quantized = run_first(key, cached, (original,), driver)
     return result
-
-
-def _check_square_blocks(q: Quantized) -> None:
-    """Raise ValueError unless q can be transposed."""
-    if len(q.shape) < 2 or q.axis < len(q.shape) - 2:
-        raise ValueError(f"transpose: q has axis {q.axis} of a {len(q.shape)}-d array; needs one of the last two axes")
-    square_block("transpose", q.recipe, q.moved_shape[-2])
 
 
 @with_threads
@@ -350,8 +344,8 @@ def hadamard(
     if seed is not None:
         if signs is not None:
             raise ValueError("hadamard: both signs and seed are given; needs one of them, because a seed makes signs")
-        signs = _signs_of_seed("hadamard", size, seed)
-    return _run(hadamard_call("hadamard", x, size, axis, signs, inverse))
+        signs = random_signs(check_hadamard_size("hadamard", size), _seed("hadamard", seed))
+    return _rotated(hadamard_call("hadamard", x, size, axis, signs, inverse))
 
 
 @with_threads
@@ -404,7 +398,7 @@ def rotate(
         >>> fp4kit.rotate(np.float32([1, 2, 3, 4]), swap)
         array([2., 1., 4., 3.], dtype=float32)
     """
-    return _run(matrix_call("rotate", x, matrices, axis, signs, inverse))
+    return _rotated(matrix_call("rotate", x, matrices, axis, signs, inverse))
 
 
 def random_signs(size: int, seed: int) -> npt.NDArray[np.int8]:
@@ -430,14 +424,12 @@ def random_signs(size: int, seed: int) -> npt.NDArray[np.int8]:
     count = as_index("random_signs", "size", size)
     if count < 0:
         raise ValueError(f"random_signs: size is {count}; needs 0 or more")
-    return specification.random_signs(count, check_seed("random_signs", as_index("random_signs", "seed", seed)))
+    return specification.random_signs(count, _seed("random_signs", seed))
 
 
-def _signs_of_seed(op: str, size: Any, seed: Any) -> np.ndarray:
-    """Return the signs that hadamard applies for a seed, int8 (size,)."""
-    return specification.random_signs(check_hadamard_size(op, size), check_seed(op, as_index(op, "seed", seed)))
+def _seed(op: str, seed: Any) -> int:
+    return check_seed(op, as_index(op, "seed", seed))
 
 
-def _run(call: Rotation) -> Any:
-    """Return the result of a parsed call of hadamard or rotate, from the first engine that supports it."""
+def _rotated(call: Rotation) -> Any:
     return run("rotate", "rotate", on_device(call.x), call)
