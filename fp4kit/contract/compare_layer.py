@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -15,18 +15,20 @@ import numpy as np
 from fp4kit.contract.schema import Contract, ContractDiff, only_decoding, recipe_difference
 from fp4kit.contract.sides import (
     Arithmetic,
+    FirstStep,
     Making,
     Side,
     StepName,
     Weights,
     differing_bits,
+    first_place,
     first_step,
     has_nan,
     made,
     values_of,
 )
 from fp4kit.display import Panel
-from fp4kit.layouts import unpacked
+from fp4kit.layouts import unpack, unpacked
 from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVParts, PageShape
 from fp4kit.ops.compare import Count
 from fp4kit.ops.explain import Explanation, explain
@@ -34,12 +36,9 @@ from fp4kit.ops.matmul import matmul
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.recipes import Recipe
 
-_NOUNS = {
-    "input": "input",
-    "kv cache": "KV cache",
-    "other tensor": "other tensor",
-}  # kind of a LayerParity -> noun in texts; others are layers
-_COLUMNS = ("layer", "codes", "block scales", "values", "products", "first step that differs")
+# kind of a LayerParity -> noun in texts; others are layers
+_NOUNS = {"input": "input", "kv cache": "KV cache", "other tensor": "other tensor"}
+COLUMNS = ("layer", "codes", "block scales", "values", "products", "first step that differs")
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,8 @@ class LayerParity:
         count = f", {self.count:,} of {self.examined:,} examined differing elements" if self.examined else ""
         lines = [f"{self.kind} {self.name}: first step that differs: {self.step}{where}{count}"]
         if len(self.steps) > 1:
-            lines.append(f"  elements that differ first at a later step: {_later(self.steps)}")
+            later = ", ".join(f"{step} {count:,}" for step, count in self.steps[1:])
+            lines.append(f"  elements that differ first at a later step: {later}")
         lines += [f"  {text}" for text in (f"setting: {self.setting}" * bool(self.setting), self.element) if text]
         return tuple(lines)
 
@@ -193,15 +193,15 @@ class Parity:
         """
         counts: dict[str, list[int]] = {}  # noun -> [differing, compared]
         for layer in self.layers:
-            count = counts.setdefault(_NOUNS.get(layer.kind, "layer"), [0, 0])
-            count[0] += not layer.equal
-            count[1] += 1
+            of_noun = counts.setdefault(_NOUNS.get(layer.kind, "layer"), [0, 0])
+            of_noun[0] += not layer.equal
+            of_noun[1] += 1
         if self.differing and all(layer.same_codes for layer in self.differing):
             values = sum(layer.values[0] for layer in self.differing), sum(layer.values[1] for layer in self.layers)
-            noun = f"{len(self.differing):,} layer{_s(len(self.differing))}"
             parts = [
                 f"codes and scales are equal in all layers; {values[0]:,} of {values[1]:,} values differ by rounding,"
-                f" in {noun}, because the sides decode in another order or from a reciprocal"
+                f" in {len(self.differing):,} layer{_s(len(self.differing))}, because the sides decode in another order"
+                " or from a reciprocal"
             ]
         elif self.differing:
             differing = [f"{n:,} of {total:,} {noun}{_s(total)}" for noun, (n, total) in counts.items() if n]
@@ -210,8 +210,8 @@ class Parity:
             equal = [f"{total:,} {noun}{_s(total)}" for noun, (_, total) in counts.items()]
             parts = [f"{_joined(equal)} {'is' if len(self.layers) == 1 else 'are'} equal in every bit"]
         if self.missing:
-            one = len(self.missing) == 1
-            parts.append(f"{len(self.missing):,} layer{'' if one else 's'} {'is' if one else 'are'} on one side only")
+            count = len(self.missing)
+            parts.append(f"{count:,} layer{_s(count)} {'is' if count == 1 else 'are'} on one side only")
         if self.exclusions:
             parts.append("engines would not leave the same layers unquantized")
         return "; ".join(filter(None, (*parts, self.sampled)))
@@ -237,7 +237,10 @@ class Parity:
         return tuple(
             (
                 layer.name if layer.kind == "weight" else f"{layer.kind} {layer.name}",
-                *(_cell(pair) for pair in (layer.codes, layer.scales, layer.values, layer.products)),
+                *(
+                    f"{differing:,} of {total:,}" if total else "-"
+                    for differing, total in (layer.codes, layer.scales, layer.values, layer.products)
+                ),
                 str(layer.step),
             )
             for layer in self.differing
@@ -245,10 +248,7 @@ class Parity:
 
     def _panel(self, title: str) -> Panel:
         """Return a Panel (a table with a title) with one row per differing layer."""
-        return Panel(title, columns=_COLUMNS, rows=self.rows())
-
-
-COLUMNS = _COLUMNS
+        return Panel(title, columns=COLUMNS, rows=self.rows())
 
 
 def _s(count: int) -> str:
@@ -259,16 +259,6 @@ def _s(count: int) -> str:
 def _joined(texts: list[str]) -> str:
     """Return texts joined with commas and "and": "a", "a and b", or "a, b and c"; "" for []."""
     return " and ".join(filter(None, (", ".join(texts[:-1]), *texts[-1:])))
-
-
-def _later(steps: tuple[tuple[StepName, int], ...]) -> str:
-    """Return the steps after the first, with their counts, as text such as "code 3, decode 40"."""
-    return ", ".join(f"{step} {count:,}" for step, count in steps[1:])
-
-
-def _cell(pair: Count) -> str:
-    """Return a count as text: "3 of 64", or "-" if nothing was compared."""
-    return f"{pair[0]:,} of {pair[1]:,}" if pair[1] else "-"
 
 
 _SIGNS = " with signs "  # what stands between the size and the signs in the text of a transform
@@ -305,14 +295,9 @@ def compare_layer(
     codes, scales, tensor_scales, affected, other_scales = _differences(a.part, b.part)
     value_a, value_b = values_of(a.part, b.part), values_of(b.part, a.part)
     values = differing_bits(value_a, value_b)
-    counts: dict[str, Any] = {
-        "codes": codes,
-        "scales": scales,
-        "tensor_scales": tensor_scales,
-        "values": (int(values.sum()), values.size),
-    }
-    found = LayerParity(name, kind, values.size, total, **counts, same_codes=_same_codes(a.part, b.part, codes, scales))
-    if not any(count for count, _ in counts.values()):
+    counts = codes, scales, tensor_scales, (int(values.sum()), values.size)
+    found = LayerParity(name, kind, values.size, total, *counts, same_codes=_same_codes(a.part, b.part, codes, scales))
+    if not any(count for count, _ in counts):
         return found
     affected |= values
     affected = affected if affected.any() else np.ones_like(affected)
@@ -337,13 +322,12 @@ def _same_codes(a: Weights, b: Weights, codes: Count, scales: Count) -> bool:
 
 def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarray, np.ndarray]:
     """Return the counts of codes, block scales and tensor scales, then two masks: affected elements, other scales."""
-    none = (0, 0)
+    codes = scales = tensor_scales = (0, 0)
     shape = a.values.shape if a.q is None else a.q.shape  # type: ignore[union-attr]
     affected, other_scales = np.zeros(shape, bool), np.zeros(shape, bool)
     if a.q is None or b.q is None:
-        return none, none, none, affected, other_scales
+        return codes, scales, tensor_scales, affected, other_scales
     r, s = a.q.recipe, b.q.recipe
-    codes = scales = tensor_scales = none
     if r.element == s.element:
         differs = unpacked(a.q.packed, r.element.packing) != unpacked(b.q.packed, s.element.packing)
         codes, affected = (int(differs.sum()), differs.size), affected | differs
@@ -372,46 +356,34 @@ def _explained(
     wrong = [(one.making.step, f"{one.label}: {one.making.wrong}") for one in sides if one.making.wrong]
     setting = [text for _, text in wrong]
     p, q = a.making.arithmetic, b.making.arithmetic
-    at, step, result, count, examined = _first(affected), None, "", 0, 0
-    steps: tuple[tuple[StepName, int], ...] = ()
+    first = None
     if p is not None and q is not None and a.x is not None and b.x is not None:
         setting += _settings((a.label, b.label), (p, q), (a.container, b.container))
         untraced = wrong or has_nan(p.amax) or has_nan(q.amax)  # quantize, which is traced, rejects NaN
         first = None if untraced else first_step((a.x, b.x), p, q, affected, other_scales)
-        if first is not None:
-            step, result, count, examined, at = first.step, first.name, first.elements, first.examined, first.place
-            steps = first.steps
-    if step is None and wrong:
-        step, count, examined = wrong[0][0], int(affected.sum()), int(affected.sum())
-    if step is None:
-        step = _step_by_parts(found, a.part, b.part)
-        count = examined = int(affected.sum())
-        setting += [f"{one.label}: {one.making.nearest}" for one in sides if one.making.nearest and not wrong]
-        if {a.part.q is None, b.part.q is None} == {True, False} and not setting:
-            setting.append(f"{a.label if a.part.q is None else b.label} has values instead of codes")
-    worked = None
-    if not wrong:
-        worked = _worked(sides, at, int(rows[at[0]]))
+    if first is None:
+        step, count = wrong[0][0] if wrong else None, int(affected.sum())
+        if step is None:
+            step = _step_by_parts(found, a.part, b.part)
+            setting += [f"{one.label}: {one.making.nearest}" for one in sides if one.making.nearest and not wrong]
+            if (a.part.q is None) != (b.part.q is None) and not setting:
+                setting.append(f"{a.label if a.part.q is None else b.label} has values instead of codes")
+        first = FirstStep(step, "", count, count, first_place(affected), ((step, count),))
+    at = first.place
     element = f"element [{int(rows[at[0]])}, {at[1]}]: " + " and ".join(
         f"{one.label} {value[at]!s}{_code_text(one.part, at)}" for one, value in zip(sides, values, strict=True)
     )
     return replace(
         found,
-        step=step,
-        result=result,
-        count=count,
-        examined=examined,
-        steps=steps or ((step, count),),
+        step=first.step,
+        result=first.name,
+        count=first.elements,
+        examined=first.examined,
+        steps=first.steps,
         element=element,
         setting="; ".join(setting),
-        worked=worked,
+        worked=None if wrong else _worked(sides, at, int(rows[at[0]])),
     )
-
-
-def _first(mask: np.ndarray) -> tuple[int, int]:
-    """Return (row, column) of the first True in a mask, row by row. At least one entry must be True."""
-    i, j = np.unravel_index(int(mask.argmax()), mask.shape)
-    return int(i), int(j)
 
 
 def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
@@ -420,9 +392,7 @@ def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
         return "value"
     if found.tensor_scales[0]:
         return "tensor scale"
-    if found.scales[0] or found.scales == (0, 0) != found.codes:
-        return "block scale" if found.scales[0] else "code" if found.codes[0] else "decode"
-    return "code" if found.codes[0] else "decode"
+    return "block scale" if found.scales[0] else "code" if found.codes[0] else "decode"
 
 
 def _settings(
@@ -453,7 +423,7 @@ def _amax_settings(labels: tuple[str, str], a: Arithmetic, b: Arithmetic) -> lis
     equal = np.shape(a.amax) == np.shape(b.amax) and not differing_bits(a.amax, b.amax).any()
     if equal or (a.transform != b.transform and not other_group):
         return []
-    uses = [f"{label} uses {_amax_text(one)}{_whose(one)}" for label, one in zip(labels, (a, b), strict=True)]
+    uses = [f"{label} uses {_amax_text(one)}" for label, one in zip(labels, (a, b), strict=True)]
     advice = "; let the same layers share an amax (shared_amax)" if other_group else ""
     advice = "; use the same input scales on both sides (input_scales)" if a.static or b.static else advice
     return [f"tensor amax: {' and '.join(uses)}{advice}"]
@@ -472,17 +442,13 @@ def _shown_transforms(a: str, b: str) -> tuple[str, str]:
 
 
 def _amax_text(one: Arithmetic) -> str:
-    """Return the tensor amax of a side as text, such as "3.5"; "one per row" if it is an array of several amaxes."""
-    return f"{one.amax!s}" if one.amax is not None and not one.amax.ndim else "one per row"
-
-
-def _whose(one: Arithmetic) -> str:
-    """Return text for a message that says where a tensor amax comes from."""
+    """Return the tensor amax of a side and where it comes from, such as "3.5, its own"."""
+    amax = f"{one.amax!s}" if one.amax is not None and not one.amax.ndim else "one per row"
     if one.static:
-        return ", which its stored input scale gives"
+        return f"{amax}, which its stored input scale gives"
     if len(one.layers) > 1:
-        return f", the largest of {', '.join(one.layers)}"
-    return ", its own" if one.layers else ", which its tensor scale implies"
+        return f"{amax}, the largest of {', '.join(one.layers)}"
+    return f"{amax}, {'its own' if one.layers else 'which its tensor scale implies'}"
 
 
 def _worked(sides: tuple[ComparedRows, ComparedRows], at: tuple[int, int], row: int) -> Explanation | None:
@@ -503,12 +469,9 @@ def _code_text(part: Weights, at: tuple[int, int]) -> str:
         return ""
     r = part.q.recipe
     code = int(unpacked(part.q.packed[at[0]], r.element.packing)[at[1]])
-    scale = (
-        ""
-        if part.q.block_scale is None
-        else f", block scale 0x{int(part.q.block_scale[at[0], at[1] // r.block_size]):02x}"
-    )
-    return f" (code 0x{code:x}{scale})"
+    if part.q.block_scale is None:
+        return f" (code 0x{code:x})"
+    return f" (code 0x{code:x}, block scale 0x{int(part.q.block_scale[at[0], at[1] // r.block_size]):02x})"
 
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -551,17 +514,13 @@ def with_products(
     found = replace(found, products=(int(differs.sum()), differs.size))
     if not differs.any() or not found.equal:
         return found
-    at = tuple(int(n) for n in np.unravel_index(int(differs.argmax()), differs.shape))
+    at, count = first_place(differs), int(differs.sum())
     values = " and ".join(
         f"{label} {one[at]!s} (0x{int(one[at].view(np.uint32)):08x})" for label, one in zip(labels, (a, b), strict=True)
     )
+    element = f"product of token {at[0]} and row {at[1]}: {values}"
     return replace(
-        found,
-        step="product",
-        count=int(differs.sum()),
-        examined=int(differs.sum()),
-        element=f"product of token {at[0]} and row {at[1]}: {values}",
-        setting=setting or INPUTS_DIFFER,
+        found, step="product", count=count, examined=count, element=element, setting=setting or INPUTS_DIFFER
     )
 
 
@@ -587,30 +546,24 @@ def _compared(
     name: str, train: str, rollout: str, recipe: Recipe, labels: tuple[str, str], x: np.ndarray
 ) -> LayerParity:
     """Write keys and values in one layout, read them in the other, and return how many codes and scales then differ."""
-    total = x.size
     setting = f"kv_layout {train} in {labels[0]} and {rollout} in {labels[1]}; use one layout, or convert the pages"
     a, b = KV_LAYOUTS[train], KV_LAYOUTS[rollout]
-    scales = total // 16
-    every = LayerParity(name, "kv cache", total, total, (total, total), (scales, scales), step="code", setting=setting)
+    total, scales = x.size, x.size // 16
     if recipe.element.name != "E2M1" or recipe.block != (1, 16) or a.container != b.container:
-        return every
+        counts = (total, total), (scales, scales)
+        return LayerParity(name, "kv cache", total, total, *counts, step="code", setting=setting)
     tokens, heads, head_dim = x.shape[1:]
     shape = PageShape(-(-tokens // _BLOCK_SIZE), _BLOCK_SIZE, heads, head_dim)
     k, v = (quantize(np.ascontiguousarray(one), recipe) for one in x)
     written, slots = a.zeros(shape), np.arange(tokens)
-    written.write(slots, KVParts(k.packed, k.block_scale, v.packed, v.block_scale))
+    parts = KVParts(k.packed, k.block_scale, v.packed, v.block_scale)
+    written.write(slots, parts)
     arrays = tuple(one.reshape(each) for one, each in zip(written.arrays, b.array_shapes(shape).values(), strict=True))
-    read = KVCache(b, arrays).read(slots)
-    codes = sum(_different_nibbles(one, q.packed) for one, q in ((read.k_codes, k), (read.v_codes, v)))
-    wrong = sum(int((one != q.block_scale).sum()) for one, q in ((read.k_scales, k), (read.v_scales, v)))
+    pairs = list(zip(KVCache(b, arrays).read(slots), parts, strict=True))  # codes, scales, codes, scales
+    codes = sum(int((unpack(one) != unpack(other)).sum()) for one, other in pairs[::2])
+    wrong = sum(int((one != other).sum()) for one, other in pairs[1::2])
     step: StepName = "code" if codes else "block scale"
     counts = (codes, total), (wrong, scales)
     if not codes and not wrong:  # for example, two orders of heads have equal offsets for one head
         return LayerParity(name, "kv cache", total, total, *counts)
     return LayerParity(name, "kv cache", total, total, *counts, step=step, setting=setting)
-
-
-def _different_nibbles(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the number of 4-bit codes that differ between two arrays of bytes, with two codes per byte."""
-    differs = a ^ b
-    return int(((differs & 15) != 0).sum() + ((differs >> 4) != 0).sum())

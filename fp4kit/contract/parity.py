@@ -255,14 +255,13 @@ class _Check:
         stored = [side for side in self.sides if side.stored is not None]
         given = [list(side.stored) for side in stored] or [list(self.source or ())]  # type: ignore[arg-type]
         first, last = given[0], given[-1]
-        in_first, in_last = {*first}, {*last}
+        in_last = {*last}
         names = [name for name in first if name in in_last]
-        compared = [side.others for side in self.sides]  # by _of_others
         missing = [
-            f"{name}: not in {self.sides[1].label}" for name in first if name not in in_last and name not in compared[1]
-        ]
-        missing += [
-            f"{name}: not in {self.sides[0].label}" for name in last if name not in in_first and name not in compared[0]
+            f"{name}: not in {side.label}"
+            for side, own, others in ((self.sides[1], in_last, first), (self.sides[0], {*first}, last))
+            for name in others
+            if name not in own and name not in side.others  # _of_others compares these
         ]
         lacking = "the sides have no layer in common"
         if any(side.makes for side in self.sides) and stored:
@@ -292,16 +291,17 @@ class _Check:
     def _layer(self, name: str) -> LayerParity:
         """Compare one layer of both sides, and return a LayerParity."""
         x = self._x(name)
-        wholes = [self._whole(side, name) for side in self.sides]
+        weight = None if self.source is None or name not in self.source else self.source[name]
+        alone = [side for side in self.sides if side.stored is None and side.function is None]
+        wholes = [None if side in alone else side.weights_of(name, weight) for side in self.sides]
         shapes = {_shape(w) for w in wholes if w is not None} | ({x.shape} if x is not None else set())
         if len(shapes) > 1:
             raise ValueError(f"{OP}: {name} has the shapes {' and '.join(map(str, sorted(shapes)))}; needs one shape")
         (shape,) = shapes
         if len(shape) != 2 or any(w is not None and w.q is None and w.values is None for w in wholes):
-            alone = next((side.label for side, w in zip(self.sides, wholes, strict=True) if w is None), None)
-            if alone is not None:
+            if alone:
                 raise ValueError(
-                    f"{OP}: {name} has the shape {shape}; needs a matrix, because {alone} has only a contract"
+                    f"{OP}: {name} has the shape {shape}; needs a matrix, because {alone[0].label} has only a contract"
                 )
             return self._tensor(name, [w for w in wholes if w is not None])
         if 0 in shape:
@@ -309,12 +309,12 @@ class _Check:
         recipes = [side.recipe_of(name, None if w is None else w.q) for side, w in zip(self.sides, wholes, strict=True)]
         rows = self._rows(shape, [r for r in recipes if r is not None])
         part = None if x is None else np.ascontiguousarray(x[rows])
-        own = [
-            part if part is None or r is None else side.transformed(part)
-            for side, r in zip(self.sides, recipes, strict=True)
-        ]
-        compared = [self._compared(i, name, wholes[i], own[i], rows, recipes) for i in range(2)]
-        plain = [recipe is None and _is_plain(one.part, part) for recipe, one in zip(recipes, compared, strict=True)]
+        compared, plain = [], []
+        for i, (side, r) in enumerate(zip(self.sides, recipes, strict=True)):
+            own = part if part is None or r is None else side.transformed(part)
+            compared.append(self._compared(i, name, wholes[i], own, rows, recipes))
+            values = compared[i].part.values
+            plain.append(r is None and values is not None and (part is None or same(values, part)))
         kind: Any = "tensor" if all(side.contract is None for side in self.sides) and all(plain) else "weight"
         found = compare_layer(name, kind, (compared[0], compared[1]), rows, shape[0] * shape[1])
         if found.step == "value" and plain[0] != plain[1]:
@@ -325,28 +325,19 @@ class _Check:
         self, found: LayerParity, plain: Sequence[bool], recipes: Sequence[Recipe | None]
     ) -> LayerParity:
         """Return a copy of ``found`` with the step "quantization" and a text that says which side does not quantize."""
-        labels = [side.label for side in self.sides]
         at = 0 if plain[0] else 1
         other = recipes[1 - at]
-        text = f"{labels[at]} does not quantize this layer, and {labels[1 - at]} does"
+        text = f"{self.sides[at].label} does not quantize this layer, and {self.sides[1 - at].label} does"
         way = f"; quantize it by {other.id}, or exclude it on both sides" if other else ""
         return replace(found, step="quantization", setting=text + way)
 
-    def _whole(self, side: Side, name: str) -> Weights | None:
-        """Return the whole layer of a side: the stored tensor or, without tensors, the result of the side's
-        function.
-        """
-        if side.stored is None and side.function is None:
-            return None
-        return side.weights_of(name, None if self.source is None else self.source[name])
-
     def _tensor(self, name: str, wholes: Sequence[Weights]) -> LayerParity:
         """Compare the values of two tensors that are not matrices, such as logits of three axes, as one row each."""
-        flat = [Weights(None, _values(w).reshape(1, -1)) for w in wholes]
-        making = Making(None)
-        sides = [ComparedRows(side.label, w, making) for side, w in zip(self.sides, flat, strict=True)]
-        size = _values(flat[0]).size
-        return compare_layer(name, "tensor", (sides[0], sides[1]), np.zeros(1, np.intp), size)
+        flat = [_values(w).reshape(1, -1) for w in wholes]
+        a, b = (
+            ComparedRows(one.label, Weights(None, x), Making(None)) for one, x in zip(self.sides, flat, strict=True)
+        )
+        return compare_layer(name, "tensor", (a, b), np.zeros(1, np.intp), flat[0].size)
 
     def _rows(self, shape: tuple[int, ...], recipes: Sequence[Recipe]) -> np.ndarray:
         """Return the ascending indices of the rows to compare, which hold at least ``self.elements`` elements."""
@@ -401,13 +392,13 @@ class _Check:
         if i == 0 or whole.q is None or other.stored is None:
             return Making(None)
         right = other.weights_of(name, None).q
-        if (
-            right is None
-            or right.recipe.element != whole.q.recipe.element
-            or np.array_equal(right.packed, whole.q.packed)
-        ):
-            if right is None or same(right.block_scale, whole.q.block_scale):
-                return Making(None)
+        if right is None:
+            return Making(None)
+        other_codes = right.recipe.element == whole.q.recipe.element and not np.array_equal(
+            right.packed, whole.q.packed
+        )
+        if not other_codes and same(right.block_scale, whole.q.block_scale):
+            return Making(None)
         for step, wrong, q in orders(whole.q):
             if np.array_equal(q.packed, right.packed) and same(q.block_scale, right.block_scale):
                 return Making(None, "code" if step == "code" else "block scale", wrong)
@@ -417,8 +408,7 @@ class _Check:
         """Return the names of the layers that share one tensor amax, including ``name``, by the contract of a side."""
         if side.contract is None or "shared_amax" in side.contract.unknown:
             return (name,)
-        names = self.source or {}
-        return side.contract.group_of(name, names)
+        return side.contract.group_of(name, self.source or {})
 
     def _arithmetic(self, side: Side, name: str, r: Recipe, group: tuple[str, ...], rows: np.ndarray) -> Arithmetic:
         """Return the Arithmetic of one layer on a side: the recipe, the tensor amaxes and the Hadamard transform."""
@@ -452,12 +442,13 @@ class _Check:
         """Multiply the layer by inputs on both sides, and return the result with the counts of differing products."""
         # The products cannot be computed if a side has no contract that states how, or if its matrix unit has no
         # instruction for the operands.
-        contracts = [side.contract for side in self.sides]
-        for side, contract in zip(self.sides, contracts, strict=True):
-            why = why_no_products(contract)
-            if why:
+        units = []
+        for side in self.sides:
+            if why := why_no_products(side.contract):
                 self.notes[f"products: {side.label}: {why}"] = None
                 return found
+            assert side.contract is not None and side.contract.unit is not None
+            units.append(side.contract.unit)
         inputs = self._input(name, shape[1])
         results = []
         for side, one, recipe in zip(self.sides, compared, recipes, strict=True):
@@ -468,7 +459,10 @@ class _Check:
                 self.notes[f"products: {one.label}: {error}"] = None
                 return found
         labels = self.sides[0].label, self.sides[1].label
-        settings = [self._units(contracts), _operands(compared)]
+        settings = [_operands(compared)]
+        if units[0] != units[1]:
+            both = " and ".join(f"{unit.id} in {label}" for unit, label in zip(units, labels, strict=True))
+            settings.insert(0, f"unit {both}; use one unit on both sides")
         if self._quantizes_inputs(0, name, inputs, recipes[0]) != self._quantizes_inputs(1, name, inputs, recipes[1]):
             settings.append(INPUTS_DIFFER)
         return with_products(found, results[0], results[1], "; ".join(filter(None, settings)), labels)
@@ -476,24 +470,13 @@ class _Check:
     def _quantizes_inputs(self, i: int, name: str, x: np.ndarray, recipe: Recipe | None) -> tuple[Any, ...]:
         """Return what side i quantizes the inputs of a layer with: (recipe, static amax, transform)."""
         # The static amax is None if the amax is measured.
-        # The side must have a contract.
         side = self.sides[i]
         assert side.contract is not None
-        activations = side.contract.activations
         if recipe is None:
             return ()
+        activations = side.contract.activations
         amax = None if activations is None else side.input_amax(name, activations, x.dtype)
         return activations, None if amax is None else float(amax), side.transform
-
-    def _units(self, contracts: Sequence[Contract | None]) -> str:
-        """Return text that names the matrix units of both sides and advises to use one, if the units differ."""
-        a, b = contracts
-        if a is None or b is None or a.unit is None or b.unit is None or a.unit == b.unit:
-            return ""
-        return (
-            f"unit {a.unit.id} in {self.sides[0].label} and {b.unit.id} in {self.sides[1].label}; use one unit on both"
-            " sides"
-        )
 
     def _input(self, name: str, columns: int) -> np.ndarray:
         """Return the inputs of a layer as an array (tokens, K)."""
@@ -506,13 +489,20 @@ class _Check:
 
     def _of_others(self, end: float | None) -> Iterator[LayerParity]:
         """Compare the tensors of checkpoints that are no layers, such as norms and biases."""
+        # A side may also store such a tensor as a layer.
+        of_sides = [
+            (self.others, self.source or {}) if side.makes else (side.others, side.stored or {}) for side in self.sides
+        ]
         lacking: dict[str, list[str]] = {}
         names = list(dict.fromkeys(name for side in self.sides for name in side.others))
         for i, name in enumerate(names):
             if end is not None and time.monotonic() > end:
                 self.notes[f"{_tensors(names[i:])} besides the layers, because the time had passed"] = None
                 break
-            a, b = (self._other(side, name) for side in self.sides)
+            a, b = (
+                next((as_weights(f"{side.label}: {name}", place[name]) for place in places if name in place), None)
+                for side, places in zip(self.sides, of_sides, strict=True)
+            )
             if a is not None and b is not None:
                 yield self._compared_other(name, a, b)
             else:
@@ -528,44 +518,34 @@ class _Check:
             return LayerParity(name, "other tensor", x.size, x.size, values=(0, x.size))
         if same_shape and x.dtype in FLOATS and y.dtype in FLOATS:
             return replace(self._tensor(name, (a, b)), kind="other tensor")
-        labels = [side.label for side in self.sides]
+        label, other = (side.label for side in self.sides)
         found = LayerParity(name, "other tensor", x.size, x.size)
         if not same_shape:
-            text = f"{labels[0]} has the shape {x.shape}, and {labels[1]} {y.shape}"
-            return replace(found, step="value", setting=text)
+            return replace(found, step="value", setting=f"{label} has the shape {x.shape}, and {other} {y.shape}")
         numbers = list(zip(x.reshape(-1).tolist(), y.reshape(-1).tolist(), strict=True))
         differing = [i for i, (p, q) in enumerate(numbers) if p != q and (p == p or q == q)]  # NaN equals NaN
         found = replace(found, values=(len(differing), x.size))
         if not differing:
             return found
         p, q = numbers[differing[0]]
-        text = f"element {differing[0]:,} of {x.size:,}: {labels[0]} {p} and {labels[1]} {q}"
+        text = f"element {differing[0]:,} of {x.size:,}: {label} {p} and {other} {q}"
         return replace(found, step="value", count=len(differing), examined=len(differing), element=text)
-
-    def _other(self, side: Side, name: str) -> Weights | None:
-        """Return the tensor ``name`` of a side, also if the side stores it as a layer; None if the side has none."""
-        places = (self.others, self.source or {}) if side.makes else (side.others, side.stored or {})
-        place = next((one for one in places if name in one), None)
-        return None if place is None else as_weights(f"{side.label}: {name}", place[name])
 
     def _of_inputs(self) -> Iterator[LayerParity]:
         """Quantize inputs on both sides, and yield one comparison per input."""
         tensors = self.inputs or {"drawn": self._input("drawn", _DRAWN[1])}
-        static = [
-            side
-            for side in self.sides
-            if side.contract is not None and side.contract.input_scales == "static" and side.contract.activations
-        ]
-        lacking = [
-            side.label
-            for side in static
-            if any(name not in side.input_scales and self._input_recipe(side, "activations", name) for name in tensors)
-        ]
         found = [*self._by_setting("activations", "input", tensors)]
-        if found and lacking:
-            self.notes[f"stored input scales of {' and '.join(lacking)}; inputs are compared with their own amax"] = (
-                None
-            )
+        lacking = []
+        for side in self.sides if found else ():
+            assert side.contract is not None
+            absent = [name for name in tensors if name not in side.input_scales]
+            if side.contract.input_scales == "static" and any(
+                self._input_recipe(side, "activations", one) for one in absent
+            ):
+                lacking.append(side.label)
+        if lacking:
+            text = f"stored input scales of {' and '.join(lacking)}; inputs are compared with their own amax"
+            self.notes[text] = None
         yield from found
 
     def _of_kv(self, kv: Mapping[str, Any] | None) -> Iterator[LayerParity]:
@@ -582,9 +562,8 @@ class _Check:
     def _by_setting(self, setting: str, kind: Any, tensors: Mapping[str, Any]) -> Iterator[LayerParity]:
         """Quantize tensors on both sides, by the recipes in one setting of the contracts, and yield the comparisons."""
         contracts = [side.contract for side in self.sides]
-        if any(one is None or setting in one.unknown for one in contracts):
-            return
-        if not any(getattr(one, setting) for one in contracts):
+        is_known = all(one is not None and setting not in one.unknown for one in contracts)
+        if not is_known or not any(getattr(one, setting) for one in contracts):
             return
         for name, given in tensors.items():
             recipes = [self._input_recipe(side, setting, name) for side in self.sides]
@@ -637,11 +616,6 @@ def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe
     one = Arithmetic(r, rows_of_amax, (name,) if static is None else (), side.transform, static is not None)
     part = np.ascontiguousarray(x[rows])
     return ComparedRows(side.label, made(part, r, one.amax), Making(one), part)
-
-
-def _is_plain(part: Weights, x: np.ndarray | None) -> bool:
-    """Return whether the rows of a side are unquantized: whether they are values, not codes, and equal x."""
-    return part.values is not None and (x is None or same(part.values, x))
 
 
 def _operands(compared: Sequence[ComparedRows]) -> str:

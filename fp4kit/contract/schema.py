@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,8 +12,7 @@ from typing import Any, Literal, TypeVar
 from fp4kit.arguments import as_index, as_word, is_one_of
 from fp4kit.layouts.kv import KVLayoutName, as_layout
 from fp4kit.lazy import FUNCTIONS
-from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.recipes import serialization as to_dict
+from fp4kit.recipes import Recipe, recipe_of, serialization
 from fp4kit.recipes.table import is_listed, recipe
 from fp4kit.reference.stochastic import HADAMARD_BLOCK
 from fp4kit.storage.files import CheckpointError, dump_object, load_object, shown, whole_file, write_file
@@ -130,72 +129,10 @@ _PROSE = ("id", "source", "exact", "versions")  # fields of a recipe on which no
 _RECIPES = ("weights", "activations", "kv_cache")
 
 
-def _as_data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a contract, and the version of the format, as a new dict of JSON data."""
-    data: dict[str, Any] = {_KEY: VERSION}
-    for name, value in values.items():
-        if value in (None, ()):
-            continue
-        if name in _RECIPES:
-            data[name] = _recipe_data(value)
-        elif name == "patterns":
-            data[name] = [[pattern, None if one is None else _recipe_data(one)] for pattern, one in value]
-        elif name == "unit":
-            spec = unit_spec(value)
-            data[name] = json.loads(spec) if spec.startswith("{") else spec
-        elif name == "inferred":
-            data[name] = dict(value)
-        else:
-            data[name] = json.loads(json.dumps(value))  # tuples become lists
-    return data
-
-
-def _from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any]:
-    """Return {name of the field: its value} for the contract that JSON data describes."""
-    if not isinstance(data, Mapping) or type(data.get(_KEY)) is not int or data[_KEY] != VERSION:
-        got = data.get(_KEY) if isinstance(data, Mapping) else data
-        raise CheckpointError(f"{label}: {_KEY} is {got!r:.60}; this version of fp4kit reads version {VERSION}")
-    known = (*settings, "unknown", "inferred")
-    strange = [name for name in data if name != _KEY and name not in known]
-    if strange:
-        raise CheckpointError(
-            f"{label}: unknown key {shown(str(strange[0]))!r}; a later version of fp4kit may support it"
-        )
-    found = {name: value for name, value in data.items() if name != _KEY}
-    try:
-        for name in _RECIPES:
-            if found.get(name) is not None:
-                found[name] = _recipe_from(name, found[name])
-        if "patterns" in found:
-            found["patterns"] = [_pair_from(pair) for pair in _checked("patterns", found["patterns"], list)]
-        if found.get("unit") is not None:
-            found["unit"] = _unit_from(found["unit"])
-        if "inferred" in found:
-            found["inferred"] = list(_checked("inferred", found["inferred"], dict).items())
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{label}: {shown(str(error))}") from None
-    return found
-
-
-def _load(path: Path, settings: Collection[str]) -> dict[str, Any]:
-    """Load a contract file and return {name of the field: its value}, the arguments for Contract."""
-    if not path.is_file():
-        raise CheckpointError(f"{path}: is not a file; needs a contract that fp4kit convert or Contract.save wrote")
-    return _from_data(path.name, load_object(path, path.name), settings)
-
-
-def _save(path: Path, data: dict[str, Any]) -> None:
-    """Write the JSON data of a contract to a file, which appears only when it is complete. Replace an existing file."""
-    with whole_file(path) as temporary:
-        write_file(temporary, dump_object(data))
-
-
 def _recipe_data(r: Recipe) -> dict[str, Any]:
     """Return a recipe as JSON data, from which _recipe_from makes the recipe again."""
     if not is_listed(r):
-        data = to_dict.as_data(r)
-        assert isinstance(data, dict)
-        return data
+        return dict(serialization.as_data(r))
     versions = {} if r.versions is None else {"versions": list(r.versions)}
     return {"id": r.id, **versions, "facts": _facts(r)}
 
@@ -216,7 +153,7 @@ def _recipe_from(name: str, data: Any) -> Recipe:
     """Return the recipe that JSON data describes."""
     if not isinstance(data, Mapping) or "element" in data:
         try:
-            return to_dict.from_data(data)
+            return serialization.from_data(data)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{name}: {error}") from None
     strange = [key for key in data if key not in ("id", "versions", "facts")]
@@ -234,15 +171,17 @@ def _recipe_from(name: str, data: Any) -> Recipe:
     return r
 
 
-def _pair_from(pair: Any) -> tuple[Any, Recipe | None]:
-    """Return (pattern, recipe) from a pair of JSON data."""
-    if not isinstance(pair, list) or len(pair) != 2:
-        raise TypeError(f"patterns has {pair!r:.60}; needs pairs of a layer pattern and a recipe")
-    pattern, data = pair
-    return pattern, None if data is None else _recipe_from(f"pattern {pattern}", data)
+def _patterns_from(name: str, data: Any) -> list[tuple[Any, Recipe | None]]:
+    """Return the (pattern, recipe) pairs that JSON data describes."""
+    found = []
+    for pair in _checked(name, data, list):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise TypeError(f"patterns has {pair!r:.60}; needs pairs of a layer pattern and a recipe")
+        found.append((pair[0], None if pair[1] is None else _recipe_from(f"pattern {pair[0]}", pair[1])))
+    return found
 
 
-def _unit_from(data: Any) -> Unit | str:
+def _unit_from(name: str, data: Any) -> Unit | str:
     """Return the id of a known unit unchanged, or the Unit that an object of fields describes."""
     if isinstance(data, str):
         if data not in UNITS:
@@ -267,6 +206,14 @@ def _checked(name: str, value: Any, kind: type[_T]) -> _T:
         raise TypeError(f"{name} is {value!r:.60}; needs {need}")
     return value
 
+
+# field -> functions that convert its value to JSON data, and (name, data) back; other fields are text, numbers or lists
+_JSON: dict[str, tuple[Callable[[Any], Any], Callable[[str, Any], Any]]] = {
+    **dict.fromkeys(_RECIPES, (_recipe_data, _recipe_from)),
+    "patterns": (lambda pairs: [[one, None if r is None else _recipe_data(r)] for one, r in pairs], _patterns_from),
+    "unit": (lambda unit: json.loads(spec) if (spec := unit_spec(unit)).startswith("{") else spec, _unit_from),
+    "inferred": (dict, lambda name, data: list(_checked(name, data, dict).items())),
+}
 
 OP = "Contract"
 INPUT_SCALES = ("dynamic", "static")
@@ -368,10 +315,15 @@ class Contract:
     inferred: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("weights", "activations", "kv_cache"):
+        for name in _RECIPES:
             given: Any = getattr(self, name)
             object.__setattr__(self, name, None if given is None else recipe_of(OP, given))
-        object.__setattr__(self, "patterns", tuple(_pattern(pair) for pair in _entries("patterns", self.patterns)))
+        pairs = _entries("patterns", self.patterns)
+        for pair in pairs:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise TypeError(f"{OP}: patterns has {pair!r:.60}; needs pairs of a layer pattern and a recipe")
+        patterns = [(as_word(OP, "a pattern", one), None if r is None else recipe_of(OP, r)) for one, r in pairs]
+        object.__setattr__(self, "patterns", tuple(patterns))
         object.__setattr__(self, "excluded", tuple(sorted({*_words("excluded", self.excluded)})))
         groups = (_words("a group of shared_amax", group) for group in _entries("shared_amax", self.shared_amax))
         object.__setattr__(self, "shared_amax", tuple(sorted(tuple(sorted(group)) for group in groups)))
@@ -383,8 +335,13 @@ class Contract:
         for name in ("scale_search", "container"):
             if getattr(self, name) is not None:
                 as_word(OP, name, getattr(self, name))
+        names = [name for group in self.shared_amax for name in group]
+        for group in self.shared_amax:
+            if twice := [name for name in group if names.count(name) > 1]:
+                raise ValueError(f"{OP}: shared_amax has {twice[0]!r} twice; needs each leaf name once")
+            if len(group) < 2:
+                raise ValueError(f"{OP}: shared_amax has the group {group!r}; needs two or more leaf names per group")
         self._check_hadamard()
-        self._check_groups()
         self._check_unknown()
 
     def _check_hadamard(self) -> None:
@@ -402,16 +359,6 @@ class Contract:
         if signs is not None and (as_word(OP, "hadamard_signs", signs).strip("+-") or len(signs) != (size or 0)):
             needed = f"{size} of the characters + and -" if size else "None, because hadamard is None"
             raise ValueError(f"{OP}: hadamard_signs is {signs!r:.60}; needs {needed}")
-
-    def _check_groups(self) -> None:
-        """Raise ValueError if a leaf name is in two groups of shared_amax, or if a group has fewer than two names."""
-        names = [name for group in self.shared_amax for name in group]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"{OP}: shared_amax has {twice!r} twice; needs each leaf name once")
-        alone = next((group for group in self.shared_amax if len(group) < 2), None)
-        if alone is not None:
-            raise ValueError(f"{OP}: shared_amax has the group {alone!r}; needs two or more leaf names per group")
 
     def _check_unknown(self) -> None:
         """Check the fields ``unknown`` and ``inferred``, and store them as tuples."""
@@ -530,6 +477,7 @@ class Contract:
             >>> fp4kit.Contract(patterns=[("*.experts.*", "int4-qat")]).environment()["OPEN_TRAINING_INT4_GROUP_SIZE"]
             '128'
         """
+        others = any(map(self.recipe_of, _NO_EXPERTS))
         for flags in _FLAGS:
             recipes = {recipe for _, recipe in self.patterns}
             own = self.from_environment(dict.fromkeys(flags[:1], "1")).patterns[0][1]
@@ -537,16 +485,13 @@ class Contract:
                 (recipe,) = recipes
                 if recipe and recipe.block and recipe.block_rows == 1 and recipe == replace(own, block=recipe.block):
                     found = {other[0]: "0" for other in _FLAGS} | {flags[0]: "1", flags[1]: str(recipe.block_size)}
-                    if self._quantizes_experts(self.from_environment(found).patterns[0][1]):
+                    chosen = self.from_environment(found).patterns[0][1]
+                    if any(self.recipe_of(name) == chosen for name in _EXPERTS) and not others:
                         return found
         raise ValueError(
             f"{OP}: no flag selects this contract; needs weights=None and patterns that quantize routed experts alone,"
             " by mxfp4-flashinfer or int4-qat"
         )
-
-    def _quantizes_experts(self, recipe: Recipe | None) -> bool:
-        """Return whether this contract quantizes routed experts by ``recipe``, and no other layers."""
-        return any(self.recipe_of(name) == recipe for name in _EXPERTS) and not any(map(self.recipe_of, _NO_EXPERTS))
 
     @classmethod
     def load(cls, path: str | Path) -> Contract:
@@ -563,7 +508,10 @@ class Contract:
                 recipe that this version of fp4kit does not share.
             TypeError, ValueError: a setting is invalid, as for Contract.
         """
-        return cls(**_load(Path(path), SETTINGS))
+        path = Path(path)
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is not a file; needs a contract that fp4kit convert or Contract.save wrote")
+        return cls._from_data(path.name, load_object(path, path.name))
 
     def save(self, path: str | Path) -> None:
         """Write the contract to a JSON file, which appears only when it is complete.
@@ -574,14 +522,20 @@ class Contract:
         Raises:
             OSError: the file cannot be written.
         """
-        _save(Path(path), self.as_data())
+        with whole_file(Path(path)) as temporary:
+            write_file(temporary, dump_object(self.as_data()))
 
     def as_data(self) -> dict[str, Any]:
         """Return the contract as a new dict of JSON data, from which from_data returns an equal contract.
 
         Settings that are None or () are left out. The dict also has the version of the format.
         """
-        return _as_data({name: getattr(self, name) for name in (*SETTINGS, *_ABOUT)})
+        data: dict[str, Any] = {_KEY: VERSION}
+        for name in (*SETTINGS, *_ABOUT):
+            value = getattr(self, name)
+            if value not in (None, ()):  # otherwise tuples become lists
+                data[name] = _JSON[name][0](value) if name in _JSON else json.loads(json.dumps(value))
+        return data
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Contract:
@@ -598,7 +552,26 @@ class Contract:
                 version of fp4kit does not share.
             TypeError, ValueError: a setting is invalid, as for Contract.
         """
-        return cls(**_from_data(OP, data, SETTINGS))
+        return cls._from_data(OP, data)
+
+    @classmethod
+    def _from_data(cls, label: str, data: Any) -> Contract:
+        if not isinstance(data, Mapping) or type(data.get(_KEY)) is not int or data[_KEY] != VERSION:
+            got = data.get(_KEY) if isinstance(data, Mapping) else data
+            raise CheckpointError(f"{label}: {_KEY} is {got!r:.60}; this version of fp4kit reads version {VERSION}")
+        found = {name: value for name, value in data.items() if name != _KEY}
+        strange = [name for name in found if name not in (*SETTINGS, *_ABOUT)]
+        if strange:
+            raise CheckpointError(
+                f"{label}: unknown key {shown(str(strange[0]))!r}; a later version of fp4kit may support it"
+            )
+        try:
+            for name in (one for one in _JSON if one in found):
+                if found[name] is not None or name in ("patterns", "inferred"):
+                    found[name] = _JSON[name][1](name, found[name])
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{label}: {shown(str(error))}") from None
+        return cls(**found)
 
     def diff(self, other: Contract) -> ContractDiff:
         """Describe in words in which settings two contracts differ.
@@ -725,14 +698,6 @@ def _layer_pattern(parameter: str) -> str:
     """Return the pattern of layers for a pattern of parameters: "*.experts.*" for "*.experts.*.weight"."""
     head, _, tail = parameter.rpartition(_WEIGHT)
     return head if head and (not tail or tail == "[0-9]*") else parameter
-
-
-def _pattern(pair: Any) -> tuple[str, Recipe | None]:
-    """Return a (pattern, recipe or None) pair with its recipe looked up."""
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"{OP}: patterns has {pair!r:.60}; needs pairs of a layer pattern and a recipe")
-    pattern, recipe = pair
-    return as_word(OP, "a pattern", pattern), None if recipe is None else recipe_of(OP, recipe)
 
 
 def _entries(name: str, values: Any) -> tuple[Any, ...]:

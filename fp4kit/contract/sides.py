@@ -319,24 +319,11 @@ def unstacked(tensors: Mapping[str, Any], stacks: Collection[str]) -> Mapping[st
 def matrix_of(q: Quantized, e: int) -> Quantized:
     """Return one matrix of a Quantized of three axes as a Quantized of two axes, which shares its memory."""
     part = box_of(q, (slice(e, e + 1), *(slice(0, n) for n in q.shape[1:])))
-    per_expert = part.recipe.tensor_scaling == "tensor"
-
-    def first(a: Any) -> Any:
-        if a is None or not a.ndim:
-            return a
-        return a.reshape(()) if per_expert else a[0]
-
-    return Quantized(
-        part.packed[0],
-        None if part.block_scale is None else part.block_scale[0],
-        first(part.tensor_scale),
-        first(part.tensor_amax),
-        q.shape[1:],
-        q.dtype,
-        q.axis - 1,
-        q.recipe,
-        q.scale_layout,
-    )
+    parts = {name: a if a is None or not a.ndim else a[0] for name, a in part.parts().items()}
+    if part.recipe.tensor_scaling == "tensor":  # one number per expert, whatever its shape
+        numbers = ("tensor_scale", "tensor_amax")
+        parts |= {name: None if (a := getattr(part, name)) is None else a.reshape(()) for name in numbers}
+    return replace(part, **parts, shape=q.shape[1:], axis=q.axis - 1)
 
 
 _LAYOUTS = ("swizzled_128x4", "swizzled_8x4")
@@ -465,6 +452,12 @@ class _RecordedStep:
     numbers: np.ndarray
 
 
+def first_place(mask: np.ndarray) -> tuple[int, int]:
+    """Return (row, column) of the first True in a mask, row by row. At least one entry must be True."""
+    i, j = np.unravel_index(int(mask.argmax()), mask.shape)
+    return int(i), int(j)
+
+
 def first_step(
     x: tuple[np.ndarray, np.ndarray], a: Arithmetic, b: Arithmetic, affected: np.ndarray, scales: np.ndarray
 ) -> FirstStep | None:
@@ -476,7 +469,7 @@ def first_step(
         traced_count += int(part.sum())
         recorded = [_recorded(each, one, rows, columns) for each, one in zip(x, (a, b), strict=True)]
         for order, step, name, mask in _differing(recorded[0], recorded[1], part):
-            i, j = (int(n) for n in np.unravel_index(int(mask.argmax()), mask.shape))
+            i, j = first_place(mask)
             found.setdefault((order, step, name), []).append((int(mask.sum()), (rows.start + i, columns.start + j)))
     if not found:
         return None
@@ -636,19 +629,8 @@ def rows_of(w: Weights, rows: np.ndarray) -> Weights:
 def quantized_rows(q: Quantized, rows: np.ndarray) -> Quantized:
     """Return some rows of a Quantized as a Quantized."""
 
-    def cut(a: Any) -> Any:
-        return a if a is None or not np.ndim(a) else a[rows]
-
-    shape = (len(rows), q.shape[1])
-    scales = cut(q.block_scale)
-    return replace(
-        q,
-        packed=q.packed[rows],
-        block_scale=scales,
-        tensor_scale=cut(q.tensor_scale),
-        tensor_amax=cut(q.tensor_amax),
-        shape=shape,
-    )
+    parts = {name: a if a is None or not np.ndim(a) else a[rows] for name, a in q.parts().items()}
+    return replace(q, **parts, shape=(len(rows), q.shape[1]))
 
 
 def making_of(
@@ -698,8 +680,7 @@ def _gives(one: Arithmetic, x: np.ndarray, part: Weights) -> bool:
 
 def _equal(a: Quantized, b: Quantized) -> bool:
     """Return whether two Quantized have the same codes, block scales and tensor scales in every bit."""
-    pairs = [(getattr(a, name), getattr(b, name)) for name in ("packed", "block_scale", "tensor_scale")]
-    return all(same(p, q) for p, q in pairs)
+    return all(same(getattr(a, name), getattr(b, name)) for name in ("packed", "block_scale", "tensor_scale"))
 
 
 class ZeroRows(NamedTuple):
@@ -744,18 +725,12 @@ def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> M
 def _identified(q: Quantized, x: np.ndarray) -> Making:
     """Return a Making with a recipe and a tensor amax that give every byte of q."""
     found = identify(q, x)
-    for id in found.exact:
-        r = RECIPES.get(id, q.recipe)
+    for r in (RECIPES.get(id, q.recipe) for id in found.exact):
         for amax in CandidateAmaxes(q, x).for_recipe(r):
-            one = Arithmetic(r, _amax(amax))
+            one = Arithmetic(r, None if amax is None else np.asarray(amax, np.float32))
             if _gives(one, x, Weights(q, None)):
                 return Making(one)
     return Making(None, nearest=found.verdict)
-
-
-def _amax(amax: Any) -> Amax:
-    """Return an amax as a float32 array; None for None."""
-    return None if amax is None else np.asarray(amax, np.float32)
 
 
 def values_of(one: Weights, other: Weights) -> np.ndarray:
@@ -763,8 +738,7 @@ def values_of(one: Weights, other: Weights) -> np.ndarray:
     if one.q is None:
         assert one.values is not None
         return one.values.astype(np.float32) if one.values.dtype.itemsize < 4 else one.values
-    narrow = other.values is not None and other.values.dtype.itemsize < 4
-    dtype = other.values.dtype if other.values is not None and narrow else np.dtype(np.float32)
+    dtype = np.dtype(np.float32) if other.values is None or other.values.dtype.itemsize >= 4 else other.values.dtype
     return np.asarray(dequantize(one.q, dtype)).astype(np.float32)
 
 
