@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.formats import Codebook, ElementFormat, IntegerOrFloat
+from fp4kit.formats import Codebook, IntegerOrFloat
 from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.quantized.container import PARTS, Quantized
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
@@ -62,10 +62,12 @@ class Panel:
         if self.rows:
             lines += _aligned((self.columns, *self.rows))
         if self.bars:
-            lines += [
-                f"  {self.heading}",
-                *_aligned([_bar(*bar, *self._totals()) for bar in self.bars], right=(0, 1, 2)),
-            ]
+            bars = []
+            for label, count, total, length in self._bars():
+                eighths = max(round(8 * _BAR * length), 1) if count else 0
+                bar = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+                bars.append((label, f"{count:,}", share(count, total), bar))
+            lines += [f"  {self.heading}", *_aligned(bars, right=(0, 1, 2))]
         return "\n".join(line.rstrip() for line in lines)
 
     def html(self) -> str:
@@ -73,17 +75,21 @@ class Panel:
         parts = [f'<div class="fp4kit"><style>{_STYLE}</style><div class="fp4kit-title">{escape(self.title)}</div>']
         parts.append(_table(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in self.facts))
         if self.rows:
-            head = "".join(f"<th{_right(i)}>{escape(name)}</th>" for i, name in enumerate(self.columns))
-            parts.append(_table([f"<tr>{head}</tr>", *map(_html_row, self.rows)]))
+            parts.append(_table([_html_row(self.columns, "th"), *map(_html_row, self.rows)]))
         if self.bars:
-            parts.append(f"<div>{escape(self.heading)}</div>")
-            parts.append(_table((_html_bar(*bar, *self._totals()) for bar in self.bars), "bars"))
+            bars = []
+            for label, count, total, length in self._bars():
+                cells = "".join(f'<td class="n">{escape(t)}</td>' for t in (label, f"{count:,}", share(count, total)))
+                bar = f'<div class="bar" style="width:{16 * length:.2f}em"></div>' if count else ""
+                bars.append(f"<tr>{cells}<td>{bar}</td></tr>")
+            parts += [f"<div>{escape(self.heading)}</div>", _table(bars, "bars")]
         return "".join(parts) + "</div>"
 
-    def _totals(self) -> tuple[int, int]:
-        """Return (largest, total): the largest count of a bar, and the sum of all counts."""
+    def _bars(self) -> Iterator[tuple[str, int, int, float]]:
+        """Yield (label, count, sum of all counts, length relative to the longest bar) for each bar."""
         counts = [count for _, count in self.bars]
-        return max(counts), sum(counts)
+        for label, count in self.bars:
+            yield label, count, sum(counts), count / max(counts)
 
 
 def share(count: int, total: int) -> str:
@@ -102,27 +108,11 @@ def _aligned(rows: list[Row] | tuple[Row, ...], right: tuple[int, ...] | None = 
     return ["  " + "  ".join(row) for row in cells]
 
 
-def _bar(label: str, count: int, largest: int, total: int) -> Row:
-    """Return a bar as cells of a text table: label, count, percentage of `total`, and a bar of block characters."""
-    eighths = max(round(8 * _BAR * count / largest), 1) if count else 0
-    return label, f"{count:,}", share(count, total), "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-
-
-def _html_bar(label: str, count: int, largest: int, total: int) -> str:
-    """Return a bar of the chart as a row of an HTML table: label, count, percentage of `total`, and the bar."""
-    bar = f'<div class="bar" style="width:{16 * count / largest:.2f}em"></div>' if count else ""
-    cells = (label, f"{count:,}", share(count, total))
-    return "<tr>" + "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells) + f"<td>{bar}</td></tr>"
-
-
-def _html_row(row: Row) -> str:
-    """Return a row of a text table as a row of an HTML table, `<tr>` included. The texts of cells are escaped."""
-    return "<tr>" + "".join(f"<td{_right(i)}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
-
-
-def _right(column: int) -> str:
-    """Return the HTML class attribute that aligns a cell of this column to the right; "" for column 0."""
-    return ' class="n"' if column else ""
+def _html_row(row: Row, tag: str = "td") -> str:
+    """Return a row of a text table as a row of an HTML table, with all columns but the first aligned to the right."""
+    right = ' class="n"'
+    cells = (f"<{tag}{right if i else ''}>{escape(cell)}</{tag}>" for i, cell in enumerate(row))
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _table(rows: Iterable[str], kind: str = "facts") -> str:
@@ -163,13 +153,15 @@ def statistics_of(q: Quantized) -> Statistics:
         return _statistics_of_if4(q, q.recipe.element)
     (packed,) = import_arrays("statistics", packed=q.packed)
     by_byte, blocks, zeros = np.zeros(256, np.int64), 0, 0
+    fmt = q.recipe.element
     for chunk in _chunks(packed, q.recipe.block_rows):
         by_byte += np.bincount(chunk.reshape(-1), minlength=256)
         if q.recipe.block:
             empty = _zero_blocks(chunk, q.recipe)
             blocks, zeros = blocks + empty.size, zeros + int(np.count_nonzero(empty))
-    by_code, values = _by_code(by_byte, q.recipe.element), q.recipe.element.values
-    saturated, nan = int(by_code[np.abs(values) >= q.recipe.element.max].sum()), int(by_code[np.isnan(values)].sum())
+    pairs = by_byte.reshape(16, 16)  # high nibble, low nibble
+    by_code = by_byte[: 2**fmt.bits] if fmt.packing.codes == 1 else pairs.sum(0) + pairs.sum(1)
+    saturated, nan = int(by_code[np.abs(fmt.values) >= fmt.max].sum()), int(by_code[np.isnan(fmt.values)].sum())
     return Statistics(prod(q.shape), saturated, nan, blocks, zeros, *_scales(q))
 
 
@@ -193,20 +185,10 @@ def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
     if not packed.size:
         return
     rows = packed.size // width if block_rows == 1 else rows
-    matrices = packed.reshape(-1, rows, width)
     step = max(CHUNK_BYTES // (width * block_rows), 1) * block_rows
-    for matrix in matrices:
+    for matrix in packed.reshape(-1, rows, width):
         for start in range(0, rows, step):
-            chunk = matrix[start : start + step]
-            yield to_host(chunk)
-
-
-def _by_code(by_byte: np.ndarray, fmt: ElementFormat) -> np.ndarray:
-    """Convert counts per byte value (256 counts) to counts per element code of ``fmt``, in code order."""
-    if fmt.packing.codes == 1:
-        return by_byte[: 2**fmt.bits]
-    pairs = by_byte.reshape(16, 16)  # high nibble, low nibble
-    return pairs.sum(0) + pairs.sum(1)
+            yield to_host(matrix[start : start + step])
 
 
 def _zero_blocks(codes: np.ndarray, recipe: Recipe) -> np.ndarray:
@@ -233,8 +215,7 @@ def _zero_words(words: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct block scales of q as float32, and how often each occurs."""
-    part = q.block_scale if q.block_scale is not None else q.tensor_scale
-    (part,) = import_arrays("statistics", scales=part)
+    (part,) = import_arrays("statistics", scales=q.tensor_scale if q.block_scale is None else q.block_scale)
     part = to_host(part)
     if q.block_scale is None or q.recipe.scale is None:
         return np.unique(part, return_counts=True)
@@ -279,12 +260,15 @@ def quantized_panel(q: Quantized) -> Panel:
         ("array", f"{q.shape} {q.dtype}, blocks along axis {q.axis}"),
         *((name, _held(getattr(q, name))) for name in PARTS if getattr(q, name) is not None),
         ("size", f"{q.nbytes:,} bytes, {q.bits_per_value:.3g} bits per value"),
-        *_scale_facts(q, found),
-        (
-            "largest code",
-            f"{share(found.saturated, found.values)} of values: {found.saturated:,} of magnitude {_largest(q)}",
-        ),
     ]
+    if q.block_scale is not None:
+        rows, columns = q.recipe.block or (1, 1)
+        facts.append(("block scales", f"{q.recipe.scale}, one per {rows} x {columns} elements, {q.scale_layout}"))
+    finite = found.scales[np.isfinite(found.scales)]
+    if finite.size and found.counts.sum() > 1:
+        facts.append(("scales", f"{finite.min():.6g} to {finite.max():.6g}"))
+    largest = f"{found.saturated:,} of magnitude {q.recipe.element.max:g} or more"
+    facts.append(("largest code", f"{share(found.saturated, found.values)} of values: {largest}"))
     if found.blocks:
         facts.append(
             ("zero blocks", f"{share(found.zero_blocks, found.blocks)}: {found.zero_blocks:,} of {found.blocks:,}")
@@ -327,51 +311,23 @@ def _held(array: Any) -> str:
     return f"{array.dtype} {tuple(array.shape)}{place}{value}"
 
 
-def _scale_facts(q: Quantized, found: Statistics) -> list[tuple[str, str]]:
-    """Return (name, text) pairs about the scales of q, for its panel."""
-    facts = (
-        [] if q.block_scale is None else [("block scales", f"{q.recipe.scale}, one per {_block(q)}, {q.scale_layout}")]
-    )
-    finite = found.scales[np.isfinite(found.scales)]
-    if finite.size and found.counts.sum() > 1:
-        facts.append(("scales", f"{finite.min():.6g} to {finite.max():.6g}"))
-    return facts
-
-
-def _block(q: Quantized) -> str:
-    """Return the size of a block of q's recipe as text, rows x columns: "1 x 32 elements"."""
-    rows, columns = q.recipe.block or (1, 1)
-    return f"{rows} x {columns} elements"
-
-
-def _largest(q: Quantized) -> str:
-    """Return text for the magnitudes that the row "largest code" counts, such as "6 or more" for E2M1."""
-    return f"{q.recipe.element.max:g} or more"
-
-
 # The fields that recipe_panel() describes in words or in the title, so that _rules leaves them out.
-_DESCRIBED = (
-    "id",
-    "element",
-    "scale",
-    "block",
-    "source",
-    "exact",
-    "versions",
-    "tensor_scaling",
-)
+_DESCRIBED = ("id", "element", "scale", "block", "source", "exact", "versions", "tensor_scaling")
 
 
 def recipe_panel(r: Recipe) -> Panel:
     """Return the panel of a recipe: its aliases, formats, rules and sources, and all other fields that are not
     default.
     """
+    block = f"{r.block[0]} x {r.block[1]} block" if r.block else "block"
+    covered = {"tensor": "float32 per tensor", "row": "float32 per row", "block": f"float32 per {block}"}
+    scales = [f"{r.scale} per {block}" if r.scale else "", covered.get(r.tensor_scaling, "")]
     names = [name for name, target in ALIASES.items() if target == r.id]
     kind = "in the table" if is_listed(r) else "a variant, not in the table"
     facts = [
         ("recipe", f"{kind}, also called {', '.join(names)}" if names else kind),
         ("elements", f"{r.element}, {r.element.bits} bits, up to {r.element.max:g}"),
-        ("scales", _scales_text(r)),
+        ("scales", ", ".join(filter(None, scales))),
         *_rules(r),
         ("formulas", f"fp4kit.explain(x, {r.id!r}, index) applies them step by step" if is_listed(r) else ""),
         ("exact", r.exact),
@@ -380,19 +336,6 @@ def recipe_panel(r: Recipe) -> Panel:
         *((("versions", str(r.versions)),) if r.versions else ()),
     ]
     return Panel(f"Recipe {r.id}", tuple(facts))
-
-
-def _scales_text(r: Recipe) -> str:
-    """Return the scales of a recipe as text, such as "E4M3 per 1 x 16 block, float32 per tensor"; "" for none."""
-    block = f"{r.block[0]} x {r.block[1]} block" if r.block else "block"
-    scales = [f"{r.scale} per {block}"] if r.scale else []
-    covered = {
-        "none": "",
-        "tensor": "float32 per tensor",
-        "row": "float32 per row",
-        "block": f"float32 per {block}",
-    }
-    return ", ".join(filter(None, [*scales, covered[r.tensor_scaling]]))
 
 
 def _rules(r: Recipe) -> list[tuple[str, str]]:

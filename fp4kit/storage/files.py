@@ -55,25 +55,20 @@ def listed(names: Sequence[str], limit: int = 3) -> str:
 MAX_BYTES = 256 << 20  # far above real files: the largest published checkpoint index is below 20 MB
 
 
-class _DuplicateKey(ValueError):
-    """The error that is raised if an object in JSON text has a key twice. Its text is the key."""
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the (key, value) pairs of a JSON object as a dict."""
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        counts = Counter(key for key, _ in pairs)  # in the order of first occurrence
-        raise _DuplicateKey(next(key for key, count in counts.items() if count > 1))
-    return result
-
-
 def parse_object(text: bytes, label: str) -> dict[str, Any]:
-    """Return the JSON object in ``text``."""
+    """Return the JSON object in ``text``. Reject a key that occurs twice in one object."""
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(result := dict(pairs)) < len(pairs):
+            counts = Counter(key for key, _ in pairs)  # in the order of first occurrence
+            twice = next(key for key, count in counts.items() if count > 1)
+            raise CheckpointError(f"{label}: the key {shown(twice)!r} occurs twice; keep one of them")
+        return result
+
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
-    except _DuplicateKey as error:
-        raise CheckpointError(f"{label}: the key {shown(str(error))!r} occurs twice; keep one of them") from None
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
+    except CheckpointError:
+        raise
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{label}: not valid JSON ({shown(str(error))}); download or copy it again") from None
     if not isinstance(value, dict):

@@ -31,7 +31,6 @@ from fp4kit.storage.safetensors_file import (
     SafetensorsFile,
     TensorEntry,
     TensorSpec,
-    ggml_nbytes,
     nbytes_of,
 )
 
@@ -41,20 +40,20 @@ _VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes, if the key general.alignment is absent
 _ALIGNMENT_KEY = "general.alignment"
 UINT16, INT32, STRING, ARRAY = 2, 5, 8, 9  # the numbers that stand for types of values in GGUF
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_NAMES = {
-    0: "uint8",
-    1: "int8",
-    2: "uint16",
-    3: "int16",
-    4: "uint32",
-    5: "int32",
-    6: "float32",
-    7: "bool",
-    8: "string",
-    10: "uint64",
-    11: "int64",
-    12: "float64",
+# number of a type of values -> its name, and its form for struct; "" for a string
+_TYPES = {
+    0: ("uint8", "<B"),
+    1: ("int8", "<b"),
+    UINT16: ("uint16", "<H"),
+    3: ("int16", "<h"),
+    4: ("uint32", "<I"),
+    INT32: ("int32", "<i"),
+    6: ("float32", "<f"),
+    7: ("bool", "<?"),
+    STRING: ("string", ""),
+    10: ("uint64", "<Q"),
+    11: ("int64", "<q"),
+    12: ("float64", "<d"),
 }
 _MAX_AXES = 4  # the most axes of a tensor
 _MAX_SHOWN = 4096  # bytes; for a longer string value, GgufFile.metadata has the length and the digest
@@ -137,11 +136,14 @@ class _HeaderReader:
             if key in values:
                 raise self._unusable(f"the key {shown(key)!r} occurs twice")
             if key == _ALIGNMENT_KEY:
-                alignment = self._alignment(kind, value, text)
+                if kind != 4 or value < 1 or value & (value - 1):
+                    needed = "a power of two, of type uint32, is needed"
+                    raise self._unusable(f"{_ALIGNMENT_KEY} is {shown(text)}; {needed}")
+                alignment = value
             values[key] = text
             fields.append(Field(key, start, self._at))
         infos = [self._info() for _ in range(tensors)]
-        data_start = -(-self._at // alignment) * alignment
+        data_start = _aligned(self._at, alignment)
         entries = self._entries(infos, data_start, alignment)
         return GgufFile(
             self._path, self._name, self._size, entries, values, version, alignment, data_start, tuple(fields)
@@ -201,28 +203,24 @@ class _HeaderReader:
 
     def _value(self, kind: int, key: str) -> tuple[Any, str]:
         """Read the value of a key."""
-        if kind in _SCALARS:
-            value = self._number(_SCALARS[kind])
-            return value, str(value)
         if kind == STRING:
-            return None, self._string()
+            length = self._number("<Q")
+            if length <= _MAX_SHOWN:
+                return None, self._take(length).decode("utf-8", "backslashreplace")
+            return None, f"string of {length} bytes sha256 {self._digest(length)}"
+        if kind in _TYPES:
+            value = self._number(_TYPES[kind][1])
+            return value, str(value)
         if kind != ARRAY:
             raise self._unusable(f"{shown(key)} has type {kind}, which GGUF does not define")
         item, count = self._number("<I"), self._number("<Q")
-        if item not in _NAMES:
+        if item not in _TYPES:
             raise self._unusable(f"{shown(key)} is an array of type {item}, which GGUF does not define")
-        return None, f"{_NAMES[item]}[{count}] sha256 {self._array(item, count, key)}"
-
-    def _string(self) -> str:
-        """Read a string value and return it."""
-        length = self._number("<Q")
-        if length <= _MAX_SHOWN:
-            return self._take(length).decode("utf-8", "backslashreplace")
-        return f"string of {length} bytes sha256 {self._digest(length)}"
+        return None, f"{_TYPES[item][0]}[{count}] sha256 {self._array(item, count, key)}"
 
     def _array(self, item: int, count: int, key: str) -> str:
         """Read an array of ``count`` values, and return the first 16 hexadecimal digits of their SHA-256."""
-        size = 8 if item == STRING else struct.calcsize(_SCALARS[item])
+        size = 8 if item == STRING else struct.calcsize(_TYPES[item][1])
         self._check_count(count, size, f"entries of {shown(key)}")
         if item != STRING:
             return self._digest(count * size)
@@ -242,13 +240,6 @@ class _HeaderReader:
             found.update(self._take(piece))
             count -= piece
         return found.hexdigest()[:16]
-
-    def _alignment(self, kind: int, value: Any, text: str) -> int:
-        """Return ``value``, the value of the key general.alignment, as an int."""
-        # The message shows ``text``, because the value of a string or an array is None.
-        if kind != 4 or value < 1 or value & (value - 1):
-            raise self._unusable(f"{_ALIGNMENT_KEY} is {shown(text)}; a power of two, of type uint32, is needed")
-        return int(value)
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read the description of a tensor."""
@@ -273,19 +264,18 @@ class _HeaderReader:
                 raise self._unusable(
                     f"{shown(name)} has type {number}, which is unknown to llama.cpp; forks have others"
                 )
-            kind = GGML_TYPES[number]
-            if (1, *shape)[-1] % kind.elements:
-                row = (1, *shape)[-1]
+            kind, row = GGML_TYPES[number], (1, *shape)[-1]
+            if row % kind.elements:
                 raise self._unusable(
                     f"{shown(name)} has rows of {row} elements; {kind.name} needs a multiple of {kind.elements}"
                 )
             if name in found:
                 raise self._unusable(f"it has two tensors {shown(name)!r}")
-            if offset != -(-end // alignment) * alignment:
+            if offset != _aligned(end, alignment):
                 raise self._unusable(
                     f"{shown(name)} begins at byte {offset} of the data, not where the tensor before it ends"
                 )
-            end = offset + ggml_nbytes(kind, shape)
+            end = offset + kind.nbytes(shape)
             if start + end > self._size:
                 raise self._unusable(f"it ends inside {shown(name)}: truncated")
             found[name] = TensorEntry(name, kind.name, shape, start + offset, end - offset)
@@ -305,10 +295,14 @@ def gguf_header(
     """Return (header, positions, size) of a new GGUF file."""
     alignment = file.alignment if takes_keys else ALIGNMENT
     copied = [field for field in file.fields if takes_keys and field.key not in keys and field.key not in dropped]
+    head = bytearray()
     with file.path.open("rb") as stream:
-        head = b"".join(_part(stream, field.start, field.end) for field in copied)
-    head += b"".join(_string(key) + _value(value) for key, value in keys.items())
-    head = MAGIC + struct.pack("<IQQ", file.version, len(specs), len(copied) + len(keys)) + head
+        for field in copied:
+            stream.seek(field.start)
+            head += stream.read(field.end - field.start)
+    for key, value in keys.items():
+        head += _string(key) + _value(value)
+    head[:0] = MAGIC + struct.pack("<IQQ", file.version, len(specs), len(copied) + len(keys))
     offsets, end = {}, 0
     for spec in specs:
         offsets[spec.name] = end
@@ -317,13 +311,7 @@ def gguf_header(
         end = _aligned(end + nbytes_of(spec.dtype, spec.shape), alignment)
     start = _aligned(len(head), alignment)
     head += bytes(start - len(head))
-    return head, {name: start + offset for name, offset in offsets.items()}, start + end
-
-
-def _part(stream: BinaryIO, start: int, end: int) -> bytes:
-    """Return the bytes [start, end) of the stream."""
-    stream.seek(start)
-    return stream.read(end - start)
+    return bytes(head), {name: start + offset for name, offset in offsets.items()}, start + end
 
 
 def _value(value: Value) -> bytes:
@@ -385,11 +373,11 @@ def divide(sizes: Sequence[int], limit: int) -> list[slice]:
     """Divide tensors among the files of a split model, as llama-gguf-split --split-max-size does."""
     found, first, total = [], 0, 0
     for i, size in enumerate(sizes):
-        padded = -(-size // _PADDED) * _PADDED
+        padded = _aligned(size, _PADDED)
         if padded > limit:
             raise CheckpointError(
                 f"split-max-size: {limit} bytes are less than the largest tensor, which needs"
-                f" {-(-max(sizes) // _PADDED) * _PADDED} bytes"
+                f" {_aligned(max(sizes), _PADDED)} bytes"
             )
         if total + padded > limit:
             found.append(slice(first, i))

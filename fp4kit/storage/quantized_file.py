@@ -32,7 +32,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -96,11 +96,10 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
         raise TypeError(f"save: arrays is a {type(arrays).__name__}; needs a dict of Quantized by their names")
     for name, q in arrays.items():
         _check_array(name, q)
-    facts = {"version": VERSION, "arrays": {name: _facts(q) for name, q in arrays.items()}}
-    specs = [
-        NewTensor(f"{name}.{part}", _STORED[part], tuple(getattr(q, part).shape)) for name, q, part in _parts(arrays)
-    ]
-    entry = json.dumps(facts)
+    facts = {name: _facts(q) for name, q in arrays.items()}
+    stored = {f"{name}.{part}": (part, getattr(arrays[name], part)) for name in facts for part in facts[name]["parts"]}
+    specs = [NewTensor(name, _STORED[part], tuple(array.shape)) for name, (part, array) in stored.items()]
+    entry = json.dumps({"version": VERSION, "arrays": facts})
     header, sums = _header_sum(entry, specs), dict.fromkeys((spec.name for spec in specs), _digits(0))
     metadata = {ENTRY: entry, SUMS: _sums_entry(header, sums)}
     with (
@@ -108,12 +107,12 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
         SafetensorsWriter(temporary, specs, metadata) as writer,
         ThreadPoolExecutor(1) as second,
     ):
-        for name, q, part in _parts(arrays):
-            (array,) = import_arrays("save", **{part: getattr(q, part)})
+        for name, (part, given) in stored.items():
+            (array,) = import_arrays("save", **{part: given})
             raw = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
             later = second.submit(zlib.crc32, raw.data) if raw.size > _CHUNK else None
-            writer.write(f"{name}.{part}", raw)
-            sums[f"{name}.{part}"] = _digits(later.result() if later else zlib.crc32(raw.data))
+            writer.write(name, raw)
+            sums[name] = _digits(later.result() if later else zlib.crc32(raw.data))
         writer.replace_metadata({ENTRY: entry, SUMS: _sums_entry(header, sums)})
         writer.finish()
 
@@ -149,14 +148,9 @@ def _check_array(name: Any, q: Any) -> None:
         raise TypeError(f"save: '{shown(name)}' is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
 
 
-def _parts(arrays: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized, str]]:
-    """Yield (array name, Quantized, field name) for every array field, such as packed, that is not None."""
-    return ((name, q, part) for name, q in arrays.items() for part in PARTS if getattr(q, part) is not None)
-
-
 def _facts(q: Quantized) -> dict[str, Any]:
     """Return the metadata of an array as a dict for JSON: one entry per name in _FIELDS."""
-    parts = [part for part in PARTS if getattr(q, part) is not None]
+    parts = [part for part, array in q.parts().items() if array is not None]
     values = (as_data(q.recipe), list(q.shape), q.dtype.name, q.axis, q.scale_layout, parts)
     return dict(zip(_FIELDS, values, strict=True))
 
@@ -289,7 +283,7 @@ def _check_facts(label: str, facts: Any) -> None:
         "dtype": isinstance(facts["dtype"], str) and facts["dtype"] in _DTYPES,
         "axis": type(facts["axis"]) is int,
         "scale_layout": isinstance(facts["scale_layout"], str),
-        "parts": isinstance(facts["parts"], list) and facts["parts"] in _orders(),
+        "parts": isinstance(facts["parts"], list) and facts["parts"] in _ORDERS,
     }
     for field, is_right in checks.items():
         if not is_right:
@@ -306,10 +300,12 @@ _NEEDED = {
 }
 
 
-def _orders() -> list[list[str]]:
-    """Return the six values that the metadata field "parts" can have: the lists of array names that ``save`` writes."""
-    ends: list[list[str]] = [[], ["tensor_scale"], ["tensor_scale", "tensor_amax"]]
-    return [["packed", *scales, *end] for scales in ([], ["block_scale"]) for end in ends]
+# the values that the metadata field "parts" can have: the lists of array names that ``save`` writes
+_ORDERS = [
+    ["packed", *scales, *end]
+    for scales in ([], ["block_scale"])
+    for end in ([], ["tensor_scale"], ["tensor_scale", "tensor_amax"])
+]
 
 
 class _Contents(NamedTuple):

@@ -8,7 +8,6 @@ file would be killed.
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -34,6 +33,10 @@ class GgmlType(NamedTuple):
     name: str
     elements: int
     bytes: int
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Return the size in bytes of a tensor of this type."""
+        return prod(shape) // self.elements * self.bytes
 
 
 _QK = 256
@@ -84,35 +87,15 @@ NUMBER_OF = {kind.name: number for number, kind in GGML_TYPES.items()}
 BLOCKED = {kind.name: kind for kind in GGML_TYPES.values() if kind.elements > 1}
 
 
-def ggml_nbytes(kind: GgmlType, shape: tuple[int, ...]) -> int:
-    """Return the size in bytes of a tensor of the GGUF type ``kind``."""
-    return prod(shape) // kind.elements * kind.bytes
-
-
 # {dtype: bits per element}, in the order of the safetensors library's dtype table. Its writer sorts by this order.
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8,
     "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
 }
 
 NUMPY_DTYPES: dict[str, np.dtype] = {
@@ -146,8 +129,8 @@ _PLAIN_WORDS = {
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Return the size of a tensor in bytes, for a dtype of safetensors or GGUF."""
     if dtype in BLOCKED:
-        return ggml_nbytes(BLOCKED[dtype], shape)
-    return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
+        return BLOCKED[dtype].nbytes(shape)
+    return -(-prod(shape) * DTYPE_BITS[dtype] // 8)
 
 
 @dataclass(frozen=True)
@@ -193,36 +176,15 @@ class SafetensorsFile:
         return shown(self.name)
 
 
-def _plain_words(message: str) -> str:
-    """Return an explanation of an error message of the safetensors library, in words for the owner of the file."""
-    matching = (words for part, words in _PLAIN_WORDS.items() if part in message)
-    return next(matching, "the safetensors library rejects it")
-
-
 def unusable(label: str, error: SafetensorError, path: Path | None = None) -> CheckpointError:
     """Return the CheckpointError for a file that the safetensors library rejects with `error`."""
     other = other_file(path) if path is not None else None
     if other is not None:
         return CheckpointError(f"{label}: not a usable safetensors file: {other}")
     message = shown(str(error)).removeprefix("Error while deserializing header: ")
-    return CheckpointError(
-        f"{label}: not a usable safetensors file: {_plain_words(message)} ({message}); download or copy it again"
-    )
-
-
-def _check_with_library(path: Path, label: str) -> None:
-    """Raise CheckpointError if the safetensors library rejects the header of the file at ``path``."""
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        raise unusable(label, error, path) from None
-
-
-def _entry(name: str, info: Mapping[str, Any], data_start: int) -> TensorEntry:
-    """Return the TensorEntry of a tensor, from its description in the header, which the library has accepted."""
-    begin, end = info["data_offsets"]
-    return TensorEntry(name, info["dtype"], tuple(info["shape"]), data_start + begin, end - begin)
+    matching = (words for part, words in _PLAIN_WORDS.items() if part in message)
+    why = next(matching, "the safetensors library rejects it")
+    return CheckpointError(f"{label}: not a usable safetensors file: {why} ({message}); download or copy it again")
 
 
 def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
@@ -232,14 +194,21 @@ def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{label}: not a regular file; a safetensors file is needed")
     with path.open("rb") as file:  # open first: the library reports an unreadable file as missing
-        _check_with_library(path, label)
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise unusable(label, error, path) from None
         length = int.from_bytes(file.read(8), "little")
         header = parse_object(file.read(length), label)
         size = os.fstat(file.fileno()).st_size
     metadata = header.pop("__metadata__", None) or {}
-    entries = (_entry(tensor, info, 8 + length) for tensor, info in header.items())
-    ordered = tuple(sorted(entries, key=lambda entry: (entry.start, entry.nbytes, entry.name)))
-    return SafetensorsFile(path, name, size, ordered, metadata)
+    entries = []
+    for tensor, info in header.items():
+        begin, end = info["data_offsets"]
+        entries.append(TensorEntry(tensor, info["dtype"], tuple(info["shape"]), 8 + length + begin, end - begin))
+    entries.sort(key=lambda entry: (entry.start, entry.nbytes, entry.name))
+    return SafetensorsFile(path, name, size, tuple(entries), metadata)
 
 
 class TensorReader:
