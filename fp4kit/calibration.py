@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
@@ -35,8 +35,7 @@ from fp4kit.layouts import pad
 from fp4kit.ops.amax import amax
 from fp4kit.storage.files import listed, parse_object, whole_file, write_file
 from fp4kit.storage.safetensors_file import unusable
-from fp4kit.training.amax_state import all_gather_bytes
-from fp4kit.training.communicators import Communicator
+from fp4kit.training.communicators import Communicator, all_gather_bytes
 
 __all__ = ["Collector", "Headroom", "input_global_scale", "input_scale"]
 
@@ -275,11 +274,6 @@ def expert_name(op: str, stack: str, number: int) -> str:
 LARGEST = np.finfo(np.float32).max.view(np.uint32)  # the bit pattern of the largest finite float32
 
 
-def _library(array: Any) -> Any:
-    """Return the module that an array belongs to: cupy for an array on a GPU, otherwise numpy."""
-    return imports.cupy() if imports.on_device(array) else np
-
-
 @dataclass
 class Totals:
     """The totals that were collected for the experts of a layer. A layer without experts counts as one expert.
@@ -302,7 +296,7 @@ class Totals:
 
     def include(self, blocks: Any, expert: Any) -> None:
         """Add the inputs of one call of the layer to these totals, in place."""
-        xp, tokens = _library(blocks), len(blocks)
+        xp, tokens = imports.cupy() if on_device(blocks) else np, len(blocks)
         if not tokens:
             return
         per_token = blocks.max(axis=1)
@@ -312,11 +306,8 @@ class Totals:
         else:
             xp.maximum.at(self.amax, expert, per_token)
             self.tokens += xp.bincount(expert, minlength=len(self.tokens))
-        if self.histogram is not None:
-            self._count(xp, blocks, expert)
-
-    def _count(self, xp: Any, blocks: Any, expert: Any) -> None:
-        """Count one call's block amaxes in the histograms of their experts, in place."""
+        if self.histogram is None:
+            return
         bins = xp.searchsorted(xp.asarray(edges()), blocks.reshape(-1), side="right").reshape(blocks.shape)
         if isinstance(expert, int):
             self.histogram[expert] += xp.bincount(bins[blocks > 0], minlength=BINS)
@@ -395,16 +386,17 @@ def encode(entries: Mapping[str, CollectedInputs], histogram: bool) -> bytes:
 @ieee("Collector")
 def decode(data: bytes, label: str) -> tuple[dict[str, CollectedInputs], bool]:
     """Return ({layer: CollectedInputs}, whether they have histograms) from the bytes of a file."""
+    text = None
     try:
         arrays = load(data)
-    except (SafetensorError, KeyError) as error:
-        if isinstance(error, KeyError):  # the file has a dtype that NumPy lacks
-            raise _foreign(label) from None
+        header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")], label)
+        text = (header.get("__metadata__") or {}).get(ENTRY)
+    except SafetensorError as error:
         raise unusable(label, error) from None
-    header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")], label)
-    text = (header.get("__metadata__") or {}).get(ENTRY)
+    except KeyError:  # the file has a dtype that NumPy lacks
+        pass
     if text is None:
-        raise _foreign(label)
+        raise ValueError(f"{label}: holds no activations; needs a file that fp4kit.calibration.Collector.save wrote")
     facts = parse_object(text.encode(), f"{label}: metadata {ENTRY}")
     if facts.get("version") != VERSION:
         raise ValueError(f"{label}: has version {facts.get('version')!r}; needs version {VERSION}; update fp4kit")
@@ -412,11 +404,6 @@ def decode(data: bytes, label: str) -> tuple[dict[str, CollectedInputs], bool]:
     if fault:
         raise ValueError(f"{label}: is damaged: {fault}; collect again, or take another copy of the file")
     return _entries(arrays, facts), facts["histogram"]
-
-
-def _foreign(label: str) -> ValueError:
-    """Return the ValueError for a file that Collector.save did not write. Its message begins with ``label``."""
-    return ValueError(f"{label}: holds no activations; needs a file that fp4kit.calibration.Collector.save wrote")
 
 
 def _fault(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> str:
@@ -432,37 +419,32 @@ def _fault(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> 
         return f"its tensors have the shapes {shapes}"
     if any(array.dtype != _DTYPES[key] for key, array in arrays.items()):
         return "its tensors have other dtypes"
-    return _wrong_values(arrays, facts["histogram"])
+    return next((fault for fault in _wrong_values(arrays, facts["histogram"]) if fault), "")
 
 
-def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> str:
-    """Return a description of the first impossible value in the arrays of a file, or "" if all values are possible."""
+def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> Iterator[str | bool]:
+    """Yield a description of each impossible value in the arrays of a file, and False or "" for other rules."""
     amax, tokens, bins = arrays["amax"], arrays["tokens"], arrays["bins"]
-    if not (np.isfinite(amax) & ~np.signbit(amax)).all():
-        return "an amax is negative, NaN or infinite"
-    if (tokens < 0).any() or (arrays["columns"] < 1).any() or ((amax > 0) & (tokens == 0)).any():
-        return "a number of tokens or columns is impossible"
-    if not histogram:
-        return "it has histogram entries, and says that it has none" if len(bins) else ""
+    yield not (np.isfinite(amax) & ~np.signbit(amax)).all() and "an amax is negative, NaN or infinite"
+    impossible = (tokens < 0).any() or (arrays["columns"] < 1).any() or ((amax > 0) & (tokens == 0)).any()
+    yield impossible and "a number of tokens or columns is impossible"
+    yield not histogram and len(bins) > 0 and "it has histogram entries, and says that it has none"
     inside = (bins >= 0).all() and (bins < np.array([len(amax), BINS])).all()
-    if not inside or (arrays["counts"] < 1).any() or len(np.unique(bins, axis=0)) != len(bins):
-        return "a histogram entry is out of range"
-    with_blocks = np.zeros(len(amax), bool)
-    with_blocks[bins[:, 0]] = True
-    return "" if (with_blocks == (amax > 0)).all() else "its histograms do not belong to its amaxes"
+    once = len(np.unique(bins, axis=0)) == len(bins)
+    yield not (inside and once and (arrays["counts"] > 0).all()) and "a histogram entry is out of range"
+    with_blocks = np.isin(np.arange(len(amax)), bins[:, 0])
+    yield histogram and (with_blocks != (amax > 0)).any() and "its histograms do not belong to its amaxes"
 
 
 def _entries(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> dict[str, CollectedInputs]:
     """Return {layer: CollectedInputs} from the contents of a file, in the order of the file's names."""
-    table = np.zeros((len(facts["layers"]), BINS), np.int64) if facts["histogram"] else None
-    if table is not None:
-        table[tuple(arrays["bins"].T)] = arrays["counts"]
-    return {
-        name: CollectedInputs(
-            int(arrays["columns"][i]), arrays["amax"][i], int(arrays["tokens"][i]), None if table is None else table[i]
-        )
-        for i, name in enumerate(facts["layers"])
-    }
+    table = np.zeros((len(facts["layers"]), BINS), np.int64)
+    table[tuple(arrays["bins"].T)] = arrays["counts"]
+    found = {}
+    for i, name in enumerate(facts["layers"]):
+        columns, tokens = int(arrays["columns"][i]), int(arrays["tokens"][i])
+        found[name] = CollectedInputs(columns, arrays["amax"][i], tokens, table[i] if facts["histogram"] else None)
+    return found
 
 
 AmaxRule = Literal["max", "headroom"]
@@ -550,8 +532,9 @@ class Collector:
         """
         name = as_word("collect", "layer", layer)
         op = f"collect: {name}"
-        given = {} if expert is None or _is_int(expert) else {"expert": expert}
-        x, *ids = import_arrays(op, x=_detached(x), **given)
+        is_int = isinstance(expert, (int, np.integer)) and not isinstance(expert, bool)
+        given = {} if expert is None or is_int else {"expert": expert}
+        x, *ids = import_arrays(op, x=x.detach() if getattr(x, "requires_grad", False) else x, **given)
         if x.ndim == 0 or not x.shape[-1]:
             raise ValueError(f"{op}: x has shape {x.shape}; needs (..., K), one row of inputs per token")
         if given and experts is None:
@@ -853,19 +836,14 @@ def filled(op: str, amaxes: Mapping[str, np.float32], unseen: str) -> dict[str, 
             missing.append(name)
         found[name] = value
     if missing:
-        raise ValueError(_unseen_text(op, missing, unseen))
+        fill = " For experts, unseen='layer' takes the largest amax of the layer's experts."
+        more = fill if unseen == "error" and any(map(expert_of, missing)) else ""
+        verb = "s have" if len(missing) > 1 else " has"
+        raise ValueError(
+            f"{op}: {len(missing)} layer{verb} seen no input other than zero: {listed(missing)}; run more tokens"
+            f" through the model.{more}"
+        )
     return found
-
-
-def _unseen_text(op: str, missing: list[str], unseen: str) -> str:
-    """Return the error message for layers that saw no nonzero input."""
-    fill = " For experts, unseen='layer' takes the largest amax of the layer's experts."
-    more = fill if unseen == "error" and any(map(expert_of, missing)) else ""
-    verb = "s have" if len(missing) > 1 else " has"
-    return (
-        f"{op}: {len(missing)} layer{verb} seen no input other than zero: {listed(missing)}; run more tokens through"
-        f" the model.{more}"
-    )
 
 
 def rule_of(op: str, rule: Any) -> Headroom | None:
@@ -875,16 +853,6 @@ def rule_of(op: str, rule: Any) -> Headroom | None:
     if not isinstance(rule, str) or rule not in RULES:
         raise ValueError(f"{op}: rule is {rule!r:.60}; needs {' or '.join(map(repr, RULES))}, or a Headroom")
     return None if rule == "max" else Headroom()
-
-
-def _is_int(value: Any) -> bool:
-    """Return whether an argument is one integer of Python or NumPy. A bool and an array of integers give False."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _detached(x: Any) -> Any:
-    """Return ``x.detach()``, which shares memory with x, if x is a PyTorch tensor that requires a gradient."""
-    return x.detach() if getattr(x, "requires_grad", False) else x
 
 
 def _block_amaxes(op: str, x: Any) -> Any:

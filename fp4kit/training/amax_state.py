@@ -52,7 +52,8 @@ from fp4kit.arrays.imports import import_arrays
 from fp4kit.call.parse import check_float
 from fp4kit.storage.files import parse_object, whole_file, write_file
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES, unusable
-from fp4kit.training.communicators import Communicator, check_communicator
+from fp4kit.training.communicators import Communicator, all_gather_bytes
+from fp4kit.training.settings import are_words
 
 SEPARATORS = (".", "_")
 _FORM = "<module>.weight_quantizer.<i>._amax or <module>.weight_quantizer_<i>._amax"
@@ -140,11 +141,8 @@ def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> No
     if old is None:
         named[name] = value
         return
-    if (
-        old.shape != value.shape
-        or type(old) is not type(value)
-        or getattr(old, "device", 0) != getattr(value, "device", 0)
-    ):
+    places = [(one.shape, type(one), getattr(one, "device", 0)) for one in (old, value)]
+    if places[0] != places[1]:
         raise ValueError(
             f"{op}: {name.key()} is {_where(value)}, but was {_where(old)} before; needs one shape and one device in "
             "all calls"
@@ -299,14 +297,6 @@ def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, 
     return count_of
 
 
-def all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
-    """Send this rank's byte string `data` to all ranks."""
-    check_communicator("gather", comm, "all_gather")
-    counts = [int(n) for n in comm.all_gather(np.array([len(data)], np.int64))]
-    flat = comm.all_gather(np.frombuffer(data, np.uint8).copy(), counts)
-    return [part.tobytes() for part in np.split(flat, np.cumsum(counts)[:-1])]
-
-
 FACTS = "fp4kit_amax"  # the metadata entry that encode writes
 
 
@@ -327,17 +317,13 @@ def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, An
     header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")], label)
     # A file that was not written by fp4kit may have no metadata, or metadata without FACTS.
     facts = (header.get("__metadata__") or {}).get(FACTS, "{}")
-    return {key: _array(key, info, label) for key, info in tensors}, parse_object(
-        facts.encode(), f"{label}: metadata {FACTS}"
-    )
-
-
-def _array(key: str, info: Mapping[str, Any], label: str) -> np.ndarray:
-    """Return the amax that a file stores under `key`, as float32 with -0 replaced by +0."""
-    if info["dtype"] not in FLOAT_DTYPES:
-        raise ValueError(f"{label}: {key!r} is {info['dtype']}; needs F32, F16 or BF16")
-    value = np.frombuffer(info["data"], NUMPY_DTYPES[info["dtype"]]).reshape(info["shape"]).astype(np.float32)
-    return np.asarray(value + np.float32(0))  # -0 becomes +0
+    amaxes = {}
+    for key, info in tensors:
+        if info["dtype"] not in FLOAT_DTYPES:
+            raise ValueError(f"{label}: {key!r} is {info['dtype']}; needs F32, F16 or BF16")
+        value = np.frombuffer(info["data"], NUMPY_DTYPES[info["dtype"]]).reshape(info["shape"]).astype(np.float32)
+        amaxes[key] = np.asarray(value + np.float32(0))  # -0 becomes +0
+    return amaxes, parse_object(facts.encode(), f"{label}: metadata {FACTS}")
 
 
 class AmaxCollector:
@@ -425,12 +411,17 @@ class AmaxState(Mapping[str, Any]):
     def fit(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Return the amaxes for a caller's buffers: {key: amax} with exactly the keys and shapes in ``shapes``."""
         shapes = {key: as_shape("fit", shape) for key, shape in as_mapping("fit", "shapes", shapes).items()}
-        key_of = _named(shapes, "fit")
-        key_of = dict(zip(key_of, shapes, strict=True))
+        key_of = dict(zip(_named(shapes, "fit"), shapes, strict=True))
         for name in [*(n for n in key_of if n not in self.named), *(n for n in self.named if n not in key_of)]:
             what = "missing in the state" if name in key_of else "in the state, but not requested"
             raise ValueError(f"fit: {name.key()} is {what}; needs the same keys on both sides")
-        return {key: _reshape(name, self.named[name], shapes[key]) for name, key in key_of.items()}
+        found = {}
+        for name, key in key_of.items():
+            value, shape = self.named[name], shapes[key]
+            if value.shape != shape and not value.size == prod(shape) == 1:
+                raise ValueError(f"fit: {name.key()} has shape {value.shape}; needs {shape}")
+            found[key] = value.reshape(shape)
+        return found
 
     def checked(self) -> AmaxState:
         """Return a new state with read-only NumPy arrays, after checking that no value is NaN or negative."""
@@ -460,14 +451,8 @@ class AmaxState(Mapping[str, Any]):
         offsets: dict[AmaxName, int] = defaultdict(int)
         for rank, data in enumerate(all_gather_bytes(comm, encode(own, facts))):
             arrays, sent = decode(data, f"gather: rank {rank}")
-            join(
-                named,
-                {AmaxName.parse(key): value for key, value in arrays.items()},
-                experts,
-                sent["numbers"],
-                offsets,
-                rank,
-            )
+            values = {AmaxName.parse(key): value for key, value in arrays.items()}
+            join(named, values, experts, sent["numbers"], offsets, rank)
         matching = {name: value for name, value in named.items() if name.matches(experts)}
         if not counts(matching, "gather", count, same_shape=True) and count:
             raise ValueError(f"gather: {experts!r} matches no expert on any rank; needs experts 0 to {count - 1}")
@@ -526,22 +511,11 @@ def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
     return named
 
 
-def _reshape(name: AmaxName, value: Any, shape: tuple[int, ...]) -> Any:
-    """Return the amax `value` in the given shape, as a view."""
-    if value.shape != shape and not value.size == prod(shape) == 1:
-        raise ValueError(f"fit: {name.key()} has shape {value.shape}; needs {shape}")
-    return value.reshape(shape)
-
-
 def _groups(share: Any) -> list[tuple[str, ...]]:
     """Return the argument ``share`` of freeze as a list of tuples of names."""
     groups = as_entries("freeze", "share", share)
     for group in groups:
-        if (
-            isinstance(group, str)
-            or not isinstance(group, Collection)
-            or not all(isinstance(name, str) for name in group)
-        ):
+        if not are_words(group):
             raise TypeError(f"freeze: share has {group!r:.60}; needs groups of names, such as ('gate_proj', 'up_proj')")
     return [tuple(group) for group in groups]
 

@@ -71,35 +71,29 @@ class SingleProcess:
         return out
 
 
-def _is_host(array: Any) -> bool:
-    """Return whether an array is a NumPy array, which is in host memory."""
-    return isinstance(array, np.ndarray)
+def all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
+    """Send this rank's byte string `data` to all ranks."""
+    check_communicator("gather", comm, "all_gather")
+    counts = [int(n) for n in comm.all_gather(np.array([len(data)], np.int64))]
+    flat = comm.all_gather(np.frombuffer(data, np.uint8).copy(), counts)
+    return [part.tobytes() for part in np.split(flat, np.cumsum(counts)[:-1])]
 
 
-def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) -> list[int]:
-    """Return the length of each process's array for all_gather: ``counts`` as a list or, if it is None, equal
-    lengths.
-    """
+def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator, out: Any = None) -> list[int]:
+    """Check the arguments of all_gather, and return ``counts`` as a list or, if it is None, equal lengths."""
     found = [array.size] * comm.size if counts is None else as_indices("all_gather", "counts", counts)
     if array.ndim != 1 or len(found) != comm.size or found[comm.rank] != array.size:
         raise ValueError(
             f"all_gather: array has shape {array.shape}, counts are {found}; rank {comm.rank} of {comm.size} needs a "
             "1-d array of its own count, and one count for each rank"
         )
-    return found
-
-
-def _check_out(array: Any, count: int, out: Any) -> None:
-    """Raise ValueError if ``out`` cannot take the result of all_gather: ``count`` elements like those of ``array``."""
-    if out is None:
-        return
-    is_alike = type(out) is type(array) and out.dtype == array.dtype
-    fits = is_alike and out.shape == (count,) and out.flags.c_contiguous
-    if not fits:
-        found = f"{type(out).__name__} {getattr(out, 'dtype', '')} {getattr(out, 'shape', '')}"
+    count, is_alike = sum(found), type(out) is type(array) and out.dtype == array.dtype
+    if out is not None and not (is_alike and out.shape == (count,) and out.flags.c_contiguous):
+        what = f"{type(out).__name__} {getattr(out, 'dtype', '')} {getattr(out, 'shape', '')}"
         raise ValueError(
-            f"all_gather: out is {found}; needs a contiguous {type(array).__name__} {array.dtype} ({count},)"
+            f"all_gather: out is {what}; needs a contiguous {type(array).__name__} {array.dtype} ({count},)"
         )
+    return found
 
 
 class Mpi:
@@ -133,8 +127,7 @@ class Mpi:
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
         """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather."""
         # The result is ``out`` if that is given, otherwise a new array in the library of ``array``.
-        counts = _check_gather(array, counts, self)
-        _check_out(array, sum(counts), out)
+        counts = _check_gather(array, counts, self, out)
         sizes = [n * array.dtype.itemsize for n in counts]
         out = _empty(array, sum(counts)) if out is None else out
         byte = self._mpi.BYTE
@@ -147,12 +140,10 @@ class Mpi:
 
     def _send(self, message: Callable[[Any, Any], None], array: Any, out: Any) -> Any:
         """Call ``message(array, out)``, which sends with MPI, and return ``out``."""
-        if _is_host(array):
-            message(array, out)
-            return out
-        cupy = imports.cupy()
-        if self.cuda_aware:
-            cupy.cuda.get_current_stream().synchronize()
+        is_host = isinstance(array, np.ndarray)
+        if is_host or self.cuda_aware:
+            if not is_host:
+                imports.cupy().cuda.get_current_stream().synchronize()
             message(array, out)
             return out
         if not self._has_warned:
@@ -169,7 +160,7 @@ class Mpi:
 
 def _empty(like: Any, shape: Any) -> Any:
     """Return an uninitialized array of ``shape`` with the dtype and the library (NumPy or CuPy) of ``like``."""
-    return np.empty(shape, like.dtype) if _is_host(like) else imports.cupy().empty(shape, like.dtype)
+    return (np if isinstance(like, np.ndarray) else imports.cupy()).empty(shape, like.dtype)
 
 
 def _import_mpi() -> Any:
@@ -230,15 +221,21 @@ class Nccl:
         path = Path(path)
         if rank == 0:
             _write_new(path, cls.unique_id())
-        unique_id = _read_when_there(path, timeout)
-        comm = cls(rank, size, unique_id)  # returns when all processes have joined
+        end = time.monotonic() + timeout
+        while not path.exists():
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"Nccl: {path} did not appear within {timeout:g} s; rank 0 writes it; check that rank 0 is running"
+                )
+            time.sleep(0.01)
+        comm = cls(rank, size, path.read_bytes())  # returns when all processes have joined
         if rank == 0:
             path.unlink()
         return comm
 
     def all_reduce_max(self, array: Any) -> Any:
         """Return the elementwise maximum over the group, on every process; see Communicator.all_reduce_max."""
-        if _is_host(array):
+        if isinstance(array, np.ndarray):
             return self.all_reduce_max(imports.to_device(array)).get()
         self._check(array)
         kind = getattr(self._nccl, f"NCCL_{array.dtype.name.upper()}", None)
@@ -251,9 +248,8 @@ class Nccl:
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
         """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather."""
         # The result is ``out`` if it is given, otherwise a new array in the library of ``array``.
-        counts = _check_gather(array, counts, self)
-        _check_out(array, sum(counts), out)
-        if _is_host(array):
+        counts = _check_gather(array, counts, self, out)
+        if isinstance(array, np.ndarray):
             found = self.all_gather(imports.to_device(array.view(np.uint8)), [n * array.dtype.itemsize for n in counts])
             return SingleProcess().all_gather(found.get().view(array.dtype), out=out)
         self._check(array)
@@ -317,15 +313,3 @@ def _write_new(path: Path, data: bytes) -> None:
         ) from None
     finally:
         os.unlink(temporary)
-
-
-def _read_when_there(path: Path, timeout: float) -> bytes:
-    """Return the bytes of a file once it exists. Raises TimeoutError if it is missing for ``timeout`` seconds."""
-    end = time.monotonic() + timeout
-    while not path.exists():
-        if time.monotonic() > end:
-            raise TimeoutError(
-                f"Nccl: {path} did not appear within {timeout:g} s; rank 0 writes it; check that rank 0 is running"
-            )
-        time.sleep(0.01)
-    return path.read_bytes()

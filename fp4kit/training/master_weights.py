@@ -221,11 +221,8 @@ class MasterWeightsPlan:
                 )
             values, shapes = _check_shards(shards, r, columnwise)
             on_host = check_master_weights(values, shapes, r)
-        dtypes, lengths, starts = (
-            [v.dtype for v in values],
-            [v.size for v in values],
-            [operator.index(s.start) for s in shards],
-        )
+        dtypes, lengths = [v.dtype for v in values], [v.size for v in values]
+        starts = [operator.index(s.start) for s in shards]
         partition = exchange_cuts(shapes, dtypes, starts, lengths, r, comm, on_host=on_host)
         self._kinds = [_kind(v) for v in values]
         self._work = new_master_weights(values, shapes, r, partition, comm.rank, columnwise, layout) if shards else None
@@ -246,10 +243,8 @@ class MasterWeightsPlan:
         arrays = _import(as_entries("refresh", "values", values))
         kinds = [_kind(v) for v in arrays]
         if kinds != self._kinds:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(kinds, self._kinds, strict=False)) if a != b),
-                min(len(kinds), len(self._kinds)),
-            )
+            differing = (i for i, (a, b) in enumerate(zip(kinds, self._kinds, strict=False)) if a != b)
+            at = next(differing, min(len(kinds), len(self._kinds)))
             raise ValueError(
                 f"refresh: array {at} of {len(kinds)} has another dtype, length or device than before; needs arrays "
                 f"like those of the {len(self._kinds)} shards"
@@ -278,7 +273,7 @@ class MasterWeightsPlan:
         yield "scales", work.scales
         yield "cast", work.cast
         if not alone:
-            yield "gather", lambda: _gather(work.message, work.counts, work.gathered, self._comm)
+            yield "gather", lambda: self._comm.all_gather(work.message, work.counts, work.gathered)
             yield "place", work.place
         if work.columnwise:
             yield "transpose", work.transpose
@@ -289,11 +284,6 @@ def _reduce(bits: Any, comm: Communicator) -> None:
     reduced = comm.all_reduce_max(bits)
     if reduced is not bits:
         bits[...] = reduced
-
-
-def _gather(message: Any, counts: list[int], gathered: Any, comm: Communicator) -> None:
-    """Send this process's message to all processes, and write all messages into ``gathered`` in the order of ranks."""
-    comm.all_gather(message, counts, gathered)
 
 
 def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple[list[Any], list[tuple[int, int]]]:

@@ -18,6 +18,11 @@ from fp4kit.recipes import Recipe, recipe_of
 EXPERT_WEIGHTS = ("*.experts.*.weight", "*.experts.*.weight[0-9]*")
 
 
+def are_words(given: Any) -> bool:
+    """Return whether an argument is a collection of strings, and not one string."""
+    return not isinstance(given, str) and isinstance(given, Collection) and all(isinstance(one, str) for one in given)
+
+
 @dataclass(frozen=True)
 class FakeQuantSettings:
     """The settings of fake-quantized training: the parameters to quantize, selected by their names, and the recipe.
@@ -46,11 +51,7 @@ class FakeQuantSettings:
     def __post_init__(self) -> None:
         for field in ("parameters", "exclude"):
             patterns = getattr(self, field)
-            if (
-                isinstance(patterns, str)
-                or not isinstance(patterns, Collection)
-                or not all(isinstance(p, str) for p in patterns)
-            ):
+            if not are_words(patterns):
                 raise ValueError(
                     f"FakeQuantSettings: {field} is {patterns!r:.60}; needs a tuple of wildcards, such as "
                     f"({patterns!r:.60},)"
@@ -59,11 +60,8 @@ class FakeQuantSettings:
         object.__setattr__(self, "pass_through", as_flag("FakeQuantSettings", "pass_through", self.pass_through))
         if self.recipe is not None:
             recipe_of("FakeQuantSettings", self.recipe)
-        if self.block_size is not None:
-            self._check_block_size()
-
-    def _check_block_size(self) -> None:
-        """Raise ValueError unless the recipe has blocks of one row, and block_size is a positive even integer."""
+        if self.block_size is None:
+            return
         block = None if self.recipe is None else recipe_of("FakeQuantSettings", self.recipe).block
         if block is None or block[0] != 1:
             raise ValueError(
