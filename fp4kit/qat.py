@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from fp4kit.checkpoint.selection.selection import (
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.schema import as_stored
 from fp4kit.storage.files import CheckpointError
+from fp4kit.training.settings import are_words
 
 ParameterKind = Literal["matrix", "stack", "convolution", "embedding", "conv1d"]
 ServedDtype = Literal["float32", "float16", "bfloat16"]
@@ -94,11 +95,7 @@ class QatChoice:
         """Check the arguments of fp4kit.torch.fake_quantize_model, and return them as a QatChoice."""
         found = recipe_of(op, recipe)
         for name, given in patterns.items():
-            if (
-                isinstance(given, str)
-                or not isinstance(given, Collection)
-                or not all(isinstance(p, str) for p in given)
-            ):
+            if not are_words(given):
                 raise TypeError(f"{op}: {name} is {given!r:.60}; needs a tuple of wildcards, such as ('*.mlp.*',)")
         if config is not None and not isinstance(config, Mapping):
             raise TypeError(f"{op}: config is {type(config).__name__}; needs a dict, the content of config.json")
@@ -173,21 +170,23 @@ def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> Q
         way_out = "pass include=, or correct the wildcards"
         if "weight" in decisions:  # only weights of named layers are selected by default
             way_out = "'weight' belongs to no named layer; pass include=('weight',)"
-        raise ValueError(f"{op}: no parameter is left to quantize: {_reasons(decisions)}; {way_out}")
+        # Parameters that `parameters` does not match come last, because that reason is the least informative.
+        ordered = sorted(decisions.items(), key=lambda item: item[1].reason.startswith(_UNNAMED))
+        reasons = "; ".join(f"{name} ({decision.reason})" for name, decision in ordered[:3])
+        raise ValueError(f"{op}: no parameter is left to quantize: {reasons}; {way_out}")
     for weight in selected:
         _check_stack(op, weight, choice, form)
         _check_served_dtype(op, weight, choice)
     shares = form.has_tensor_scale if form is not None else choice.recipe.tensor_scaling == "tensor"
     groups = fused_layers.shared_amax_groups(map(layer_of, selected)) if shares else {}
     _warn_of_halves(op, weights, selected)
-    rows = tuple(
-        ParameterPlan(
-            w.name, w.shape, d.converted, d.reason.removesuffix(_PRESET), groups.get(layer_of(w), "") * d.converted
-        )
-        for w, d in ((w, decisions[w.name]) for w in weights)
-    )
+    rows = []
+    for w in weights:
+        d = decisions[w.name]
+        group = groups.get(layer_of(w), "") if d.converted else ""
+        rows.append(ParameterPlan(w.name, w.shape, d.converted, d.reason.removesuffix(_PRESET), group))
     rounded = form is not None and choice.served_dtype is None and any(w.dtype == "float32" for w in selected)
-    return QatPlan(stored, "" if form is None else form.format, rows, shares, note, choice.served_dtype, rounded)
+    return QatPlan(stored, "" if form is None else form.format, tuple(rows), shares, note, choice.served_dtype, rounded)
 
 
 def layer_of(weight: TrainedWeight) -> str:
@@ -227,10 +226,9 @@ def _decisions(
             yield weight, Decision(False, f"exclude {pattern!r}")
         elif not any(fnmatchcase(weight.name, p) for p in choice.parameters):
             yield weight, Decision(False, f"{_UNNAMED}{choice.parameters!r}")
+        elif weight.kind == "convolution" and choice.config is not None:
+            yield weight, Decision(False, "convolution, which fp4kit convert leaves unquantized")
         else:
-            if weight.kind == "convolution" and choice.config is not None:
-                yield weight, Decision(False, "convolution, which fp4kit convert leaves unquantized")
-                continue
             if is_conv1d:
                 raise ValueError(f"{op}: {weight.name} {_no_conv1d(weight)}")
             if decision.converted and weight.dtype not in _SAFETENSORS:
@@ -301,13 +299,6 @@ def similar(names: Sequence[str], patterns: Iterable[str]) -> str:
     return f"its parameters are {', '.join(map(repr, shown))}" + (", ..." if len(names) > len(shown) else "")
 
 
-def _reasons(decisions: Mapping[str, Decision]) -> str:
-    """Return text for an error message: up to three parameters that are not quantized, each with its reason."""
-    # Parameters that the argument `parameters` does not match come last, because that reason is the least informative.
-    ordered = sorted(decisions.items(), key=lambda item: item[1].reason.startswith(_UNNAMED))
-    return "; ".join(f"{name} ({decision.reason})" for name, decision in ordered[:3])
-
-
 def _warn_of_halves(op: str, weights: Sequence[TrainedWeight], selected: Sequence[TrainedWeight]) -> None:
     """Warn about every fused layer of which some parameters are quantized and others are not."""
     matrices = [
@@ -343,29 +334,17 @@ class QuantizedNames(list[str]):
 
 def table_of(plan: QatPlan) -> str:
     """Return a table of all parameters as text: what is fake-quantized, what is not, and why."""
-    lines: dict[tuple[str, ...], int] = defaultdict(int)
-    for row in sorted(plan.rows, key=lambda row: not row.quantized):
-        lines[_cells(row)] += 1
-    cells: list[tuple[str, ...]] = [("", "count", "parameter", "shape", "reason")]
-    cells += [(line[0], str(count), *line[1:]) for line, count in lines.items()]
-    widths = [max(len(line[i]) for line in cells) for i in range(4)]
-    text = [
-        " ".join(cell.ljust(width) for cell, width in zip(line, (*widths, 0), strict=True)).rstrip() for line in cells
-    ]
-    return "\n".join([_head(plan), *text, *[_FLOAT32] * plan.warns_of_float32])
-
-
-def _head(plan: QatPlan) -> str:
-    """Return the line above the table: how many parameters are fake-quantized, the recipe, and the served format."""
-    count = sum(row.quantized for row in plan.rows)
     served = f"values as served from --format {plan.format}" if plan.format else f"no checkpoint: {plan.note}"
     if plan.served_dtype is not None:
         served += f", decoded to {plan.served_dtype}"
-    return f"{count} of {len(plan.rows)} parameters fake-quantized by {plan.recipe.id}; {served}"
-
-
-def _cells(row: ParameterPlan) -> tuple[str, ...]:
-    """Return the cells of a table row, without the count: "yes" or "no", name, shape such as "64 x 32", and reason."""
-    shared = f"; shares the amax of {_NUMBER.sub('*', row.group)}" if row.group else ""
-    shape = " x ".join(map(str, row.shape)) or "1"
-    return "yes" if row.quantized else "no", _NUMBER.sub("*", row.name), shape, f"{row.reason}{shared}"
+    head = f"{len(plan.names)} of {len(plan.rows)} parameters fake-quantized by {plan.recipe.id}; {served}"
+    lines = Counter[tuple[str, ...]]()  # parameters that differ in their numbers only share a line
+    for row in sorted(plan.rows, key=lambda row: not row.quantized):
+        shared = f"; shares the amax of {_NUMBER.sub('*', row.group)}" if row.group else ""
+        shape = " x ".join(map(str, row.shape)) or "1"
+        lines["yes" if row.quantized else "no", _NUMBER.sub("*", row.name), shape, f"{row.reason}{shared}"] += 1
+    cells = [("", "count", "parameter", "shape", "reason")]
+    cells += [(quantized, str(count), *line) for (quantized, *line), count in lines.items()]
+    widths = [*(max(len(line[i]) for line in cells) for i in range(4)), 0]
+    text = [" ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+    return "\n".join([head, *text, *[_FLOAT32] * plan.warns_of_float32])

@@ -30,19 +30,15 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost and kDLROCMHost (page-locked host memory)
 _DEVICE_NAMES = {
-    1: "cpu",
-    2: "cuda",
-    3: "cpu",
+    **dict.fromkeys((1, 3, 11), "cpu"),  # kDLCPU, kDLCUDAHost and kDLROCMHost (page-locked host memory)
+    **dict.fromkeys((2, 13), "cuda"),
     4: "opencl",
     7: "vulkan",
     8: "metal",
     9: "vpi",
     10: "rocm",
-    11: "cpu",
     12: "ext_dev",
-    13: "cuda",
     14: "oneapi",
     15: "webgpu",
     16: "hexagon",
@@ -62,7 +58,15 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
         return np.asarray(x)
     if "torch._dynamo" in sys.modules and is_traced():
         return untraced(as_array, x, name)
-    _require_host(device_name(x, name), name)
+    device = device_name(x, name)
+    if device != "cpu":
+        of = _variable(name)
+        way = (
+            f"cupy.asnumpy({of}) or {of}.cpu()" if device.startswith("cuda") else f"{of}.cpu() or jax.device_get({of})"
+        )
+        raise NotImplementedError(
+            f"{name} is on {device}; this function computes only on arrays in host memory; move it with {way}"
+        )
     return read_dlpack(_detached(x), name)
 
 
@@ -104,7 +108,8 @@ def device_name(x: Any, name: str = "x") -> str:
         check_tensor(x, name)
     if hasattr(x, "__dlpack_device__") and hasattr(x, "__dlpack__"):
         kind, index = _dlpack_device(x, name)
-        return "cpu" if kind in _HOST_DEVICES else f"{_DEVICE_NAMES.get(kind, f'DLPack device type {kind}')}:{index}"
+        place = _DEVICE_NAMES.get(kind, f"DLPack device type {kind}")
+        return place if place == "cpu" else f"{place}:{index}"
     if hasattr(x, "__cuda_array_interface__"):
         return "cuda"
     if isinstance(x, getattr(getattr(sys.modules.get("jax"), "core", None), "Tracer", ())):
@@ -191,28 +196,17 @@ def _check_grad(x: Any, name: str) -> None:
     torch, op = sys.modules["torch"], name.partition(":")[0]
     if not torch.is_grad_enabled() or (isinstance(x, torch.nn.Parameter) and op not in DIFFERENTIABLE):
         return
-    needed = (
-        f"call fp4kit.torch.{op}, which carries it, or"
-        if op in DIFFERENTIABLE
-        else "call one of fp4kit.torch's functions, which carry it, or"
+    one = (
+        f"fp4kit.torch.{op}, which carries" if op in DIFFERENTIABLE else "one of fp4kit.torch's functions, which carry"
     )
-    raise ValueError(f"{name} requires grad, which would be lost here; {needed} pass {_variable(name)}.detach()")
+    raise ValueError(
+        f"{name} requires grad, which would be lost here; call {one} it, or pass {_variable(name)}.detach()"
+    )
 
 
 def _variable(name: str) -> str:
     """Return the argument in the name that messages give an array: "quantize: x" gives "x"."""
     return name.rpartition(" ")[2]
-
-
-def _require_host(device: str, name: str) -> None:
-    """Raise NotImplementedError unless `device`, a result of device_name, is "cpu"."""
-    if device == "cpu":
-        return
-    x = _variable(name)
-    way_out = f"cupy.asnumpy({x}) or {x}.cpu()" if device.startswith("cuda") else f"{x}.cpu() or jax.device_get({x})"
-    raise NotImplementedError(
-        f"{name} is on {device}; this function computes only on arrays in host memory; move it with {way_out}"
-    )
 
 
 def _detached(x: Any) -> Any:
@@ -303,7 +297,7 @@ def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
     """Return arrays of any library as CuPy arrays if they are on a GPU, otherwise as NumPy arrays."""
     if _one_cupy_device(named.values()):
         return tuple(named.values())
-    if not any(_on_cuda(a, f"{op}: {name}") for name, a in named.items()):
+    if not any(device_name(a, f"{op}: {name}").startswith("cuda") for name, a in named.items()):
         return as_arrays(op, **named)
     check_one_device(op, **named)
     try:
@@ -319,11 +313,6 @@ def _one_cupy_device(arrays: Iterable[Any]) -> bool:
     """Return whether all arrays are CuPy arrays on one device; False if there are none or CuPy is not imported."""
     kind = getattr(sys.modules.get("cupy"), "ndarray", None)
     return kind is not None and all(isinstance(a, kind) for a in arrays) and len({a.device.id for a in arrays}) == 1
-
-
-def _on_cuda(a: Any, name: str) -> bool:
-    """Return whether an array of any library is on a CUDA device. name: the name of the array in error messages."""
-    return device_name(a, name).startswith("cuda")
 
 
 def is_array(a: Any) -> bool:
@@ -405,28 +394,27 @@ class _ExportedMemory:
             "version": 3,
             "typestr": f"|V{dtype.itemsize}",  # plain bytes: NumPy has no type string for bfloat16
             "shape": _shape(tensor),
-            "strides": _byte_strides(tensor, dtype.itemsize),
+            "strides": tuple(dtype.itemsize * n for n in tensor.strides[: tensor.ndim])
+            if tensor.ndim and tensor.strides
+            else None,  # row-major without gaps
             "data": ((tensor.data or 0) + tensor.byte_offset, read_only),
         }
 
 
 def read_dlpack(x: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
     """Return a NumPy array that shares the memory of x, an array in host memory that exports DLPack."""
-    return _from_capsule(_export(x), name)
-
-
-def _export(x: Any) -> object:
-    """Return the DLPack capsule of x: versioned (DLPack 1.0) if x knows the argument max_version, else unversioned."""
     try:
-        return x.__dlpack__(max_version=_VERSION)
+        capsule = x.__dlpack__(max_version=_VERSION)
     except TypeError:  # an exporter of DLPack before 1.0 does not know the keyword
-        return x.__dlpack__()
-
-
-def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return a NumPy array on the memory that a DLPack capsule describes; a new, empty array if it has no elements."""
+        capsule = x.__dlpack__()
     tensor, read_only = _read(capsule, name)
-    dtype = _dtype(tensor.dtype, name)
+    key = (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)
+    if key not in DTYPES:
+        raise TypeError(
+            f"{name} has the DLPack dtype (code, bits, lanes) = {key}; needs float32, float16, bfloat16 or "
+            "another dtype that NumPy or ml_dtypes has; convert it first"
+        )
+    dtype = DTYPES[key]
     if 0 in _shape(tensor):  # the exporter's data pointer may be NULL
         return np.empty(_shape(tensor), dtype)
     if not tensor.data:
@@ -453,24 +441,6 @@ def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
     raise BufferError(f"{name}.__dlpack__() gave {capsule!r}; needs an unconsumed DLPack capsule; export it again")
 
 
-def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
-    """Return the NumPy or ml_dtypes dtype for a DLPack dtype."""
-    key = (dtype.code, dtype.bits, dtype.lanes)
-    if key not in DTYPES:
-        raise TypeError(
-            f"{name} has the DLPack dtype (code, bits, lanes) = {key}; needs float32, float16, bfloat16 or "
-            "another dtype that NumPy or ml_dtypes has; convert it first"
-        )
-    return DTYPES[key]
-
-
 def _shape(tensor: _DLTensor) -> tuple[int, ...]:
     """Return the shape of a DLTensor (DLPack's description of an array) as a tuple; () if it has no dimensions."""
     return tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
-
-
-def _byte_strides(tensor: _DLTensor, itemsize: int) -> tuple[int, ...] | None:
-    """Return the strides of a DLTensor in bytes; None for an array whose elements lie in row-major order without
-    gaps.
-    """
-    return tuple(itemsize * step for step in tensor.strides[: tensor.ndim]) if tensor.ndim and tensor.strides else None

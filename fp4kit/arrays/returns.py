@@ -24,24 +24,9 @@ from fp4kit.arrays import imports
 ALIGNMENT = 16  # bytes: `allocate` rounds every size up to a multiple of it, and 0 to one multiple
 _CACHED_STREAMS, _CACHED_OUTLINES = 64, 1024  # the largest numbers of cached streams and cached outlines
 _NAMES = (
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e8m0fnu",
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "complex64",
-    "complex128",
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
+    *("complex64", "complex128", "bool"),
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
 )
 _BLOCKS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # address -> the tensor that owns CuPy's memory there
 
@@ -434,11 +419,7 @@ class PlanLibrary:
         """Return the result of the plan's method `name` as a list of tensors, or as one tensor if it is not a list."""
         arrays = result if isinstance(result, list) else [result]
         cached = self._known.get(name)
-        if (
-            cached is None
-            or len(cached[0]) != len(arrays)
-            or any(a is not b for a, b in zip(cached[0], arrays, strict=True))
-        ):
+        if cached is None or [*map(id, cached[0])] != [*map(id, arrays)]:
             cached = self._known[name] = list(arrays), convert_arrays(list(arrays), give)
         return list(cached[1]) if isinstance(result, list) else cached[1][0]
 

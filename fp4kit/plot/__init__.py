@@ -261,7 +261,9 @@ def error_against_scale(
         raise ValueError(f"{op}: x has shape {array.shape}; needs one block, ({first.block_size},)")
     if not np.isfinite(array).all() or not array.any():
         raise ValueError(f"{op}: x holds a NaN or an infinity, or only zeros; needs finite numbers")
-    found = [_quantized(array, r, tensor_amax) for r in chosen]
+    found = [
+        quantize(array, r, tensor_amax=tensor_amax if r.tensor_scaling in ("tensor", "row") else None) for r in chosen
+    ]
     scales, values = _swept(array, first, found[0])
     errors = _mean_square(values, array)
     if isinstance(first.element, IntegerOrFloat):
@@ -276,8 +278,13 @@ def error_against_scale(
     for i, (r, q) in enumerate(zip(chosen, found, strict=True)):
         error = _mean_square(dequantize(q, np.float32), array)
         mark = {"marker": MARKS[i % len(MARKS)], "color": (BLUE, ORANGE)[i % 2], "markersize": 8}
-        ax.plot(_scale_of(q, r), error, linestyle="none", label=r.id, **mark)
-    ax.set(xscale="log", yscale="log", xlabel=_scale_name(first), ylabel="mean squared error")
+        scale = 1.0 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
+        if r.scale is not None:
+            scale *= abs(float(r.scale.values[int(q.block_scale.reshape(-1)[0])]))
+        ax.plot(scale, error, linestyle="none", label=r.id, **mark)
+    has_both = first.scale is not None and first.tensor_scaling != "none"
+    label = "block scale × tensor scale" if has_both else "block scale"
+    ax.set(xscale="log", yscale="log", xlabel=label, ylabel="mean squared error")
     ax.legend(frameon=False, fontsize=9)
     without_frame(ax)
     return ax
@@ -295,11 +302,6 @@ def _same_formats(op: str, recipes: list[Recipe]) -> Recipe:
         if (r.element, r.scale, r.block) != (first.element, first.scale, first.block):
             raise ValueError(f"{op}: {r.id} and {first.id} differ in format or block; draw them on two Axes")
     return first
-
-
-def _quantized(x: np.ndarray, r: Recipe, tensor_amax: Any) -> Any:
-    """Quantize one block x by recipe r, and return a Quantized."""
-    return quantize(x, r, tensor_amax=tensor_amax if r.tensor_scaling in ("tensor", "row") else None)
 
 
 def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -320,17 +322,6 @@ def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
     swept = quantize(rows, r, block_scale=codes[:, None], tensor_scale=given)
     tensor = 1 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
     return np.abs(r.scale.values[codes].astype(np.float64)) * tensor, dequantize(swept, np.float32)
-
-
-def _scale_of(q: Any, r: Recipe) -> float:
-    """Return the scale of the only block of q: the number by which decoding multiplies the values of its codes."""
-    tensor = 1.0 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
-    return tensor if r.scale is None else abs(float(r.scale.values[int(q.block_scale.reshape(-1)[0])])) * tensor
-
-
-def _scale_name(r: Recipe) -> str:
-    """Return the label of the horizontal axis."""
-    return "block scale × tensor scale" if r.scale is not None and r.tensor_scaling != "none" else "block scale"
 
 
 def _mean_square(values: np.ndarray, x: np.ndarray) -> np.ndarray:

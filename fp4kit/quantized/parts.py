@@ -181,24 +181,18 @@ def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
     """Import the arrays of a checkpoint as NumPy or CuPy arrays."""
     names = [name for name, a in named.items() if a is not None and type(a) is not float]
     imported = import_arrays(op, **{name: _as_bytes(named[name], f"{op}: {name}") for name in names})
-    arrays = {name: np.asarray(a) for name, a in named.items() if type(a) is float} | dict(
-        zip(names, imported, strict=True)
-    )
-    return {
-        name: Stored(arrays[name], _dtype_name(a, arrays[name])) if name in arrays else None
-        for name, a in named.items()
-    }
+    found: dict[str, Stored | None] = dict.fromkeys(named)
+    for name, array in zip(names, imported, strict=True):
+        # The imported array may have another dtype, because NumPy and CuPy lack some dtypes of PyTorch and JAX.
+        a, dtype = named[name], array.dtype.name
+        found[name] = Stored(array, str(a.dtype).removeprefix("torch.") if _is_tensor(a) or _has_nibbles(a) else dtype)
+    numbers = {name: np.asarray(a) for name, a in named.items() if type(a) is float}
+    return found | {name: Stored(array, array.dtype.name) for name, array in numbers.items()}
 
 
 def _is_tensor(a: Any) -> bool:
     """Return whether a is a PyTorch tensor."""
     return hasattr(a, "data_ptr") and "torch" in sys.modules
-
-
-def _dtype_name(a: Any, imported: Any) -> str:
-    """Return the name of the dtype that an array has in its own library, such as "float8_e4m3fn"."""
-    # The imported array may have another dtype, because NumPy and CuPy lack some dtypes of PyTorch and JAX.
-    return str(a.dtype).removeprefix("torch.") if _is_tensor(a) or _has_nibbles(a) else imported.dtype.name
 
 
 def _has_nibbles(a: Any) -> bool:
@@ -237,18 +231,13 @@ def imported_codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_f
     bits = _bits(stored.array)
     if stored.dtype == element_dtype:
         bits = bits if fmt.bits == 8 else bits & np.uint8(2**fmt.bits - 1)
-        return _packed(op, bits) if is_packed else bits
+        if is_packed and bits.shape[-1] % 2:
+            raise ValueError(
+                f"{op}: packed holds {bits.shape[-1]} codes along its last axis; two share a byte, so it must be even"
+            )
+        return pack(bits) if is_packed else bits
     check_codes(op, bits, fmt)
     return bits << np.uint8(4) | bits >> np.uint8(4) if high_nibble_first else bits
-
-
-def _packed(op: str, codes: Any) -> Any:
-    """Pack 4-bit codes from one per byte to two per byte. Raise ValueError if the last axis has an odd length."""
-    if codes.shape[-1] % 2:
-        raise ValueError(
-            f"{op}: packed holds {codes.shape[-1]} codes along its last axis; two share a byte, so it must be even"
-        )
-    return pack(codes)
 
 
 def _bits(array: Any) -> Any:
@@ -268,13 +257,8 @@ def imported_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple
             f"needs {needed}; name the recipe that made them"
         )
     bits = _bits(stored.array)
-    needs_reshape = shape is not None and bits.shape != shape and bits.size == _size(shape)
+    needs_reshape = shape is not None and bits.shape != shape and bits.size == prod(shape)
     return bits.reshape(shape) if needs_reshape else bits
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    """Return the number of elements of an array of the given shape; 1 for ()."""
-    return int(np.prod(shape, dtype=np.int64))
 
 
 def imported_tensor_scale(
