@@ -14,7 +14,6 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command
-from fp4kit.evidence.fuzz import parallel
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.recipes import OPERATIONS, Pool
 from fp4kit.recipes import recipe
@@ -124,8 +123,9 @@ def _run(
 
         if args.processes == 1:
             return fuzz.run(engine, args.seconds, args.seed, cases=args.cases, pool=pool, progress=progress)
-        work = parallel.WorkerTask(args.seconds, args.cases, pool, 10.0, device or None)
-        return parallel.run(work, args.seed, args.processes, progress)
+        return fuzz.run_processes(
+            device or None, args.processes, args.seconds, args.seed, progress, cases=args.cases, pool=pool
+        )
 
 
 def _print(out: Output, report: fuzz.Report, options: str) -> None:

@@ -206,13 +206,12 @@ class DrawnArray:
     """A random test array, described by plain data, so that a program can be printed and run again.
 
     Attributes:
-        kind: a key of VALUES, which says how to draw the elements from ``seed``; or "given" if ``bits`` holds the
-            elements.
+        kind: a key of VALUES, which says how to draw the elements from ``seed``.
         dtype: a key of DTYPES.
         shape: the array's shape.
         seed: seed of the values.
         view: layout in memory.
-        bits: the bytes of the elements in C order, for the kind "given".
+        kept: the range of the flat indices of elements that are not set to 0; None for all.
     """
 
     kind: str
@@ -220,7 +219,7 @@ class DrawnArray:
     shape: tuple[int, ...]
     seed: int
     view: View
-    bits: bytes = b""
+    kept: tuple[int, int] | None = None
 
     @property
     def ndim(self) -> int:
@@ -231,16 +230,8 @@ class DrawnArray:
         return prod(self.shape)
 
     def values(self) -> np.ndarray:
-        """Return the elements as a contiguous NumPy array, which is read-only for the kind "given"."""
-        if self.kind == "given":
-            return np.frombuffer(self.bits, DTYPES[self.dtype]).reshape(self.shape)
-        return drawn(self.kind, self.dtype, self.shape, self.seed)
-
-    def with_values(self, values: np.ndarray, view: View | None = None) -> DrawnArray:
-        """Return the description of an array with the elements ``values`` (kind "given"), in the layout ``view``."""
-        # The field dtype is kept, so ``values`` must have this dtype.
-        view = View.plain(values.ndim) if view is None else view
-        return replace(self, kind="given", shape=values.shape, bits=np.ascontiguousarray(values).tobytes(), view=view)
+        """Return the elements as a contiguous array."""
+        return drawn(self.kind, self.dtype, self.shape, self.seed, self.kept)
 
 
 def strided(values: np.ndarray, view: View, asarray: Callable[[np.ndarray], Any] = np.asarray) -> Any:
@@ -265,10 +256,8 @@ def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], 
     return flat, cut
 
 
-def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> np.ndarray:
-    """Return an array with the given bits."""
-    if isinstance(nonzero, str):
-        return np.frombuffer(bytes.fromhex(nonzero), DTYPES[dtype]).reshape(shape)
+def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int]) -> np.ndarray:
+    """Return an array with the given bits: {flat index: bit pattern}."""
     bits = np.zeros(prod(shape), unsigned(DTYPES[dtype]))
     bits[list(nonzero)] = list(nonzero.values())
     return bits.view(DTYPES[dtype]).reshape(shape)
@@ -277,11 +266,17 @@ def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> 
 # ---- values ----
 
 
-def drawn(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return random values of the given dtype and shape."""
-    rng = np.random.default_rng(seed)
+def drawn(kind: str, dtype: str, shape: tuple[int, ...], seed: int, kept: tuple[int, int] | None = None) -> np.ndarray:
+    """Return random values of the given dtype and shape, with 0 outside the range ``kept`` of flat indices."""
     with np.errstate(all="ignore"):
-        return VALUES[kind](rng, shape, DTYPES[dtype])
+        x = VALUES[kind](np.random.default_rng(seed), shape, DTYPES[dtype])
+    if kept not in (None, (0, x.size)):
+        start, stop = kept
+        flat = x.reshape(-1)
+        x = np.concatenate([np.zeros(start, x.dtype), flat[start:stop], np.zeros(x.size - stop, x.dtype)]).reshape(
+            shape
+        )
+    return x
 
 
 def _ordinary(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

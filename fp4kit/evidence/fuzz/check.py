@@ -18,11 +18,11 @@ import numpy as np
 import fp4kit
 from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine, Outcome, compare
 from fp4kit.evidence.fuzz import arrays
-from fp4kit.evidence.fuzz.arrays import DrawnArray, View, memory
+from fp4kit.evidence.fuzz.arrays import DTYPES, DrawnArray, View, memory
 from fp4kit.evidence.fuzz.draw import DrawnCase, changes_of
 from fp4kit.evidence.fuzz.programs import Dtype, Make, ProgramCall, Ref, Same, Statement, program
 from fp4kit.evidence.fuzz.recipes import Variant
-from fp4kit.formats import ELEMENT_FORMATS, ElementFormat, unsigned
+from fp4kit.formats import ELEMENT_FORMATS, ElementFormat, bit_patterns
 from fp4kit.quantized.container import Quantized
 from fp4kit.training.communicators import SingleProcess
 from fp4kit.units import Unit
@@ -354,7 +354,7 @@ def comparable(value: Any) -> bool:
     return value is None or isinstance(value, (Quantized, np.ndarray, np.generic, bool, int, float))
 
 
-MAX_LISTED = 64  # an array with more nonzero elements is printed as hexadecimal digits
+MAX_LISTED = 64  # an array with more nonzero elements is printed by its seed
 # Functions whose results are not compared, so the printed program does not yield them.
 _UNCOMPARED = (
     "guarded",
@@ -462,15 +462,13 @@ def _made(statement: Make, writable: set[str]) -> str:
 
 
 def _values(a: DrawnArray) -> str:
-    """Return the Python call that makes the elements of an array."""
-    # For an array with given bits, it is given(...), with the nonzero elements if there are at most MAX_LISTED,
-    # otherwise with all bytes.
-    if a.kind != "given":
-        return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed})"
-    bits = np.frombuffer(a.bits, unsigned(a.values().dtype))
+    """Return the Python call that makes the elements of an array: the nonzero bits if they are few."""
+    values = a.values()
+    bits = bit_patterns(values).reshape(-1)
     (nonzero,) = np.nonzero(bits)
-    if len(nonzero) > MAX_LISTED:
-        return f"given({a.dtype!r}, {a.shape}, {a.bits.hex()!r})"
+    if len(nonzero) > MAX_LISTED or values.dtype != DTYPES[a.dtype]:
+        kept = "" if a.kept in (None, (0, a.size)) else f", {a.kept}"
+        return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed}{kept})"
     return f"given({a.dtype!r}, {a.shape}, {{{', '.join(f'{i}: {int(bits[i]):#x}' for i in nonzero)}}})"
 
 

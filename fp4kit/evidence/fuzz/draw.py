@@ -1,10 +1,7 @@
 """Draw a fuzz case from an integer: plain data that describes an operation, a recipe, arrays and options.
-The pool (pool.py) holds the recipes, operations and options that may be drawn. A variant is a recipe with some fields
-changed.
 
 Options contain no sizes. An option says, for example, only that a call gets an array of random bytes. The sizes of
-amaxes, random bytes and outputs follow from the shapes of the arrays when the program is built. A case therefore stays
-valid when shrinking makes its arrays smaller.
+amaxes, random bytes and outputs follow from the shapes of the arrays when the program is built.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fp4kit.call.matmul import Operand, step_of
 from fp4kit.call.search_scales import is_searchable
-from fp4kit.evidence.fuzz.arrays import DISTANCES, FORMATS, KINDS, NUMBERS, PATTERNS, DrawnArray, View
+from fp4kit.evidence.fuzz.arrays import DISTANCES, FORMATS, KINDS, NUMBERS, PATTERNS, DrawnArray
 from fp4kit.evidence.fuzz.recipes import Picks, Pool, Variant, draw_variant
 from fp4kit.formats import E2M1, E4M3, E8M0, ElementFormat
 from fp4kit.quantized.parts import scale_shape, tensor_amax_shape
@@ -114,22 +111,11 @@ def changes_of(u: Unit) -> dict[str, Any]:
     return {f.name: getattr(u, f.name) for f in fields(Unit) if getattr(u, f.name) != getattr(base, f.name)}
 
 
-# ---- units ----
-
-
-def units_for(a: Variant | str, b: Variant | str) -> tuple[str, ...]:
-    """Return the ids of the matrix units that can multiply two operands, each given by its recipe or by its dtype."""
-    return _units_for(_operand_kind(a), _operand_kind(b))
+# ---- matrix products ----
 
 
 class _Kind(NamedTuple):
-    """The properties of an operand (an array or a Quantized) that decide which matrix units can multiply it.
-
-    Attributes:
-        dtype: dtype of an operand that is an array; "" for a Quantized.
-        element, scale, block, per_block: for a Quantized, the element format, the scale format, the block size, and
-            True if there is a tensor scale per block.
-    """
+    """The properties of an operand (an array of ``dtype``, or a Quantized) that decide which units can multiply it."""
 
     dtype: str = ""
     element: ElementFormat | None = None
@@ -137,34 +123,35 @@ class _Kind(NamedTuple):
     block: int = 1
     per_block: bool = False
 
+    @classmethod
+    def of(cls, kind: Variant | str) -> _Kind:
+        if isinstance(kind, str):
+            return cls(kind)
+        r = kind.recipe
+        return cls("", r.element, r.scale, r.block_size, r.tensor_scaling == "block")
 
-def _operand_kind(kind: Variant | str) -> _Kind:
-    """Return the _Kind of an operand, which is given by its recipe (a Quantized) or by its dtype (an array)."""
-    if isinstance(kind, str):
-        return _Kind(kind)
-    r = kind.recipe
-    return _Kind("", r.element, r.scale, r.block_size, r.tensor_scaling == "block")
+    def operand(self) -> Operand | None:
+        """Return an Operand of this kind without arrays, or None if only "dequantized" multiplies such operands."""
+        if self.element is None:
+            return Operand(None, ARRAYS[self.dtype] or self.dtype, None, None, 1, None, 0)
+        if self.per_block or self.element.is_integer or self.element.name not in FORMATS:
+            return None
+        return Operand(None, self.element.name, self.scale, self.scale, self.block if self.scale else 1, None, 0)
+
+
+def units_for(a: Variant | str, b: Variant | str) -> tuple[str, ...]:
+    """Return the ids of the matrix units that can multiply two operands, each given by its recipe or by its dtype."""
+    return _units_for(_Kind.of(a), _Kind.of(b))
 
 
 @cache
 def _units_for(a: _Kind, b: _Kind) -> tuple[str, ...]:
-    """Return the ids of the matrix units that can multiply operands of the kinds a and b, in the order of UNITS."""
-    x, y = (_empty(kind) for kind in (a, b))
+    x, y = a.operand(), b.operand()
     # "dequantized" decodes both operands first, so it takes every recipe.
     return tuple(id for id in UNITS if id == "dequantized" or (x and y and _accepts(x, y, id)))
 
 
-def _empty(kind: _Kind) -> Operand | None:
-    """Return an Operand of the given kind without arrays, to ask which matrix units multiply such operands."""
-    if kind.element is None:
-        return Operand(None, ARRAYS[kind.dtype] or kind.dtype, None, None, 1, None, 0)
-    if kind.per_block or kind.element.is_integer or kind.element.name not in FORMATS:
-        return None
-    return Operand(None, kind.element.name, kind.scale, kind.scale, kind.block if kind.scale else 1, None, 0)
-
-
 def _accepts(a: Operand, b: Operand, id: str) -> bool:
-    """Return True if the matrix unit ``id`` can multiply the operands, False if step_of raises ValueError for them."""
     try:
         step_of("matmul", UNITS[id], a, b)
     except ValueError:
@@ -172,74 +159,63 @@ def _accepts(a: Operand, b: Operand, id: str) -> bool:
     return True
 
 
-def draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
-    """Return one of the matrix units with the given ids, at random."""
+def _draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
     u = UNITS[d.pick(ids)]
     if u.order is not None or not d.pool.changes or not d.chance(0.35):
         return u
     if d.chance(0.5):
         u = replace(u, **{kind: _other_step(d, step) for kind, step in u.steps().items()})
-    promote = lcm(*(step.k for step in u.steps().values())) * int(d.pick((1, 2, 4, 12)))
+    promote = lcm(*(step.k for step in u.steps().values())) * d.pick((1, 2, 4, 12))
     return replace(u, promote=promote) if d.chance(0.6) else u
 
 
 def _other_step(d: Picks, step: Any) -> Any:
-    """Return a copy of ``step`` with random bit counts and a random zero_exponent."""
-    changes: dict[str, Any] = {"k": step.k * int(d.pick((1, 1, 2))), "zero_exponent": -int(d.pick((900, 139, 120, 2)))}
+    changes: dict[str, Any] = {"k": step.k * d.pick((1, 1, 2)), "zero_exponent": -d.pick((900, 139, 120, 2))}
     if isinstance(step, DotAdd):
-        changes |= {"fraction_bits": int(d.rng.integers(1, 41)), "output_bits": int(d.rng.integers(1, 24))}
+        changes |= {"fraction_bits": 1 + d.below(40), "output_bits": 1 + d.below(23)}
     else:
-        changes |= {"fraction_bits": int(d.rng.integers(8, 33)), "sum_bits": int(d.rng.integers(8, 33))}
+        changes |= {"fraction_bits": 8 + d.below(25), "sum_bits": 8 + d.below(25)}
     return replace(step, **changes)
 
 
-# ---- operands ----
-
-
-def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
-    """Return a random matrix product."""
+def _draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
     for _ in range(20):
         kinds = _kinds(d, recipe)
         wanted = tuple(id for id in units_for(*kinds) if id in d.pool.units)
         if wanted:
             break
     refused = not wanted or (d.pool.faults and d.chance(0.03))
-    u = draw_unit(d, d.pool.units if refused else wanted)
+    u = _draw_unit(d, d.pool.units if refused else wanted)
     shape_a, shape_b, lead = _shapes(d, kinds, u)
     patterns = draw_patterns(d)
     a, b = (draw_operand(d, *each) for each in zip(kinds, (shape_a, shape_b), patterns, strict=True))
-    return DrawnProduct(
-        a,
-        b,
-        u,
-        c=_first_sums(d, (*lead, shape_a[-2], shape_b[-2])) if d.chance(0.6) else None,
-        alpha=float(d.pick(ALPHAS)) if d.chance(0.3) else None,
-        out_dtype=d.pick(d.pool.dtypes),
-        swapped=d.chance(0.3),
-    )
+    c = None
+    if d.chance(0.6):
+        shape = (*lead, shape_a[-2], shape_b[-2])
+        c = d.array(d.pick(C_KINDS), d.pick(d.pool.dtypes), shape, d.view(len(shape), flat=False))
+    alpha = float(d.pick(ALPHAS)) if d.chance(0.3) else None
+    return DrawnProduct(a, b, u, c=c, alpha=alpha, out_dtype=d.pick(d.pool.dtypes), swapped=d.chance(0.3))
 
 
 def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
-    """Return the kinds of two operands, as a pair."""
     if d.chance(0.3):
         kind = d.pick(tuple(ARRAYS))
         family = [other for other in FLOAT8 if other.endswith("fnuz") == kind.endswith("fnuz")]
         return kind, d.pick(family) if kind in FLOAT8 else kind
-    partners = _partners(d.pool, _operand_kind(recipe))
+    partners = _partners(d.pool, _Kind.of(recipe))
     return recipe, d.pick(partners) if d.chance(0.5) and partners else recipe
 
 
 @cache
 def _partners(pool: Pool, kind: _Kind) -> tuple[Variant, ...]:
-    """Return the recipes of a pool that can quantize the other operand of a product with an operand of `kind`."""
+    """Return the recipes of a pool that can quantize the other operand of a product with an operand of ``kind``."""
     hardware = {id for id, u in UNITS.items() if u.order is None}
-    others = [each for each in (*map(Variant, pool.recipes), *pool.variants) if not each.recipe.fake_only]
-    return tuple(each for each in others if hardware & set(_units_for(kind, _operand_kind(each))))
+    others = [each for each in pool.every_variant() if not each.recipe.fake_only]
+    return tuple(each for each in others if hardware & set(_units_for(kind, _Kind.of(each))))
 
 
 def draw_patterns(d: Picks) -> tuple[str, str]:
-    """Return the names of code patterns (keys of PATTERNS) for two operands, as a pair."""
-    # In a quarter of the draws, the patterns are chosen so that products of the two operands cancel.
+    """Return the names of code patterns for two operands. In a quarter of the draws, their products cancel."""
     if d.chance(0.25):
         return d.pick(_PAIRS)
     return d.pick(tuple(PATTERNS)), d.pick(tuple(PATTERNS))
@@ -248,70 +224,47 @@ def draw_patterns(d: Picks) -> tuple[str, str]:
 def _shapes(
     d: Picks, kinds: tuple[Variant | str, Variant | str], u: Unit
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes (..., rows, K) of two operands, and the leading axes of their product (all but the last
-    two).
-    """
+    """Return the shapes (..., rows, K) of two operands, and the leading axes of their product."""
     multiple = lcm(*(1 if isinstance(kind, str) else kind.recipe.length_multiple for kind in kinds))
     step = d.pick([step.k for step in u.steps().values()] or [32])
     limit = min(d.pool.largest, LONGEST)
-    K = -(-int(_length(d, step, limit)) // multiple) * multiple
-    M, N = int(d.pick(ROWS)), int(d.pick(ROWS))
+    length = d.limits_above(0.5, 0.03)
+    K = limit if length == 2 else step * d.pick((1, 1, 2, 3, 8, 12)) if length else 1 + d.below(699)
+    K = -(-min(K, limit) // multiple) * multiple
+    M, N = d.pick(ROWS), d.pick(ROWS)
     stacked = d.pick(("", "", "", "ab", "a", "b"))
     lead = d.pick(((1,), (2,), (3,), (2, 2))) if stacked else ()
     while M * N > 1 and (prod(lead) * M * N * K > MAX_PRODUCTS or prod(lead) * max(M, N) * K > limit):
         M, N = -(-M // 2), -(-N // 2)
     sizes = [M, N, K]
     if d.chance(0.03):
-        sizes[d.rng.integers(3)] = 0
+        sizes[d.below(3)] = 0
     M, N, K = sizes
     return (*(lead if "a" in stacked else ()), M, K), (*(lead if "b" in stacked else ()), N, K), lead
 
 
-def _length(d: Picks, step: int, limit: int) -> int:
-    """Return a random K for a product: a small multiple of ``step``, a number below 700, or, rarely, ``limit``."""
-    kind = d.rng.random()
-    if kind < 0.03:
-        return limit
-    if kind < 0.5:
-        return min(step * int(d.pick((1, 1, 2, 3, 8, 12))), limit)
-    return min(int(d.rng.integers(1, 700)), limit)
-
-
 def draw_operand(d: Picks, kind: Variant | str, shape: tuple[int, ...], pattern: str) -> DrawnOperand:
-    """Return a random operand with the shape (..., rows, K), either a Quantized with a recipe or an array of a
-    dtype.
-    """
+    """Return a random operand with the shape (..., rows, K): a Quantized with a recipe, or an array of a dtype."""
     view = d.view(len(shape), flat=False)
     if isinstance(kind, str):
         name = f"codes of {ARRAYS[kind]}, {pattern}" if ARRAYS[kind] else pattern
-        return DrawnOperand(_array(d, name, "uint8" if ARRAYS[kind] else kind, shape, view), dtype=kind)
+        return DrawnOperand(d.array(name, "uint8" if ARRAYS[kind] else kind, shape, view), dtype=kind)
     r, scales, tensor = kind.recipe, None, None
     codes = {4: "codes", 6: "codes of 6 bits", 8: "bytes"}[r.element.bits]
     if r.element.name in FORMATS:
         codes = f"codes of {r.element.name}, {pattern}"
     if r.scale is not None:
-        name = d.pick(
-            (f"scale codes of {r.scale.name}", f"scale codes of {r.scale.name}", "smallest scale codes", "bytes")
-        )
-        scales = _array(d, name, "uint8", scale_shape(shape, r))
+        name = d.pick((*2 * (f"scale codes of {r.scale.name}",), "smallest scale codes", "bytes"))
+        scales = d.array(name, "uint8", scale_shape(shape, r))
     if r.tensor_scaling != "none":
         per_expert = r.tensor_scaling == "tensor" and len(shape) > 2 and d.chance(0.5)
-        tensor = _array(d, "amaxes", "float32", shape[:1] if per_expert else tensor_amax_shape(shape, r))
+        tensor = d.array("amaxes", "float32", shape[:1] if per_expert else tensor_amax_shape(shape, r))
     layout = d.pick(d.pool.layouts) if r.scale is not None else "linear"
-    return DrawnOperand(
-        _array(d, codes, "uint8", shape, view), kind, "", scales, tensor, columns=d.chance(0.3), layout=layout
-    )
+    found = d.array(codes, "uint8", shape, view)
+    return DrawnOperand(found, kind, "", scales, tensor, columns=d.chance(0.3), layout=layout)
 
 
-def _array(d: Picks, kind: str, dtype: str, shape: tuple[int, ...], view: View | None = None) -> DrawnArray:
-    """Return the description of an array with a random seed. It is contiguous unless ``view`` says otherwise."""
-    return DrawnArray(kind, dtype, shape, int(d.rng.integers(1 << 40)), view or View.plain(len(shape)))
-
-
-def _first_sums(d: Picks, shape: tuple[int, ...]) -> DrawnArray:
-    """Return a random argument c of matmul (the array that products are added to), in the given shape."""
-    return _array(d, d.pick(C_KINDS), d.pick(d.pool.dtypes), shape, d.view(len(shape), flat=False))
-
+# ---- other operations ----
 
 GROUPED = ("quantize_grouped", "fake_quantize_grouped", "amax_grouped", "backward_grouped", "plan")
 # Operations that return no codes. Only these are drawn for recipes without codes.
@@ -411,10 +364,7 @@ class DrawnCase:
 
 
 class Draw(Picks):
-    """Draw the parts of one fuzz case from an integer, in a fixed order.
-
-    ``refused`` counts variants that Recipe rejected.
-    """
+    """Draw the parts of one fuzz case, in a fixed order. ``refused`` counts variants that Recipe rejected."""
 
     def __init__(self, seed: int, pool: Pool) -> None:
         super().__init__(seed, pool)
@@ -425,19 +375,19 @@ class Draw(Picks):
         operation = self.pick(tuple(_supported(self.pool)))
         recipe = self.variant(operation)
         if operation == "matmul":
-            return DrawnCase(operation, recipe, (), -1, DrawnOptions(), draw_product(self, recipe))
+            return DrawnCase(operation, recipe, (), -1, DrawnOptions(), _draw_product(self, recipe))
         # Plans get no fault, because a plan may reject the faulty argument only when it runs.
         fault = self.pick(FAULTS) if self.pool.faults and self.chance(0.03) and operation != "plan" else ""
         options = replace(self.options(operation, recipe.recipe), fault=fault)
-        ndim = 2 if operation in FLATTENED else max(int(self.pick((1, 2, 2, 2, 3, 3, 4))), 1 + (operation in _MATRICES))
-        axis = -1 if operation in _ROWS else int(self.rng.integers(-ndim, ndim))
+        ndim = 2 if operation in FLATTENED else max(self.pick((1, 2, 2, 2, 3, 3, 4)), 1 + (operation in _MATRICES))
+        axis = -1 if operation in _ROWS else self.below(2 * ndim) - ndim
         if operation == "transpose":
             axis = self.pick((-1, -2))
-        if ndim == 1:
-            # Swizzled layouts need a matrix.
+        if ndim == 1:  # swizzled layouts need a matrix
             options = replace(options, layout="linear", target_layout="linear")
-        count = int(self.rng.integers(1, 5)) if operation in (*GROUPED, "master_weights") and not options.stacked else 1
-        arrays = tuple(self.array(operation, recipe.recipe, ndim, axis, options) for _ in range(count))
+        several = operation in (*GROUPED, "master_weights") and not options.stacked
+        count = 1 + self.below(4) if several else 1
+        arrays = tuple(self.input(operation, recipe.recipe, ndim, axis, options) for _ in range(count))
         return DrawnCase(operation, recipe, arrays, axis, options)
 
     def variant(self, operation: str) -> Variant:
@@ -446,7 +396,7 @@ class Draw(Picks):
         for _ in range(50):
             variant = self.pick(variants)
             if not variant.changes and self.pool.changes and self.chance(0.5):
-                variant = draw_variant(self.rng, variant.id, int(self.rng.integers(1, self.pool.changes + 1)))
+                variant = draw_variant(self, variant.id, 1 + self.below(self.pool.changes))
             try:
                 _ = variant.recipe
             except (ValueError, TypeError):
@@ -464,83 +414,73 @@ class Draw(Picks):
 
     def options(self, operation: str, r: Recipe) -> DrawnOptions:
         """Return random options that the operation and the recipe support."""
-        scaled, floats = r.scale is not None and not r.fake_only, not (r.element.is_integer or r.four_over_six)
-        coded, fake = (
-            operation in _CODES,
-            r.fake_rule is not None and operation in ("fake_quantize", "fake_quantize_grouped"),
-        )
+        coded, rounded = operation in _CODES, operation in _ROUNDED
+        scaled = r.scale is not None and not r.fake_only
         has_layout = scaled and operation not in (*VALUES_ONLY, "partial", "swizzle_bytes")
-        rule = FAKE_RULES[r.fake_rule].stochastic if fake and r.fake_rule else "any"
-        stochastic = floats and operation in _ROUNDED and rule != "" and self.chance(0.25)
+        fake_rule = r.fake_rule if operation in ("fake_quantize", "fake_quantize_grouped") else None
+        roundable = rounded and not (r.element.is_integer or r.four_over_six)
+        stochastic = roundable and not (fake_rule and FAKE_RULES[fake_rule].stochastic == "") and self.chance(0.25)
         seeded = operation in _SEEDED or r.stochastic in (*NOISE_STOCHASTICS, *SCALE_STOCHASTICS)
         roundings = [kind for kind in self.pool.roundings if kind in (("seed",) if seeded else ("seed", "bytes"))]
         if r.stochastic == "comfyui_nvfp4_cuda":  # it accepts no seed
             roundings = []
+        amaxes, is_square = ("number", "array", "column"), r.block is not None and r.block[0] == r.block[1] > 1
         found = DrawnOptions(
-            seed=int(self.rng.integers(1 << 40)),
+            seed=self.seed(),
             layout=self.pick(self.pool.layouts) if has_layout else "linear",
             rounding=self.pick(roundings) if stochastic and roundings else "nearest",
             hadamard=self.pick(self.pool.hadamard) if coded and self.chance(0.3) else False,
-            tensor_amax=(
-                self.pick(("number", "array", "column")) if r.tensor_scaling != "none" and self.chance(0.4) else ""
-            ),
-            block_amax=r.static
-            and (coded or operation in _ROUNDED)
-            and operation != "quantize_both"
-            and self.chance(0.6),
+            tensor_amax=self.pick(amaxes) if r.tensor_scaling != "none" and self.chance(0.4) else "",
+            block_amax=r.static and rounded and operation != "quantize_both" and self.chance(0.6),
             out=self.pick(("", "", "guarded", "strided")) if operation in ("quantize", "with_scales", "decode") else "",
             decoded=self.pick(("", *self.pool.dtypes)),
             target=self.target(r) if operation == "requantize" else None,
             target_layout=self.pick(self.pool.layouts),
             pass_through=self.chance(0.3),
             axes=self.pick((None, 0, -1, "all")),
-            cuts=tuple(float(cut) for cut in sorted(self.rng.random(self.rng.integers(0, 4)))),
-            columnwise=r.block is not None and r.block[0] == r.block[1] > 1 and self.chance(0.5),
+            cuts=tuple(sorted(self.fraction() for _ in range(self.below(4)))),
+            columnwise=is_square and self.chance(0.5),
             stacked=operation in GROUPED and self.chance(0.4),
             fake=self.chance(0.4),
         )
-        return self.search(found, r) if operation == "search_scales" else found
-
-    def search(self, options: DrawnOptions, r: Recipe) -> DrawnOptions:
-        """Return a copy of the options with random options of search_scales set. Only E4M3 scales get a Hessian."""
+        if operation != "search_scales":
+            return found
         by_hessian = r.scale == E4M3 and self.chance(0.3)
-        objective = "mse" if by_hessian else self.pick(("mse", "mse", "mae", "max", "p2.4", "p3"))
-        columns = "hessian" if by_hessian else self.pick(("", "weights"))
-        return replace(options, objective=objective, columns=columns, candidates=self.pick(("", "", "near", "some")))
+        return replace(
+            found,
+            objective="mse" if by_hessian else self.pick(("mse", "mse", "mae", "max", "p2.4", "p3")),
+            columns="hessian" if by_hessian else self.pick(("", "weights")),
+            candidates=self.pick(("", "", "near", "some")),
+        )
 
-    # ---- arrays ----
-
-    def array(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> DrawnArray:
+    def input(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> DrawnArray:
         """Return a description of a random array that suits the operation, the recipe and the options."""
         shape = self.shape(operation, r, ndim, axis % ndim, options)
         if options.stacked:
-            shape = (int(self.rng.integers(1, 5)), *shape)
-        kind = self.pick(NUMBERS if operation in FLATTENED else KINDS)
-        dtype = self.pick(self.pool.dtypes)
+            shape = (1 + self.below(4), *shape)
+        kind, dtype = self.pick(NUMBERS if operation in FLATTENED else KINDS), self.pick(self.pool.dtypes)
         if operation in ("pack", "swizzle_bytes"):
             kind, dtype = ("codes" if operation == "pack" else "bytes"), "uint8"
-        view = self.view(len(shape), flat=operation in FLATTENED)
-        return DrawnArray(kind, dtype, shape, int(self.rng.integers(1 << 40)), view)
+        return self.array(kind, dtype, shape, self.view(len(shape), flat=operation in FLATTENED))
 
     def shape(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> tuple[int, ...]:
         """Return ``ndim`` random axis lengths near multiples of the tile sizes of kernels."""
-        shape = [int(self.pick(LENGTHS)) for _ in range(ndim)]
-        multiple = lcm(r.length_multiple, 16 if options.hadamard else 1, 2 if operation == "pack" else 1)
-        if options.target is not None:
-            multiple = lcm(multiple, options.target.recipe.length_multiple)
-        multiples = dict.fromkeys(range(ndim - 2, ndim) if operation in _BOTH_WAYS else (axis,), multiple)
-        if options.columnwise and operation == "master_weights":
-            multiples[0] = multiple
-        for i, unit in multiples.items():
-            shape[i] = -(-int(self.pick(BLOCKED)) // unit) * unit
+        shape = [self.pick(LENGTHS) for _ in range(ndim)]
         recipes = [r] if options.target is None else [r, options.target.recipe]
+        multiples = [recipe.length_multiple for recipe in recipes]
+        multiple = lcm(*multiples, 16 if options.hadamard else 1, 2 if operation == "pack" else 1)
+        units = dict.fromkeys(range(ndim - 2, ndim) if operation in _BOTH_WAYS else (axis,), multiple)
+        if options.columnwise and operation == "master_weights":
+            units[0] = multiple
+        for i, unit in units.items():
+            shape[i] = -(-self.pick(BLOCKED) // unit) * unit
         is_searched = operation == "search_scales" or any(recipe.search for recipe in recipes)
         max_elements = min(self.pool.largest, MAX_SEARCHED) if is_searched else self.pool.largest
-        for i in self.rng.permutation(ndim):
+        for i in self.shuffled(range(ndim)):
             if prod(shape) > max_elements:
-                shape[i] = multiples.get(i) or int(self.pick((1, 2, 3)))
+                shape[i] = units.get(i) or self.pick((1, 2, 3))
         if self.chance(0.03):
-            shape[self.rng.integers(ndim)] = 0
+            shape[self.below(ndim)] = 0
         return tuple(shape)
 
 
@@ -568,7 +508,6 @@ _ROWS = ("quantize_both", "pack", "swizzle_bytes", *FLATTENED)
 
 
 def _supports(operation: str, r: Recipe) -> bool:
-    """Return True if a recipe supports an operation, so that fuzz cases with both are drawn."""
     if r.fake_only and operation not in VALUES_ONLY:
         return False
     if operation in FLATTENED:
@@ -577,15 +516,15 @@ def _supports(operation: str, r: Recipe) -> bool:
         return r.block is not None and r.block[0] > 1
     if operation == "search_scales":
         return is_searchable(r)
-    return r.scale is not None if operation in ("swizzle",) else True
+    return r.scale is not None or operation != "swizzle"
 
 
 @cache
 def _supported(pool: Pool) -> dict[str, tuple[Variant, ...]]:
     """Return {operation: the recipes and variants in the pool that support it}."""
-    variants = (*map(Variant, pool.recipes), *pool.variants)
     supported = {
-        name: tuple(variant for variant in variants if _supports(name, variant.recipe)) for name in pool.operations
+        name: tuple(variant for variant in pool.every_variant() if _supports(name, variant.recipe))
+        for name in pool.operations
     }
     if not any(supported.values()):
         raise ValueError(

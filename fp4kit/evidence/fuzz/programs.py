@@ -536,7 +536,7 @@ def _backward(p: Program, case: DrawnCase) -> None:
     """Append a call that computes the gradient of fake_quantize from a random incoming gradient."""
     # With pass_through, the result must equal the incoming gradient.
     x, o = p.make("x", case.x), case.options
-    grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
+    grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, kept=None))
     # fake_quantize_backward accepts a single amax, not one per expert.
     one = replace(case, options=replace(o, tensor_amax=o.tensor_amax and "number"))
     options = {"axis": case.axis, "amax": tensor_amax(p, one), "pass_through": o.pass_through}
@@ -550,7 +550,7 @@ def _backward_grouped(p: Program, case: DrawnCase) -> None:
     # The results must be equal.
     xs, members = _members(p, case)
     o = case.options
-    grads = [p.make(f"grad{i}", replace(a, kind="bits", seed=o.seed + i, bits=b"")) for i, a in enumerate(case.arrays)]
+    grads = [p.make(f"grad{i}", replace(a, kind="bits", seed=o.seed + i, kept=None)) for i, a in enumerate(case.arrays)]
     given: Any = grads[0] if o.stacked else grads
     one = replace(case, options=replace(o, tensor_amax=o.tensor_amax and "number"))
     amaxes = _per_member(p, one, tensor_amax, "amax", len(members))

@@ -1,24 +1,17 @@
 """Run random calls of the public functions on an engine and on the specification, and compare the results.
-A case is one random test, drawn from an integer. It runs as a program: a list of calls, and of results that must be
-equal. A failing case is shrunk to a smaller one and printed as Python. The pool holds what cases are drawn from.
 
-draw.py draws a case, programs.py writes it as a program, and check.py runs the program on the specification and the
-engine, statement by statement. Some checks need no second engine:
-
-- A round trip gives the original again.
-- Equal results come from strided views and copies, from grouped and single calls, and from quantize_both and two calls.
-- Inputs and guards are unchanged.
-
-A failure is shrunk (shrink.py) and printed as Python (print_repro.py). Calls that both engines reject with the same
-message, and calls that the engine declines with NotImplementedError, are counted.
+draw.py draws a case from an integer, programs.py writes it as a program, and check.py runs the program on both,
+statement by statement, and prints it. shrink.py makes a failing case smaller. Each process has its own seed and engine.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
@@ -31,7 +24,6 @@ from fp4kit.evidence.engines import ComparedEngine, Outcome
 from fp4kit.evidence.fuzz.check import Verdict, check, script
 from fp4kit.evidence.fuzz.draw import DrawnCase, draw
 from fp4kit.evidence.fuzz.recipes import Pool
-from fp4kit.evidence.fuzz.shrink import shrink_case
 from fp4kit.ops.engines import engine as engine_name
 
 CASES_PER_SEED = 10**9  # case i of seed s is drawn from s * 10^9 + i
@@ -145,13 +137,8 @@ def run(
         for number in count() if cases is None else range(cases):
             if time.monotonic() - start - spent > seconds:
                 break
-            case, verdict = checked(report, engine, seed * CASES_PER_SEED + number, pool or Pool())
-            if verdict.failed and report.wants(verdict):
-                began = time.monotonic()
-                report.failures.append(
-                    reproduced(case, verdict, engine, seed * CASES_PER_SEED + number, shrink_seconds)
-                )
-                spent += time.monotonic() - began
+            verdict, shrinking = checked(report, engine, seed * CASES_PER_SEED + number, pool or Pool(), shrink_seconds)
+            spent += shrinking
             if progress is not None:
                 progress(verdict.calls, int(verdict.failed))
     report.seconds = time.monotonic() - start
@@ -165,41 +152,112 @@ def run_case(
     report, start = Report(), time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        case, verdict = checked(report, engine, number, pool or Pool())
-        if verdict.failed:
-            report.failures.append(reproduced(case, verdict, engine, number, shrink_seconds))
+        checked(report, engine, number, pool or Pool(), shrink_seconds)
     report.seconds = time.monotonic() - start
     return report
 
 
-def checked(report: Report, engine: ComparedEngine | None, number: int, pool: Pool) -> tuple[DrawnCase, Verdict]:
-    """Draw one fuzz case from the integer ``number``, check it, and add it to the report."""
+def checked(
+    report: Report, engine: ComparedEngine | None, number: int, pool: Pool, shrink_seconds: float
+) -> tuple[Verdict, float]:
+    """Draw and check a case, and add it and a new failure to the report. Return the seconds spent on shrinking, too."""
     case, refused = draw(number, pool)
-    verdict = check(case, engine)
+    verdict, start = check(case, engine), time.monotonic()
     report.count(case, verdict, refused)
-    return case, verdict
+    if not verdict.failed or not report.wants(verdict):
+        return verdict, 0.0
+    smaller, last, note = case, verdict, ""
+    try:
+        from fp4kit.evidence.fuzz.shrink import shrunk
+    except ImportError as error:
+        note = f' (not made smaller: {error}; run pip install "fp4kit[fuzz]")'
+    else:
 
+        def fails(candidate: DrawnCase) -> bool:
+            try:
+                return check(candidate, engine).key == verdict.key
+            except Exception:  # a candidate may be an invalid case
+                return False
 
-def reproduced(
-    case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None, number: int, seconds: float
-) -> Failure:
-    """Return the Failure of a failing case, shrunk for at most ``seconds``, with a Python program that reproduces
-    it.
-    """
-    smaller = shrink_case(case, verdict, engine, seconds)
-    last = check(smaller, engine)
-    if last.key != verdict.key:  # the shrunk case does not fail every time
-        smaller, last = case, verdict
-    return Failure(
-        number, verdict.kind, verdict.function, last.text, str(case), str(smaller), script(smaller, last, engine)
+        simplest = shrunk(number, pool, fails, shrink_seconds)
+        again = check(simplest, engine)
+        if again.key == verdict.key:  # otherwise the case does not fail every time
+            smaller, last = simplest, again
+    text = script(smaller, last, engine)
+    report.failures.append(
+        Failure(number, verdict.kind, verdict.function, last.text, str(case), f"{smaller}{note}", text)
     )
+    return verdict, time.monotonic() - start
+
+
+_EVERY = 0.2  # seconds between reports of a process
+_counters: Any = None  # numbers of calls and failures, shared by all processes; set when a process starts
+
+
+def run_processes(
+    device: str | None, processes: int, seconds: float, seed: int, progress: Callable[[int, int], None], **options: Any
+) -> Report:
+    """Run the fuzzer with the seeds seed, seed + 1, ... in several processes, and return the sum of their reports.
+
+    Args:
+        device: the engine to compare with the specification: "gpu", "host", or None for the specification alone.
+        processes: the number of processes.
+        seconds: running time of each process, without shrinking.
+        seed: the seed of the first process.
+        progress: is called with the increase of the numbers of calls and failures.
+        options: further arguments of ``run``.
+    """
+    context = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
+    counters = context.Array("q", 2)
+    with ProcessPoolExecutor(processes, context, _start, (counters,)) as executor:
+        running = {executor.submit(_work, device, seconds, seed + i, options) for i in range(processes)}
+        seen, pending = (0, 0), running
+        while pending:
+            pending = wait(pending, _EVERY).not_done
+            now = (counters[0], counters[1])
+            progress(now[0] - seen[0], now[1] - seen[1])
+            seen = now
+    total = Report()
+    for future in running:
+        total.add(future.result())
+    return total
+
+
+def _start(counters: Any) -> None:
+    global _counters
+    _counters = counters
+
+
+def _work(device: str | None, seconds: float, seed: int, options: dict[str, Any]) -> Report:
+    engine = None if device is None else {"gpu": device_engine, "host": host_engine}[device]()[0]
+    if device == "gpu" and engine is None:
+        raise OSError("fuzz: this process finds no GPU, although the first process found one; run with --processes 1")
+    done, last = [0, 0], time.monotonic()
+
+    def report() -> None:
+        nonlocal done, last
+        with _counters.get_lock():
+            for i, number in enumerate(done):
+                _counters[i] += number
+        done, last = [0, 0], time.monotonic()
+
+    def progress(calls: int, failures: int) -> None:
+        nonlocal done
+        done = [done[0] + calls, done[1] + failures]
+        if time.monotonic() - last > _EVERY:
+            report()
+
+    found = run(engine, seconds, seed, progress=progress, **options)
+    report()
+    return found
 
 
 def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcome:
     """Draw and check ``cases`` cases on an engine, and return the counts as an Outcome, for `fp4kit selftest`."""
-    total, report = Outcome(), Report()
+    total = Outcome()
     for number in range(seed * CASES_PER_SEED, seed * CASES_PER_SEED + cases):
-        case, verdict = checked(report, engine, number, pool)
+        case, _ = draw(number, pool)
+        verdict = check(case, engine)
         first = f"case {number}: {case}: {verdict.kind}: {verdict.text}" if verdict.failed else ""
         left_out = (f"{case.recipe.id}: {verdict.reason}",) if verdict.kind == "declined" else ()
         total += Outcome(verdict.values, max(verdict.differing, int(verdict.failed)), first, left_out)

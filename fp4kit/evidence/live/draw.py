@@ -6,6 +6,8 @@ blocks and scales of the recipe `r`.
 
 from __future__ import annotations
 
+import contextlib
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from math import lcm
@@ -16,7 +18,6 @@ import numpy as np
 
 import fp4kit
 from fp4kit.evidence.fuzz import arrays
-from fp4kit.evidence.fuzz import shrink as fuzz_shrink
 from fp4kit.formats import E4M3, bit_patterns, unsigned
 
 Shape = tuple[int, int]
@@ -245,14 +246,18 @@ MAX_ONE_BY_ONE = 40  # limit on elements simplified one by one, and on blocks re
 
 def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray], bool], seconds: float) -> np.ndarray:
     """Return the simplest array found within ``seconds`` for which ``differs`` holds, or x itself if none is found."""
-
-    def holds(candidate: np.ndarray) -> bool:
-        try:
-            return differs(candidate)
-        except Exception:  # the producer may reject a candidate
-            return False
-
-    return fuzz_shrink.shrink(x, lambda a: simpler(a, rows, columns), holds, seconds)
+    end, again = time.monotonic() + seconds, True
+    while again:
+        again = False
+        for candidate in simpler(x, rows, columns):
+            if time.monotonic() > end:
+                return x
+            with contextlib.suppress(Exception):  # the producer may reject a candidate
+                again = differs(candidate)
+            if again:
+                x = candidate
+                break
+    return x
 
 
 def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:

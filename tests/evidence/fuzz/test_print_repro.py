@@ -14,24 +14,13 @@ from together import together
 import fp4kit
 from fp4kit.cli import main
 from fp4kit.evidence.fuzz import arrays as fuzz_arrays
-from fp4kit.evidence.fuzz import check as replay
-from fp4kit.evidence.fuzz import parallel
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.arrays import DrawnArray, View
-from fp4kit.evidence.fuzz.check import Verdict, check, script
+from fp4kit.evidence.fuzz.check import Verdict, agree, check, script
 from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOptions, draw
 from fp4kit.evidence.fuzz.recipes import Variant
-from fp4kit.evidence.fuzz.shrink import shrink
 
 # ---- shrinking and printing ----
-
-
-def test_shrinking_is_greedy():
-    def simpler(n):
-        return (n // 2, n - 1)
-
-    assert shrink(1000, simpler, lambda n: n >= 37, 60) == 37
-    assert shrink(1000, simpler, lambda n: n >= 37, -1) == 1000
 
 
 @pytest.mark.parametrize("number", every(6, range(60)))
@@ -45,16 +34,14 @@ def test_programs_are_printed_as_they_run(number, away):
 
 
 def test_values_are_written_out_where_they_are_few():
-    x = DrawnArray("ordinary", "bfloat16", (2, 32), 1, View.plain(2))
-    values = np.zeros((2, 32), fuzz_arrays.DTYPES["bfloat16"])
-    values[1, 3], values[0, 0] = 1.5, -0.0
-    case = DrawnCase("quantize", Variant("mxfp4-ocp"), (x.with_values(values),), -1, DrawnOptions())
+    x = DrawnArray("constant", "bfloat16", (2, 32), 1, View.plain(2), (35, 37))
+    case = DrawnCase("quantize", Variant("mxfp4-ocp"), (x,), -1, DrawnOptions())
     text = script(case, Verdict("differs", step=2), None)
-    assert "given('bfloat16', (2, 32), {0: 0x8000, 35: 0x3fc0})" in text
-    many = replace(case, arrays=(x.with_values(np.full((2, 64), 1.5, np.float32)),))
-    many = replace(many, arrays=(replace(many.x, dtype="float32"),))
-    assert f"'{'0000c03f' * 128}'" in script(many, Verdict("differs", step=2), None)
-    assert np.array_equal(fuzz_arrays.given("float32", (2, 64), "0000c03f" * 128), many.x.values())
+    bits = x.values().view(np.uint16).reshape(-1)
+    assert np.flatnonzero(bits).tolist() == [35, 36]
+    assert f"given('bfloat16', (2, 32), {{35: {bits[35]:#x}, 36: {bits[36]:#x}}})" in text
+    many = replace(case, arrays=(replace(x, shape=(2, 64), kept=(1, 100)),))
+    assert "drawn('constant', 'bfloat16', (2, 64), 1, (1, 100))" in script(many, Verdict("differs", step=2), None)
 
 
 @together("kind", fuzz_arrays.VALUES)
@@ -80,8 +67,8 @@ def test_agreement_compares_what_is_yielded(away):
         yield "x", on.array(np.zeros(3, np.float32)) + (0 if on.host else 1)
 
     with pytest.raises(AssertionError, match=r"differs: x: at \(0,\) 0x3f800000 instead of 0x0"):
-        replay.agree(program, np, away.module)
-    replay.agree(program, np)
+        agree(program, np, away.module)
+    agree(program, np)
 
 
 # ---- the command ----
@@ -152,9 +139,8 @@ def test_errors_of_the_command(arguments, message, without_gpu, capsys):
 
 
 def test_processes_draw_with_their_own_seeds():
-    work = parallel.WorkerTask(600, 5, replace(SMALL, operations=("pack",)), 1.0, None)
-    counted = []
-    report = parallel.run(work, 4, 2, lambda calls, failures: counted.append(calls))
+    counted, pool = [], replace(SMALL, operations=("pack",))
+    report = fuzz.run_processes(None, 2, 600, 4, lambda calls, failures: counted.append(calls), cases=5, pool=pool)
     assert report.total("cases") == 10 and sum(counted) == report.total("calls") and report.failures == []
-    singles = [fuzz.run(None, 600, seed, cases=5, pool=work.pool) for seed in (4, 5)]
+    singles = [fuzz.run(None, 600, seed, cases=5, pool=pool) for seed in (4, 5)]
     assert report.total("values") == sum(single.total("values") for single in singles)

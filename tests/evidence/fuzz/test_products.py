@@ -22,7 +22,6 @@ from fp4kit.evidence.fuzz.arrays import DISTANCES, DTYPES, FORMATS, PATTERNS, co
 from fp4kit.evidence.fuzz.check import Verdict, check, script
 from fp4kit.evidence.fuzz.draw import ALPHAS, ARRAYS, LONGEST, changes_of, draw, units_for
 from fp4kit.evidence.fuzz.recipes import Pool, Variant
-from fp4kit.evidence.fuzz.shrink import simpler_products
 
 PRODUCTS = Pool(operations=("matmul",))
 SMALL_PRODUCTS = replace(SMALL, operations=("matmul",))
@@ -128,7 +127,7 @@ def test_a_fault_is_found_shrunk_and_reproduced(name, away, monkeypatch) -> None
     restore = plant(monkeypatch, "matmul", FAULTS[name])
     reports = (fuzz.run(away, 600, seed, cases=40, pool=SMALL_PRODUCTS, shrink_seconds=3) for seed in range(20))
     failure = next(f for report in reports for f in report.failures if f.kind == "differs")
-    assert failure.function == "fp4kit.matmul" and len(failure.shrunk) <= len(failure.drawn)
+    assert failure.function == "fp4kit.matmul"
     assert executed(failure.script).startswith("differs: "), failure.script
     restore()
     assert executed(failure.script) == ""
@@ -146,19 +145,8 @@ def test_the_command_repeats_a_case_with_its_units(away, monkeypatch, capsys) ->
 def test_a_wrong_row_is_shrunk_to_five_rows(away, monkeypatch) -> None:
     plant(monkeypatch, "matmul", first_row)
     report = fuzz.run(away, 600, 3, cases=30, pool=SMALL_PRODUCTS, shrink_seconds=20)
-    shrunk = next(f.script for f in report.failures if f.kind == "differs")
-    assert "View" not in shrunk and "swizzle" not in shrunk and "alpha" not in shrunk and "c=" not in shrunk
-
-
-@pytest.mark.exhaustive
-def test_simpler_products_are_whole(away) -> None:
-    """Every simpler product is a valid call if unit and recipes have no changes that could get lost."""
-    for product in products(16, replace(SMALL_PRODUCTS, changes=0, faults=False)):
-        for number, smaller in enumerate(simpler_products(product)):
-            if number > 30:
-                break
-            case = replace(draw(0, SMALL_PRODUCTS)[0], product=smaller)
-            assert check(case, away).kind == "equal", smaller
+    failure = next(f for f in report.failures if f.kind == "differs")
+    assert "[5, " in failure.shrunk and not any(word in failure.script for word in ("View", "swizzle", "c=", "drawn"))
 
 
 @pytest.mark.parametrize("number", range(20))

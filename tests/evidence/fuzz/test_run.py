@@ -5,6 +5,7 @@ A fault is reduced to a small case, and the printed program reproduces it.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ import fp4kit
 from fp4kit.evidence.fuzz import arrays as fuzz_arrays
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.draw import draw
-from fp4kit.evidence.fuzz.recipes import CHANGES, OPERATIONS, Pool, Variant, draw_variant
+from fp4kit.evidence.fuzz.recipes import CHANGES, OPERATIONS, Picks, Pool, Variant, draw_variant
 from fp4kit.recipes import RECIPES, Recipe
 
 # ---- the specification ----
@@ -57,11 +58,11 @@ def test_a_case_is_drawn_from_its_number_alone():
 
 def test_every_field_is_changed():
     """Drawn variants of recipes differ in every field that can change, and Recipe accepts them."""
-    rng = np.random.default_rng(0)
+    d = Picks(0, SMALL)
     changed, refused = set(), 0
     for id in RECIPES:
         for _ in range(30):
-            variant = draw_variant(rng, id, 4)
+            variant = draw_variant(d, id, 4)
             try:
                 assert isinstance(variant.recipe, Recipe)
             except ValueError:
@@ -194,6 +195,15 @@ def test_one_bit_is_shrunk_to_one_block(away, monkeypatch):
     shrunk = next(f.shrunk for f in report.failures if f.kind == "differs")
     assert "float32" in shrunk and "axis" in shrunk and "View" not in text and "replace(" not in text
     assert text.count("0x") <= 2, text
+
+
+def test_without_hypothesis_a_failure_is_printed_as_drawn(away, monkeypatch):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    monkeypatch.delitem(sys.modules, "fp4kit.evidence.fuzz.shrink", raising=False)
+    plant(monkeypatch, "quantize", one_bit)
+    (failure,) = fuzz.run(away, 600, 5, cases=20, pool=replace(SMALL, operations=("quantize",))).failures
+    assert failure.shrunk.startswith(failure.drawn) and 'pip install "fp4kit[fuzz]"' in failure.shrunk
+    assert executed(failure.script).startswith("differs: ")
 
 
 def test_a_fault_of_the_specification_alone_is_found(monkeypatch):
