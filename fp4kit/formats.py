@@ -56,6 +56,19 @@ class Packing(NamedTuple):
         """Return the number of bytes that n codes fill. n must be a multiple of `codes`."""
         return n // self.codes * self.bytes
 
+    def pack(self, codes: Any) -> Any:
+        """Return codes (..., K), uint8 with one code per byte, as they are stored; codes of over 4 bits unchanged."""
+        return codes if self.codes == 1 else codes[..., 0::2] | codes[..., 1::2] << 4
+
+    def unpack(self, stored: Any) -> Any:
+        """Return stored codes with one code per byte: the inverse of pack."""
+        if self.codes == 1:
+            return stored
+        codes = np.empty_like(stored, shape=(*stored.shape[:-1], stored.shape[-1] * 2))
+        codes[..., 0::2] = stored & 0xF
+        codes[..., 1::2] = stored >> 4
+        return codes
+
 
 @dataclass(frozen=True)
 class ElementFormat:

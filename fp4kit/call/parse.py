@@ -32,6 +32,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe_of
 from fp4kit.recipes.rules import SCALE_STOCHASTICS
 from fp4kit.recipes.schema import has_tall_scales
+from fp4kit.reference.stochastic import HADAMARD_BLOCK, TE_SIGN_MASK
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
 
 
@@ -85,8 +86,6 @@ def check_has_codes(op: str, recipe: Recipe) -> None:
         raise ValueError(f"{op}: {recipe.id} is a fake quantizer and has values only; use fp4kit.fake_quantize")
 
 
-HADAMARD_BLOCK = 16
-TE_SIGN_MASK = 0xD7E8  # Transformer Engine's signs: if bit i is set, input i of a block is negated
 SEED_WITHOUT_USE = "seed was given with rounding='nearest', which is deterministic; pass rounding='stochastic'"
 
 

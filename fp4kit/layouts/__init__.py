@@ -40,13 +40,15 @@ __all__ = [
     "unpack_mlx",
     "unpacked",
     "unswizzle_scales",
-    "write_codes",
 ]
 
 
 def __dir__() -> list[str]:
     """Return the public names, so that completion shows no others."""
     return list(__all__)
+
+
+_NIBBLES = Packing(codes=2, bytes=1)
 
 
 def pack(codes: Any) -> Any:
@@ -73,7 +75,7 @@ def pack(codes: Any) -> Any:
     """
     check_bytes("pack", codes)
     check_pairs(codes.shape)
-    return codes[..., 0::2] | codes[..., 1::2] << 4
+    return _NIBBLES.pack(codes)
 
 
 def check_pairs(shape: tuple[int, ...]) -> None:
@@ -118,10 +120,7 @@ def unpack(packed: Any) -> Any:
         [1, 2, 3, 4]
     """
     check_bytes("unpack", packed)
-    codes = np.empty_like(packed, shape=(*packed.shape[:-1], packed.shape[-1] * 2))
-    codes[..., 0::2] = packed & 0xF
-    codes[..., 1::2] = packed >> 4
-    return codes
+    return _NIBBLES.unpack(packed)
 
 
 def packed(codes: Any, packing: Packing) -> Any:
@@ -144,31 +143,6 @@ def unpacked(stored: Any, packing: Packing) -> Any:
     packing: ElementFormat.packing.
     """
     return stored if packing.codes == 1 else unpack(stored)
-
-
-def write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, packing: Packing) -> None:
-    """Write a block of codes into `out`, a matrix of stored codes, in place.
-
-    Other codes stay unchanged, even those that share a byte with a written one. Nothing is checked.
-
-    Args:
-        out: the matrix, as the element format stores it.
-        codes: uint8 (m, n) with n >= 1, one code per byte.
-        rows: a slice of the m rows of out to write to.
-        column: the index of the first code to write, counted in codes.
-        packing: ElementFormat.packing.
-    """
-    if packing.codes == 1:
-        out[rows, column : column + codes.shape[1]] = codes
-        return
-    if column % 2:  # the first code goes to the high nibble of a byte whose low nibble must not change
-        out[rows, column // 2] = out[rows, column // 2] & 0x0F | codes[:, 0] << 4
-        codes, column = codes[:, 1:], column + 1
-    whole = codes.shape[1] // 2
-    out[rows, column // 2 : column // 2 + whole] = pack(codes[:, : 2 * whole])
-    if codes.shape[1] % 2:
-        byte = column // 2 + whole
-        out[rows, byte] = out[rows, byte] & 0xF0 | codes[:, -1]
 
 
 def contiguous(a: Any) -> Any:

@@ -12,7 +12,6 @@ import numpy as np
 
 from fp4kit.arithmetic import ROUNDINGS, Rounding, codes_of, exponent_field
 from fp4kit.formats import E2M1, E4M3, E8M0, Codebook, ElementFormat, Packing
-from fp4kit.layouts import packed, unpacked
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE
 
@@ -455,9 +454,9 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
     out = np.empty((K, packing.length(M)), np.uint8)
     step = max(TILE_ELEMENTS // max(M, 1), 1) * packing.bytes
     for start in range(0, wide, step):
-        part = unpacked(stored[:, start : start + step], packing)
+        part = packing.unpack(stored[:, start : start + step])
         first = start // packing.bytes * codes
-        out[first : first + part.shape[1]] = packed(part.T, packing)
+        out[first : first + part.shape[1]] = packing.pack(part.T)
     return out
 
 

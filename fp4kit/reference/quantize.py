@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp4kit import layouts
-from fp4kit.formats import E8M0, IntegerOrFloat, PairedMicroexponents
-from fp4kit.layouts import write_codes
+from fp4kit.formats import E8M0, IntegerOrFloat, Packing, PairedMicroexponents
 from fp4kit.recipes import Recipe, rules
 from fp4kit.reference.arith import multiply_ftz, reciprocal_or_zero, round_to
 from fp4kit.reference.block_rules import BLOCK_RULES
@@ -311,7 +309,7 @@ def quantize_matrix(
             None if options.block_amax is None else options.block_amax[_block_rows(rows, recipe), blocks],
             None if options.random is None else options.random.tile(rows, columns),
         )
-        packed[rows, packing.length(columns.start) : packing.length(columns.stop)] = layouts.packed(codes, packing)
+        packed[rows, packing.length(columns.start) : packing.length(columns.stop)] = packing.pack(codes)
         if scales is not None:
             scales[rows, blocks] = tile_scales
 
@@ -330,7 +328,7 @@ def encode_matrix(
     Args:
         x: float32, float16 or bfloat16.
         recipe: the recipe.
-        tensor: the tensor scale, a result of implied_amax.encoding_scale.
+        tensor: the tensor scale, a result of encoding_scale.
         scales: block scale codes (M, K/block), or None if the recipe has no block scales.
         packed: the array for the codes, (M, K/2 or K).
         options: the options of this call. Block amaxes are not used.
@@ -342,7 +340,7 @@ def encode_matrix(
         tile_scales = None if scales is None else scales[rows, blocks]
         random = None if options.random is None else options.random.tile(rows, columns)
         codes = encode_tile(tile, recipe, tensor.cut(rows, blocks), x.dtype, tile_scales, random)
-        packed[rows, packing.length(columns.start) : packing.length(columns.stop)] = layouts.packed(codes, packing)
+        packed[rows, packing.length(columns.start) : packing.length(columns.stop)] = packing.pack(codes)
 
 
 def _block_rows(rows: slice, recipe: Recipe) -> slice:
@@ -453,4 +451,19 @@ def partial_cast(
         codes, _ = quantize_tile(padded, row_recipe, tensor, shard.dtype, blocks, None)
         offset = segment.columns.start - first * width
         owned = codes[:, offset : offset + segment.columns.stop - segment.columns.start]
-        write_codes(out, owned, segment.rows, segment.columns.start, recipe.element.packing)
+        _write_codes(out, owned, segment.rows, segment.columns.start, recipe.element.packing)
+
+
+def _write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, packing: Packing) -> None:
+    """Write a block of codes (m, n) into stored codes from code `column` on, and keep all other codes of a byte."""
+    if packing.codes == 1:
+        out[rows, column : column + codes.shape[1]] = codes
+        return
+    if column % 2:  # the first code goes to the high nibble of a byte whose low nibble must not change
+        out[rows, column // 2] = out[rows, column // 2] & 0x0F | codes[:, 0] << 4
+        codes, column = codes[:, 1:], column + 1
+    whole = codes.shape[1] // 2
+    out[rows, column // 2 : column // 2 + whole] = packing.pack(codes[:, : 2 * whole])
+    if codes.shape[1] % 2:
+        byte = column // 2 + whole
+        out[rows, byte] = out[rows, byte] & 0xF0 | codes[:, -1]

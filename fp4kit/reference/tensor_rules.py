@@ -689,7 +689,7 @@ def divisor_amaxes(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.
     it, because it has few bits, but one of float32 elements cannot. So the result is None for 16-bit elements. It is
     also None if no divisor is the encode scale of an amax, and for recipes that are not of compressed-tensors, which
     decode without their encode scale. A divisor of a stack that is the encode scale of no amax gets 0, which decoding
-    ignores, because its scale differs (implied_amax.stored_tensor_scale).
+    ignores, because its scale differs (stored_tensor_scale).
 
     Args:
         divisors: the stored divisors, float32, any shape.
