@@ -6,7 +6,7 @@
 ``convert_tensors`` and ``TensorConverter`` apply the rules of a conversion to tensors that are already in memory.
 """
 
-from fp4kit.checkpoint.convert.convert import ConversionReport, Options, convert, execute
+from fp4kit.checkpoint.convert.convert import ConversionReport, convert, execute
 from fp4kit.checkpoint.convert.in_memory import TensorConverter, convert_tensors
 from fp4kit.checkpoint.convert.memory_rules import Rules
 from fp4kit.checkpoint.delta.apply import apply
@@ -18,6 +18,7 @@ from fp4kit.checkpoint.plan.assign_recipes import Assignment, assign_recipes
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
+from fp4kit.checkpoint.run.executors import Options
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.storage.files import CheckpointError
 

@@ -17,7 +17,6 @@ from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS
 from fp4kit.checkpoint.convert.convert import (
     ConversionReport,
-    Options,
     bytes_to_read,
     bytes_to_write,
     check,
@@ -43,7 +42,7 @@ from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.executors import cluster
+from fp4kit.checkpoint.run.executors import Options, cluster
 from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
 from fp4kit.checkpoint.selection.selection import PRESETS, Wishes
 from fp4kit.checkpoint.verify.integrity import Issue, is_one_file

@@ -13,12 +13,13 @@ from kill_points import files_of
 from on_gpu import DEVICES, ON_GPU
 
 from fp4kit.checkpoint.convert import run_job
-from fp4kit.checkpoint.convert.convert import Options, convert, execute
+from fp4kit.checkpoint.convert.convert import convert, execute
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on
 from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import jobs_of
+from fp4kit.checkpoint.run.executors import Options
 from fp4kit.checkpoint.verify.verify import verify
 
 pytestmark = ON_GPU

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -57,7 +57,7 @@ from fp4kit.checkpoint.plan.output_files import OutputFile, check_target, final_
 from fp4kit.checkpoint.plan.plan import Plan, jobs_of
 from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.executors import executor_of, pending_limit, run_all, start_devices
+from fp4kit.checkpoint.run.executors import Options, executor_of, pending_limit, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import jobs_of_finished_run, remove_leftovers
 from fp4kit.checkpoint.run.prefetch import Prefetcher
 from fp4kit.checkpoint.selection.selection import Wishes
@@ -82,7 +82,6 @@ SURVIVES = 0.5  # a layer of whose update less survives is named in a warning
 _WAYS_OUT = (
     'serve the model and the adapter side by side, merge into the unquantized model, or train with adapters="merged"'
 )
-Progress = Callable[[int], None]  # called with the number of bytes of source tensors processed since the last call
 
 
 @dataclass(frozen=True)
@@ -338,38 +337,6 @@ def convert(
         allow_loss=allow_loss,
     )
     return execute(plan, destination, options)
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options for the execution of a plan. The bytes that are written do not depend on them.
-
-    Attributes:
-        workers: number of workers. They are threads if GPUs or the compiled engine do the work, otherwise processes.
-            None means fp4kit.num_threads() threads, but at least two. Without GPUs and the compiled engine, None means
-            this process alone. A script that uses processes needs ``if __name__ == "__main__":``.
-        executor: a concurrent.futures executor to use instead of workers that fp4kit starts. Its workers must see the
-            files under the same paths.
-        devices: indices of the CUDA devices among which the jobs are distributed in turn; empty for the CPU.
-        resume: True to continue an interrupted run of the same plan.
-        progress: called with the number of bytes of source tensors processed since its last call. These numbers add up
-            to bytes_to_read(plan).
-        processes: True to use processes instead of threads where processes are faster (many workers, a large model). If
-            ``workers`` is None, at most 8 processes are used.
-
-    Raises CheckpointError if ``workers`` is neither None nor an integer of at least 1.
-    """
-
-    workers: int | None = None
-    executor: Executor | None = None
-    devices: Sequence[int] = ()
-    resume: bool = False
-    progress: Progress | None = None
-    processes: bool = False
-
-    def __post_init__(self) -> None:
-        if self.workers is not None and (type(self.workers) is not int or self.workers < 1):
-            raise CheckpointError(f"workers: got {self.workers!r}; an integer of at least 1 is needed")
 
 
 def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bool = False) -> None:

@@ -18,8 +18,7 @@ from fp4kit.checkpoint.convert.put_rows import put_rows
 from fp4kit.checkpoint.convert.put_scalars import put_scalars
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.checkpoint.plan.imatrix import ChannelWeights
-from fp4kit.checkpoint.plan.job import MERGE, Job, Sink, Survival
+from fp4kit.checkpoint.plan.job import MERGE, ChannelWeights, Job, Sink, Survival
 from fp4kit.checkpoint.plan.scale_search import Losses
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.ops.quantize import dequantize, quantize

@@ -33,7 +33,8 @@ from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import Piece, Weight, pieces
 from fp4kit.checkpoint.plan.bit_budget import LayerGroup, Option, Point, curve, solve
-from fp4kit.checkpoint.plan.imatrix import ChannelWeights, Imatrix
+from fp4kit.checkpoint.plan.imatrix import Imatrix
+from fp4kit.checkpoint.plan.job import ChannelWeights
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.mixture import LayerQuantization
 from fp4kit.checkpoint.plan.request import Request

@@ -10,7 +10,7 @@ the source's own values.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,7 @@ from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
 from fp4kit.checkpoint.counterparts import Origin
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, members, parts_of, pieces
-from fp4kit.checkpoint.plan.job import CARRY, CAST, MERGE, RENAME, RESCALE
-from fp4kit.checkpoint.plan.request import Request
+from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, members, parts_of, pieces, weights_of
 from fp4kit.checkpoint.plan.row_orders import (
     alternate_rows,
     gate_first,
@@ -74,7 +72,7 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
 def _origins(source: Source) -> dict[_Layer, Origin]:
     """Return where a model stores the MXFP4 or NVFP4 codes of its layers: (module, expert) -> rows."""
     form, found = GGUF_NVFP4 if is_gguf_config(source.config) else CT_NVFP4, {}
-    for weight in source.weights.values():
+    for weight in weights_of(source.tensors, source.config).values():
         if weight.container is not None and weight.container.kind in _KINDS:
             for piece in pieces(gate_first(weight, source.config), form, source.config, False):
                 found[piece.module, piece.expert if form.keeps_stacks else 0] = Origin(
@@ -177,16 +175,6 @@ def recorded_recipe(source: Source) -> str:
     if any(KEPT_CODES in file.metadata for file in source.files):
         return ""
     return next((file.metadata[RECIPE] for file in source.files if RECIPE in file.metadata), "")
-
-
-def mixes_codes(actions: Set[str], request: Request, source: Source) -> bool:
-    """Return whether an output has codes of a recipe that may differ from the recorded recipe and patterns."""
-    if actions <= {RENAME}:
-        return False
-    if request.codes or actions & {CAST, CARRY, RESCALE, MERGE}:
-        return True
-    wanted = request.recorded, [[pattern, one.id] for pattern, one in request.recipes]
-    return RENAME in actions and (recorded_recipe(source), recorded_patterns(source)) != wanted
 
 
 def recorded_patterns(source: Source) -> list[list[str]]:

@@ -29,7 +29,8 @@ import numpy as np
 
 from fp4kit.checkpoint.model.model_files import file_digest
 from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.storage.files import CheckpointError, listed, shown
+from fp4kit.checkpoint.plan.job import ChannelWeights
+from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import MAGIC, read_gguf
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -38,29 +39,6 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.([^.]+)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # Layers of a Mixtral expert: Hugging Face name -> names in the gguf package's map.
 _PARTS = {"w1": ("w1", "gate_proj"), "w2": ("w2", "down_proj"), "w3": ("w3", "up_proj")}
-
-
-class ChannelWeights(NamedTuple):
-    """Describe where an imatrix file stores the column weights of one matrix, so that a job can read them later.
-
-    Attributes:
-        path: the imatrix file.
-        position: the offset in bytes of the matrix's first value in the file.
-        columns: K, the number of float32 values, one per column of the matrix.
-        divisor: the number to divide the values by. 0 means that the expert was never called; every weight is then 1.
-    """
-
-    path: Path
-    position: int
-    columns: int
-    divisor: float
-
-    def read(self) -> np.ndarray:
-        """Read the values and return the column weights, float32 (K,): values / divisor, or ones if divisor is 0."""
-        if self.divisor == 0:
-            return np.ones(self.columns, np.float32)
-        values = np.fromfile(self.path, "<f4", self.columns, offset=self.position)
-        return np.asarray(values / np.float32(self.divisor), np.float32)
 
 
 class ImatrixEntry(NamedTuple):

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from fp4kit.checkpoint.containers.table import (
     COLUMN_SCALE,
     COMFY_AWQ,
@@ -35,7 +37,6 @@ from fp4kit.checkpoint.containers.table import (
     Container,
 )
 from fp4kit.checkpoint.model.weights import Located, Weight
-from fp4kit.checkpoint.plan.imatrix import ChannelWeights
 from fp4kit.recipes import Recipe
 
 NONFINITE = ("error", "keep", "saturate")
@@ -333,3 +334,26 @@ class Done(NamedTuple):
     changes: tuple[int, int, float] = (0, 0, 0.0)
     survival: tuple[float, float, float, float, int, int] = (0.0, 0.0, 0.0, 0.0, 0, 0)
     is_weak: bool = False
+
+
+class ChannelWeights(NamedTuple):
+    """Describe where an imatrix file stores the column weights of one matrix, so that a job can read them later.
+
+    Attributes:
+        path: the imatrix file.
+        position: the offset in bytes of the matrix's first value in the file.
+        columns: K, the number of float32 values, one per column of the matrix.
+        divisor: the number to divide the values by. 0 means that the expert was never called; every weight is then 1.
+    """
+
+    path: Path
+    position: int
+    columns: int
+    divisor: float
+
+    def read(self) -> np.ndarray:
+        """Read the values and return the column weights, float32 (K,): values / divisor, or ones if divisor is 0."""
+        if self.divisor == 0:
+            return np.ones(self.columns, np.float32)
+        values = np.fromfile(self.path, "<f4", self.columns, offset=self.position)
+        return np.asarray(values / np.float32(self.divisor), np.float32)

@@ -22,14 +22,10 @@ from fp4kit.checkpoint.model import model_files as side_files
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.weights import Located, Piece
 from fp4kit.checkpoint.plan import kv_cache
-from fp4kit.checkpoint.plan.borrowed_codes import (
-    mixes_codes,
-    recorded_patterns,
-    recorded_recipe,
-)
+from fp4kit.checkpoint.plan.borrowed_codes import recorded_patterns, recorded_recipe
 from fp4kit.checkpoint.plan.job import COPY, MERGE, RENAME, Job, Target
 from fp4kit.checkpoint.plan.output_files import OutputFile, parts_of
-from fp4kit.checkpoint.plan.request import Request
+from fp4kit.checkpoint.plan.request import Request, mixes_codes
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe

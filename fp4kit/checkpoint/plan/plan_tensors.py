@@ -22,12 +22,7 @@ from fp4kit.checkpoint.model.weights import (
     pieces,
     unquantized_pieces,
 )
-from fp4kit.checkpoint.plan.borrowed_codes import (
-    mixes_codes,
-    recorded_include,
-    recorded_patterns,
-    recorded_recipe,
-)
+from fp4kit.checkpoint.plan.borrowed_codes import recorded_include, recorded_patterns, recorded_recipe
 from fp4kit.checkpoint.plan.job import (
     CARRY,
     CAST,
@@ -44,6 +39,7 @@ from fp4kit.checkpoint.plan.job import (
 )
 from fp4kit.checkpoint.plan.plan import ShardPlan, TensorPlan
 from fp4kit.checkpoint.plan.plan_facts import PlanFacts
+from fp4kit.checkpoint.plan.request import mixes_codes
 from fp4kit.checkpoint.selection.names import (
     INCLUDED,
     KEPT_CODES,

@@ -5,7 +5,7 @@ can read are rejected here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,12 +14,13 @@ from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WR
 from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.containers.table import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, MODELOPT_FP8, Container
 from fp4kit.checkpoint.loaders import support
-from fp4kit.checkpoint.model.model_files import is_gguf_config
+from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.weights import WeightRotation
 from fp4kit.checkpoint.plan import gguf, input_rotation
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
-from fp4kit.checkpoint.plan.job import NONFINITE
+from fp4kit.checkpoint.plan.borrowed_codes import recorded_patterns, recorded_recipe
+from fp4kit.checkpoint.plan.job import CARRY, CAST, MERGE, NONFINITE, RENAME, RESCALE
 from fp4kit.checkpoint.plan.mixture import LayerQuantization, Mixture
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes, check_diffusers
@@ -338,3 +339,13 @@ def experts_only(form: Container | None) -> bool:
 def is_deepseek_v4(config: Mapping[str, Any]) -> bool:
     """Return whether a model is DeepSeek-V4 or V4.1, judged by ``model_type`` in its config.json."""
     return config.get("model_type") in ("deepseek_v4", "deepseek_v41")
+
+
+def mixes_codes(actions: Set[str], request: Request, source: Source) -> bool:
+    """Return whether an output has codes of a recipe that may differ from the recorded recipe and patterns."""
+    if actions <= {RENAME}:
+        return False
+    if request.codes or actions & {CAST, CARRY, RESCALE, MERGE}:
+        return True
+    wanted = request.recorded, [[pattern, one.id] for pattern, one in request.recipes]
+    return RENAME in actions and (recorded_recipe(source), recorded_patterns(source)) != wanted

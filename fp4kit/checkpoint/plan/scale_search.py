@@ -17,8 +17,8 @@ from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.model.model_files import file_digest
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Located, Weight
-from fp4kit.checkpoint.plan.imatrix import ChannelWeights, Imatrix, read_imatrix
-from fp4kit.checkpoint.plan.job import SEARCHED
+from fp4kit.checkpoint.plan.imatrix import Imatrix, read_imatrix
+from fp4kit.checkpoint.plan.job import SEARCHED, ChannelWeights
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.storage.files import CheckpointError, listed, shown

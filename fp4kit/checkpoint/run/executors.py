@@ -26,6 +26,7 @@ from concurrent.futures import (
     wait,
 )
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -262,3 +263,38 @@ def mpi_executor() -> Iterator[Executor]:
 
     with MPIPoolExecutor() as executor:
         yield executor
+
+
+Progress = Callable[[int], None]  # called with the number of bytes of source tensors processed since the last call
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options for the execution of a plan. The bytes that are written do not depend on them.
+
+    Attributes:
+        workers: number of workers. They are threads if GPUs or the compiled engine do the work, otherwise processes.
+            None means fp4kit.num_threads() threads, but at least two. Without GPUs and the compiled engine, None means
+            this process alone. A script that uses processes needs ``if __name__ == "__main__":``.
+        executor: a concurrent.futures executor to use instead of workers that fp4kit starts. Its workers must see the
+            files under the same paths.
+        devices: indices of the CUDA devices among which the jobs are distributed in turn; empty for the CPU.
+        resume: True to continue an interrupted run of the same plan.
+        progress: called with the number of bytes of source tensors processed since its last call. These numbers add up
+            to bytes_to_read(plan).
+        processes: True to use processes instead of threads where processes are faster (many workers, a large model). If
+            ``workers`` is None, at most 8 processes are used.
+
+    Raises CheckpointError if ``workers`` is neither None nor an integer of at least 1.
+    """
+
+    workers: int | None = None
+    executor: Executor | None = None
+    devices: Sequence[int] = ()
+    resume: bool = False
+    progress: Progress | None = None
+    processes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and (type(self.workers) is not int or self.workers < 1):
+            raise CheckpointError(f"workers: got {self.workers!r}; an integer of at least 1 is needed")

@@ -13,7 +13,6 @@ from typing import Any
 
 from fp4kit.arguments import as_index
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
-from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
 from fp4kit.checkpoint.findings import findings_of_files, opened, unlike_activations
 from fp4kit.checkpoint.loaders.requirements import Sharding, obstacles, sharding_of
@@ -34,7 +33,7 @@ from fp4kit.checkpoint.plan.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, is_split, split_layers
 from fp4kit.checkpoint.plan.mixture import first_match
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
-from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
+from fp4kit.checkpoint.run.executors import Options, executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE
 from fp4kit.checkpoint.verify.integrity import (

@@ -21,7 +21,8 @@ from oracle import load
 from safetensors import safe_open
 
 import fp4kit
-from fp4kit.checkpoint.convert.convert import Options, bytes_to_read, convert
+from fp4kit.checkpoint.convert.convert import bytes_to_read, convert
+from fp4kit.checkpoint.run.executors import Options
 from fp4kit.checkpoint.selection.selection import Wishes
 
 

@@ -14,8 +14,9 @@ from runs import JOBS, ModelConversion, flip, shard, stopping
 from synthetic import refused
 
 from fp4kit.checkpoint.convert import journal, run_job
-from fp4kit.checkpoint.convert.convert import Options, convert
+from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint.run.executors import Options
 from fp4kit.checkpoint.selection.selection import Wishes
 
 

@@ -22,13 +22,13 @@ from kill_points import files_of
 from synthetic import refused
 
 from fp4kit.checkpoint.convert import run_job, scheduler
-from fp4kit.checkpoint.convert.convert import Options, bytes_to_read, convert, execute
+from fp4kit.checkpoint.convert.convert import bytes_to_read, convert, execute
 from fp4kit.checkpoint.model.model_files import differences
 from fp4kit.checkpoint.plan.job import Job
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import jobs_of
 from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.executors import run_all
+from fp4kit.checkpoint.run.executors import Options, run_all
 
 SYNC = staging.sync_file
 

@@ -31,10 +31,10 @@ from runs import HERE, environment, stopping
 from synthetic import refused
 
 from fp4kit.checkpoint.convert import quantize_rows, run_job
-from fp4kit.checkpoint.convert.convert import Options, bytes_to_read, convert, execute
+from fp4kit.checkpoint.convert.convert import bytes_to_read, convert, execute
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.run import executors, staging
-from fp4kit.checkpoint.run.executors import cluster, dask_executor, executor_of, is_under_mpi, run_all
+from fp4kit.checkpoint.run.executors import Options, cluster, dask_executor, executor_of, is_under_mpi, run_all
 from fp4kit.cli import main
 from fp4kit.cpu.library import num_threads
 

@@ -10,8 +10,8 @@ import sys
 from collections import deque
 from importlib import import_module
 
-from fp4kit.checkpoint.convert.convert import Options, convert
-from fp4kit.checkpoint.run.executors import cluster, run_all
+from fp4kit.checkpoint.convert.convert import convert
+from fp4kit.checkpoint.run.executors import Options, cluster, run_all
 
 
 def _stop(number: int, frame: object) -> None:

@@ -20,11 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.convert.convert import Options, convert, execute
+from fp4kit.checkpoint.convert.convert import convert, execute
 from fp4kit.checkpoint.model.model_files import differences, file_digest, names_in
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint.run.executors import Options
 from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
 
 
