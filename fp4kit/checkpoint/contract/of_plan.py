@@ -13,7 +13,7 @@ from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.names import fused_groups, split_module
 from fp4kit.contract.schema import Contract
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.reference.hadamard import HADAMARD_BLOCK
+from fp4kit.reference.stochastic import HADAMARD_BLOCK
 
 SERVER = ("activations", "input_scales", "kv_cache", "kv_layout", "unit")  # settings of the server, not of a checkpoint
 

@@ -18,7 +18,7 @@ from fp4kit.cli import main
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.layouts import pack_gguf
 from fp4kit.recipes import recipe
-from fp4kit.reference.search_scales import SearchTerms, losses
+from fp4kit.reference.search import SearchTerms, losses
 from fp4kit.storage.gguf_file import read_gguf
 
 RECIPES = ("nvfp4-gguf", "mxfp4-gguf")
