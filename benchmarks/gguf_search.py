@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import fp4kit
 from fp4kit.checkpoint.convert.demo import demo_source
-from fp4kit.checkpoint.convert.searched_blocks import quantized
+from fp4kit.checkpoint.convert.searched_blocks import search_blocks
 
 RECIPES = ("nvfp4-gguf", "mxfp4-gguf")
 Layers = dict[str, tuple[np.ndarray, np.ndarray]]  # module name -> weight (N, K), mean square of each input (K,)
@@ -76,8 +76,8 @@ def main() -> None:
         r = fp4kit.recipe(id)
         made = {
             "llama.cpp's encoder": [fp4kit.quantize(x, r) for x, _ in layers.values()],
-            "`--scale-search mse`": [quantized(x, r, "mse", None) for x, _ in layers.values()],
-            "`--scale-search mse --imatrix`": [quantized(x, r, "mse", means) for x, means in layers.values()],
+            "`--scale-search mse`": [search_blocks(x, r, "mse", None) for x, _ in layers.values()],
+            "`--scale-search mse --imatrix`": [search_blocks(x, r, "mse", means) for x, means in layers.values()],
         }
         for words, results in made.items():
             print(f"| `{id}` | {words} | {sqnr(layers, results, False):.2f} | {sqnr(layers, results, True):.2f} |")

@@ -31,7 +31,6 @@ from fp4kit.checkpoint.convert.demo import demo_source
 from fp4kit.checkpoint.convert.demo_encoder import SENTENCES, cosines_of_embeddings
 from fp4kit.checkpoint.findings import findings_of_plan, lines_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
-from fp4kit.checkpoint.plan import scale_search
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES
 from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign_recipes
@@ -40,7 +39,7 @@ from fp4kit.checkpoint.plan.default_recipe import DEFAULTS
 from fp4kit.checkpoint.plan.job import NONFINITE, Survival
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
+from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Losses, ScaleSearch
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.executors import Options, cluster
 from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
@@ -130,7 +129,7 @@ def register(subparsers: Any) -> None:
         "how layers are quantized; `fp4kit recipes` lists the recipes"
         f" (default: that of a quantized SRC, whose layers keep their codes if the format can store them; otherwise"
         f" {DEFAULTS[0]}, or, where the format cannot store it, a recipe that it can; with --scale-search"
-        f" {scale_search.RECIPE}). PATTERN=RECIPE sets the recipe of the"
+        f" {SEARCH_RECIPE}). PATTERN=RECIPE sets the recipe of the"
         " modules that match PATTERN, a GLOB as in --only; repeatable; the first pattern that matches decides"
     )
     parser.add_argument("--recipe", action="append", default=[], metavar="[PATTERN=]RECIPE", help=text)

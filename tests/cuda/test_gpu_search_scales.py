@@ -614,8 +614,8 @@ def test_blocks_of_gguf_files(recipe: str, weighted: bool) -> None:
         weights = np.random.default_rng(4).random(x.shape[1], dtype=np.float32)
         weights[64:96] = 0
     on_device = None if weights is None else cupy.asarray(weights)
-    found = gguf_blocks.quantized(cupy.asarray(x), RECIPES[recipe], "mse", on_device).to("numpy")
-    wanted = gguf_blocks.quantized(x, RECIPES[recipe], "mse", weights)
+    found = gguf_blocks.search_blocks(cupy.asarray(x), RECIPES[recipe], "mse", on_device).to("numpy")
+    wanted = gguf_blocks.search_blocks(x, RECIPES[recipe], "mse", weights)
     np.testing.assert_array_equal(found.block_scale, wanted.block_scale)
     np.testing.assert_array_equal(found.packed, wanted.packed)
 

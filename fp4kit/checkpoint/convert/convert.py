@@ -20,7 +20,8 @@ from typing import Any
 from fp4kit import __version__
 from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.contract.of_plan import contract_of_plan
-from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
+from fp4kit.checkpoint.convert import run_job
+from fp4kit.checkpoint.convert.fp8_to_mxfp8 import refused_carry
 from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts
 from fp4kit.checkpoint.convert.scheduler import JobScheduler
 from fp4kit.checkpoint.findings import findings_of_files, opened
@@ -611,7 +612,7 @@ class _Run:
             if doubt:
                 self.doubts.setdefault(job.name, f"{shown(job.name)}: {doubt}")
         if job.action == CARRY and not found.exact and not self.plan.request.requantize:
-            raise fp8_to_mxfp8.refused(job.name)
+            raise refused_carry(job.name)
 
     def _write_beside(self) -> None:
         """Write the files without tensors into the partial directory."""

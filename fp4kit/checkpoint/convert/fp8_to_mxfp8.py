@@ -31,7 +31,7 @@ def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
     return np.where(usable, codes, -1)
 
 
-def is_exact(weight: Weight, slab: Slab) -> bool:
+def is_carried_exactly(weight: Weight, slab: Slab) -> bool:
     """Return whether a slab (some rows of a weight) can become MXFP8 without loss."""
     assert slab.scales is not None
     return _are_exact(slab.scales)
@@ -42,23 +42,23 @@ def _are_exact(scales: np.ndarray) -> bool:
     return bool((_exponent_codes(scales) >= 0).all())
 
 
-def check(weights: Iterable[Weight]) -> None:
+def check_carried(weights: Iterable[Weight]) -> None:
     """Raise CheckpointError for the first weight with a scale that is not a power of two that E8M0 can represent."""
     # Only the scales are read, so that a plan can call this before any conversion.
     with Readers() as readers:
         for weight in weights:
             scales = readers.array(weight.parts[SCALES])
             if not _are_exact(scales.view(np.uint8) if scales.dtype.itemsize == 1 else scales):
-                raise refused(weight.tensor)
+                raise refused_carry(weight.tensor)
 
 
-def refused(tensor: str) -> CheckpointError:
+def refused_carry(tensor: str) -> CheckpointError:
     """Return the error to raise for a tensor whose scales are not all powers of two."""
     why = "its scales are not powers of two, so MXFP8 cannot keep its values; use --requantize to accept the loss"
     return CheckpointError(f"{shown(tensor)}: {why}")
 
 
-def write(job: Job, readers: Readers, output: Sink) -> None:
+def write_carried(job: Job, readers: Readers, output: Sink) -> None:
     """Write a job's codes unchanged, and one E8M0 scale per 1x32 block in place of one scale per 128x128 block."""
     have, wide, columns = job.weight.container, job.container.group_size, job.weight.shape[-1]
     assert have is not None

@@ -16,8 +16,18 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.containers.table import INPUT_SCALE
-from fp4kit.checkpoint.convert import quantize_rows, rename, searched_rows
 from fp4kit.checkpoint.convert.put_rows import put_rows
+from fp4kit.checkpoint.convert.quantize_rows import (
+    column_weights,
+    quantized_slab,
+    stored_scales,
+    survival,
+    survival_of,
+    with_codes,
+    write_quantized,
+)
+from fp4kit.checkpoint.convert.rename import write_renamed, write_scalars
+from fp4kit.checkpoint.convert.searched_rows import search_rows
 from fp4kit.checkpoint.model.slabs import Readers, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.plan.job import MERGE, RENAME, REQUANTIZE, Job, Sink, Survival
 from fp4kit.checkpoint.plan.scale_search import Losses
@@ -31,18 +41,18 @@ _LOWEST_SHARE = 512  # a tensor scale that reaches over 512 times the amax leave
 _NEAREST_AMAX = 2.0**-7  # the largest relative difference of a tensor scale that the rule of a recipe may make
 
 
-def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[str, Losses, Survival]:
+def write_merged(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[str, Losses, Survival]:
     """Write the merged weight of a job."""
     scale = tensor_scale_of(readers, job.weight, job.expert)
     if job.merge_scales == "new" or not keeps_tensor_scale(job.container.element, scale, job.new_recipe, amax):
-        _, losses, survival, _ = quantize_rows.write(job, readers, _WithoutInputScale(output), amax)
-        rename.write_scalars(job, readers, output, (INPUT_SCALE,))
+        _, losses, survival, _ = write_quantized(job, readers, _WithoutInputScale(output), amax)
+        write_scalars(job, readers, output, (INPUT_SCALE,))
         return REQUANTIZE, losses, survival
     if job.weight.update is None:
-        rename.write(job, readers, output)
+        write_renamed(job, readers, output)
         return RENAME, Losses(), Survival()
     losses, survival = Losses(), Survival()
-    weights = quantize_rows.column_weights(job, readers)
+    weights = column_weights(job, readers)
     fits = amax_for(scale, job.new_recipe)
     computes = job.merge_scales == "nearest" and (scale is None or fits is not None)
     for slab in slabs(readers, job.weight, job.expert, job.span, slab_rows_of(job), job.slab_bytes):
@@ -51,15 +61,15 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[s
         def new(x: np.ndarray = x) -> Quantized:
             nonlocal losses
             if not job.search:
-                return quantize_rows.quantized(x, job, fits)
-            q, more = searched_rows.quantized(x, job, np.float32(fits or 0), weights)
+                return quantized_slab(x, job, fits)
+            q, more = search_rows(x, job, np.float32(fits or 0), weights)
             losses = losses.plus(more)
             return q
 
         q = nearest(x, slab.scales, scale, job.new_recipe, new if computes else None, weights)
-        put_rows(job, output, q.packed, quantize_rows.stored_scales(q))
-        survival = survival.plus(quantize_rows.survival_of(job.weight, slab, dequantize(q, np.float32), q.packed))
-    rename.write_scalars(job, readers, output)
+        put_rows(job, output, q.packed, stored_scales(q))
+        survival = survival.plus(survival_of(job.weight, slab, dequantize(q, np.float32), q.packed))
+    write_scalars(job, readers, output)
     return MERGE, losses, survival
 
 
@@ -173,5 +183,5 @@ def merged(q: Quantized, x: np.ndarray, scales: str, largest: np.float32) -> Qua
 
 def survival_of_merge(q: Quantized, base: np.ndarray, delta: np.ndarray, made: Quantized) -> Survival:
     """Return how much of the update ``delta`` of the values ``base`` of ``q`` is left in the result ``made``."""
-    kept = quantize_rows.survival(base, delta, dequantize(made, np.float32))
-    return quantize_rows.with_codes(kept, q.packed, made.packed, q.recipe.element.bits)
+    kept = survival(base, delta, dequantize(made, np.float32))
+    return with_codes(kept, q.packed, made.packed, q.recipe.element.bits)

@@ -20,9 +20,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.convert import quantize_rows
 from fp4kit.checkpoint.convert.put_rows import put_rows
 from fp4kit.checkpoint.convert.put_scalars import put_scalars, usable_tensor_scale
+from fp4kit.checkpoint.convert.quantize_rows import check_scales, quantized_slab
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.job import Changes, Job, Sink
@@ -49,14 +49,14 @@ def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
     return found
 
 
-def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
+def exponents_of_blocks(weight: Weight, slab: Slab) -> tuple[int, int]:
     """Return (smallest, largest) scale exponent of the blocks of a slab (some rows of a weight) with a nonzero code."""
     assert slab.scales is not None
     used = slab.scales[_holds_something(weight, slab)]
     return (int(used.min()) - E8M0.bias, int(used.max()) - E8M0.bias) if used.size else (1 << 20, -(1 << 20))
 
 
-def is_exact(low: int, high: int) -> bool:
+def is_cast_exactly(low: int, high: int) -> bool:
     """Return whether NVFP4 can hold MXFP4 blocks with the scale exponents ``low`` to ``high`` without loss."""
     # E4M3 must be able to represent all block scales.
     # The tensor scale, and the tensor amax (2688 times the scale), must be normal float32 numbers.
@@ -83,8 +83,8 @@ def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
     """Return whether a weight can be cast from MXFP4 to NVFP4, so that all blocks in range keep their codes."""
     # If the result is False, the whole layer must be requantized.
     if high < low or high - low <= _RANGE:
-        return is_exact(low, high)
-    if not is_exact(high, high) or recipe.tensor_scaling != "tensor" or recipe.block_rows > 1:
+        return is_cast_exactly(low, high)
+    if not is_cast_exactly(high, high) or recipe.tensor_scaling != "tensor" or recipe.block_rows > 1:
         return False
     made = tensor_scale(np.asarray(_amax(recipe, high)), recipe, np.dtype(np.float32)).decode
     return bool(np.float32(made) == np.ldexp(np.float32(1), high - _HIGHEST))
@@ -96,7 +96,7 @@ def _amax(recipe: Recipe, high: int) -> np.float32:
     return np.float32(np.ldexp(full_range(recipe), high - _HIGHEST))
 
 
-def write(job: Job, readers: Readers, output: Sink, high: int) -> Changes:
+def write_cast(job: Job, readers: Readers, output: Sink, high: int) -> Changes:
     """Write the codes of a job's MXFP4 weight with NVFP4 block scales and tensor scale."""
     # Only blocks out of range (whose new scale would be too small for E4M3) get new codes.
     changes = Changes()
@@ -126,8 +126,8 @@ def _encoded(
     assert slab.codes is not None
     rows = out.any(axis=1)
     x, chosen = np.ascontiguousarray(values_of(job.weight, slab)[rows], np.float32), out[rows]
-    q = quantize_rows.quantized(x, job, amax)
-    quantize_rows.check_scales(job, q)
+    q = quantized_slab(x, job, amax)
+    check_scales(job, q)
     codes, scales = slab.codes.copy(), scales.copy()
     codes[rows] = np.where(np.repeat(chosen, codes.shape[1] // out.shape[1], axis=1), q.packed, codes[rows])
     scales[rows] = np.where(np.repeat(chosen, 2, axis=1), q.block_scale, scales[rows])

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from fp4kit.checkpoint.containers.table import SCALES, Container
-from fp4kit.checkpoint.convert import quantize_rows
 from fp4kit.checkpoint.convert.put_rows import put_rows
+from fp4kit.checkpoint.convert.quantize_rows import check_scales, quantized_slab, stored_scales
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.job import RESCALE, Changes, Job, Sink
@@ -27,21 +27,21 @@ from fp4kit.storage.files import CheckpointError, shown
 _SPAN = 14  # if the exponents of MXFP4 blocks within an FP8 block differ by at most this much, all codes are exact
 
 
-def write(job: Job, readers: Readers, output: Sink) -> Changes:
+def write_rescaled(job: Job, readers: Readers, output: Sink) -> Changes:
     """Write a job's weight, and return the numbers of blocks and values that changed, and the largest change."""
     changes = Changes()
     height = lcm(job.new_recipe.block_rows, job.container.slab_rows)
     for slab in slabs(readers, job.weight, job.expert, job.span, height, job.slab_bytes):
         x = np.ascontiguousarray(values_of(job.weight, slab), np.float32)
-        q, more = _quantized(x, job)
-        quantize_rows.check_scales(job, q)
-        put_rows(job, output, q.packed, quantize_rows.stored_scales(q))
+        q, more = _quantized_under_powers(x, job)
+        check_scales(job, q)
+        put_rows(job, output, q.packed, stored_scales(q))
         changes = changes.plus(more)
     return changes
 
 
-def _quantized(x: np.ndarray, job: Job) -> tuple[Quantized, Changes]:
-    own = quantize_rows.quantized(x, job, None)
+def _quantized_under_powers(x: np.ndarray, job: Job) -> tuple[Quantized, Changes]:
+    own = quantized_slab(x, job, None)
     changed = differing(x, dequantize(own, np.float32)) if own.recipe.scale is not None else None
     q = under_powers_of_two(x, own, changed)
     after = dequantize(q, np.float32)
@@ -50,7 +50,7 @@ def _quantized(x: np.ndarray, job: Job) -> tuple[Quantized, Changes]:
     return q, Changes(int(np.count_nonzero(blocks)), count, float(error))
 
 
-def check(weights: Iterable[tuple[Weight, Container, Recipe]]) -> None:
+def check_rescaled(weights: Iterable[tuple[Weight, Container, Recipe]]) -> None:
     """Raise CheckpointError if values would change, with the numbers of blocks and values of the first such weight."""
     lossy: list[tuple[Weight, Recipe, Changes]] = []
     with Readers() as readers:
@@ -59,14 +59,14 @@ def check(weights: Iterable[tuple[Weight, Container, Recipe]]) -> None:
                 continue
             job, changes = Job("", RESCALE, weight, (), recipe=recipe, form=form, nonfinite="keep"), Changes()
             for expert in range(1 if weight.members else weight.experts):
-                changes = changes.plus(write(replace(job, expert=expert), readers, _Nothing()))
+                changes = changes.plus(write_rescaled(replace(job, expert=expert), readers, _Nothing()))
             if changes.values:
                 lossy.append((weight, recipe, changes))
     if lossy:
-        raise _refused(*lossy[0], len(lossy) - 1)
+        raise _refused_rescaling(*lossy[0], len(lossy) - 1)
 
 
-def _refused(weight: Weight, recipe: Recipe, changes: Changes, others: int) -> CheckpointError:
+def _refused_rescaling(weight: Weight, recipe: Recipe, changes: Changes, others: int) -> CheckpointError:
     rows, width = recipe.block or (1, weight.shape[-1])
     total = weight.experts * -(-weight.shape[-2] // rows) * (weight.shape[-1] // width)
     what = f"blocks of {rows}x{width}" if recipe.block else "rows"

@@ -13,9 +13,9 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import making_current, to_device
 from fp4kit.checkpoint.containers.table import Container
-from fp4kit.checkpoint.convert import searched_rows
 from fp4kit.checkpoint.convert.put_rows import put_rows
 from fp4kit.checkpoint.convert.put_scalars import put_scalars
+from fp4kit.checkpoint.convert.searched_rows import search_rows
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.job import MERGE, ChannelWeights, Job, Sink, Survival
@@ -62,7 +62,7 @@ class Weak:
 _LOW_CODE = 2  # E4M3 scales up to this code, 2^-8, are rounded by up to half of their value
 
 
-def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses, Survival, bool]:
+def write_quantized(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses, Survival, bool]:
     """Quantize the weight of a job, and write its codes and the scales of its blocks or rows."""
     tensor_amax = amax if job.new_recipe.tensor_scaling == "tensor" else None
     replaced, q, losses, survival = 0, None, Losses(), Survival()
@@ -76,10 +76,10 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
         # If the recipe has a tensor scale, amax 0 means that all values are zero, so there is nothing to search. If it
         # has none, the search does not depend on amax, which may be 0.
         if job.search and (amax or tensor_amax is None):
-            q, more = searched_rows.quantized(x, job, amax, weights)
+            q, more = search_rows(x, job, amax, weights)
             losses = losses.plus(more)
         else:
-            q = quantized(x, job, tensor_amax)
+            q = quantized_slab(x, job, tensor_amax)
         check_scales(job, q)
         weak.add(q)
         put_rows(job, output, q.packed, stored_scales(q))
@@ -135,7 +135,7 @@ def column_weights(job: Job, readers: Readers) -> np.ndarray | None:
     return None if job.columns is None else readers.array(job.columns)
 
 
-def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:
+def quantized_slab(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:
     """Quantize a slab (some rows of a weight) on the job's device, and return the result as NumPy arrays."""
     if tensor_amax is not None and tensor_amax == 0:
         return of_zeros(quantize(x, job.new_recipe, tensor_amax=tensor_amax))

@@ -25,7 +25,7 @@ from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
 
-def write(job: Job, readers: Readers, output: Sink) -> None:
+def write_renamed(job: Job, readers: Readers, output: Sink) -> None:
     """Write all parts of a job's weight that the output has: codes, block scales, tensor scale and input scale."""
     # A scalar is copied bit for bit if both containers store it in the same direction and unit (see
     # Container.direction); otherwise it is converted.

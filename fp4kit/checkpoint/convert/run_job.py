@@ -18,14 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.checkpoint.containers.table import ROTATION, TAG, VALUES
-from fp4kit.checkpoint.convert import (
-    fp8_to_mxfp8,
-    merge_rows,
-    mxfp4_to_nvfp4,
-    powers_of_two,
-    quantize_rows,
-    rename,
-)
+from fp4kit.checkpoint.convert.fp8_to_mxfp8 import is_carried_exactly, write_carried
+from fp4kit.checkpoint.convert.merge_rows import write_merged
+from fp4kit.checkpoint.convert.mxfp4_to_nvfp4 import exponents_of_blocks, keeps_codes, write_cast
+from fp4kit.checkpoint.convert.powers_of_two import write_rescaled
+from fp4kit.checkpoint.convert.quantize_rows import saturated, survival_of, write_quantized
+from fp4kit.checkpoint.convert.rename import write_renamed
 from fp4kit.checkpoint.model.doubtful_codes import doubt_of
 from fp4kit.checkpoint.model.slabs import (
     Readers,
@@ -123,9 +121,9 @@ def _measured(job: Job, slab: Slab) -> Measured:
     amax, bad = amax_and_nonfinite(values) if job.device is None else amax_and_nonfinite_on(job.device, values)
     found = Measured(job.key, float(amax), bad)
     if job.action == CARRY and slab.scales is not None:
-        return found._replace(exact=fp8_to_mxfp8.is_exact(job.weight, slab))
+        return found._replace(exact=is_carried_exactly(job.weight, slab))
     if job.action == CAST and slab.scales is not None:
-        low, high = mxfp4_to_nvfp4.exponents(job.weight, slab)
+        low, high = exponents_of_blocks(job.weight, slab)
         return found._replace(low=low, high=high)
     return found
 
@@ -174,21 +172,21 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
     elif action == DEQUANTIZE:
         replaced, survival = _dequantize(job, readers, output, None if values_are_kept else shared)
     elif action == RENAME:
-        rename.write(job, readers, output)
+        write_renamed(job, readers, output)
     elif action == MERGE:
         assert shared is not None
-        action, losses, survival = merge_rows.write(job, readers, output, np.float32(shared.amax))
+        action, losses, survival = write_merged(job, readers, output, np.float32(shared.amax))
     elif action == CARRY and shared is not None and values_are_kept and shared.exact:
-        fp8_to_mxfp8.write(job, readers, output)
+        write_carried(job, readers, output)
     elif action == CAST and shared is not None and values_are_kept and _is_castable(job, shared):
-        changes = mxfp4_to_nvfp4.write(job, readers, output, shared.high)
+        changes = write_cast(job, readers, output, shared.high)
         is_weak = 4 * 32 * changes.blocks > prod(job.shape)
     elif action == RESCALE and values_are_kept:
-        changes = powers_of_two.write(job, readers, output)
+        changes = write_rescaled(job, readers, output)
     else:
         action = REQUANTIZE if action != QUANTIZE else action
         assert shared is not None
-        replaced, losses, survival, is_weak = quantize_rows.write(job, readers, output, np.float32(shared.amax))
+        replaced, losses, survival, is_weak = write_quantized(job, readers, output, np.float32(shared.amax))
     if output.has(TAG):
         output.put(TAG, np.frombuffer(job.container.tag(job.shape), np.uint8))
     if output.has(ROTATION):
@@ -200,7 +198,7 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
 def _is_castable(job: Job, shared: Measured) -> bool:
     """Return whether the weight of a job can be cast from MXFP4 to NVFP4, which keeps the codes of blocks in range."""
     # If False, the weight must be requantized.
-    return mxfp4_to_nvfp4.keeps_codes(job.new_recipe, shared.low, shared.high)
+    return keeps_codes(job.new_recipe, shared.low, shared.high)
 
 
 def _copy(source: Located, readers: Readers, output: Sink) -> None:
@@ -219,7 +217,7 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
             replaced += count
             output.put(VALUES, values)
             if slab.update is not None:
-                survival = survival.plus(quantize_rows.survival_of(job.weight, slab, values))
+                survival = survival.plus(survival_of(job.weight, slab, values))
         return replaced, survival
     rows, columns = job.shape
     width = lcm(1 if job.weight.container is None else job.weight.container.block[1], job.weight.rotated_columns)
@@ -238,7 +236,7 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
 
 def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tuple[np.ndarray, int]:
     """Return ``values`` rounded to ``dtype``, and the number of NaN and infinite values that were replaced before."""
-    values, count = (values, 0) if shared is None else quantize_rows.saturated(values, np.float32(shared.amax))
+    values, count = (values, 0) if shared is None else saturated(values, np.float32(shared.amax))
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(dtype), count
 

@@ -40,7 +40,7 @@ _UNIT_AMAX = np.float32(256 * 6)
 _WIDE = (-4, 1)  # the range of j for E8M0 scales if the default range may miss the smallest error
 
 
-def quantized(x: Any, recipe: Recipe, objective: str, weights: Any) -> Quantized:
+def search_blocks(x: Any, recipe: Recipe, objective: str, weights: Any) -> Quantized:
     """Quantize a matrix for GGUF with the scale byte that gives each block the smallest error."""
     error = cast(Objective, objective)
     weights = None if weights is None else _without_zero_blocks(weights, recipe.block_size)
@@ -49,10 +49,10 @@ def quantized(x: Any, recipe: Recipe, objective: str, weights: Any) -> Quantized
         found = search_scales(x, recipe, objective=error, weights=weights, candidates="all" if is_proven else _WIDE)
         return quantize(x, recipe, block_amax=found)
     found = search_scales(x, _UNIT_RECIPE, objective=error, tensor_amax=_UNIT_AMAX, weights=weights)
-    return _with_scales(x, recipe, found / np.float32(6))
+    return _with_searched_scales(x, recipe, found / np.float32(6))
 
 
-def _with_scales(x: Any, recipe: Recipe, values: Any) -> Quantized:
+def _with_searched_scales(x: Any, recipe: Recipe, values: Any) -> Quantized:
     """Quantize a matrix with given block scales."""
     on_host = isinstance(values, np.ndarray)
     codes = encode(values if on_host else values.get(), E4M3)

@@ -10,7 +10,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import making_current, to_device
-from fp4kit.checkpoint.convert import searched_blocks
+from fp4kit.checkpoint.convert.searched_blocks import search_blocks
 from fp4kit.checkpoint.model.slabs import row_chunks
 from fp4kit.checkpoint.plan.job import Job
 from fp4kit.checkpoint.plan.scale_search import BLOCK_RECIPES, Losses
@@ -20,7 +20,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.types import Objective
 
 
-def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | None) -> tuple[Quantized, Losses]:
+def search_rows(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | None) -> tuple[Quantized, Losses]:
     """Quantize ``x`` with the block scales that give the smallest error under the objective ``job.search``."""
     if job.device is None:
         before, after = _both(x, job, amax, weights)
@@ -35,7 +35,7 @@ def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, 
     """Quantize ``x`` twice, and return (the result without the scale search, the result with it)."""
     r = job.new_recipe
     if r.id in BLOCK_RECIPES:
-        return quantize(x, r), searched_blocks.quantized(x, r, job.search, weights)
+        return quantize(x, r), search_blocks(x, r, job.search, weights)
     found = search_scales(x, r, objective=cast(Objective, job.search), tensor_amax=amax, weights=weights)
     return quantize(x, r, tensor_amax=amax), quantize(x, r, tensor_amax=amax, block_amax=found)
 

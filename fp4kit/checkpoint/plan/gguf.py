@@ -12,26 +12,26 @@ from fp4kit.checkpoint.selection import names as ggml_names
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.files import CheckpointError, shown
 
-FORMS = (GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4)
+GGUF_FORMS = (GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4)
 
 
-def stores(recipe: Recipe) -> bool:
+def is_stored_in_gguf(recipe: Recipe) -> bool:
     """Return whether at least one GGUF container can store a recipe's codes and scales."""
-    return any(form.stores(recipe) for form in FORMS)
+    return any(form.stores(recipe) for form in GGUF_FORMS)
 
 
-def form_for(recipe: Recipe) -> Container:
+def gguf_form_for(recipe: Recipe) -> Container:
     """Return the GGUF container for a recipe: the first in FORMS that can store its codes and scales."""
-    form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
+    form = next((candidate for candidate in GGUF_FORMS if candidate.stores(recipe)), None)
     if form is None:
-        usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in FORMS)]
+        usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in GGUF_FORMS)]
         raise CheckpointError(
             f"recipe {recipe.id}: cannot be stored in a GGUF file; use one of {several(usable, recipe)}"
         )
     return form
 
 
-def check(source: Source, form: Container | None, modules: Collection[str]) -> None:
+def check_gguf(source: Source, form: Container | None, modules: Collection[str]) -> None:
     """Raise CheckpointError if llama.cpp could not use the result of converting a GGUF file; otherwise do nothing."""
     file = source.files[0]
     if source.config[ggml_names.ARCHITECTURE] == "clip":

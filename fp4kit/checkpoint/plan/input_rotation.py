@@ -20,10 +20,10 @@ from fp4kit.checkpoint.selection.names import fused_groups, group_name
 from fp4kit.checkpoint.selection.selection import Candidate
 from fp4kit.storage.files import CheckpointError, listed, shown
 
-FORMAT = "compressed-tensors"  # the only format whose config declares rotations of inputs
+ROTATED_FORMAT = "compressed-tensors"  # the only format whose config declares rotations of inputs
 
 
-def rotated(
+def rotated_weights(
     selected: Mapping[str, Weight],
     candidates: Mapping[str, Candidate],
     rotation: WeightRotation,
@@ -40,12 +40,12 @@ def rotated(
     chosen = {name: weight for name, weight in selected.items() if not patterns or _matches(weight, patterns)}
     experts = [weight.name for name, weight in chosen.items() if candidates[name].kind == "routed expert"]
     way_out = "choose other layers with --hadamard-only, or leave them out with --keep"
-    _refuse(size, experts, "engines do not rotate the inputs of routed experts", way_out)
+    _refuse_rotation(size, experts, "engines do not rotate the inputs of routed experts", way_out)
     uneven = [weight.name for weight in chosen.values() if weight.shape[-1] % size]
     smaller = [str(one) for one in HADAMARD_SIZES if all(weight.shape[-1] % one == 0 for weight in chosen.values())]
     way_out = f"use {' or '.join(smaller)}, or {way_out}" if smaller else way_out
-    _refuse(size, uneven, "the length of their rows is no multiple of the size", way_out)
-    _check_fused(size, names, {weight.name for weight in chosen.values()})
+    _refuse_rotation(size, uneven, "the length of their rows is no multiple of the size", way_out)
+    _check_fused_rotation(size, names, {weight.name for weight in chosen.values()})
     return {name: replace(weight, rotation=rotation) for name, weight in chosen.items()}
 
 
@@ -54,7 +54,7 @@ def _matches(weight: Weight, patterns: Collection[str]) -> bool:
     return any(fnmatchcase(weight.name, pattern) for pattern in patterns)
 
 
-def _check_fused(size: int, names: Iterable[str], chosen: Collection[str]) -> None:
+def _check_fused_rotation(size: int, names: Iterable[str], chosen: Collection[str]) -> None:
     """Raise CheckpointError if some layers of a fused group are rotated and others are not."""
     # Loaders fuse layers that share their inputs, such as q_proj, k_proj and v_proj, so all of them must get the same
     # inputs.
@@ -67,13 +67,13 @@ def _check_fused(size: int, names: Iterable[str], chosen: Collection[str]) -> No
             )
 
 
-def _refuse(size: int, layers: Collection[str], why: str, way_out: str) -> None:
+def _refuse_rotation(size: int, layers: Collection[str], why: str, way_out: str) -> None:
     """Raise CheckpointError with a message that names ``layers``; do nothing if ``layers`` is empty."""
     if layers:
         raise CheckpointError(f"--hadamard {size}: {listed([*layers])}: {why}; {way_out}")
 
 
-def findings(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Finding]:
+def findings_of_rotation(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Finding]:
     """Yield a finding (warning) for each engine that cannot run rotated layers, or may give wrong outputs for them."""
     if not rotated_layers:
         return

@@ -27,8 +27,8 @@ from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import located
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
-_LEAVES = {"k_scale": "k_proj", "v_scale": "v_proj"}
-FORMATS = ("modelopt", "compressed-tensors")
+_CACHE_LEAVES = {"k_scale": "k_proj", "v_scale": "v_proj"}
+CACHE_FORMATS = ("modelopt", "compressed-tensors")
 _FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 _FP8_COMPRESSED = {**_FP8, "strategy": "tensor", "symmetric": True}
 
@@ -75,12 +75,12 @@ class KvCache(NamedTuple):
     def is_carried(self, format: str) -> bool:
         """Return whether an output of the given format keeps the scales and the declaration of the KV cache."""
         undeclared = self.scheme is None and self.algorithm is None
-        return self.is_declared and format in FORMATS and (format == self.format or self.is_fp8 or undeclared)
+        return self.is_declared and format in CACHE_FORMATS and (format == self.format or self.is_fp8 or undeclared)
 
     def reason(self, format: str, format_name: str) -> str:
         """Return the reason why an output of a format cannot keep the KV cache, for the user."""
-        if format not in FORMATS:
-            return f"{format_name} has no place for it; {' and '.join(FORMATS)} have"
+        if format not in CACHE_FORMATS:
+            return f"{format_name} has no place for it; {' and '.join(CACHE_FORMATS)} have"
         cache = self.algorithm or brief(self.scheme)
         return (
             f"the cache is {cache}, and {format_name} can declare only FP8 with static scales; {self.format} keeps it"
@@ -89,7 +89,7 @@ class KvCache(NamedTuple):
     def name(self, tensor: str, format: str) -> str:
         """Return the output name of a tensor with a scale of the KV cache, such as "attn.k_scale"."""
         attention, _, leaf = tensor.rpartition(".")
-        projection = _LEAVES.get(leaf)
+        projection = _CACHE_LEAVES.get(leaf)
         if projection is None:
             return tensor
         attention = attention.removesuffix(f".{projection}")
@@ -104,20 +104,20 @@ def kv_cache_of(source: Source) -> KvCache:
     declares = entries(source.config, source.hf_quant_config)
     algorithm = next((value for key, value in declares if key == "kv_cache_quant_algo" and value), None)
     method = str(found.get("quant_method", "")).lower()
-    form = next((one for one in FORMATS if method.startswith(one)), "")
-    tensors = tuple(name for name in source.tensors if name.rpartition(".")[2] in _LEAVES)
+    form = next((one for one in CACHE_FORMATS if method.startswith(one)), "")
+    tensors = tuple(name for name in source.tensors if name.rpartition(".")[2] in _CACHE_LEAVES)
     name = None if algorithm is None else str(algorithm).upper()
     return KvCache(scheme if isinstance(scheme, Mapping) and scheme else None, name, form, tensors)
 
 
-def troubles(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> Iterator[tuple[str, str, str]]:
+def cache_troubles(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> Iterator[tuple[str, str, str]]:
     """Yield (severity, name, reason) for each scale of the KV cache that is wrong or has no counterpart."""
-    scales = {name: place for name, place in tensors.items() if name.rpartition(".")[2] in _LEAVES}
+    scales = {name: place for name, place in tensors.items() if name.rpartition(".")[2] in _CACHE_LEAVES}
     layers: dict[str, set[str]] = defaultdict(set)
     with Readers() as readers:
         for name, place in scales.items():
             attention, _, leaf = name.rpartition(".")
-            layers[attention.removesuffix(f".{_LEAVES[leaf]}")].add(leaf)
+            layers[attention.removesuffix(f".{_CACHE_LEAVES[leaf]}")].add(leaf)
             values = np.asarray(readers.array(located(*place)).reshape(-1), np.float32)
             wrong = values[~((values > 0) & np.isfinite(values))]
             if wrong.size:
@@ -125,5 +125,5 @@ def troubles(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> Iter
     for attention, found in layers.items():
         if len(found) == 1:
             (leaf,) = found
-            other = next(one for one in _LEAVES if one != leaf)
+            other = next(one for one in _CACHE_LEAVES if one != leaf)
             yield "warning", attention, f"has a {leaf}, but no {other}; most engines need both for the KV cache"

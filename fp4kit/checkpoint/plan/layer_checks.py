@@ -22,7 +22,7 @@ from fp4kit.storage.safetensors_file import TensorEntry
 _PAIRS = {"gate_up_proj": "down_proj", "w13": "w2"}
 
 
-def check(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> None:
+def check_layers(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> None:
     """Raise CheckpointError if a layer must not be quantized, because the result could not be read or would be
     wrong.
     """

@@ -16,8 +16,7 @@ from fp4kit.checkpoint.model import closed_world, transforms
 from fp4kit.checkpoint.model import model_files as side_files
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source
 from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
-from fp4kit.checkpoint.model.weights import any_quantized
-from fp4kit.checkpoint.plan import kv_cache, layer_checks, scale_search, source_declarations
+from fp4kit.checkpoint.model.weights import any_quantized, weights_of
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.borrowed_codes import (
@@ -26,13 +25,16 @@ from fp4kit.checkpoint.plan.borrowed_codes import (
     recorded_recipe,
 )
 from fp4kit.checkpoint.plan.default_recipe import DEFAULTS, with_defaults
+from fp4kit.checkpoint.plan.kv_cache import cache_troubles
+from fp4kit.checkpoint.plan.layer_checks import all_doubts, missing_experts, wide_floats
 from fp4kit.checkpoint.plan.output_files import parts_of
 from fp4kit.checkpoint.plan.plan import Plan, ShardPlan
 from fp4kit.checkpoint.plan.plan_facts import PlanFacts
 from fp4kit.checkpoint.plan.plan_tensors import recorded, shard_plan
 from fp4kit.checkpoint.plan.plan_warnings import decoded_layers, exclusions_of, unmeasured
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request
-from fp4kit.checkpoint.plan.scale_search import ScaleSearch
+from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, ScaleSearch
+from fp4kit.checkpoint.plan.source_declarations import carried, declaration_warnings, outcomes_of
 from fp4kit.checkpoint.selection import names as wrapper_names
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.recipes import Recipe, recipe
@@ -135,7 +137,7 @@ def make_plan(
         TypeError: if a recipe is neither an id nor a Recipe.
     """
     if recipe_id is None and search is not None:
-        recipe_id = scale_search.RECIPE
+        recipe_id = SEARCH_RECIPE
     request = Request(
         recipe(DEFAULTS[0] if recipe_id is None else recipe_id),
         format,
@@ -160,7 +162,7 @@ def make_plan(
     if hadamard is not None and codes is not None:
         raise CheckpointError(f"--hadamard {hadamard}: the codes of another model cannot be rotated; leave --codes out")
     model = open_source(Path(source))
-    weights = model.weights
+    weights = weights_of(model.tensors, model.config)
     closed_world.check_no_adapter(model.tensors, request.ignore)
     wrapper_names.check(model.tensors)
     if request.adapter is not None:
@@ -182,7 +184,7 @@ def make_plan(
         request = with_defaults(request, model.config, weights.values(), recorded_recipe(model), given)
         return _plan(PlanFacts(model, request, weights, items))
     donor = open_source(Path(codes))
-    donors = donor.weights
+    donors = weights_of(donor.tensors, donor.config)
     closed_world.check_model(donor, donors)
     request = with_defaults(request, model.config, donors.values(), recorded_recipe(donor), given)
     taken = borrow_codes(weights, model, donor)
@@ -218,9 +220,9 @@ def _plan(facts: PlanFacts) -> Plan:
     form, has_scale = facts.form, facts.has_input_scale
     format = "" if form is None else form.format
     declared = with_declaration(facts.config, facts.source.hf_quant_config)
-    warnings += tuple(layer_checks.all_doubts(facts.weights.values(), declared, facts.source.tensors))
-    warnings += tuple(layer_checks.missing_experts(weight.name for weight in facts.weights.values()))
-    warnings += tuple(layer_checks.wide_floats(facts.others()) if facts.form is not None else ())
+    warnings += tuple(all_doubts(facts.weights.values(), declared, facts.source.tensors))
+    warnings += tuple(missing_experts(weight.name for weight in facts.weights.values()))
+    warnings += tuple(wide_floats(facts.others()) if facts.form is not None else ())
     warnings += tuple(closed_world.lost_tensor_scales(facts.weights.values()))
     told = (item for item in facts.items if item.group == DOUBTFUL or item.why == closed_world.INTEGERS)
     warnings += tuple(closed_world.reasons(told))
@@ -229,10 +231,10 @@ def _plan(facts: PlanFacts) -> Plan:
         lost = lost_column_scales(facts.config, facts.source.hf_quant_config, facts.weights)
         warnings += (lost,) if lost else ()
     if facts.kv_cache.is_carried(format):
-        found_troubles = kv_cache.troubles(facts.source.tensors)
+        found_troubles = cache_troubles(facts.source.tensors)
         warnings += tuple(f"{shown(name)}: {why}" for _, name, why in found_troubles)
-    outcomes = source_declarations.outcomes_of(facts)
-    warnings += tuple(source_declarations.warnings(outcomes, len(facts.kv_cache.tensors)))
+    outcomes = outcomes_of(facts)
+    warnings += tuple(declaration_warnings(outcomes, len(facts.kv_cache.tensors)))
     plan = Plan(
         facts.source,
         facts.request,
@@ -249,7 +251,7 @@ def _plan(facts: PlanFacts) -> Plan:
         facts.as_in_source,
         decoded_layers(facts),
         outcomes,
-        source_declarations.carried(facts),
+        carried(facts),
     )
     issues = tuple(issue for issue in findings_of_plan(plan) if issue.text not in warnings)
     return replace(plan, findings=issues, warnings=(*warnings, *(text for _, text in lines_of(issues))))

@@ -21,9 +21,9 @@ from fp4kit.checkpoint.containers.table import MODELOPT_AWQ, MODELOPT_NVFP4, VAL
 from fp4kit.checkpoint.model import model_files as side_files
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.weights import Located, Piece
-from fp4kit.checkpoint.plan import kv_cache
 from fp4kit.checkpoint.plan.borrowed_codes import recorded_patterns, recorded_recipe
 from fp4kit.checkpoint.plan.job import COPY, MERGE, RENAME, Job, Target
+from fp4kit.checkpoint.plan.kv_cache import KvCache
 from fp4kit.checkpoint.plan.output_files import OutputFile, parts_of
 from fp4kit.checkpoint.plan.request import Request, mixes_codes
 from fp4kit.checkpoint.verify.integrity import Issue
@@ -131,7 +131,7 @@ class Plan:
     warnings: tuple[str, ...]
     auxiliary: side_files.AuxiliaryFiles
     items: tuple[Item, ...] = ()
-    kv_cache: kv_cache.KvCache | None = None
+    kv_cache: KvCache | None = None
     input_amaxes: Mapping[str, np.float32] = field(default_factory=dict)
     input_scaled: frozenset[str] = frozenset()
     as_in_source: Mapping[str, bool] = field(default_factory=dict)

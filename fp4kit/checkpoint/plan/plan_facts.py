@@ -23,7 +23,8 @@ from fp4kit.checkpoint.containers.table import (
     TAG,
     Container,
 )
-from fp4kit.checkpoint.convert import fp8_to_mxfp8, powers_of_two
+from fp4kit.checkpoint.convert.fp8_to_mxfp8 import check_carried
+from fp4kit.checkpoint.convert.powers_of_two import check_rescaled
 from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
@@ -37,8 +38,9 @@ from fp4kit.checkpoint.model.weights import (
     layer_names,
     part_names,
 )
-from fp4kit.checkpoint.plan import gguf, input_rotation, kv_cache, layer_checks
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
+from fp4kit.checkpoint.plan.gguf import check_gguf
+from fp4kit.checkpoint.plan.input_rotation import rotated_weights
 from fp4kit.checkpoint.plan.job import (
     CARRY,
     MERGE,
@@ -51,6 +53,8 @@ from fp4kit.checkpoint.plan.job import (
     target_of,
 )
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, split_layers
+from fp4kit.checkpoint.plan.kv_cache import kv_cache_of
+from fp4kit.checkpoint.plan.layer_checks import check_layers
 from fp4kit.checkpoint.plan.mixture import LayerQuantization
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.selection import names as fused_layers
@@ -132,7 +136,7 @@ class PlanFacts:
             self.restored |= expert_stacks(weights, self.config)
         self.absorbed = part_names(weight for one in self.restored.values() for weight in one.weights)
         self.weights = {name: weight for name, weight in weights.items() if name not in self.absorbed}
-        self.kv_cache = kv_cache.kv_cache_of(source)
+        self.kv_cache = kv_cache_of(source)
         if not self.kv_cache.is_carried("" if self.form is None else self.form.format):
             self.left_out |= set(self.kv_cache.tensors)
         if self.form is None:
@@ -148,7 +152,7 @@ class PlanFacts:
         if request.rotation is not None:
             self._rotate(request.rotation)
         if self.form is not None:
-            layer_checks.check(self.selected, self.others())
+            check_layers(self.selected, self.others())
         self.forms = self._forms()
         self.form = next(iter(self.forms)) if len(self.forms) == 1 else self.form
         self.input_scaled = frozenset(form.name for form, own in self.forms.items() if self._has_input_scale(form, own))
@@ -162,11 +166,11 @@ class PlanFacts:
         self.input_amaxes = self._input_amaxes()
         carried = [self.selected[tensor] for tensor, action in self.actions.items() if action == CARRY]
         if carried and not request.requantize:
-            fp8_to_mxfp8.check(carried)
+            check_carried(carried)
         rescaled = [self.selected[tensor] for tensor, action in self.actions.items() if action == RESCALE]
         if rescaled and not request.requantize:
             choices = [self.mixture.of(weight.name) for weight in rescaled]
-            powers_of_two.check((w, _written(one), one.recipe) for w, one in zip(rescaled, choices, strict=True))
+            check_rescaled((w, _written(one), one.recipe) for w, one in zip(rescaled, choices, strict=True))
 
     def _decisions(self) -> dict[str, Decision]:
         """Decide for each tensor whether to convert it, and return the decisions by tensor name."""
@@ -225,9 +229,7 @@ class PlanFacts:
         """Set the rotation of the selected weights that --hadamard-only allows, in ``selected`` and ``weights``."""
         facts = model_facts(self.config)
         found = {name: self._candidate(name, self.source.tensors[name][1], facts) for name in self.selected}
-        self.selected = self.selected | input_rotation.rotated(
-            self.selected, found, rotation, self.request.hadamard_only
-        )
+        self.selected = self.selected | rotated_weights(self.selected, found, rotation, self.request.hadamard_only)
         self.weights |= self.selected
 
     def form_of(self, module: str) -> Container | None:
@@ -260,7 +262,7 @@ class PlanFacts:
         # Only GGUF (llama.cpp), MLX and ComfyUI output is checked, because other formats have several engines.
         shapes = {weight.name: weight.shape for weight in self.selected.values()}
         if is_gguf_config(self.config):
-            gguf.check(self.source, self.form, shapes)
+            check_gguf(self.source, self.form, shapes)
         elif self.form is not None and self.form.format == mlx.FORMAT:
             mlx.check(self.config, shapes)
         elif self.form is not None and self.form.format == comfy.FORMAT:

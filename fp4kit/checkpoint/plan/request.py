@@ -16,10 +16,11 @@ from fp4kit.checkpoint.containers.table import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, G
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.weights import WeightRotation
-from fp4kit.checkpoint.plan import gguf, input_rotation
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.borrowed_codes import recorded_patterns, recorded_recipe
+from fp4kit.checkpoint.plan.gguf import gguf_form_for, is_stored_in_gguf
+from fp4kit.checkpoint.plan.input_rotation import ROTATED_FORMAT
 from fp4kit.checkpoint.plan.job import CARRY, CAST, MERGE, NONFINITE, RENAME, RESCALE
 from fp4kit.checkpoint.plan.mixture import LayerQuantization, Mixture
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
@@ -181,10 +182,9 @@ class Request:
         start = f"--hadamard {self.hadamard!r}"
         if type(self.hadamard) is not int or self.hadamard not in HADAMARD_SIZES:
             raise CheckpointError(f"{start}: is no size; use one of {', '.join(map(str, HADAMARD_SIZES))}")
-        if self.format != input_rotation.FORMAT:
+        if self.format != ROTATED_FORMAT:
             raise CheckpointError(
-                f"{start}: only the config of {input_rotation.FORMAT} declares rotated inputs; add --format"
-                f" {input_rotation.FORMAT}"
+                f"{start}: only the config of {ROTATED_FORMAT} declares rotated inputs; add --format {ROTATED_FORMAT}"
             )
         if self.activations is not None:
             raise CheckpointError(f"{start}: activations were measured before the rotation; leave them out")
@@ -304,7 +304,7 @@ class Request:
         if self.input_scale is not None:
             raise CheckpointError("input scale: llama.cpp supports only calibrated input scales; leave it out")
         self._refuse_input_scales("fp4kit writes no input scales to GGUF files")
-        return None if self.format == UNQUANTIZED else gguf.form_for(self.recipe)
+        return None if self.format == UNQUANTIZED else gguf_form_for(self.recipe)
 
 
 def kind_of(recipe: Recipe) -> str:
@@ -312,7 +312,7 @@ def kind_of(recipe: Recipe) -> str:
     form = next((candidate for candidate in WRITTEN if candidate.stores(recipe)), None)
     if form is None:
         usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in WRITTEN)]
-        why = "can be stored only in a GGUF file" if gguf.stores(recipe) else "cannot be stored in a checkpoint"
+        why = "can be stored only in a GGUF file" if is_stored_in_gguf(recipe) else "cannot be stored in a checkpoint"
         raise CheckpointError(f"recipe {recipe.id}: {why}; use one of {several(usable, recipe)}")
     return form.kind
 

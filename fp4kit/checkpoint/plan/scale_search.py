@@ -26,7 +26,7 @@ from fp4kit.storage.safetensors_file import SafetensorsFile, read_header
 
 # The recipe to suggest for searched scales, because it accepts any block scale. If the scales are computed from block
 # amaxes, they equal those of nvfp4-modelopt.
-RECIPE = "nvfp4-modelopt-static"
+SEARCH_RECIPE = "nvfp4-modelopt-static"
 RECORDED = "as recorded"  # ScaleSearch.objective for verify: use the objective that the checkpoint records
 # Recipes of llama.cpp, without tensor scale. Their block scales can be searched too (see convert/searched_blocks.py).
 BLOCK_RECIPES = ("nvfp4-gguf", "mxfp4-gguf")
@@ -210,7 +210,7 @@ class ScaleSearch:
             raise CheckpointError(str(error)) from None
         if recipe.search:
             raise CheckpointError(
-                f"scale search: {recipe.id} already searches its scales; leave the scale search out, or use {RECIPE}"
+                f"scale search: {recipe.id} already searches its scales; leave the scale search out, or use {SEARCH_RECIPE}"
             )
 
     @staticmethod

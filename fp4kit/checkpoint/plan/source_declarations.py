@@ -306,7 +306,7 @@ DECLARATIONS = (
 )
 
 
-def warnings(found: Iterator[Declared] | tuple[Declared, ...], cache_tensors: int) -> Iterator[str]:
+def declaration_warnings(found: Iterator[Declared] | tuple[Declared, ...], cache_tensors: int) -> Iterator[str]:
     """Yield one warning per declaration that is lost. The KV cache and its scales share a warning."""
     lost = {one.name: one for one in found if one.outcome == LOST}
     cache = lost.pop("quantized KV cache", None)

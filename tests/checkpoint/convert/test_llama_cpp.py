@@ -10,7 +10,7 @@ import pytest
 
 import fp4kit
 from fp4kit.checkpoint import ScaleSearch, convert
-from fp4kit.checkpoint.convert.searched_blocks import quantized
+from fp4kit.checkpoint.convert.searched_blocks import search_blocks
 from fp4kit.recipes import recipe
 from fp4kit.storage.gguf_file import read_gguf
 
@@ -45,7 +45,7 @@ def test_a_forward_pass_has_the_decoded_values(id: str, objective: str | None, t
     convert(tmp_path / "m.gguf", tmp_path / "o.gguf", id, search=ScaleSearch.of(objective))
     names = [e.name for e in read_gguf(tmp_path / "o.gguf").entries if e.dtype == id.partition("-")[0].upper()]
     assert len(names) == 7 * llama_cpp.LAYERS
-    make = fp4kit.quantize if objective is None else lambda x, id: quantized(x, recipe(id), objective, None)
+    make = fp4kit.quantize if objective is None else lambda x, id: search_blocks(x, recipe(id), objective, None)
     decoded = {n: fp4kit.dequantize(make(x, id), np.float32) if n in names else x for n, x in values.items()}
     llama_cpp.write(tmp_path / "d.gguf", decoded)
     changed = decoded | {"blk.1.attn_v.weight": decoded["blk.1.attn_v.weight"] * np.float32(2)}

@@ -12,7 +12,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint import ScaleSearch, convert, make_plan
-from fp4kit.checkpoint.convert.searched_blocks import quantized
+from fp4kit.checkpoint.convert.searched_blocks import search_blocks
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.formats import E2M1, E4M3
@@ -83,7 +83,7 @@ def test_no_scale_byte_has_a_smaller_error(id: str, objective: str, weighted: bo
     x, kind, power = inputs(0.5), id.partition("-")[0], OBJECTIVES[objective]
     weights = np.random.default_rng(1).random(192).astype(np.float32) + np.float32(0.1) if weighted else None
     best = exhaustive_errors(x, kind, power, weights).min(axis=0)
-    found = errors(x, quantized(x, recipe(id), objective, weights), power, weights)
+    found = errors(x, search_blocks(x, recipe(id), objective, weights), power, weights)
     assert (found <= best * (1 + 1e-5)).all()
     assert found.sum() < GAIN[id] * errors(x, fp4kit.quantize(x, id), power, weights).sum()
 
@@ -103,7 +103,7 @@ def test_nvfp4_bytes_are_those_of_an_exhaustive_search(objective: str, weighted:
     best = (1 + tried.argmin(axis=0)).astype(np.uint8)
     wanted = fp4kit.quantize(x, "nvfp4-gguf", block_scale=best)
     empty = (np.asarray(wanted.packed).reshape(24, -1, 8) == 0).all(axis=-1)
-    found = quantized(x, r, objective, weights)
+    found = search_blocks(x, r, objective, weights)
     np.testing.assert_array_equal(found.block_scale, np.where(empty, 0, best))
     np.testing.assert_array_equal(found.packed, wanted.packed)
     assert empty[0, :4].all() and len(np.unique(best)) > 15
@@ -116,7 +116,7 @@ def test_mxfp4_bytes_are_those_of_an_exhaustive_search() -> None:
     """
     x = (np.random.default_rng(3).integers(-120, 121, (64, 128)) / 16).astype(np.float32)
     x[0, :32] = np.tile([4, 2, 1, 0.5], 8)
-    found = quantized(x, recipe("mxfp4-gguf"), "mse", None)
+    found = search_blocks(x, recipe("mxfp4-gguf"), "mse", None)
     tried = exhaustive_errors(x, "mxfp4", 2.0, None)
     np.testing.assert_array_equal(found.block_scale, tried.argmin(axis=0))
     assert (np.sort(tried, axis=0)[0] == np.sort(tried, axis=0)[1]).any()
@@ -125,7 +125,7 @@ def test_mxfp4_bytes_are_those_of_an_exhaustive_search() -> None:
 def test_large_scales_that_llama_cpp_rounds_to_448() -> None:
     """The search for NVFP4 scales also uses the bytes 0x78 to 0x7D, which llama.cpp's own rule never stores."""
     x = inputs(3.0) * np.float32(200)
-    own, found = fp4kit.quantize(x, "nvfp4-gguf"), quantized(x, recipe("nvfp4-gguf"), "mse", None)
+    own, found = fp4kit.quantize(x, "nvfp4-gguf"), search_blocks(x, recipe("nvfp4-gguf"), "mse", None)
     rare = lambda q: np.isin(q.block_scale, np.arange(0x78, 0x7E)).any()  # noqa: E731
     assert rare(found) and not rare(own)
 
@@ -134,7 +134,7 @@ def test_large_scales_that_llama_cpp_rounds_to_448() -> None:
 def test_blocks_whose_weights_are_zero_are_searched_with_equal_weights(id: str) -> None:
     x, weights = inputs(0.5), np.ones(192, np.float32)
     weights[64:128] = 0
-    found, equal = (quantized(x, recipe(id), "mse", w) for w in (weights, np.ones(192, np.float32)))
+    found, equal = (search_blocks(x, recipe(id), "mse", w) for w in (weights, np.ones(192, np.float32)))
     np.testing.assert_array_equal(found.block_scale, equal.block_scale)
     np.testing.assert_array_equal(found.packed, equal.packed)
 
@@ -157,7 +157,7 @@ def test_files_hold_the_searched_blocks(id: str, tmp_path: Path) -> None:
         x = tensors[entry.name]
         raw = b""
         for part in x if x.ndim == 3 else x[None]:
-            q = quantized(part, recipe(id), "mse", None)
+            q = search_blocks(part, recipe(id), "mse", None)
             raw += pack_gguf(q.packed, q.block_scale, id.partition("-")[0]).tobytes()
         assert whole[entry.start : entry.start + entry.nbytes] == raw
     assert verify(tmp_path / "o.gguf", tmp_path / "m.gguf").clean
@@ -187,7 +187,7 @@ def test_an_outlier_without_weight_does_not_set_the_scale(id: str) -> None:
     """
     x, weights = np.random.default_rng(2).uniform(-6, 6, (1, 64)).astype(np.float32), np.ones(64, np.float32)
     x[0, 3], weights[3] = 96, 0
-    found = quantized(x, recipe(id), "mse", weights)
+    found = search_blocks(x, recipe(id), "mse", weights)
     best = exhaustive_errors(x, id.partition("-")[0], 2.0, weights).min(axis=0)
     assert (errors(x, found, 2.0, weights) <= best * (1 + 1e-5)).all()
     assert errors(x, fp4kit.quantize(x, id), 2.0, weights)[0, 0] > 4 * best[0, 0]

@@ -18,7 +18,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.convert.mxfp4_to_nvfp4 import is_exact
+from fp4kit.checkpoint.convert.mxfp4_to_nvfp4 import is_cast_exactly
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.formats import FLT_MAX, FLT_MIN
 
@@ -182,8 +182,8 @@ def test_exponents_of_exact_casts() -> None:
     for high in range(-127, 128):
         scale = 2.0 ** (high - 8)
         usable = float(FLT_MIN) <= scale and scale * 2688 <= float(FLT_MAX)
-        assert [is_exact(high - span, high) for span in (0, 17, 18)] == [usable, usable, False]
-    assert is_exact(1 << 20, -(1 << 20))
+        assert [is_cast_exactly(high - span, high) for span in (0, 17, 18)] == [usable, usable, False]
+    assert is_cast_exactly(1 << 20, -(1 << 20))
 
 
 def test_dtypes_that_get_different_scales(tmp_path: Path) -> None:

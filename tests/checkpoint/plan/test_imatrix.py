@@ -14,7 +14,7 @@ from gguf_files import EXPERTS, HIDDEN
 from synthetic import refused
 
 from fp4kit.checkpoint import ScaleSearch, convert, make_plan
-from fp4kit.checkpoint.convert.searched_blocks import quantized
+from fp4kit.checkpoint.convert.searched_blocks import search_blocks
 from fp4kit.checkpoint.plan.imatrix import gguf_names, read_imatrix
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
@@ -112,7 +112,7 @@ def test_each_expert_is_searched_with_its_own_weights(id: str, model, tmp_path: 
         x = tensors[entry.name]
         raw = b""
         for e, part in enumerate(x if x.ndim == 3 else x[None]):
-            q = quantized(part, recipe(id), "mse", weights_of(values, entry.name, e).astype(np.float32))
+            q = search_blocks(part, recipe(id), "mse", weights_of(values, entry.name, e).astype(np.float32))
             raw += pack_gguf(q.packed, q.block_scale, kind).tobytes()
         assert whole[entry.start : entry.start + entry.nbytes] == raw
     assert verify(tmp_path / "o.gguf", source, search=ScaleSearch.of("mse", imatrix=path)).clean

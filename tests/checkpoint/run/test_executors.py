@@ -30,7 +30,7 @@ from mpi_processes import find_mpiexec
 from runs import HERE, environment, stopping
 from synthetic import refused
 
-from fp4kit.checkpoint.convert import quantize_rows, run_job
+from fp4kit.checkpoint.convert import run_job
 from fp4kit.checkpoint.convert.convert import bytes_to_read, convert, execute
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.run import executors, staging
@@ -59,13 +59,13 @@ def test_worker_threads(
 ) -> None:
     """With the compiled engine, workers are threads, and none of them starts further threads."""
     used: set[tuple[int, int]] = set()
-    quantized = quantize_rows.write
+    quantized = run_job.write_quantized
 
     def noted(*arguments: Any) -> int:
         used.add((threading.get_ident(), num_threads()))
         return quantized(*arguments)
 
-    monkeypatch.setattr(quantize_rows, "write", noted)
+    monkeypatch.setattr(run_job, "write_quantized", noted)
     monkeypatch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "is_compiled", lambda: True)
     convert(model[0], tmp_path / "out", options=Options(workers))
     assert files_of(tmp_path / "out") == model[1]
