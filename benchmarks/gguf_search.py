@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import fp4kit
 from fp4kit.checkpoint.convert.demo import demo_source
-from fp4kit.checkpoint.convert.searched_blocks import search_blocks
+from fp4kit.checkpoint.convert.rows import search_blocks
 
 RECIPES = ("nvfp4-gguf", "mxfp4-gguf")
 Layers = dict[str, tuple[np.ndarray, np.ndarray]]  # module name -> weight (N, K), mean square of each input (K,)

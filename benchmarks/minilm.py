@@ -1,4 +1,4 @@
-"""Collect the inputs of the linear layers of the demo model, which fp4kit.checkpoint.convert.demo_encoder runs.
+"""Collect the inputs of the linear layers of the demo model, which fp4kit.checkpoint.convert.demo runs.
 
 bench_scale_search.py uses the collected inputs as calibration data.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fp4kit.checkpoint.convert.demo_encoder import Seen, encode, tensors_of, tokens_of
+from fp4kit.checkpoint.convert.demo import Seen, encode, tensors_of, tokens_of
 
 __all__ = ["LENGTH", "linear_names", "run", "tensors_of", "tokens_of"]
 

@@ -7,18 +7,15 @@
 """
 
 from fp4kit.checkpoint.convert.convert import ConversionReport, convert, execute
-from fp4kit.checkpoint.convert.in_memory import TensorConverter, convert_tensors
-from fp4kit.checkpoint.convert.memory_rules import Rules
-from fp4kit.checkpoint.delta.apply import apply
-from fp4kit.checkpoint.delta.diff import diff
+from fp4kit.checkpoint.convert.in_memory import Rules, TensorConverter, convert_tensors
+from fp4kit.checkpoint.delta import apply, diff
+from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import QuantizedLayers, open_checkpoint
-from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.assign_recipes import Assignment, assign_recipes
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.checkpoint.plan.scale_search import ScaleSearch
-from fp4kit.checkpoint.run.executors import Options
+from fp4kit.checkpoint.plan.scale_search import Activations, ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.storage.files import CheckpointError
 

@@ -25,9 +25,10 @@ import numpy.typing as npt
 
 from fp4kit import __version__
 from fp4kit.arithmetic import ieee
+from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.containers.table import CODES, SCALES, TENSOR_SCALE, Container
-from fp4kit.checkpoint.convert.journal import source_facts
-from fp4kit.checkpoint.convert.put_scalars import usable_tensor_scale
+from fp4kit.checkpoint.convert.job import usable_tensor_scale
+from fp4kit.checkpoint.convert.run_jobs import source_facts
 from fp4kit.checkpoint.model import model_files as side_files
 from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.model_files import (
@@ -47,7 +48,6 @@ from fp4kit.checkpoint.model.model_files import (
 from fp4kit.checkpoint.model.slabs import Readers, codes_of, decode, row_chunks, scalar_of, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import Weight, weights_of
-from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.storage.files import CheckpointError, dump_object, shown, write_file
 from fp4kit.storage.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorEntry

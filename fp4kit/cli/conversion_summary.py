@@ -14,10 +14,10 @@ from fp4kit.checkpoint.containers.configs import KNOWN_TO, MIXED
 from fp4kit.checkpoint.containers.engines import VERSIONS, comfy, mlx
 from fp4kit.checkpoint.containers.table import MODELOPT_AWQ
 from fp4kit.checkpoint.convert.convert import ConversionReport
+from fp4kit.checkpoint.convert.job import MERGE, QUANTIZE, REQUANTIZE
 from fp4kit.checkpoint.findings import engines_that_load, rejections_of
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.plan.job import MERGE, QUANTIZE, REQUANTIZE
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection import names as ggml_names
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error

@@ -13,7 +13,8 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from fp4kit.calibration import RULES, UNSEEN
+from fp4kit.calibration.collector import RULES, UNSEEN
+from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS
 from fp4kit.checkpoint.convert.convert import (
     ConversionReport,
@@ -27,22 +28,17 @@ from fp4kit.checkpoint.convert.convert import (
     notes_on_file,
     paths_to_write,
 )
-from fp4kit.checkpoint.convert.demo import demo_source
-from fp4kit.checkpoint.convert.demo_encoder import SENTENCES, cosines_of_embeddings
+from fp4kit.checkpoint.convert.demo import SENTENCES, cosines_of_embeddings, demo_source
+from fp4kit.checkpoint.convert.job import NONFINITE, Survival
+from fp4kit.checkpoint.convert.run_jobs import leftovers_of, remove_leftovers
+from fp4kit.checkpoint.executors import Options, cluster
 from fp4kit.checkpoint.findings import findings_of_plan, lines_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
-from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES
-from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign_recipes
-from fp4kit.checkpoint.plan.bit_budget import shown_points
-from fp4kit.checkpoint.plan.default_recipe import DEFAULTS
-from fp4kit.checkpoint.plan.job import NONFINITE, Survival
-from fp4kit.checkpoint.plan.make_plan import make_plan
+from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign_recipes, shown_points
+from fp4kit.checkpoint.plan.make_plan import DEFAULTS, make_plan
+from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES
 from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Losses, ScaleSearch
-from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.executors import Options, cluster
-from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
+from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, Losses, ScaleSearch
 from fp4kit.checkpoint.selection.selection import PRESETS, Wishes
 from fp4kit.checkpoint.verify.integrity import Issue, is_one_file
 from fp4kit.cli import conversion_summary
@@ -50,8 +46,9 @@ from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
 from fp4kit.cli.render import shape_text
-from fp4kit.storage.files import CheckpointError, shown
-from fp4kit.storage.gguf_file import bytes_of_text, is_gguf
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.gguf_file import is_gguf
+from fp4kit.storage.split_gguf import bytes_of_text
 
 _TO_GGUF = "; make a GGUF file of the directory with convert_hf_to_gguf.py of llama.cpp, then convert that file"
 _BY_ENGINE = "; leave --format out, which writes the format that most engines load"

@@ -9,9 +9,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from fp4kit.checkpoint.delta.apply import apply
-from fp4kit.checkpoint.delta.diff import PatchReport, diff
-from fp4kit.checkpoint.delta.patch_file import open_patch
+from fp4kit.checkpoint.delta import PatchReport, apply, diff, open_patch
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path

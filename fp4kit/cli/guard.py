@@ -57,7 +57,7 @@ class GuardedCommand:
         """Return a clause for the last line that says what became of the destination of a command that ended early."""
         if self.destination is None:
             return ""
-        from fp4kit.checkpoint.run import staging  # imported already by every command that has a destination
+        from fp4kit.checkpoint import staging  # imported already by every command that has a destination
 
         if staging.is_published(self.destination):
             return f"; {self.destination} is complete"

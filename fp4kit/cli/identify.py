@@ -9,13 +9,13 @@ from dataclasses import fields
 from typing import Any
 
 from fp4kit.checkpoint.containers.config_entries import unfulfilled
+from fp4kit.checkpoint.executors import Options, cluster
 from fp4kit.checkpoint.identify.diagnose import Diagnosis
 from fp4kit.checkpoint.identify.run import PreparedIdentification, facts_of, problems_of
 from fp4kit.checkpoint.identify.verdicts import MOST_RECIPES, CheckpointVerdict, short_text
 from fp4kit.checkpoint.model.closed_world import reasons, refused_in
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.transforms import resolved
-from fp4kit.checkpoint.run.executors import Options, cluster
 from fp4kit.cli.convert import add_worker_count
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from fp4kit.checkpoint.containers.config_entries import CARRIED, DOUBTFUL, REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.containers.configs import with_declaration
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, quantization_summary
-from fp4kit.checkpoint.plan.layer_checks import all_doubts
+from fp4kit.checkpoint.plan.source_layers import all_doubts
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
 from fp4kit.cli.render import shape_text

@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from fp4kit.checkpoint.executors import Options, cluster
 from fp4kit.checkpoint.plan.scale_search import RECORDED, ScaleSearch
-from fp4kit.checkpoint.run.executors import Options, cluster
 from fp4kit.checkpoint.verify.input_scales import recorded_activations
 from fp4kit.checkpoint.verify.integrity import grouped
 from fp4kit.checkpoint.verify.report_html import write_report

@@ -39,11 +39,11 @@ from seconds import TEN, cpu_seconds
 from synthetic import refused
 
 import fp4kit
+from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.convert.convert import convert, execute
+from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model.model_files import MANIFEST, differences, open_source
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.executors import Options
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.contract.schema import FILE as CONTRACT
 from fp4kit.storage.files import CheckpointError

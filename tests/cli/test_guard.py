@@ -16,7 +16,7 @@ from exhaustive import exhaustive
 from processes import CODES, MKDIR, RENAME, START, WORDS, Run, command, content, ended, environment, events, signalled
 
 from fp4kit import startup
-from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint import staging
 
 ONE = [signal.SIGINT, *exhaustive(number for number in CODES if number != signal.SIGINT)]
 

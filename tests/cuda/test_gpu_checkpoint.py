@@ -12,14 +12,14 @@ import synthetic
 from kill_points import files_of
 from on_gpu import DEVICES, ON_GPU
 
-from fp4kit.checkpoint.convert import run_job
+from fp4kit.checkpoint.convert import run_jobs as run_job
 from fp4kit.checkpoint.convert.convert import convert, execute
+from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on
 from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import jobs_of
-from fp4kit.checkpoint.run.executors import Options
 from fp4kit.checkpoint.verify.verify import verify
 
 pytestmark = ON_GPU
@@ -87,14 +87,14 @@ def test_amax_and_nonfinite(dtype: type) -> None:
 def test_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synthetic.dense(tmp_path / "m")
     plan, seen = make_plan(tmp_path / "m"), {}
-    write = run_job.write
+    write = run_job.write_job
 
     def noted(job: run_job.Job, *rest: object) -> run_job.Done:
         if job.action == run_job.QUANTIZE:
             seen[job.key] = job.device
         return write(job, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run_job, "write", noted)
+    monkeypatch.setattr(run_job, "write_job", noted)
     execute(plan, tmp_path / "out", Options(devices=PLACES))
     nowhere = {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
     keys = [job.key for job in jobs_of(plan, nowhere) if job.action == run_job.QUANTIZE]

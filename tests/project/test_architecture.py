@@ -187,7 +187,7 @@ def test_no_environment_variable_changes_a_result(path):
     """
     if path.relative_to(PACKAGE).as_posix() not in (
         "training/settings.py",
-        "checkpoint/run/executors.py",
+        "checkpoint/executors.py",
         "cpu/library.py",
     ):
         assert not re.search(r"os\.environ|\bgetenv|from os import .*environ", path.read_text(encoding="utf-8"))

@@ -18,12 +18,34 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint.containers.engines import comfy, mlx
-from fp4kit.checkpoint.contract.of_plan import contract_of_plan
-from fp4kit.checkpoint.convert import run_job
-from fp4kit.checkpoint.convert.fp8_to_mxfp8 import refused_carry
-from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts
-from fp4kit.checkpoint.convert.scheduler import JobScheduler
+from fp4kit.checkpoint import staging
+from fp4kit.checkpoint.containers import comfy, mlx
+from fp4kit.checkpoint.contract import contract_of_plan
+from fp4kit.checkpoint.convert.job import (
+    CARRY,
+    MERGE,
+    RENAME,
+    REQUANTIZE,
+    Changes,
+    Done,
+    Job,
+    Measured,
+    Survival,
+    action_of,
+)
+from fp4kit.checkpoint.convert.rows import refused_carry
+from fp4kit.checkpoint.convert.run_jobs import (
+    JobScheduler,
+    Journal,
+    check_finite,
+    jobs_of_finished_run,
+    key_of,
+    remove_leftovers,
+    request_facts,
+    source_facts,
+    write_at,
+)
+from fp4kit.checkpoint.executors import Options, Prefetcher, executor_of, pending_limit, run_all, start_devices
 from fp4kit.checkpoint.findings import findings_of_files, opened
 from fp4kit.checkpoint.model.doubtful_codes import CERTAIN, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.model_files import (
@@ -38,29 +60,10 @@ from fp4kit.checkpoint.model.model_files import (
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
 from fp4kit.checkpoint.model.statistics import doubt_about
 from fp4kit.checkpoint.model.weights import weights_of
-from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES
-from fp4kit.checkpoint.plan.job import (
-    CARRY,
-    MERGE,
-    RENAME,
-    REQUANTIZE,
-    Changes,
-    Done,
-    Job,
-    Measured,
-    Survival,
-    action_of,
-)
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.plan.output_configs import configs
-from fp4kit.checkpoint.plan.output_files import OutputFile, check_target, final_path
-from fp4kit.checkpoint.plan.plan import Plan, jobs_of
-from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
-from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.executors import Options, executor_of, pending_limit, run_all, start_devices
-from fp4kit.checkpoint.run.leftovers import jobs_of_finished_run, remove_leftovers
-from fp4kit.checkpoint.run.prefetch import Prefetcher
+from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES
+from fp4kit.checkpoint.plan.plan import OutputFile, Plan, check_target, configs, final_path, jobs_of
+from fp4kit.checkpoint.plan.scale_search import Activations, Losses, ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.checkpoint.verify.reencode import sampled_losses
@@ -601,7 +604,7 @@ class _Run:
     def _check(self, job: Job, found: Measured) -> None:
         """Raise CheckpointError if the measurements of a weight show values that the request does not allow."""
         # Scales that MXFP8 cannot hold are rejected if the request has requantize=False.
-        run_job.check_finite(job, found)
+        check_finite(job, found)
         if job.weight.container is not None:
             if found.doubt in CERTAIN and not self.plan.request.allow_loss:
                 raise CheckpointError(
@@ -638,7 +641,7 @@ def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         os.ftruncate(descriptor, position)
-        run_job.write_at(descriptor, memoryview(header), 0)
+        write_at(descriptor, memoryview(header), 0)
     finally:
         os.close(descriptor)
     return found

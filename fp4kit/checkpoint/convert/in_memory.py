@@ -6,26 +6,428 @@ last layer arrives; until then its layers wait.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from fp4kit.arguments import as_mapping
-from fp4kit.arrays import imports, returns
+from fp4kit.arithmetic import ieee
+from fp4kit.arrays import imports, torch_arrays
+from fp4kit.arrays.imports import to_device
 from fp4kit.arrays.returns import library_of
-from fp4kit.checkpoint.containers.engines import mlx
-from fp4kit.checkpoint.convert.memory_rules import Rules
-from fp4kit.checkpoint.convert.quantize_tensors import quantized
-from fp4kit.checkpoint.convert.split_tensors import Named, layers_of, split_parameter
+from fp4kit.checkpoint.containers import comfy, mlx
+from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.convert.job import input_scale_of, usable_tensor_scale
+from fp4kit.checkpoint.convert.rows import divisor_of, stored_scales
 from fp4kit.checkpoint.model.closed_world import is_known_beside
 from fp4kit.checkpoint.model.unlike_layers import named_twice
-from fp4kit.checkpoint.model.weights import looks_quantized, stack_shape
-from fp4kit.checkpoint.plan.layer_checks import stacks_trouble
+from fp4kit.checkpoint.model.weights import Piece, Weight, has_transposed_stacks, looks_quantized, pieces, stack_shape
+from fp4kit.checkpoint.plan.request import (
+    UNQUANTIZED,
+    LayerQuantization,
+    Mixture,
+    Request,
+    check_input_scale,
+    experts_only,
+)
+from fp4kit.checkpoint.plan.scale_search import Activations
+from fp4kit.checkpoint.plan.source_layers import stacks_trouble
 from fp4kit.checkpoint.selection import names as fused_layers
-from fp4kit.checkpoint.selection.names import adapter_trouble
-from fp4kit.storage.files import CheckpointError, listed, shown
+from fp4kit.checkpoint.selection.names import adapter_trouble, hugging_face_names, unwrapped
+from fp4kit.checkpoint.selection.selection import (
+    Candidate,
+    Decision,
+    Wishes,
+    candidate,
+    check_transposed,
+    decide,
+    model_facts,
+    no_multiple,
+)
+from fp4kit.layouts import pack_mlx
+from fp4kit.lazy import lazy_property
+from fp4kit.ops.amax import amax as amax_of
+from fp4kit.ops.quantize import quantize
+from fp4kit.quantized.zeros import of_zeros
+from fp4kit.recipes import Recipe, recipe
+from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import TensorEntry
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of convert_tensors: the recipe, the container, and which tensors to quantize.
+
+    Attributes:
+        recipe: the recipe for newly quantized tensors.
+        config: the content of the model's config.json. Its model type, its numbers of layers and heads, its ranks and
+            the sizes of its MLPs are used.
+        format: the output format, such as "modelopt"; None for the format that most engines load.
+        wishes: which layers to quantize.
+        input_scale: a positive float32 activation scale to write for every layer; None for none.
+        activations: measured activations, from which every layer gets its own input scale; None for none.
+        recipes: (pattern, recipe) pairs for layers with recipes other than ``recipe``, as for make_plan. A recipe may
+            be given by its id. Patterns match whole module names without ``.weight``; the first that matches decides.
+
+    Raises CheckpointError in these cases:
+
+    - The format is unknown, or cannot be written from memory ("bf16", "comfy").
+    - The format cannot store the model or a recipe.
+    - Input scales are given, and the format has none.
+    """
+
+    recipe: Recipe
+    config: Mapping[str, Any] = field(default_factory=dict)
+    format: str | None = None
+    wishes: Wishes = field(default_factory=Wishes)
+    input_scale: float | None = None
+    activations: Activations | None = None
+    recipes: Sequence[tuple[str, str | Recipe]] = ()
+
+    @classmethod
+    def of(cls, recipe_id: str | Recipe = "nvfp4-te", **fields: Any) -> Rules:
+        """Create Rules from a recipe or its id.
+
+        recipe_id: a Recipe, or the id of one.
+        fields: the other fields of Rules, such as format="modelopt".
+
+        Raises ValueError if no recipe has this id, and TypeError for anything that is not a recipe. Also raises the
+        errors of Rules.
+        """
+        return cls(recipe(recipe_id), **fields)
+
+    def __post_init__(self) -> None:
+        if self.format == UNQUANTIZED:
+            raise CheckpointError(
+                "format bf16: the tensors are unquantized already; do not call convert_tensors for it"
+            )
+        if self.format == comfy.FORMAT:
+            raise CheckpointError("format comfy: convert_tensors does not write files of ComfyUI; use convert")
+        if self.form.format == mlx.FORMAT:  # reject an unsuitable model before the first tensor is converted
+            mlx.check(self.config, ())
+        if self.recipes:
+            for choice in (self.mixture.default, *(choice for _, choice in self.mixture.choices)):
+                self._of_choice(choice)
+        else:
+            check_input_scale(self.form, self._request.gives_input_scales)
+
+    @lazy_property
+    def form(self) -> Container:
+        """The container (names, dtypes and layout of the tensors) of layers that no pattern of ``recipes`` matches."""
+        found = self.mixture.default.form
+        assert found is not None
+        return found
+
+    @lazy_property
+    def mixture(self) -> Mixture:
+        """The recipe and the container of every layer."""
+        return self._request.mixture_for(self.config)
+
+    def of_layer(self, module: str) -> Rules:
+        """Return the rules for one layer: a copy with only the recipe and the container of this layer.
+
+        If all layers have one recipe, return this object itself.
+
+        Args:
+            module: the name that the model gives the layer or the stack of experts.
+        """
+        return self._of_choice(self.mixture.of(module)) if self.recipes else self
+
+    def _of_choice(self, choice: LayerQuantization) -> Rules:
+        """Return a copy of these rules that has only the recipe and the container that were chosen for a layer."""
+        assert choice.form is not None
+        key = choice.recipe.id, choice.form.name
+        if key not in self._by_choice:
+            scaled = [one for _, one in self.mixture.choices if one.recipe.tensor_scaling == "tensor"]
+            some = bool(scaled) or self.mixture.default.recipe.tensor_scaling == "tensor"
+            drop = some and choice.recipe.tensor_scaling != "tensor"
+            inputs: dict[str, Any] = {"input_scale": None, "activations": None} if drop else {}
+            form = choice.form.format
+            self._by_choice[key] = replace(self, recipe=choice.recipe, format=form, recipes=(), **inputs)
+        return self._by_choice[key]
+
+    @lazy_property
+    def _by_choice(self) -> dict[tuple[str, str], Rules]:
+        """A cache for _of_choice: (id of the recipe, name of the container) -> the Rules that it has made for them."""
+        return {}
+
+    @lazy_property
+    def _request(self) -> Request:
+        """The Request that the checkpoint converter would get for these rules."""
+        pairs = tuple((pattern, recipe(one)) for pattern, one in self.recipes)
+        inputs = self.input_scale, self.activations
+        return Request(self.recipe, self.format, self.wishes, inputs[0], activations=inputs[1], recipes=pairs)
+
+    @lazy_property
+    def _facts(self) -> Any:
+        """The ModelFacts from the model's config, which the selection of layers needs."""
+        return model_facts(self.config)
+
+    @lazy_property
+    def _wishes(self) -> Wishes:
+        """The user's selection of layers, limited to experts if the container can hold only quantized experts."""
+        return replace(self.wishes, preset="experts") if experts_only(self.form) else self.wishes
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Return the Hugging Face names of the tensors that a Megatron-Core parameter holds.
+
+        - A fused parameter has several names.
+        - ``_extra_state`` has none; the result is ().
+        - If ``name`` is a Hugging Face name already, it is the only one that is returned.
+
+        Prefixes that wrappers add, such as ``_orig_mod.`` and ``module.``, are removed. Raise CheckpointError for an
+        unknown Megatron-Core name.
+        """
+        return hugging_face_names(unwrapped(name), layers=self._facts.layers)
+
+    def decisions(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Decision]:
+        """Decide for each tensor whether to quantize it, as the checkpoint converter would. Return a dict by name.
+
+        Args:
+            tensors: (Hugging Face name, safetensors dtype such as "BF16", shape) per tensor.
+        """
+        candidates = [self._candidate(*one) for one in tensors]
+        decisions = decide(candidates, self._wishes, self.form.row_multiple)
+        for one in candidates:
+            check_transposed(one, self._wishes, decisions[one.name])
+        return decisions
+
+    def why_not_in_blocks(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
+        """Return a text that says so if a tensor stays unquantized only because its rows are not whole blocks, else "".
+
+        Args:
+            name: the Hugging Face name of the tensor.
+            dtype: its safetensors dtype, such as "BF16".
+            shape: its shape.
+        """
+        block = self.form.row_multiple
+        tensor = self._candidate(name, dtype, shape)
+        if not shape or self.decisions([(name, dtype, shape)])[name].reason != no_multiple(tensor.shape, block):
+            return ""
+        whole = replace(tensor, shape=(*tensor.shape[:-1], block))
+        return no_multiple(tensor.shape, block) if decide([whole], self._wishes, block)[name].converted else ""
+
+    def _candidate(self, name: str, dtype: str, shape: tuple[int, ...]) -> Candidate:
+        """Return the description of a tensor that the function ``decide`` needs to tell whether to quantize it."""
+        if len(shape) != 3:
+            return candidate(name, dtype, shape, self._facts)
+        return Candidate(name, name.removesuffix(".weight"), dtype, stack_shape(shape, self.config), self._facts)
+
+
+Named = tuple[str, Any]
+_RANKS = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")  # config keys with the rows of linear_qkv_down_proj
+
+
+def check_array(name: str, array: Any) -> None:
+    """Raise TypeError if a value is not an array, which is recognized by its attributes ``dtype`` and ``shape``."""
+    if not (hasattr(array, "dtype") and hasattr(array, "shape")):
+        kind = type(array).__name__
+        raise TypeError(f"convert_tensors: {shown(name)} is {kind}; an array of NumPy, CuPy, PyTorch or JAX is needed")
+
+
+def split_parameter(megatron_name: str, array: Any, rules: Rules) -> Iterator[Named]:
+    """Split a Megatron-Core parameter, and yield its Hugging Face (name, array) pairs."""
+    names = rules.names(megatron_name)
+    if names:
+        check_array(megatron_name, array)
+    if len(names) < 2:
+        yield from ((name, array) for name in names)
+    elif len(names) == 2 and _has_no_gate(names[0], array.shape[0], rules.config):
+        yield names[1], array
+    elif len(names) == 2:
+        first = _rows_of_first(megatron_name, names[0], array.shape[0], rules.config)
+        yield from zip(names, (array[:first], array[first:]), strict=True)
+    else:
+        yield from zip(names, _heads(megatron_name, array, rules.config), strict=True)
+
+
+def _has_no_gate(first: str, rows: int, config: Mapping[str, Any]) -> bool:
+    """Return whether linear_fc1 holds up_proj alone, because the model's MLPs have no gate (Nemotron)."""
+    text = config.get("text_config", config)
+    if ".gate_proj." not in first:
+        return False
+    if ".shared_expert" in first:
+        return rows == _shared_expert_rows(text)
+    return bool(rows == text.get("moe_intermediate_size" if ".experts." in first else "intermediate_size"))
+
+
+def _shared_expert_rows(config: Mapping[str, Any]) -> int | None:
+    """Return the number of rows of up_proj of the shared experts of a layer, or None if the config does not state
+    it.
+    """
+    for key in ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"):
+        if type(config.get(key)) is int:
+            return int(config[key])
+    count, size = config.get("n_shared_experts"), config.get("moe_intermediate_size")
+    return count * size if type(count) is int and type(size) is int else None
+
+
+def _rows_of_first(megatron_name: str, first: str, rows: int, config: Mapping[str, Any]) -> int:
+    """Return how many rows of a fused Megatron-Core parameter belong to the first of its two tensors."""
+    if ".q_a_proj." not in first:
+        if rows % 2:
+            raise CheckpointError(
+                f"{shown(megatron_name)}: {rows} rows cannot be split into gate and up; an even number is needed; pass"
+                " gate_proj and up_proj under their Hugging Face names"
+            )
+        return rows // 2
+    text = config.get("text_config", config)
+    ranks = [text.get(key) for key in _RANKS]
+    if not all(type(rank) is int for rank in ranks) or sum(ranks) != rows:
+        raise CheckpointError(
+            f"{shown(megatron_name)}: {rows} rows cannot be split into q_a_proj and kv_a_proj_with_mqa; rules.config"
+            f" needs {', '.join(_RANKS)} that add up to them, and has {', '.join(map(str, ranks))}"
+        )
+    return int(ranks[0])
+
+
+def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Split Megatron-Core's fused linear_qkv into q, k and v, and return them in this order."""
+    text = config.get("text_config", config)
+    heads, groups = text.get("num_attention_heads"), text.get("num_key_value_heads", text.get("num_attention_heads"))
+    if not heads or not groups or heads % groups:
+        needed = "num_attention_heads and num_key_value_heads"
+        raise CheckpointError(
+            f"{shown(megatron_name)}: cannot be split into q, k and v; rules.config needs {needed}, and has {heads} and"
+            f" {groups}"
+        )
+    heads_per_group = heads // groups  # query heads per key-value head
+    size, remainder = divmod(array.shape[0], groups * (heads_per_group + 2))
+    if remainder:
+        raise CheckpointError(
+            f"{shown(megatron_name)}: {array.shape[0]} rows are not divisible into {groups} groups of"
+            f" {heads_per_group + 2} heads; correct the numbers of heads in rules.config"
+        )
+    blocks = array.reshape(groups, heads_per_group + 2, size, *array.shape[1:])
+    parts = (
+        blocks[:, :heads_per_group],
+        blocks[:, heads_per_group : heads_per_group + 1],
+        blocks[:, heads_per_group + 1 :],
+    )
+    q, k, v = (part.reshape(-1, *array.shape[1:]) for part in parts)
+    return q, k, v
+
+
+def layers_of(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
+    """Yield (layer name, matrix) for every layer that a tensor holds."""
+    shape = tuple(array.shape)
+    module = name.removesuffix(".weight")
+    if len(shape) == 2:
+        yield module, array
+        return
+    logical = stack_shape(shape, rules.config)
+    stack = array.swapaxes(1, 2) if has_transposed_stacks(rules.config) else array
+    if rules.form.keeps_stacks:
+        yield module, stack
+        return
+    for piece in _pieces(module, name, logical, rules):
+        yield piece.module, stack[piece.expert, piece.span[0] : piece.span[1]]
+
+
+def _pieces(module: str, name: str, shape: tuple[int, ...], rules: Rules) -> Iterator[Piece]:
+    """Yield the layers that a stack of experts is split into: for each its name, expert number and range of rows."""
+    return pieces(Weight(module, name, shape, None, {}), rules.form, rules.config, False)
+
+
+def quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
+    """Quantize layers that share a tensor scale, and yield all resulting (name, array) pairs: codes and scales."""
+    largest = _largest_amax(members)
+    shared = largest if rules.form.has_tensor_scale else None
+    columns = {module: int(matrix.shape[-1]) for module, matrix in members}
+    inputs = {} if rules.activations is None else rules.activations.of_layers(columns)
+    for module, matrix in members:
+        yield from _parts(module, matrix, shared, rules, inputs.get(module))
+
+
+@ieee("convert_tensors")
+def _largest_amax(members: list[Named]) -> np.float32:
+    """Return the largest amax of (layer name, matrix) pairs. Raise CheckpointError if one is NaN or infinite."""
+    return max(_finite_amax(module, matrix) for module, matrix in members)
+
+
+def _finite_amax(module: str, matrix: Any) -> np.float32:
+    """Return the amax of a matrix as a float32 on the host."""
+    found = np.float32(float(amax_of(matrix)))
+    if not np.isfinite(found):
+        raise CheckpointError(
+            f"{shown(module)}: holds NaN or infinity; repair it, or keep it unquantized with Wishes(keep=...)"
+        )
+    return found
+
+
+def _parts(
+    module: str, matrix: Any, shared: np.float32 | None, rules: Rules, input_amax: np.float32 | None
+) -> Iterator[Named]:
+    """Quantize one layer and yield its (name, array) pairs: codes, block scales, tensor scale and input scale."""
+    form = rules.form
+    q = quantize(matrix, rules.recipe, tensor_amax=shared)
+    packed, scales_of_blocks = q.packed, q.block_scale
+    if shared is not None and not shared.view(np.uint32):  # a subnormal may compare equal to 0
+        q = of_zeros(q.to("numpy"))
+        zeros = None if q.block_scale is None else _in_library(q.block_scale, packed)
+        packed, scales_of_blocks = _in_library(q.packed, packed), zeros
+    specs = form.specs(tuple(matrix.shape))
+    yield module + form.suffixes[CODES], _typed(packed, form.codes_dtype).reshape(specs[CODES][1])
+    if rules.recipe.scale is None and SCALES in form.suffixes:
+        yield module + form.suffixes[SCALES], stored_scales(q).reshape(specs[SCALES][1])
+    elif SCALES in form.suffixes:
+        yield module + form.suffixes[SCALES], _typed(scales_of_blocks, form.scales_dtype)
+    scales = [] if shared is None else [(TENSOR_SCALE, _stored_scale(module, q, shared, rules))]
+    if rules.input_scale is not None:
+        input_scale = np.float32(rules.input_scale)
+        scales.append((INPUT_SCALE, np.float32(1) / input_scale if form.divides else input_scale))
+    if input_amax is not None:
+        scales.append((INPUT_SCALE, input_scale_of(form, input_amax)))
+    for part, value in scales:
+        array = np.full(form.tensor_scale_shape, value, np.float32)
+        yield module + form.suffixes[part], _in_library(array, packed)
+
+
+@ieee("convert_tensors")
+def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.float32:
+    """Return the number that the container stores as tensor scale."""
+    # The recipe computes the divisor if it can; otherwise, the divisor is the reciprocal of the scale.
+    scale = np.float32(float(q.tensor_scale))
+    divisor = divisor_of(rules.recipe, rules.form, amax, q.dtype)
+    with np.errstate(divide="ignore", over="ignore"):
+        stored = scale if not rules.form.divides else np.float32(1) / scale if divisor is None else divisor
+    if not usable_tensor_scale(scale) or not usable_tensor_scale(stored):
+        raise CheckpointError(
+            f"{shown(module)}: tensor scale is {scale}; a positive normal float32 is needed; use another recipe"
+        )
+    return stored
+
+
+def _typed(array: Any, dtype: str) -> Any:
+    """Return a view of an array of bytes with the dtype that corresponds to the safetensors dtype ``dtype``."""
+    if dtype == "U32":
+        library = library_of(array)
+        if library is None:
+            return pack_mlx(array)
+        return array.view(torch_arrays.dtype_named("uint32") if library.name == "torch" else np.uint32)
+    names = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8"}
+    if dtype not in names or type(array).__module__ == "cupy":
+        return array
+    library = library_of(array)
+    if library is None:
+        return array.view(getattr(ml_dtypes, names[dtype], np.int8))
+    return array.view(torch_arrays.dtype_named(names[dtype])) if library.name == "torch" else array
+
+
+def _in_library(value: np.ndarray, like: Any) -> Any:
+    """Return the host array ``value`` in the library and on the device of the array ``like``."""
+    # If ``like`` is a NumPy array, ``value`` is returned unchanged, otherwise as a copy.
+    if isinstance(like, np.ndarray):
+        return value
+    library = library_of(like)
+    if library is None:
+        return to_device(value)
+    with library.call_context(like) as give:
+        return give(value)
+
 
 _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -299,7 +701,7 @@ def _is_same(a: Any, b: Any) -> bool:
     if library is not None and library.name == "torch":
         if a.device != b.device or (a.numel() and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()):
             return False
-        x, y = (one.contiguous().reshape(-1).view(returns.dtype_named("uint8")) for one in (a, b))
+        x, y = (one.contiguous().reshape(-1).view(torch_arrays.dtype_named("uint8")) for one in (a, b))
         return bool((x == y).all())
     if library is not None:
         return np.asarray(a).tobytes() == np.asarray(b).tobytes()

@@ -4,41 +4,282 @@ is converted or written here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import glob
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from fnmatch import translate
+from math import prod
 from pathlib import Path
+from typing import Any
 
 from fp4kit.checkpoint.containers.config_entries import DOUBTFUL, check_declared, lost_column_scales
-from fp4kit.checkpoint.containers.configs import with_declaration
-from fp4kit.checkpoint.convert.journal import identity
+from fp4kit.checkpoint.containers.configs import ALL_FORMATS, LOADED, MIXED, container_id, with_declaration
+from fp4kit.checkpoint.containers.table import INPUT_SCALE, Container
+from fp4kit.checkpoint.convert.run_jobs import identity
 from fp4kit.checkpoint.findings import findings_of_plan, lines_of
+from fp4kit.checkpoint.loaders import exclusions
+from fp4kit.checkpoint.loaders.requirements import consequence
 from fp4kit.checkpoint.model import closed_world, transforms
 from fp4kit.checkpoint.model import model_files as side_files
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source
 from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
-from fp4kit.checkpoint.model.weights import any_quantized, weights_of
-from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
-from fp4kit.checkpoint.plan.borrowed_codes import (
+from fp4kit.checkpoint.model.weights import Weight, any_quantized, layer_names, weights_of
+from fp4kit.checkpoint.plan.other_models import (
+    ADAPTER_SCALES,
+    LoraAdapter,
     borrow_codes,
     check_values_agree,
     recorded_recipe,
 )
-from fp4kit.checkpoint.plan.default_recipe import DEFAULTS, with_defaults
-from fp4kit.checkpoint.plan.kv_cache import cache_troubles
-from fp4kit.checkpoint.plan.layer_checks import all_doubts, missing_experts, wide_floats
-from fp4kit.checkpoint.plan.output_files import parts_of
-from fp4kit.checkpoint.plan.plan import Plan, ShardPlan
-from fp4kit.checkpoint.plan.plan_facts import PlanFacts
-from fp4kit.checkpoint.plan.plan_tensors import recorded, shard_plan
-from fp4kit.checkpoint.plan.plan_warnings import decoded_layers, exclusions_of, unmeasured
-from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request
-from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, ScaleSearch
-from fp4kit.checkpoint.plan.source_declarations import carried, declaration_warnings, outcomes_of
+from fp4kit.checkpoint.plan.plan import Plan, ShardPlan, parts_of, recorded, shard_plan
+from fp4kit.checkpoint.plan.plan_facts import PlanFacts, carried, declaration_warnings, outcomes_of
+from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, kind_of
+from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, ScaleSearch
+from fp4kit.checkpoint.plan.source_layers import all_doubts, cache_troubles, missing_experts, wide_floats
+from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.checkpoint.selection import names as wrapper_names
-from fp4kit.checkpoint.selection.selection import Wishes
-from fp4kit.recipes import Recipe, recipe
-from fp4kit.storage.files import CheckpointError, shown
+from fp4kit.checkpoint.selection.selection import UNSUPPORTED_STACK, Decision, Wishes, no_multiple
+from fp4kit.recipes import RECIPES, Recipe, recipe
+from fp4kit.storage.errors import CheckpointError, listed, shown
+
+_GGUF_ONLY = "nvfp4-gguf"
+# The usual recipe per kind of container. The first that a format can store is the default recipe of that format.
+DEFAULTS = (
+    "nvfp4-te",
+    "mxfp4-ocp",
+    "mxfp8-te",
+    "fp8-transformers-block",
+    "fp8-modelopt-channel",
+    "fp8-modelopt",
+    _GGUF_ONLY,
+)
+
+
+def with_defaults(
+    request: Request, config: Mapping[str, Any], weights: Iterable[Weight], recorded: str, given: bool
+) -> Request:
+    """Return a request with the recipe and the format that follow from the source, and the reason for them."""
+    # An unsuitable request is returned as it is, so that making the plan raises the error.
+    if request.format == UNQUANTIZED:
+        return request
+    sizes: Counter[Container] = Counter()
+    layers: dict[str, Container] = {}
+    for weight in weights:
+        if weight.container is not None:
+            sizes[weight.container] += prod(weight.shape)
+            layers[weight.name] = weight.container
+    forms = [form for form, _ in sizes.most_common()]
+    formats = list(_formats(request, config, forms))
+    if given:
+        suitable = (one for one in formats if _mixes(replace(request, format=one), config))
+        return replace(request, format=next(suitable, request.format))
+    for is_like in (_keeps_codes, _is_of_kind):
+        for format in formats:
+            for have in forms:
+                found = _followed(replace(request, format=format), config, have, recorded, is_like)
+                if found is not None:
+                    return _with_others(found, config, layers, have)
+    return _by_default(request, config, forms)
+
+
+def _formats(request: Request, config: Mapping[str, Any], forms: Iterable[Container]) -> Iterator[str | None]:
+    """Yield the formats to try, the best first: the one that the user names, or else the source's and then None."""
+    if request.format is None and not is_gguf_config(config):
+        own = (form.format or form.method for form in forms)
+        yield from dict.fromkeys(one for one in own if one in ALL_FORMATS)
+    yield request.format
+
+
+def _followed(
+    request: Request, config: Mapping[str, Any], have: Container, recorded: str, is_like: Any
+) -> Request | None:
+    """Return the request with the first recipe that stores layers of the container ``have`` alike; None if none
+    does.
+    """
+    for name in (recorded, *DEFAULTS):
+        if name in RECIPES:
+            one = replace(request, recipe=RECIPES[name], chosen=f"as the source, which is stored as {have}")
+            form = _form(one, config)
+            if form is not None and is_like(have, form):
+                return one
+    return None
+
+
+def _keeps_codes(have: Container, form: Container) -> bool:
+    return have.same_codes(form)
+
+
+def _is_of_kind(have: Container, form: Container) -> bool:
+    return have.kind == form.kind
+
+
+def _form(request: Request, config: Mapping[str, Any]) -> Container | None:
+    """Return the container that a request writes, or None if it cannot be fulfilled."""
+    try:
+        return request.form_for(config)
+    except CheckpointError:
+        return None
+
+
+def _mixes(request: Request, config: Mapping[str, Any]) -> bool:
+    """Return whether the format of a request can hold all its recipes."""
+    try:
+        request.mixture_for(config)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _with_others(request: Request, config: Mapping[str, Any], layers: Mapping[str, Container], first: Container) -> Any:
+    """Return the request with recipes for the layers whose container is not that of the default recipe."""
+    default = _form(request, config)
+    if request.recipes or is_gguf_config(config) or request.codes or request.format not in (None, *MIXED):
+        return request
+    others: dict[str, list[str]] = defaultdict(list)
+    for name, have in layers.items():
+        if have is first or (default is not None and _keeps_codes(have, default)):
+            continue
+        found = _followed(request, config, have, "", _keeps_codes)
+        if found is not None:
+            others[found.recipe.id].append(name)
+    pairs = tuple((pattern, RECIPES[id]) for id, names in others.items() for pattern in _patterns(names, layers))
+    mixed = replace(request, recipes=pairs, follows_layers=True)
+    return mixed if pairs and _mixes(mixed, config) else request
+
+
+def _patterns(names: Iterable[str], layers: Iterable[str]) -> list[str]:
+    """Return globs that match the given names and no other layer: with "*" for numbers where that is possible."""
+    wanted, found = set(names), []
+    by_glob: dict[str, list[str]] = defaultdict(list)
+    for name in wanted:
+        by_glob[re.sub(r"(?<=\.)\d+(?=\.)", "*", glob.escape(name))].append(name)
+    for pattern, members in sorted(by_glob.items()):
+        matches = re.compile(translate(pattern)).match
+        is_exact = all(name in wanted for name in layers if matches(name))
+        found += [pattern] if is_exact else sorted(map(glob.escape, members))
+    return found
+
+
+def _by_default(request: Request, config: Mapping[str, Any], forms: list[Container]) -> Request:
+    """Return the request with the first of DEFAULTS that its format can store; unchanged if there is none."""
+    named = f" of --format {request.format}" if request.format else ""
+    why = f"the default{named}"
+    if forms and named:
+        why = f"{why}, which cannot keep the codes of layers in {shown(str(forms[0]))}"
+    candidates: Iterable[Recipe] = (RECIPES[name] for name in DEFAULTS)
+    found = (replace(request, recipe=one, chosen=why) for one in candidates)
+    kinds = {kind_of(RECIPES[name]): RECIPES[name] for name in DEFAULTS if name != _GGUF_ONLY}
+    usual = next((kinds[form.kind] for form in forms if form.kind in kinds), None)
+    refused = replace(request, recipe=usual or request.recipe, chosen=why)  # making the plan raises the error
+    return next((one for one in found if _form(one, config) is not None), refused)
+
+
+def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (exclusion list, warnings about layers that loaders may treat wrongly)."""
+    # The exclusion list tells loaders which layers are unquantized, where they would expect quantized ones.
+    if facts.form is None:
+        return (), ()
+    quantized = [
+        w for name, w in facts.weights.items() if name in facts.selected or (w.container and facts.stays_quantized(w))
+    ]
+    converted = [name for weight in quantized for name in layer_names(weight, facts.form, facts.config)]
+    stay = {weight.tensor for weight in quantized}
+    kept = [name for name, found in facts.decisions.items() if found.listed and name not in stay]
+    modules = [facts.weights[name].name if name in facts.weights else name.removesuffix(".weight") for name in kept]
+    declared = LOADED.get(container_id(facts.form, facts.has_input_scale))
+    modules += [layer.name for layer in facts.split.values()]
+    warnings = [shown(line) for line in fused_layers.partly_converted(modules, set(converted))]
+    warnings += _kept_stacks(facts.decisions) + _restored_layers(facts)
+    warnings += _rows_of_other_length(facts)
+    # MIXED_PRECISION of Model-Optimizer lists the quantized layers, so it has no exclusion list.
+    listless = len(facts.forms) > 1 and facts.form.format == "modelopt"
+    if declared is None or declared.syntax is None or listless:
+        return (), tuple(warnings)
+    subtrees = sorted({found.subtree for found in facts.decisions.values() if found.subtree is not None})
+    ignore = exclusions.exclusion_list(declared.syntax, modules, subtrees, converted)
+    return ignore, tuple(warnings)
+
+
+def _rows_of_other_length(facts: PlanFacts) -> list[str]:
+    """Return warnings about layers that stay unquantized because their rows do not consist of whole blocks."""
+    assert facts.form is not None
+    rows: dict[str, list[str]] = defaultdict(list)
+    for name, weight in facts.weights.items():
+        found, form = facts.decisions.get(name), facts.form_of(weight.name)
+        assert form is not None
+        length = no_multiple(weight.shape, form.row_multiple)
+        if found is not None and found.reason == length:
+            dtype = "BF16" if weight.container is not None else facts.source.tensors[name][1].dtype
+            rows[f"{length}; {{}} {dtype}"].append(weight.name)
+    return [
+        f"{_several(names)}: {why.format('it stays' if len(names) == 1 else 'they stay')}"
+        for why, names in rows.items()
+    ]
+
+
+def decoded_layers(facts: PlanFacts) -> tuple[str, ...]:
+    """Return a note per reason, other than the user's choice and the length of rows, why quantized layers are
+    decoded.
+    """
+    if facts.form is None:
+        return ()
+    names: dict[str, list[str]] = defaultdict(list)
+    for tensor, weight in facts.weights.items():
+        found = facts.decisions.get(tensor)
+        stays = weight.container is None or facts.has_codes(tensor) or facts.stays_quantized(weight)
+        if stays or found is None or found.converted:
+            continue
+        if not ("--" in found.reason or "preset" in found.reason or found.reason.startswith("K = ")):
+            names[found.reason].append(weight.name)
+    return tuple(
+        f"{_several(layers)}: quantized in the source, written in 16 bits: {shown(why)}"
+        for why, layers in names.items()
+    )
+
+
+def _restored_layers(facts: PlanFacts) -> list[str]:
+    """Return a list with one warning, which names the kv_b_proj layers that stay unquantized; [] if there are none."""
+    names = [layer.name for layer in facts.split.values()]
+    why = "put together from mlx-lm's embed_q and unembed_out, whose blocks run along another axis"
+    return [f"{_several(names)}: {why}; unquantized in the output"] if names else []
+
+
+def unmeasured(facts: PlanFacts, shards: Iterable[ShardPlan]) -> tuple[str, ...]:
+    """Return a tuple with one warning, which names the experts without an input scale; () if no expert lacks one."""
+    converted = (tensor for shard in shards for tensor in shard.tensors if tensor.name in facts.selected)
+    pairs = [
+        (piece.module, piece.form)
+        for tensor in converted
+        for piece in tensor.pieces
+        if piece.form is not None and facts.without_input_scale(facts.selected[tensor.name], piece)
+    ]
+    if not pairs:
+        return ()
+    names, form = [name for name, _ in pairs], pairs[0][1]
+    found = (
+        f"{engine}: {consequence(engine, container_id(form, True), names[0], form.suffixes[INPUT_SCALE])}"
+        for engine in ("vLLM", "SGLang")
+    )
+    return (
+        f"{len(names)} experts saw no token and get no input scale ({listed(names)}); {'; '.join(found)};"
+        " --unseen-experts layer gives them one",
+    )
+
+
+def _several(layers: list[str]) -> str:
+    """Return the text that names layers in a warning: one name, or the number of layers and the first few names."""
+    # ``layers`` must not be empty.
+    return shown(layers[0]) if len(layers) == 1 else f"{len(layers)} layers ({listed(layers)})"
+
+
+def _kept_stacks(decisions: Mapping[str, Decision]) -> list[str]:
+    """Return a list with one warning about the stacks of experts that stay unquantized because of their names."""
+    kept = [name for name, found in decisions.items() if found.reason.startswith(UNSUPPORTED_STACK)]
+    return (
+        [f"{_several(kept)}: kept unquantized, because expert stacks of such names are not supported"] if kept else []
+    )
 
 
 def make_plan(

@@ -7,29 +7,156 @@ A plan is plain data: ``make_plan`` creates it, ``convert.execute`` executes it,
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fp4kit import __version__
+from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.config_entries import Item
-from fp4kit.checkpoint.containers.configs import MIXED, container_id
-from fp4kit.checkpoint.containers.table import MODELOPT_AWQ, MODELOPT_NVFP4, VALUES, Container, OutputTensor
+from fp4kit.checkpoint.containers.configs import (
+    MIXED,
+    awq_declarations,
+    container_id,
+    declarations,
+    mixed_declarations,
+    without_declarations,
+)
+from fp4kit.checkpoint.containers.configs import declared as declared_in
+from fp4kit.checkpoint.containers.table import (
+    CODES,
+    INPUT_SCALE,
+    MODELOPT_AWQ,
+    MODELOPT_NVFP4,
+    ROTATION,
+    SCALES,
+    TENSOR_SCALE,
+    VALUES,
+    Container,
+    OutputTensor,
+)
+from fp4kit.checkpoint.convert.job import (
+    CARRY,
+    CAST,
+    COPY,
+    DEQUANTIZE,
+    MERGE,
+    QUANTIZE,
+    RENAME,
+    REQUANTIZE,
+    RESCALE,
+    SEARCHED,
+    Job,
+    Target,
+    is_rounded,
+    target_of,
+)
+from fp4kit.checkpoint.model import closed_world, transforms
 from fp4kit.checkpoint.model import model_files as side_files
-from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
-from fp4kit.checkpoint.model.weights import Located, Piece
-from fp4kit.checkpoint.plan.borrowed_codes import recorded_patterns, recorded_recipe
-from fp4kit.checkpoint.plan.job import COPY, MERGE, RENAME, Job, Target
-from fp4kit.checkpoint.plan.kv_cache import KvCache
-from fp4kit.checkpoint.plan.output_files import OutputFile, parts_of
+from fp4kit.checkpoint.model.model_files import CONFIG, DIFFUSERS_INDEX, HF_QUANT_CONFIG, INDEX, Source, is_gguf_config
+from fp4kit.checkpoint.model.weights import (
+    Located,
+    Piece,
+    Weight,
+    has_transposed_stacks,
+    is_interleaved,
+    located,
+    part_names,
+    pieces,
+    unquantized_pieces,
+)
+from fp4kit.checkpoint.plan.other_models import recorded_include, recorded_patterns, recorded_recipe
+from fp4kit.checkpoint.plan.plan_facts import RECORDED, PlanFacts, producer_of
 from fp4kit.checkpoint.plan.request import Request, mixes_codes
+from fp4kit.checkpoint.plan.source_layers import KvCache
+from fp4kit.checkpoint.selection.names import (
+    INCLUDED,
+    KEPT_CODES,
+    PARTLY_CARRIED,
+    PATTERNS,
+    RECIPE,
+    SCALE_SEARCH,
+    VERSION,
+)
+from fp4kit.checkpoint.selection.selection import DIFFUSERS_CLASS
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
-from fp4kit.storage.safetensors_file import DTYPE_BITS
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.gguf_file import GgufFile
+from fp4kit.storage.gguf_writer import Value, gguf_header
+from fp4kit.storage.safetensors_file import DTYPE_BITS, SafetensorsFile, TensorEntry, nbytes_of
+from fp4kit.storage.split_gguf import SPLIT_KEYS, divide, keys_of_part, name_of_part, whole_path
+from fp4kit.storage.writer import file_order, header_bytes
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One file that a conversion writes.
+
+    Attributes:
+        name: the file's name in the partial directory.
+        outputs: the tensors in the file.
+        metadata: key -> text to write into the header: the metadata of a safetensors file, or keys of a GGUF file.
+        numbers: header keys with the number of this file and the total, for a file of a split GGUF model (see
+            keys_of_part); {} for all other files.
+        is_first: False for the second and later files of a split GGUF model, whose headers get no keys of the source.
+    """
+
+    name: str
+    outputs: tuple[OutputTensor, ...]
+    metadata: Mapping[str, str]
+    numbers: Mapping[str, Value]
+    is_first: bool = True
+
+    def header(self, source: Source) -> tuple[bytes, dict[str, int], int]:
+        """Return (bytes of the header, {tensor name: offset of its data}, size of the file in bytes)."""
+        file = source.files[0]
+        if isinstance(file, GgufFile):
+            return gguf_header(file, self.outputs, {**self.metadata, **self.numbers}, SPLIT_KEYS, self.is_first)
+        ordered = file_order(self.outputs)
+        header, found = header_bytes(ordered, self.metadata), {}
+        position = len(header)
+        for output in ordered:
+            found[output.name] = position
+            position += nbytes_of(output.dtype, output.shape)
+        return header, found, position
+
+
+def parts_of(outputs: tuple[OutputTensor, ...], metadata: Mapping[str, str], limit: int) -> tuple[OutputFile, ...]:
+    """Divide the tensors of a GGUF model into files of limited size, and return the files in order."""
+    slices = divide([output.nbytes for output in outputs], limit)
+    return tuple(
+        OutputFile(
+            name_of_part(i, len(slices)),
+            outputs[tensors],
+            metadata if i == 0 else {},
+            keys_of_part(i, len(slices), len(outputs)),
+            i == 0,
+        )
+        for i, tensors in enumerate(slices)
+    )
+
+
+def final_path(target: Path, name: str) -> Path:
+    """Return the final path of a file of a split GGUF model, such as DST-00001-of-00003.gguf."""
+    return target.with_name(f"{target.stem}-{name}")
+
+
+def check_target(target: Path) -> None:
+    """Raise CheckpointError if the destination of a split GGUF model has the name of one of its files."""
+    # The destination must be DST.gguf, not DST-00001-of-00003.gguf.
+    whole = whole_path(target)
+    if whole != target:
+        raise CheckpointError(
+            f"{shown(str(target))}: is the name of one file of a split model; name the model without numbers,"
+            f" {shown(str(whole))}"
+        )
 
 
 @dataclass(frozen=True)
@@ -354,3 +481,250 @@ def _job(
         None if input_amax is None else float(input_amax),
         request.adapter_scales if tensor.action == MERGE else "",
     )
+
+
+# Action -> the words that describe it in TensorPlan.reason.
+_WORDS = {
+    QUANTIZE: "quantized",
+    RENAME: "same codes",
+    CAST: "same codes where exponents allow",
+    CARRY: "same codes where scales are powers of two",
+    RESCALE: "same values where powers of two as scales allow it",
+    REQUANTIZE: "decoded and quantized again",
+    DEQUANTIZE: "decoded",
+    MERGE: "decoded, and quantized again with an adapter's update",
+}
+
+
+def shard_plan(facts: PlanFacts, file: SafetensorsFile, recorded: str, patterns: list[list[str]]) -> ShardPlan:
+    """Return the plan for one source file: what happens to its tensors, and the metadata of the output file."""
+    parts = (part_names(facts.weights.values()) - set(facts.weights)) | facts.left_out
+    parts |= facts.absorbed - set(facts.restored)
+    tensors = tuple(_tensor(facts, file, entry) for entry in file.entries if entry.name not in parts)
+    own = {**({RECIPE: recorded} if recorded else {}), VERSION: __version__}
+    if patterns:
+        own[PATTERNS] = json.dumps({"recipes": patterns})
+    if facts.form is not None and mixes_codes({*facts.actions.values()}, facts.request, facts.source):
+        own[KEPT_CODES] = PARTLY_CARRIED
+    if is_gguf_config(facts.config) and facts.request.search is not None:
+        own[SCALE_SEARCH] = facts.request.search.words.removeprefix("searched by ")
+    include = facts.request.wishes.include
+    if include:
+        own[INCLUDED] = json.dumps({"include": [*dict.fromkeys((*recorded_include([file]), *include))]})
+    taken_over = {} if is_gguf_config(facts.config) else {"format": "pt", **_kept_metadata(facts, file)}
+    for name in (RECIPE, PATTERNS, KEPT_CODES):
+        taken_over.pop(name, None)
+    if facts.form is not None and facts.form.format == mlx.FORMAT:
+        taken_over["format"] = mlx.FORMAT
+    return ShardPlan(file.name, tensors, {**taken_over, **own})
+
+
+def recorded(facts: PlanFacts) -> tuple[str, list[list[str]]]:
+    """Return the id of the recipe and the [pattern, recipe id] pairs to record in the output files."""
+    if facts.form is None:
+        return "", []
+    if set(facts.actions.values()) == {RENAME} and not facts.request.codes:
+        return recorded_recipe(facts.source), recorded_patterns(facts.source)
+    return facts.request.recorded, [[pattern, one.id] for pattern, one in facts.request.recipes]
+
+
+def _kept_metadata(facts: PlanFacts, file: SafetensorsFile) -> dict[str, str]:
+    """Return the metadata (key -> text) of a source file that the output keeps."""
+    quantized = {weight.name for weight in facts.weights.values() if weight.container is not None}
+    tensors = facts.source.tensors
+    return {
+        key: text
+        for key, text in file.metadata.items()
+        if not closed_world.describes_stored_layers(key, tensors, quantized)
+    }
+
+
+def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
+    """Return the plan for one tensor of a file, or for the weight whose values or codes the tensor holds."""
+    if entry.name in facts.restored:
+        return _restored(facts, entry.name)
+    weight = facts.weights.get(entry.name)
+    if weight is not None and entry.name in facts.selected:
+        return _converted(facts, weight)
+    reason = facts.decisions[entry.name].reason if entry.name in facts.decisions else "not a weight"
+    # If --codes gave a layer codes, but the layer is not converted, its own values are copied.
+    weight = None if facts.has_codes(entry.name) else weight
+    if weight is not None and weight.container is not None and not facts.stays_quantized(weight):
+        return _decoded(facts, weight, f"{reason}; decoded, because the output has another container")
+    if weight is not None and weight.container is not None:
+        if weight.update is not None:
+            raise CheckpointError(
+                f"{shown(weight.name)}: the adapter has an update of this layer, which stays {weight.container};"
+                " leave the layer out of the adapter, or use --format bf16"
+            )
+        return _copied_whole(facts, weight, reason)
+    if weight is not None and weight.update is not None:
+        return _decoded(facts, weight, f"{reason}; an adapter's update is added")
+    renamed = ""
+    if facts.form is not None and entry.name in facts.kv_cache.tensors:
+        renamed, reason = facts.kv_cache.name(entry.name, facts.form.format), "scale of the KV cache"
+    place = located(file, entry)
+    cast = None if facts.form is not None and facts.form.format == comfy.FORMAT else facts.cast_of(place)
+    if cast is not None:
+        output = OutputTensor(entry.name, "BF16", entry.shape, VALUES)
+        piece = Piece(cast, 0, (0, cast.shape[0]), entry.name, None, (output,), cast.shape[0])
+        return TensorPlan(
+            entry.name, cast.dtype, entry.shape, DEQUANTIZE, f"{cast.dtype}: decoded", entry.nbytes, (piece,)
+        )
+    return TensorPlan(entry.name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), place, renamed=renamed)
+
+
+def _restored(facts: PlanFacts, tensor: str) -> TensorPlan:
+    """Return the plan for an unquantized layer or stack that is put together from several weights of the source."""
+    one = facts.restored[tensor]
+    nbytes = sum(weight.nbytes for weight in one.weights)
+    return TensorPlan(tensor, one.dtype, one.shape, DEQUANTIZE, one.reason, nbytes, tuple(one.pieces()))
+
+
+def _copied_whole(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
+    """Return the plan to write a quantized weight in its own container, with its own codes and scales."""
+    assert weight.container is not None
+    found = pieces(weight, weight.container, facts.config, INPUT_SCALE in weight.parts)
+    why = f"{reason}; as it is"
+    return TensorPlan(weight.tensor, weight.dtype, weight.shape, RENAME, why, weight.nbytes, tuple(found))
+
+
+def _decoded(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
+    """Return the plan to decode a weight to BF16, or to write an unquantized one with its update in its own dtype."""
+    form = weight.container
+    of_type = is_interleaved(facts.config) or (
+        form is not None and form.stack == "blocks" and has_transposed_stacks(facts.config)
+    )
+    own_release = form is not None and form.suffixes[CODES] == ".blocks"
+    transposed = len(weight.shape) == 3 and (weight.transposed or (of_type and not own_release))
+    found = tuple(unquantized_pieces(weight, "BF16" if form is not None else weight.dtype, transposed))
+    return TensorPlan(weight.tensor, weight.dtype, weight.shape, DEQUANTIZE, reason, weight.nbytes, found)
+
+
+def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
+    """Return the plan for a selected weight, to convert it, or to decode it if the output is unquantized."""
+    if facts.form is None:
+        words = ", an adapter's update is added" if weight.update is not None else ""
+        return _decoded(facts, weight, f"{weight.dtype}{': decoded' if weight.container is not None else ''}{words}")
+    action, form = facts.actions[weight.tensor], facts.form_of(weight.name)
+    assert form is not None
+    has_input_scale = form.name in facts.input_scaled
+    form = target_of(weight.container, form) if action == RENAME else form
+    found = tuple(
+        replace(piece, outputs=tuple(output for output in piece.outputs if output.part != INPUT_SCALE))
+        if facts.without_input_scale(weight, piece)
+        else piece
+        for piece in pieces(weight, form, facts.config, has_input_scale)
+    )
+    if weight.rotation is not None and weight is facts.matrix_holder:
+        found = tuple(_with_matrix(weight, piece) for piece in found)
+    if action == RENAME and is_rounded(weight):
+        found = tuple(_with_scales_of(weight, piece) for piece in found)
+    groups = {piece.module: facts.groups[piece.module] for piece in found if piece.module in facts.groups}
+    shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
+    made_by = facts.mixture.of(weight.name).recipe
+    words = "" if weight.rotation is None else f"rotated in blocks of {weight.rotation.size}, "
+    shares = action == MERGE and weight.update is None
+    words += "same codes, if merged layers keep the tensor scale" if shares else _WORDS[action]
+    words += ", with an adapter's update" if weight.update is not None and action in (QUANTIZE, REQUANTIZE) else ""
+    words += f" by {made_by.id}" if facts.request.recipes and action in SEARCHED else ""
+    search = facts.request.search
+    words += "" if search is None or shares else search.words_for(action, made_by)
+    reason = f"{facts.decisions[weight.tensor].reason}: {words}{shared}"
+    about = (weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found)
+    return TensorPlan(*about, group=groups, recipe=made_by)
+
+
+def _with_matrix(weight: Weight, piece: Piece) -> Piece:
+    """Return a copy of a piece that also writes the rotation matrix of its layer."""
+    assert weight.rotation is not None
+    shape = (weight.rotation.size, weight.rotation.size)
+    matrix = OutputTensor(transforms.matrix_name(piece.module), "F32", shape, ROTATION)
+    return replace(piece, outputs=(*piece.outputs, matrix))
+
+
+def _with_scales_of(weight: Weight, piece: Piece) -> Piece:
+    """Return a copy of a piece that writes scales in the dtype in which the source stores them."""
+    # Decoding rounds values to this dtype, so another dtype would change them.
+    kept = {part: weight.parts[part].entry.dtype for part in (SCALES, TENSOR_SCALE) if part in weight.parts}
+    return replace(piece, outputs=tuple(replace(one, dtype=kept.get(one.part, one.dtype)) for one in piece.outputs))
+
+
+def configs(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return a dict from file name to JSON content, for the index and configs that engines need to load the result."""
+    found: dict[str, dict[str, Any]] = {}
+    if plan.source.has_index or len(plan.files) > 1:
+        weight_map = {output.name: file.name for file in plan.files for output in file.outputs}
+        name = INDEX if DIFFUSERS_CLASS not in plan.source.config else DIFFUSERS_INDEX
+        found[name] = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
+    config = _without_float8(without_declarations(plan.source.config))
+    if plan.form is None:
+        return found | {CONFIG: config}
+    if plan.form.format == comfy.FORMAT:  # ComfyUI reads tags in the safetensors file, and no entry of config.json
+        return found | {CONFIG: config}
+    own: dict[str, Any] = {
+        "version": __version__,
+        **({"recipe": plan.recorded} if plan.recorded else {}),
+        **({"recipes": plan.recorded_patterns} if plan.recorded_patterns else {}),
+        **({"codes": "carried"} if plan.carries_codes else {}),
+        **({"codes": PARTLY_CARRIED} if plan.carries_some_codes else {}),
+    }
+    producer = producer_of(plan.source)
+    own |= {RECORDED: producer} if producer else {}
+    if plan.request.search is not None:
+        own["scale_search"] = plan.request.search.words.removeprefix("searched by ")
+    if plan.form.format == mlx.FORMAT:
+        config["quantization"] = mlx.declaration(plan.form)
+        return found | {CONFIG: {**config, "quantization_config": {**config["quantization"], "fp4kit": own}}}
+    if plan.form.format == "deepseek-v4":
+        config["expert_dtype"] = "fp4"
+    if plan.is_mixed:
+        declared, beside = mixed_declarations(plan.layers_of_forms, plan.ignore, plan.input_scaled, own)
+    else:
+        layers = plan.layers_of_forms.get(plan.form, [])
+        declared, beside = declarations(plan.form, plan.ignore, plan.has_input_scale, own, layers)
+    if plan.form.format == "deepseek-v4":  # layers in FP8 stay as they are
+        tiles = declared_in(plan.source.config).get("weight_block_size")
+        declared |= {"weight_block_size": tiles} if tiles else {}
+    if MODELOPT_AWQ in plan.layers_of_forms and not plan.is_mixed:
+        declared, beside = awq_declarations(declared, beside)
+    declared, beside = _with_carried(plan, declared, beside)
+    if plan.rotated_layers:
+        rotation = plan.request.rotation
+        assert rotation is not None
+        transform = transforms.declaration(rotation, plan.rotated_layers, plan.other_modules)
+        declared = {**declared, transforms.KEY: transform}
+    config["quantization_config"] = declared
+    return found | {CONFIG: config} | ({HF_QUANT_CONFIG: beside} if beside is not None else {})
+
+
+def _without_float8(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config, and of the configs nested in it, in which the dtype of a model in FP8 is bfloat16."""
+    return {
+        key: _without_float8(value)
+        if key.endswith("_config") and isinstance(value, Mapping)
+        else "bfloat16"
+        if key in ("dtype", "torch_dtype") and str(value).removeprefix("torch.").startswith("float8")
+        else value
+        for key, value in config.items()
+    }
+
+
+def _with_carried(
+    plan: Plan, declared: dict[str, Any], beside: dict[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return both configs with the KV cache and the entries that are carried over from the source (Plan.carried)."""
+    settings = {key: value for key, value in plan.carried.items() if key != "input_activations"}
+    nested = dict(settings)
+    declared = {**declared, **settings}
+    if plan.kv_cache is not None and plan.form is not None:
+        scheme, algorithm = plan.kv_cache.declaration(plan.form.format)
+        declared["kv_cache_scheme"] = scheme
+        declared |= {"kv_cache_quant_algo": algorithm} if scheme is None and algorithm is not None else {}
+        nested["kv_cache_quant_algo"] = algorithm
+    if "input_activations" in plan.carried:
+        inputs = {"input_activations": plan.carried["input_activations"]}
+        declared["config_groups"] = {name: {**one, **inputs} for name, one in declared["config_groups"].items()}
+    if beside is not None and nested:
+        beside = {**beside, "quantization": {**beside["quantization"], **nested}}
+    return declared, beside

@@ -5,24 +5,430 @@ smallest error. Column weights are factors, one per column of a layer, by which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from fp4kit.calibration.collector import UNSEEN, AmaxRule, Collector, Unseen, filled
+from fp4kit.calibration.expert_names import expert_name, expert_of
+from fp4kit.calibration.headroom import Headroom
+from fp4kit.calibration.scales import input_global_scale, input_scale
 from fp4kit.call.search_scales import check_e4m3_search, power_of
 from fp4kit.checkpoint.containers.table import Container
+from fp4kit.checkpoint.convert.job import SEARCHED, ChannelWeights
 from fp4kit.checkpoint.model.model_files import file_digest
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Located, Weight
-from fp4kit.checkpoint.plan.imatrix import Imatrix, read_imatrix
-from fp4kit.checkpoint.plan.job import SEARCHED, ChannelWeights
+from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
-from fp4kit.storage.files import CheckpointError, listed, shown
+from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.gguf_file import MAGIC, read_gguf
 from fp4kit.storage.safetensors_file import SafetensorsFile, read_header
+
+_WAY_OUT = "run the model in fp4kit.torch.collect, or leave the layers unquantized with --keep"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The amaxes of measured activations, from which a conversion computes input scales.
+
+    Args:
+        amaxes: layer -> amax of the layer's inputs; 0 for a layer or an expert whose inputs were all zero.
+        columns: layer -> K, the number of input values per token.
+        unseen: what to do with an expert without measured inputs other than zero. "error" raises CheckpointError,
+            "layer" gives it the largest amax of the experts of its layer, and "none" gives it no input scale.
+        facts: what the manifest of the output records about the activations, such as the names and SHA-256 of files.
+
+    Raises:
+        CheckpointError: if there is no layer, or ``unseen`` is unknown.
+    """
+
+    amaxes: Mapping[str, np.float32] = field(repr=False)
+    columns: Mapping[str, int] = field(repr=False)
+    unseen: Unseen = "error"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.unseen not in UNSEEN:
+            raise CheckpointError(f"unseen experts: {self.unseen} is unknown; use one of {', '.join(UNSEEN)}")
+        if not self.amaxes:
+            raise CheckpointError("activations: no layer was measured; run the model in fp4kit.torch.collect")
+
+    @classmethod
+    def of(
+        cls, source: Collector | Iterable[str | Path], rule: AmaxRule | Headroom = "max", unseen: Unseen = "error"
+    ) -> Activations:
+        """Return the activations that a Collector measured, or the combined activations of saved files.
+
+        Args:
+            source: a Collector; or the paths of files that Collector.save wrote, such as one per process of a
+                distributed run.
+            rule: how the amax is computed from the inputs, as for Collector.amaxes: "max", "headroom" or a Headroom.
+            unseen: what to do with an expert that saw no input other than zero: "error", "layer" or "none" (see
+                Activations).
+
+        Returns:
+            The Activations.
+
+        Raises:
+            CheckpointError: if a file cannot be used, no layer was measured, ``rule`` or ``unseen`` is unknown, or the
+                rule needs histograms that were not collected.
+
+        Examples:
+            >>> import numpy as np
+            >>> from fp4kit.calibration import Collector
+            >>> from fp4kit.checkpoint import Activations
+            >>> collector = Collector()
+            >>> collector.collect("mlp.up_proj", np.full((1, 16), 3, np.float32))
+            >>> Activations.of(collector).of_layers({"mlp.gate_proj": 16})
+            {'mlp.gate_proj': np.float32(3.0)}
+        """
+        paths = [] if isinstance(source, Collector) else [Path(path) for path in source]
+        _check_files(paths)
+        try:
+            collector = source if isinstance(source, Collector) else Collector.load(*paths)
+            files = [{"name": path.name, "sha256": file_digest(path)} for path in paths]
+            amaxes = collector.found(rule)
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"activations: {error}") from None
+        digest = hashlib.sha256(repr([(name, float(amax)) for name, amax in amaxes.items()]).encode()).hexdigest()
+        facts = {"files": files, "rule": str(rule), "unseen": unseen, "amaxes_sha256": digest}
+        return cls(amaxes, collector.columns(), unseen, facts)
+
+    def of_layers(self, layers: Mapping[str, int]) -> dict[str, np.float32]:
+        """Return the amax of the inputs of each layer to convert.
+
+        Args:
+            layers: layer -> K, its number of columns.
+
+        Returns:
+            Layer -> amax. If ``unseen`` is "none", experts that saw no input other than zero are left out.
+
+        Raises:
+            CheckpointError: in one of these cases. The message names the layers.
+
+                - A layer was not measured, or saw no input other than zero. For an expert, ``unseen`` decides.
+                - A layer was measured with another number of columns.
+                - The input scale of a layer is not a normal float32.
+        """
+        amaxes = {layer: self._amax_of(layer) for layer in layers}
+        stacks = {expert.stack for expert in map(expert_of, layers) if expert is not None}
+        experts = {stack: self._experts_of(stack) for stack in stacks}
+        missing = [layer for layer, amax in amaxes.items() if amax is None and not _is_among(layer, experts)]
+        if missing:
+            raise CheckpointError(
+                f"activations: {len(missing)} of {len(layers)} layers were not measured: {listed(missing)}; {_WAY_OUT}"
+            )
+        self._check_columns(layers)
+        others = {name: amax for group in experts.values() for name, amax in group.items() if self.unseen == "layer"}
+        try:
+            found = filled(
+                "activations", {**others, **{name: amax or np.float32(0) for name, amax in amaxes.items()}}, self.unseen
+            )
+        except ValueError as error:
+            raise CheckpointError(str(error).replace("unseen='layer'", "--unseen-experts layer")) from None
+        return _usable({layer: found[layer] for layer in layers if layer in found})
+
+    def _amax_of(self, layer: str) -> np.float32 | None:
+        """Return the largest amax that was measured for the inputs of a layer; None if there is none."""
+        # The inputs may have been measured under the name of the layer, of a layer that is fused with it, or of the
+        # fused layer.
+        names = fused_layers.same_input_names(layer)
+        return max((self.amaxes[name] for name in names if name in self.amaxes), default=None)
+
+    def _experts_of(self, stack: str) -> dict[str, np.float32]:
+        """Return a dict from layer name to amax, for the measured experts of a layer; 0 if an expert saw only zeros."""
+        # An expert also counts as measured if its inputs were measured under the name of a layer that is fused with
+        # this one.
+        measured = {name for same in fused_layers.same_input_names(stack) for name in self._numbered.get(same, ())}
+        names = {expert_name("activations", stack, number) for number in measured}
+        return {name: self._amax_of(name) or np.float32(0) for name in sorted(names)}
+
+    @lazy_property
+    def _numbered(self) -> Mapping[str, set[int]]:
+        """A map from the name of an experts' layer, without the expert's number, to the numbers of measured experts."""
+        found: dict[str, set[int]] = defaultdict(set)
+        for name in self.amaxes:
+            expert = expert_of(name)
+            if expert is not None:
+                found[expert.stack].add(expert.number)
+        return found
+
+    def _check_columns(self, layers: Mapping[str, int]) -> None:
+        """Raise CheckpointError if a layer was measured with a number of columns other than its own."""
+        for layer, columns in layers.items():
+            for name in fused_layers.same_input_names(layer):
+                if self.columns.get(name, columns) != columns:
+                    raise CheckpointError(
+                        f"activations: {shown(name)}: was measured with {self.columns[name]} columns, and"
+                        f" {shown(layer)} has {columns}; measure the model that is converted"
+                    )
+
+
+def _check_files(paths: Iterable[Path]) -> None:
+    """Raise CheckpointError for the first path of saved activations that does not exist or is not a file."""
+    for path in paths:
+        if not path.is_file():
+            raise CheckpointError(
+                f"activations: {shown(str(path))}: is not a file; needs a file that fp4kit.calibration.Collector.save"
+                " wrote"
+            )
+
+
+def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bool:
+    """Return whether a layer belongs to an expert of a stack in which at least one expert was measured."""
+    expert = expert_of(layer)
+    return expert is not None and bool(experts[expert.stack])
+
+
+def _usable(amaxes: dict[str, np.float32]) -> dict[str, np.float32]:
+    """Return ``amaxes`` (layer -> amax) itself, after checking that all input scales can be stored."""
+    unusable = [
+        layer
+        for layer, amax in amaxes.items()
+        if not FLT_MIN <= input_scale(amax) <= FLT_MAX or not FLT_MIN <= input_global_scale(amax) <= FLT_MAX
+    ]
+    if unusable:
+        raise CheckpointError(
+            f"activations: {len(unusable)} layers have an amax whose input scale is not a normal float32:"
+            f" {listed(unusable)}; {_WAY_OUT}"
+        )
+    return amaxes
+
+
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+_LONGEST_NAME = 65535
+_EXPERT_OF_STACK = re.compile(r"(.*\.experts)\.(\d+)\.([^.]+)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+# Layers of a Mixtral expert: Hugging Face name -> names in the gguf package's map.
+_PARTS = {"w1": ("w1", "gate_proj"), "w2": ("w2", "down_proj"), "w3": ("w3", "up_proj")}
+
+
+class ImatrixEntry(NamedTuple):
+    """Describe where an imatrix file stores the values of one weight (a matrix or a stack of experts).
+
+    Attributes:
+        position: the offset in bytes of the weight's first float32 value in the file.
+        nvalues: the number of values: K for a matrix, K per expert for a stack.
+        divisors: the numbers to divide the values by, one per expert. A legacy file has one for all experts.
+    """
+
+    position: int
+    nvalues: int
+    divisors: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Imatrix:
+    """An imatrix file: where it stores the column weights of every layer. Values are read from the file when needed.
+
+    Attributes:
+        path: the file.
+        sha256: the SHA-256 of the file, in hexadecimal.
+        entries: weight -> ImatrixEntry. The key is the weight's name in a GGUF file, without ".weight".
+    """
+
+    path: Path
+    sha256: str
+    entries: Mapping[str, ImatrixEntry] = field(repr=False)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts that the manifest of a conversion records about the imatrix: name and SHA-256 of the file."""
+        return {"imatrix": self.path.name, "sha256": self.sha256}
+
+    def of(self, module: str, weight: Weight, expert: int) -> ChannelWeights | None:
+        """Return the place of the column weights of one matrix, or None if the file has none for it."""
+        for name in (module, weight.name):
+            if name in self.entries:
+                return self._matrix(self.entries[name], weight, expert, weight.experts)
+            found = self._translated(name)
+            if found is not None and found[1] is None:
+                return self._matrix(self.entries[found[0]], weight, expert, weight.experts)
+            if found is not None:
+                entry = self.entries[found[0]]
+                return self._matrix(entry, weight, found[1] or 0, max(entry.nvalues // weight.shape[-1], 1))
+        return None
+
+    def _translated(self, module: str) -> tuple[str, int | None] | None:
+        """Translate a Hugging Face name and return (key in ``entries``, index of the expert)."""
+        match = _EXPERT_OF_STACK.fullmatch(module)
+        stem, index = (module, None) if match is None else (match[1], int(match[2]))
+        leaves = ("",) if match is None else tuple(f".{leaf}" for leaf in _PARTS.get(match[3], (match[3],)))
+        for leaf in leaves:
+            found = next((name for name in gguf_names(stem + leaf) if name in self.entries), None)
+            if found is not None:
+                return found, index
+        return None
+
+    def _matrix(self, entry: ImatrixEntry, weight: Weight, expert: int, experts: int) -> ChannelWeights:
+        """Return the place of the column weights of one matrix of an entry."""
+        columns = weight.shape[-1]
+        counts = len(entry.divisors)
+        if entry.nvalues != columns * experts or expert >= experts or counts not in (1, experts):
+            raise CheckpointError(
+                f"imatrix {shown(self.path.name)}: has {entry.nvalues} values and {counts} counts for"
+                f" {shown(weight.tensor)}; needs {columns} values for each of {experts} matrices; use the imatrix of"
+                " this model"
+            )
+        divisor = entry.divisors[expert if counts > 1 else 0]
+        return ChannelWeights(self.path, entry.position + 4 * columns * expert, columns, divisor)
+
+    def check(self, layers: Iterable[tuple[str, Weight, int]]) -> tuple[str, ...]:
+        """Check the column weights of all layers that a scale search will use, and return warnings."""
+        missing, never, found = [], [], 0
+        for module, weight, expert in {(module, one.tensor, e): (module, one, e) for module, one, e in layers}.values():
+            place = self.of(module, weight, expert)
+            if place is None:
+                missing.append(module)
+                continue
+            found += 1
+            if _was_never_called(self._checked(module, place), place):
+                never.append(f"{module} expert {expert}" if weight.experts > 1 else module)
+        missing = list(dict.fromkeys(missing))
+        if not found:
+            raise CheckpointError(
+                f"imatrix {shown(self.path.name)}: has weights for {listed(list(self.entries))}, but for none of the"
+                f" layers to convert: {listed(missing)}; use the imatrix of this model"
+            )
+        return tuple(self._warnings(missing, never))
+
+    def _checked(self, module: str, place: ChannelWeights) -> np.ndarray:
+        """Read and return the column weights at ``place``."""
+        values = place.read()
+        bad = int(np.count_nonzero(~(np.isfinite(values) & (values >= 0))))
+        if bad:
+            raise CheckpointError(
+                f"imatrix {shown(self.path.name)}: {bad} of {values.size} weights of {shown(module)} are negative, NaN"
+                " or infinite; make the imatrix again"
+            )
+        return values
+
+    def _warnings(self, missing: list[str], never: list[str]) -> Iterator[str]:
+        """Yield a warning about layers without column weights, and one about experts that were never called."""
+        name = shown(self.path.name)
+        if missing:
+            text = f"has no weights for {len(missing)} layers, whose columns count equally: {listed(missing)}"
+            yield f"imatrix {name}: {text}"
+        if never:
+            yield f"imatrix {name}: {len(never)} matrices saw no token and get weights of 1: {listed(never)}"
+
+
+def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
+    """Return whether a matrix saw no token when the imatrix was made."""
+    return place.divisor == 0 or bool(values.size > 1 and (values == 1).all())
+
+
+@cache
+def _name_map() -> dict[str, tuple[str, ...]]:
+    """Return the gguf package's map from Hugging Face names to possible names in GGUF files, for all architectures."""
+    try:
+        import gguf
+    except ImportError:
+        raise CheckpointError(
+            'imatrix: needs the gguf package to match layer names; run pip install "fp4kit[gguf]"'
+        ) from None
+    tables = [gguf.TensorNameMap.block_mappings_cfg, gguf.TensorNameMap.mappings_cfg]
+    tables += list(getattr(gguf.TensorNameMap, "arch_block_mappings_cfg", {}).values())
+    found: dict[str, tuple[str, ...]] = {}
+    for table in tables:
+        for tensor, keys in table.items():
+            for key in keys:
+                found[key] = (*found.get(key, ()), gguf.TENSOR_NAMES[tensor])
+    return found
+
+
+def gguf_names(module: str) -> tuple[str, ...]:
+    """Return the names that a layer with a Hugging Face name may have in GGUF files; () if the name is unknown."""
+    module = module.replace("language_model.", "")
+    number = _NUMBER.search(module)
+    if number is None:
+        return _name_map().get(module, ())
+    names = _name_map().get(f"{module[: number.start()]}{{bid}}{module[number.end() :]}", ())
+    return tuple(name.replace("{bid}", number[0]) for name in names)
+
+
+def read_imatrix(path: str | Path) -> Imatrix:
+    """Read the structure of an imatrix file, legacy or GGUF, and return where its column weights are."""
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"imatrix {shown(str(path))}: is not a file; a file that llama-imatrix wrote is needed")
+    with path.open("rb") as stream:
+        is_gguf = stream.read(len(MAGIC)) == MAGIC
+    entries = _gguf_entries(path) if is_gguf else _legacy_entries(path)
+    if not entries:
+        raise CheckpointError(f"imatrix {shown(path.name)}: has no entries; make the imatrix again")
+    return Imatrix(path, file_digest(path), {name.removesuffix(".weight"): entry for name, entry in entries.items()})
+
+
+def _gguf_entries(path: Path) -> dict[str, ImatrixEntry]:
+    """Return the entries of an imatrix file in GGUF form, by weight name; {} if it has no entries."""
+    file = read_gguf(path)
+    name = shown(path.name)
+    if file.metadata.get("general.type") != "imatrix":
+        raise CheckpointError(f"imatrix {name}: is a GGUF file of another type; one of llama-imatrix is needed")
+    tensors, found = {entry.name: entry for entry in file.entries}, {}
+    for sums in file.entries:
+        if not sums.name.endswith(_SUMS):
+            continue
+        weight = sums.name.removesuffix(_SUMS)
+        counts = tensors.get(weight + _COUNTS)
+        if counts is None or (sums.dtype, counts.dtype) != ("F32", "F32"):
+            raise CheckpointError(f"imatrix {name}: {shown(weight)} needs in_sum2 and counts in F32; make it again")
+        divisors = np.fromfile(path, "<f4", counts.nbytes // 4, offset=counts.start)
+        if not divisors.size or not (np.isfinite(divisors) & (divisors >= 0)).all():
+            raise CheckpointError(f"imatrix {name}: counts of {shown(weight)} are invalid; make the imatrix again")
+        found[weight] = ImatrixEntry(sums.start, sums.nbytes // 4, tuple(map(float, divisors)))
+    return found
+
+
+def _legacy_entries(path: Path) -> dict[str, ImatrixEntry]:
+    """Return the entries of a legacy imatrix file (not GGUF), by weight name."""
+    size, found = path.stat().st_size, {}
+    with path.open("rb") as stream:
+        count = _number(stream, path, "its number of entries")
+        if not 1 <= count <= size // 13:
+            raise _damaged(path, f"it announces {count} entries")
+        for _ in range(count):
+            length = _number(stream, path, "the length of a name")
+            if not 1 <= length <= min(_LONGEST_NAME, size):
+                raise _damaged(path, f"a name has {length} bytes")
+            try:
+                name = stream.read(length).decode()
+            except UnicodeDecodeError:
+                raise _damaged(path, "a name is not UTF-8") from None
+            calls, nvalues = (_number(stream, path, f"the counts of {shown(name)}") for _ in range(2))
+            position = stream.tell()
+            if nvalues < 1 or position + 4 * nvalues > size:
+                raise _damaged(path, f"{shown(name)} announces {nvalues} values")
+            if name in found:
+                raise _damaged(path, f"{shown(name)} occurs twice")
+            stream.seek(4 * nvalues, 1)
+            found[name] = ImatrixEntry(position, nvalues, (float(max(calls, 1)),))
+    return found
+
+
+def _number(stream: BinaryIO, path: Path, what: str) -> int:
+    """Read and return the next number of a legacy imatrix file, a little-endian signed int32."""
+    data = stream.read(4)
+    if len(data) < 4:
+        raise _damaged(path, f"it ends inside {what}")
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    """Return the error for a file that is not a usable legacy imatrix file."""
+    return CheckpointError(f"imatrix {shown(path.name)}: is no usable imatrix file: {why}; make it with llama-imatrix")
+
 
 # The recipe to suggest for searched scales, because it accepts any block scale. If the scales are computed from block
 # amaxes, they equal those of nvfp4-modelopt.
@@ -210,7 +616,8 @@ class ScaleSearch:
             raise CheckpointError(str(error)) from None
         if recipe.search:
             raise CheckpointError(
-                f"scale search: {recipe.id} already searches its scales; leave the scale search out, or use {SEARCH_RECIPE}"
+                f"scale search: {recipe.id} already searches its scales; leave the scale search out, or use"
+                f" {SEARCH_RECIPE}"
             )
 
     @staticmethod

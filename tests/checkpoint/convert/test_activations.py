@@ -14,8 +14,8 @@ from synthetic import refused
 
 from fp4kit.calibration import Collector, Headroom, input_global_scale, input_scale
 from fp4kit.checkpoint import Activations, Rules, TensorConverter, convert, convert_tensors, make_plan
+from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model.model_files import load_manifest
-from fp4kit.checkpoint.run.executors import Options
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
 

@@ -19,8 +19,8 @@ from synthetic import refused
 
 from fp4kit.__main__ import main
 from fp4kit.checkpoint import Activations, ScaleSearch, Wishes, convert, make_plan
+from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model import slabs
-from fp4kit.checkpoint.run.executors import Options
 from fp4kit.checkpoint.verify.verify import verify
 
 Q, V, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 import fp4kit
 from fp4kit.checkpoint.convert.convert import bytes_to_read, convert
-from fp4kit.checkpoint.run.executors import Options
+from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.selection.selection import Wishes
 
 

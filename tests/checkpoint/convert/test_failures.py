@@ -17,11 +17,11 @@ from exhaustive import half
 from kill_points import files_of
 from synthetic import refused
 
+from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.convert.convert import check, convert, execute
+from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.executors import Options
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.storage.files import CheckpointError
 

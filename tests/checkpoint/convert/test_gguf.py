@@ -20,9 +20,8 @@ from gguf_files import EXPERTS
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint import CheckpointError, ConversionReport, Options, Wishes, convert, make_plan
+from fp4kit.checkpoint import CheckpointError, ConversionReport, Options, Wishes, convert, make_plan, staging
 from fp4kit.checkpoint.identify.run import identify_checkpoint
-from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
@@ -321,7 +320,7 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
     --resume completes the conversion.
     """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
-    jobs = import_module("fp4kit.checkpoint.convert.run_job")
+    jobs = import_module("fp4kit.checkpoint.convert.run_jobs")
     write, calls = jobs.write, []
 
     def dying(*arguments: Any) -> Any:

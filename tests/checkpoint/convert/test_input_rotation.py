@@ -18,13 +18,12 @@ import fp4kit
 from fp4kit.__main__ import main
 from fp4kit.calibration import Collector
 from fp4kit.checkpoint import Activations, ScaleSearch, Wishes, convert, make_plan
-from fp4kit.checkpoint.contract.of_checkpoint import contract_of, infer
-from fp4kit.checkpoint.contract.of_plan import contract_of_plan
+from fp4kit.checkpoint.contract import contract_of, contract_of_plan, infer
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import WeightRotation
-from fp4kit.checkpoint.plan import input_rotation
+from fp4kit.checkpoint.plan import request as input_rotation
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
 

@@ -13,10 +13,11 @@ import pytest
 from runs import JOBS, ModelConversion, flip, shard, stopping
 from synthetic import refused
 
-from fp4kit.checkpoint.convert import journal, run_job
+from fp4kit.checkpoint import staging
+from fp4kit.checkpoint.convert import run_jobs as journal
+from fp4kit.checkpoint.convert import run_jobs as run_job
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.executors import Options
+from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.selection.selection import Wishes
 
 
@@ -29,13 +30,13 @@ def model(tmp_path: Path) -> ModelConversion:
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which the key of each job is appended when the job writes its tensors."""
     keys: list[str] = []
-    write = run_job.write
+    write = run_job.write_job
 
     def noted(job: run_job.Job, *rest: Any) -> run_job.Done:
         keys.append(job.key)
         return write(job, *rest)
 
-    monkeypatch.setattr(run_job, "write", noted)
+    monkeypatch.setattr(run_job, "write_job", noted)
     return keys
 
 
@@ -223,13 +224,13 @@ def test_nothing_to_resume(model: ModelConversion) -> None:
 
 def test_measured_weights_are_not_read_again(model: ModelConversion, monkeypatch: pytest.MonkeyPatch) -> None:
     model.interrupt(3)
-    known, again, measure = model.journal.read_text(), [], run_job.measure
+    known, again, measure = model.journal.read_text(), [], run_job.measure_job
 
     def noted(job: run_job.Job, *rest: Any) -> run_job.Measured:
         again.append(job.key)
         return measure(job, *rest)
 
-    monkeypatch.setattr(run_job, "measure", noted)
+    monkeypatch.setattr(run_job, "measure_job", noted)
     model.resume()
     assert len(again) == 14 - known.count('"measured"') and not [
         key for key in again if f'"measured": ["{key}"' in known

@@ -10,7 +10,7 @@ import pytest
 
 import fp4kit
 from fp4kit.checkpoint import ScaleSearch, convert
-from fp4kit.checkpoint.convert.searched_blocks import search_blocks
+from fp4kit.checkpoint.convert.rows import search_blocks
 from fp4kit.recipes import recipe
 from fp4kit.storage.gguf_file import read_gguf
 

@@ -21,14 +21,15 @@ from exhaustive import half
 from kill_points import files_of
 from synthetic import refused
 
-from fp4kit.checkpoint.convert import run_job, scheduler
+from fp4kit.checkpoint import staging
+from fp4kit.checkpoint.convert import run_jobs as run_job
+from fp4kit.checkpoint.convert import run_jobs as scheduler
 from fp4kit.checkpoint.convert.convert import bytes_to_read, convert, execute
+from fp4kit.checkpoint.convert.job import Job
+from fp4kit.checkpoint.executors import Options, run_all
 from fp4kit.checkpoint.model.model_files import differences
-from fp4kit.checkpoint.plan.job import Job
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import jobs_of
-from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.executors import Options, run_all
 
 SYNC = staging.sync_file
 
@@ -63,8 +64,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         monkeypatch.setattr(owner, name, noted)
 
     for owner, name, word in (
-        (run_job, "measure", "measure"),
-        (run_job, "write", "write"),
+        (run_job, "measure_job", "measure"),
+        (run_job, "write_job", "write"),
         (staging, "sync_file", "sync"),
         (scheduler, "digest_of", "hash"),
     ):
@@ -154,7 +155,7 @@ def test_removal_waits_for_running_jobs(tmp_path: Path, monkeypatch: pytest.Monk
     tensors = {f"{name}.weight": synthetic.random(name, (64, 64)) for name in "abcdefgh"}
     tensors["d.weight"][1, 1] = np.nan
     synthetic.write_model(tmp_path / "m", {}, tensors)
-    running, write, remove = set(), run_job.write, staging._remove
+    running, write, remove = set(), run_job.write_job, staging._remove
 
     def noted(job: Job, *rest: Any) -> run_job.Done:
         running.add(job.key)
@@ -167,7 +168,7 @@ def test_removal_waits_for_running_jobs(tmp_path: Path, monkeypatch: pytest.Monk
         assert not running
         remove(partial)
 
-    monkeypatch.setattr(run_job, "write", noted)
+    monkeypatch.setattr(run_job, "write_job", noted)
     monkeypatch.setattr(staging, "_remove", checked)
     with ThreadPoolExecutor(4) as pool, refused("d.weight: 1 of 4096 values are NaN or infinite"):
         convert(tmp_path / "m", tmp_path / "out", options=Options(executor=pool))

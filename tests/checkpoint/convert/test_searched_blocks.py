@@ -12,7 +12,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint import ScaleSearch, convert, make_plan
-from fp4kit.checkpoint.convert.searched_blocks import search_blocks
+from fp4kit.checkpoint.convert.rows import search_blocks
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.formats import E2M1, E4M3

@@ -18,7 +18,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.convert.mxfp4_to_nvfp4 import is_cast_exactly
+from fp4kit.checkpoint.convert.rows import is_cast_exactly
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.formats import FLT_MAX, FLT_MIN
 

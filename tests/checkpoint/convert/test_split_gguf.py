@@ -18,11 +18,10 @@ import synthetic
 from synthetic import refused
 from together import together
 
-from fp4kit.checkpoint import ConversionReport, Options, convert, make_plan
+from fp4kit.checkpoint import ConversionReport, Options, convert, make_plan, staging
+from fp4kit.checkpoint.convert.run_jobs import remove_leftovers
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.leftovers import remove_leftovers
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main

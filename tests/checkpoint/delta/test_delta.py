@@ -13,11 +13,9 @@ import pytest
 import synthetic
 from synthetic import refused
 
-from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.delta import patch_file
-from fp4kit.checkpoint.delta.apply import apply
-from fp4kit.checkpoint.delta.diff import diff, positions_of
-from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint import convert, staging
+from fp4kit.checkpoint import delta as patch_file
+from fp4kit.checkpoint.delta import apply, diff, positions_of
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.storage.gguf_file import read_gguf
 from fp4kit.storage.safetensors_file import read_header
@@ -173,7 +171,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         pass
 
     done: list[str] = []
-    import fp4kit.checkpoint.delta.apply as module
+    import fp4kit.checkpoint.delta as module
 
     real = module._write_file
 

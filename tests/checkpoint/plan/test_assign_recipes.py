@@ -16,8 +16,7 @@ from synthetic import refused
 import fp4kit
 from fp4kit.__main__ import main
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.plan.assign_recipes import KEEP, Assignment, assign_recipes
-from fp4kit.checkpoint.plan.bit_budget import LayerGroup, Option, Point
+from fp4kit.checkpoint.plan.assign_recipes import KEEP, Assignment, LayerGroup, Option, Point, assign_recipes
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify

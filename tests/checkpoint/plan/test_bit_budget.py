@@ -10,7 +10,7 @@ import pytest
 from synthetic import refused
 from together import together
 
-from fp4kit.checkpoint.plan.bit_budget import LayerGroup, Option, Point, curve, shown_points, solve
+from fp4kit.checkpoint.plan.assign_recipes import LayerGroup, Option, Point, curve, shown_points, solve
 
 
 def drawn(rng: np.random.Generator, count: int, options: int, ties: bool = False) -> list[LayerGroup]:

@@ -14,8 +14,8 @@ from gguf_files import EXPERTS, HIDDEN
 from synthetic import refused
 
 from fp4kit.checkpoint import ScaleSearch, convert, make_plan
-from fp4kit.checkpoint.convert.searched_blocks import search_blocks
-from fp4kit.checkpoint.plan.imatrix import gguf_names, read_imatrix
+from fp4kit.checkpoint.convert.rows import search_blocks
+from fp4kit.checkpoint.plan.scale_search import gguf_names, read_imatrix
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf

@@ -20,7 +20,7 @@ from fp4kit.checkpoint import Rules, Wishes, convert, convert_tensors, make_plan
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS
 from fp4kit.checkpoint.convert.convert import configs
 from fp4kit.checkpoint.model.model_files import MANIFEST
-from fp4kit.checkpoint.plan.default_recipe import DEFAULTS
+from fp4kit.checkpoint.plan.make_plan import DEFAULTS
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.storage.files import CheckpointError
 

@@ -18,8 +18,8 @@ from synthetic import refused
 import fp4kit
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS
 from fp4kit.checkpoint.convert.convert import convert, execute
+from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.run.executors import Options
 from fp4kit.checkpoint.verify.verify import verify
 
 

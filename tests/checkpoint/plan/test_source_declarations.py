@@ -18,9 +18,8 @@ from fp4kit.checkpoint import convert, make_plan
 from fp4kit.checkpoint.containers.config_entries import CARRIED, METHODS
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS
 from fp4kit.checkpoint.model.model_files import open_source
-from fp4kit.checkpoint.plan.kv_cache import kv_cache_of
-from fp4kit.checkpoint.plan.output_configs import configs
-from fp4kit.checkpoint.plan.source_declarations import (
+from fp4kit.checkpoint.plan.plan import configs
+from fp4kit.checkpoint.plan.plan_facts import (
     CONVERTED,
     DECLARATIONS,
     DECODED,
@@ -30,6 +29,7 @@ from fp4kit.checkpoint.plan.source_declarations import (
     declared_inputs,
     value_of,
 )
+from fp4kit.checkpoint.plan.source_layers import kv_cache_of
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.storage.files import CheckpointError
 

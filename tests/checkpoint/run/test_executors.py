@@ -30,11 +30,11 @@ from mpi_processes import find_mpiexec
 from runs import HERE, environment, stopping
 from synthetic import refused
 
-from fp4kit.checkpoint.convert import run_job
+from fp4kit.checkpoint import executors, staging
+from fp4kit.checkpoint.convert import run_jobs as run_job
 from fp4kit.checkpoint.convert.convert import bytes_to_read, convert, execute
+from fp4kit.checkpoint.executors import Options, cluster, dask_executor, executor_of, is_under_mpi, run_all
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.run import executors, staging
-from fp4kit.checkpoint.run.executors import Options, cluster, dask_executor, executor_of, is_under_mpi, run_all
 from fp4kit.cli import main
 from fp4kit.cpu.library import num_threads
 
@@ -244,7 +244,7 @@ def test_workers_that_die(model: tuple[Path, dict[str, str]], tmp_path: Path, mo
     The system does so when memory is short.
     """
     with monkeypatch.context() as patch:
-        patch.setattr(run_job, "write", die)
+        patch.setattr(run_job, "write_job", die)
         with pytest.raises(
             ChildProcessError, match="a worker process died, perhaps from lack of memory; use fewer workers"
         ):

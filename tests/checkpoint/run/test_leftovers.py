@@ -18,8 +18,7 @@ import synthetic
 from exhaustive import every, half
 from processes import RENAME, Run, content, in_this_process, signalled
 
-from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint import convert, staging
 from fp4kit.checkpoint.selection import names as fused_layers
 
 

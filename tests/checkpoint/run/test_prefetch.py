@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from runs import until
 
-from fp4kit.checkpoint.run import prefetch
+from fp4kit.checkpoint import executors as prefetch
 from fp4kit.storage.safetensors_file import SafetensorsFile
 
 

@@ -15,8 +15,8 @@ from kill_points import files_of
 from runs import ModelConversion
 from synthetic import refused
 
-from fp4kit.checkpoint.convert import run_job
-from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint import staging
+from fp4kit.checkpoint.convert import run_jobs as run_job
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from collections import deque
 from importlib import import_module
 
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.run.executors import Options, cluster, run_all
+from fp4kit.checkpoint.executors import Options, cluster, run_all
 
 
 def _stop(number: int, frame: object) -> None:

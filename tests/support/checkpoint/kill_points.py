@@ -20,13 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.convert.convert import convert, execute
+from fp4kit.checkpoint.convert.run_jobs import leftovers_of, remove_leftovers
+from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model.model_files import differences, file_digest, names_in
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.executors import Options
-from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
 
 
 def files_of(folder: Path) -> dict[str, str]:

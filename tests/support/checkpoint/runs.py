@@ -16,9 +16,9 @@ import pytest
 import synthetic
 from kill_points import files_of
 
+from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.executors import Options
+from fp4kit.checkpoint.executors import Options
 
 HERE = Path(__file__).resolve().parent
 JOBS = 20  # the number of jobs into which a conversion of synthetic.dense is divided

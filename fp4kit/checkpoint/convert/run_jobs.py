@@ -1,0 +1,723 @@
+"""Run the jobs of a conversion. A job copies one tensor, or converts one matrix of a weight (a layer, or one expert of
+a stack) or some of its rows. To measure a job is to read its weight once, and to find its amax and its number of NaN
+and infinities. If layers share a tensor scale, all of them are measured before any is written.
+
+Jobs are independent: they run in any order, in any process, on any machine that sees the files. Each job writes its own
+byte ranges of the output files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import closing, suppress
+from dataclasses import asdict
+from math import lcm, prod
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from fp4kit import __version__
+from fp4kit.checkpoint import staging
+from fp4kit.checkpoint.containers.table import ROTATION, TAG, VALUES
+from fp4kit.checkpoint.convert.job import (
+    CARRY,
+    CAST,
+    DEQUANTIZE,
+    MERGE,
+    QUANTIZE,
+    RENAME,
+    REQUANTIZE,
+    RESCALE,
+    Changes,
+    Done,
+    Job,
+    Measured,
+    Sink,
+    Survival,
+    Target,
+    Tick,
+)
+from fp4kit.checkpoint.convert.rows import (
+    exponents_of_blocks,
+    is_carried_exactly,
+    keeps_codes,
+    saturated,
+    survival_of,
+    write_carried,
+    write_cast,
+    write_merged,
+    write_quantized,
+    write_renamed,
+    write_rescaled,
+)
+from fp4kit.checkpoint.executors import FunctionCall, run_all
+from fp4kit.checkpoint.model.doubtful_codes import doubt_of
+from fp4kit.checkpoint.model.model_files import Digest, Source, digest_of, load_manifest
+from fp4kit.checkpoint.model.slabs import (
+    Readers,
+    Slab,
+    columns_of,
+    count_nonfinite,
+    slabs,
+    trouble_with_scales,
+    values_of,
+)
+from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on, reach_and_lost_blocks
+from fp4kit.checkpoint.model.weights import Located
+from fp4kit.checkpoint.plan.request import Request
+from fp4kit.checkpoint.plan.scale_search import Losses
+from fp4kit.recipes.serialization import as_data
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.gguf_file import GgufFile
+from fp4kit.storage.json_object import MAX_BYTES
+from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile
+
+PIECE = 2 << 20  # a tensor is copied in pieces of this many bytes
+TURNED = 32 << 20  # a matrix that is written transposed is decoded in pieces of about this many bytes
+
+
+def measure_job(job: Job, tick: Tick | None = None) -> Measured:
+    """Read the weight of a job once, and return its measurements:
+
+    - the amax, except for the action rename
+    - the number of elements that are NaN or infinite
+    - for the actions cast and carry: whether a lossless conversion is possible
+    - for a quantized weight: whether its scales and codes can be right
+
+    If layers share a tensor scale, the measurements of all of them are needed before any of them is written.
+
+    Raise CheckpointError if the scales of a quantized weight are invalid, unless the job has nonfinite="keep".
+
+    tick: called with the number of bytes after each read; None for no call.
+    """
+    with Readers(tick) as readers:
+        found = Measured(job.key)
+        for slab in slabs(readers, job.weight, job.expert, job.span, max_bytes=job.slab_bytes):
+            found = _joined(found, _with_doubts(job, slab, _measured(job, slab)))
+    is_first = job.span is None or job.span[0] == 0
+    if job.weight.container is None or not is_first:
+        return found
+    with Readers() as readers:  # without tick, because these rows were read and counted before
+        return found._replace(doubt=doubt_of(readers, job.weight, job.expert, empty=True))
+
+
+def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
+    """Return a copy of the measurements ``found`` of some rows of a quantized weight, with two more fields filled
+    in.
+    """
+    form = job.weight.container
+    if form is None or slab.codes is None or slab.scales is None:
+        return found
+    reach, lost = reach_and_lost_blocks(form, slab.codes, slab.scales, slab.tensor_scale)
+    return found._replace(reach=reach, lost=lost)
+
+
+def _joined(a: Measured, b: Measured) -> Measured:
+    """Return the combined measurements of two parts of a weight, or of two weights, with the key of ``a``."""
+    low, high = min(a.low, b.low), max(a.high, b.high)
+    nonfinite, lost = a.nonfinite + b.nonfinite, a.lost + b.lost
+    exact, reach = a.exact and b.exact, max(a.reach, b.reach)
+    return Measured(a.key, max(a.amax, b.amax), nonfinite, low, high, exact, reach, lost, a.doubt or b.doubt)
+
+
+def _measured(job: Job, slab: Slab) -> Measured:
+    """Return the measurements of one slab (some rows) of a job's weight: amax, NaN, infinities and scales."""
+    # For the action rename, the amax is not measured.
+    if job.weight.container is not None and job.nonfinite != "keep":
+        trouble = trouble_with_scales(job.weight, slab)
+        if trouble:
+            raise CheckpointError(
+                f"{shown(job.name)}: {trouble}; repair the source, or leave the layer out with --keep"
+            )
+    if job.action == RENAME:
+        return Measured(job.key, nonfinite=count_nonfinite(job.weight, slab))
+    values = values_of(job.weight, slab)
+    amax, bad = amax_and_nonfinite(values) if job.device is None else amax_and_nonfinite_on(job.device, values)
+    found = Measured(job.key, float(amax), bad)
+    if job.action == CARRY and slab.scales is not None:
+        return found._replace(exact=is_carried_exactly(job.weight, slab))
+    if job.action == CAST and slab.scales is not None:
+        low, high = exponents_of_blocks(job.weight, slab)
+        return found._replace(low=low, high=high)
+    return found
+
+
+def join_group(found: list[Measured]) -> Measured:
+    """Return the combined measurements of all layers that share a tensor scale, with the key of the first layer."""
+    result = found[0]
+    for one in found[1:]:
+        result = _joined(result, one)
+    return result
+
+
+def write_job(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
+    """Run a job: write its bytes into the output files, and return what it did, with the CRC-32 of the bytes."""
+    with Readers(tick) as readers, _Output(job.targets) as output:
+        made = produce(job, shared, readers, output)
+        return Done(job.key, output.finish(), *made)
+
+
+class Made(NamedTuple):
+    """A report of what a job did.
+
+    action: the action that was taken.
+    replaced: the number of NaN and infinite values that were replaced.
+    losses: the squared errors without and with the scale search; zeros without a search.
+    changes: how many blocks and values a cast changed, and the largest change; zeros without a cast.
+    survival: how much of an adapter's update is left; zeros without an update.
+    is_weak: True if the values of many new blocks may be lost (see quantize_rows.Weak).
+    """
+
+    action: str
+    replaced: int = 0
+    losses: Losses = Losses()
+    changes: Changes = Changes()
+    survival: Survival = Survival()
+    is_weak: bool = False
+
+
+def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
+    """Convert the weight of a job, write the bytes of the result to ``output``, and return what was done."""
+    action, replaced, losses, changes, survival = job.action, 0, Losses(), Changes(), Survival()
+    is_weak = False
+    values_are_kept = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
+    if isinstance(job.source, Located):
+        _copy(job.source, readers, output)
+    elif action == DEQUANTIZE:
+        replaced, survival = _dequantize(job, readers, output, None if values_are_kept else shared)
+    elif action == RENAME:
+        write_renamed(job, readers, output)
+    elif action == MERGE:
+        assert shared is not None
+        action, losses, survival = write_merged(job, readers, output, np.float32(shared.amax))
+    elif action == CARRY and shared is not None and values_are_kept and shared.exact:
+        write_carried(job, readers, output)
+    elif action == CAST and shared is not None and values_are_kept and _is_castable(job, shared):
+        changes = write_cast(job, readers, output, shared.high)
+        is_weak = 4 * 32 * changes.blocks > prod(job.shape)
+    elif action == RESCALE and values_are_kept:
+        changes = write_rescaled(job, readers, output)
+    else:
+        action = REQUANTIZE if action != QUANTIZE else action
+        assert shared is not None
+        replaced, losses, survival, is_weak = write_quantized(job, readers, output, np.float32(shared.amax))
+    if output.has(TAG):
+        output.put(TAG, np.frombuffer(job.container.tag(job.shape), np.uint8))
+    if output.has(ROTATION):
+        assert job.weight.rotation is not None
+        output.put(ROTATION, job.weight.rotation.matrix)
+    return Made(action, replaced, losses, changes, survival, is_weak)
+
+
+def _is_castable(job: Job, shared: Measured) -> bool:
+    """Return whether the weight of a job can be cast from MXFP4 to NVFP4, which keeps the codes of blocks in range."""
+    # If False, the weight must be requantized.
+    return keeps_codes(job.new_recipe, shared.low, shared.high)
+
+
+def _copy(source: Located, readers: Readers, output: Sink) -> None:
+    """Copy a tensor byte for byte to ``output``, in pieces that each hold at most PIECE bytes."""
+    for start in range(0, source.entry.nbytes, PIECE):
+        output.put(VALUES, readers.bytes(source, start, min(PIECE, source.entry.nbytes - start)))
+
+
+def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> tuple[int, Survival]:
+    """Decode a weight, round its values to the dtype of the output tensor, and write them."""
+    dtype = NUMPY_DTYPES[job.targets[0].dtype]
+    replaced, survival = 0, Survival()
+    if not job.transposed:
+        for slab in slabs(readers, job.weight, job.expert, job.span):
+            values, count = _rounded(values_of(job.weight, slab), dtype, shared)
+            replaced += count
+            output.put(VALUES, values)
+            if slab.update is not None:
+                survival = survival.plus(survival_of(job.weight, slab, values))
+        return replaced, survival
+    rows, columns = job.shape
+    width = lcm(1 if job.weight.container is None else job.weight.container.block[1], job.weight.rotated_columns)
+    step = max(TURNED // (rows * dtype.itemsize * width), 1) * width
+    for first in range(0, columns, step):
+        part = np.empty((min(step, columns - first), rows), dtype)
+        for slab in slabs(readers, job.weight, job.expert, job.span):
+            cut = columns_of(job.weight, slab, first, first + len(part))
+            at = slab.start - (job.span or (0,))[0]
+            values, count = _rounded(values_of(job.weight, cut), dtype, shared)
+            replaced += count
+            part[:, at : at + len(values)] = values.T
+        output.put(VALUES, part)
+    return replaced, survival
+
+
+def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tuple[np.ndarray, int]:
+    """Return ``values`` rounded to ``dtype``, and the number of NaN and infinite values that were replaced before."""
+    values, count = (values, 0) if shared is None else saturated(values, np.float32(shared.amax))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(dtype), count
+
+
+class _Output:
+    """Write the parts of a job (codes, scales, ...) to their byte ranges of the output files.
+
+    The bytes of a part may come in several calls of ``put``, in order. Use the object in a with statement, which opens
+    and closes the files. The files must exist.
+
+    targets: the byte range of each part, and its file.
+    """
+
+    def __init__(self, targets: tuple[Target, ...]) -> None:
+        self._targets = {target.part: target for target in targets}
+        self._next = {target.part: target.position for target in targets}
+        self._sums = {target.part: 0 for target in targets}
+        self._open: dict[Path, int] = {}
+
+    def __enter__(self) -> _Output:
+        try:
+            for target in self._targets.values():
+                if target.path not in self._open:
+                    self._open[target.path] = os.open(target.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+
+    def has(self, part: str) -> bool:
+        """Return whether the job writes ``part``."""
+        return part in self._targets
+
+    def put(self, part: str, array: Any) -> None:
+        """Append the bytes of an array to a part. Raise CheckpointError if the part gets more bytes than planned."""
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        target, position = self._targets[part], self._next[part]
+        if position + raw.size > target.position + target.nbytes:
+            raise CheckpointError(
+                f"{shown(target.path.name)}: the conversion gave more than the {target.nbytes} planned bytes; this is a"
+                " defect of fp4kit, please report it"
+            )
+        self._sums[part] = zlib.crc32(raw.data, self._sums[part])
+        write_at(self._open[target.path], raw.data, position)
+        self._next[part] += raw.size
+
+    def finish(self) -> str:
+        """Return the CRC-32 values of all parts as one text (see _joined_sums)."""
+        for part, target in self._targets.items():
+            missing = target.position + target.nbytes - self._next[part]
+            if missing:
+                raise CheckpointError(
+                    f"{shown(target.path.name)}: the conversion gave {target.nbytes - missing} bytes of the"
+                    f" {target.nbytes} planned bytes; this is a defect of fp4kit, please report it"
+                )
+        return _joined_sums(self._sums.values())
+
+
+def write_at(descriptor: int, data: memoryview, position: int) -> None:
+    """Write all bytes of ``data`` at the byte ``position`` of an open file, in several system calls if necessary."""
+    while data:
+        written = os.pwrite(descriptor, data, position)
+        data, position = data[written:], position + written
+
+
+def _joined_sums(sums: Iterable[int]) -> str:
+    """Return CRC-32 values as one text: eight hexadecimal digits per value, joined by "-"."""
+    return "-".join(f"{one:08x}" for one in sums)
+
+
+def read_back(job: Job) -> Done:
+    """Read the bytes that an interrupted run wrote for a job, and return a Done with their CRC-32."""
+    return Done(job.key, _joined_sums(_sum_of(target) for target in job.targets), job.action)
+
+
+def _sum_of(target: Target) -> int:
+    """Read a target's bytes from its output file, and return their CRC-32."""
+    found, left = 0, target.nbytes
+    with target.path.open("rb", buffering=0) as file:
+        file.seek(target.position)
+        while left and (data := file.read(min(left, PIECE))):
+            found, left = zlib.crc32(data, found), left - len(data)
+    return found
+
+
+def check_finite(job: Job, found: Measured) -> None:
+    """Raise CheckpointError if a weight contains NaN or infinity and its job has nonfinite="error"."""
+    if found.nonfinite and job.nonfinite == "error":
+        raise CheckpointError(
+            f"{shown(job.name)}: {found.nonfinite} of {prod(job.shape)} values are NaN or infinite; repair the source, "
+            "leave the layer out with --keep, or use --nonfinite keep or saturate"
+        )
+
+
+def header_digest(file: SafetensorsFile) -> str:
+    """Return the SHA-256 of the header of a safetensors or GGUF file, as hexadecimal text."""
+    with file.path.open("rb") as stream:
+        if isinstance(file, GgufFile):
+            return hashlib.sha256(stream.read(file.data_start)).hexdigest()
+        length = stream.read(8)
+        return hashlib.sha256(length + stream.read(int.from_bytes(length, "little"))).hexdigest()
+
+
+def source_facts(source: Source) -> dict[str, dict[str, Any]]:
+    """Return {file name: {"bytes": size, "header_sha256": SHA-256 of the header}} for the files of a model's
+    tensors.
+    """
+    return {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in source.files}
+
+
+def identity(source: Source) -> str:
+    """Return a text that identifies a model: its absolute path, and a hash of its files' names, sizes and headers."""
+    facts = json.dumps(source_facts(source), sort_keys=True).encode()
+    return f"{source.root.absolute()} {hashlib.sha256(facts).hexdigest()}"
+
+
+def request_facts(request: Request) -> dict[str, Any]:
+    """Return a request as an object for JSON, for the key of a run and for the manifest."""
+    recipe = as_data(request.recipe)
+    codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
+    search = {} if request.search is None else {"scale_search": request.search.facts()}
+    split = {} if request.split_max_size is None else {"split_max_size": request.split_max_size}
+    hadamard: dict[str, Any] = {} if request.hadamard is None else {"hadamard": request.hadamard}
+    hadamard |= {} if request.hadamard_seed is None else {"hadamard_seed": request.hadamard_seed}
+    hadamard |= {"hadamard_only": list(request.hadamard_only)} if request.hadamard_only else {}
+    recipes = {"recipes": [[pattern, as_data(one)] for pattern, one in request.recipes]} if request.recipes else {}
+    ignore = {"ignore": list(request.ignore)} if request.ignore else {}
+    adapter: dict[str, Any] = {}
+    if request.adapter is not None:
+        adapter = {"adapter": {**request.adapter.facts, "scales": request.adapter_scales}}
+    activations = {} if request.activations is None else {"activations": dict(request.activations.facts)}
+    return {
+        "recipe": recipe,
+        "format": request.format,
+        "wishes": asdict(request.wishes),
+        "input_scale": request.input_scale,
+        "requantize": request.requantize,
+        "nonfinite": request.nonfinite,
+        **codes,
+        **recipes,
+        **search,
+        **activations,
+        **ignore,
+        **split,
+        **hadamard,
+        **adapter,
+        **({"allow_loss": True} if request.allow_loss else {}),
+    }
+
+
+def key_of(source: Source, request: Request) -> str:
+    """Return the key that identifies a run, a SHA-256 as hexadecimal text."""
+    times = {file.name: file.path.stat().st_mtime_ns for file in source.files}
+    facts = [__version__, source_facts(source), times, dict(source.config), request_facts(request)]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+_LONGEST_KEY = 1 << 10  # how many bytes of a journal's first line are read; the line holds a SHA-256
+
+
+class Journal:
+    """Read the journal of an interrupted run, or create a new journal, and append lines to it.
+
+    path: the file of the journal; it is created if it does not exist.
+    key: the key of this run, from key_of.
+    measured, done: job key -> what the interrupted run recorded; empty for a new journal. A line that was cut off or
+        is damaged counts as not written.
+
+    Raises CheckpointError if the journal's key is not ``key``, or if the file is too large to be a journal. In both
+    cases the file stays unchanged.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.measured: dict[str, Measured] = {}
+        self.done: dict[str, Done] = {}
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            self._begin(path, key)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the journal's file."""
+        os.close(self._file)
+
+    def _begin(self, path: Path, key: str) -> None:
+        """Read the complete lines of the journal, cut off an incomplete last line, and write the key to a new
+        journal.
+        """
+        size = os.fstat(self._file).st_size
+        if size > MAX_BYTES:
+            raise CheckpointError(
+                f"{path}: has {size} bytes; a journal has at most {MAX_BYTES} bytes, so it is damaged; "
+                "remove it with fp4kit convert --remove-stale, and start again"
+            )
+        text = path.read_bytes()
+        end = text.rfind(b"\n") + 1
+        lines = [_parsed(line) for line in text[:end].splitlines()]
+        if lines and lines[0].get("key") != key:
+            raise CheckpointError(
+                f"{path.parent}: was started from another source, with other options or by another version; "
+                "remove it with fp4kit convert --remove-stale, and start again"
+            )
+        os.ftruncate(self._file, end)
+        for line in lines:
+            self._believe(line)
+        if not lines:
+            self._write({"key": key})
+
+    def _believe(self, line: Mapping[str, Any]) -> None:
+        """Store the result in one line of the interrupted run in ``measured`` or ``done``. Ignore a damaged line."""
+        with suppress(TypeError):  # the line has too many or too few fields
+            if "measured" in line:
+                self.measured[str(line["measured"][0])] = Measured(*line["measured"])
+            if "done" in line:
+                self.done[str(line["done"][0])] = Done(*line["done"])
+
+    def _write(self, line: dict[str, Any]) -> None:
+        """Append ``line`` to the file as one line of JSON."""
+        data = json.dumps(line).encode() + b"\n"
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def note_measured(self, found: Measured) -> None:
+        """Append a line with the measurements of a job's weight, such as its amax."""
+        # ``measured``, which holds what an interrupted run recorded, is not changed.
+        self._write({"measured": list(found)})
+
+    def note_done(self, found: Done) -> None:
+        """Append a line that records that a job is done, with the CRC-32 of the bytes that it wrote."""
+        self._write({"done": list(found)})
+
+
+def key_of_lines(path: Path) -> str | None:
+    """Return the key of the run that wrote the journal ``path``, or None if the file does not begin with a key."""
+    with path.open("rb") as file:
+        key = _parsed(file.readline(_LONGEST_KEY)).get("key")
+    return key if isinstance(key, str) else None
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Return the JSON object in a line; {} if the line is damaged, or holds something other than a JSON object."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+_OWN = (staging.JOURNAL, staging.LOCK)  # names of the leftovers, in the order in which a run removes them
+
+
+def leftovers_of(destination: Path) -> tuple[Path, ...]:
+    """Return the paths of the leftovers of a run that finished its result, but was killed before it removed them."""
+    if destination.is_dir():
+        is_ours = _is_finished(destination) and not staging.is_live(destination)
+        return tuple(destination / name for name in _OWN if _is_own(destination / name)) if is_ours else ()
+    partial = staging.partial_of(destination)
+    with suppress(OSError):  # if the partial directory cannot be read, there are no known leftovers
+        emptied = (
+            staging.result_of(destination).is_file()
+            and staging.is_partial(partial)
+            and {*os.listdir(partial)} <= {*_OWN}
+        )
+        return (partial,) if emptied and not staging.is_live(partial) else ()
+    return ()
+
+
+def remove_leftovers(destination: Path) -> tuple[Path, ...]:
+    """Remove what a finished run has left: a lock and a journal, or the partial directory that holds them."""
+    found = leftovers_of(destination)
+    if found and not destination.is_dir():
+        staging.remove_partial(destination)
+        return found
+    for path in found:
+        path.unlink(missing_ok=True)
+    return found
+
+
+def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | None:
+    """Return a dict from job key to Done, for the jobs of a run that was killed after it had finished its result."""
+    for path in leftovers_of(destination):
+        journal = path if path.name == staging.JOURNAL else path / staging.JOURNAL
+        with suppress(OSError, CheckpointError):
+            if key_of_lines(journal) == key:
+                with Journal(journal, key) as found:
+                    return found.done
+    return None
+
+
+def _is_finished(folder: Path) -> bool:
+    """Return whether a finished conversion wrote this directory, that is, whether it contains a valid manifest."""
+    try:
+        return load_manifest(folder) is not None
+    except CheckpointError:
+        return False
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a file is the lock or the journal of a run of fp4kit, so that the file may be removed."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    if path.name == staging.LOCK:
+        return path.stat().st_size == 0
+    with suppress(OSError):
+        return key_of_lines(path) is not None
+    return False
+
+
+T = TypeVar("T")
+# A function that raises CheckpointError if the measurements show values that the request does not allow.
+MeasurementCheck = Callable[[Job, Measured], None]
+
+
+class JobScheduler:
+    """Run the jobs of a plan: measure, write, then sync and hash the finished files.
+
+    all_jobs: the jobs, in the order in which to start them.
+    files: the files of the partial directory that the jobs write into.
+    journal: the record of what is done, from which an interrupted run continues.
+    check: called with a job and its measurements before anything of its group is written; raises to stop the run.
+    tick: called with the number of bytes of source tensors processed since its last call. The bytes of a job that is
+        measured first count twice.
+
+    After ``run``, ``done`` maps the key of every job to what it did, and ``digests`` maps the path of every file to its
+    digest.
+    """
+
+    def __init__(
+        self, all_jobs: Sequence[Job], files: Iterable[Path], journal: Journal, check: MeasurementCheck, tick: Tick
+    ) -> None:
+        self._jobs = {job.key: job for job in all_jobs}
+        self._journal, self._check, self._tick = journal, check, tick
+        self._measured: dict[str, Measured] = {}
+        self.done: dict[str, Done] = {}
+        self.digests: dict[Path, Digest] = {}
+        self._in_process = True
+        self._groups: dict[str, list[Job]] = defaultdict(list)
+        # file -> keys of the jobs that write into the file and are not done
+        self._unwritten: dict[Path, set[str]] = {path: set() for path in files}
+        for job in all_jobs:
+            if job.is_measured:
+                self._groups[job.group].append(job)
+            for target in job.targets:
+                self._unwritten[target.path].add(job.key)
+        self._unmeasured = {group: {job.key for job in members} for group, members in self._groups.items()}
+
+    def run(self, executor: Executor | None, width: int) -> None:
+        """Run all jobs of the plan, except those that an interrupted earlier run has already done."""
+        self._in_process = executor is None
+        self._take_over(executor)
+        queue = deque(self._first())
+        with closing(run_all(executor, queue, width)) as results:
+            for one in results:
+                queue.extendleft(reversed(self._after(one)))
+
+    def _take_over(self, executor: Executor | None) -> None:
+        """Mark jobs as done if the journal records them as done and their output bytes still have the recorded
+        CRC-32.
+        """
+        noted = self._journal.done
+        for now in run_all(executor, deque((read_back, (job,)) for job in self._jobs.values() if job.key in noted)):
+            if now.crc32 == noted[now.key].crc32:
+                self._take_done(noted[now.key])
+                self._tick(self._jobs[now.key].nbytes_in)
+
+    def _first(self) -> Iterator[FunctionCall[Any]]:
+        """Yield the calls that can start at once, because they need no result of another call:
+
+        - measurements that the journal does not hold
+        - jobs that need no measurement, or only measurements that the journal holds
+        - calls that sync and hash files that are complete already
+        """
+        for path, waiting in self._unwritten.items():
+            if not waiting:
+                yield from _last_calls(path)
+        for job in self._jobs.values():
+            if job.is_measured and job.key not in self._journal.measured:
+                yield self._call(measure_job, job)
+            elif job.is_measured:
+                self._tick(job.nbytes_in)
+                yield from self._take_measured(self._journal.measured[job.key])
+            elif job.key not in self.done:
+                yield self._call(write_job, job, None)
+
+    def _call(self, function: Callable[..., Any], job: Job, *arguments: Any) -> FunctionCall[Any]:
+        """Return the call ``function(job, *arguments)`` in the form that run_all takes."""
+        return (
+            (_metered, (self._tick, function, job, *arguments)) if self._in_process else (function, (job, *arguments))
+        )
+
+    def _after(self, result: Measured | Done | Digest | None) -> list[FunctionCall[Any]]:
+        """Record the result of a finished call, and return the calls that can start because of it; may be []."""
+        if result is None:
+            return []
+        if isinstance(result, Digest):
+            self.digests[result.path] = result
+            return []
+        if isinstance(result, Measured):
+            self._journal.note_measured(result)
+            calls = self._take_measured(result)
+        else:
+            self._journal.note_done(result)
+            calls = self._take_done(result)
+        if not self._in_process:
+            self._tick(self._jobs[result.key].nbytes_in)
+        return calls
+
+    def _take_measured(self, found: Measured) -> list[FunctionCall[Any]]:
+        """Check and record the measurements of a job, and return the calls that write its group."""
+        # A group is written when the last of its jobs is measured; until then, return [].
+        job = self._jobs[found.key]
+        self._check(job, found)
+        self._measured[found.key] = found
+        self._unmeasured[job.group].remove(found.key)
+        if self._unmeasured[job.group]:
+            return []
+        members = self._groups[job.group]
+        shared = join_group([self._measured[member.key] for member in members])
+        return [self._call(write_job, member, shared) for member in members if member.key not in self.done]
+
+    def _take_done(self, result: Done) -> list[FunctionCall[Any]]:
+        """Record in ``done`` what a job did, and return the calls that sync and hash the files that it completed."""
+        self.done[result.key] = result
+        calls: list[FunctionCall[Any]] = []
+        for path in dict.fromkeys(target.path for target in self._jobs[result.key].targets):
+            self._unwritten[path].remove(result.key)
+            if not self._unwritten[path]:
+                calls += _last_calls(path)
+        return calls
+
+
+def _last_calls(path: Path) -> list[FunctionCall[Any]]:
+    """Return two calls for a complete file: one syncs it to disk and one hashes it."""
+    # The calls are separate, because the first waits for the disk and the second for a CPU.
+    return [(staging.sync_file, (path,)), (digest_of, (path,))]
+
+
+def _metered(tick: Tick, function: Callable[..., T], job: Job, *arguments: Any) -> T:
+    """Call ``function(job, *arguments, tick)`` with a tick that reports progress, and return the result."""
+    left = job.nbytes_in
+
+    def count(nbytes: int) -> None:
+        nonlocal left
+        nbytes = min(nbytes, left)
+        left -= nbytes
+        if nbytes:
+            tick(nbytes)
+
+    result = function(job, *arguments, count)
+    count(left)
+    return result

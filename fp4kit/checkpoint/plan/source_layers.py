@@ -1,0 +1,467 @@
+"""Put separate experts together as stacks, for unquantized models whose experts engines read only as stacks. A stack is
+one tensor [E, K, N] with one layer of all E experts: gate_up_proj (gate and up) or down_proj.
+
+transformers loads the experts of Llama 4 and Qwen3-VL-MoE as two stacks per layer: gate_up_proj [E, H, 2 I], whose
+first I columns are the gate, and down_proj [E, I, H]. If a model stores separate experts, transformers leaves these
+stacks at random values. The released models, vLLM 0.33.0 and SGLang 0.5.23 use this axis order. transformers 5.23.0
+transposes the stacks of Qwen3-VL-MoE when it loads them (conversion_mapping.py), but not if both axis orders have equal
+shapes. Experts with such shapes stay separate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.checkpoint.containers.config_entries import brief
+from fp4kit.checkpoint.containers.configs import declared, entries, with_declaration
+from fp4kit.checkpoint.containers.table import VALUES, OutputTensor
+from fp4kit.checkpoint.loaders.support import LLAMA4, STACKED_MOE, family_of
+from fp4kit.checkpoint.model import unlike_layers as layer_sizes
+from fp4kit.checkpoint.model.closed_world import is_known_beside, layer_above
+from fp4kit.checkpoint.model.model_files import Source
+from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.model.unlike_layers import unlike_layers
+from fp4kit.checkpoint.model.weights import Piece, Rows, Weight, any_quantized, located
+from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
+
+_STACK_LEAVES = ("gate_proj", "up_proj", "down_proj")
+_SEPARATE = re.compile(rf"(.+\.experts)\.(\d+)\.({'|'.join(_STACK_LEAVES)})")
+_STACKED = re.compile(rf"(.+)\.(?:experts|switch_mlp)\.({'|'.join(_STACK_LEAVES)})")  # names of mlx-lm's stacks
+_TRANSPOSED_ON_LOADING = "qwen3_vl_moe"
+_COUNTS = ("num_local_experts", "num_experts")  # keys of config.json with the number of experts per layer
+Matrices = dict[tuple[str, int], Rows]  # (last part of the name, number of the expert) -> its rows
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """A stack of experts that is put together from separate matrices.
+
+    Attributes:
+        name: the name of the stack.
+        experts: for each expert, its matrices (one, or gate and up), whose rows follow each other in the stack.
+    """
+
+    name: str
+    experts: tuple[tuple[Rows, ...], ...]
+
+    @property
+    def reason(self) -> str:
+        """The text that the plan shows as the reason: the matrices are decoded and put together as this stack."""
+        return f"experts: decoded and put together as {self.name.rpartition('.')[2]}"
+
+    @property
+    def tensor(self) -> str:
+        """The name of the source tensor with the first matrix's values or codes. The plan lists the stack under it."""
+        return self.experts[0][0].weight.tensor
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which the source stores the first matrix: a safetensors dtype, or the name of its container."""
+        return self.experts[0][0].weight.dtype
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The source weights from which the stack is put together, without duplicates."""
+        found = {rows.weight.tensor: rows.weight for matrices in self.experts for rows in matrices}
+        return tuple(found.values())
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape (E, N, K) of the stack, which is stored as [E, K, N]."""
+        rows = sum(end - begin for _, _, (begin, end) in self.experts[0])
+        return len(self.experts), rows, self.experts[0][0].weight.shape[-1]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the pieces (units of work) that write the stack: one per expert, transposed to [K, N]."""
+        # The stack is written in BF16 if the first matrix is quantized, otherwise in the dtype of that matrix.
+        experts, rows, columns = self.shape
+        first = self.experts[0][0].weight
+        dtype = "BF16" if first.container is not None else first.dtype
+        output = OutputTensor(self.name, dtype, (experts, columns, rows), VALUES)
+        for number, matrices in enumerate(self.experts):
+            one = matrices[0].weight
+            if len(matrices) > 1:
+                one = Weight(self.name, one.tensor, (rows, columns), one.container, one.parts, members=matrices)
+            at, span = (0, (0, rows)) if len(matrices) > 1 else matrices[0][1:]
+            yield Piece(one, at, span, self.name, None, (output,), experts * rows, number * rows, transposed=True)
+
+
+def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> dict[str, ExpertStack]:
+    """Return the stacks to put together from separate experts: tensor name -> stack; {} if there are none."""
+    if family_of(config) not in (STACKED_MOE, LLAMA4):
+        return {}
+    modules: dict[str, Matrices] = defaultdict(dict)
+    for weight in weights.values():
+        for parent, leaf, expert, rows in _matrices(weight):
+            modules[parent][leaf, expert] = rows
+    found = {}
+    for parent, matrices in modules.items():
+        for stack in _stacks(parent, matrices, config):
+            found[stack.tensor] = stack
+    return found
+
+
+def _matrices(weight: Weight) -> Iterator[tuple[str, str, int, Rows]]:
+    """Yield (name of the experts' module, last part of the name, number, rows) for each expert's matrix in a weight."""
+    rows = (0, weight.shape[-2])
+    if len(weight.shape) == 2:
+        match = _SEPARATE.fullmatch(weight.name)
+        if match is not None:
+            yield match[1], match[3], int(match[2]), Rows(weight, 0, rows)
+        return
+    match = _STACKED.fullmatch(weight.name)
+    if match is not None:
+        for expert in range(weight.experts):
+            yield f"{match[1]}.experts", match[2], expert, Rows(weight, expert, rows)
+
+
+def _stacks(parent: str, matrices: Matrices, config: Mapping[str, Any]) -> Iterator[ExpertStack]:
+    """Yield the stacks gate_up_proj and down_proj of a module, or nothing if they cannot be put together."""
+    experts = 1 + max(expert for _, expert in matrices)
+    text = config.get("text_config")
+    counts = {**(text if isinstance(text, Mapping) else {}), **config}
+    declared = next((counts[key] for key in _COUNTS if isinstance(counts.get(key), int)), experts)
+    kinds = {(rows.weight.container, rows.weight.dtype) for rows in matrices.values()}
+    if len(matrices) != len(_STACK_LEAVES) * experts or declared != experts or len(kinds) != 1:
+        return
+    sizes = [{matrices[leaf, e].weight.shape[-2:] for e in range(experts)} for leaf in _STACK_LEAVES]
+    if sizes[0] != sizes[1] or len(sizes[0]) != 1 or sizes[2] != {shape[::-1] for shape in sizes[0]}:
+        return
+    ((inner, hidden),) = sizes[0]
+    if hidden in (inner, 2 * inner) and str(config.get("model_type", "")).startswith(_TRANSPOSED_ON_LOADING):
+        return
+    halves = tuple((matrices["gate_proj", e], matrices["up_proj", e]) for e in range(experts))
+    yield ExpertStack(f"{parent}.gate_up_proj", halves)
+    yield ExpertStack(f"{parent}.down_proj", tuple((matrices["down_proj", e],) for e in range(experts)))
+
+
+_KEYS, _VALUES, _WHOLE = "embed_q", "unembed_out", "kv_b_proj"
+_PARTNER = {_KEYS: _VALUES, _VALUES: _KEYS}
+Tensors = Mapping[str, tuple[SafetensorsFile, TensorEntry]]
+
+
+@dataclass(frozen=True)
+class SplitLayer:
+    """A kv_b_proj layer that the source stores as two stacks.
+
+    Attributes:
+        name: the name of kv_b_proj.
+        keys: the stack embed_q, [H, K, nope].
+        values: the stack unembed_out, [H, v, K].
+    """
+
+    name: str
+    keys: Weight
+    values: Weight
+
+    @property
+    def reason(self) -> str:
+        """The text that the plan shows as the reason: both stacks are decoded and put together as kv_b_proj."""
+        return "embed_q and unembed_out of mlx-lm: decoded and put together as kv_b_proj"
+
+    @property
+    def tensor(self) -> str:
+        """The name of the source tensor with the values or codes of embed_q. The plan lists the layer under it."""
+        return self.keys.tensor
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which the source stores embed_q: a safetensors dtype, or its container's name if quantized."""
+        return self.keys.dtype
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The two stacks: embed_q, then unembed_out."""
+        return self.keys, self.values
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of kv_b_proj, (H * (nope + v), K): H heads, each with nope rows for keys and v for values."""
+        heads, columns, nope = self.keys.shape
+        return heads * (nope + self.values.shape[1]), columns
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the pieces (units of work) that write kv_b_proj: two per head, from embed_q and from unembed_out."""
+        dtype = next((weight.dtype for weight in self.weights if weight.container is None), "BF16")
+        output = OutputTensor(f"{self.name}.weight", dtype, self.shape, VALUES)
+        heads, columns, nope = self.keys.shape
+        height, total = self.values.shape[1], self.shape[0]
+        for head in range(heads):
+            first = head * (nope + height)
+            yield Piece(
+                self.keys, head, (0, columns), self.name, None, (output,), total, first, transposed=True, height=nope
+            )
+            yield Piece(self.values, head, (0, height), self.name, None, (output,), total, first + nope, height=height)
+
+
+def split_layers(tensors: Tensors, weights: Mapping[str, Weight]) -> dict[str, SplitLayer]:
+    """Return a dict from tensor name to layer, for every kv_b_proj that is stored as two stacks; {} if there is
+    none.
+    """
+    stacks = {weight.name: weight for weight in weights.values() if _leaf(weight.name) in _PARTNER}
+    for name, (file, entry) in tensors.items():
+        module = name.removesuffix(".weight")
+        if module != name and module not in stacks and _leaf(module) in _PARTNER and _is_plain_stack(entry):
+            stacks[module] = Weight(module, name, entry.shape, None, {VALUES: located(file, entry)})
+    found = {}
+    for name, weight in stacks.items():
+        parent = name.removesuffix(_leaf(name))
+        partner = stacks.get(parent + _PARTNER[_leaf(name)])
+        if partner is None:
+            raise CheckpointError(
+                f"{shown(name)}: mlx-lm made it from {_WHOLE}, which other engines need, but"
+                f" {_PARTNER[_leaf(name)]} is missing, so {_WHOLE} cannot be restored; download the model again"
+            )
+        if _leaf(name) == _KEYS:
+            _check_shapes(weight, partner)
+            found[weight.tensor] = SplitLayer(f"{parent}{_WHOLE}", weight, partner)
+    return found
+
+
+def is_split(name: str) -> bool:
+    """Return whether a tensor has the name of one of the two stacks that mlx-lm makes of kv_b_proj."""
+    return name.endswith((f".{_KEYS}.weight", f".{_VALUES}.weight"))
+
+
+def _leaf(name: str) -> str:
+    """Return the part of a name after its last dot: "up_proj" for "mlp.up_proj". Without a dot, return the name."""
+    return name.rpartition(".")[2]
+
+
+def _is_plain_stack(entry: TensorEntry) -> bool:
+    """Return whether a tensor can be an unquantized stack: a float dtype and three axes, none of length 0."""
+    return entry.dtype in FLOAT_DTYPES and len(entry.shape) == 3 and 0 not in entry.shape
+
+
+def _check_shapes(keys: Weight, values: Weight) -> None:
+    """Raise CheckpointError unless embed_q has the shape [H, K, nope] and unembed_out [H, v, K], with equal H and K."""
+    if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != (values.shape[0], values.shape[2]):
+        raise CheckpointError(
+            f"{shown(keys.name)}: has shape {list(keys.shape)} and {_VALUES} {list(values.shape)}; [H, K, nope] and"
+            f" [H, v, K] are needed to restore {_WHOLE}; download the model again"
+        )
+
+
+_CACHE_LEAVES = {"k_scale": "k_proj", "v_scale": "v_proj"}
+CACHE_FORMATS = ("modelopt", "compressed-tensors")
+_FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+_FP8_COMPRESSED = {**_FP8, "strategy": "tensor", "symmetric": True}
+
+
+class KvCache(NamedTuple):
+    """The quantized KV cache of a source, as its config files declare it and its tensors store it.
+
+    Attributes:
+        scheme: ``kv_cache_scheme`` in ``quantization_config`` of config.json; None if there is none.
+        algorithm: ``kv_cache_quant_algo`` of hf_quant_config.json or config.json, in capitals; None if there is none.
+        format: the format of the source, "modelopt" or "compressed-tensors"; "" for any other format.
+        tensors: the names of the tensors that hold scales of the cache; () if there are none.
+    """
+
+    scheme: Mapping[str, Any] | None
+    algorithm: str | None
+    format: str
+    tensors: tuple[str, ...]
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if the cache is FP8 (8-bit floats) with static scales, the only cache that both formats support."""
+        # ``scheme`` decides if there is one, and otherwise ``algorithm``.
+        if self.scheme is None:
+            return self.algorithm == "FP8"
+        kind = self.scheme.get("num_bits"), self.scheme.get("type")
+        return kind == (8, "float") and not self.scheme.get("dynamic")
+
+    @property
+    def is_declared(self) -> bool:
+        """True if the source declares a quantized KV cache or stores scales for one."""
+        return bool(self.scheme or self.algorithm or self.tensors)
+
+    def declaration(self, format: str) -> tuple[Mapping[str, Any] | None, str | None]:
+        """Return (kv_cache_scheme, kv_cache_quant_algo), which the config files of the output must declare."""
+        if not self.is_carried(format):
+            return None, None
+        if not self.is_fp8:
+            return self.scheme, self.algorithm
+        usual = _FP8 if format == "modelopt" else _FP8_COMPRESSED
+        scheme = self.scheme if format == self.format and self.scheme is not None else usual
+        return scheme, "FP8" if format == "modelopt" else None
+
+    def is_carried(self, format: str) -> bool:
+        """Return whether an output of the given format keeps the scales and the declaration of the KV cache."""
+        undeclared = self.scheme is None and self.algorithm is None
+        return self.is_declared and format in CACHE_FORMATS and (format == self.format or self.is_fp8 or undeclared)
+
+    def reason(self, format: str, format_name: str) -> str:
+        """Return the reason why an output of a format cannot keep the KV cache, for the user."""
+        if format not in CACHE_FORMATS:
+            return f"{format_name} has no place for it; {' and '.join(CACHE_FORMATS)} have"
+        cache = self.algorithm or brief(self.scheme)
+        return (
+            f"the cache is {cache}, and {format_name} can declare only FP8 with static scales; {self.format} keeps it"
+        )
+
+    def name(self, tensor: str, format: str) -> str:
+        """Return the output name of a tensor with a scale of the KV cache, such as "attn.k_scale"."""
+        attention, _, leaf = tensor.rpartition(".")
+        projection = _CACHE_LEAVES.get(leaf)
+        if projection is None:
+            return tensor
+        attention = attention.removesuffix(f".{projection}")
+        return f"{attention}.{projection}.{leaf}" if format == "modelopt" else f"{attention}.{leaf}"
+
+
+def kv_cache_of(source: Source) -> KvCache:
+    """Return the quantized KV cache of a source, as its config files declare it and its tensors store it."""
+    # Never None.
+    found = declared(with_declaration(source.config, source.hf_quant_config))
+    scheme = found.get("kv_cache_scheme")
+    declares = entries(source.config, source.hf_quant_config)
+    algorithm = next((value for key, value in declares if key == "kv_cache_quant_algo" and value), None)
+    method = str(found.get("quant_method", "")).lower()
+    form = next((one for one in CACHE_FORMATS if method.startswith(one)), "")
+    tensors = tuple(name for name in source.tensors if name.rpartition(".")[2] in _CACHE_LEAVES)
+    name = None if algorithm is None else str(algorithm).upper()
+    return KvCache(scheme if isinstance(scheme, Mapping) and scheme else None, name, form, tensors)
+
+
+def cache_troubles(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> Iterator[tuple[str, str, str]]:
+    """Yield (severity, name, reason) for each scale of the KV cache that is wrong or has no counterpart."""
+    scales = {name: place for name, place in tensors.items() if name.rpartition(".")[2] in _CACHE_LEAVES}
+    layers: dict[str, set[str]] = defaultdict(set)
+    with Readers() as readers:
+        for name, place in scales.items():
+            attention, _, leaf = name.rpartition(".")
+            layers[attention.removesuffix(f".{_CACHE_LEAVES[leaf]}")].add(leaf)
+            values = np.asarray(readers.array(located(*place)).reshape(-1), np.float32)
+            wrong = values[~((values > 0) & np.isfinite(values))]
+            if wrong.size:
+                yield "error", name, f"is {wrong[0]}; a positive finite number is needed as scale of the KV cache"
+    for attention, found in layers.items():
+        if len(found) == 1:
+            (leaf,) = found
+            other = next(one for one in _CACHE_LEAVES if one != leaf)
+            yield "warning", attention, f"has a {leaf}, but no {other}; most engines need both for the KV cache"
+
+
+# Leaf name of a stack that holds gate and up -> leaf name of the stack of down projections in the same module.
+_PAIRS = {"gate_up_proj": "down_proj", "w13": "w2"}
+
+
+def check_layers(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> None:
+    """Raise CheckpointError if a layer must not be quantized, because the result could not be read or would be
+    wrong.
+    """
+    plain = {weight.name: weight for weight in selected.values() if weight.container is None}
+    _check_stacks(plain)
+    for name, entry in others.items():
+        above = layer_above(name, plain)
+        if above is not None and not is_known_beside(above[1], entry):
+            raise CheckpointError(
+                f"{shown(name)} ({entry.dtype} {list(entry.shape)}): lies beside a layer to quantize, and is not known;"
+                f" leave the layer as it is with --keep '{shown(above[0].name)}', or remove the tensor from the source"
+            )
+
+
+def _check_stacks(plain: Mapping[str, Weight]) -> None:
+    """Raise CheckpointError if the shapes of the gate_up stack and the down stack of a module do not fit together."""
+    shapes = {name: weight.shape for name, weight in plain.items()}
+    for name in plain:
+        trouble = stacks_trouble(name, shapes)
+        if trouble:
+            raise CheckpointError(trouble)
+
+
+def stacks_trouble(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return an error message if the shapes of a stack of experts and of its counterpart do not fit; "" if they do."""
+    parent, _, leaf = name.rpartition(".")
+    pair = next(((a, b) for a, b in _PAIRS.items() if leaf in (a, b)), None)
+    both = () if pair is None else tuple(shapes.get(f"{parent}.{one}", ()) for one in pair)
+    if pair is None or any(len(shape) != 3 for shape in both):
+        return ""
+    (experts, rows, columns), down = both
+    if down == (experts, columns, rows // 2):
+        return ""
+    words = ", ".join(f"{shown(parent)}.{one} {list(shape)}" for one, shape in zip(pair, both, strict=True))
+    return (
+        f"{words}: the shapes of these stacks of experts do not fit together, read as [E, N, K]; [E, 2I, H] and"
+        " [E, H, I] are needed; one of them may be transposed; repair the source, or keep both unquantized"
+    )
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")
+
+
+def missing_experts(names: Iterable[str]) -> Iterator[str]:
+    """Yield a warning for each module in which the number of an expert is missing: one below the largest number."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for match in filter(None, map(_EXPERT.match, names)):
+        found[match[1]].add(int(match[2]))
+    for module, numbers in found.items():
+        missing = sorted(set(range(max(numbers))) - numbers)
+        if missing:
+            yield (
+                f"{shown(module)}: has expert {max(numbers)}, but not {listed([str(number) for number in missing])};"
+                " engines leave missing experts at random values"
+            )
+
+
+def wide_floats(others: Mapping[str, TensorEntry]) -> Iterator[str]:
+    """Yield one warning that names all matrices in float64, which are not quantized."""
+    names = [name for name, one in others.items() if one.dtype == "F64" and name.endswith(".weight") and one.shape[1:]]
+    if names:
+        yield f"{listed(names)}: stay F64, because only F32, F16 and BF16 are quantized; convert them first"
+
+
+# Leaf names of layers that read the hidden state, and of layers that write it.
+_READS, _WRITES = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+
+def all_doubts(
+    weights: Iterable[Weight], config: Mapping[str, Any], tensors: Mapping[str, tuple[object, TensorEntry]]
+) -> Iterator[str]:
+    """Yield all warnings about layers that seem wrong: damaged layers, transposed layers, and a tied output head."""
+    weights = [*weights]
+    yield from doubtful_layers(weights, config, tensors)
+    yield from filter(None, [layer_sizes.tied_head(weights, config)])
+
+
+def doubtful_layers(
+    weights: Iterable[Weight], config: Mapping[str, Any], tensors: Mapping[str, tuple[object, TensorEntry]]
+) -> Iterator[str]:
+    """Yield warnings about layers that seem to lack rows, columns or tensors, or to be stored transposed."""
+    weights = [*weights]
+    cut = layer_sizes.misfits(weights, config)
+    yield from (misfit.text for misfit in cut)
+    entries = {name: entry for name, (_, entry) in tensors.items()}
+    yield from layer_sizes.unfit_biases(weights, entries)
+    if any_quantized(weights):
+        yield from unlike_layers(weights, entries, config)
+    names = {misfit.weight.name for misfit in cut}
+    yield from transposed_layers((weight for weight in weights if weight.name not in names), config)
+
+
+def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one warning that names all layers that seem to be stored as [K, N]."""
+    # The config's hidden_size must be the length of the last axis if the layer reads the hidden state, and of the first
+    # axis if it writes it.
+    text = config.get("text_config")
+    size = (text if isinstance(text, Mapping) else config).get("hidden_size")
+    names = []
+    for weight in weights:
+        leaf = weight.name.rpartition(".")[2]
+        if len(weight.shape) == 2 and ".layers." in weight.name and leaf in _READS + _WRITES:
+            own, other = weight.shape[::-1] if leaf in _READS else weight.shape
+            names += [weight.name] if other == size != own else []
+    if names:
+        yield (
+            f"{listed(names)}: seems to be stored transposed, because only its other axis has hidden_size {size};"
+            " engines expect [outputs, inputs]"
+        )
