@@ -42,7 +42,8 @@ import numpy as np
 
 import fp4kit
 from fp4kit.checkpoint import Rules
-from fp4kit.checkpoint.convert.convert import Options, execute
+from fp4kit.checkpoint.convert.convert import execute
+from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan

@@ -162,10 +162,8 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see l
         "Quantized.__str__": text_of,
         "Quantized._repr_html_": html_of,
         "Recipe.panel": panel,
-        "parity.open": lambda *arguments: import_module("fp4kit.checkpoint.contract.side").opened(*arguments),
-        "Contract.of": lambda *arguments: import_module("fp4kit.checkpoint.contract.of_checkpoint").contract_of(
-            *arguments
-        ),
+        "parity.open": lambda *arguments: import_module("fp4kit.checkpoint.contract").opened(*arguments),
+        "Contract.of": lambda *arguments: import_module("fp4kit.checkpoint.contract").contract_of(*arguments),
     }
 )
 

@@ -19,9 +19,9 @@ from fp4kit.checkpoint.containers.config_entries import REFUSED, unfulfilled
 from fp4kit.checkpoint.containers.configs import MIXED, container_id
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, MODELOPT_AWQ, MODELOPT_NVFP4, MODELOPT_STACKS
 from fp4kit.checkpoint.convert.job import COPY, DEQUANTIZE
-from fp4kit.checkpoint.identify.identify import CheckpointVerdict
-from fp4kit.checkpoint.identify.pair_names import canonical, keys_of
+from fp4kit.checkpoint.counterparts import canonical, keys_of
 from fp4kit.checkpoint.identify.run import identify_checkpoint
+from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint, QuantizedLayers, inspect_checkpoint, recorded
 from fp4kit.checkpoint.model.model_files import existing_file, resolved
@@ -31,15 +31,12 @@ from fp4kit.checkpoint.plan.other_models import patterns_in
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.names import KEPT_CODES, PARTLY_CARRIED, PATTERNS, fused_groups, split_module
 from fp4kit.checkpoint.verify.integrity import unquantized_by_engine
-from fp4kit.contract.schema import SETTINGS, Contract
-from fp4kit.contract.sides import InputScale, by_layer
-from fp4kit.contract.stacks import matrix_of
-from fp4kit.contract.to_json import FILE
+from fp4kit.contract.schema import FILE, SETTINGS, Contract
+from fp4kit.contract.sides import InputScale, by_layer, matrix_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.reference.stochastic import HADAMARD_BLOCK
-from fp4kit.storage.errors import CheckpointError, shown
-from fp4kit.storage.json_object import parse_object
+from fp4kit.storage.files import CheckpointError, parse_object, shown
 from fp4kit.storage.quantized_file import load, recipes_of
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 

@@ -31,13 +31,16 @@ from fp4kit.checkpoint.model.model_files import MANIFEST, existing_file, names_i
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.plan import check_target, final_path
 from fp4kit.layouts import GGUF_BLOCKS
-from fp4kit.storage.errors import CheckpointError, shown
-from fp4kit.storage.gguf_file import is_gguf
-from fp4kit.storage.json_object import parse_object
-from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, TensorReader, read_header
-from fp4kit.storage.split_gguf import name_of_part, read_gguf_model
-from fp4kit.storage.whole_file import whole_file
-from fp4kit.storage.writer import NewTensor, SafetensorsWriter
+from fp4kit.storage.files import CheckpointError, parse_object, shown, whole_file
+from fp4kit.storage.gguf_file import is_gguf, name_of_part, read_gguf_model
+from fp4kit.storage.safetensors_file import (
+    NewTensor,
+    SafetensorsFile,
+    SafetensorsWriter,
+    TensorEntry,
+    TensorReader,
+    read_header,
+)
 
 _SINGLE = {".safetensors": "model.safetensors", ".gguf": "model.gguf"}
 _NAME_OF_FILE = re.compile(r"model\.(safetensors|gguf)|\d{5}-of-\d{5}\.gguf")

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from fp4kit.calibration.collector import RULES, UNSEEN
+from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS
 from fp4kit.checkpoint.convert.convert import (
@@ -46,9 +46,8 @@ from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
 from fp4kit.cli.render import shape_text
-from fp4kit.storage.errors import CheckpointError, shown
-from fp4kit.storage.gguf_file import is_gguf
-from fp4kit.storage.split_gguf import bytes_of_text
+from fp4kit.storage.files import CheckpointError, shown
+from fp4kit.storage.gguf_file import bytes_of_text, is_gguf
 
 _TO_GGUF = "; make a GGUF file of the directory with convert_hf_to_gguf.py of llama.cpp, then convert that file"
 _BY_ENGINE = "; leave --format out, which writes the format that most engines load"

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.executors import Options, cluster
+from fp4kit.checkpoint.findings import recorded_activations
 from fp4kit.checkpoint.plan.scale_search import RECORDED, ScaleSearch
-from fp4kit.checkpoint.verify.input_scales import recorded_activations
 from fp4kit.checkpoint.verify.integrity import grouped
-from fp4kit.checkpoint.verify.report_html import write_report
-from fp4kit.checkpoint.verify.summary import summary_of, unchecked
+from fp4kit.checkpoint.verify.report import summary_of, unchecked, write_report
 from fp4kit.checkpoint.verify.verify import LayerReport, Verification, VerifyReport, execute, prepare
 from fp4kit.cli.conversion_summary import verified_serve_command
 from fp4kit.cli.convert import (
@@ -28,7 +27,7 @@ from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
 from fp4kit.cli.render import shape_text
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 
 
 def register(subparsers: Any) -> None:

@@ -24,10 +24,10 @@ from torch.nn.utils import parametrize
 
 from fp4kit.arguments import is_one_of
 from fp4kit.arrays.imports import is_distributed
-from fp4kit.checkpoint.convert import merge_rows
+from fp4kit.checkpoint.convert import rows as merge_rows
+from fp4kit.checkpoint.convert.job import Survival
 from fp4kit.checkpoint.model.slabs import Readers, UpdateRows, read_update
-from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
-from fp4kit.checkpoint.plan.job import Survival
+from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.selection.names import shared_amax_groups
 from fp4kit.ops.quantize import dequantize
 from fp4kit.quantized.container import Quantized

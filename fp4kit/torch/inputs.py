@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from fp4kit.arguments import as_float32
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.calibration import Collector
-from fp4kit.checkpoint.plan.activations import Activations
+from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.serialization import from_spec, to_spec
 from fp4kit.torch.functions import fake_quantize

@@ -15,7 +15,8 @@ import numpy as np
 
 from fp4kit.arguments import as_mapping
 from fp4kit.arithmetic import ieee
-from fp4kit.arrays import imports, torch_arrays
+from fp4kit.arrays import imports
+from fp4kit.arrays import returns as torch_arrays
 from fp4kit.arrays.imports import to_device
 from fp4kit.arrays.returns import library_of
 from fp4kit.checkpoint.containers import comfy, mlx
@@ -51,9 +52,9 @@ from fp4kit.layouts import pack_mlx
 from fp4kit.lazy import lazy_property
 from fp4kit.ops.amax import amax as amax_of
 from fp4kit.ops.quantize import quantize
-from fp4kit.quantized.zeros import of_zeros
+from fp4kit.quantized.slicing import of_zeros
 from fp4kit.recipes import Recipe, recipe
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import TensorEntry
 
 

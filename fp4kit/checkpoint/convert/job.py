@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fp4kit.calibration.scales import input_global_scale, input_scale
+from fp4kit.calibration import input_global_scale, input_scale
 from fp4kit.checkpoint.containers.table import (
     CODES,
     COLUMN_SCALE,
@@ -43,7 +43,7 @@ from fp4kit.checkpoint.model.weights import Located, Weight
 from fp4kit.formats import E4M3, FLT_MAX, FLT_MIN
 from fp4kit.layouts import pack_gguf, swizzle_scales
 from fp4kit.recipes import Recipe
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 
 NONFINITE = ("error", "keep", "saturate")
 COPY, QUANTIZE, RENAME, CAST, CARRY, RESCALE, REQUANTIZE, DEQUANTIZE, MERGE = (

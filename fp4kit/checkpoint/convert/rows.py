@@ -57,12 +57,12 @@ from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX, FLT_MIN, ElementFormat
 from fp4kit.ops.amax import search_scales
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.zeros import of_zeros
+from fp4kit.quantized.slicing import of_zeros
 from fp4kit.recipes import Recipe
 from fp4kit.reference.codec import encode
 from fp4kit.reference.dequantize import changed_values, differing, in_blocks, under_powers_of_two
 from fp4kit.reference.tensor_rules import full_range, tensor_scale
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 from fp4kit.types import Objective
 

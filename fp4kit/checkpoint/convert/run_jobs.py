@@ -74,9 +74,8 @@ from fp4kit.checkpoint.model.weights import Located
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.scale_search import Losses
 from fp4kit.recipes.serialization import as_data
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.files import MAX_BYTES, CheckpointError, shown
 from fp4kit.storage.gguf_file import GgufFile
-from fp4kit.storage.json_object import MAX_BYTES
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile
 
 PIECE = 2 << 20  # a tensor is copied in pieces of this many bytes

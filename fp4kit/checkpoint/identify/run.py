@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit.checkpoint.containers.table import SCALES
-from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.counterparts import TurnedOrigin
+from fp4kit.checkpoint.executors import Options, executor_of, pending_limit, run_all
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.layer_pairs import (
     RECIPE_FILE,
@@ -40,7 +40,6 @@ from fp4kit.checkpoint.model.slabs import Readers, scales_of, slabs, values_of
 from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.transforms import undo
 from fp4kit.checkpoint.model.weights import Weight, weights_of
-from fp4kit.checkpoint.run.executors import executor_of, pending_limit, run_all
 from fp4kit.layouts import unpacked
 from fp4kit.storage.files import CheckpointError
 

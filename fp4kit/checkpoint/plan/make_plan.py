@@ -42,7 +42,7 @@ from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.checkpoint.selection import names as wrapper_names
 from fp4kit.checkpoint.selection.selection import UNSUPPORTED_STACK, Decision, Wishes, no_multiple
 from fp4kit.recipes import RECIPES, Recipe, recipe
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 
 _GGUF_ONLY = "nvfp4-gguf"
 # The usual recipe per kind of container. The first that a format can store is the default recipe of that format.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
-from fp4kit.checkpoint.identify.match_layers import Origin
+from fp4kit.checkpoint.counterparts import Origin
 from fp4kit.checkpoint.model.model_files import Source, file_digest, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
@@ -47,8 +47,7 @@ from fp4kit.checkpoint.selection.names import (
     adapter_tensor,
     unwrapped,
 )
-from fp4kit.storage.errors import CheckpointError, listed, shown
-from fp4kit.storage.json_object import load_object, parse_object
+from fp4kit.storage.files import CheckpointError, listed, load_object, parse_object, shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, read_header
 
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"

@@ -87,12 +87,25 @@ from fp4kit.checkpoint.selection.selection import DIFFUSERS_CLASS
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
-from fp4kit.storage.errors import CheckpointError, shown
-from fp4kit.storage.gguf_file import GgufFile
-from fp4kit.storage.gguf_writer import Value, gguf_header
-from fp4kit.storage.safetensors_file import DTYPE_BITS, SafetensorsFile, TensorEntry, nbytes_of
-from fp4kit.storage.split_gguf import SPLIT_KEYS, divide, keys_of_part, name_of_part, whole_path
-from fp4kit.storage.writer import file_order, header_bytes
+from fp4kit.storage.files import CheckpointError, shown
+from fp4kit.storage.gguf_file import (
+    SPLIT_KEYS,
+    GgufFile,
+    Value,
+    divide,
+    gguf_header,
+    keys_of_part,
+    name_of_part,
+    whole_path,
+)
+from fp4kit.storage.safetensors_file import (
+    DTYPE_BITS,
+    SafetensorsFile,
+    TensorEntry,
+    file_order,
+    header_bytes,
+    nbytes_of,
+)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from fp4kit.checkpoint.selection.selection import Candidate, Wishes, check_diffu
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 
 
 def first_match(patterns: Iterable[str], module: str) -> int | None:

@@ -16,10 +16,18 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from fp4kit.calibration.collector import UNSEEN, AmaxRule, Collector, Unseen, filled
-from fp4kit.calibration.expert_names import expert_name, expert_of
-from fp4kit.calibration.headroom import Headroom
-from fp4kit.calibration.scales import input_global_scale, input_scale
+from fp4kit.calibration import (
+    UNSEEN,
+    AmaxRule,
+    Collector,
+    Headroom,
+    Unseen,
+    expert_name,
+    expert_of,
+    filled,
+    input_global_scale,
+    input_scale,
+)
 from fp4kit.call.search_scales import check_e4m3_search, power_of
 from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.convert.job import SEARCHED, ChannelWeights
@@ -30,7 +38,7 @@ from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import MAGIC, read_gguf
 from fp4kit.storage.safetensors_file import SafetensorsFile, read_header
 

@@ -28,7 +28,7 @@ from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.unlike_layers import unlike_layers
 from fp4kit.checkpoint.model.weights import Piece, Rows, Weight, any_quantized, located
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
 _STACK_LEAVES = ("gate_proj", "up_proj", "down_proj")

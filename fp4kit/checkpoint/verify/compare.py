@@ -29,8 +29,7 @@ from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, Source,
 from fp4kit.checkpoint.model.slabs import Readers, codes_of, row_chunks, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import Rows
-from fp4kit.checkpoint.plan.borrowed_codes import GgufNames
-from fp4kit.checkpoint.plan.row_orders import in_closest_order
+from fp4kit.checkpoint.plan.other_models import GgufNames, in_closest_order
 from fp4kit.storage.files import CheckpointError, listed
 from fp4kit.storage.gguf_file import SPLIT_KEYS, GgufFile, is_gguf
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry

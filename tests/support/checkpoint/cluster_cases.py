@@ -15,10 +15,10 @@ from pathlib import Path
 from distributed import Client, LocalCluster
 from kill_points import files_of
 
-from fp4kit.checkpoint.convert.convert import Options, convert
-from fp4kit.checkpoint.convert.run_job import write
-from fp4kit.checkpoint.run import executors, staging
-from fp4kit.checkpoint.run.executors import cluster, run_all
+from fp4kit.checkpoint import executors, staging
+from fp4kit.checkpoint.convert.convert import convert
+from fp4kit.checkpoint.convert.run_jobs import write_job as write
+from fp4kit.checkpoint.executors import Options, cluster, run_all
 from fp4kit.storage.files import CheckpointError
 
 
