@@ -23,7 +23,7 @@ from searched import STATIC, blocks_at_bounds, hessians, searched_blocks, where_
 import fp4kit
 from fp4kit.call.inputs import takes_e8m0_amaxes
 from fp4kit.call.search_scales import has_grid
-from fp4kit.checkpoint.convert import searched_blocks as gguf_blocks
+from fp4kit.checkpoint.convert import rows as gguf_blocks
 from fp4kit.cuda import search as search_amaxes
 from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.selftest import recorded

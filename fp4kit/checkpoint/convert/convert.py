@@ -19,7 +19,7 @@ from typing import Any
 
 from fp4kit import __version__
 from fp4kit.checkpoint import staging
-from fp4kit.checkpoint.containers import comfy, mlx
+from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.contract import contract_of_plan
 from fp4kit.checkpoint.convert.job import (
     CARRY,

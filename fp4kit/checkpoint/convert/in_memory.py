@@ -19,7 +19,7 @@ from fp4kit.arrays import imports
 from fp4kit.arrays import returns as torch_arrays
 from fp4kit.arrays.imports import to_device
 from fp4kit.arrays.returns import library_of
-from fp4kit.checkpoint.containers import comfy, mlx
+from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.convert.job import input_scale_of, usable_tensor_scale
 from fp4kit.checkpoint.convert.rows import divisor_of, stored_scales

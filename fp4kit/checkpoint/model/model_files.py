@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, NoReturn
 
+from fp4kit.checkpoint.executors import run_all
 from fp4kit.checkpoint.model.weights import Weight, weights_of
-from fp4kit.checkpoint.run.executors import run_all
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, config_of
 from fp4kit.contract.schema import FILE as CONTRACT
 from fp4kit.lazy import lazy_property

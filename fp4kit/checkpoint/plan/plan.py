@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from fp4kit import __version__
-from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.config_entries import Item
 from fp4kit.checkpoint.containers.configs import (
     MIXED,
@@ -28,6 +27,7 @@ from fp4kit.checkpoint.containers.configs import (
     without_declarations,
 )
 from fp4kit.checkpoint.containers.configs import declared as declared_in
+from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.containers.table import (
     CODES,
     INPUT_SCALE,

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.config_entries import IGNORED, Item, brief, declared_unquantized
 from fp4kit.checkpoint.containers.configs import EXCLUSIONS, entries
+from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.containers.table import (
     COLUMN_SCALE,
     COMFY_OLD,

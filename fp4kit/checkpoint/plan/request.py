@@ -13,9 +13,8 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from fp4kit.call.parse import HADAMARD_SIZES
-from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WRITTEN
-from fp4kit.checkpoint.containers.engines import Finding, finding
+from fp4kit.checkpoint.containers.engines import Finding, comfy, finding, mlx
 from fp4kit.checkpoint.containers.table import (
     DEEPSEEK_V4,
     DEEPSEEK_V4_NVFP4,
