@@ -6,10 +6,9 @@
 ``convert_tensors`` and ``TensorConverter`` apply the rules of a conversion to tensors that are already in memory.
 """
 
-from fp4kit.checkpoint import delta as apply
-from fp4kit.checkpoint import delta as diff
 from fp4kit.checkpoint.convert.convert import ConversionReport, convert, execute
 from fp4kit.checkpoint.convert.in_memory import Rules, TensorConverter, convert_tensors
+from fp4kit.checkpoint.delta import apply, diff
 from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import QuantizedLayers, open_checkpoint

@@ -9,9 +9,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from fp4kit.checkpoint import delta as apply
-from fp4kit.checkpoint import delta as diff
-from fp4kit.checkpoint.delta import PatchReport, open_patch
+from fp4kit.checkpoint.delta import PatchReport, apply, diff, open_patch
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path

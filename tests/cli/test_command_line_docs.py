@@ -11,7 +11,7 @@ import synthetic
 
 from fp4kit import cli
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint import delta as diff
+from fp4kit.checkpoint.delta import diff
 from fp4kit.cli import guard, main
 from fp4kit.cli.output import Output
 from fp4kit.cli.selftest import report

@@ -720,3 +720,6 @@ def _metered(tick: Tick, function: Callable[..., T], job: Job, *arguments: Any) 
     result = function(job, *arguments, count)
     count(left)
     return result
+
+
+measure = measure_job  # until every branch has the new name

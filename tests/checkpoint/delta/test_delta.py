@@ -14,10 +14,8 @@ import synthetic
 from synthetic import refused
 
 from fp4kit.checkpoint import convert, staging
-from fp4kit.checkpoint import delta as apply
-from fp4kit.checkpoint import delta as diff
 from fp4kit.checkpoint import delta as patch_file
-from fp4kit.checkpoint.delta import positions_of
+from fp4kit.checkpoint.delta import apply, diff, positions_of
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.storage.gguf_file import read_gguf
 from fp4kit.storage.safetensors_file import read_header
