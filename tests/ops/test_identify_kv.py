@@ -217,28 +217,24 @@ def test_padding_and_large_caches_are_sampled():
 
 KEYS, VALUES = drawn()
 PAGES = np.zeros((8, 2, 16, 4, 36), np.uint8)
-MISTAKES = {
-    "number": (dict(arrays=(PAGES, PAGES)), "identify_kv: got 2 arrays; needs 1, vLLM's pages, or 4"),
-    "bytes": (
-        dict(arrays=PAGES[..., :35]),
-        "do not hold a whole number of tokens per page for 4 heads and head_dim 64",
-    ),
-    "four": (dict(arrays=[PAGES] * 4), "do not hold a whole number of tokens"),
-    "shape": (dict(keys=KEYS[0]), "keys have shape (4, 64); needs (tokens, heads, head_dim)"),
-    "shapes": (dict(keys=KEYS[:, :2]), "keys have shape (100, 2, 64) and values (100, 4, 64); needs equal shapes"),
-    "finite": (dict(values=VALUES * np.float32(np.inf)), "values are not finite, or all zero"),
-    "zero": (dict(keys=0 * KEYS), "keys are not finite, or all zero"),
-    "slots": (dict(slots=[0]), "got 1 slots for 100 tokens"),
-    "slot": (dict(slots=SLOTS + 1000), "out of range"),
-    "padding": (dict(slots=np.full(100, -1)), "all slots are negative"),
-    "layout": (dict(layout="hnd"), "identify_kv: layout is 'hnd'; needs one of vllm-nhd"),
-    "scale": (dict(k_scale=-1), "k_scale is -1; needs a positive"),
-}
+MISTAKES = [
+    (dict(arrays=(PAGES, PAGES)), "identify_kv: got 2 arrays; needs 1, vLLM's pages, or 4"),
+    (dict(arrays=PAGES[..., :35]), "do not hold a whole number of tokens per page for 4 heads and head_dim 64"),
+    (dict(arrays=[PAGES] * 4), "do not hold a whole number of tokens"),
+    (dict(keys=KEYS[0]), "keys have shape (4, 64); needs (tokens, heads, head_dim)"),
+    (dict(keys=KEYS[:, :2]), "keys have shape (100, 2, 64) and values (100, 4, 64); needs equal shapes"),
+    (dict(values=VALUES * np.float32(np.inf)), "values are not finite, or all zero"),
+    (dict(keys=0 * KEYS), "keys are not finite, or all zero"),
+    (dict(slots=[0]), "got 1 slots for 100 tokens"),
+    (dict(slots=SLOTS + 1000), "out of range"),
+    (dict(slots=np.full(100, -1)), "all slots are negative"),
+    (dict(layout="hnd"), "identify_kv: layout is 'hnd'; needs one of vllm-nhd"),
+    (dict(k_scale=-1), "k_scale is -1; needs a positive"),
+]
 
 
-@together("mistake", MISTAKES)
-def test_mistakes_are_named(mistake):
-    changed, message = MISTAKES[mistake]
+@together("changed, message", MISTAKES)
+def test_mistakes_are_named(changed, message):
     given = {"arrays": PAGES, "keys": KEYS, "values": VALUES, "slots": SLOTS, **changed}
     with pytest.raises(ValueError, match=re.escape(message)):
         fp4kit.identify_kv(given.pop("arrays"), given.pop("keys"), given.pop("values"), given.pop("slots"), **given)

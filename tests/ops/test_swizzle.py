@@ -75,52 +75,24 @@ def test_pad() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda: fp4kit.pack(np.zeros(3, np.uint8)),
-            ValueError,
-            "pack: the last axis has length 3; two codes share a byte",
-        ),
-        (
-            lambda: fp4kit.pack(np.full(2, 16, np.uint8)),
-            ValueError,
-            "pack: codes hold 16; needs 4-bit codes, 0 to 15",
-        ),
+        (lambda: fp4kit.pack(np.zeros(3, np.uint8)), ValueError, "pack: the last axis has length 3; two codes"),
+        (lambda: fp4kit.pack(np.full(2, 16, np.uint8)), ValueError, "pack: codes hold 16; needs 4-bit codes, 0 to"),
         (lambda: fp4kit.pack(np.zeros(2, int)), TypeError, "pack: codes are int64; needs uint8"),
         (lambda: fp4kit.unpack(np.uint8(3)), ValueError, "unpack: codes are 0-d; needs at least one axis"),
-        (
-            lambda: fp4kit.swizzle(np.zeros((2, 2), np.uint8), "128x4"),
-            ValueError,
-            "scale_layout is '128x4'; needs one of linear",
-        ),
-        (
-            lambda: fp4kit.swizzle(np.zeros((2, 2)), TILED[0]),
-            TypeError,
-            "swizzle: scales are float64; needs uint8 bit patterns",
-        ),
-        (
-            lambda: fp4kit.swizzle(np.zeros(2, np.uint8), TILED[0]),
-            ValueError,
-            "swizzle: scales are 1-d; needs (..., R, C)",
-        ),
-        (
-            lambda: fp4kit.unswizzle(np.zeros(9, np.uint8)),
-            ValueError,
-            "unswizzle: layout or shape is missing; an array of scales needs its layout and its linear shape",
-        ),
-        (
-            lambda: fp4kit.unswizzle(np.zeros(9, np.uint8), TILED[0], (3, 3)),
-            ValueError,
-            "unswizzle: (9,) holds 9 scales; swizzled_128x4 of (3, 3) needs (128, 4), padding included",
-        ),
+        (lambda: fp4kit.swizzle(np.zeros((2, 2), np.uint8), "128x4"), ValueError, "scale_layout is '128x4'; needs"),
+        (lambda: fp4kit.swizzle(np.zeros((2, 2)), TILED[0]), TypeError, "swizzle: scales are float64; needs uint8"),
+        (lambda: fp4kit.swizzle(np.zeros(2, np.uint8), TILED[0]), ValueError, "swizzle: scales are 1-d; needs"),
+        (lambda: fp4kit.unswizzle(np.zeros(9, np.uint8)), ValueError, "unswizzle: layout or shape is missing; an"),
+        (lambda: fp4kit.unswizzle(np.zeros(9, np.uint8), TILED[0], (3, 3)), ValueError, "unswizzle: (9,) holds 9"),
         (
             lambda: fp4kit.swizzle(fp4kit.quantize(np.ones(4, np.float32), "fp8-modelopt"), TILED[0]),
             ValueError,
-            "swizzle: fp8-modelopt has no block scales; needs a recipe with block scales",
+            "swizzle: fp8-modelopt has no block scales; needs a recipe with block",
         ),
         (
             lambda: fp4kit.swizzle(fp4kit.quantize(np.ones(32, np.float32), "nvfp4-te"), TILED[0]),
             ValueError,
-            "swizzle: q is 1-d; swizzled_128x4 scales need the rows of a matrix; quantize x.reshape(1, -1)",
+            "swizzle: q is 1-d; swizzled_128x4 scales need the rows of a matrix;",
         ),
         *(
             (
