@@ -285,14 +285,14 @@ def requantize(
     # If keep_codes (reference/dequantize.py) finds a suitable tensor scale, as usually for MXFP4 to NVFP4, new codes
     # are computed only for blocks whose new scale E4M3 cannot represent.
     float32 = np.dtype(np.float32)
-    values, kept = dequantize(q, float32, functions=functions), keep_codes(q, target)
+    values, kept = dequantize(q, float32, functions=functions), keep_codes(_in_layout(q, "linear"), target)
     if kept is None:
         result = replace(_requantized(q, target, values, functions), dtype=q.dtype)
     elif kept.in_range.all():
-        result = kept.quantized
+        result = _in_layout(kept.quantized, q.scale_layout)
     else:
         call = quantize_call("requantize", values, target, q.axis, tensor_amax=kept.quantized.tensor_amax)
-        result = with_encoded_blocks(kept, quantize(call, functions))
+        result = _in_layout(with_encoded_blocks(kept, quantize(call, functions)), q.scale_layout)
     changed, error = changed_values(values, dequantize(result, float32, functions=functions))
     return result, changed, np.asarray(error)  # an array, so that it comes back in the library of q
 
@@ -307,9 +307,14 @@ def _requantized(q: Quantized, target: Recipe, values: np.ndarray, functions: Ma
     if target.scale is not None:
         after = dequantize(own, values.dtype, functions=functions)
         changed = np.moveaxis(differing(values, after), q.axis, -1)
-    result = under_powers_of_two(call.moved, own, changed)
-    scales = result.block_scale if result.block_scale is None else swizzle_scales(result.block_scale, q.scale_layout)
-    return replace(result, block_scale=scales, scale_layout=q.scale_layout)
+    return _in_layout(under_powers_of_two(call.moved, own, changed), q.scale_layout)
+
+
+def _in_layout(q: Quantized, layout: str) -> Quantized:
+    if q.scale_layout == layout:
+        return q
+    scales = None if q.block_scale is None else swizzle(q.block_scale, q.scale_layout, layout, q.scale_shape)
+    return replace(q, block_scale=scales, scale_layout=layout)
 
 
 def fake_quantize(call: Call) -> np.ndarray:
