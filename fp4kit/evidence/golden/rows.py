@@ -4,155 +4,9 @@ producer is a library that quantizes. `fp4kit recipes --check` and the tests com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
-
-GoldenRows = Iterator[Any]
-
-
-def serving_rows(row: Callable[..., Any]) -> GoldenRows:
-    """Yield the GoldenRow objects of all producers of this module, one producer after the other."""
-    for family in (_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _comfy_kitchen, _mslk, _others):
-        yield from family(row)
-
-
-def _vllm(row: Callable[..., Any]) -> GoldenRows:
-    """Yield the GoldenRow objects for recorded outputs of vLLM, on CPU and GPU. ``row`` is the class GoldenRow."""
-    yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", min_amax=1e-8)
-    yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", fake=True)
-    yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu", fake=True, skip="nonfinite_block")
-    # Compare the recorded tensor scale too, which a row with fake=True does not compare.
-    yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu")
-    yield row("mxfp4-vllm", "vllm", "mxfp4", on_gpu="vllm_mxfp4")
-    yield row("mxfp4-vllm-cpu", "vllm", "mxfp4")
-    yield row("mxfp8-modelopt", "vllm", "mxfp8", skip="nonfinite_block")  # also named mxfp8-vllm
-
-
-def _triton_kernels(row: Callable[..., Any]) -> GoldenRows:
-    """Yield the GoldenRow objects for recorded outputs of triton_kernels. ``row`` is the class GoldenRow."""
-    for name, variant in (
-        ("mxfp4-triton-kernels", "mxfp4_up"),
-        ("mxfp4-triton-kernels-down", "mxfp4_down"),
-        ("mxfp8-triton-kernels", "mxfp8_e4m3_up"),
-        ("mxfp8-triton-kernels-down", "mxfp8_e4m3_down"),
-        ("mxfp8-triton-kernels-e5m2", "mxfp8_e5m2_up"),
-    ):
-        yield row(name, "triton_kernels", variant, skip="nan_element" if "mxfp4" in variant else "")
-        yield row(name, "producers_h200", f"triton_kernels_{variant}", skip="nonfinite_block")
-    yield row("mxfp4-triton-kernels", "triton_kernels", "mxfp4_up", fake=True, skip="nonfinite_block")
-
-
-def _quark(row: Callable[..., Any]) -> GoldenRows:
-    """Yield the GoldenRow objects for recorded outputs of Quark. ``row`` is the class GoldenRow."""
-    yield row("nvfp4-quark", "quark", "nvfp4", skip="infinite_quotient")
-    yield row("nvfp4-quark-file2file", "quark", "nvfp4_file2file", skip="infinite_quotient")
-    for mode in ("even", "floor", "ceil"):
-        yield row(f"mxfp4-quark-{mode}", "quark", f"mxfp4_{mode}", skip="nonfinite_block", decoded=True)
-        yield row(f"mxfp4-quark-{mode}", "quark", f"mxfp4_{mode}", fake=True, values=("output",), skip="applied_scale")
-    for element in ("e2m3", "e3m2"):
-        yield row(f"mxfp6-quark-{element}-even", "quark", f"mxfp6_{element}_even", skip="nonfinite_block")
-    yield row("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", fake=True, skip="nonfinite_block")
-    yield row("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", min_scale=1, skip="nonfinite_block")
-
-
-def _auto_round(row: Callable[..., Any]) -> GoldenRows:
-    """Yield the GoldenRow objects for recorded outputs of auto-round. ``row`` is the class GoldenRow."""
-    yield row("nvfp4-auto-round", "auto_round", "nvfp4")
-    yield row("nvfp4-auto-round-fake", "auto_round", "nvfp4", fake=True)
-    yield row("nvfp4-auto-round-opt", "auto_round", "nvfp4_opt_rtn")
-    yield row("mxfp4-auto-round-opt", "auto_round", "mxfp4_opt_rtn", skip="nonfinite_block")
-    yield row("mxfp4-auto-round", "auto_round", "mxfp4")
-    yield row("mxfp4-auto-round", "auto_round", "mxfp4", fake=True)
-    for mode in ("rceil", "rceil_v2"):
-        yield row(f"mxfp4-auto-round-{mode.replace('_', '-')}", "auto_round", f"mxfp4_{mode}")
-    yield row("mxfp8-auto-round", "auto_round", "mxfp8")
-    yield row("mxfp8-auto-round-rceil", "auto_round", "mxfp8_rceil")
-
-
-def _fouroversix(row: Callable[..., Any]) -> GoldenRows:
-    """Yield the GoldenRow objects for recorded outputs of fouroversix. ``row`` is the class GoldenRow."""
-    for name, variant in (("", "mse"), ("-mae", "mae"), ("-absmax", "abs_max")):
-        yield row(f"nvfp4-fouroversix{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True)
-    yield row("nvfp4-fouroversix", "fouroversix", "nvfp4_mse_2d", block=(16, 16), skip="nonfinite_tensor")
-    for name, variant in (("6", "static_6"), ("6-2d", "static_6_2d"), ("4", "static_4")):
-        yield row(f"nvfp4-fouroversix-{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True)
-    yield row("nvint4-fouroversix", "fouroversix_new", "nvint4", decoded=True)
-    for name, variant in (("", "mse"), ("-mae", "mae"), ("-absmax", "abs_max")):
-        yield row(f"if4-fouroversix{name}", "fouroversix_new", f"if4_{variant}", skip="signed_nan", decoded=True)
-    options = {"rounding": "stochastic", "seed": 7}
-    for fmt in ("nvfp4", "if4"):
-        for inputs in ("__f16", "__bf16"):
-            variant = f"fouroversix_ms_eden_{fmt}_seed7"
-            yield row(f"{fmt}-fouroversix-ms-eden", "triton_h100", variant, inputs=inputs, fake=True, options=options)
-    for top in ("6", "4"):
-        yield row(f"mxfp4-fouroversix-{top}", "fouroversix", f"mxfp4_static_{top}", decoded=True)
-    for name, variant, block in (
-        ("", "mse", None),
-        ("", "mse_2d", (16, 16)),
-        ("-mae", "mae", None),
-        ("-6", "static_6", None),
-    ):
-        fields = {"block": block, "skip": "nonfinite_tensor", "on_gpu": f"fouroversix_triton_nvfp4_{variant}"}
-        yield row(f"nvfp4-fouroversix-triton{name}", "fouroversix", f"nvfp4_{variant}", **fields)
-
-
-def _comfy_kitchen(row: Callable[..., Any]) -> GoldenRows:
-    """Yield the GoldenRow objects for recorded outputs of comfy-kitchen. ``row`` is the class GoldenRow."""
-    yield row("nvfp4-comfy-kitchen", "comfy_kitchen", "nvfp4", skip="nan_value", decoded=True)
-    given = {"tensor_amax": 26.88}  # 26.88 / 2688 is the float32 number 0.01
-    yield row("nvfp4-comfy-kitchen-static", "comfy_kitchen", "nvfp4_given_0.01", options=given, skip="nan_value")
-    yield row("mxfp8-comfy-kitchen", "comfy_kitchen", "mxfp8", decoded=True)
-    for name, variant, seed in (
-        ("nvfp4-comfy-kitchen-stochastic", "nvfp4", 1),
-        ("nvfp4-comfy-kitchen-stochastic", "nvfp4", 1234),
-        ("mxfp8-comfy-kitchen", "mxfp8", 1),
-    ):
-        options = {"rounding": "stochastic", "seed": seed}
-        yield row(name, "comfy_kitchen", f"{variant}_sr_seed{seed}", options=options)
-    yield row("nvfp4-comfy-kitchen-stochastic-cuda", "comfy_kitchen", "nvfp4_sr_cuda_seed1", torch_seed=1)
-    yield row("fp8-comfy-kitchen", "comfy_kitchen", "fp8_e4m3")
-    yield row("fp8-comfy-kitchen-e5m2", "comfy_kitchen", "fp8_e5m2")
-
-
-def _mslk(row: Callable[..., Any]) -> GoldenRows:
-    """Yield the GoldenRow objects for recorded outputs of MSLK. ``row`` is the class GoldenRow."""
-    for name, variant in (("", ""), ("-fast", "_fast"), ("-power", "_e8m0"), ("-power", "_e8m0_fast")):
-        yield row(f"nvfp4-mslk{name}", "triton_h100", f"mslk_nvfp4{variant}")
-    yield row("nvfp4-mslk-single", "triton_h100", "mslk_nvfp4_single")
-    options = {"rounding": "stochastic", "seed": 1234}
-    yield row("mxfp4-mslk-stochastic", "triton_h100", "mslk_mx4_stochastic_seed1234", options=options)
-    for size in (16, 32):
-        for name, mode in (("", "ceil"), ("-even", "even"), ("-nearest", "nearest")):
-            yield row(f"mxfp4-mslk{name}", "triton_h100", f"mslk_mx4_{mode}_b{size}", block=(1, size))
-        # also named mxfp4-mslk-floor
-        yield row("mxfp4-ocp", "triton_h100", f"mslk_mx4_floor_b{size}", block=(1, size), skip="nonfinite_block")
-    # The Python reference of MSLK's tests. In a block with NaN, its scale byte is 0.
-    yield row("mxfp4-mslk", "mslk_aiter", "mslk_mx4_ceil", skip="nonfinite_block")
-    yield row("mxfp4-mslk", "mslk_aiter", "mslk_mx4_ceil_b16", block=(1, 16), skip="nonfinite_block")
-
-
-def _others(row: Callable[..., Any]) -> GoldenRows:
-    """Yield the GoldenRow objects for recorded outputs of SGLang, DeepGEMM, qwix, aiter and FP-Quant."""
-    yield row("mxfp4-sglang-util", "sglang", "mxfp4")
-    yield row("mxfp4-sglang-kv", "sglang", "kv_mxfp4_b16")
-    for name in ("mxfp4", "mxfp8"):
-        yield row(f"{name}-deepgemm", "deepgemm", name)
-        yield row(f"{name}-qwix", "qwix", name)
-    yield row("nvfp4-qwix", "qwix", "nvfp4")
-    for name, mode in (("aiter", "up"), ("aiter-ceil", "ceil"), ("ocp", "down"), ("torchao-even", "even")):
-        yield row(f"mxfp4-{name}", "mslk_aiter", f"aiter_mxfp4_{mode}", skip="nan_scale")
-    # also named mxfp4-aiter-triton
-    fields = {"min_scale": 127, "skip": "overflowing_scale"}
-    yield row("mxfp4-torchao-even", "triton_h100", "aiter_triton_mxfp4", **fields)
-    yield row("nvfp4-aiter-triton", "triton_h100", "aiter_triton_nvfp4")
-    for inputs in ("__f16", "__bf16"):
-        yield row("mxfp4-fp-quant", "triton_h100", "fp_quant_mxfp4_abs_max", inputs=inputs, fake=True)
-        yield row("mxfp4-fp-quant-quest", "triton_h100", "fp_quant_mxfp4_quest", inputs=inputs, fake=True)
-        fields = {"inputs": inputs, "fake": True, "skip": "nonfinite_group"}
-        yield row("nvfp4-fp-quant", "triton_h100", "fp_quant_nvfp4_gs3", **fields)
-    yield row("mxfp4-fp-quant", "fp_quant", "mxfp4_abs_max", fake=True, skip="flushed_block")
-    yield row("mxfp4-fp-quant-quest", "fp_quant", "mxfp4_quest", fake=True)
 
 
 @dataclass(frozen=True)
@@ -210,7 +64,6 @@ class GoldenRow:
 
 
 def _te_rows() -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of Transformer Engine and of FlashInfer's 4over6."""
     pairs = (
         ("nvfp4-te-reference", "nvfp4_1d"),
         ("nvfp4-te-reference-2d", "nvfp4_2d"),
@@ -247,7 +100,6 @@ def _te_rows() -> Iterator[GoldenRow]:
 
 
 def _flashinfer_rows() -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of FlashInfer."""
     for name, variant in (("nvfp4-flashinfer", "nvfp4"), ("mxfp4-flashinfer", "mxfp4"), ("mxfp8-flashinfer", "mxfp8")):
         yield GoldenRow(name, "flashinfer", f"{variant}_linear", skip="uncertain")
         yield GoldenRow(name, "flashinfer", f"{variant}_swizzled", options={"scale_layout": "swizzled_128x4"})
@@ -262,7 +114,6 @@ def _flashinfer_rows() -> Iterator[GoldenRow]:
 
 
 def _modelopt_rows() -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of Model-Optimizer, of real and of fake quantization."""
     yield GoldenRow("nvfp4-modelopt", "modelopt", "nvfp4")
     yield GoldenRow("nvfp4-modelopt", "modelopt", "nvfp4_amaxhalf", given_amaxes="tensor")
     yield GoldenRow("nvfp4-modelopt-static", "modelopt", "nvfp4_static", given_amaxes="static")
@@ -295,7 +146,6 @@ def _modelopt_rows() -> Iterator[GoldenRow]:
 
 
 def _torchao_rows() -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of torchao, its release 0.18 included."""
     yield GoldenRow("nvfp4-torchao", "ao", "nvfp4_two_level", skip="nan_scale")
     yield GoldenRow("nvfp4-torchao-single", "ao", "nvfp4", skip="nan_scale")
     for mode in ("floor", "rceil", "ceil", "even"):
@@ -304,7 +154,6 @@ def _torchao_rows() -> Iterator[GoldenRow]:
 
 
 def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of torchao's function to_mx in one scale mode."""
     name = "mxfp4-ocp" if mode == "floor" and not release else f"mxfp4-torchao-{mode}{release}"
     yield GoldenRow(name, file, f"mxfp4_{mode}", skip="nan_scale")
     for size in (16, 64):
@@ -316,7 +165,6 @@ def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[GoldenRow]:
 
 
 def _other_rows() -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of compressed-tensors and microxcaling."""
     yield GoldenRow("nvfp4-compressed-tensors", "compressed_tensors", "nvfp4_two_level", skip="nan_scale")
     for name, variant in (("mxfp4", "mxfp4"), ("mxfp6", "mxfp6_e2m3"), ("mxfp8", "mxfp8_e4m3")):
         yield GoldenRow(f"{name}-compressed-tensors", "compressed_tensors", variant, skip="overflowing_block")
@@ -327,14 +175,12 @@ def _other_rows() -> Iterator[GoldenRow]:
 
 
 def _gguf_rows() -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of llama.cpp: of its C code and, for MXFP4, its Python code."""
     for name in ("mxfp4", "nvfp4"):
         yield GoldenRow(f"{name}-gguf", "gguf", name, widen=True, decoded=True, raw=f"gguf_{name}")
     yield GoldenRow("mxfp4-gguf", "gguf", "mxfp4_python", widen=True, decoded=True, skip="nonfinite_block")
 
 
 def _mlx_rows() -> Iterator[GoldenRow]:
-    """Yield the GoldenRow objects for recorded outputs of MLX, on a CPU and on Metal, in several versions."""
     for name in ("mxfp4", "mxfp8", "nvfp4"):
         yield GoldenRow(f"{name}-mlx-cpu", "mlx", name, decoded=True, raw="mlx")
     for version in ("", "-0322"):  # both versions decode these codes alike, because none of the scales is NaN
@@ -357,13 +203,148 @@ def _mlx_rows() -> Iterator[GoldenRow]:
     yield GoldenRow("nvfp4-mlx-metal-global", "mlx", "nvfp4_global_metal", given_amaxes="global_scale")
 
 
-ROWS: tuple[GoldenRow, ...] = (
-    *_te_rows(),
-    *_flashinfer_rows(),
-    *_modelopt_rows(),
-    *_torchao_rows(),
-    *_other_rows(),
-    *_gguf_rows(),
-    *_mlx_rows(),
-    *serving_rows(GoldenRow),
+def _vllm() -> Iterator[GoldenRow]:
+    yield GoldenRow("nvfp4-vllm-emulation", "vllm", "nvfp4", min_amax=1e-8)
+    yield GoldenRow("nvfp4-vllm-emulation", "vllm", "nvfp4", fake=True)
+    yield GoldenRow(
+        "nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu", fake=True, skip="nonfinite_block"
+    )
+    # Compare the recorded tensor scale too, which a row with fake=True does not compare.
+    yield GoldenRow("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu")
+    yield GoldenRow("mxfp4-vllm", "vllm", "mxfp4", on_gpu="vllm_mxfp4")
+    yield GoldenRow("mxfp4-vllm-cpu", "vllm", "mxfp4")
+    yield GoldenRow("mxfp8-modelopt", "vllm", "mxfp8", skip="nonfinite_block")  # also named mxfp8-vllm
+
+
+def _triton_kernels() -> Iterator[GoldenRow]:
+    for name, variant in (
+        ("mxfp4-triton-kernels", "mxfp4_up"),
+        ("mxfp4-triton-kernels-down", "mxfp4_down"),
+        ("mxfp8-triton-kernels", "mxfp8_e4m3_up"),
+        ("mxfp8-triton-kernels-down", "mxfp8_e4m3_down"),
+        ("mxfp8-triton-kernels-e5m2", "mxfp8_e5m2_up"),
+    ):
+        yield GoldenRow(name, "triton_kernels", variant, skip="nan_element" if "mxfp4" in variant else "")
+        yield GoldenRow(name, "producers_h200", f"triton_kernels_{variant}", skip="nonfinite_block")
+    yield GoldenRow("mxfp4-triton-kernels", "triton_kernels", "mxfp4_up", fake=True, skip="nonfinite_block")
+
+
+def _quark() -> Iterator[GoldenRow]:
+    yield GoldenRow("nvfp4-quark", "quark", "nvfp4", skip="infinite_quotient")
+    yield GoldenRow("nvfp4-quark-file2file", "quark", "nvfp4_file2file", skip="infinite_quotient")
+    for mode in ("even", "floor", "ceil"):
+        yield GoldenRow(f"mxfp4-quark-{mode}", "quark", f"mxfp4_{mode}", skip="nonfinite_block", decoded=True)
+        yield GoldenRow(
+            f"mxfp4-quark-{mode}", "quark", f"mxfp4_{mode}", fake=True, values=("output",), skip="applied_scale"
+        )
+    for element in ("e2m3", "e3m2"):
+        yield GoldenRow(f"mxfp6-quark-{element}-even", "quark", f"mxfp6_{element}_even", skip="nonfinite_block")
+    yield GoldenRow("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", fake=True, skip="nonfinite_block")
+    yield GoldenRow("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", min_scale=1, skip="nonfinite_block")
+
+
+def _auto_round() -> Iterator[GoldenRow]:
+    yield GoldenRow("nvfp4-auto-round", "auto_round", "nvfp4")
+    yield GoldenRow("nvfp4-auto-round-fake", "auto_round", "nvfp4", fake=True)
+    yield GoldenRow("nvfp4-auto-round-opt", "auto_round", "nvfp4_opt_rtn")
+    yield GoldenRow("mxfp4-auto-round-opt", "auto_round", "mxfp4_opt_rtn", skip="nonfinite_block")
+    yield GoldenRow("mxfp4-auto-round", "auto_round", "mxfp4")
+    yield GoldenRow("mxfp4-auto-round", "auto_round", "mxfp4", fake=True)
+    for mode in ("rceil", "rceil_v2"):
+        yield GoldenRow(f"mxfp4-auto-round-{mode.replace('_', '-')}", "auto_round", f"mxfp4_{mode}")
+    yield GoldenRow("mxfp8-auto-round", "auto_round", "mxfp8")
+    yield GoldenRow("mxfp8-auto-round-rceil", "auto_round", "mxfp8_rceil")
+
+
+def _fouroversix() -> Iterator[GoldenRow]:
+    for name, variant in (("", "mse"), ("-mae", "mae"), ("-absmax", "abs_max")):
+        yield GoldenRow(
+            f"nvfp4-fouroversix{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True
+        )
+    yield GoldenRow("nvfp4-fouroversix", "fouroversix", "nvfp4_mse_2d", block=(16, 16), skip="nonfinite_tensor")
+    for name, variant in (("6", "static_6"), ("6-2d", "static_6_2d"), ("4", "static_4")):
+        yield GoldenRow(
+            f"nvfp4-fouroversix-{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True
+        )
+    yield GoldenRow("nvint4-fouroversix", "fouroversix_new", "nvint4", decoded=True)
+    for name, variant in (("", "mse"), ("-mae", "mae"), ("-absmax", "abs_max")):
+        yield GoldenRow(f"if4-fouroversix{name}", "fouroversix_new", f"if4_{variant}", skip="signed_nan", decoded=True)
+    options = {"rounding": "stochastic", "seed": 7}
+    for fmt in ("nvfp4", "if4"):
+        for inputs in ("__f16", "__bf16"):
+            variant = f"fouroversix_ms_eden_{fmt}_seed7"
+            yield GoldenRow(
+                f"{fmt}-fouroversix-ms-eden", "triton_h100", variant, inputs=inputs, fake=True, options=options
+            )
+    for top in ("6", "4"):
+        yield GoldenRow(f"mxfp4-fouroversix-{top}", "fouroversix", f"mxfp4_static_{top}", decoded=True)
+    for name, variant, block in (
+        ("", "mse", None),
+        ("", "mse_2d", (16, 16)),
+        ("-mae", "mae", None),
+        ("-6", "static_6", None),
+    ):
+        fields = {"block": block, "skip": "nonfinite_tensor", "on_gpu": f"fouroversix_triton_nvfp4_{variant}"}
+        yield GoldenRow(f"nvfp4-fouroversix-triton{name}", "fouroversix", f"nvfp4_{variant}", **fields)
+
+
+def _comfy_kitchen() -> Iterator[GoldenRow]:
+    yield GoldenRow("nvfp4-comfy-kitchen", "comfy_kitchen", "nvfp4", skip="nan_value", decoded=True)
+    given = {"tensor_amax": 26.88}  # 26.88 / 2688 is the float32 number 0.01
+    yield GoldenRow("nvfp4-comfy-kitchen-static", "comfy_kitchen", "nvfp4_given_0.01", options=given, skip="nan_value")
+    yield GoldenRow("mxfp8-comfy-kitchen", "comfy_kitchen", "mxfp8", decoded=True)
+    for name, variant, seed in (
+        ("nvfp4-comfy-kitchen-stochastic", "nvfp4", 1),
+        ("nvfp4-comfy-kitchen-stochastic", "nvfp4", 1234),
+        ("mxfp8-comfy-kitchen", "mxfp8", 1),
+    ):
+        options = {"rounding": "stochastic", "seed": seed}
+        yield GoldenRow(name, "comfy_kitchen", f"{variant}_sr_seed{seed}", options=options)
+    yield GoldenRow("nvfp4-comfy-kitchen-stochastic-cuda", "comfy_kitchen", "nvfp4_sr_cuda_seed1", torch_seed=1)
+    yield GoldenRow("fp8-comfy-kitchen", "comfy_kitchen", "fp8_e4m3")
+    yield GoldenRow("fp8-comfy-kitchen-e5m2", "comfy_kitchen", "fp8_e5m2")
+
+
+def _mslk() -> Iterator[GoldenRow]:
+    for name, variant in (("", ""), ("-fast", "_fast"), ("-power", "_e8m0"), ("-power", "_e8m0_fast")):
+        yield GoldenRow(f"nvfp4-mslk{name}", "triton_h100", f"mslk_nvfp4{variant}")
+    yield GoldenRow("nvfp4-mslk-single", "triton_h100", "mslk_nvfp4_single")
+    options = {"rounding": "stochastic", "seed": 1234}
+    yield GoldenRow("mxfp4-mslk-stochastic", "triton_h100", "mslk_mx4_stochastic_seed1234", options=options)
+    for size in (16, 32):
+        for name, mode in (("", "ceil"), ("-even", "even"), ("-nearest", "nearest")):
+            yield GoldenRow(f"mxfp4-mslk{name}", "triton_h100", f"mslk_mx4_{mode}_b{size}", block=(1, size))
+        # also named mxfp4-mslk-floor
+        yield GoldenRow("mxfp4-ocp", "triton_h100", f"mslk_mx4_floor_b{size}", block=(1, size), skip="nonfinite_block")
+    # The Python reference of MSLK's tests. In a block with NaN, its scale byte is 0.
+    yield GoldenRow("mxfp4-mslk", "mslk_aiter", "mslk_mx4_ceil", skip="nonfinite_block")
+    yield GoldenRow("mxfp4-mslk", "mslk_aiter", "mslk_mx4_ceil_b16", block=(1, 16), skip="nonfinite_block")
+
+
+def _others() -> Iterator[GoldenRow]:
+    yield GoldenRow("mxfp4-sglang-util", "sglang", "mxfp4")
+    yield GoldenRow("mxfp4-sglang-kv", "sglang", "kv_mxfp4_b16")
+    for name in ("mxfp4", "mxfp8"):
+        yield GoldenRow(f"{name}-deepgemm", "deepgemm", name)
+        yield GoldenRow(f"{name}-qwix", "qwix", name)
+    yield GoldenRow("nvfp4-qwix", "qwix", "nvfp4")
+    for name, mode in (("aiter", "up"), ("aiter-ceil", "ceil"), ("ocp", "down"), ("torchao-even", "even")):
+        yield GoldenRow(f"mxfp4-{name}", "mslk_aiter", f"aiter_mxfp4_{mode}", skip="nan_scale")
+    # also named mxfp4-aiter-triton
+    fields = {"min_scale": 127, "skip": "overflowing_scale"}
+    yield GoldenRow("mxfp4-torchao-even", "triton_h100", "aiter_triton_mxfp4", **fields)
+    yield GoldenRow("nvfp4-aiter-triton", "triton_h100", "aiter_triton_nvfp4")
+    for inputs in ("__f16", "__bf16"):
+        yield GoldenRow("mxfp4-fp-quant", "triton_h100", "fp_quant_mxfp4_abs_max", inputs=inputs, fake=True)
+        yield GoldenRow("mxfp4-fp-quant-quest", "triton_h100", "fp_quant_mxfp4_quest", inputs=inputs, fake=True)
+        fields = {"inputs": inputs, "fake": True, "skip": "nonfinite_group"}
+        yield GoldenRow("nvfp4-fp-quant", "triton_h100", "fp_quant_nvfp4_gs3", **fields)
+    yield GoldenRow("mxfp4-fp-quant", "fp_quant", "mxfp4_abs_max", fake=True, skip="flushed_block")
+    yield GoldenRow("mxfp4-fp-quant-quest", "fp_quant", "mxfp4_quest", fake=True)
+
+
+PRODUCERS = (
+    *(_te_rows, _flashinfer_rows, _modelopt_rows, _torchao_rows, _other_rows, _gguf_rows, _mlx_rows),
+    *(_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _comfy_kitchen, _mslk, _others),
 )
+ROWS = tuple(row for rows in PRODUCERS for row in rows())

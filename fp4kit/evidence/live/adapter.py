@@ -146,7 +146,8 @@ class Adapter:
         calls: {recipe id: call}.
         dependencies: distributions whose versions are reported too, because the bits may depend on them.
         left_out: {recipe id: reason} for recipes of the producer that have no call.
-        prepare: imports what the calls need, or None to import ``module``. It raises ImportError or OSError, with the
+        needs: the modules that the calls import, if not only ``module``.
+        prepare: loads what the calls need, or None to import ``needs``. It raises ImportError or OSError, with the
             reason as the message, if this machine lacks something.
         title: the producer's name in the report, or "" to use ``name``.
     """
@@ -156,6 +157,7 @@ class Adapter:
     calls: Mapping[str, ProducerCall]
     dependencies: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
     prepare: Callable[[], Any] | None = None
     title: str = ""
 

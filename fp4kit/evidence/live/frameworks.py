@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -48,48 +49,33 @@ GGUF = Adapter(
 )
 
 
-def _microxcaling_prepare() -> None:
-    """Import the modules of mx that this adapter's calls use. Raise ImportError if one is missing."""
-    import mx.mx_ops
-    import mx.specs  # noqa: F401
-
-
 def _microxcaling_quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -> Parts:
     """Fake-quantize x with quantize_mx_op, and return {"fake": values}."""
     from mx.mx_ops import quantize_mx_op
     from mx.specs import finalize_mx_specs
 
-    specs = {
-        "scale_bits": 8,
-        "w_elem_format": element,
-        "a_elem_format": element,
-        "block_size": 32,
-        "custom_cuda": False,
-    }
-    specs = finalize_mx_specs({**specs, "round": rounding, "mx_flush_fp32_subnorms": flush})
+    given = {"w_elem_format": element, "a_elem_format": element, "round": rounding, "mx_flush_fp32_subnorms": flush}
+    specs = finalize_mx_specs({"scale_bits": 8, "block_size": 32, "custom_cuda": False, **given})
     y = quantize_mx_op(to_torch(x), specs, elem_format=element, axes=[-1], round=rounding)
     return {"fake": to_numpy(y)}
 
 
-def _microxcaling_call(element: str, rounding: str, **options: Any) -> ProducerCall:
-    """Return the ProducerCall for an element format and a rounding mode."""
-    return ProducerCall(
-        partial(_microxcaling_quantize, element=element, rounding=rounding, **options), ("float32", "bfloat16")
-    )
-
-
+MICROXCALING_OPTIONS: dict[str, dict[str, Any]] = {
+    "mxfp4-microxcaling-nearest": {"element": "fp4_e2m1", "rounding": "nearest"},
+    "mxfp4-microxcaling-nearest-flush": {"element": "fp4_e2m1", "rounding": "nearest", "flush": True},
+    "mxfp4-microxcaling-even": {"element": "fp4_e2m1", "rounding": "even"},
+    "mxfp4-microxcaling-floor": {"element": "fp4_e2m1", "rounding": "floor"},
+    "mxfp8-microxcaling-nearest": {"element": "fp8_e4m3", "rounding": "nearest"},
+    "mxfp8-microxcaling-even": {"element": "fp8_e4m3", "rounding": "even"},
+}
 MICROXCALING = Adapter(
     name="microxcaling",
     module="mx",
     dependencies=("torch",),
-    prepare=_microxcaling_prepare,
+    needs=("mx.mx_ops", "mx.specs"),
     calls={
-        "mxfp4-microxcaling-nearest": _microxcaling_call("fp4_e2m1", "nearest"),
-        "mxfp4-microxcaling-nearest-flush": _microxcaling_call("fp4_e2m1", "nearest", flush=True),
-        "mxfp4-microxcaling-even": _microxcaling_call("fp4_e2m1", "even"),
-        "mxfp4-microxcaling-floor": _microxcaling_call("fp4_e2m1", "floor"),
-        "mxfp8-microxcaling-nearest": _microxcaling_call("fp8_e4m3", "nearest"),
-        "mxfp8-microxcaling-even": _microxcaling_call("fp8_e4m3", "even"),
+        id: ProducerCall(partial(_microxcaling_quantize, **options), ("float32", "bfloat16"))
+        for id, options in MICROXCALING_OPTIONS.items()
     },
 )
 
@@ -157,21 +143,11 @@ MLX = Adapter(
         "mxfp8-mlx-cpu-0322": _mlx_call("mxfp8", "0.32.2", "0.32.2"),
         "mxfp8-mlx-cpu-0321": _mlx_call("mxfp8", "", "0.32.1"),
     },
-    left_out={
-        "nvfp4-mlx-metal": "Metal kernels need an Apple GPU",
-        "nvfp4-mlx-metal-global": "Metal kernels need an Apple GPU",
-        "mxfp4-mlx-metal-0321": "Metal kernels need an Apple GPU",
-        "mxfp8-mlx-metal-0321": "Metal kernels need an Apple GPU",
-    },
+    left_out=dict.fromkeys(
+        ("nvfp4-mlx-metal", "nvfp4-mlx-metal-global", "mxfp4-mlx-metal-0321", "mxfp8-mlx-metal-0321"),
+        "Metal kernels need an Apple GPU",
+    ),
 )
-
-
-def _qwix_prepare() -> None:
-    """Import JAX and qwix. Raise ImportError if that fails, and RuntimeError if JAX has no CPU device."""
-    import jax
-    import qwix._src.core.qarray  # noqa: F401
-
-    jax.devices("cpu")
 
 
 def _qwix_padded(x: np.ndarray, size: int) -> np.ndarray:
@@ -198,11 +174,7 @@ def _qwix_quantize(x: np.ndarray, kind: str) -> Parts:
     if kind == "nvfp4":
         return {"codes": codes, "block_scale": np.asarray(jnp.asarray(scale).astype(jnp.float8_e4m3fn)).view(np.uint8)}
     # The E8M0 code of a scale is the exponent field of its float32 value; inf and NaN give 255.
-    return {
-        "codes": codes,
-        "block_scale": exponent_field(scale).astype(np.uint8),
-        "fake": values,
-    }
+    return {"codes": codes, "block_scale": exponent_field(scale).astype(np.uint8), "fake": values}
 
 
 QWIX_ROUNDED_LOG = {"jax": ("", "0.10.99")}  # later versions do not round the steps of log2 to bfloat16
@@ -211,7 +183,7 @@ QWIX = Adapter(
     name="qwix",
     module="qwix",
     dependencies=("jax", "jaxlib"),
-    prepare=_qwix_prepare,
+    needs=("jax", "qwix._src.core.qarray"),
     calls={"nvfp4-qwix": ProducerCall(partial(_qwix_quantize, kind="nvfp4"))}
     | {
         f"{kind}-qwix": ProducerCall(partial(_qwix_quantize, kind=kind), dependency_versions=QWIX_ROUNDED_LOG)
@@ -275,35 +247,26 @@ def _torchao_decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
     return to_numpy(NVFP4Tensor(to_torch(q.packed), scales, 16, dtype, scale).dequantize(dtype))
 
 
-def _torchao_calls() -> dict[str, ProducerCall]:
-    """Return {recipe id: ProducerCall} for all recipes of torchao."""
-    recipe_ids = fp4kit.recipes()
-    nvfp4: dict[str, tuple[Any, Any]] = {
-        id: (partial(_torchao_nvfp4, single=single), _torchao_decode_nvfp4)
-        for id, single in (("nvfp4-torchao", False), ("nvfp4-torchao-single", True))
+def _torchao_calls() -> Iterator[tuple[str, ProducerCall]]:
+    """Yield (recipe id, call) for all recipes of torchao: for its releases up to 0.18, and from 0.19 on."""
+    functions: dict[str, tuple[Any, Any]] = {
+        "nvfp4-torchao": (partial(_torchao_nvfp4, single=False), _torchao_decode_nvfp4),
+        "nvfp4-torchao-single": (partial(_torchao_nvfp4, single=True), _torchao_decode_nvfp4),
     }
-    mx: dict[str, tuple[Any, Any]] = {
-        id.format(mode): (
-            partial(_torchao_mx, element=element, mode=mode),
-            partial(_torchao_decode_mx, element=element),
-        )
-        for id, element in TORCHAO_ELEMENTS.items()
-        for mode in ("floor", "rceil", "ceil", "even")
-    }
-    calls = {}
-    dtypes = ("float32", "bfloat16")
-    for id, (function, decode) in {**nvfp4, **mx}.items():
+    for id, element in TORCHAO_ELEMENTS.items():
+        for mode in ("floor", "rceil", "ceil", "even"):
+            decode = partial(_torchao_decode_mx, element=element)
+            functions[id.format(mode)] = partial(_torchao_mx, element=element, mode=mode), decode
+    dtypes, ids = ("float32", "bfloat16"), fp4kit.recipes()
+    for id, (function, decode) in functions.items():
         call = ProducerCall(function, dtypes, exempt=(NAN_SCALE,), decode=decode, decodes=dtypes)
-        older = f"{id}-018"
-        if older in recipe_ids:
-            calls[older] = replace(call, last="0.18.99")
-        newer = fp4kit.recipe(id).id if id in TORCHAO_ALIASES or id in recipe_ids else ""
-        if newer:
-            calls[newer] = replace(call, first="0.19" if older in recipe_ids else "")
-    return calls
+        has_older = f"{id}-018" in ids
+        if has_older:
+            yield f"{id}-018", replace(call, last="0.18.99")
+        if id in ids or id == "mxfp4-torchao-floor":  # an alias
+            yield fp4kit.recipe(id).id, replace(call, first="0.19" if has_older else "")
 
 
-TORCHAO_ALIASES = ("mxfp4-torchao-floor",)
 TORCHAO_ELEMENTS = {
     "mxfp4-torchao-{}": "float4_e2m1fn_x2",
     "mxfp6-torchao-{}-e2m3": "fp6_e2m3",
@@ -311,16 +274,10 @@ TORCHAO_ELEMENTS = {
     "mxfp8-torchao-{}": "float8_e4m3fn",
     "mxfp8-torchao-{}-e5m2": "float8_e5m2",
 }
-
-TORCHAO = Adapter(name="torchao", module="torchao", dependencies=("torch",), calls=_torchao_calls())
+TORCHAO = Adapter(name="torchao", module="torchao", dependencies=("torch",), calls=dict(_torchao_calls()))
 
 
 TRANSFORMERS_SIZE = 128  # rows and columns per block
-
-
-def _transformers_prepare() -> None:
-    """Import the module of transformers that this adapter's calls use. Raise ImportError if it is missing."""
-    import transformers.integrations.finegrained_fp8  # noqa: F401
 
 
 def _transformers_quantize(x: np.ndarray) -> Parts:
@@ -341,19 +298,10 @@ TRANSFORMERS = Adapter(
     name="transformers",
     module="transformers",
     dependencies=("torch",),
-    prepare=_transformers_prepare,
+    needs=("transformers.integrations.finegrained_fp8",),
     calls={
         "fp8-transformers-block": ProducerCall(
             _transformers_quantize, columns=TRANSFORMERS_SIZE, dependency_versions=SATURATING_CASTS
         ),
     },
 )
-
-ADAPTERS = {
-    "gguf": GGUF,
-    "microxcaling": MICROXCALING,
-    "mlx": MLX,
-    "qwix": QWIX,
-    "torchao": TORCHAO,
-    "transformers": TRANSFORMERS,
-}

@@ -154,7 +154,10 @@ def run(
     try:
         result.version, result.versions = find(adapter)
         with quiet():
-            (adapter.prepare or (lambda: importlib.import_module(adapter.module)))()
+            if adapter.prepare is not None:
+                adapter.prepare()
+            for name in () if adapter.prepare else adapter.needs or (adapter.module,):
+                importlib.import_module(name)
     except NotRun as error:
         return _not_run(result, adapter, ids, str(error))
     except (ImportError, OSError) as error:
@@ -346,11 +349,11 @@ def quiet() -> Iterator[None]:
 
 
 def adapters() -> tuple[Adapter, ...]:
-    """Return the adapters of all producers, in alphabetical order."""
+    """Return the adapters of all producers, in alphabetical order of the constants that name them."""
     from fp4kit.evidence.live import frameworks, standalone, toolkits
 
-    found = {**frameworks.ADAPTERS, **standalone.ADAPTERS, **toolkits.ADAPTERS}
-    return tuple(found[name] for name in sorted(found))
+    names = vars(frameworks) | vars(standalone) | vars(toolkits)
+    return tuple(names[name] for name in sorted(names) if isinstance(names[name], Adapter))
 
 
 def document(results: list[ProducerResult], ids: tuple[str, ...], seconds: float, seed: int) -> dict[str, Any]:

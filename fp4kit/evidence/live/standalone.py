@@ -66,42 +66,39 @@ def _fouroversix_quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both:
     }
 
 
-def _fouroversix_call(*arguments: Any, **options: Any) -> ProducerCall:
-    """Return the ProducerCall for a scale rule of fouroversix, such as _call("mse")."""
-    dependency_versions = {} if options.get("format") == "mxfp4" else SATURATING_CASTS
-    return ProducerCall(
-        partial(_fouroversix_quantize, rule=arguments[0], **options), dependency_versions=dependency_versions
-    )
-
-
-FOUROVERSIX_TRITON = "fouroversix's Triton kernels need a GPU; recorded outputs are compared by --check"
+FOUROVERSIX_RULES: dict[str, dict[str, Any]] = {
+    "nvfp4-fouroversix": {"rule": "mse"},
+    "nvfp4-fouroversix-mae": {"rule": "mae"},
+    "nvfp4-fouroversix-absmax": {"rule": "abs_max"},
+    "nvfp4-fouroversix-6": {"rule": "static_6"},
+    "nvfp4-fouroversix-6-2d": {"rule": "static_6", "both": True},
+    "nvfp4-fouroversix-4": {"rule": "static_4"},
+    "mxfp4-fouroversix-6": {"rule": "static_6", "format": "mxfp4"},
+    "mxfp4-fouroversix-4": {"rule": "static_4", "format": "mxfp4"},
+}
+FOUROVERSIX_LEFT_OUT = {
+    "fouroversix's Triton kernels need a GPU; recorded outputs are compared by --check": (
+        *("nvfp4-fouroversix-triton", "nvfp4-fouroversix-triton-mae", "nvfp4-fouroversix-triton-6"),
+        *("nvfp4-fouroversix-ms-eden", "if4-fouroversix-ms-eden"),
+    ),
+    "fouroversix 1.1.0 has no INT4 any more; recorded outputs are compared by --check": ("nvint4-fouroversix",),
+    "fouroversix 1.1.0 has no IF4 any more; recorded outputs are compared by --check": (
+        *("if4-fouroversix", "if4-fouroversix-mae", "if4-fouroversix-absmax"),
+    ),
+}
 FOUROVERSIX = Adapter(
     name="fouroversix",
     module="fouroversix",
     dependencies=("torch",),
     prepare=_fouroversix_modules,
     calls={
-        "nvfp4-fouroversix": _fouroversix_call("mse"),
-        "nvfp4-fouroversix-mae": _fouroversix_call("mae"),
-        "nvfp4-fouroversix-absmax": _fouroversix_call("abs_max"),
-        "nvfp4-fouroversix-6": _fouroversix_call("static_6"),
-        "nvfp4-fouroversix-6-2d": _fouroversix_call("static_6", both=True),
-        "nvfp4-fouroversix-4": _fouroversix_call("static_4"),
-        "mxfp4-fouroversix-6": _fouroversix_call("static_6", format="mxfp4"),
-        "mxfp4-fouroversix-4": _fouroversix_call("static_4", format="mxfp4"),
+        id: ProducerCall(
+            partial(_fouroversix_quantize, **options),
+            dependency_versions={} if options.get("format") == "mxfp4" else SATURATING_CASTS,
+        )
+        for id, options in FOUROVERSIX_RULES.items()
     },
-    left_out={
-        **dict.fromkeys(
-            ("nvfp4-fouroversix-triton", "nvfp4-fouroversix-triton-mae", "nvfp4-fouroversix-triton-6"),
-            FOUROVERSIX_TRITON,
-        ),
-        "nvint4-fouroversix": "fouroversix 1.1.0 has no INT4 any more; recorded outputs are compared by --check",
-        **dict.fromkeys(
-            ("if4-fouroversix", "if4-fouroversix-mae", "if4-fouroversix-absmax"),
-            "fouroversix 1.1.0 has no IF4 any more; recorded outputs are compared by --check",
-        ),
-        **dict.fromkeys(("nvfp4-fouroversix-ms-eden", "if4-fouroversix-ms-eden"), FOUROVERSIX_TRITON),
-    },
+    left_out={id: reason for reason, ids in FOUROVERSIX_LEFT_OUT.items() for id in ids},
 )
 
 
@@ -209,14 +206,10 @@ def _te_mxfp4(x: np.ndarray) -> Parts:
     return {"codes": fp4kit.unpack(to_numpy(codes)), "block_scale": exponents.astype(np.uint8)}
 
 
-def _te_call(**options: Any) -> ProducerCall:
-    """Return the ProducerCall that calls _nvfp4 with the given options, such as tile=(16, 16)."""
-    return ProducerCall(partial(_te_nvfp4, **options))
-
-
 def _te_four_over_six(error: str, scale_max: int, **options: Any) -> ProducerCall:
     """Return the ProducerCall for a variant of TE's 4over6, which tries two scales per block and keeps the better."""
-    return _te_call(nvfp4_use_4over6=True, nvfp4_4over6_err_mode=error.upper(), nvfp4_e4m3_max=scale_max, **options)
+    options |= {"nvfp4_4over6_err_mode": error.upper(), "nvfp4_e4m3_max": scale_max}
+    return ProducerCall(partial(_te_nvfp4, nvfp4_use_4over6=True, **options))
 
 
 TE_KERNELS = "Transformer Engine's CUDA kernels need a GPU; recorded outputs are compared by --check"
@@ -226,9 +219,9 @@ TE = Adapter(
     dependencies=("torch",),
     prepare=_te_reference,
     calls={
-        "nvfp4-te-reference": _te_call(),
-        "nvfp4-te-reference-2d": _te_call(tile=(16, 16)),
-        "nvfp4-te-rowscaled": _te_call(row_scaled_nvfp4=True),
+        "nvfp4-te-reference": ProducerCall(_te_nvfp4),
+        "nvfp4-te-reference-2d": ProducerCall(partial(_te_nvfp4, tile=(16, 16))),
+        "nvfp4-te-rowscaled": ProducerCall(partial(_te_nvfp4, row_scaled_nvfp4=True)),
         **{
             f"nvfp4-te-4over6-{error}-{scale_max}{suffix}": _te_four_over_six(error, scale_max, tile=tile)
             for error in ("mae", "mse")
@@ -276,22 +269,20 @@ def _triton_kernels_downcast(x: np.ndarray, element: str, mode: str) -> Parts:
     return {"codes": fp4kit.unpack(stored) if element == "uint8" else stored, "block_scale": to_numpy(scales)}
 
 
-def _triton_kernels_call(element: str, mode: str) -> ProducerCall:
-    """Return the ProducerCall that calls _downcast with the given element dtype and rounding mode of scales."""
-    return ProducerCall(partial(_triton_kernels_downcast, element=element, mode=mode))
-
-
 TRITON_KERNELS = Adapter(
     name="vllm",
     module="vllm",
     dependencies=("torch",),
     prepare=_triton_kernels_mxfp,
     calls={
-        "mxfp4-triton-kernels": _triton_kernels_call("uint8", "ROUND_UP"),
-        "mxfp4-triton-kernels-down": _triton_kernels_call("uint8", "ROUND_DOWN"),
-        "mxfp8-triton-kernels": _triton_kernels_call("float8_e4m3fn", "ROUND_UP"),
-        "mxfp8-triton-kernels-down": _triton_kernels_call("float8_e4m3fn", "ROUND_DOWN"),
-        "mxfp8-triton-kernels-e5m2": _triton_kernels_call("float8_e5m2", "ROUND_UP"),
+        id: ProducerCall(partial(_triton_kernels_downcast, element=element, mode=mode))
+        for id, element, mode in (
+            ("mxfp4-triton-kernels", "uint8", "ROUND_UP"),
+            ("mxfp4-triton-kernels-down", "uint8", "ROUND_DOWN"),
+            ("mxfp8-triton-kernels", "float8_e4m3fn", "ROUND_UP"),
+            ("mxfp8-triton-kernels-down", "float8_e4m3fn", "ROUND_DOWN"),
+            ("mxfp8-triton-kernels-e5m2", "float8_e5m2", "ROUND_UP"),
+        )
     },
     left_out={"mxfp4-triton-kernels-main": "no release holds that version of triton_kernels"},
     title="triton_kernels in vllm",
@@ -378,5 +369,3 @@ VLLM = Adapter(
         "mxfp4-vllm-cpu": "vLLM's Triton kernels need a GPU, or Triton's interpreter",
     },
 )
-
-ADAPTERS = {"fouroversix": FOUROVERSIX, "sglang": SGLANG, "te": TE, "triton_kernels": TRITON_KERNELS, "vllm": VLLM}
