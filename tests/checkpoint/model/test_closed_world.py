@@ -20,10 +20,12 @@ from oracle import Loaded
 from synthetic import refused
 
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.containers.config_entries import CARRIED, IGNORED, REFUSED, UNDERSTOOD
+from fp4kit.checkpoint.containers.config_entries import CARRIED, IGNORED, REFUSED, UNDERSTOOD, config_items
+from fp4kit.checkpoint.containers.table import container
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import MANIFEST
+from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
@@ -352,6 +354,21 @@ def test_config_keys_of_modelopt(
     config["quantization_config"][key] = value
     with refused(f"config.json: quantization_config.{key}: {text}"):
         make_plan(write(tmp_path / "m", start.tensors, config, start.metadata), format="bf16")
+
+
+@pytest.mark.parametrize(
+    ("names", "accepted"),
+    [
+        (["modelopt NVFP4", "modelopt MXFP8", "modelopt FP8 128x128"], [None, 16, 32]),
+        (["modelopt NVFP4", "modelopt NVFP4"], [None, 16]),
+        (["modelopt FP8", "modelopt FP8 128x128"], [None, 1, 16, 32, 128]),  # no blocks of MX formats
+    ],
+)
+def test_group_sizes_of_mixed_checkpoints(names: list[str], accepted: list[int | None]) -> None:
+    weights = {str(i): Weight(str(i), str(i), (64, 64), container(name), {}) for i, name in enumerate(names)}
+    for size in (None, 1, 16, 32, 128):
+        items = config_items({"quantization_config": {"quant_method": "modelopt", "group_size": size}}, weights)
+        assert [item.group != REFUSED for item in items] == [True, size in accepted], size
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,12 @@ def half(tensors: synthetic.Tensors) -> None:
     tensors[name] = tensors[name].view(np.float16)
 
 
+def pair(tensors: synthetic.Tensors) -> None:
+    """Leave two layers, of which one has a bias: on a tie, the bias is said to be missing."""
+    for name in [name for name in tensors if name.startswith(NAMES[2]) or name == f"{NAMES[1]}.bias"]:
+        del tensors[name]
+
+
 def matrix(tensors: synthetic.Tensors) -> None:
     tensors[f"{NAMES[0]}.bias"] = np.zeros((64, 1), BF16)
 
@@ -69,6 +75,7 @@ def matrix(tensors: synthetic.Tensors) -> None:
         (dict, None),
         (drop("bias", *NAMES), None),
         (drop("bias", NAMES[1]), f"{NAMES[1]}: no bias, but 2 of 3 layers of this kind have one"),
+        (pair, f"{NAMES[1]}: no bias, but 1 of 2 layers of this kind have one"),
         (drop("input_scale", *NAMES[:2]), f"{NAMES[2]}: has input_scale, but 2 of 3 layers of this kind have none"),
         (cast, f"{NAMES[2]}: tensor scale in BF16, but in F32 in 2 of 3 layers of this format"),
         (half, f"{NAMES[2]}: bias in F16, but in BF16 in 2 of 3 layers of this format"),
