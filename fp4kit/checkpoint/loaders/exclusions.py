@@ -86,25 +86,21 @@ class Patterns(tuple[str, ...]):
 
     @lazy_property
     def _compiled(self) -> dict[Callable[[str], str | None], list[re.Pattern[str]]]:
-        """The cache of ``expressions``: translation function -> compiled patterns."""
         return {}
 
     def expressions(self, translated: Callable[[str], str | None]) -> list[re.Pattern[str]]:
-        """Return the patterns as compiled regular expressions."""
+        """Return the patterns as compiled regular expressions, without those that are translated to None."""
         if translated not in self._compiled:
-            texts = ((pattern, translated(pattern)) for pattern in self)
-            self._compiled[translated] = [
-                _compiled_expression(text, pattern) for pattern, text in texts if text is not None
-            ]
+            found = []
+            for pattern in self:
+                text = translated(pattern)
+                try:
+                    found += [] if text is None else [re.compile(text)]
+                except re.error as error:
+                    why = f"not a regular expression ({error}); the engine fails on it"
+                    raise ValueError(f"pattern {pattern!r}: {why}") from None
+            self._compiled[translated] = found
         return self._compiled[translated]
-
-
-def _compiled_expression(text: str, pattern: str) -> re.Pattern[str]:
-    """Compile the regular expression ``text``."""
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise ValueError(f"pattern {pattern!r}: not a regular expression ({error}); the engine fails on it") from None
 
 
 def _prepared(patterns: Iterable[str]) -> Patterns:
@@ -127,9 +123,9 @@ def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) 
     return bool(hits)
 
 
-def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str, ...]]) -> bool:
+def vllm_listed(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
     """Return whether vLLM's quant_utils.is_layer_skipped leaves ``module`` unquantized, given an exclusion list."""
-    parts = _parts(module, fused)
+    prepared, parts = _prepared(patterns), _parts(module, fused)
     if parts:
         return _all_or_none(module, parts, prepared.names.__contains__)
     if "experts" in module:
@@ -155,7 +151,7 @@ def vllm_modelopt(module: str, patterns: Sequence[str], *, mapped: bool = False)
     """Return whether vLLM leaves ``module`` of a Model-Optimizer checkpoint unquantized."""
     # vLLM repeats the substring test without a leading ``language_model.``; this never excludes more.
     prepared = _prepared(_split_wildcards(patterns) if mapped else patterns)
-    if _vllm_skipped(module, prepared, VLLM_FUSED) or any(tower in module for tower in _VLLM_TOWERS):
+    if vllm_listed(module, prepared, VLLM_FUSED) or any(tower in module for tower in _VLLM_TOWERS):
         return True
     if any(pattern in module for pattern in prepared if pattern != module):
         return True
@@ -270,16 +266,6 @@ def vllm_gpt_oss(module: str, patterns: Sequence[str]) -> bool:
     return split_module(module)[1] != "experts"
 
 
-def vllm_fp8(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether vLLM leaves ``module`` of an fp8 checkpoint unquantized."""
-    return _vllm_skipped(module, _prepared(patterns), VLLM_FUSED)
-
-
-def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether vLLM leaves the experts of one layer of a DeepSeek-V4 checkpoint unquantized."""
-    return _vllm_skipped(module, _prepared(patterns), {})
-
-
 @dataclass(frozen=True)
 class Reader:
     """Describe how one engine looks up the modules of a model in the exclusion list.
@@ -335,14 +321,14 @@ _READERS = {
     ("compressed-tensors", "compressed-tensors"): Reader("compressed-tensors", compressed_tensors, experts="each"),
     # In transformers, experts are not modules, so it looks up none of them.
     ("compressed-tensors", "transformers"): Reader("transformers", compressed_tensors, experts="not asked"),
-    ("names", "vLLM"): Reader("vLLM", vllm_fp8, VLLM_FUSED),
+    ("names", "vLLM"): Reader("vLLM", partial(vllm_listed, fused=VLLM_FUSED), VLLM_FUSED),
     ("names", "SGLang"): Reader("SGLang", sglang_mxfp8, SGLANG_FUSED, unwraps=True),
     ("names", "transformers"): Reader("transformers", transformers_listed),
     ("dotted", "SGLang"): Reader("SGLang", sglang_mxfp8, SGLANG_FUSED, unwraps=True),
     ("dotted", "transformers"): Reader("transformers", transformers_listed),
     ("mxfp4", "vLLM"): Reader("vLLM", vllm_gpt_oss),
     ("mxfp4", "transformers"): Reader("transformers", transformers_mxfp4),
-    ("", "vLLM"): Reader("vLLM", vllm_deepseek_v4, linears=False),
+    ("", "vLLM"): Reader("vLLM", partial(vllm_listed, fused={}), linears=False),
 }
 READERS: Mapping[str, tuple[Reader, ...]] = {
     id: tuple(_READERS[one.form.syntax, engine] for engine in one.form.engines) if one.form else ()
@@ -354,16 +340,13 @@ _MLA_ALIAS = "fused_qkv_a_proj_with_mqa"
 _MLA_ANY_ALIAS = "fused_qkv_a_proj*"  # vLLM's name is fused_qkv_a_proj
 
 
-def _parents(module: str) -> Iterator[str]:
-    """Yield the names of the modules that contain ``module``, the innermost first: "a.b" and "a" for "a.b.c"."""
-    while (cut := module.rfind(".")) > 0:
-        module = module[:cut]
-        yield module
-
-
 def _below(module: str, roots: Collection[str]) -> str | None:
     """Return the innermost member of ``roots`` that contains ``module``, or None if there is none."""
-    return next((parent for parent in _parents(module) if parent in roots), None)
+    while (cut := module.rfind(".")) > 0:
+        module = module[:cut]
+        if module in roots:
+            return module
+    return None
 
 
 def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str]:
@@ -374,18 +357,6 @@ def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str
     for (parent, fusion), members in fused_groups([*modules, *beside]).items():
         if fusion.alias and not any(member in converted for member in members):
             yield join_module(parent, fusion.alias)
-
-
-def _containers(copied: Iterable[str], converted: Iterable[str]) -> set[str]:
-    """Return the containers of experts (``...mlp.experts``) that contain copied experts, but no quantized expert."""
-    taken = {container_of(module) for module in converted}
-    return {container for module in copied if (container := container_of(module)) and container not in taken}
-
-
-def _mla_hits(names: Iterable[str], converted: Iterable[str]) -> bool:
-    """Return whether SGLang's MLA rule would exclude a quantized layer if ``names`` were the exclusion list."""
-    leaves = {split_module(name)[1] for name in names}.intersection(MLA_LEAVES)
-    return any(leaf in split_module(module)[1] for module in converted for leaf in leaves)
 
 
 def _starred(name: str) -> str:
@@ -401,13 +372,10 @@ def _modelopt(names: set[str], roots: set[str], containers: set[str], converted:
     """Return the exclusion list in Model-Optimizer's syntax: names and globs."""
     # If the name of an MLA projection would make SGLang exclude a layer of ``converted``, names of MLA projections end
     # in `*` (see _starred).
-    written = {_starred(name) for name in names} if _mla_hits(names, converted) else names
+    leaves = {split_module(name)[1] for name in names}.intersection(MLA_LEAVES)
+    hits = any(leaf in split_module(module)[1] for module in converted for leaf in leaves)
+    written = {_starred(name) for name in names} if hits else names
     return written | containers | {f"{root}.*" for root in roots | containers}
-
-
-def _expression(root: str) -> str:
-    """Return a ``re:`` pattern of compressed-tensors that matches every name below ``root``, but not ``root``."""
-    return rf"re:{re.escape(root)}\..*"
 
 
 def _mounted(root: str) -> str:
@@ -447,7 +415,8 @@ def _compressed_tensors(names: set[str], roots: set[str], containers: set[str], 
     covered = roots | containers
     plain = names | containers
     expressions = covered | set(map(_mounted, covered)) | set(_in_transformers(covered, roots))
-    return plain | set(_in_transformers(plain, roots)) | {_expression(root) for root in expressions}
+    below = {rf"re:{re.escape(root)}\..*" for root in expressions}  # matches every name below a root, not the root
+    return plain | set(_in_transformers(plain, roots)) | below
 
 
 def _dotted(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
@@ -525,7 +494,9 @@ def exclusion_list(
             raise ValueError(
                 f"exclusion_list: {module} is converted, but lies below {root}, a subtree that is copied as a whole"
             )
-    containers = {container for container in _containers(copied, converted) if not _below(container, subtrees)}
+    taken = {container_of(module) for module in converted}
+    of_experts = {container for module in copied if (container := container_of(module)) and container not in taken}
+    containers = {container for container in of_experts if not _below(container, subtrees)}
     roots = {root for root in subtrees if not _below(root, subtrees)}
     covered = roots | containers
     names = {module for module in copied - containers if not _below(module, covered)}
@@ -639,11 +610,13 @@ def _as_looked_up(
         if excluded is vllm_modelopt:
             reader = replace(reader, excluded=partial(vllm_modelopt, mapped=True))
     if excluded is compressed_tensors:
-
-        def in_transformers(module: str, patterns: Sequence[str]) -> bool:
-            return compressed_tensors(next(_in_transformers([module], roots), module), patterns)
-
-        return replace(reader, excluded=in_transformers), Patterns(patterns)
+        reader = replace(
+            reader,
+            excluded=lambda module, patterns: compressed_tensors(
+                next(_in_transformers([module], roots), module), patterns
+            ),
+        )
+        return reader, Patterns(patterns)
     if excluded in (vllm_compressed_tensors, sglang_compressed_tensors):
         olds = {new: old for old, new in _IN_TRANSFORMERS.items() if old != "model.layers." or roots}
         more = [

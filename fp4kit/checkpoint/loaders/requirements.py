@@ -84,14 +84,12 @@ def quantized_layers(tensors: Mapping[str, DtypeAndShape]) -> dict[str, dict[str
     for name, tensor in tensors.items():
         if match := _SUFFIX.fullmatch(name):
             layers[match[1]][match[2]] = tensor
-    return {name: parts for name, parts in layers.items() if _is_quantized(parts)}
-
-
-def _is_quantized(parts: LayerTensors) -> bool:
-    if set(parts) - {".weight"}:
-        return True
-    dtype, shape = parts[".weight"]
-    return dtype in _QUANTIZED_WEIGHTS and len(shape) >= 2
+    plain = {
+        name
+        for name, parts in layers.items()
+        if set(parts) == {".weight"} and (parts[".weight"][0] not in _QUANTIZED_WEIGHTS or len(parts[".weight"][1]) < 2)
+    }
+    return {name: parts for name, parts in layers.items() if name not in plain}
 
 
 def _form_of(container: str, parts: LayerTensors, config: Mapping[str, Any]) -> Container | None:
@@ -443,7 +441,7 @@ def _layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[_Split
     facts, found = model_facts(config), []
     for weight in weights:
         container = weight.container
-        if container is not None and not _is_served(container):
+        if container is not None and container.name.partition(" ")[0] in _OF_OTHER_ENGINES:
             return None
         leaf, roles = _leaf_of(weight.name), candidate(weight.tensor, "BF16", weight.shape, facts).roles
         if len(weight.shape) < 2 or _NOT_SPLIT & set(roles) or (container is None and leaf not in SPLITS):
@@ -463,10 +461,6 @@ def _leaf_of(name: str) -> str:
     if "indexer" in parents:
         return f"indexer.{leaf}"
     return "dense_h_to_4h" if leaf == "dense" and parents[-1:] == ["intermediate"] else leaf  # BERT
-
-
-def _is_served(container: Container) -> bool:
-    return container.name.partition(" ")[0] not in _OF_OTHER_ENGINES
 
 
 def _obstacles(layers: list[_SplitLayer], config: Mapping[str, Any], tp: int, ep: int) -> Iterator[Obstacle]:

@@ -36,7 +36,8 @@ from fp4kit.checkpoint.model.weights import Weight, weights_of
 from fp4kit.checkpoint.selection.names import RECIPE
 from fp4kit.lazy import lazy_property
 from fp4kit.quantized.container import Quantized
-from fp4kit.recipes import RECIPES, Recipe, recipe
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes import recipe as recipe_called
 from fp4kit.recipes.serialization import from_data
 from fp4kit.reference.tensor_rules import divisor_dtype
 from fp4kit.storage.files import CheckpointError, listed, load_object, shown
@@ -110,7 +111,9 @@ def inspect_checkpoint(path: str | Path) -> Checkpoint:
     if resolved(place).is_dir():
         files = open_model_files(place)[0]
         config = load_config(place) if os.path.lexists(place / CONFIG) else None
-        return Checkpoint(place, files, config, _optional(place, HF_QUANT_CONFIG))
+        has_other = os.path.lexists(place / HF_QUANT_CONFIG)
+        other = load_object(existing_file(place, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if has_other else None
+        return Checkpoint(place, files, config, other)
     if not os.path.lexists(place) and not first_parts_of(place):
         raise CheckpointError(
             f"{place}: does not exist; a model directory, a .safetensors or a GGUF file is needed{hint_on_path(place)}"
@@ -130,11 +133,6 @@ def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
     ], name
 
 
-def _optional(root: Path, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in the file ``name`` of the directory ``root``, or None if the file does not exist."""
-    return load_object(existing_file(root, name), name) if os.path.lexists(root / name) else None
-
-
 def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """Return what config.json and hf_quant_config.json declare about quantization, for ``fp4kit inspect`` to print."""
     declared = (checkpoint.config or {}).get("quantization_config")
@@ -142,29 +140,22 @@ def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     if isinstance(declared, dict):
         for key in ("quant_method", "quant_algo", "kv_cache_scheme", "producer", "fp4kit"):
             if key in declared:
-                lines.append((key, _compact(declared[key])))
+                value = declared[key]
+                text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+                lines.append((key, text))
         lines.append(("ignore", f"{_length(declared.get('ignore'))} patterns"))
     other = (checkpoint.hf_quant_config or {}).get("quantization")
     if isinstance(other, dict):
         lines.append((HF_QUANT_CONFIG, f"{other.get('quant_algo')}, {_length(other.get('exclude_modules'))} patterns"))
         if isinstance(declared, dict) and other.get("quant_algo") != declared.get("quant_algo"):
-            lines.append(
-                (
-                    "disagree",
-                    f"config.json says {declared.get('quant_algo')}, {HF_QUANT_CONFIG} {other.get('quant_algo')}",
-                )
-            )
+            both = f"config.json says {declared.get('quant_algo')}, {HF_QUANT_CONFIG} {other.get('quant_algo')}"
+            lines.append(("disagree", both))
     return lines
 
 
 def _length(value: object) -> int:
     """Return the number of elements if a config value is a list, or 0 for anything else, such as None or text."""
     return len(value) if isinstance(value, list) else 0
-
-
-def _compact(value: object) -> str:
-    """Return a config value as text for a summary."""
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -206,8 +197,7 @@ def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> Qua
         >>> q.shape, q.recipe.id, float(q.dequantize().max())
         ((32, 64), 'nvfp4-te', 1.0)
     """
-    wanted = None if recipe is None else _recipe(recipe)
-    return QuantizedLayers(inspect_checkpoint(path), wanted)
+    return QuantizedLayers(inspect_checkpoint(path), None if recipe is None else recipe_called(recipe))
 
 
 class QuantizedLayers(Mapping[str, Quantized]):
@@ -276,11 +266,6 @@ class QuantizedLayers(Mapping[str, Quantized]):
         return own if own is not None and form.stores(own) else _usual(weight, form)
 
 
-def _recipe(wanted: str | Recipe) -> Recipe:
-    """Return the recipe that an id or alias names, or a Recipe unchanged. Raise ValueError for an unknown id."""
-    return recipe(wanted)
-
-
 def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
     """Return the recipe that fp4kit recorded in a checkpoint; None if there is no record that can be read."""
     declared = (checkpoint.config or {}).get("quantization_config")
@@ -304,16 +289,6 @@ def _usual(weight: Weight, form: Container) -> Recipe:
             f"{shown(weight.name)}: no recipe has the blocks of {form}; fp4kit convert --format bf16 decodes it"
         )
     return found
-
-
-def _check_columns(weight: Weight, r: Recipe) -> None:
-    """Raise CheckpointError if the rows of a weight do not consist of whole blocks of a recipe."""
-    # Some FP8 checkpoints have such rows, because 128x128 blocks may be partial.
-    if r.block is not None and weight.shape[-1] % r.block_size:
-        raise CheckpointError(
-            f"{shown(weight.name)}: K = {weight.shape[-1]} is not a multiple of {r.block_size}, which {r.id} needs;"
-            " fp4kit convert --format bf16 decodes it"
-        )
 
 
 def _unknown(name: object, checkpoint: Checkpoint, names: list[str]) -> str:
@@ -345,11 +320,17 @@ def _read(weight: Weight, r: Recipe) -> Quantized:
             f"{shown(weight.name)}: its tensor scale is missing, so its values are unknown; take the layer from another"
             " copy of the model"
         )
-    _check_columns(weight, r)
+    if r.block is not None and weight.shape[-1] % r.block_size:  # 128x128 blocks of FP8 may be partial
+        raise CheckpointError(
+            f"{shown(weight.name)}: K = {weight.shape[-1]} is not a multiple of {r.block_size}, which {r.id} needs;"
+            " fp4kit convert --format bf16 decodes it"
+        )
     with Readers() as readers:
         made = [_matrix(readers, weight, expert) for expert in range(weight.experts)]
-    whole = [_stacked([part[i] for part in made], len(weight.shape) == 3) for i in range(3)]
-    codes, scales, tensor_scale = whole
+    codes, scales, tensor_scale = (
+        None if parts[0] is None else np.stack(parts) if len(weight.shape) == 3 else parts[0]
+        for parts in zip(*made, strict=True)
+    )
     if form.scale is None and SCALES in form.suffixes:  # FP8: a float32 scale per row or per 128x128 block
         scales, tensor_scale = None, scales
     try:
@@ -378,12 +359,3 @@ def _matrix(readers: Readers, weight: Weight, expert: int) -> tuple[Any, Any, An
         if scales is not None and form.block[0] > 1:  # a Quantized holds the scale of a block once per row
             scales = np.repeat(scales, form.block[0], axis=0)[: weight.shape[-2]]
     return np.asarray(slab.codes).view(np.uint8), scales, scale
-
-
-def _stacked(parts: list[Any], is_stack: bool) -> Any:
-    """Return a part of a layer, such as its codes, from the parts of its matrices; None if the layer has no such
-    part.
-    """
-    if parts[0] is None:
-        return None
-    return np.stack(parts) if is_stack else parts[0]

@@ -252,26 +252,10 @@ def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.flo
     return form.multiplier(scalar_of(readers, weight, TENSOR_SCALE, expert))
 
 
-def _divisor_of(readers: Readers, weight: Weight, expert: int) -> np.float32 | None:
-    """Return the stored tensor scale of one matrix if decoding divides by it; None otherwise."""
-    form = weight.container
-    if form is None or not (form.divides and form.has_tensor_scale):
-        return None
-    return scalar_of(readers, weight, TENSOR_SCALE, expert)
-
-
 def column_scale_of(readers: Readers, weight: Weight) -> npt.NDArray[np.float32] | None:
     """Return the factors that the decoded columns of a weight are multiplied by, float32 [K]."""
     place = weight.parts.get(COLUMN_SCALE)
     return None if place is None else readers.array(place).reshape(-1).astype(np.float32)
-
-
-def _low_rank_of(readers: Readers, weight: Weight) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
-    """Return the low-rank parts (B, A) that SVDQuant adds to a weight as the product B A; None if it has none."""
-    if LOW_RANK_A not in weight.parts:
-        return None
-    a, b = (readers.array(weight.parts[part]).astype(np.float64) for part in (LOW_RANK_A, LOW_RANK_B))
-    return b, a
 
 
 def read_update(readers: Readers, update: LowRankUpdate) -> UpdateRows:
@@ -307,7 +291,12 @@ def slabs(
         itemsize = NUMPY_DTYPES[weight.dtype].itemsize
     step = max(max_bytes // (columns * itemsize * height), 1) * height
     tensor_scale, column_scale = tensor_scale_of(readers, weight, expert), column_scale_of(readers, weight)
-    low_rank, divisor = _low_rank_of(readers, weight), _divisor_of(readers, weight, expert)
+    low_rank, divisor, form = None, None, weight.container
+    if LOW_RANK_A in weight.parts:
+        a, b = (readers.array(weight.parts[part]).astype(np.float64) for part in (LOW_RANK_A, LOW_RANK_B))
+        low_rank = b, a
+    if form is not None and form.divides and form.has_tensor_scale:
+        divisor = scalar_of(readers, weight, TENSOR_SCALE, expert)
     update = None if weight.update is None else read_update(readers, weight.update)
     transposed = {
         part: _TransposedReader(readers, weight.parts[part], rows, expert)

@@ -78,7 +78,9 @@ class WeightRotation:
     @property
     def matrix(self) -> npt.NDArray[np.float32]:
         """The matrix M of the transform, float32 [size, size] with elements 1 and -1."""
-        return _sylvester(self.size) * self.factors[:, None].astype(np.float32)
+        sylvester = np.rint(hadamard(np.eye(self.size, dtype=np.float32), self.size) * np.sqrt(np.float32(self.size)))
+        matrix: npt.NDArray[np.float32] = sylvester * self.factors[:, None].astype(np.float32)
+        return matrix
 
     def of(self, values: np.ndarray) -> np.ndarray:
         """Return the matrix ``values`` with every row rotated, as a new array of the same dtype."""
@@ -99,12 +101,6 @@ def rotation_of(matrix: np.ndarray) -> WeightRotation | None:
 def _text(factors: np.ndarray) -> str:
     """Return factors 1 and -1 as text for WeightRotation.signs: "+" for 1, "-" for -1."""
     return "".join("-" if factor < 0 else "+" for factor in factors)
-
-
-def _sylvester(size: int) -> npt.NDArray[np.float32]:
-    """Return Sylvester's Hadamard matrix, float32 [size, size], with elements 1 and -1."""
-    # ``size`` must be one of HADAMARD_SIZES.
-    return np.rint(hadamard(np.eye(size, dtype=np.float32), size) * np.sqrt(np.float32(size)))
 
 
 # Suffixes of tensor names by which looks_quantized recognizes codes and scales: those of containers, without those that

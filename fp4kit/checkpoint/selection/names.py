@@ -1,8 +1,6 @@
-"""Recognize the components that wrappers of PyTorch add to the names of a state dict. For example, torch.compile adds
-``_orig_mod``, and DistributedDataParallel adds ``module`` at the beginning.
-
-PEFT adds ``base_model.model``, ``base_layer`` and ``original_module``. The wrappers of FSDP, Lightning and activation
-checkpointing add components of their own. Engines do not find tensors under such names.
+"""Interpret the names of layers and tensors: what wrappers of PyTorch add to them, which belong to adapters, what
+Megatron-Core and llama.cpp call the layers of Hugging Face models, and which layers loaders fuse into one. The leaf of
+a module name is its last component.
 """
 
 from __future__ import annotations
@@ -76,6 +74,7 @@ class AdapterTensor(NamedTuple):
     part: str
 
 
+_PREFIXED = "IA3 LoKr OFT BOFT HRA HiRA FourierFT VB-LoRA RandLoRA SHiRA WaveFT"  # components begin with the kind
 # A component of a name -> the kind of adapter that has such components. The first match counts.
 _ADAPTER_PARTS = tuple(
     (kind, re.compile(pattern))
@@ -85,19 +84,7 @@ _ADAPTER_PARTS = tuple(
         ("DoRA", r"dora_scale"),
         ("AdaLoRA", r"ranknum"),
         ("X-LoRA", r"(internal_)?xlora_classifier"),
-        ("IA3", r"ia3_\w+"),
-        ("LoHa", r"hada_\w+"),
-        ("LoKr", r"lokr_\w+"),
-        ("OFT", r"oft_\w+"),
-        ("BOFT", r"boft_\w+"),
         ("VeRA", r"p?vera_(lambda_)?\w+"),
-        ("HRA", r"hra_\w+"),
-        ("HiRA", r"hira_\w+"),
-        ("FourierFT", r"fourierft_\w+"),
-        ("VB-LoRA", r"vblora_\w+"),
-        ("RandLoRA", r"randlora_\w+"),
-        ("SHiRA", r"shira_\w+"),
-        ("WaveFT", r"waveft_\w+"),
         ("Bone", r"bone_block|miss_block"),
         ("C3A", r"c3a_kernel"),
         ("RoAd", r"road_(theta|alpha)"),
@@ -113,6 +100,8 @@ _ADAPTER_PARTS = tuple(
         ("trainable tokens", r"trainable_tokens_\w+"),
         ("modules_to_save", r"modules_to_save"),
         ("bottleneck", r"adapter_(down|up)"),
+        ("LoHa", r"hada_\w+"),
+        *((kind, rf"{kind.lower().replace('-', '')}_\w+") for kind in _PREFIXED.split()),
     )
 )
 # Two components that mean LoRA only one after the other: lora.a of Gemma, to_q_lora.up of Diffusers, adapter.linear_in
@@ -160,11 +149,7 @@ _MEGATRON_WRAPPERS = re.compile(r"(?:module\.)*(language_model\.)?")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d{1,9})")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d{1,9})\.(linear_fc[12])\.(weight|bias)")
 # Prefixes of the transformer layer inside a multi-token prediction layer.
-_INNER = (
-    "transformer_layer.",
-    "mtp_model_layer.",
-)
-
+_INNER = ("transformer_layer.", "mtp_model_layer.")
 _OUTSIDE = {
     "embedding.word_embeddings": "embed_tokens",
     "embedding.position_embeddings": "embed_positions",
@@ -228,19 +213,18 @@ def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = Tr
     plain, root = name[wrapper.end() :], "model.language_model" if wrapper[1] else "model"
     match = _LAYER.fullmatch(plain)
     found = _outside(plain, root) if match is None else _in_layer(match[3], match[1] == "mtp", gated)
-    if match is None or found is None:
-        if found is None:
-            _refuse_unknown(name, match)
+    if found is None and match is not None and _MEGATRON_WORDS.search(match[3]):
+        raise CheckpointError(
+            f"hugging_face_names: {shown(name)}: unknown Megatron-Core name; rename it as in Hugging Face models, for"
+            " example model.layers.0.self_attn.q_proj.weight"
+        )
+    if found is None or match is None:
         return (name,) if found is None else found
-    prefix = _prefix(match[1], int(match[2]), root, layers)
+    number = int(match[2])
+    prefix = f"{root}.layers.{number}"
+    if match[1] == "mtp":
+        prefix = f"mtp.layers.{number}" if layers is None else f"{root}.layers.{layers + number}"
     return tuple(f"{prefix}.{suffix}" for suffix in found)
-
-
-def _prefix(list_name: str, number: int, root: str, layers: int | None) -> str:
-    """Return the Hugging Face prefix of a Megatron layer, such as "model.layers.3"."""
-    if list_name == "decoder":
-        return f"{root}.layers.{number}"
-    return f"mtp.layers.{number}" if layers is None else f"{root}.layers.{layers + number}"
 
 
 def _outside(plain: str, root: str) -> tuple[str, ...] | None:
@@ -286,15 +270,6 @@ def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
         return None
     leaves = ("gate_proj", "up_proj") if linear == "linear_fc1" else ("down_proj",)
     return linear, tuple(f"mlp.experts.{number}.{leaf}" for leaf in leaves), kind
-
-
-def _refuse_unknown(name: str, layer: re.Match[str] | None) -> None:
-    """Raise CheckpointError if an unknown name within a layer contains words that only Megatron uses."""
-    if layer is not None and _MEGATRON_WORDS.search(layer[3]):
-        raise CheckpointError(
-            f"hugging_face_names: {shown(name)}: unknown Megatron-Core name; rename it as in Hugging Face models, for"
-            " example model.layers.0.self_attn.q_proj.weight"
-        )
 
 
 @dataclass(frozen=True)
@@ -400,30 +375,20 @@ def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) 
         other = _OTHER_OF.get(leaf)
         if other is None or join_module(parent, other) in all_modules:
             continue
-        if leaf in _GATE_OF:
-            gated = _up_names_with_gate(all_modules) if gated is None else gated
-        if _is_half(parent, leaf, all_modules) if leaf in _PAIRS else _without_numbers(module) in (gated or ()):
+        if leaf in _PAIRS:
+            attends = "attn" in parent or "attention" in parent.lower()
+            is_half = not attends and not (leaf == "w1" and join_module(parent, "c_proj") in all_modules)
+        else:
+            if gated is None:
+                gates = (split_module(name) for name in all_modules if name.endswith(tuple(_PAIRS)))
+                ups = (join_module(above, _PAIRS[gate]) for above, gate in gates if gate in _PAIRS)
+                gated = {_NUMBER.sub("#", up) for up in ups}
+            is_half = _NUMBER.sub("#", module) in gated  # other layers and experts have both halves
+        if is_half:
             found.append(
                 f"{shown(module)}: has no {other} beside it, with which it must share a tensor amax; add {other}"
             )
     return found
-
-
-def _is_half(parent: str, gate: str, all_modules: Collection[str]) -> bool:
-    """Return whether a gate_proj or w1 must have an up_proj or w3 beside it."""
-    attends = "attn" in parent or "attention" in parent.lower()
-    return not attends and not (gate == "w1" and join_module(parent, "c_proj") in all_modules)
-
-
-def _without_numbers(module: str) -> str:
-    """Return a module name with each number replaced by ``#``, so that all layers and experts give one name."""
-    return _NUMBER.sub("#", module)
-
-
-def _up_names_with_gate(all_modules: Collection[str]) -> set[str]:
-    """Return the names of the up projections that must exist because the model has their gates."""
-    gates = (split_module(module) for module in all_modules if module.endswith(tuple(_PAIRS)))
-    return {_without_numbers(join_module(parent, _PAIRS[leaf])) for parent, leaf in gates if leaf in _PAIRS}
 
 
 def partly_converted(copied: Iterable[str], converted: Collection[str]) -> Iterator[str]:
@@ -499,25 +464,10 @@ def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 # Architectures whose compute graphs multiply by every loaded .scale. All other graphs silently ignore some scales.
-SCALING = {
-    "llama",
-    "mistral3",
-    "cohere2",
-    "cohere2moe",
-    "qwen3",
-    "qwen3moe",
-    "qwen35",
-    "qwen35moe",
-    "qwen4exp",
-    "gemma4",
-    "nemotron_h",
-    "nemotron_h_moe",
-    "nanbeige",
-    "mellum",
-    "hy_v3",
-    "deepseek32",
-    "glm-dsa",
-}
+SCALING = frozenset(
+    "llama mistral3 cohere2 cohere2moe qwen3 qwen3moe qwen35 qwen35moe qwen4exp gemma4 nemotron_h nemotron_h_moe"
+    " nanbeige mellum hy_v3 deepseek32 glm-dsa".split()
+)
 _SCALED = re.compile(  # modules whose .scale llama.cpp loads; it rejects files with a .scale of any other module
     r"output|blk\.\d+\.(attn_(q|k|v|output|qkv|gate)|ffn_(gate|down|up)(_shexp|_exps)?|ssm_(in|out|alpha|beta)"
     r"|nextn\.(eh_proj|shared_head_head))"

@@ -184,8 +184,8 @@ def test_readers_of_gpt_oss() -> None:
 
 def test_deepseek_v4() -> None:
     experts = "layers.0.ffn.experts"
-    assert not m.vllm_deepseek_v4(experts, ["head", "mtp.*"])
-    assert m.vllm_deepseek_v4(experts, [f"{experts}.0.w1"])
+    assert not m.vllm_listed(experts, ["head", "mtp.*"], {})
+    assert m.vllm_listed(experts, [f"{experts}.0.w1"], {})
 
 
 @pytest.mark.parametrize(
