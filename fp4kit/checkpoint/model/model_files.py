@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fp4kit.checkpoint.executors import run_all
@@ -226,17 +226,14 @@ def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]
 
 
 # Suffix of a file -> advice for the user who has no safetensors model but such a file.
+_SAVE = "write safetensors with model.save_pretrained(DIR)"
 _OTHER_MODELS = {
     ".gguf": "pass the GGUF file itself",
-    ".bin": "load the model with transformers and write safetensors with model.save_pretrained(DIR)",
-    ".pt": "load the model with PyTorch and write safetensors with model.save_pretrained(DIR)",
-    ".ckpt": "load the model with PyTorch and write safetensors with model.save_pretrained(DIR)",
-    ".h5": "load the model with transformers and write safetensors with model.save_pretrained(DIR)",
-    ".msgpack": "load the model with transformers and write safetensors with model.save_pretrained(DIR)",
+    **dict.fromkeys((".bin", ".h5", ".msgpack"), f"load the model with transformers and {_SAVE}"),
+    **dict.fromkeys((".pt", ".pth", ".ckpt"), f"load the model with PyTorch and {_SAVE}"),
     ".npz": "load the arrays with NumPy and write safetensors with safetensors.numpy.save_file",
-    ".pth": "load the model with PyTorch and write safetensors with model.save_pretrained(DIR)",
     ".onnx": "use the safetensors model that the ONNX file was exported from",
-    ".distcp": "merge the shards of torch.distributed, and write safetensors with model.save_pretrained(DIR)",
+    ".distcp": f"merge the shards of torch.distributed, and {_SAVE}",
     ".incomplete": "the download has not ended; run hf download again",
     ".nemo": "export the model to Hugging Face's format with NeMo",
     ".engine": "use the safetensors model that the TensorRT engine was built from",
@@ -270,7 +267,7 @@ def _hint_on_directory(root: Path) -> str:
             name = revision if revision in found else found[-1]
             return f"; this is a directory of the hub's cache; pass its snapshot, {shown(str(snapshots / name))}"
         return "; this is a directory of the hub's cache without a snapshot; download the model with hf download"
-    folders = [path.parent.name for path in sorted(root.glob(f"*/{CONFIG}")) if _has_safetensors(path.parent)]
+    folders = [path.parent.name for path in sorted(root.glob(f"*/{CONFIG}")) if any(path.parent.glob("*.safetensors"))]
     is_pipeline = (root / MODEL_INDEX).is_file()
     if not folders:
         return "; this is a pipeline without models in safetensors; download it again" if is_pipeline else ""
@@ -285,11 +282,6 @@ def _hint_on_config(root: Path) -> str:
     if os.path.lexists(root / "params.json"):
         return "this is a release in its author's own format; use the one for transformers, which has a config.json"
     return "download or copy it again"
-
-
-def _has_safetensors(folder: Path) -> bool:
-    """Return whether a directory contains a safetensors file. Subdirectories are not searched."""
-    return next(folder.glob("*.safetensors"), None) is not None
 
 
 def check_kind_of_file(path: Path) -> None:
@@ -400,15 +392,10 @@ VERSION = 1
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file's content, as 64 hexadecimal digits. Raise OSError if the file cannot be read."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-
-
-def _digest(file: Any) -> str:
-    """Return the SHA-256, in hexadecimal, of an open binary file from its current position to its end."""
-    whole = hashlib.sha256()
-    while data := file.read(1 << 20):
-        whole.update(data)
-    return whole.hexdigest()
+        whole = hashlib.sha256()
+        while data := file.read(1 << 20):
+            whole.update(data)
+        return whole.hexdigest()
 
 
 class Digest(NamedTuple):
@@ -434,12 +421,8 @@ def names_in(folder: Path) -> list[str]:
     """Return the sorted names, relative to ``folder``, of the files in ``folder`` that its manifest must list."""
     # The manifest must list all files in the directory and its subdirectories, except itself and hidden files.
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and _is_inside(path, folder))
-    return sorted(name.as_posix() for name in names if not is_hidden(name) and name.as_posix() != MANIFEST)
-
-
-def is_hidden(name: PurePath) -> bool:
-    """Return whether the name of a file, or of a directory in its path, begins with a dot."""
-    return any(part.startswith(".") for part in name.parts)
+    shown = (name for name in names if not any(part.startswith(".") for part in name.parts))
+    return sorted(name.as_posix() for name in shown if name.as_posix() != MANIFEST)
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
@@ -506,19 +489,7 @@ def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
 
 COPIED_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".vocab", ".yaml")
 COPIED_PREFIXES = ("LICENSE", "LICENCE", "NOTICE", "README")
-WEIGHT_SUFFIXES = (
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".onnx",
-    ".onnx_data",
-    ".h5",
-    ".msgpack",
-    ".ot",
-    ".safetensors",
-    ".npz",
-)
+WEIGHT_SUFFIXES = tuple(".bin .pt .pth .gguf .onnx .onnx_data .h5 .msgpack .ot .safetensors .npz".split())
 WRITTEN_AT_ROOT = (CONFIG, HF_QUANT_CONFIG, MANIFEST, CONTRACT)  # never copied, because a conversion writes its own
 # Files beside the config in which auto-round, GPTQ and AWQ tools declare how a model is quantized; msmodelslim's file
 # is DESCRIPTION.

@@ -308,65 +308,30 @@ def pair(container: str, parent: str, leaves: tuple[str, ...]) -> Tensors:
     return {name: tensor for leaf in leaves for name, tensor in layer(container, f"{parent}.{leaf}").items()}
 
 
+DIVISOR = "the largest divisor, which is the smallest scale, | gate_proj by 0.5"
+
+
 @pytest.mark.parametrize(
     ("container", "parent", "stored", "text"),
     [
-        (
-            W4A16,
-            "a.mlp",
-            {"gate_proj": 1.0, "up_proj": 2.0},
-            "weight_scale_2 differs; the largest is used for all, so values are off by a factor: gate_proj by 2; "
-            "fp4kit reconcile repairs it",
-        ),
-        (
-            W4A16,
-            "a.mlp.experts.0",
-            {"gate_proj": 1.0, "up_proj": 2.0},
-            "weight_scale_2 differs; that of gate_proj is used for all, so values are off by a factor: up_proj by "
-            "0.5; fp4kit reconcile repairs it",
-        ),
-        (
-            W4A16,
-            "a.experts.0",
-            {"w1": 4.0, "w3": 1.0},
-            "weight_scale_2 differs; that of w1 is used for all, so values are off by a factor: w3 by 4; fp4kit "
-            "reconcile repairs it",
-        ),
-        (
-            W4A16,
-            "a.self_attn",
-            {"q_proj": 1.0, "k_proj": 1.0, "v_proj": 4.0},
-            "weight_scale_2 differs; the largest is used for all, so values are off by a factor: q_proj by 4, "
-            "k_proj by 4; fp4kit reconcile repairs it",
-        ),
-        (
-            W4A16,
-            "a.self_attn",
-            {"q_a_proj": 1.0, "kv_a_proj_with_mqa": 2.0},
-            "weight_scale_2 differs; the largest is used for all, so values are off by a factor: q_a_proj by 2; "
-            "fp4kit reconcile repairs it",
-        ),
-        (
-            CT_NVFP4,
-            "a.mlp",
-            {"gate_proj": 1.0, "up_proj": 2.0},  # divisors 1 and 2 mean scales 1 and 0.5; engines use 0.5 for both
-            "weight_global_scale differs; the largest divisor, which is the smallest scale, is used for all, so "
-            "values are off by a factor: gate_proj by 0.5; fp4kit reconcile repairs it",
-        ),
-        (
-            CT_NVFP4,
-            "a.mlp.experts.0",
-            {"gate_proj": 1.0, "up_proj": 2.0},
-            "weight_global_scale differs; that of gate_proj is used for all, so values are off by a factor: up_proj "
-            "by 2; fp4kit reconcile repairs it",
-        ),
+        (W4A16, "a.mlp", {"gate_proj": 1.0, "up_proj": 2.0}, "the largest | gate_proj by 2"),
+        (W4A16, "a.mlp.experts.0", {"gate_proj": 1.0, "up_proj": 2.0}, "that of gate_proj | up_proj by 0.5"),
+        (W4A16, "a.experts.0", {"w1": 4.0, "w3": 1.0}, "that of w1 | w3 by 4"),
+        (W4A16, "a.self_attn", {"q_proj": 1.0, "k_proj": 1.0, "v_proj": 4.0}, "the largest | q_proj by 4, k_proj by 4"),
+        (W4A16, "a.self_attn", {"q_a_proj": 1.0, "kv_a_proj_with_mqa": 2.0}, "the largest | q_a_proj by 2"),
+        # divisors 1 and 2 mean scales 1 and 0.5; engines use 0.5 for both
+        (CT_NVFP4, "a.mlp", {"gate_proj": 1.0, "up_proj": 2.0}, DIVISOR),
+        (CT_NVFP4, "a.mlp.experts.0", {"gate_proj": 1.0, "up_proj": 2.0}, "that of gate_proj | up_proj by 2"),
     ],
 )
 def test_tensor_scales_of_a_fused_layer(container: str, parent: str, stored: dict[str, float], text: str) -> None:
     suffix = "weight_scale_2" if container == W4A16 else "weight_global_scale"
     scales = {f"{parent}.{leaf}.{suffix}": value for leaf, value in stored.items()}
     (found,) = checked(container, pair(container, parent, tuple(stored)), scales=scales)
-    assert (found.engine, found.subject, found.text) == ("vLLM", f"{parent}.({'|'.join(stored)})", text)
+    which, _, factors = text.partition(" | ")
+    text = f"{suffix} differs; {which} is used for all, so values are off by a factor: {factors}; "
+    assert (found.engine, found.subject) == ("vLLM", f"{parent}.({'|'.join(stored)})")
+    assert found.text == f"{text}fp4kit reconcile repairs it"
     same = dict.fromkeys(scales, 1.5)
     assert not checked(container, pair(container, parent, tuple(stored)), scales=same)
 
@@ -398,70 +363,42 @@ def changed(container: str, **entries: object) -> dict[str, Any]:
 
 
 CONFIGS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    (W4A16, {}, "quantization_config.quant_method is ''; 'modelopt' is needed"),
-    (W4A16, changed(W4A16, quant_method="fp8"), "quantization_config.quant_method is 'fp8'; 'modelopt' is needed"),
-    (
-        W4A16,
-        changed(W4A16, quant_algo="NVFP4"),
-        "quantization_config.quant_algo is 'NVFP4'; the tensors are 'W4A16_NVFP4'",
-    ),
-    (W4A16, changed(W4A16, group_size=32), "quantization_config.group_size is 32; the tensors have 16"),
-    (MXFP8, changed(MXFP8, quant_algo=None), "quantization_config.quant_algo is None; the tensors are 'MXFP8'"),
-    (
-        CT_NVFP4,
-        changed(CT_NVFP4, format="pack-quantized"),
-        "quantization_config.format is 'pack-quantized'; the tensors are 'nvfp4-pack-quantized'",
-    ),
-    (
-        CT_NVFP4,
-        changed(CT_NVFP4, config_groups={}),
-        "quantization_config has no config_groups; no layer would be quantized",
-    ),
-    (
-        CT_NVFP4,
-        changed(CT_NVFP4, config_groups=[1]),
-        "quantization_config has no config_groups; no layer would be quantized",
-    ),
+    (W4A16, {}, "quant_method is ''; 'modelopt' is needed"),
+    (W4A16, changed(W4A16, quant_method="fp8"), "quant_method is 'fp8'; 'modelopt' is needed"),
+    (W4A16, changed(W4A16, quant_algo="NVFP4"), "quant_algo is 'NVFP4'; the tensors are 'W4A16_NVFP4'"),
+    (W4A16, changed(W4A16, group_size=32), "group_size is 32; the tensors have 16"),
+    (MXFP8, changed(MXFP8, quant_algo=None), "quant_algo is None; the tensors are 'MXFP8'"),
+    (CT_NVFP4, changed(CT_NVFP4, format="pack-quantized"), "format is 'pack-quantized'; the tensors are 'nvfp4-pack-"),
+    (CT_NVFP4, changed(CT_NVFP4, config_groups={}), "has no config_groups; no layer would be quantized"),
+    (CT_NVFP4, changed(CT_NVFP4, config_groups=[1]), "has no config_groups; no layer would be quantized"),
     (
         CT_NVFP4,
         changed(CT_NVFP4, config_groups=ct_config(CT_MXFP4)["config_groups"]),
-        "weights of config_groups: strategy is 'group' ('tensor_group'), group_size is 32 (16): does not describe "
-        "the tensors (values in brackets)",
+        "strategy is 'group' ('tensor_group'), group_size is 32 (16): does not describe the tensors",
     ),
     (
         CT_MXFP8,
         changed(CT_MXFP8, config_groups={"a": {"weights": None}}),
-        "weights of config_groups: strategy is None ('group'), num_bits is None (8), group_size is None (32), "
-        "type is None ('float'), symmetric is None (True): does not describe the tensors (values in brackets)",
+        "strategy is None ('group'), num_bits is None (8), group_size is None (32), type is None ('float'), symmetric",
     ),
     (
-        "sglang-mxfp8",
-        changed("sglang-mxfp8", quant_method="fp8"),
-        "quantization_config.quant_method is 'fp8'; 'mxfp8' is needed",
+        FP8_BLOCKS,
+        changed(FP8_BLOCKS, weight_block_size=[64, 64]),
+        "weight_block_size is [64, 64]; [128, 128] is",
     ),
-    (
-        "gpt-oss",
-        {**config("gpt-oss"), "model_type": "qwen3_moe"},
-        "model_type is 'qwen3_moe'; blocks and scales are read only for 'gpt_oss'",
-    ),
+    (FP8_BLOCKS, changed(FP8_BLOCKS, activation_scheme="static"), "activation_scheme is 'static'; 'dynamic' is needed"),
+    ("sglang-mxfp8", changed("sglang-mxfp8", quant_method="fp8"), "quant_method is 'fp8'; 'mxfp8' is needed"),
+    ("gpt-oss", {**config("gpt-oss"), "model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'; blocks and scales are"),
     ("deepseek-v4", {**config("deepseek-v4"), "expert_dtype": "fp8"}, "expert_dtype is 'fp8'; 'fp4' is needed"),
-    (
-        "deepseek-v4 nvfp4",
-        changed("deepseek-v4", moe_quant_algo=None),
-        "quantization_config.moe_quant_algo is None; 'NVFP4' is needed",
-    ),
-    (
-        "deepseek-v4",
-        changed("deepseek-v4", quant_method="mxfp4"),
-        "quantization_config.quant_method is 'mxfp4'; 'fp8' is needed",
-    ),
+    ("deepseek-v4 nvfp4", changed("deepseek-v4", moe_quant_algo=None), "moe_quant_algo is None; 'NVFP4' is needed"),
+    ("deepseek-v4", changed("deepseek-v4", quant_method="mxfp4"), "quant_method is 'mxfp4'; 'fp8' is needed"),
 )
 
 
 @together("container, given, text", CONFIGS)
 def test_faults_of_config_json(container: str, given: dict[str, Any], text: str) -> None:
     found = checked(container, layer(container, name_of(container)), config=given)
-    assert text in [each.text for each in found]
+    assert any(text in each.text for each in found)
     assert {each.subject for each in found} == {"config.json"}
 
 
