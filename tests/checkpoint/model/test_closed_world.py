@@ -96,26 +96,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Soun
 
 
 SUFFIXES = (
-    ".weight",
-    ".weight_packed",
-    ".weight_scale",
-    ".weight_scale_2",
-    ".weight_scale_inv",
-    ".weight_global_scale",
-    ".input_scale",
-    ".input_global_scale",
-    ".pre_quant_scale",
-    ".weight_zero_point",
-    ".g_idx",
-    ".scales",
-    ".biases",
-    ".global_scale",
-    ".comfy_quant",
-    ".lora_A.weight",
-    ".smooth_factor",
-    ".k_scale",
-    ".bias",
-    ".codebook",
+    ".weight .weight_packed .weight_scale .weight_scale_2 .weight_scale_inv .weight_global_scale .input_scale"
+    " .input_global_scale .pre_quant_scale .weight_zero_point .g_idx .scales .biases .global_scale .comfy_quant"
+    " .lora_A.weight .smooth_factor .k_scale .bias .codebook".split()
 )
 CHANGES = ("add", "drop", "rename", "copy", "retype", "cast", "config", "metadata")
 
@@ -276,84 +259,64 @@ def test_ignore_insists_and_is_recorded(sound: Callable[[str, str], Sound], tmp_
     assert [issue.severity for issue in issues if "left out by --ignore" in issue.text] == ["warning", "warning"]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "text"),
-    [
+GROUP = {"targets": ["Linear"]}
+CONFIG_KEYS: dict[str, list[tuple[str, Any, str]]] = {
+    "compressed-tensors": [
         ("transform_config", {"config_groups": {"R1": {"type": "hadamard"}}}, "declares rotations of the weights"),
         ("sparsity_config", {"format": "sparse-24-bitmask"}, "declares the sparse format"),
         ("quantization_status", "initialized", 'is "initialized", which is not supported'),
         ("format", "mxfp4-pack-quantized", "but there are layers of nvfp4"),
         ("format", "marlin-24", 'is "marlin-24", which fp4kit does not know'),
+        ("format", {"x": 1}, "is {"),
         ("quant_method", "hqq", 'is "hqq", which fp4kit does not know'),
-        ("config_groups", {"g": {"weights": {"type": "int", "num_bits": 4}, "targets": ["Linear"]}}, "type"),
-        ("config_groups", {"g": {"weights": {}, "rotation": 1}}, "with the key rotation, which fp4kit does not know"),
         ("anything", 1, "an entry that fp4kit does not know"),
+        ("config_groups", {"g": GROUP | {"weights": {"type": "int", "num_bits": 4}}}, "type"),
+        ("config_groups", {"g": {"weights": {}, "rotation": 1}}, "with the key rotation, which fp4kit does not know"),
         ("config_groups", {"g": ["Linear"]}, 'has g, which is ["Linear"], where an object is needed'),
         ("config_groups", {"g": {"targets": "Linear"}}, "whose targets are"),
         ("config_groups", {"g": {"targets": ["re:(*"]}}, "a list of names and patterns is needed"),
         ("config_groups", {"g": {"targets": [LAYER]}}, "names no target for model.layers."),
+        ("config_groups", {"g": GROUP | {"weights": {"num_bits": 4, "group_size": 32}}}, "declares num_bits 4 with"),
         (
             "config_groups",
-            {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}},
-            "declares num_bits 4 with group_size 32 for",
+            {"g": GROUP | {"weights": {"num_bits": 8, "group_size": 16}}},
+            "but its tensors are compress",
         ),
-        (
-            "config_groups",
-            {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "group_size": 16}}},
-            "but its tensors are compressed-tensors nvfp4-pack-quantized",
-        ),
-        (
-            "config_groups",
-            {"g": {"targets": ["Linear"], "format": "mxfp8-quantized"}},
-            "declares mxfp8 for model.layers.",
-        ),
-        ("format", {"x": 1}, "is {"),
+        ("config_groups", {"g": GROUP | {"format": "mxfp8-quantized"}}, "declares mxfp8 for model.layers."),
         ("config_groups", {"group_0": {"format": ["x"]}}, "the format ["),
         ("ignore", "lm_head", 'is "lm_head"; a list of names and patterns is needed'),
         ("ignore", ["lm_head", "re:(*"], "a list of names and patterns is needed"),
         ("ignore", ["re:.*o_proj"], 'declares with "re:.*o_proj" that model.layers.'),
         ("ignore", [LAYER], f"that {LAYER} is unquantized, but it is quantized"),
     ],
-)
-def test_config_keys(key: str, value: object, text: str, sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
-    start = sound("nvfp4-compressed-tensors", "compressed-tensors")
-    config = json.loads(json.dumps(start.config))
-    config["quantization_config"][key] = value
-    with refused(text) as caught:
-        make_plan(write(tmp_path / "m", start.tensors, config, start.metadata), format="bf16")
-    assert f"config.json: quantization_config.{key}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "text"),
-    [
+    "modelopt": [
         ("quant_algo", "MXFP8", 'is "MXFP8", but there are layers of nvfp4'),
-        (
-            "quant_algo",
-            "W4A8_NVFP4_FP8",
-            'is "W4A8_NVFP4_FP8", which has blocks of 32, but the tensors have blocks of 16',
-        ),
+        ("quant_algo", "W4A8_NVFP4_FP8", "has blocks of 32, but the tensors have blocks of 16"),
         ("quant_algo", "NVFP2", 'is "NVFP2", which fp4kit does not know'),
         ("group_size", 32, "is 32, but the tensors have blocks of 16"),
         ("group_size", [{}], "is [{}], but the tensors have blocks of 16"),
         ("has_zero_point", True, "is true, which is not supported"),
-        (
-            "quantized_layers",
-            {LAYER: {"quant_algo": "FP8"}},
-            f"declares {LAYER} as FP8, but its tensors are modelopt NVFP4",
-        ),
+        ("quantized_layers", {LAYER: {"quant_algo": "FP8"}}, f"declares {LAYER} as FP8, but its tensors"),
         ("quantized_layers", {LAYER: {"quant_algo": "NVFP4", "codebook": 1}}, "has the key codebook"),
         ("exclude_modules", ["*.o_proj"], 'declares with "*.o_proj" that model.layers.'),
+        ("/llm_config", {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "quant_algo"),
+        ("/rotation_config", {"r1": "hadamard"}, "an entry that fp4kit does not know"),
+        ("/quant_config", 1, "an entry that fp4kit does not know"),
+        ("/quantization", {"quant_algo": "MXFP8"}, "but there are layers of nvfp4"),
     ],
-)
-def test_config_keys_of_modelopt(
-    key: str, value: object, text: str, sound: Callable[[str, str], Sound], tmp_path: Path
-) -> None:
-    start = sound("nvfp4-modelopt", "modelopt")
+}
+
+
+@pytest.mark.parametrize(("form", "case"), [(form, case) for form, cases in CONFIG_KEYS.items() for case in cases])
+def test_config_keys(form: str, case: tuple[str, Any, str], sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+    """An entry that contradicts the tensors is refused by name, in quantization_config and (/) elsewhere."""
+    start, (key, value, text) = sound(f"nvfp4-{form}", form), case
     config = json.loads(json.dumps(start.config))
-    config["quantization_config"][key] = value
-    with refused(f"config.json: quantization_config.{key}: {text}"):
+    (config if key[0] == "/" else config["quantization_config"])[key.removeprefix("/")] = value
+    with refused(text) as caught:
         make_plan(write(tmp_path / "m", start.tensors, config, start.metadata), format="bf16")
+    path = key[1:] if key[0] == "/" else f"quantization_config.{key}"
+    assert f"config.json: {path}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -429,29 +392,6 @@ def test_configs_of_quark_and_auto_round(
         return
     with refused(text):
         make_plan(model, format="bf16")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "text"),
-    [
-        ("llm_config", {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "quant_algo"),
-        ("rotation_config", {"r1": "hadamard"}, "an entry that fp4kit does not know"),
-        ("quant_config", 1, "an entry that fp4kit does not know"),
-        ("quantization", {"quant_algo": "MXFP8"}, "but there are layers of nvfp4"),
-    ],
-)
-def test_entries_elsewhere_in_the_config(
-    key: str, value: object, text: str, sound: Callable[[str, str], Sound], tmp_path: Path
-) -> None:
-    """An entry about quantization that contradicts the tensors is rejected wherever it is in config.json.
-
-    key: the name of the entry.
-    text: a part of the error.
-    """
-    start = sound("nvfp4-modelopt", "modelopt")
-    with refused(text) as caught:
-        make_plan(write(tmp_path / "m", start.tensors, {**start.config, key: value}, start.metadata), format="bf16")
-    assert f"config.json: {key}" in str(caught.value)
 
 
 def test_a_declaration_in_a_nested_config(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
