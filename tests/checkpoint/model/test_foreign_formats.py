@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -39,126 +40,57 @@ DTYPES = {"U8": np.uint8, "I8": np.int8, "I32": np.int32, "U32": np.uint32, "F16
 DTYPES |= {"F32": np.float32, "E4M3": E4M3, "I16": np.int16, "I64": np.int64}
 
 Parts = dict[str, tuple[str, tuple[int, ...]]]
-# what the message must say -> (parts by suffix, the declared quant_method or "")
-FORMATS: dict[str, tuple[Parts, str]] = {
-    "bitsandbytes NF4": (
-        {
-            ".weight": ("U8", (N * K // 2, 1)),
-            ".weight.absmax": ("U8", (N * K // 64,)),
-            ".weight.quant_map": ("F32", (16,)),
-            ".weight.nested_absmax": ("F32", (1,)),
-            ".weight.quant_state.bitsandbytes__nf4": ("U8", (90,)),
-        },
-        "bitsandbytes",
-    ),
-    "bitsandbytes FP4": (
-        {
-            ".weight": ("U8", (N * K // 2, 1)),
-            ".weight.absmax": ("F32", (N * K // 64,)),
-            ".weight.quant_state.bitsandbytes__fp4": ("U8", (90,)),
-        },
-        "bitsandbytes",
-    ),
-    "bitsandbytes INT8": ({".weight": ("I8", (N, K)), ".SCB": ("F32", (N,)), ".weight_format": ("U8", ())}, ""),
-    "GPTQ integers": (
-        {
-            ".qweight": ("I32", (K // 8, N)),
-            ".qzeros": ("I32", (1, N // 8)),
-            ".scales": ("F16", (1, N)),
-            ".g_idx": ("I32", (K,)),
-        },
-        "gptq",
-    ),
-    "AWQ integers": (
-        {".qweight": ("I32", (K, N // 8)), ".qzeros": ("I32", (1, N // 8)), ".scales": ("F16", (1, N))},
-        "awq",
-    ),
-    "Marlin, repacked GPTQ integers": ({".B": ("I32", (K // 16, N * 2)), ".s": ("F16", (1, N))}, "marlin"),
-    "QQQ": ({".B": ("I32", (K // 16, N * 2)), ".s_channel": ("F32", (1, N)), ".s_group": ("F16", (1, N))}, "qqq"),
-    "HQQ": ({".W_q": ("U8", (N, 64)), ".scale": ("BF16", (1, N)), ".zero": ("BF16", (1, N))}, "hqq"),
-    "EXL2": ({".q_weight": ("I32", (16, N)), ".q_scale": ("I32", (4, 8)), ".q_groups": ("I16", (8,))}, "exl2"),
-    "EXL3": ({".trellis": ("I16", (8, 4, 64)), ".suh": ("F16", (K,)), ".svh": ("F16", (N,))}, "exl3"),
-    "quanto": (
-        {".weight._data": ("I8", (N, K)), ".weight._scale": ("BF16", (N, 1)), ".input_scale": ("BF16", ())},
-        "quanto",
-    ),
-    "BitNet, four ternary weights per byte": (
-        {".weight": ("U8", (N // 4, K)), ".weight_scale": ("BF16", (1,))},
-        "bitnet",
-    ),
-    "TensorRT-LLM": (
-        {
-            ".weight": ("U8", (N, K // 2)),
-            ".weights_block_scaling_factor": ("U8", (N * K // 16,)),
-            ".activation_global_scaling_factor": ("F32", (1,)),
-            ".alpha": ("F32", (1,)),
-        },
-        "",
-    ),
-    "FP-Quant, whose weights are rotated": (
-        {
-            ".qweight": ("U8", (N, K // 2)),
-            ".scales": ("U8", (N, K // 32)),
-            ".forward_hadamard_matrix": ("BF16", (32, 32)),
-            ".backward_hadamard_matrix": ("BF16", (32, 32)),
-            ".weight_global_scale": ("F32", (1,)),
-        },
-        "fp_quant",
-    ),
-    "AQLM": ({".codes": ("I8", (N, K // 8, 1)), ".codebooks": ("F16", (1, 256, 1, 8)), ".scales": ("F16", (N, 1))}, ""),
-    "VPTQ": ({".indices": ("I16", (1, N, 16)), ".centroids.weight": ("F16", (1, 2048))}, "vptq"),
-    "QuIP#": ({".Qidxs": ("I64", (N, K // 8)), ".SU": ("F16", (K,)), ".SV": ("F16", (N,))}, ""),
-    "SpQR": ({".dense_weights": ("I64", (N, 4)), ".row_offsets": ("I32", (N + 1,)), ".col_vals": ("I32", (9,))}, ""),
-    "EETQ": ({".weight": ("I8", (K, N)), ".weight_scales": ("F16", (N,))}, "eetq"),
-    "HIGGS": ({".weight": ("I16", (N, K // 4)), ".tables": ("F16", (256, 2)), ".scales": ("F16", (N, 1))}, "higgs"),
-    "SVDQuant of Nunchaku": (
-        {".qweight": ("I8", (N, K // 2)), ".wscales": ("BF16", (K // 64, N)), ".proj_down": ("BF16", (K, 8))},
-        "",
-    ),
-    "MLX affine integers": (
-        {".weight": ("U32", (N, K // 8)), ".scales": ("BF16", (N, 2)), ".biases": ("BF16", (N, 2))},
-        "",
-    ),
-    "integers of torchao with zero points": (
-        {"._weight_qdata": ("I8", (N, K)), "._weight_scale": ("BF16", (N, 1)), "._weight_zero_point": ("I8", (N, 1))},
-        "torchao",
-    ),
-    "packed integers of compressed-tensors": (
-        {".weight_packed": ("I32", (N, K // 8)), ".weight_scale": ("BF16", (N, 2))},
-        "compressed-tensors",
-    ),
-    "INT8 of compressed-tensors or Model-Optimizer": (
-        {".weight": ("I8", (N, K)), ".weight_scale": ("BF16", (N, 1))},
-        "compressed-tensors",
-    ),
-    "INT4 of Model-Optimizer": ({".weight": ("U8", (N // 2, K)), ".weight_scale": ("F32", (N, 1))}, "modelopt"),
-    "MXFP6": ({".weight": ("U8", (N, 96)), ".weight_scale": ("U8", (N, 4))}, "quark"),
-    "sparse weights of compressed-tensors": (
-        {".compressed": ("BF16", (2048,)), ".bitmask": ("U8", (N, K // 8)), ".row_offsets": ("I64", (N, 1))},
-        "compressed-tensors",
-    ),
-    # No row fits: the message describes the tensors.
-    "found: qdata U8 [64, 64], absmax2 F32 [64]": ({".qdata": ("U8", (N, K // 2)), ".absmax2": ("F32", (N,))}, ""),
-    "found: weight U8 [64, 64], weight_scale BF16 [64, 3], quant_method 'new'": (
-        {".weight": ("U8", (N, K // 2)), ".weight_scale": ("BF16", (N, 3))},
-        "new",
-    ),
-    "found: weight U8 [64, 64]": ({".weight": ("U8", (N, K // 2))}, ""),
-    # A layer that nearly fits a container, by its codes and by its scales.
-    f"codes of compressed-tensors nvfp4-pack-quantized, but {LAYER}.weight_scale is missing": (
-        {".weight_packed": ("U8", (N, K // 2))},
-        "",
-    ),
-    f"modelopt NVFP4, but {LAYER}.weight_scale_2 is missing": (
-        {".weight": ("U8", (N, K // 2)), ".weight_scale": ("E4M3", (N, K // 16))},
-        "",
-    ),
-    f"needs F8_E4M3 [64, 8], but {LAYER}.weight_scale is F8_E4M3 [64, 4]": (
-        {".weight": ("U8", (N, K // 2)), ".weight_scale": ("E4M3", (N, 4)), ".weight_scale_2": ("F32", ())},
-        "",
-    ),
-    "codes of gpt-oss, but": ({"_blocks": ("U8", (2, N, 4, 16))}, "mxfp4"),
-}
+# what the message must say | declared quant_method | suffix and dtype[shape] of each part. In the rows from "found:" on,
+# no format of another tool fits: the message describes the tensors, or names the container that nearly fits.
+_FORMATS = """
+bitsandbytes NF4 | bitsandbytes | .weight U8[4096,1] .weight.absmax U8[128] .weight.quant_map F32[16] .weight.nested_absmax F32[1] .weight.quant_state.bitsandbytes__nf4 U8[90]
+bitsandbytes FP4 | bitsandbytes | .weight U8[4096,1] .weight.absmax F32[128] .weight.quant_state.bitsandbytes__fp4 U8[90]
+bitsandbytes INT8 |  | .weight I8[64,128] .SCB F32[64] .weight_format U8[]
+GPTQ integers | gptq | .qweight I32[16,64] .qzeros I32[1,8] .scales F16[1,64] .g_idx I32[128]
+AWQ integers | awq | .qweight I32[128,8] .qzeros I32[1,8] .scales F16[1,64]
+Marlin, repacked GPTQ integers | marlin | .B I32[8,128] .s F16[1,64]
+QQQ | qqq | .B I32[8,128] .s_channel F32[1,64] .s_group F16[1,64]
+HQQ | hqq | .W_q U8[64,64] .scale BF16[1,64] .zero BF16[1,64]
+EXL2 | exl2 | .q_weight I32[16,64] .q_scale I32[4,8] .q_groups I16[8]
+EXL3 | exl3 | .trellis I16[8,4,64] .suh F16[128] .svh F16[64]
+quanto | quanto | .weight._data I8[64,128] .weight._scale BF16[64,1] .input_scale BF16[]
+BitNet, four ternary weights per byte | bitnet | .weight U8[16,128] .weight_scale BF16[1]
+TensorRT-LLM |  | .weight U8[64,64] .weights_block_scaling_factor U8[512] .activation_global_scaling_factor F32[1] .alpha F32[1]
+FP-Quant, whose weights are rotated | fp_quant | .qweight U8[64,64] .scales U8[64,4] .forward_hadamard_matrix BF16[32,32] .backward_hadamard_matrix BF16[32,32] .weight_global_scale F32[1]
+AQLM |  | .codes I8[64,16,1] .codebooks F16[1,256,1,8] .scales F16[64,1]
+VPTQ | vptq | .indices I16[1,64,16] .centroids.weight F16[1,2048]
+QuIP# |  | .Qidxs I64[64,16] .SU F16[128] .SV F16[64]
+SpQR |  | .dense_weights I64[64,4] .row_offsets I32[65] .col_vals I32[9]
+EETQ | eetq | .weight I8[128,64] .weight_scales F16[64]
+HIGGS | higgs | .weight I16[64,32] .tables F16[256,2] .scales F16[64,1]
+SVDQuant of Nunchaku |  | .qweight I8[64,64] .wscales BF16[2,64] .proj_down BF16[128,8]
+MLX affine integers |  | .weight U32[64,16] .scales BF16[64,2] .biases BF16[64,2]
+integers of torchao with zero points | torchao | ._weight_qdata I8[64,128] ._weight_scale BF16[64,1] ._weight_zero_point I8[64,1]
+packed integers of compressed-tensors | compressed-tensors | .weight_packed I32[64,16] .weight_scale BF16[64,2]
+INT8 of compressed-tensors or Model-Optimizer | compressed-tensors | .weight I8[64,128] .weight_scale BF16[64,1]
+INT4 of Model-Optimizer | modelopt | .weight U8[32,128] .weight_scale F32[64,1]
+MXFP6 | quark | .weight U8[64,96] .weight_scale U8[64,4]
+sparse weights of compressed-tensors | compressed-tensors | .compressed BF16[2048] .bitmask U8[64,16] .row_offsets I64[64,1]
+found: qdata U8 [64, 64], absmax2 F32 [64] |  | .qdata U8[64,64] .absmax2 F32[64]
+found: weight U8 [64, 64], weight_scale BF16 [64, 3], quant_method 'new' | new | .weight U8[64,64] .weight_scale BF16[64,3]
+found: weight U8 [64, 64] |  | .weight U8[64,64]
+codes of compressed-tensors nvfp4-pack-quantized, but LAYER.weight_scale is missing |  | .weight_packed U8[64,64]
+modelopt NVFP4, but LAYER.weight_scale_2 is missing |  | .weight U8[64,64] .weight_scale E4M3[64,8]
+needs F8_E4M3 [64, 8], but LAYER.weight_scale is F8_E4M3 [64, 4] |  | .weight U8[64,64] .weight_scale E4M3[64,4] .weight_scale_2 F32[]
+codes of gpt-oss, but | mxfp4 | _blocks U8[2,64,4,16]
+"""  # noqa: E501
+
+
+def _format(row: str) -> tuple[str, tuple[Parts, str]]:
+    what, method, parts = (cell.strip() for cell in row.replace("LAYER", LAYER).split("|"))
+    found = re.findall(r"(\S+) (\w+)\[([\d,]*)\]", parts)
+    return what, (
+        {end: (dtype, tuple(map(int, filter(None, shape.split(","))))) for end, dtype, shape in found},
+        method,
+    )
+
+
+FORMATS: dict[str, tuple[Parts, str]] = dict(map(_format, _FORMATS.strip().split("\n")))
 
 
 def written(root: Path, parts: Parts, method: str, layers: int = 1) -> Path:
