@@ -1,15 +1,6 @@
 """Write and check exclusion lists, which tell engines which layers of a checkpoint are not quantized. A fused layer,
-such as qkv_proj, is one that engines make of several. A container of experts is the module that contains all experts of
-a layer. MLA projections, such as kv_b_proj, belong to DeepSeek's attention.
-
-Each container has its own syntax. A list contains:
-
-- every linear layer that is copied unquantized
-- the fused layers that engines make of these layers
-- ``lm_head``, unless it is quantized, because engines quantize it even if it is tied and has no tensor
-
-A subtree that is copied as a whole is listed by its prefix alone, without the layers below it. Otherwise SGLang would
-apply the name of an MLA projection below it to this projection in every layer of the model.
+such as qkv_proj, is one that engines make of several. A container of experts is the module that contains all experts
+of a layer. MLA projections, such as kv_b_proj, belong to DeepSeek's attention.
 """
 
 from __future__ import annotations
@@ -26,6 +17,12 @@ from fp4kit.checkpoint.containers.engines import Finding, finding
 from fp4kit.checkpoint.selection.names import fused_groups, join_module, split_module
 from fp4kit.checkpoint.selection.selection import GRANITE_STACKS
 from fp4kit.lazy import lazy_property
+
+# What engines exclude -------------------------------------------------------------------------------------------------
+# There is one predicate per engine and format. It takes the name of one module (a linear layer, a fused layer or a
+# container of experts, by its name in the checkpoint) and the patterns of the list. It raises PartsDisagree if some
+# parts of a fused layer are excluded and others are not, because the engine refuses to load such a checkpoint, and
+# ValueError for a pattern that the engine cannot compile.
 
 _QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _MLA_PAIR = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -334,6 +331,12 @@ READERS: Mapping[str, tuple[Reader, ...]] = {
     id: tuple(_READERS[one.form.syntax, engine] for engine in one.form.engines) if one.form else ()
     for id, one in LOADED.items()
 }
+
+# Writing and checking lists -------------------------------------------------------------------------------------------
+# A list contains every linear layer that is copied unquantized, the fused layers that engines make of these layers, and
+# lm_head, unless it is quantized, because engines quantize it even if it is tied and has no tensor. A subtree that is
+# copied as a whole is listed by its prefix alone. Otherwise SGLang would apply the name of an MLA projection below it
+# to this projection in every layer of the model.
 
 _HEAD = "lm_head"
 _MLA_ALIAS = "fused_qkv_a_proj_with_mqa"

@@ -306,6 +306,13 @@ def findings(
     return found
 
 
+# Parallelism ----------------------------------------------------------------------------------------------------------
+# vLLM and SGLang split the rows (N) of some layers and the columns (K) of others (SPLITS) over ranks, one per GPU. A
+# shard must consist of whole blocks, because a block has one scale. Sources: vLLM's and SGLang's
+# validate_fp8_block_shape and attention classes; vllm-project/vllm issues 49949 (NVFP4, 1856 over 8) and 42384 (FP8,
+# 192 of 128); loaders of gpt-oss, which give each rank whole blocks of 32, so that sizes need not divide. Limits of
+# single kernels, such as tiles, are not checked.
+
 _OF_OTHER_ENGINES = ("mlx", "gguf", "comfy")  # first words of containers that vLLM and SGLang do not split
 SIZES = (1, 2, 4, 8, 16, 32)
 _ROWS, _COLUMNS, _WHOLE = "rows", "columns", "whole"

@@ -1,14 +1,7 @@
-"""Tell which engine loads which container for which family of models. A container, such as "modelopt NVFP4", is a way
-to store quantized layers as tensors. A family, such as "llama" or "moe", groups models that engines treat alike. The
-facts are a table with one cell per container, family and engine.
-
-A cell says what the engine does, and how this is known: "run" (the engine's own code loaded such a file) or "read" (its
-source was read). If there is no cell, it is unknown what the engine does. The table determines:
-
-- the default format of a conversion
-- which formats are rejected, because no engine loads them
-- the warnings in reports
-- the table in the docs
+"""Tell which engine loads which container for which family of models. A family, such as "llama" or "moe", groups
+models that engines treat alike. A cell says what the engine does, and how this is known: "run" (the engine's own code
+loaded such a file) or "read" (its source was read); without a cell it is unknown. The table determines the default
+format of a conversion, which formats are rejected, the warnings in reports, and the table in the docs.
 """
 
 from __future__ import annotations

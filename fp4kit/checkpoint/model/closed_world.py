@@ -308,7 +308,9 @@ def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
     # scale.
     # Stacks of mlx-lm are counted with stacks only, because mlx-lm stores tensor scales for experts and for no other
     # layers.
-    found = [w for w in weights if w.container is not None and w.container.kind == "nvfp4" and _may_lack_scale(w)]
+    pairs = ((weight, weight.container) for weight in weights)
+    nvfp4 = ((weight, form) for weight, form in pairs if form is not None and form.kind == "nvfp4")
+    found = [weight for weight, form in nvfp4 if form.in_blocks or form.method == "torchao" or form.format == "mlx"]
     kinds: dict[str, list[Weight]] = defaultdict(list)  # all stacks of mlx-lm, all other layers, then each role
     for weight in found:
         kinds["stacks" if weight.dtype.startswith("mlx") and len(weight.shape) > 2 else ""].append(weight)
@@ -328,12 +330,6 @@ def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
             named |= {*have}
             counts = f"{len(without)} of {len(kind)} NVFP4 layers have none"
             yield f"{listed(have)}: has a tensor scale, but {counts}; if it belongs to another layer, {end}"
-
-
-def _may_lack_scale(weight: Weight) -> bool:
-    """Return whether a layer is in a format whose NVFP4 layers may have no tensor scale: GGUF, torchao or mlx-lm."""
-    form = weight.container
-    return form is not None and (form.in_blocks or form.method == "torchao" or form.format == "mlx")
 
 
 def check_no_adapter(tensors: Tensors, ignore: Iterable[str] = ()) -> None:
@@ -366,14 +362,14 @@ def layer_above(name: str, layers: Mapping[str, Weight]) -> tuple[Weight, str] |
     return None
 
 
+_SCALES_OF_LAYERS = ("input_scale", "input_global_scale", "output_scale")
+
+
 def is_scale_of_layer(item: Item) -> bool:
     """Return whether an item is a carried tensor that holds the input scale or output scale of a layer."""
     # A conversion to unquantized output leaves these tensors out, because a decoded layer has no such scales.
     leaf = item.name.rpartition(".")[2]
     return item.group == CARRIED and item.place == "tensor" and leaf in _SCALES_OF_LAYERS
-
-
-_SCALES_OF_LAYERS = ("input_scale", "input_global_scale", "output_scale")
 
 
 def is_known_beside(rest: str, entry: TensorEntry) -> bool:
@@ -409,8 +405,7 @@ _NIBBLES = (
 def _comfy_verdict(weight: Weight, entry: Any) -> tuple[str, str]:
     """Return (group, reason) of the item for what ComfyUI's tag or metadata says about a layer."""
     assert weight.container is not None
-    why = _comfy_trouble(weight, entry)
-    if why:
+    if why := _comfy_trouble(weight, entry):
         return REFUSED, why
     unsaid = weight.container.high_first and "orig_shape" not in entry and "orig_dtype" not in entry
     return (DOUBTFUL, _NIBBLES) if unsaid else (UNDERSTOOD, "")
@@ -490,19 +485,14 @@ def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item
     content = parse_object(text.encode(), f"metadata {COMFY_METADATA}")
     unknown = [key for key in content if key not in ("format_version", "layers")]
     if unknown or content.get("format_version", "1.0") != "1.0":
-        yield Item(
-            REFUSED,
-            "metadata",
-            COMFY_METADATA,
-            f"has {brief(content.get('format_version'))} {unknown}, which fp4kit does not know",
-        )
+        what = f"has {brief(content.get('format_version'))} {unknown}"
+        yield Item(REFUSED, "metadata", COMFY_METADATA, f"{what}, which fp4kit does not know")
     layers = content.get("layers")
     for name, entry in layers.items() if isinstance(layers, Mapping) else ():
         weight = quantized.get(name)
         if weight is None:
-            yield Item(
-                REFUSED, "metadata", f"{COMFY_METADATA}.{name}", "names a layer that is missing or is not quantized"
-            )
+            why = "names a layer that is missing or is not quantized"
+            yield Item(REFUSED, "metadata", f"{COMFY_METADATA}.{name}", why)
         elif TAG not in weight.parts:
             group, why = _comfy_verdict(weight, entry)
             yield Item(group, "metadata", f"{COMFY_METADATA}.{name}.comfy_quant", why or "agrees")

@@ -1,14 +1,8 @@
-"""Recognize layers whose codes do not seem to belong to their block scales. The unquantized source is not needed. Each
-check looks at a sample, the leading rows of a layer, and returns a warning or "".
-
-A few rows of a layer are read, and the statistics below are computed for them. Let e be the root mean square of the
-codes of a block, and s the block's scale. A recipe computes s from the largest element of the block. If this element is
-unusually large for the block, s is large and the other codes are small. Therefore log s and log e have a negative
-correlation: -0.45 to -0.95 in layers that tools wrote. The correlation is near 0 if the scales belong to other blocks.
-
-Except for CERTAIN, the checks only ever cause warnings, because unusual weights can also look unusual here. They are
-silent for weights whose blocks look alike, such as uniformly distributed ones.
-"""
+"""Recognize layers whose codes do not seem to belong to their block scales, or whose nibbles are swapped, without the
+unquantized source. Let e be the root mean square of the codes of a block, and s its scale. A recipe computes s from the
+largest element; if this element is unusually large, s is large and the other codes are small. So log s and log e have a
+negative correlation: -0.45 to -0.95 in layers that tools wrote, near 0 if the scales belong to other blocks. Except for
+CERTAIN, the checks cause warnings only. They are silent for weights whose blocks look alike, such as uniform ones."""
 
 from __future__ import annotations
 
@@ -84,7 +78,11 @@ def is_empty(readers: Readers, weight: Weight) -> bool:
 
 def _all_zero(form: Container, slab: Slab) -> bool:
     assert slab.codes is not None
-    return not (codes_of(form, slab.codes) & np.uint8(~form.element.sign_bit & 0xFF)).any()
+    return _are_zero(form, codes_of(form, slab.codes))
+
+
+def _are_zero(form: Container, codes: npt.NDArray[np.uint8]) -> bool:
+    return not (codes & np.uint8(~form.element.sign_bit & 0xFF)).any()
 
 
 def _leading_rows(readers: Readers, weight: Weight, expert: int) -> Slab:
@@ -136,10 +134,9 @@ def _is_scaled_by_block(form: Container) -> bool:
 
 
 def _lost_codes(sample: _Sample) -> str:
-    """Return LOST_CODES if all codes are zero, but the scales differ. Zeros give all blocks of a recipe one scale."""
+    # Zeros give all blocks of a recipe one scale.
     scales = np.asarray(scales_of(sample.form, sample.scales))
-    is_zero = not (sample.codes & np.uint8(~sample.form.element.sign_bit & 0xFF)).any()
-    return LOST_CODES if is_zero and scales.size and scales.min() < scales.max() else ""
+    return LOST_CODES if _are_zero(sample.form, sample.codes) and scales.size and scales.min() < scales.max() else ""
 
 
 def _lost_columns(sample: _Sample) -> str:
@@ -280,6 +277,13 @@ def _reciprocal_columns(sample: _Sample, slab: Slab) -> str:
         " scaling of the columns; store the reciprocals, or run fp4kit identify with the unquantized source"
     )
 
+
+# Swapped nibbles ------------------------------------------------------------------------------------------------------
+# Swapped nibbles exchange neighboring columns within their block, so codes still fit their scales. But in trained
+# models, the sizes of a layer's columns are correlated with tensors that nibbles do not touch: the weight of the norm
+# before the layer, and the columns of unquantized layers that read the same vector. If such a correlation exists only
+# after neighboring columns are exchanged, the nibbles are swapped. A profile is the logarithm of each column's
+# magnitude, shifted and scaled to mean 0 and standard deviation 1. Random weights have no such correlation.
 
 _PROFILE_ROWS = 128  # number of a layer's first rows from which the sizes of its columns are computed
 _MOST_LAYERS, _MOST_REFERENCES = 512, 64  # how many layers, and how many references, are read per number of columns

@@ -56,7 +56,7 @@ def _shape(parts: Parts, suffix: str) -> tuple[int, ...]:
 
 
 def _is_gptq(parts: Parts, module: str) -> bool:
-    """Return whether packed integers run along K, as in GPTQ: as many columns as there are scales per group."""
+    # Packed integers run along K: there are as many columns as scales per group.
     return _shape(parts, ".qweight")[-1:] == _shape(parts, ".scales")[-1:]
 
 
@@ -75,10 +75,6 @@ def _is_output_stack(parts: Parts, module: str) -> bool:
     """Return whether a stack of packed codes [E, K, N/2] has one scale byte per 32 elements along N."""
     codes = _shape(parts, "")
     return len(codes) == 3 and _shape(parts, "_weight_scale") == (*codes[:-1], codes[-1] // 16)
-
-
-def _is_single(parts: Parts, module: str) -> bool:
-    return len(parts) == 1
 
 
 FOREIGN = (
@@ -137,7 +133,7 @@ FOREIGN = (
     Foreign(
         "8-bit floats without scales, which are a cast only if nothing declares or has scales",
         {".weight": ("F8_E4M3", "F8_E5M2")},
-        _is_single,
+        lambda parts, module: len(parts) == 1,
         advice=f"if the scales were lost, {_COPY}",
     ),
 )
@@ -233,9 +229,7 @@ class ForeignLayers:
 
 
 def _near(parts: Parts, module: str) -> str:
-    """Return the container that a layer nearly fits, and the one tensor that keeps it from fitting; "" if none is
-    near.
-    """
+    """Return the container that a layer nearly fits, and the one tensor that keeps it from fitting; else ""."""
     return next((text for form in CONTAINERS for text in _misfits(form, parts, module)), "")
 
 

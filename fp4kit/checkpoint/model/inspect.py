@@ -1,7 +1,5 @@
-"""Inspect a checkpoint: list its tensors, quantized layers, totals and declared quantization. An item is a tensor,
-config key or metadata entry that may concern quantization; fp4kit refuses items that it does not know.
-
-Only headers, JSON files and the tags of ComfyUI's layers are read, never codes, scales or values.
+"""Inspect a checkpoint: its tensors, quantized layers, totals and declared quantization, and read quantized layers one
+at a time as Quantized objects. Only headers, JSON files and the tags of ComfyUI's layers are read before a lookup.
 """
 
 from __future__ import annotations

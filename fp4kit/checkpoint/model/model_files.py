@@ -1,14 +1,7 @@
-"""Find the safetensors files that make up the model in a Hugging Face directory, and check that they are complete. A
-shard is one of several files that hold a model; the index is a JSON file that maps every tensor to its shard.
-
-A directory stores a model in one of three ways:
-
-- as a single model.safetensors;
-- as shards with model.safetensors.index.json, which maps every tensor to its shard;
-- as numbered shards without an index.
-
-All checks use headers only, so they run before any tensor is read. A GGUF file, or a safetensors file that is not part
-of a model directory, is also accepted as a model.
+"""Find the files that make up a model, check that they are complete (by headers only), write and check the manifest of
+a converted model, and decide which other files a conversion copies. A model is a directory with model.safetensors, with
+shards and an index (a JSON file that maps every tensor to its shard) or with numbered shards, or a single GGUF or
+safetensors file. The manifest records the recipe, the source, and the size and SHA-256 of every written file.
 """
 
 from __future__ import annotations

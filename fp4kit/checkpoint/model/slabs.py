@@ -1,9 +1,6 @@
-"""Read rows of weights from their files in slabs of bounded size. A slab is some consecutive rows of one matrix, either
-as unquantized values or as codes with their scales. A weight may be composed of members, which are ranges of rows of
-other weights.
-
-Weights may be stored transposed, with reordered rows, or as rows of several other weights (see weights.py). The
-function ``slabs`` hides this from its callers.
+"""Read rows of weights from their files in slabs of bounded size, and decode them to float32. A slab is some
+consecutive rows of one matrix, either unquantized values or codes with their scales. Weights may be stored transposed,
+with reordered rows, or as rows of several other weights (members); ``slabs`` hides this from its callers.
 """
 
 from __future__ import annotations
@@ -36,6 +33,11 @@ from fp4kit.reference.tensor_rules import TensorScale
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
 
 
+# The update of a LoRA adapter is added as PEFT merges it: W + s (B A), with A [r, K] and B [N, r], all taken as
+# float32. B A is NumPy's float32 product, in which every element is a chain of fused multiply-adds in the order of the
+# rank (with NumPy's OpenBLAS on x86-64). It is multiplied by s, then added to W in float32. An unquantized W keeps its
+# dtype: the sum is rounded to it, once. For an embedding, PEFT also rounds the update to the dtype of W before it adds
+# it. Source: peft 0.21 tuners/lora/layer.py merge, with adapters in float32 (default).
 class UpdateRows(NamedTuple):
     """The update of some rows: b float32 [n, r], a float32 [r, K], and the factor of their product.
 

@@ -147,11 +147,12 @@ def _count_stored(
     min_normal = float(FLT_MIN) if form.scale is None else max(float(form.scale.min_normal), float(FLT_MIN))
     finite = np.isfinite(values)
     used = magnitudes[finite & (magnitudes > 0)]
+    values_of_codes = form.element.values[: form.element.sign_bit]
     return StoredCounts(
         elements=codes.size * 8 // form.element.bits,
         blocks=scales.size,
         at_max=_count_codes(form.element, codes, [form.element.max_code]),
-        nan_codes=_count_codes(form.element, codes, _nan_codes(form.element)),
+        nan_codes=_count_codes(form.element, codes, np.flatnonzero(np.isnan(values_of_codes)).tolist()),
         nan_scales=int(np.count_nonzero(~finite)),
         negative_scales=int(np.count_nonzero(values < 0)),
         subnormal_scales=int(np.count_nonzero((magnitudes > 0) & (magnitudes < min_normal))),
@@ -218,11 +219,6 @@ def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: I
     magnitude = ((1 << element.bits) - 1) ^ element.sign_bit
     pairs = [(magnitude << shift, code << shift) for shift in range(0, 8, element.bits) for code in wanted]
     return sum(int(np.count_nonzero((codes & np.uint8(mask)) == np.uint8(code))) for mask, code in pairs)
-
-
-def _nan_codes(element: ElementFormat) -> list[int]:
-    """Return the codes of an element format that stand for NaN, with the sign bit 0; [] if the format has no NaN."""
-    return [int(code) for code in np.flatnonzero(np.isnan(element.values[: element.sign_bit]))]
 
 
 def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
@@ -370,6 +366,12 @@ def amax_and_nonfinite_on(device: int, x: np.ndarray) -> tuple[np.float32, int]:
     return (largest, 0) if np.isfinite(largest) else amax_and_nonfinite(x)
 
 
+# Magnitudes -----------------------------------------------------------------------------------------------------------
+# By magnitudes it is judged whether scales were lost, multiplied or inverted, without a source. The reach of a layer is
+# the largest magnitude that its scales allow, which is near the layer's amax under any recipe. A recipe that computes
+# the tensor scale from the amax uses the upper end of the block scales: 448, or 256 for some recipes with four over
+# six.
+
 # Only a tensor scale brings block scales to the upper end of E4M3. Parts of fused layers may stay below it.
 _UPPER_END = 128.0
 # Ratios of magnitudes. Typical magnitudes of layers of one kind, which ignore outliers, differ by a factor below 8 in
@@ -414,16 +416,6 @@ class Magnitude(NamedTuple):
     def is_neutral(self) -> bool:
         """True if the layer is NVFP4 without a tensor scale, or with a tensor scale of 1."""
         return self.form.kind == "nvfp4" and self.tensor_scale in (None, 1.0)
-
-    @property
-    def lacks_tensor_scale(self) -> bool:
-        """True if block scales are at the upper end of E4M3, but no tensor scale brings values down."""
-        return self.is_neutral and self.counts.largest_scale >= _UPPER_END
-
-    @property
-    def lacks_fp8_scale(self) -> bool:
-        """True if FP8 codes reach their maximum under scales that are all 1."""
-        return self.has_fp8_scale_1 and self.counts.at_max > 0
 
     @property
     def has_fp8_scale_1(self) -> bool:
@@ -491,12 +483,13 @@ def reference_of(weights: Iterable[Weight]) -> float | None:
 
 def doubts_of(found: Sequence[Magnitude], reference: float | None) -> Iterator[Doubt]:
     """Yield what is certainly (error) or probably (warning) wrong with the scales of quantized matrices."""
-    lost = [one for one in found if one.lacks_tensor_scale]
+    # Block scales at the upper end of E4M3, but no tensor scale that brings values down.
+    lost = [one for one in found if one.is_neutral and one.counts.largest_scale >= _UPPER_END]
     if lost:
         names = [one.name for one in found if one.is_neutral]
         end = max(one.counts.largest_scale for one in lost)
         yield Doubt("error", tuple(names), _LOST.format(end=end, reach=max(one.reach for one in lost)))
-    unscaled = [one.name for one in found if one.lacks_fp8_scale]
+    unscaled = [one.name for one in found if one.has_fp8_scale_1 and one.counts.at_max > 0]
     if unscaled:
         yield Doubt("error", tuple(unscaled), _LOST_FP8)
     known = {*unscaled, *(one.name for one in found if lost and one.is_neutral)}
@@ -530,7 +523,6 @@ def _ratio(ratio: float) -> str:
 
 
 def _is_far(ratio: float, limit: float) -> bool:
-    """Return whether a ratio of magnitudes is too large or too small for sound layers."""
     return not 1 / limit < ratio < limit
 
 

@@ -1,8 +1,7 @@
-"""Name layers that differ from their peers in what is stored beside their codes, or in their container. Peers are
-layers of one role: their names differ only in the numbers of layers and experts, such as the q_proj of every decoder
-layer. A container is the way in which a format stores a layer. It does not define the peers, because the loss of a
-tensor may change it: an AWQ layer without its factors per column looks like plain NVFP4. All findings are warnings,
-because merged models may differ in this way.
+"""Name layers that do not fit their neighbors: in size, in what is stored beside their codes, or in their container.
+Peers are layers of one role, whose names differ only in the numbers of layers and experts. The container does not
+define the peers, because the loss of a tensor may change it: an AWQ layer without its factors per column looks like
+plain NVFP4. All findings are warnings, because merged models may differ in this way.
 """
 
 from __future__ import annotations
@@ -18,6 +17,11 @@ from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.contract.schema import EXPERT_LEAVES
 from fp4kit.storage.files import listed, shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry
+
+# Sizes ----------------------------------------------------------------------------------------------------------------
+# Codes of FP8 layers with one scale, and codes under padded scales, fit their scales even if rows or columns are
+# missing. But the axes of neighboring layers have equal lengths. If lengths differ, the layer with the rarer length is
+# named.
 
 _N, _K = 0, 1
 # Other names of layers -> the names that _AXES uses.

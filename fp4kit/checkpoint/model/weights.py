@@ -1,9 +1,8 @@
-"""Find the weights of a checkpoint. A weight is a linear layer [N, K] or a stack of experts [E, N, K], quantized or
-not, with all tensors that store it. K is the axis that the layer contracts; blocks run along it. A stack that a model
-stores as [E, K, N] is called transposed, and is read as [E, N, K].
-
-A weight may also be composed of members. A member is a range of rows of another weight: of a weight in another model
-(see plan/borrowed_codes.py), or of a separate expert (see plan/expert_stacks.py).
+"""Find the weights of a checkpoint, and split them into output layers. A weight is a linear layer [N, K] or a stack of
+experts [E, N, K], quantized or not, with all tensors that store it. K is the axis that the layer contracts; blocks run
+along it. A stack stored as [E, K, N] is called transposed. A weight may be composed of members, which are ranges of
+rows of other weights: of another model, or of separate experts. A piece is the unit of work of a conversion: some rows
+of one matrix of a weight, with the output tensors that they go into.
 """
 
 from __future__ import annotations
@@ -376,12 +375,13 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
     if shape is None:
         return None
     specs, transposed = container.specs(shape, INPUT_SCALE in parts), container.stack == "columns"
+    if LOW_RANK_A in parts:  # float matrices A [r, K] and B [N, r]
+        a, b = parts[LOW_RANK_A].entry, parts[LOW_RANK_B].entry
+        fits = len(a.shape) == len(b.shape) == 2 and (*b.shape[:1], *a.shape[1:]) == shape and a.shape[0] == b.shape[1]
+        if not fits or not {a.dtype, b.dtype} <= set(FLOAT_DTYPES):
+            return None
     for part, place in parts.items():
-        if part == TAG:
-            continue
-        if part in (LOW_RANK_A, LOW_RANK_B):
-            if not _fits_low_rank(parts, shape):
-                return None
+        if part in (TAG, LOW_RANK_A, LOW_RANK_B):
             continue
         entry, (dtype, wanted) = place.entry, specs[part]
         shapes = container.shapes_of_scales(shape) if part == SCALES else (wanted,)
@@ -400,13 +400,6 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
         ):
             return None
     return Weight(module, parts[CODES].entry.name, shape, container.for_columns(shape[-1]), parts, transposed)
-
-
-def _fits_low_rank(parts: Mapping[str, Located], shape: tuple[int, ...]) -> bool:
-    """Return whether the low-rank parts of a layer are float matrices A [r, K] and B [N, r]."""
-    a, b = (parts[part].entry for part in (LOW_RANK_A, LOW_RANK_B))
-    fits = len(a.shape) == len(b.shape) == 2 and (*b.shape[:1], *a.shape[1:]) == shape and a.shape[0] == b.shape[1]
-    return fits and {a.dtype, b.dtype} <= set(FLOAT_DTYPES)
 
 
 def _holds(dtype: str, wanted: str, part: str) -> bool:

@@ -14,6 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 from fp4kit.storage.files import CheckpointError, shown
 
+# Wrappers of PyTorch and adapters -------------------------------------------------------------------------------------
+# Engines do not find tensors under names to which a wrapper has added components.
+
 # Component of a name -> the wrapper that adds it.
 _WRAPPERS = {
     "_orig_mod": "torch.compile",
@@ -144,6 +147,11 @@ def adapter_trouble(name: str) -> str:
     return f"a tensor of an adapter ({found.kind}), not of a model; merge the adapter into its model first"
 
 
+# Megatron-Core --------------------------------------------------------------------------------------------------------
+# One parameter may hold several Hugging Face tensors. linear_qkv holds q, k and v, grouped by key-value head,
+# linear_fc1 the gate in its first half and up in its second, linear_qkv_down_proj q_a_proj, then kv_a_proj_with_mqa.
+# The results are names as in Qwen and DeepSeek models; the selection rules decide alike on the names of other models.
+
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d{1,9})\.(.+)")
 _MEGATRON_WRAPPERS = re.compile(r"(?:module\.)*(language_model\.)?")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d{1,9})")
@@ -270,6 +278,12 @@ def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
         return None
     leaves = ("gate_proj", "up_proj") if linear == "linear_fc1" else ("down_proj",)
     return linear, tuple(f"mlp.experts.{number}.{leaf}" for leaf in leaves), kind
+
+
+# Fused layers ---------------------------------------------------------------------------------------------------------
+# The members of a fused layer must share one tensor amax, and an exclusion list must name all of them or none: a fused
+# layer has one tensor scale. vLLM uses the largest scale of the members, or the gate's scale for a gated MLP, and does
+# not rescale the codes, so that members with other scales silently lose accuracy.
 
 
 @dataclass(frozen=True)
@@ -401,6 +415,12 @@ def partly_converted(copied: Iterable[str], converted: Collection[str]) -> Itera
                 " loaders that fuse these layers need all of them quantized, or none"
             )
 
+
+# GGUF -----------------------------------------------------------------------------------------------------------------
+# llama.cpp knows the role of a matrix by its name alone, and so which matrices it never quantizes, and for which
+# modules it applies a tensor scale (the tensor MODULE.scale). Sources, in llama.cpp 0c1e57098: llama-quant.cpp
+# tensor_allows_quantization (unquantized matrices); llama-model.cpp load_tensors (names that may have a ``.scale``);
+# llama-graph.cpp build_ffn and src/models/*.cpp (graphs that multiply by the scales).
 
 Role = Literal["tower", "mtp", "head", "embedding", "router", "experts", "shared", "attention", "mlp"]
 ARCHITECTURE = "general.architecture"  # a key of the GGUF header and of the dict that config_of returns

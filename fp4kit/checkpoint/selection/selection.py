@@ -1,8 +1,7 @@
-"""Decide for each tensor whether a conversion quantizes it. In names, "converted" means quantized; "copied" and "kept"
-mean unquantized. A candidate is a tensor as the rules see it; a preset is a set of kinds of layers to quantize.
-
-A decision combines the rules of name_rules.py, the options --keep-first and --keep-last, the --keep, --include and
---only patterns, what the source itself keeps unquantized, and the preset.
+"""Decide for each tensor whether a conversion quantizes it, by rules on its name, by the options --keep-first,
+--keep-last, --keep, --include and --only, by what the source keeps unquantized, and by the preset. A role is what one
+component of a dotted name says about the tensor, such as "router". A tower is an encoder or decoder for images, sound
+or video. MTP is multi-token prediction. "Converted" means quantized; "copied" and "kept" mean unquantized.
 """
 
 from __future__ import annotations
@@ -21,6 +20,9 @@ from fp4kit.lazy import lazy_property
 from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import BLOCKED, DTYPE_BITS, FLOAT_DTYPES
 
+# In the Diffusers classes below, only linear layers of the numbered transformer blocks tolerate few bits. The
+# modulation layers in these blocks, which compute scales and shifts of norms, stay unquantized too. Source: diffusers
+# models/transformers/transformer_{flux,sd3,qwenimage,wan,ltx,hunyuan_video}.py.
 DIFFUSERS_CLASS = "_class_name"  # the key of config.json with the name of a Diffusers class
 # Diffusers class -> the names of its lists of blocks.
 DIFFUSERS_BLOCKS = {
@@ -290,7 +292,9 @@ def _conv1d_model(config: Mapping[str, Any]) -> str:
     return next(filter(None, (_conv1d_model(part) for part in config.values() if isinstance(part, dict))), "")
 
 
-# A rule returns the reason why a tensor must stay unquantized, in words for the user, or None if it does not apply.
+# A rule returns the reason why a tensor must stay unquantized, in words for the user, or None if it does not apply. It
+# looks at one tensor's name, dtype and shape and at a few facts from config.json, never at other tensors. The
+# converter, which sees all tensors, and a live export, which sees one at a time, therefore decide identically.
 
 
 def _other_stack(tensor: Candidate) -> str | None:

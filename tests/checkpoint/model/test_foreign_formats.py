@@ -40,7 +40,7 @@ DTYPES = {"U8": np.uint8, "I8": np.int8, "I32": np.int32, "U32": np.uint32, "F16
 DTYPES |= {"F32": np.float32, "E4M3": E4M3, "I16": np.int16, "I64": np.int64}
 
 Parts = dict[str, tuple[str, tuple[int, ...]]]
-# what the message must say | declared quant_method | suffix and dtype[shape] of each part. In the rows from "found:" on,
+# what the message must say | declared quant_method | suffix and dtype[shape] of each part. For "found:" and later,
 # no format of another tool fits: the message describes the tensors, or names the container that nearly fits.
 _FORMATS = """
 bitsandbytes NF4 | bitsandbytes | .weight U8[4096,1] .weight.absmax U8[128] .weight.quant_map F32[16] .weight.nested_absmax F32[1] .weight.quant_state.bitsandbytes__nf4 U8[90]
