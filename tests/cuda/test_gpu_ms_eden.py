@@ -12,7 +12,7 @@ from on_gpu import ON_GPU, blocks, cupy, differing
 
 import fp4kit
 from fp4kit.evidence.engines import ComparedEngine
-from fp4kit.evidence.golden.check import EngineOperations, check_recipe
+from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.recipes import RECIPES
 
@@ -92,5 +92,5 @@ def test_what_has_no_kernel(name):
 @recipes
 def test_recorded_outputs(name, golden):
     """The GPU gives the values that the producer gave."""
-    result = check_recipe(name, golden, EngineOperations.of(ComparedEngine(cupy)))
+    result = check_recipe(name, golden, ComparedEngine(cupy))
     assert getattr(cupy, "rehearsing", False) or (result.compared >= 18 and not result.differences)

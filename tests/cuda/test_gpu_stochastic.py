@@ -16,7 +16,7 @@ from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing
 
 import fp4kit
 from fp4kit.evidence.engines import ComparedEngine
-from fp4kit.evidence.golden.check import EngineOperations, check_recipe
+from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.formats import E2M1
 from fp4kit.recipes import RECIPES
@@ -201,7 +201,7 @@ def test_other_operations(name):
 @pytest.mark.parametrize("name", RECIPES_ADDING_NOISE)
 def test_recorded_outputs(name, golden):
     """The GPU gives the codes and scales that the producers gave."""
-    result = check_recipe(name, golden, EngineOperations.of(ComparedEngine(cupy)))
+    result = check_recipe(name, golden, ComparedEngine(cupy))
     assert getattr(cupy, "rehearsing", False) or (result.compared >= 18 and not result.differences)
 
 

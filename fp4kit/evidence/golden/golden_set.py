@@ -13,6 +13,7 @@ import math
 import os
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,7 @@ class GoldenSet:
     def __init__(self, path: Path, names: tuple[str, ...], read: Callable[[str], Arrays]) -> None:
         self.path = path
         self._names = names
-        self._read = read
-        self._arrays: dict[str, Arrays] = {}
+        self._read = cache(read)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GoldenSet:
@@ -100,7 +100,13 @@ class GoldenSet:
                 f"GoldenSet.open: {path} is neither a .npz file of recorded outputs nor a directory of them; "
                 f"{RECORDED} is one"
             )
-        return cls(path, names, _ArrayFiles(directory))
+
+        @cache
+        def read(name: str) -> Arrays:
+            file = directory / f"{name}.npz"
+            return read_packed(file, read) if is_packed(file) else _read_original(file)
+
+        return cls(path, names, read)
 
     @classmethod
     def find(cls) -> GoldenSet:
@@ -147,26 +153,7 @@ class GoldenSet:
 
     def _file(self, name: str) -> Arrays:
         """Return {key: array} of one file, or {} if the set has no such file."""
-        if name not in self._arrays:
-            self._arrays[name] = self._read(name) if name in self._names else {}
-        return self._arrays[name]
-
-
-class _ArrayFiles:
-    """A cache of the .npz files of a directory. Call the object with NAME to get {key: array} of NAME.npz.
-
-    Each file is read only once. A packed file may refer to other files, which are read by this object too.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._arrays: dict[str, Arrays] = {}
-
-    def __call__(self, name: str) -> Arrays:
-        if name not in self._arrays:
-            path = self._directory / f"{name}.npz"
-            self._arrays[name] = read_packed(path, self) if is_packed(path) else _read_original(path)
-        return self._arrays[name]
+        return self._read(name) if name in self._names else {}
 
 
 def _read_original(path: Path) -> dict[str, NumpyArray]:

@@ -15,7 +15,7 @@ from recorded import groups
 import fp4kit
 from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.golden import check as golden_check
-from fp4kit.evidence.golden.check import EngineOperations, check_recipe
+from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.testing import assert_same_bits
@@ -61,7 +61,7 @@ def test_recipe(name, golden):
 
 @pytest.mark.parametrize("name", [*SLOW, *half(name for name in RECIPES if name not in SLOW)])
 def test_recipe_on_the_compiled_engine(name, golden):
-    result = check_recipe(name, golden, EngineOperations.of(ComparedEngine(np)))
+    result = check_recipe(name, golden, ComparedEngine(np))
     assert result.differences == ()
     assert (result.compared == 0) == (name in UNRECORDED)
 
