@@ -20,7 +20,7 @@ import numpy as np
 import fp4kit
 from fp4kit.evidence.fuzz.arrays import DTYPES
 from fp4kit.evidence.live.adapter import Parts, ProducerCall
-from fp4kit.formats import ElementFormat, bit_patterns
+from fp4kit.formats import bit_patterns
 from fp4kit.reference.codec import decode
 
 # {part that a producer may give: fp4kit expression that must equal it}. In the expressions, x is the input, r the
@@ -86,62 +86,34 @@ def compare(id: str, x: np.ndarray, call: ProducerCall, theirs: Parts | None = N
     result = ProducerComparison(elements=x.size)
     with np.errstate(all="ignore"):
         for part, v in theirs.items():
-            ours = eval(PARTS[part], {"fp4kit": fp4kit}, {"q": q, "v": v, "x": x, "r": r})
-            difference = difference_of(part, v, ours, _mask(part, x, q, call, r, v, ours, result.excused), r)
+            ours = np.asarray(eval(PARTS[part], {"fp4kit": fp4kit}, {"q": q, "v": v, "x": x, "r": r}))
+            masked = np.zeros(np.shape(v), bool)
+            if call.exempt and masked.shape == ours.shape:
+                differs = _differing(part, v, ours, r)
+                for exempt in call.exempt if differs.any() else ():
+                    where = _over_part(part, exempt.where(x, q), exempt.scales, r)
+                    result.excused += Counter({exempt.name: int((differs & where & ~masked).any())})
+                    masked |= where
+            difference = difference_of(part, v, ours, masked, r)
             result.differences += [difference] if difference else []
     return result
 
 
-def _mask(
-    part: str,
-    x: np.ndarray,
-    q: Any,
-    call: ProducerCall,
-    r: fp4kit.Recipe,
-    theirs: np.ndarray,
-    ours: np.ndarray,
-    excused: Counter[str],
-) -> np.ndarray:
-    """Return a mask of the elements of a part whose difference is excused by an exception of the call."""
-    shape = np.shape(theirs)
-    masked = np.zeros(shape, bool)
-    if not call.exempt or shape != np.shape(ours):
-        return masked
-    differs = _differing(part, theirs, ours, r)
-    if not differs.any():
-        return masked
-    for exempt in call.exempt:
-        where = _over_part(part, exempt.where(x, q), exempt.scales, r)
-        if where is not None:
-            if (differs & where & ~masked).any():
-                excused[exempt.name] += 1
-            masked |= np.broadcast_to(where, shape)
-    return masked
-
-
-def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> np.ndarray | None:
+def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> np.ndarray:
     """Convert a mask of the elements of x to a mask of a part, such as the block scales."""
-    if part in ("block_scale", "tensor_scale") and not scales:
-        return None
     if part == "block_scale":
-        return np.asarray(where.reshape(*where.shape[:-1], -1, r.block_size).any(axis=-1))
-    return np.asarray(where.all()) if part == "tensor_scale" else where
+        return np.asarray(scales & where.reshape(*where.shape[:-1], -1, r.block_size).any(axis=-1))
+    return np.asarray(scales & where.all()) if part == "tensor_scale" else where
 
 
 def _differing(part: str, theirs: np.ndarray, ours: np.ndarray, r: fp4kit.Recipe) -> np.ndarray:
-    """Return a mask of the elements whose bits differ in two arrays of equal shape."""
+    """Return a mask of the elements whose bits differ in two arrays of equal shape. A NaN equals a NaN."""
     fmt = {"codes": r.element, "block_scale": r.scale}.get(part)
-    a, b = np.asarray(theirs), np.asarray(ours)
-    differ = np.asarray(bit_patterns(a) != bit_patterns(b))
+    differ = np.asarray(bit_patterns(np.asarray(theirs)) != bit_patterns(ours))
     if differ.any():
-        differ &= ~(_is_nan(a, fmt) & _is_nan(b, fmt))
+        a, b = (np.asarray(x).astype(np.float64) if fmt is None else decode(x, fmt) for x in (theirs, ours))
+        differ &= ~(np.isnan(a) & np.isnan(b))
     return differ
-
-
-def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
-    """Return a mask of the elements that are NaN."""
-    numbers = a.astype(np.float64) if fmt is None else decode(a, fmt)
-    return np.isnan(numbers)
 
 
 def difference_of(
@@ -196,28 +168,17 @@ def program(
     narrow: bool,
     argument: str,
 ) -> str:
-    """Return the text of the whole program: a description, imports, the source of the adapter's function, and the
-    body.
-    """
-    call, name = _call(function, argument)
+    """Return the whole program: a description, imports, the source of the adapter's function, and the body."""
+    given: list[str] = []
+    if isinstance(function, partial):
+        given = [f"{name}={value!r}" for name, value in function.keywords.items()]
+        function = function.func
+    call = f"{function.__name__}({', '.join([argument, *given])})"
     imports = ["import ml_dtypes"] * narrow + ["import numpy as np"]
     imports += ["import fp4kit", "from fp4kit.evidence.testing import assert_same_bits"]
-    used, source = _source(_function(function), name)
+    used, source = _source(function)
     lines = [line.replace("{call}", call) for line in body]
     return "\n".join([f"# {title}", f"# {difference}", *_sorted({*imports, *used}), *source, "", "", *lines, ""])
-
-
-def _function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that a functools.partial calls. Return any other function unchanged."""
-    return function.func if isinstance(function, partial) else function
-
-
-def _call(function: Callable[..., Any], argument: str) -> tuple[str, str]:
-    """Return (source of a call to the function, name of the function), such as ("_mx(x, bits=4)", "_mx")."""
-    name = _function(function).__name__
-    given = [repr(a) for a in function.args] if isinstance(function, partial) else []
-    named = [f"{k}={v!r}" for k, v in function.keywords.items()] if isinstance(function, partial) else []
-    return f"{name}({', '.join([*given, argument, *named])})", name
 
 
 def lines_of(name: str, x: np.ndarray) -> list[str]:
@@ -246,24 +207,25 @@ def _sorted(imports: set[str]) -> list[str]:
     return [line for group in groups if group for line in ("", *group)][1:]
 
 
-def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
+def _source(function: Callable[..., Any]) -> tuple[set[str], list[str]]:
     """Return (imports, source lines) that a program needs to define a function of an adapter."""
     text = inspect.getsource(sys.modules[function.__module__])
     statements = ast.parse(text).body
-    needed_names, used = {name}, set()
-    while True:
-        new = {i for i, s in enumerate(statements) if i not in used and _defines(s) & needed_names}
-        if not new:
-            break
+    needed, used = {function.__name__}, set()
+    while new := {i for i, s in enumerate(statements) if i not in used and _defines(s) & needed}:
         used |= new
-        needed_names |= {n.id for i in new for n in ast.walk(statements[i]) if isinstance(n, ast.Name)}
+        needed |= {n.id for i in new for n in ast.walk(statements[i]) if isinstance(n, ast.Name)}
     imports, lines = set(), []
     for i in sorted(used):
         statement = statements[i]
-        if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            imports.add(_import(statement, needed_names))
+        if isinstance(statement, ast.Import):
+            imports.add(ast.unparse(statement))
+        elif isinstance(statement, ast.ImportFrom):
+            names = [ast.unparse(alias) for alias in statement.names if (alias.asname or alias.name) in needed]
+            imports.add(f"from {statement.module} import {', '.join(names)}")
         else:
-            lines += ["", "", *_segment(text, statement)]
+            start = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
+            lines += ["", "", *text.splitlines()[start - 1 : statement.end_lineno]]
     return imports, lines
 
 
@@ -275,20 +237,6 @@ def _defines(statement: ast.stmt) -> set[str]:
         return {alias.asname or alias.name.split(".")[0] for alias in statement.names}
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
     return {t.id for t in targets if isinstance(t, ast.Name)}
-
-
-def _import(statement: ast.Import | ast.ImportFrom, wanted: set[str]) -> str:
-    """Return an import statement as text, with only those names of ``statement`` that are wanted."""
-    if isinstance(statement, ast.Import):
-        return ast.unparse(statement)
-    names = [ast.unparse(alias) for alias in statement.names if (alias.asname or alias.name) in wanted]
-    return f"from {statement.module} import {', '.join(names)}"
-
-
-def _segment(text: str, statement: ast.stmt) -> list[str]:
-    """Return the lines of ``text`` that hold a statement, from its first decorator to its end."""
-    start = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
-    return text.splitlines()[start - 1 : statement.end_lineno]
 
 
 ROWS, BLOCKS = (1, 2, 3), (2, 3, 6)

@@ -63,28 +63,14 @@ InputKind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.n
 
 
 def _fuzzed(name: str) -> InputKind:
-    """Return a function for KINDS that draws values of the kind ``name`` of fuzz/arrays.py (a key of VALUES there)."""
-
-    def kind(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-        return arrays.VALUES[name](rng, shape, dtype)
-
-    return kind
+    """Return a kind that draws as VALUES of fuzz/arrays.py does."""
+    return lambda rng, shape, dtype, r: arrays.VALUES[name](rng, shape, dtype)
 
 
 def _finite(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return x clipped to the finite range of ``dtype`` and cast to it, so infinities become finite. NaN stays NaN."""
     top = float(ml_dtypes.finfo(dtype).max)
     return np.clip(x, -top, top).astype(dtype)
-
-
-def _weights(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return normally distributed values with a standard deviation of 0.02, as the weights of a model may have."""
-    return (rng.standard_normal(shape, np.float32) * np.float32(0.02)).astype(dtype)
-
-
-def _heavy_tails(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return values of Student's t distribution with 1.5 degrees of freedom, clipped to the finite range."""
-    return _finite(rng.standard_t(1.5, shape), dtype)
 
 
 def _narrow(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
@@ -150,11 +136,11 @@ def _near_thresholds(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r:
 KINDS: dict[str, InputKind] = {
     "ordinary": _fuzzed("ordinary"),
     "near thresholds": _near_thresholds,
-    "weights": _weights,
+    "weights": lambda rng, shape, dtype, r: rng.standard_normal(shape, np.float32) * np.float32(0.02),
     "ties": _fuzzed("ties"),
     "near powers": _near_powers,
     "narrow": _narrow,
-    "heavy tails": _heavy_tails,
+    "heavy tails": lambda rng, shape, dtype, r: _finite(rng.standard_t(1.5, shape), dtype),
     "zeros": _fuzzed("zeros"),
     "tiny": _fuzzed("tiny"),
     "one outlier": _one_outlier,
