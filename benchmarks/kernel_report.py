@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.cuda import compiler, layouts
+from fp4kit.cuda import compiler
 from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
 from fp4kit.cuda.dispatch import LaunchRequest, find_kernel, kernel_for
 from fp4kit.cuda.launch import THREADS
+from fp4kit.cuda.layouts import transpose_struct
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
@@ -163,23 +164,19 @@ def partial_kernels() -> Iterator[ReportedKernel]:
 def layout_kernels() -> Iterator[ReportedKernel]:
     """Yield the kernels that only move codes and scales: transpose, swizzle, pack and unpack."""
     for id in ("nvfp4-te-2d", "mxfp8-te-2d"):
-        bits, size = (4 if RECIPES[id].is_packed else 8), RECIPES[id].block_size
+        bits = f"{4 if RECIPES[id].is_packed else 8} bits"
         for layout in SCALE_LAYOUTS:
-            yield ReportedKernel(
-                "transpose_kernel", id, f"{bits} bits", layout, layouts.transpose_source(bits, size, layout)
-            )
-        words = layouts.transpose_source(bits, size, "linear", False, False)
-        yield ReportedKernel("transpose_kernel", id, f"{bits} bits", "linear, misaligned", words)
+            source = instantiation("transpose", transpose_struct(RECIPES[id], layout, True), kAligned=True)
+            yield ReportedKernel("transpose_kernel", id, bits, layout, source)
+        source = instantiation("transpose", transpose_struct(RECIPES[id], "linear", False), kAligned=False)
+        yield ReportedKernel("transpose_kernel", id, bits, "linear, misaligned", source)
     for layout in SCALE_LAYOUTS[1:]:
-        yield ReportedKernel(
-            "swizzle_kernel", "", "scales", f"linear to {layout}", layouts.swizzle_source("linear", layout)
-        )
-        yield ReportedKernel(
-            "swizzle_kernel", "", "scales", f"{layout} to linear", layouts.swizzle_source(layout, "linear")
-        )
-    yield from (
-        ReportedKernel(f"{name}_codes_kernel", "", "4 bits", "", layouts.pack_source()) for name in ("pack", "unpack")
-    )
+        for pair in (("linear", layout), (layout, "linear")):
+            traits = {name: f"ScaleLayout::{one}" for name, one in zip(("kFrom", "kTo"), pair, strict=True)}
+            source = instantiation("swizzle", **traits, kQuads=True)
+            yield ReportedKernel("swizzle_kernel", "", "scales", " to ".join(pair), source)
+    for kernel in ("pack_codes_kernel", "unpack_codes_kernel"):
+        yield ReportedKernel(kernel, "", "4 bits", "", instantiation("pack_codes", kAligned=True))
 
 
 class Usage(NamedTuple):

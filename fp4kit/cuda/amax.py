@@ -8,7 +8,6 @@ Functions that return AmaxOperands let group.py compute many amaxes in one launc
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -16,11 +15,9 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
-from fp4kit.cuda import compiler, matrix
-from fp4kit.cuda.compiler import TYPES, instantiation
-from fp4kit.cuda.dispatch import CACHE_SIZE
-from fp4kit.cuda.launch import THREADS, UNLIMITED, Launch, aligned, grid
-from fp4kit.cuda.matrix import AMAX, transform_struct
+from fp4kit.cuda import matrix
+from fp4kit.cuda.launch import THREADS, aligned, prepared
+from fp4kit.cuda.matrix import transform_struct
 from fp4kit.cuda.shards import amax_shard, check_blocks
 from fp4kit.quantized.parts import tensor_amax_shape
 from fp4kit.recipes import Recipe
@@ -185,64 +182,27 @@ def rows_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
     return cupy.ascontiguousarray(x.transpose(*kept, *reduced)).reshape(prod(shape), m), shape
 
 
-_COLUMNS = np.dtype(
-    [("x", "u8"), ("amax", "u8")] + [(name, "i8") for name in ("matrices", "rows", "columns", "lanes", "height")]
-)
 _WARP = 32  # threads per warp
 _ROWS = 16  # rows per thread: many enough for several loads at a time and for few atomic updates per column
 
 
-@cache
-def _columns_function(dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device."""
-    source = instantiation("amax_columns", Input=TYPES[dtype], kAligned=aligned_runs)
-    return compiler.function(source, "amax_columns_kernel", device)
-
-
-@lru_cache(CACHE_SIZE)
-def _columns_launch(dtype: np.dtype, aligned_runs: bool, shape: tuple[int, int, int], device: int) -> Launch:
-    """Return the prepared launch of amax_columns.cu for a stack of matrices of the shape (B, M, K)."""
-    matrices, rows, columns = shape
-    width = 16 // dtype.itemsize if aligned_runs else 1  # columns per thread
-    lanes = min(1 << (-(-columns // width) - 1).bit_length(), _WARP)
-    height = THREADS // lanes * _ROWS
-    items = matrices * -(-rows // height) * -(-columns // (lanes * width))
-    return Launch(
-        _columns_function(dtype, aligned_runs, device), grid(items, device, UNLIMITED), _COLUMNS, *shape, lanes, height
-    )
-
-
 def amax_columns(x: Any) -> Any:
     """Return the largest magnitude in each column of contiguous matrices x (B, M, K): float32 (B, K)."""
-    matrices, _, columns = x.shape
+    matrices, rows, columns = x.shape
     out = imports.cupy().zeros((matrices, columns), np.float32)
     if x.size:
-        launch = _columns_launch(x.dtype, aligned(x, columns * x.dtype.itemsize), x.shape, x.device.id)
+        is_aligned = aligned(x, columns * x.dtype.itemsize)
+        width = 16 // x.dtype.itemsize if is_aligned else 1  # columns per thread
+        lanes = min(1 << (-(-columns // width) - 1).bit_length(), _WARP)
+        height = THREADS // lanes * _ROWS
+        items = matrices * -(-rows // height) * -(-columns // (lanes * width))
+        sizes = (matrices, rows, columns, lanes, height)
+        launch = prepared("amax_columns", items, sizes, x.device.id, (x.dtype, is_aligned))
         launch(x.data.ptr, out.data.ptr)
     return out
 
 
 _WORD = 4  # bytes that a thread loads per row, if they are aligned
-
-
-@cache
-def _hadamard_function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: int, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device."""
-    struct = transform_struct(mask)
-    source = instantiation(
-        "amax_hadamard", struct, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
-    )
-    return compiler.function(source, "amax_hadamard_kernel", device)
-
-
-@lru_cache(CACHE_SIZE)
-def _hadamard_launch(
-    dtype: np.dtype, counted: str, aligned_runs: bool, rows: int, columns: int, mask: int, device: int
-) -> Launch:
-    """Return the prepared launch of amax_hadamard.cu for a matrix (rows, columns)."""
-    wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if aligned_runs else 1)))
-    function, patch_rows = _hadamard_function(dtype, counted, aligned_runs, mask, device), rows // HADAMARD_BLOCK
-    return Launch(function, grid(patch_rows * wide, device), AMAX, rows, columns)
 
 
 def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
@@ -252,6 +212,9 @@ def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
     rows, columns = x.shape
     out = imports.cupy().zeros((), np.float32)
     if x.size:
-        aligned_runs = x.data.ptr % _WORD == 0 and columns * x.dtype.itemsize % _WORD == 0
-        _hadamard_launch(x.dtype, counted, aligned_runs, rows, columns, mask, x.device.id)(x.data.ptr, out.data.ptr)
+        is_aligned = x.data.ptr % _WORD == 0 and columns * x.dtype.itemsize % _WORD == 0
+        wide = -(-columns // (THREADS * (_WORD // x.dtype.itemsize if is_aligned else 1)))
+        work, traits = rows // HADAMARD_BLOCK * wide, (x.dtype, f"AmaxInput::{counted}", is_aligned)
+        launch = prepared("amax_hadamard", work, (rows, columns), x.device.id, traits, transform_struct(mask))
+        launch(x.data.ptr, out.data.ptr)
     return out

@@ -18,7 +18,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -213,31 +213,30 @@ def _text(program: ctypes.c_void_p, what: str) -> bytes:
 PRELUDE = '#include "block.cuh"\n#include "fake.cuh"\n#include "scale_layout.cuh"\n#include "row_step.cuh"\n'
 
 
-def instantiation(file: str, struct: str = "", **names: str | bool) -> str:
+TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
+Trait = bool | str | np.dtype  # a constant or type that an instantiation defines
+
+
+def instantiation(file: str, struct: str = "", **traits: Trait) -> str:
     """Return the C++ source that instantiates the kernels in `file`.cu once."""
-    return "\n".join([PRELUDE + struct, *_definitions(names), f'#include "{file}.cu"', ""])
+    return "\n".join(
+        [PRELUDE + struct, *(_definition(*trait) for trait in traits.items()), f'#include "{file}.cu"', ""]
+    )
 
 
-def _definitions(names: Mapping[str, str | bool]) -> list[str]:
-    """Return one C++ definition per name: of a bool constant, of an enum constant ("Enum::value"), or of a type
-    alias.
-    """
-    lines = []
-    for name, value in names.items():
-        if isinstance(value, bool):
-            lines.append(f"constexpr bool {name} = {str(value).lower()};")
-        elif "::" in value:
-            lines.append(f"constexpr {value.split('::')[0]} {name} = {value};")
-        else:
-            lines.append(f"using {name} = {value};")
-    return lines
+def _definition(name: str, value: Trait) -> str:
+    """Return the C++ definition of a bool constant, of an enum constant ("Enum::value"), or of a type alias."""
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {str(value).lower()};"
+    if isinstance(value, str) and "::" in value:
+        return f"constexpr {value.split('::')[0]} {name} = {value};"
+    return f"using {name} = {TYPES[value] if isinstance(value, np.dtype) else value};"
 
 
 # The number of thread blocks in a cluster that computes the amax of a small array: the largest cluster that every GPU
 # with clusters supports.
 FINDERS = 8
 THREAD_BYTES = 64  # bytes of elements that a thread of quantize loads at a time, unless a RowPlan says otherwise
-TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
 
 
 def format_struct(f: ElementFormat, name: str) -> str:
@@ -339,6 +338,7 @@ def _recipe_facts(r: Recipe) -> dict[str, object]:
     }
 
 
+@lru_cache(1024)
 def recipe_struct(
     r: Recipe,
     layout: str = "linear",

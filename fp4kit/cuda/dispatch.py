@@ -17,7 +17,7 @@ import numpy as np
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda.compiler import THREAD_BYTES, has_table
-from fp4kit.cuda.launch import THREADS, UNLIMITED, grid
+from fp4kit.cuda.launch import CACHE_SIZE, THREADS, UNLIMITED, grid, struct_of
 from fp4kit.formats import E2M1, Codebook, ElementFormat, IntegerOrFloat, is_same
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
@@ -25,7 +25,6 @@ from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.recipes.schema import fake_unit
 from fp4kit.reference.stochastic import HADAMARD_BLOCK
 
-CACHE_SIZE = 1024  # the most entries in each cache of choices or launches; each new shape takes an entry
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VALUE_RUNS = 2  # runs of 16 bytes that a thread of dequantize or fake_quantize writes
 MORE_VALUE_RUNS = 4  # such runs per thread if each thread block must prepare more, such as a table, before it starts
@@ -68,9 +67,7 @@ class Arguments(NamedTuple):
     @property
     def struct(self) -> np.dtype:
         """Return the NumPy dtype of the struct of all arguments."""
-        return np.dtype(
-            [(name, "u8") for name in (*self.pointers, *self.words)] + [(name, "i8") for name in self.sizes]
-        )
+        return struct_of((*self.pointers, *self.words), self.sizes)
 
 
 # All kernels except quantize_columns take these arguments.

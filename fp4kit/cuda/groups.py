@@ -28,7 +28,8 @@ from fp4kit.cuda.amax import (
     tensor_amax_operands,
 )
 from fp4kit.cuda.dispatch import LaunchRequest
-from fp4kit.cuda.matrix import Clip, GroupedLaunch, Matrix, empty_scales, launch_request, split_matrices
+from fp4kit.cuda.launch import GroupedLaunch
+from fp4kit.cuda.matrix import Clip, Matrix, empty_scales, launch_request, split_matrices
 from fp4kit.cuda.search import group_launches, matrices_to_search, without_search
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.parts import packed_shape, scale_shape, tensor_amax_shape

@@ -6,14 +6,18 @@ Kernels use grid-stride loops, so their results do not depend on the size of the
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fp4kit.arrays import imports
+from fp4kit.cuda import compiler
+from fp4kit.cuda.compiler import Trait, instantiation
 
 THREADS = 256  # threads per thread block
 BLOCKS_PER_SM = 16  # the most thread blocks per multiprocessor, unless a launcher chooses another limit
@@ -22,6 +26,7 @@ MAX_ELEMENTS = 1 << 33  # the most elements per launch
 MAX_COLUMNS = (1 << 32) - 1  # the most elements per row, for recipes with blocks
 # A limit of thread blocks per multiprocessor that is never reached, so each thread block processes one share of work.
 UNLIMITED = 1 << 16
+CACHE_SIZE = 1024  # the most entries in each cache of choices or launches; each new shape takes an entry
 
 
 @cache
@@ -159,6 +164,136 @@ class Launch:
         return True
 
 
+class LaunchRow(NamedTuple):
+    """How one kernel is launched: a row of LAUNCHES.
+
+    Attributes:
+        arguments: the dtype of the struct of its arguments.
+        traits: the names of the types and constants that its instantiation defines, in order.
+        limit: the most thread blocks per multiprocessor.
+        threads: the number of threads per thread block.
+        file: the name of its file in kernels/entries, without the suffix; "" if it is the name of the row.
+        entry: the name of the kernel in this file, without the suffix "_kernel"; "" if it is the name of the row.
+    """
+
+    arguments: np.dtype
+    traits: tuple[str, ...]
+    limit: int
+    threads: int
+    file: str
+    entry: str
+
+
+def struct_of(pointers: Sequence[str], sizes: Sequence[str], floats: Sequence[str] = ()) -> np.dtype:
+    """Return the dtype of a struct of kernel arguments: addresses, integers and float64 numbers, of 8 bytes each."""
+    kinds = ((pointers, "u8"), (sizes, "i8"), (floats, "f8"))
+    return np.dtype([(name, kind) for names, kind in kinds for name in names])
+
+
+def _row(
+    arguments: str,
+    traits: str = "",
+    limit: int = BLOCKS_PER_SM,
+    threads: int = THREADS,
+    file: str = "",
+    entry: str = "",
+) -> LaunchRow:
+    """Return a LaunchRow. `arguments` are the names of pointers, integers and float64 numbers, separated by bars."""
+    struct = struct_of(*(names.split() for names in arguments.split("|")))
+    return LaunchRow(struct, tuple(traits.split()), limit, threads, file, entry)
+
+
+_KEEP = "source source_scales extent packed scales tensor_scale tensor_amax | blocks source_block"
+_LOSSES = (
+    "x amax tensor_amax weights multiples losses least out"
+    " | rows columns rows_of_amax rows_of_tensor parts first count | power"
+)
+_LOSS_TRAITS = "Input kWeighted kOwn kMagnitudes kLargest kPowers"
+# The arguments of search.cuh and search_full.cuh. column_weights points to the weights or the Hessians.
+_SEARCH = "x tensor_amax column_weights block_amax unproven | rows columns lower upper"
+# The pruned search without weights: threads per thread block, and thread blocks per multiprocessor. Thread blocks are
+# large, because the threads of a thread block share tables of bounds.
+SEARCH_THREADS, SEARCH_BLOCKS = 512, 2
+# The most thread blocks per multiprocessor of the partial kernels. With 16, kernels take 6% longer; without a limit, up
+# to 20% longer (H200, 2026-11-21).
+_PARTIAL_BLOCKS = 64
+# How each kernel is launched, except the kernels of dispatch.KERNEL_CHOICES, whose arguments and grids depend on a
+# request, and those of matmul.py. The .cu file of a kernel describes its arguments and traits.
+LAUNCHES = {
+    "amax": _row("x amax | rows columns", "Input kCounted kAligned"),
+    "amax_columns": _row("x amax | matrices rows columns lanes height", "Input kAligned", UNLIMITED),
+    "amax_hadamard": _row("x amax | rows columns", "Input kCounted kAligned"),
+    "amax_rows": _row("x amax | rows columns", "Input kCounted kAligned", file="amax"),
+    "clip": _row("grad x amax out | count covered", "Input Gradient kAligned", UNLIMITED),
+    "count_changed": _row("x y changed largest | count"),
+    "dequantize": _row("packed scales values tensor_scale tensor_amax | rows columns ahead", "Input Output", UNLIMITED),
+    "hadamard_columns": _row("x out signs | outer length inner", "Input kHasSigns kIsInverse"),
+    "hadamard_rows": _row("x out signs | count length", "Input kHasSigns kIsInverse"),
+    "implied_amax": _row("tensor_scale tensor_amax amax | count", "Input"),
+    "least_losses": _row(_LOSSES, _LOSS_TRAITS, file="search_amaxes"),
+    "pack_codes": _row("in out | bytes", "kAligned", UNLIMITED),
+    "partial_amax": _row(
+        "values block_amax tensor_amax | start end rows columns block_at tensor_at", "Input", _PARTIAL_BLOCKS
+    ),
+    "partial_cast": _row(
+        "values packed factors tensor_amax | start end columns run_at factor_at tensor_at", "Input", _PARTIAL_BLOCKS
+    ),
+    "partial_place": _row("from to | start end from_at to_at", "Input", _PARTIAL_BLOCKS),
+    "partial_scales": _row(
+        "block_amax tensor_amax factors scales tensor_scale | rows columns block_at factor_at scale_at tensor_at",
+        "Input kLayout",
+        _PARTIAL_BLOCKS,
+    ),
+    "requantize_amax": _row(_KEEP, "Input kUnsignedZero", file="requantize"),
+    "requantize_keep": _row(_KEEP, "Input kUnsignedZero", file="requantize"),
+    "requantize_range": _row(_KEEP, "Input kUnsignedZero", file="requantize"),
+    "rotate": _row(
+        "x out signs matrices | outer length inner matrix_step",
+        "Input kContiguous kHasSigns kHasMatrices kIsInverse",
+    ),
+    "row_losses": _row(_LOSSES, _LOSS_TRAITS, file="search_amaxes"),
+    "search": _row(_SEARCH, "Input kAligned kWeighted kAll kEight", SEARCH_BLOCKS, SEARCH_THREADS),
+    "search_factors": _row("x tensor_amax block_amax | rows columns", "Input kAligned", 8),
+    "search_full": _row(
+        f"{_SEARCH} | power", "Input kAligned kWeighted kHessian kMagnitudes kLargest kPowers kFromFloor"
+    ),
+    "search_hessian": _row(_SEARCH, "Input kAligned", 8),
+    "search_quest": _row("x tensor_amax block_amax | rows columns", "Input kAligned", 8),
+    "search_weighted": _row(_SEARCH, "Input kAligned kWeighted kAll kEight", 8, file="search", entry="search"),
+    "swizzle": _row("in out | matrices rows columns", "kFrom kTo kQuads", UNLIMITED),
+    "transpose": _row("codes scales codes_out scales_out | matrices rows columns", "kAligned", UNLIMITED),
+    "unpack_codes": _row("in out | bytes", "kAligned", UNLIMITED, file="pack_codes"),
+}
+
+
+@lru_cache(CACHE_SIZE)
+def function_of(file: str, entry: str, device: int, struct: str, traits: tuple[tuple[str, Trait], ...]) -> Any:
+    """Return a compiled kernel as a CuPy function on a device. `struct` is the C++ text of the structs it uses."""
+    return compiler.function(instantiation(file, struct, **dict(traits)), f"{entry}_kernel", device)
+
+
+def row_function(kernel: str, device: int, struct: str, *traits: Trait, small: bool | None = None) -> Any:
+    """Return the compiled kernel of a row of LAUNCHES, with the values of its traits, as a CuPy function.
+
+    It is the kernel of a group if `small` is not None, which says whether the group is small (is_small).
+    """
+    row = LAUNCHES[kernel]
+    file, entry, values = row.file or kernel, row.entry or kernel, tuple(zip(row.traits, traits, strict=True))
+    if small is None:
+        return function_of(file, entry, device, struct, values)
+    return function_of(f"grouped_{file}", f"grouped_{entry}", device, struct, (*values, ("kSmall", small)))
+
+
+@lru_cache(CACHE_SIZE)
+def prepared(
+    kernel: str, work: int, sizes: tuple[int, ...], device: int, traits: tuple[Trait, ...], struct: str = ""
+) -> Launch:
+    """Return the prepared launch of a row of LAUNCHES, for `work` thread blocks at most, with fixed sizes."""
+    row = LAUNCHES[kernel]
+    function = row_function(kernel, device, struct, *traits)
+    return Launch(function, grid(work, device, row.limit), row.arguments, *sizes, threads=row.threads)
+
+
 def address(array: Any) -> int:
     """Return the address of a CuPy array's first element, or 0 for None."""
     return 0 if array is None else array.data.ptr
@@ -179,3 +314,84 @@ def as_aligned(array: Any) -> Any:
         return None
     array = imports.cupy().ascontiguousarray(array)
     return array if array.data.ptr % 16 == 0 else array.copy()
+
+
+_GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("pieces", "i8")])
+_PIECE = np.dtype([("member", "u4"), ("index", "u4")])
+SMALL_GROUP = 32  # the most members of a small group: kSmallGroup in grouped.cuh
+# Pieces per multiprocessor, unless pieces would have fewer than MIN_PIECE or more than MAX_PIECE elements.
+PIECES_PER_MULTIPROCESSOR = 20
+# The fewest and the most elements per piece. If each of the 256 threads of a thread block reads 32 bfloat16 elements
+# (64 bytes) per turn, the thread block processes 8192 elements per turn, so these sizes are one turn and three turns.
+# Larger pieces amortize their setup (computing a table of factors, looking up the piece's tensor), but leave more
+# thread blocks waiting for the last one at the end. Time for 8 tensors of 1856 x 2688, relative to one launch on
+# one tensor of their total size, by elements per piece (H200, 2026-11-21). In the middle column, the size follows from
+# PIECES_PER_MULTIPROCESSOR:
+#     recipe             8192   from the number of pieces   24576
+#     nvfp4-te           1.10   1.03                        1.05
+#     mxfp4-flashinfer   1.03   1.05                        1.10
+MIN_PIECE, MAX_PIECE = 8192, 24576
+
+
+@dataclass(frozen=True)
+class GroupedLaunch:
+    """A prepared launch of a kernel over a group of tensors. Call this object to launch it on the current stream.
+
+    Attributes:
+        function: the CuPy function of the kernel.
+        grid: the number of thread blocks.
+        arguments: the struct of arguments, as an array with one element of raw bytes (see Launch).
+        held: the table and the arrays that it points to, kept alive.
+        threads: threads per thread block.
+    """
+
+    function: Any
+    grid: int
+    arguments: np.ndarray
+    held: tuple[Any, ...]
+    threads: int = THREADS
+
+    def __call__(self) -> None:
+        """Launch the kernel on the current stream, without waiting for it."""
+        self.function((self.grid,), (self.threads,), (self.arguments,))
+
+
+def is_small(members: Sequence[Any]) -> bool:
+    """Return True if a group has at most 32 members (SMALL_GROUP)."""
+    return len(members) <= SMALL_GROUP
+
+
+def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np.ndarray:
+    """Return the number of pieces into which the work on each tensor of a group is divided: an int64 array."""
+    # The largest size is chosen so that the group has about 20 pieces per multiprocessor (PIECES_PER_MULTIPROCESSOR),
+    # but it is at least MIN_PIECE (8192) and at most `most` elements.
+    check_count(int(elements.max()))
+    share = int(elements.sum()) // (multiprocessors(device) * PIECES_PER_MULTIPROCESSOR)
+    return np.maximum(-(-elements // int(np.clip(share, MIN_PIECE, most))), 1)
+
+
+def group_table(members: np.ndarray) -> np.ndarray:
+    """Return the table of a large group in 8-byte words (see grouped.cuh): first the members, then the pieces."""
+    pieces = members["pieces"]
+    work = np.empty(int(pieces.sum()), _PIECE)
+    work["member"] = np.repeat(np.arange(len(pieces)), pieces)
+    work["index"] = np.arange(len(work)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    return np.concatenate([members.view(np.uint64), work.view(np.uint64)])
+
+
+def prepare_group(
+    function: Any, arguments: np.ndarray, aligned_runs: ArrayLike, pieces: np.ndarray, held: Any, small: bool = False
+) -> GroupedLaunch:
+    """Return a prepared launch of a kernel that processes a group of tensors (its members)."""
+    member = np.dtype([("arguments", arguments.dtype), ("pieces", "u4"), ("aligned", "u4")])
+    members, total, table = np.zeros(len(arguments), member), int(pieces.sum()), None
+    members["arguments"], members["pieces"], members["aligned"] = arguments, pieces, aligned_runs
+    if small:
+        group = np.zeros(1, [("pieces", "i8"), ("first", "u4", SMALL_GROUP), ("members", member, SMALL_GROUP)])
+        first = np.cumsum(pieces) - pieces
+        group["pieces"], group["first"] = total, np.pad(first, (0, SMALL_GROUP - len(first)), constant_values=2**32 - 1)
+        group["members"][0, : len(members)] = members
+    else:
+        table = imports.cupy().asarray(group_table(members))
+        group = np.array([(table.data.ptr, len(members), total)], _GROUP)
+    return GroupedLaunch(function, total, group.view(np.dtype((np.void, group.itemsize))), (table, held))

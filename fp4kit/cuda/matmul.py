@@ -5,7 +5,7 @@ all operands; matmul_fp4.cu and matmul_fp8.cu are faster, but support only some.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +13,8 @@ import numpy as np
 from fp4kit.arrays import imports
 from fp4kit.call.matmul import Addition, MatmulCall, Operand, addition_of, decoding_of, scale_decoding_of
 from fp4kit.call.parse import Declined
-from fp4kit.cuda import compiler
-from fp4kit.cuda.compiler import TYPES, instantiation
-from fp4kit.cuda.dispatch import CACHE_SIZE
-from fp4kit.cuda.launch import Launch, address, grid
+from fp4kit.cuda.compiler import Trait
+from fp4kit.cuda.launch import CACHE_SIZE, Launch, address, function_of, grid
 from fp4kit.reference.matmul import LEAST_EXPONENT
 from fp4kit.units import DotAdd
 
@@ -35,47 +33,24 @@ _PRODUCT = np.dtype(
 _GROUP = np.dtype([("products", "u8"), ("ends", "u8"), ("count", "i8"), ("tiles", "i8")])
 
 
-@cache
-def _function(adder: str, grouped: bool, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled kernel of matmul.cu as a CuPy function on a device."""
-    source = instantiation("matmul", _HEADER, kAdder=f"Adder::{adder}", kGrouped=grouped, Output=TYPES[dtype])
-    return compiler.function(source, "matmul_kernel", device)
+class _Kernel(NamedTuple):
+    """A kernel that multiplies matrices: its file, its traits, and the size of the squares of results (tiles)."""
 
-
-@cache
-def _fp4_function(scales_are_e8m0: bool, grouped: bool, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled kernel of matmul_fp4.cu as a CuPy function on a device."""
-    source = instantiation("matmul_fp4", kScalesAreE8M0=scales_are_e8m0, kGrouped=grouped, Output=TYPES[dtype])
-    return compiler.function(source, "matmul_fp4_kernel", device)
-
-
-@cache
-def _fp8_function(rows: str, columns: str, wide_step: bool, grouped: bool, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled kernel of matmul_fp8.cu as a CuPy function on a device."""
-    names: dict[str, Any] = {
-        "kRowsAreE5M2": rows == "E5M2",
-        "kColumnsAreE5M2": columns == "E5M2",
-        "kWideStep": wide_step,
-        "kGrouped": grouped,
-    }
-    return compiler.function(instantiation("matmul_fp8", **names, Output=TYPES[dtype]), "matmul_fp8_kernel", device)
+    file: str
+    traits: tuple[tuple[str, Trait], ...]
+    tile: int = LARGE_TILE
+    header: str = ""
 
 
 @lru_cache(CACHE_SIZE)
-def _launch(kernel: tuple[Any, ...], dtype: np.dtype, tiles: int, grouped: bool, device: int) -> Launch:
+def _launch(kernel: _Kernel, dtype: np.dtype, tiles: int, grouped: bool, device: int) -> Launch:
     """Return the prepared launch of a matmul kernel for a number of tiles (squares of results)."""
-    make, *arguments = kernel
-    return Launch(make(*arguments, grouped, dtype, device), grid(tiles, device), _GROUP if grouped else _PRODUCT)
+    traits = (*kernel.traits, ("kGrouped", grouped), ("Output", dtype))
+    function = function_of(kernel.file, kernel.file, device, kernel.header, traits)
+    return Launch(function, grid(tiles, device), _GROUP if grouped else _PRODUCT)
 
 
-def _tile_count(kernel: tuple[Any, ...], shape: tuple[int, int, int]) -> int:
-    """Return the number of tiles (squares) into which a kernel divides results of the shape (batch, M, N)."""
-    tile = TILE if kernel[0] is _function else LARGE_TILE
-    batch, M, N = shape
-    return batch * -(-M // tile) * -(-N // tile)
-
-
-def _special_kernel(call: MatmulCall, arrays: list[Any]) -> tuple[Any, ...] | None:
+def _special_kernel(call: MatmulCall, arrays: list[Any]) -> _Kernel | None:
     """Return the fast kernel for FP4 or FP8 operands that can compute a call, or None if matmul.cu has to compute
     it.
     """
@@ -85,10 +60,12 @@ def _special_kernel(call: MatmulCall, arrays: list[Any]) -> tuple[Any, ...] | No
         return None
     if a.scale is not None:
         is_fp4 = (step.k, step.fraction_bits, step.output_bits, step.group) == (64, 35, 23, 16)
-        return (_fp4_function, a.scale.name == "E8M0") if is_fp4 and not call.unit.promote else None
+        traits = (("kScalesAreE8M0", a.scale.name == "E8M0"),)
+        return _Kernel("matmul_fp4", traits) if is_fp4 and not call.unit.promote else None
     are_fp8 = {a.element, b.element} <= {"E4M3", "E5M2"}
     if are_fp8 and step.k in (16, 32) and step.fraction_bits <= 13 and step.output_bits <= 13:
-        return _fp8_function, a.element, b.element, step.k == 32
+        are_e5m2 = (("kRowsAreE5M2", a.element == "E5M2"), ("kColumnsAreE5M2", b.element == "E5M2"))
+        return _Kernel("matmul_fp8", (*are_e5m2, ("kWideStep", step.k == 32)))
     return None
 
 
@@ -132,14 +109,14 @@ class _Product(NamedTuple):
     """One matrix product to launch: the kernel, its arguments and the arrays.
 
     Attributes:
-        kernel: the function that compiles the kernel, and the arguments of this function.
+        kernel: the kernel that computes it.
         dtype: the dtype of the result.
         tiles: the number of tiles.
         values: the values of the fields of _PRODUCT.
         held: the arrays that must live until the launch.
     """
 
-    kernel: tuple[Any, ...]
+    kernel: _Kernel
     dtype: np.dtype
     tiles: int
     values: list[int]
@@ -152,9 +129,11 @@ def _product(call: MatmulCall, out: Any) -> _Product:
     adder, *fields = addition_of(call)
     (a, a_arrays), (b, b_arrays) = (_operand(x, device) for x in (call.a, call.b))
     c = None if call.c is None else imports.cupy().ascontiguousarray(call.c)
-    kernel = _special_kernel(call, [a_arrays[0], b_arrays[0]]) or (_function, adder)
+    kernel = _special_kernel(call, [a_arrays[0], b_arrays[0]])
+    kernel = kernel or _Kernel("matmul", (("kAdder", f"Adder::{adder}"),), TILE, _HEADER)
     values = [*a, *b, address(c), address(out), call.shape[0], call.a.k, *fields]
-    tiles = _tile_count(kernel, call.shape)
+    batch, M, N = call.shape
+    tiles = batch * -(-M // kernel.tile) * -(-N // kernel.tile)
     return _Product(kernel, call.out_dtype, tiles, [v & (2**64 - 1) for v in values], [*a_arrays, *b_arrays, c])
 
 

@@ -9,21 +9,16 @@ alignment.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call, Declined
-from fp4kit.cuda import compiler
-from fp4kit.cuda import launch as geometry
-from fp4kit.cuda.compiler import FINDERS, TYPES, has_table, instantiation, recipe_struct
+from fp4kit.cuda.compiler import FINDERS, has_table, recipe_struct
 from fp4kit.cuda.dispatch import (
-    CACHE_SIZE,
     MORE_VALUE_RUNS,
     VALUE_RUNS,
     KernelChoice,
@@ -35,15 +30,24 @@ from fp4kit.cuda.dispatch import (
     value_blocks,
 )
 from fp4kit.cuda.launch import (
+    CACHE_SIZE,
+    LAUNCHES,
+    MAX_PIECE,
+    MIN_PIECE,
     THREADS,
-    UNLIMITED,
+    GroupedLaunch,
     Launch,
     address,
     aligned,
     check_columns,
     check_count,
-    grid,
+    function_of,
+    is_small,
+    piece_counts,
+    prepare_group,
+    prepared,
     resident_blocks,
+    row_function,
 )
 from fp4kit.formats import E4M3
 from fp4kit.layouts import padded_shape
@@ -51,13 +55,6 @@ from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.recipes.schema import decoding, faking, with_row_blocks
 from fp4kit.reference.codec import is_per_expert, part_for_matrix
-
-_DEQUANTIZE = np.dtype(
-    [(n, "u8") for n in ("packed", "scales", "values", "tensor_scale", "tensor_amax")]
-    + [(n, "i8") for n in ("rows", "columns", "ahead")]
-)
-_IMPLIED = np.dtype([(n, "u8") for n in ("tensor_scale", "tensor_amax", "amax")] + [("count", "i8")])
-AMAX = np.dtype([("x", "u8"), ("amax", "u8"), ("rows", "i8"), ("columns", "i8")])
 
 
 class Matrix(NamedTuple):
@@ -114,14 +111,6 @@ def kernel_structs(request: LaunchRequest, plan: RowPlan | None = None) -> str:
     return recipe_struct(r, request.layout, **options, sign_mask=request.mask, finds_amax=finds_amax)
 
 
-@cache
-def _function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
-    """Return a compiled kernel for elements of a dtype, as a CuPy function that is loaded on a device."""
-    return compiler.function(
-        instantiation(kernel, struct, Input=TYPES[dtype], kAligned=aligned_runs), f"{kernel}_kernel", device
-    )
-
-
 @lru_cache(CACHE_SIZE)
 def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: bool, device: int) -> Launch:
     """Return the prepared launch of a kernel for a request."""
@@ -130,7 +119,8 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
     if request.recipe.block:
         check_columns(sizes[1])
     plan = row_plan(request, device)
-    function = _function(choice.kernel, kernel_structs(request, plan), request.dtype, aligned_runs, device)
+    traits = (("Input", request.dtype), ("kAligned", aligned_runs))
+    function = function_of(choice.kernel, choice.kernel, device, kernel_structs(request, plan), traits)
     blocks = choice.grid(request, device)
     if request.finds_amax and plan is None:
         blocks = -(-blocks // FINDERS) * FINDERS  # whole clusters
@@ -146,15 +136,6 @@ def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: Ke
     launch(*(address(getattr(m, name)) for name in choice.arguments.pointers), *numbers)
 
 
-@cache
-def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled kernel dequantize as a CuPy function on a device."""
-    source = instantiation(
-        "dequantize", recipe_struct(decoding(r, dtype), layout), Input=TYPES[original], Output=TYPES[dtype]
-    )
-    return compiler.function(source, "dequantize_kernel", device)
-
-
 @lru_cache(CACHE_SIZE)
 def dequantize_launch(
     r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int
@@ -167,19 +148,9 @@ def dequantize_launch(
     prepares_tables = (
         layout != "linear" and r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
     )
-    blocks = grid(
-        value_blocks(rows, columns, dtype, MORE_VALUE_RUNS if prepares_tables else VALUE_RUNS), device, UNLIMITED
-    )
-    function = _dequantize_function(r, layout, original, dtype, device)
-    return Launch(function, blocks, _DEQUANTIZE, rows, columns, resident_blocks(device))
-
-
-@cache
-def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
-    """Return the compiled kernel implied_amax as a CuPy function on a device."""
-    return compiler.function(
-        instantiation("implied_amax", recipe_struct(r), Input=TYPES[original]), "implied_amax_kernel", device
-    )
+    blocks = value_blocks(rows, columns, dtype, MORE_VALUE_RUNS if prepares_tables else VALUE_RUNS)
+    sizes, struct = (rows, columns, resident_blocks(device)), recipe_struct(decoding(r, dtype), layout)
+    return prepared("dequantize", blocks, sizes, device, (original, dtype), struct)
 
 
 def implies_amaxes(r: Recipe) -> bool:
@@ -194,7 +165,7 @@ def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) 
     """
     device, count = tensor_scale.device.id, tensor_scale.size
     found = imports.cupy().empty(tensor_scale.shape, np.float32)
-    launch = Launch(_implied_function(r, original, device), grid(-(-count // THREADS), device), _IMPLIED, count)
+    launch = prepared("implied_amax", -(-count // THREADS), (count,), device, (original,), recipe_struct(r))
     launch(*map(address, (tensor_scale, amax, found)))
     return found
 
@@ -215,17 +186,6 @@ def transform_struct(mask: int | None) -> str:
     return text + f"static constexpr u32 kSignMask = {mask or 0}u; }};"
 
 
-@cache
-def _amax_function(
-    kernel: str, dtype: np.dtype, counted: str, aligned_runs: bool, mask: int | None, device: int
-) -> Any:
-    """Return a compiled amax kernel, as a CuPy function that is loaded on a device."""
-    source = instantiation(
-        "amax", transform_struct(mask), Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
-    )
-    return compiler.function(source, kernel, device)
-
-
 @lru_cache(CACHE_SIZE)
 def amax_launch(
     dtype: np.dtype,
@@ -239,11 +199,10 @@ def amax_launch(
 ) -> Launch:
     """Return the prepared launch that computes the amax of a matrix or, if by_row is True, one amax per row."""
     # If by_row is False, the result must hold 0 before, because the kernel only raises it.
-    function = _amax_function(
-        "amax_rows_kernel" if by_row else "amax_kernel", dtype, counted, aligned_runs, mask, device
-    )
     work = min(rows, -(-rows * columns // (4 * THREADS))) if by_row else -(-columns // (16 * THREADS))
-    return Launch(function, grid(work, device), AMAX, rows, columns)
+    traits = (dtype, f"AmaxInput::{counted}", aligned_runs)
+    kernel = "amax_rows" if by_row else "amax"
+    return prepared(kernel, work, (rows, columns), device, traits, transform_struct(mask))
 
 
 def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = None) -> Any:
@@ -268,118 +227,13 @@ def empty_scales(shape: tuple[int, ...], layout: str) -> Any:
     return cupy.empty(shape, np.uint8) if layout == "linear" else cupy.zeros(padded_shape(shape, layout), np.uint8)
 
 
-CLIP = np.dtype([(name, "u8") for name in ("grad", "x", "amax", "out")] + [("count", "i8"), ("covered", "i8")])
-
-
-@cache
-def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device."""
-    source = instantiation("clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=aligned_runs)
-    return compiler.function(source, "clip_kernel", device)
-
-
-@lru_cache(CACHE_SIZE)
-def _clip_launch(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, count: int, covered: int, device: int) -> Launch:
-    """Return the prepared launch of clip.cu for arrays of `count` elements."""
-    blocks = -(-count * max(dtype.itemsize, grad.itemsize) // (16 * THREADS))
-    return Launch(
-        _clip_function(dtype, grad, aligned_runs, device), grid(blocks, device, UNLIMITED), CLIP, count, covered
-    )
-
-
 def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
     """Write the clipped gradient into out: grad where |x| <= amax, otherwise +0."""
     aligned_runs = all(a.data.ptr % 16 == 0 for a in (grad, x, out))
-    launch = _clip_launch(x.dtype, grad.dtype, aligned_runs, x.size, x.size // amax.size, x.device.id)
+    blocks = -(-x.size * max(x.itemsize, grad.itemsize) // (16 * THREADS))
+    sizes, traits = (x.size, x.size // amax.size), (x.dtype, grad.dtype, aligned_runs)
+    launch = prepared("clip", blocks, sizes, x.device.id, traits)
     launch(*map(address, (grad, x, amax, out)))
-
-
-_GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("pieces", "i8")])
-_PIECE = np.dtype([("member", "u4"), ("index", "u4")])
-SMALL_GROUP = 32  # the most members of a small group: kSmallGroup in grouped.cuh
-# Pieces per multiprocessor, unless pieces would have fewer than MIN_PIECE or more than MAX_PIECE elements.
-PIECES_PER_MULTIPROCESSOR = 20
-# The fewest and the most elements per piece. If each of the 256 threads of a thread block reads 32 bfloat16 elements
-# (64 bytes) per turn, the thread block processes 8192 elements per turn, so these sizes are one turn and three turns.
-# Larger pieces amortize their setup (computing a table of factors, looking up the piece's tensor), but leave more
-# thread blocks waiting for the last one at the end. Time for 8 tensors of 1856 x 2688, relative to one launch on
-# one tensor of their total size, by elements per piece (H200, 2026-11-21). In the middle column, the size follows from
-# PIECES_PER_MULTIPROCESSOR:
-#     recipe             8192   from the number of pieces   24576
-#     nvfp4-te           1.10   1.03                        1.05
-#     mxfp4-flashinfer   1.03   1.05                        1.10
-MIN_PIECE, MAX_PIECE = 8192, 24576
-
-
-@dataclass(frozen=True)
-class GroupedLaunch:
-    """A prepared launch of a kernel over a group of tensors. Call this object to launch it on the current stream.
-
-    Attributes:
-        function: the CuPy function of the kernel.
-        grid: the number of thread blocks.
-        arguments: the struct of arguments, as an array with one element of raw bytes (see geometry.Launch).
-        held: the table and the arrays that it points to, kept alive.
-        threads: threads per thread block.
-    """
-
-    function: Any
-    grid: int
-    arguments: np.ndarray
-    held: tuple[Any, ...]
-    threads: int = THREADS
-
-    def __call__(self) -> None:
-        """Launch the kernel on the current stream, without waiting for it."""
-        self.function((self.grid,), (self.threads,), (self.arguments,))
-
-
-def is_small(members: Sequence[Any]) -> bool:
-    """Return True if a group has at most 32 members (SMALL_GROUP)."""
-    return len(members) <= SMALL_GROUP
-
-
-def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np.ndarray:
-    """Return the number of pieces into which the work on each tensor of a group is divided: an int64 array."""
-    # The largest size is chosen so that the group has about 20 pieces per multiprocessor (PIECES_PER_MULTIPROCESSOR),
-    # but it is at least MIN_PIECE (8192) and at most `most` elements.
-    check_count(int(elements.max()))
-    share = int(elements.sum()) // (geometry.multiprocessors(device) * PIECES_PER_MULTIPROCESSOR)
-    return np.maximum(-(-elements // int(np.clip(share, MIN_PIECE, most))), 1)
-
-
-def group_table(members: np.ndarray) -> np.ndarray:
-    """Return the table of a large group in 8-byte words (see grouped.cuh): first the members, then the pieces."""
-    pieces = members["pieces"]
-    work = np.empty(int(pieces.sum()), _PIECE)
-    work["member"] = np.repeat(np.arange(len(pieces)), pieces)
-    work["index"] = np.arange(len(work)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    return np.concatenate([members.view(np.uint64), work.view(np.uint64)])
-
-
-def prepare_group(
-    function: Any, arguments: np.ndarray, aligned_runs: ArrayLike, pieces: np.ndarray, held: Any, small: bool = False
-) -> GroupedLaunch:
-    """Return a prepared launch of a kernel that processes a group of tensors (its members)."""
-    member = np.dtype([("arguments", arguments.dtype), ("pieces", "u4"), ("aligned", "u4")])
-    members, total, table = np.zeros(len(arguments), member), int(pieces.sum()), None
-    members["arguments"], members["pieces"], members["aligned"] = arguments, pieces, aligned_runs
-    if small:
-        group = np.zeros(1, [("pieces", "i8"), ("first", "u4", SMALL_GROUP), ("members", member, SMALL_GROUP)])
-        first = np.cumsum(pieces) - pieces
-        group["pieces"], group["first"] = total, np.pad(first, (0, SMALL_GROUP - len(first)), constant_values=2**32 - 1)
-        group["members"][0, : len(members)] = members
-    else:
-        table = imports.cupy().asarray(group_table(members))
-        group = np.array([(table.data.ptr, len(members), total)], _GROUP)
-    return GroupedLaunch(function, total, group.view(np.dtype((np.void, group.itemsize))), (table, held))
-
-
-@cache
-def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
-    """Return the grouped variant of a quantize kernel, compiled, as a CuPy function that is loaded on a device."""
-    source = instantiation(f"grouped_{kernel}", struct, Input=TYPES[dtype], kAligned=aligned_runs, kSmall=small)
-    return compiler.function(source, f"grouped_{kernel}_kernel", device)
 
 
 def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest], seed: int = 0) -> GroupedLaunch:
@@ -396,28 +250,13 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
     if r.block:
         check_columns(int(arguments["columns"].max()))
     device, small = first.x.device.id, is_small(matrices)
-    function = _quantize_function(
-        choice.kernel, kernel_structs(requests[0]), first.x.dtype, all(aligned_runs), small, device
-    )
-    simple = (
-        small and not has_table(r) and r.tensor_scaling != "row"
-    )  # a piece has little setup, so small pieces are best
+    traits = (("Input", first.x.dtype), ("kAligned", all(aligned_runs)), ("kSmall", small))
+    name = f"grouped_{choice.kernel}"
+    function = function_of(name, name, device, kernel_structs(requests[0]), traits)
+    # If a piece has little setup, small pieces are best.
+    simple = small and not has_table(r) and r.tensor_scaling != "row"
     pieces = piece_counts(np.array([m.x.size for m in matrices]), device, MIN_PIECE if simple else MAX_PIECE)
     return prepare_group(function, arguments, aligned_runs, pieces, tuple(matrices), small)
-
-
-@cache
-def _grouped_amax_function(
-    kernel: str, dtype: np.dtype, counted: str, aligned_runs: bool, small: bool, mask: int | None, device: int
-) -> Any:
-    """Return a compiled grouped amax kernel as a CuPy function on a device."""
-    names: dict[str, str | bool] = {
-        "Input": TYPES[dtype],
-        "kCounted": f"AmaxInput::{counted}",
-        "kAligned": aligned_runs,
-        "kSmall": small,
-    }
-    return compiler.function(instantiation("grouped_amax", transform_struct(mask), **names), kernel, device)
 
 
 def amax_group(
@@ -425,17 +264,18 @@ def amax_group(
 ) -> GroupedLaunch:
     """Return a prepared launch that computes the amax of each array in xs, as launch.matrix.amax does."""
     # If by_row is False, outs must hold zeros before each launch.
+    kernel = "amax_rows" if by_row else "amax"
     shapes = [x.shape if by_row else (1, x.size) for x in xs]
     aligned_runs = [
         aligned(x, shape[1] * x.dtype.itemsize if by_row else 16) for x, shape in zip(xs, shapes, strict=True)
     ]
     arguments = np.array(
-        [(address(x), address(out), *shape) for x, out, shape in zip(xs, outs, shapes, strict=True)], AMAX
+        [(address(x), address(out), *shape) for x, out, shape in zip(xs, outs, shapes, strict=True)],
+        LAUNCHES[kernel].arguments,
     )
-    device = xs[0].device.id
-    kernel = "grouped_amax_rows_kernel" if by_row else "grouped_amax_kernel"
-    small = is_small(xs)
-    function = _grouped_amax_function(kernel, xs[0].dtype, counted, all(aligned_runs), small, mask, device)
+    device, small = xs[0].device.id, is_small(xs)
+    traits = (xs[0].dtype, f"AmaxInput::{counted}", all(aligned_runs))
+    function = row_function(kernel, device, transform_struct(mask), *traits, small=small)
     pieces = piece_counts(np.array([x.size for x in xs]), device)
     return prepare_group(function, arguments, aligned_runs, pieces, (tuple(xs), tuple(outs)), small)
 
@@ -449,22 +289,15 @@ class Clip(NamedTuple):
     out: Any
 
 
-@cache
-def _grouped_clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
-    """Return the compiled kernel grouped_clip as a CuPy function on a device."""
-    source = instantiation(
-        "grouped_clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=aligned_runs, kSmall=small
-    )
-    return compiler.function(source, "grouped_clip_kernel", device)
-
-
 def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
     """Return a prepared launch that clips all gradients in `clips` as launch.clip.clip_gradient does."""
     aligned_runs = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
-    arguments = np.array([(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], CLIP)
+    arguments = np.array(
+        [(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], LAUNCHES["clip"].arguments
+    )
     first = clips[0]
     device, small = first.x.device.id, is_small(clips)
-    function = _grouped_clip_function(first.x.dtype, first.grad.dtype, all(aligned_runs), small, device)
+    function = row_function("clip", device, "", first.x.dtype, first.grad.dtype, all(aligned_runs), small=small)
     pieces = piece_counts(np.array([c.x.size for c in clips]), device, MIN_PIECE)
     return prepare_group(function, arguments, aligned_runs, pieces, tuple(clips), small)
 

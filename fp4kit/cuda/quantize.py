@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,11 +12,10 @@ from fp4kit.arrays import imports
 from fp4kit.call.inputs import without_sign
 from fp4kit.call.outputs import empty_quantized
 from fp4kit.call.parse import Call, QuantizeOptions, quantize_call
-from fp4kit.cuda import compiler
 from fp4kit.cuda.amax import empty_amax, tensor_amax
-from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
-from fp4kit.cuda.dispatch import CACHE_SIZE, LaunchRequest, check_formats, find_kernel, kernel_for
-from fp4kit.cuda.launch import THREADS, Launch, address, as_aligned, grid
+from fp4kit.cuda.compiler import recipe_struct
+from fp4kit.cuda.dispatch import LaunchRequest, check_formats, find_kernel, kernel_for
+from fp4kit.cuda.launch import THREADS, address, as_aligned, prepared
 from fp4kit.cuda.layouts import swizzle
 from fp4kit.cuda.matrix import (
     Matrix,
@@ -233,27 +231,6 @@ def _dequantize_matrices(q: Quantized, moved: Any) -> None:
         dequantize_matrix(*arrays, q.dtype, values[i].reshape(-1, K))
 
 
-_POINTERS = ("source", "source_scales", "extent", "packed", "scales", "tensor_scale", "tensor_amax")
-_KEEP = np.dtype([(name, "u8") for name in _POINTERS] + [("blocks", "i8"), ("source_block", "i8")])
-_CHANGED = np.dtype([("x", "u8"), ("y", "u8"), ("changed", "u8"), ("largest", "u8"), ("count", "i8")])
-
-
-@cache
-def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, device: int) -> Any:
-    """Return one of the three compiled kernels of requantize.cu as a CuPy function on a device."""
-    source = instantiation("requantize", recipe_struct(target), Input=TYPES[dtype], kUnsignedZero=unsigned_zero)
-    return compiler.function(source, kernel, device)
-
-
-@lru_cache(CACHE_SIZE)
-def _keep_launch(
-    kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, blocks: int, source_block: int, device: int
-) -> Launch:
-    """Return the prepared launch of one kernel of requantize.cu, for `blocks` blocks of `source_block` codes."""
-    function = _keep_function(kernel, target, dtype, unsigned_zero, device)
-    return Launch(function, grid(-(-blocks // THREADS), device), _KEEP, blocks, source_block)
-
-
 class KeptSource(NamedTuple):
     """The source of a requantization: a quantized array whose codes may be kept.
 
@@ -276,29 +253,23 @@ def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> KeptSource
 
 def power_amax(source: KeptSource, target: Recipe, amax: Any) -> None:
     """Overwrite `amax`, the tensor amax of the decoded source, with one that lets `target` keep codes of the source."""
-    for kernel in ("requantize_range_kernel", "requantize_amax_kernel"):
+    for kernel in ("requantize_range", "requantize_amax"):
         _launch(kernel, source, target, None, None, None, amax)
 
 
 def keep_codes(source: KeptSource, result: Quantized) -> None:
     """Overwrite the blocks of the result whose new scale the target can represent, with the codes of the source."""
     arrays = (result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
-    _launch("requantize_keep_kernel", source, result.recipe, *arrays)
+    _launch("requantize_keep", source, result.recipe, *arrays)
 
 
 def _launch(kernel: str, source: KeptSource, target: Recipe, *arrays: Any) -> None:
     """Launch one of the kernels of requantize.cu."""
-    unsigned_zero = DECODE_RULES[source.recipe.decode_rule].unsigned_zero
-    sizes = (source.scales.size, source.recipe.block_size, source.codes.device.id)
-    launch = _keep_launch(kernel, target, source.dtype, unsigned_zero, *sizes)
+    traits = (source.dtype, DECODE_RULES[source.recipe.decode_rule].unsigned_zero)
+    blocks, device = source.scales.size, source.codes.device.id
+    sizes = (blocks, source.recipe.block_size)
+    launch = prepared(kernel, -(-blocks // THREADS), sizes, device, traits, recipe_struct(target))
     launch(*map(address, (source.codes, source.scales, source.extent, *arrays)))
-
-
-@lru_cache(CACHE_SIZE)
-def _changed_launch(count: int, device: int) -> Launch:
-    """Return the prepared launch of count_changed.cu, which compares two arrays of `count` elements."""
-    function = compiler.function(instantiation("count_changed"), "count_changed_kernel", device)
-    return Launch(function, grid(-(-count // (4 * THREADS)), device), _CHANGED, count)
 
 
 def count_changed(x: Any, y: Any) -> tuple[Any, Any]:
@@ -306,7 +277,8 @@ def count_changed(x: Any, y: Any) -> tuple[Any, Any]:
     zeros = imports.cupy().zeros
     changed, largest = zeros((), np.int64), zeros((), np.float32)
     if x.size:
-        _changed_launch(x.size, x.device.id)(*map(address, (x, y, changed, largest)))
+        launch = prepared("count_changed", -(-x.size // (4 * THREADS)), (x.size,), x.device.id, ())
+        launch(*map(address, (x, y, changed, largest)))
     return changed, largest
 
 

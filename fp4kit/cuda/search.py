@@ -19,12 +19,27 @@ import numpy as np
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import BLOCK_COLUMNS, MAX_OFFSET, Search
-from fp4kit.cuda import compiler
-from fp4kit.cuda import matrix as grouped
 from fp4kit.cuda.amax import amax, tensor_amax
-from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
+from fp4kit.cuda.compiler import Trait, recipe_struct
 from fp4kit.cuda.dispatch import check_formats, kernel_for
-from fp4kit.cuda.launch import THREADS, Launch, address, aligned, as_aligned, check_count, grid
+from fp4kit.cuda.launch import (
+    LAUNCHES,
+    SEARCH_BLOCKS,
+    SEARCH_THREADS,
+    THREADS,
+    GroupedLaunch,
+    Launch,
+    address,
+    aligned,
+    as_aligned,
+    check_count,
+    grid,
+    is_small,
+    piece_counts,
+    prepare_group,
+    prepared,
+    row_function,
+)
 from fp4kit.cuda.matrix import launch_request
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.quantized.parts import scale_shape
@@ -33,17 +48,9 @@ from fp4kit.recipes.schema import decoding, searching
 from fp4kit.reference.codec import is_per_expert, part_for_matrix
 from fp4kit.reference.search import AROUND_FLOOR, DEFAULT_TERMS, FACTORS, SearchTerms, multiples
 
-# The structs of the kernels' arguments, as search.cuh and search_full.cuh declare them. column_weights points to the
-# weights or the Hessians.
-_POINTERS = ("x", "tensor_amax", "column_weights", "block_amax", "unproven")
-_SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "lower", "upper")])
-_FULL_SEARCH = np.dtype([*_SEARCH.descr, ("power", "f8")])
 _ALL_OFFSETS = (-MAX_OFFSET, MAX_OFFSET)
 _ON_THE_CPU = "compute on the CPU with cupy.asnumpy(x)"
 LANES, POWER_LANES = 32, 4  # threads that share a block in a full search (kLanes): for E4M3 scales, for E8M0 scales
-# The pruned search without weights: threads per thread block, and thread blocks per multiprocessor. Thread blocks are
-# large, because the threads of a thread block share tables of bounds.
-SEARCH_THREADS, SEARCH_BLOCKS = 512, 2
 MAX_BLOCK_COLUMNS = 1024  # the widest block of a full search of E8M0 scales
 _WORD = (1 << 64) - 1  # x & _WORD gives the two's complement of a negative int x, as an unsigned 64-bit number
 
@@ -109,31 +116,24 @@ def search_matrix(
     device, aligned_runs = x.device.id, aligned(x, 16)
     offsets = terms.offsets or (AROUND_FLOOR if r.scale == E8M0 else _ALL_OFFSETS)
     weighted, column_weights = terms.weights is not None, terms.weights if terms.hessian is None else terms.hessian
-    pruned, threads = _is_pruned(r, terms), THREADS
-    if not pruned:
-        function = _function(
-            "search_full", r, x.dtype, device, kAligned=aligned_runs, kWeighted=weighted, **_loss_options(terms)
-        )
+    struct = recipe_struct(r, sign_mask=mask)
+    traits: tuple[Trait, ...] = (x.dtype, aligned_runs)
+    sizes: tuple[int, ...] = (rows, columns, *(end & _WORD for end in offsets))
+    if not _is_pruned(r, terms):
         lanes = POWER_LANES if r.scale == E8M0 else LANES
-        blocks = grid(-(-rows // r.block_rows) * (columns // r.block_size) * lanes // THREADS, device)
+        work = -(-rows // r.block_rows) * (columns // r.block_size) * lanes // THREADS
+        traits += (weighted, terms.hessian is not None, *objective_traits(terms.power), terms.offsets is None)
+        launch = prepared("search_full", work, (*sizes, float64_bits(terms.power)), device, traits, struct)
     elif terms.hessian is None:
-        options = {"kAligned": aligned_runs, "kWeighted": weighted} | _candidate_options(*offsets)
-        function = _function("search", r, x.dtype, device, mask, **options)
-        threads, max_per_multiprocessor = (THREADS, 8) if weighted else (SEARCH_THREADS, SEARCH_BLOCKS)
-        blocks = grid(-(-x.size // BLOCK_COLUMNS // threads), device, max_per_multiprocessor)
+        kernel = "search_weighted" if weighted else "search"
+        work = -(-x.size // BLOCK_COLUMNS // LAUNCHES[kernel].threads)
+        launch = prepared(kernel, work, sizes, device, (*traits, weighted, *_candidate_traits(*offsets)), struct)
     else:
-        function = _function("search_hessian", r, x.dtype, device, kAligned=aligned_runs)
-        blocks_per_hessian = max(
-            min(-(-rows // THREADS), grid(rows * columns, device, 8) // (columns // BLOCK_COLUMNS)), 1
-        )
-        blocks = columns // BLOCK_COLUMNS * blocks_per_hessian
-    sizes = (rows, columns, *(end & _WORD for end in offsets))
-    launch = Launch(
-        function,
-        blocks,
-        *((_SEARCH, *sizes) if pruned else (_FULL_SEARCH, *sizes, float64_bits(terms.power))),
-        threads=threads,
-    )
+        blocks = columns // BLOCK_COLUMNS
+        most = grid(rows * columns, device, LAUNCHES["search_hessian"].limit) // blocks  # thread blocks per Hessian
+        function = row_function("search_hessian", device, struct, *traits)
+        work = blocks * max(min(-(-rows // THREADS), most), 1)
+        launch = Launch(function, work, LAUNCHES["search_hessian"].arguments, *sizes)
     launch(*map(address, (x, amax, column_weights, out, unproven)))
 
 
@@ -142,20 +142,9 @@ def _is_pruned(r: Recipe, terms: SearchTerms) -> bool:
     return r.scale == E4M3 and terms.power == 2 and r.block_rows == 1 and r.amax_nan == "propagate"
 
 
-def _candidate_options(lower: int, upper: int) -> dict[str, bool]:
-    """Return the options of the kernel `search` for its candidates."""
-    return {"kAll": (lower, upper) == _ALL_OFFSETS, "kEight": lower <= -8 and upper >= 8}
-
-
-def _loss_options(terms: SearchTerms) -> dict[str, bool]:
-    """Return the options of the kernel search_full for a loss and candidates: those of objective_options, and two
-    more.
-    """
-    return {
-        "kHessian": terms.hessian is not None,
-        **objective_options(terms.power),
-        "kFromFloor": terms.offsets is None,
-    }
+def _candidate_traits(lower: int, upper: int) -> tuple[bool, bool]:
+    """Return the traits kAll and kEight of the kernel `search` for its candidates."""
+    return (lower, upper) == _ALL_OFFSETS, lower <= -8 and upper >= 8
 
 
 def with_searched_amaxes(call: Call) -> Call:
@@ -196,35 +185,23 @@ def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int |
     return list(factor_launches(group, r, mask)) if r.search in OWN_KERNELS else [search_group(group, r, mask)]
 
 
-def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.GroupedLaunch:
+def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> GroupedLaunch:
     """Return one prepared launch that finds the best block amaxes of all matrices in `group`."""
     # The recipe must support the pruned search (_is_pruned).
     xs, outs, amaxes = zip(*group, strict=True)
-    device, aligned_runs, small = xs[0].device.id, [aligned(x, 16) for x in xs], grouped.is_small(xs)
-    arguments = np.zeros(len(xs), _SEARCH)
+    device, aligned_runs, small = xs[0].device.id, [aligned(x, 16) for x in xs], is_small(xs)
+    arguments = np.zeros(len(xs), LAUNCHES["search"].arguments)
     for name, arrays in (("x", xs), ("tensor_amax", amaxes), ("block_amax", outs)):
         arguments[name] = [address(array) for array in arrays]
     arguments["rows"], arguments["columns"] = zip(*(x.shape for x in xs), strict=True)
     arguments["lower"], arguments["upper"] = _ALL_OFFSETS
-    options = {"kAligned": all(aligned_runs), "kWeighted": False, "kSmall": small} | _candidate_options(*_ALL_OFFSETS)
-    function = _function("grouped_search", r, xs[0].dtype, device, mask, **options)
-    pieces = grouped.piece_counts(np.array([x.size for x in xs]), device)
-    launch = grouped.prepare_group(function, arguments, aligned_runs, pieces, tuple(group), small)
+    traits = (xs[0].dtype, all(aligned_runs), False, *_candidate_traits(*_ALL_OFFSETS))
+    function = row_function("search", device, recipe_struct(r, sign_mask=mask), *traits, small=small)
+    pieces = piece_counts(np.array([x.size for x in xs]), device)
+    launch = prepare_group(function, arguments, aligned_runs, pieces, tuple(group), small)
     return replace(launch, grid=grid(launch.grid, device, SEARCH_BLOCKS), threads=SEARCH_THREADS)
 
 
-@cache
-def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, mask: int | None = None, **options: bool) -> Any:
-    """Return a compiled kernel as a CuPy function on a device."""
-    source = instantiation(kernel, recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], **options)
-    return compiler.function(source, f"{kernel}_kernel", device)
-
-
-_MULTIPLES_POINTERS = ("x", "amax", "tensor_amax", "weights", "multiples", "losses", "least", "out")
-_MULTIPLES_SIZES = ("rows", "columns", "rows_of_amax", "rows_of_tensor", "parts", "first", "count")
-_MULTIPLES = np.dtype(
-    [(n, "u8") for n in _MULTIPLES_POINTERS] + [(n, "i8") for n in _MULTIPLES_SIZES] + [("power", "f8")]
-)
 MAX_LOSSES = 1 << 25  # the most losses in memory at a time; there is one loss per row and multiple
 
 
@@ -253,20 +230,23 @@ def search_multiples(x: Any, amaxes: Any, tensor: Any, out: Any, r: Recipe, term
     batch = min(max(MAX_LOSSES // rows, 1), factors.size)
     losses, least = cupy.empty((rows, batch), np.float64), cupy.empty(amaxes.shape, np.float64)
     arrays = tuple(map(address, (x, amaxes, tensor, terms.weights, factors, losses, least, out)))
-    rule = (r, x.dtype, terms.weights is not None, *objective_options(terms.power).items())
+    traits = (x.dtype, terms.weights is not None, r.fake_rule is not None, *objective_traits(terms.power))
+    struct = recipe_struct(decoding(r, np.dtype(np.float32)))
     parts = 1 if terms.weights is None else terms.weights.size // columns
     covered = rows // amaxes.size, rows if tensor is None else rows // tensor.size
     for first in range(0, factors.size, batch):
         count = min(batch, factors.size - first)
         sizes = (rows, columns, *covered, parts, first, count, float64_bits(terms.power))
         blocks = -(-rows * count // THREADS), -(-amaxes.size * 32 // THREADS)
-        for kernel, work in zip(("row_losses_kernel", "least_losses_kernel"), blocks, strict=True):
-            Launch(_multiples_function(kernel, *rule, device=device), grid(work, device), _MULTIPLES, *sizes)(*arrays)
+        for kernel, work in zip(("row_losses", "least_losses"), blocks, strict=True):
+            prepared(kernel, work, sizes, device, traits, struct)(*arrays)
 
 
-def objective_options(power: float) -> dict[str, bool]:
-    """Return the kernel's options for a loss: the sum of |error|^power or, if power is inf, the largest |error|."""
-    return {"kMagnitudes": power == 1, "kLargest": power == np.inf, "kPowers": power not in (1, 2, np.inf)}
+def objective_traits(power: float) -> tuple[bool, bool, bool]:
+    """Return the traits kMagnitudes, kLargest and kPowers for a loss: the sum of |error|^power, or the largest |error|
+    if power is inf.
+    """
+    return power == 1, power == np.inf, power not in (1, 2, np.inf)
 
 
 def float64_bits(power: float) -> int:
@@ -274,20 +254,7 @@ def float64_bits(power: float) -> int:
     return int(np.float64(power).view(np.uint64))
 
 
-@cache
-def _multiples_function(
-    kernel: str, r: Recipe, dtype: np.dtype, weighted: bool, *objective: tuple[str, bool], device: int
-) -> Any:
-    """Return one of the two compiled kernels of this search as a CuPy function on a device."""
-    loss = {"kWeighted": weighted, "kOwn": r.fake_rule is not None, **dict(objective)}
-    source = instantiation(
-        "search_amaxes", recipe_struct(decoding(r, np.dtype(np.float32))), Input=TYPES[dtype], **loss
-    )
-    return compiler.function(source, kernel, device)
-
-
 OWN_KERNELS = {**dict.fromkeys(FACTORS, "search_factors"), "quest": "search_quest"}  # {Recipe.search: its kernel}
-_FACTORS = np.dtype([(n, "u8") for n in ("x", "tensor_amax", "block_amax")] + [(n, "i8") for n in ("rows", "columns")])
 
 
 def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> None:
@@ -302,25 +269,10 @@ def factor_launches(
     """Yield one function per matrix."""
     for x, out, tensor in matrices:
         check_count(x.size)
-        device = x.device.id
-        function = _factors_function(r, x.dtype, device, mask, aligned(x, 16))
-        launch = Launch(function, grid(-(-x.size // r.block_size // THREADS), device, 8), _FACTORS, *x.shape)
-        yield partial(_call_launch, launch, (x, tensor, out))
-
-
-def _call_launch(launch: Launch, arrays: tuple[Any, ...]) -> None:
-    """Call a Launch with the addresses of arrays, in order; 0 for an array that is None."""
-    launch(*map(address, arrays))
-
-
-@cache
-def _factors_function(r: Recipe, dtype: np.dtype, device: int, mask: int | None, is_aligned: bool) -> Any:
-    """Return the compiled kernel of a recipe's search as a CuPy function on a device."""
-    kernel, struct = OWN_KERNELS[r.search], recipe_struct(searching(r), sign_mask=mask)
-    if r.search in FACTORS:
-        struct = f"{struct}\n{factors_text(r)}"
-    source = instantiation(kernel, struct, Input=TYPES[dtype], kAligned=is_aligned)
-    return compiler.function(source, f"{kernel}_kernel", device)
+        struct = recipe_struct(searching(r), sign_mask=mask) + (f"\n{factors_text(r)}" if r.search in FACTORS else "")
+        work, traits = -(-x.size // r.block_size // THREADS), (x.dtype, aligned(x, 16))
+        launch = prepared(OWN_KERNELS[r.search], work, x.shape, x.device.id, traits, struct)
+        yield partial(launch, *map(address, (x, tensor, out)))
 
 
 def factors_text(r: Recipe) -> str:

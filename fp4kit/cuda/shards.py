@@ -16,20 +16,29 @@ arguments such as block_at say where the array of a matrix begins in the buffer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Declined, Partition, amax_shape, declined_as_error
-from fp4kit.cuda import compiler, matrix
-from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
+from fp4kit.cuda import matrix
+from fp4kit.cuda.compiler import Trait, recipe_struct
 from fp4kit.cuda.dispatch import LaunchRequest, kernel_for
-from fp4kit.cuda.launch import THREADS, address, grid
-from fp4kit.cuda.layouts import TRANSPOSE, transpose_struct, wide_copies, work_blocks
-from fp4kit.cuda.matrix import GroupedLaunch, is_small, piece_counts, prepare_group
+from fp4kit.cuda.launch import (
+    LAUNCHES,
+    THREADS,
+    GroupedLaunch,
+    address,
+    function_of,
+    grid,
+    is_small,
+    piece_counts,
+    prepare_group,
+    row_function,
+)
+from fp4kit.cuda.layouts import transpose_struct, wide_copies, work_blocks
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.parts import packed_shape, scale_shape
@@ -38,25 +47,6 @@ from fp4kit.types import ScaleLayout
 
 FLOAT32 = np.dtype(np.float32)
 RUN = 16  # elements per run; every row of a matrix consists of whole runs
-# The most thread blocks per multiprocessor. With 16, kernels take 6% longer; without a limit, up to 20% longer (H200,
-# 2026-11-21).
-PER_SM = 64
-
-
-def _arguments(pointers: str, numbers: str) -> np.dtype:
-    """Return the NumPy dtype of a struct that holds pointers, followed by numbers."""
-    return np.dtype([(name, "u8") for name in pointers.split()] + [(name, "i8") for name in numbers.split()])
-
-
-# The structs of the kernels' arguments. The .cu file of a kernel describes its fields.
-PARTIAL: Mapping[str, np.dtype] = {
-    "partial_amax": _arguments("values block_amax tensor_amax", "start end rows columns block_at tensor_at"),
-    "partial_scales": _arguments(
-        "block_amax tensor_amax factors scales tensor_scale", "rows columns block_at factor_at scale_at tensor_at"
-    ),
-    "partial_cast": _arguments("values packed factors tensor_amax", "start end columns run_at factor_at tensor_at"),
-    "partial_place": _arguments("from to", "start end from_at to_at"),
-}
 
 
 def run_bytes(r: Recipe) -> int:
@@ -66,28 +56,24 @@ def run_bytes(r: Recipe) -> int:
 
 def partial_arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
     """Return a table of a kernel's arguments: an array of `count` structs, one per matrix."""
-    table = np.zeros(count, PARTIAL[kernel])
+    table = np.zeros(count, LAUNCHES[kernel].arguments)
     for name, value in fields.items():
         table[name] = value if isinstance(value, (int, np.ndarray)) else value.data.ptr
     return table
 
 
-@cache
-def _partial_function(
-    kernel: str, r: Recipe, dtype: np.dtype, grouped: bool, device: int, layout: str = "linear"
-) -> Any:
-    """Return a compiled partial kernel as a CuPy function on a device."""
-    names = {"kLayout": f"ScaleLayout::{layout}"} if kernel == "partial_scales" else {}
-    source = instantiation(kernel, recipe_struct(r), Input=TYPES[dtype], **names)
-    return compiler.function(source, f"{'grouped_' * grouped}{kernel}_kernel", device)
+def _partial_function(kernel: str, r: Recipe, dtype: np.dtype, entry: str, device: int, layout: str = "linear") -> Any:
+    """Return a compiled partial kernel, which its file has for one matrix and for a group, as a CuPy function."""
+    traits: list[Trait] = [dtype, f"ScaleLayout::{layout}"][: len(LAUNCHES[kernel].traits)]
+    values = tuple(zip(LAUNCHES[kernel].traits, traits, strict=True))
+    return function_of(kernel, entry, device, recipe_struct(r), values)
 
 
 def launch_partial(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int, device: int) -> None:
     """Launch a partial kernel for one matrix on the current stream, without waiting for it."""
-    plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy passes raw bytes faster, see geometry.Launch
-    _partial_function(kernel, r, dtype, False, device)(
-        (grid(_ceil_div(work, THREADS), device, PER_SM),), (THREADS,), (plain,)
-    )
+    plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy passes raw bytes faster, see Launch
+    blocks = grid(_ceil_div(work, THREADS), device, LAUNCHES[kernel].limit)
+    _partial_function(kernel, r, dtype, kernel, device)((blocks,), (THREADS,), (plain,))
 
 
 def prepare_partial(
@@ -101,7 +87,7 @@ def prepare_partial(
     layout: str = "linear",
 ) -> GroupedLaunch:
     """Return the prepared launch of a partial kernel for all matrices in a table of arguments."""
-    function = _partial_function(kernel, r, dtype, True, device, layout)
+    function = _partial_function(kernel, r, dtype, f"grouped_{kernel}", device, layout)
     return prepare_group(function, table, np.ones(len(table), bool), piece_counts(RUN * work, device), held)
 
 
@@ -197,15 +183,6 @@ class TransposeMatrix(NamedTuple):
     shape: tuple[int, int]
 
 
-@cache
-def _transpose_function(bits: int, block: int, all_wide: bool, small: bool, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device."""
-    source = instantiation(
-        "grouped_transpose", transpose_struct(bits, block, "linear"), kAligned=all_wide, kSmall=small
-    )
-    return compiler.function(source, "grouped_transpose_kernel", device)
-
-
 def transpose_group(matrices: Sequence[TransposeMatrix], r: Recipe) -> GroupedLaunch:
     """Return a prepared launch that transposes the codes and scales of all matrices into their output arrays."""
     shapes = [(1, *m.shape) for m in matrices]
@@ -213,11 +190,12 @@ def transpose_group(matrices: Sequence[TransposeMatrix], r: Recipe) -> GroupedLa
         wide_copies(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)
     ]
     flags = np.array(flags_of_members) @ (WHOLE_CODES, WORD_SCALES)
-    bits, device = r.element.packing.stored_bits, matrices[0].codes.device.id
-    small = is_small(matrices)
-    function = _transpose_function(bits, r.block_size, all(map(all, flags_of_members)), small, device)
-    table = np.array([(*map(address, m[:4]), *shape) for m, shape in zip(matrices, shapes, strict=True)], TRANSPOSE)
-    pieces = np.array([work_blocks(bits, r.block_size, "linear", shape) for shape in shapes])
+    device, small = matrices[0].codes.device.id, is_small(matrices)
+    struct, all_wide = transpose_struct(r, "linear", True), all(map(all, flags_of_members))
+    function = row_function("transpose", device, struct, all_wide, small=small)
+    values = [(*map(address, m[:4]), *shape) for m, shape in zip(matrices, shapes, strict=True)]
+    table = np.array(values, LAUNCHES["transpose"].arguments)
+    pieces = np.array([work_blocks(r, "linear", shape) for shape in shapes])
     return prepare_group(function, table, flags, pieces, tuple(matrices), small)
 
 

@@ -207,7 +207,7 @@ def test_one_launch_and_a_graph(monkeypatch) -> None:
     plan = fp4kit.GroupedPlan(d, "nvfp4-te")
     plan.quantize()
     calls = []
-    from fp4kit.cuda.matrix import GroupedLaunch
+    from fp4kit.cuda.launch import GroupedLaunch
 
     original = GroupedLaunch.__call__
     monkeypatch.setattr(GroupedLaunch, "__call__", lambda self: (calls.append(self), original(self)))

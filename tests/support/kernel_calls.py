@@ -19,7 +19,7 @@ from thread_group import ThreadGroup, run_threads
 import fp4kit
 from fp4kit import Shard
 from fp4kit.cuda import dispatch
-from fp4kit.cuda import matrix as grouped
+from fp4kit.cuda.launch import SMALL_GROUP
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.training.communicators import SingleProcess
@@ -206,7 +206,7 @@ def quantize_grouped(place: Place, call: KernelCall) -> list[Any]:
 
 def quantize_large_group(place: Place, call: KernelCall) -> list[Any]:
     """Quantize a group with so many members that their arguments are a table in device memory."""
-    xs = [a for _ in range(grouped.SMALL_GROUP // 4 + 1) for a in group(place, call)]
+    xs = [a for _ in range(SMALL_GROUP // 4 + 1) for a in group(place, call)]
     amaxes = [1.0 + i for i in range(len(xs))]
     return [a for q in fp4kit.quantize_grouped(xs, call.recipe, tensor_amax=amaxes) for a in parts(q)]
 

@@ -14,8 +14,8 @@ from searched import STATIC
 
 from fp4kit.cuda import compiler
 from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
-from fp4kit.cuda.launch import THREADS, Launch, address, grid
-from fp4kit.cuda.search import SEARCH_THREADS, float64_bits
+from fp4kit.cuda.launch import SEARCH_THREADS, THREADS, Launch, address, grid
+from fp4kit.cuda.search import float64_bits
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.stochastic import HADAMARD_BLOCK
 

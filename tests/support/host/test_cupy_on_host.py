@@ -11,7 +11,7 @@ from host.device_memory import ALIGNMENT, PAGE, UNIT, UNWRITTEN, check_around_al
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cuda import launch, layouts, matrix
+from fp4kit.cuda import launch, matrix
 from fp4kit.cuda.cached_calls import FLOAT32, UINT8, NewArray, library_of
 from fp4kit.cuda.dispatch import LaunchRequest, kernel_for
 from fp4kit.evidence.testing import assert_same_bits
@@ -106,7 +106,7 @@ def test_a_kernel_that_is_told_the_wrong_alignment_is_stopped():
 def test_what_is_written_behind_an_array_is_seen():
     codes, packed = cupy.ones(64, np.uint8), cupy.zeros(31, np.uint8)
     with pytest.raises(AssertionError, match="wrote behind the end of an array"):
-        layouts._launch_packing("pack_codes_kernel", codes, packed, 32)
+        launch.prepared("pack_codes", 1, (32,), 0, (True,))(codes.data.ptr, packed.data.ptr)
     del packed
     check_around_all()
 
@@ -178,7 +178,7 @@ def test_a_row_that_is_too_long_for_a_kernel(monkeypatch, recipe):
 
     Without blocks, all elements are one row, and kernels number elements with 64 bits.
     """
-    monkeypatch.setattr(matrix, "_function", lambda *arguments: None)
+    monkeypatch.setattr(matrix, "function_of", lambda *arguments: None)
     for columns in (1 << 32, (1 << 32) - 32, 1 << 12):
         work = LaunchRequest(fp4kit.recipe(recipe), BF16, (2, columns))
         refused = pytest.raises(ValueError, match=r"a row has 4294967296 elements; .* at most 2\^32 - 1; reshape x")
