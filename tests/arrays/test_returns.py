@@ -54,9 +54,7 @@ def test_dtypes_of_pytorch_are_taken():
         assert fp4kit.dequantize(q, dtype).dtype == dtype
     made = fp4kit.Quantized(q.packed, q.block_scale, q.tensor_scale, None, x.shape, torch.bfloat16, -1, "nvfp4-te")
     assert made.dtype == BF16 and torch.equal(fp4kit.dequantize(made), fp4kit.dequantize(q))
-    with pytest.raises(
-        TypeError, match=r"^dequantize: dtype is torch.complex32; needs a dtype that NumPy or ml_dtypes has"
-    ):
+    with pytest.raises(TypeError, match=r"^dequantize: dtype is torch.complex32; needs a dtype that NumPy or"):
         fp4kit.dequantize(q, torch.complex32)
     with pytest.raises(TypeError, match=r"^dequantize: dtype is float64; needs float32, float16 or bfloat16"):
         fp4kit.dequantize(q, torch.float64)
@@ -109,10 +107,7 @@ def test_gradients_are_not_lost_silently():
     for x in (p, p * 2):
         with pytest.raises(ValueError, match=f"^fake_quantize: x {text}"):
             fp4kit.fake_quantize(x, "mxfp4-ocp")
-    with pytest.raises(
-        ValueError,
-        match=r"^quantize: x requires grad, .* fp4kit.torch's functions, which carry it, or pass x.detach\(\)",
-    ):
+    with pytest.raises(ValueError, match=r"^quantize: x requires grad, .* fp4kit.torch's functions, which carry it"):
         quantized(p * 2)
     with pytest.raises(ValueError, match=r"^fake_quantize_grouped: xs\[0\] requires grad"):
         fp4kit.fake_quantize_grouped([p, p], "mxfp4-ocp")
@@ -190,9 +185,7 @@ def test_to_another_library():
     assert isinstance(back.packed, np.ndarray) and back.equals(q) and there.equals(back)
     assert back.packed.ctypes.data == q.packed.ctypes.data and q.to("numpy") is q and q.to("cpu") is q
     for target in ("tpu", "cuda:x", "cpu:0", "torch:1", 3, None):
-        with pytest.raises(
-            ValueError, match=r"^Quantized: to\(.*\); needs 'numpy', 'cupy', 'torch', 'jax', or a device such as"
-        ):
+        with pytest.raises(ValueError, match=r"^Quantized: to\(.*\); needs 'numpy', 'cupy', 'torch', 'jax', or a"):
             q.to(target)
 
 

@@ -369,12 +369,7 @@ def test_loading_nothing():
         (("a", np.float32(1)), {}, ValueError, r"collect: a: x has shape \(\); needs \(\.\.\., K\)"),
         (("a", np.zeros((3, 0), np.float32)), {}, ValueError, r"collect: a: x has shape \(3, 0\)"),
         (("a", random(0)), {"expert": 0}, ValueError, "'a' is given with an expert; needs the name of a layer of all"),
-        (
-            (expert(3), random(0)),
-            {"expert": 0},
-            ValueError,
-            "is given with an expert; needs the name of a layer of all",
-        ),
+        ((expert(3), random(0)), {"expert": 0}, ValueError, "is given with an expert; needs the name of a layer of"),
         ((STACK, random(0)), {"expert": -1}, ValueError, "expert is -1; needs 0"),
         ((STACK, random(0)), {"expert": 4, "experts": 4}, ValueError, "expert is 4; needs 0 to 3"),
         ((STACK, random(0)), {"expert": True}, TypeError, "expert is"),
@@ -383,12 +378,7 @@ def test_loading_nothing():
         ((STACK, random(0)), {"expert": np.zeros(5), "experts": 2}, TypeError, "expert is float64; needs an integer"),
         ((STACK, random(0)), {"expert": np.zeros(4, int), "experts": 2}, ValueError, r"has shape \(4,\); needs \(5,\)"),
         ((STACK, random(0)), {"expert": np.full(5, 2), "experts": 2}, ValueError, "experts are 2 to 2; needs 0 to 1"),
-        (
-            ("seen", random(0, 5, 32)),
-            {},
-            ValueError,
-            "seen has 32 columns, but had 40 before; needs one number of columns per layer",
-        ),
+        (("seen", random(0, 5, 32)), {}, ValueError, "seen has 32 columns, but had 40 before; needs one number of"),
     ],
 )
 def test_refusals(arguments, keywords, error, text, tmp_path):
@@ -400,9 +390,7 @@ def test_refusals(arguments, keywords, error, text, tmp_path):
 
 
 def test_columns_that_differ_between_files():
-    with pytest.raises(
-        ValueError, match="merge: a has 32 columns, but had 40 before; needs one number of columns per layer"
-    ):
+    with pytest.raises(ValueError, match="merge: a has 32 columns, but had 40 before; needs one number of columns per"):
         Collector.merge([collected(("a", random(0))), collected(("a", random(0, 5, 32)))])
 
 

@@ -174,18 +174,9 @@ MISTAKES = {
         lambda: shared()[1].write([0, 1], random_parts(np.random.default_rng(0), 2, 2, 64)),
         "KVCache.write: two bytes of the cache share memory",
     ),
-    "layout": (
-        lambda: kv.KVCache("vllm", BYTES),
-        "KVCache: layout is 'vllm'; needs one of vllm-nhd, vllm-hnd, vllm-nh",
-    ),
-    "head_dim": (
-        lambda: zeros("vllm-nhd", 1, 1, 1, 24),
-        "head_dim is 24; vllm-nhd, with one scale per 16 elements, nee",
-    ),
-    "head_dim of a swizzle": (
-        lambda: zeros("vllm-hnd-swizzled", 1, 4, 1, 80),
-        "head_dim is 80; vllm-hnd-swizzled, whose V scales are interleaved in quarters, needs a multiple of 64",
-    ),
+    "layout": (lambda: kv.KVCache("vllm", BYTES), "KVCache: layout is 'vllm'; needs one of vllm-nhd, vllm-hnd"),
+    "head_dim": (lambda: zeros("vllm-nhd", 1, 1, 1, 24), "head_dim is 24; vllm-nhd, with one scale per 16 elements"),
+    "head_dim of a swizzle": (lambda: zeros("vllm-hnd-swizzled", 1, 4, 1, 80), "head_dim is 80; vllm-hnd-swizzled"),
     "block_size of a swizzle": (
         lambda: zeros("flashinfer-nhd-swizzled", 1, 6, 1, 64),
         "block_size is 6; flashinfer-nhd-swizzled, which interleaves the V scales of 4 tokens, needs a multiple of 4",
@@ -195,22 +186,13 @@ MISTAKES = {
         "block_size is 6; vllm-nhd-swizzled",
     ),
     "no page": (lambda: zeros("vllm-nhd", 0, 4, 1, 64), "pages is 0; needs at least 1"),
-    "number of arrays": (
-        lambda: kv.KVCache("flashinfer-nhd", BYTES),
-        "got 1 arrays; flashinfer-nhd needs 4: k_codes, v_c",
-    ),
-    "dimensions": (
-        lambda: kv.KVCache("vllm-nhd", BYTES),
-        r"pages has shape (2, 2, 3); vllm-nhd needs (pages, 2, block_si",
-    ),
+    "number of arrays": (lambda: kv.KVCache("flashinfer-nhd", BYTES), "got 1 arrays; flashinfer-nhd needs 4: k_codes"),
+    "dimensions": (lambda: kv.KVCache("vllm-nhd", BYTES), r"pages has shape (2, 2, 3); vllm-nhd needs"),
     "last axis": (
         lambda: kv.KVCache("vllm-hnd", np.zeros((1, 2, 4, 4, 32), np.uint8)),
         "last axis of pages has length 32",
     ),
-    "two sides": (
-        lambda: kv.KVCache("vllm-hnd", np.zeros((1, 3, 4, 4, 36), np.uint8)),
-        "pages has shape (1, 3, 4, 4, 36); vllm-hnd needs (1, 2, 4, 4, 36)",
-    ),
+    "two sides": (lambda: kv.KVCache("vllm-hnd", np.zeros((1, 3, 4, 4, 36), np.uint8)), "pages has shape (1, 3, 4, 4"),
     "logical order": (
         lambda: kv.KVCache("vllm-nhd", np.zeros((2, 2, 3, 4, 36), np.uint8).swapaxes(2, 3)),
         "the bytes of a page are not adjacent",
@@ -219,15 +201,9 @@ MISTAKES = {
         lambda: kv.KVCache("flashinfer-nhd", [np.zeros((2, 4, 3, n), np.uint8) for n in (32, 32, 4, 2)]),
         "v_scales has shape (2, 4, 3, 2); flashinfer-nhd needs (2, 4, 3, 4)",
     ),
-    "parts": (
-        lambda: write([0, 1], k_scales=BYTES),
-        "k_scales have shape (2, 2, 3); needs (2, 2, 4), one row per slot and h",
-    ),
+    "parts": (lambda: write([0, 1], k_scales=BYTES), "k_scales have shape (2, 2, 3); needs (2, 2, 4), one row per"),
     "number of slots": (lambda: write([0]), "k_codes have shape (2, 2, 32); needs (1, 2, 32)"),
-    "slot": (
-        lambda: write([0, 8]),
-        "KVCache.write: slot 8 is out of range; 2 pages of 4 tokens have slots 0 to 7, and nega",
-    ),
+    "slot": (lambda: write([0, 8]), "KVCache.write: slot 8 is out of range; 2 pages of 4 tokens have slots 0 to 7"),
     "slot twice": (lambda: write([3, 3]), "KVCache.write: slot 3 occurs twice"),
     "slots shape": (lambda: write([[0, 1]]), "slots have shape (1, 2); needs (tokens,)"),
     "negative read": (lambda: zeros("vllm-nhd", 2, 4, 1, 64).read([0, -1]), "KVCache.read: slot -1 is out of range"),
@@ -259,10 +235,7 @@ def test_out_shares_no_memory():
         (lambda: kv.KVCache("vllm-nhd", np.zeros((1, 2, 4, 1, 36), np.int8)), "pages are int8; needs uint8"),
         (lambda: kv.KVCache("vllm-nhd", "x"), "pages are a builtins.str; needs an array of NumPy or CuPy"),
         (lambda: write([0.0, 1.0]), "slots are float64; needs integers"),
-        (
-            lambda: write(np.ma.array([0, 1], mask=[True, False])),
-            "slots is a masked array, whose mask would be ignored",
-        ),
+        (lambda: write(np.ma.array([0, 1], mask=[True, False])), "slots is a masked array, whose mask would be"),
         (lambda: kv.KVLayout("vllm", "nhd", "no"), "KVLayout: swizzled is 'no'; needs True or False"),
         (lambda: write([0, 1], v_codes=np.zeros((2, 2, 32), np.float32)), "v_codes are float32; needs uint8"),
         (lambda: zeros("vllm-nhd", 1.5, 4, 1, 64), "pages is 1.5"),

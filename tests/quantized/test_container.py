@@ -48,62 +48,26 @@ def on_device(**changes):
 
 
 V, T = ValueError, TypeError
-WRONG = {  # maps a case to the arguments, the error and its text
-    "recipe": (parts(recipe=None), T, "Quantized: recipe is a NoneType; needs an id such as 'nvfp4-te' or a Recipe"),
-    "id": (parts(recipe="nvfp4-tee"), V, "Quantized: no recipe is called 'nvfp4-tee'; did you mean 'nvfp4-te'"),
-    "int32": (
-        parts(dtype=np.int32),
-        T,
-        "Quantized: dtype is int32; needs float32, float16 or bfloat16, the dtype of x",
-    ),
-    "byte order": (
-        parts(dtype=">f4"),
-        T,
-        "Quantized: dtype is >f4; needs float32, float16 or bfloat16, the dtype of x",
-    ),
-    "shape of floats": (
-        parts(shape=(4.0, 64)),
-        T,
-        "Quantized: shape is (4.0, 64); needs a tuple of ints, the shape of x",
-    ),
-    "shape as a number": (parts(shape=4), T, "Quantized: shape is 4; needs a tuple of ints, the shape of x"),
-    "negative shape": (parts(shape=(-4, 64)), V, "Quantized: shape is (-4, 64); needs lengths >= 0"),
-    "0-d": (parts(shape=()), V, "Quantized: axis 1 is out of range for a 0-d array; needs 0 to -1"),
-    "axis": (parts(axis=-3), V, "Quantized: axis -3 is out of range for a 2-d array; needs -2 to 1"),
-    "axis of floats": (parts(axis=1.0), T, "Quantized: axis is 1.0; needs an int"),
-    "swizzled row": (
-        parts(shape=(64,), axis=0, scale_layout="swizzled_8x4"),
-        V,
-        "Quantized: scale_layout is 'swizzled_8x4' of a 1-d array; needs the rows of a matrix, or 'linear'",
-    ),
-    "packed as a list": (parts(packed=[1]), T, "Quantized: packed is a builtins.list; needs a NumPy or CuPy array"),
-    "no codes": (parts(packed=None), V, "Quantized: packed is None; nvfp4-te of (4, 64) needs uint8 (4, 32)"),
-    "scales that are none": (
-        parts("fp8-modelopt", block_scale=np.zeros((4, 4), np.uint8)),
-        V,
-        "Quantized: block_scale is uint8 (4, 4); fp8-modelopt of (4, 64) needs None",
-    ),
-    "no tensor_scale": (
-        parts(tensor_scale=None),
-        V,
-        "Quantized: tensor_scale is None; nvfp4-te of (4, 64) needs float32 ()",
-    ),
-    "tensor_scale of seven": (
-        parts(tensor_scale=np.ones(7, F32)),
-        V,
-        "Quantized: tensor_scale is float32 (7,); nvfp4-te of (4, 64) needs float32 ()",
-    ),
-    "tensor_scale of rows": (
-        parts("nvfp4-te-rowscaled", tensor_scale=F32(1)),
-        V,
-        "Quantized: tensor_scale is float32 (); nvfp4-te-rowscaled of (4, 64) needs float32 (4,)",
-    ),
-    "tensor_scale of blocks": (
-        parts("int4-modelopt", tensor_scale=np.ones((4, 4), F32)),
-        V,
-        "Quantized: tensor_scale is float32 (4, 4); int4-modelopt of (4, 64) needs float32 (4, 2)",
-    ),
-    "tensor_scale of experts": (
+WRONG = [  # arguments, the error and its text after "Quantized: "
+    (parts(recipe=None), T, "recipe is a NoneType; needs an id such as 'nvfp4-te' or a Recipe"),
+    (parts(recipe="nvfp4-tee"), V, "no recipe is called 'nvfp4-tee'; did you mean 'nvfp4-te'"),
+    (parts(dtype=np.int32), T, "dtype is int32; needs float32, float16 or bfloat16, the dtype of x"),
+    (parts(dtype=">f4"), T, "dtype is >f4; needs float32, float16 or bfloat16, the dtype of x"),
+    (parts(shape=(4.0, 64)), T, "shape is (4.0, 64); needs a tuple of ints, the shape of x"),
+    (parts(shape=4), T, "shape is 4; needs a tuple of ints, the shape of x"),
+    (parts(shape=(-4, 64)), V, "shape is (-4, 64); needs lengths >= 0"),
+    (parts(shape=()), V, "axis 1 is out of range for a 0-d array; needs 0 to -1"),
+    (parts(axis=-3), V, "axis -3 is out of range for a 2-d array; needs -2 to 1"),
+    (parts(axis=1.0), T, "axis is 1.0; needs an int"),
+    (parts(shape=(64,), axis=0, scale_layout="swizzled_8x4"), V, "scale_layout is 'swizzled_8x4' of a 1-d array"),
+    (parts(packed=[1]), T, "packed is a builtins.list; needs a NumPy or CuPy array"),
+    (parts(packed=None), V, "packed is None; nvfp4-te of (4, 64) needs uint8 (4, 32)"),
+    (parts("fp8-modelopt", block_scale=np.zeros((4, 4), np.uint8)), V, "block_scale is uint8 (4, 4); fp8-modelopt of"),
+    (parts(tensor_scale=None), V, "tensor_scale is None; nvfp4-te of (4, 64) needs float32 ()"),
+    (parts(tensor_scale=np.ones(7, F32)), V, "tensor_scale is float32 (7,); nvfp4-te of (4, 64) needs float32 ()"),
+    (parts("nvfp4-te-rowscaled", tensor_scale=F32(1)), V, "tensor_scale is float32 (); nvfp4-te-rowscaled of (4, 64)"),
+    (parts("int4-modelopt", tensor_scale=np.ones((4, 4), F32)), V, "tensor_scale is float32 (4, 4); int4-modelopt of"),
+    (
         parts(
             shape=(3, 4, 64),
             axis=2,
@@ -112,86 +76,29 @@ WRONG = {  # maps a case to the arguments, the error and its text
             tensor_scale=np.ones(4, F32),
         ),
         V,
-        "Quantized: tensor_scale is float32 (4,); nvfp4-te of (3, 4, 64) needs float32 () or float32 (3,)",
+        "tensor_scale is float32 (4,); nvfp4-te of (3, 4, 64) needs float32 () or float32 (3,)",
     ),
-    "tensor_amax of another shape": (
-        parts(tensor_amax=np.ones(1, F32)),
-        V,
-        "Quantized: tensor_amax is float32 (1,); nvfp4-te of (4, 64) needs float32 ()",
-    ),
-    "float64": (
-        parts(tensor_scale=np.float64(1)),
-        T,
-        "Quantized: tensor_scale is float64; needs float32; convert it with tensor_scale.astype(np.float32)",
-    ),
-    "float64 amax": (
-        parts(tensor_amax=np.ones(())),
-        T,
-        "Quantized: tensor_amax is float64; needs float32; convert it with tensor_amax.astype(np.float32)",
-    ),
-    "number": (parts(tensor_scale=1.0), T, "Quantized: tensor_scale is a builtins.float; needs a NumPy or CuPy array"),
-    "tensor_scale of mx": (
-        parts("mxfp4-ocp", tensor_scale=F32(1)),
-        V,
-        "Quantized: tensor_scale is float32 (); mxfp4-ocp of (4, 64) needs None, as it has no tensor scale",
-    ),
-    "tensor_amax of mx": (
-        parts("mxfp4-ocp", tensor_amax=F32(1)),
-        V,
-        "Quantized: tensor_amax is float32 (); mxfp4-ocp of (4, 64) needs None, as it has no tensor scale",
-    ),
-    "negative scale": (
-        parts(tensor_scale=F32(-1)),
-        V,
-        "Quantized: tensor_scale is negative; needs tensor_scale >= 0: the sign of a value is in its code",
-    ),
-    "negative amax": (
-        parts("nvfp4-te-rowscaled", tensor_amax=F32([1, 2, -1, np.nan])),
-        V,
-        "Quantized: tensor_amax is negative; needs tensor_amax >= 0: the sign of a value is in its code",
-    ),
-    "NaN scale": (
-        parts("nvfp4-te-2d", rows=16, tensor_scale=F32(np.nan)),
-        V,
-        "Quantized: tensor_scale is NaN; nvfp4-te-2d gives no such scale; needs a number",
-    ),
-    "NaN amax": (
-        parts(tensor_amax=F32(np.nan)),
-        V,
-        "Quantized: tensor_amax is NaN where tensor_scale is a number; None stands for an unknown amax",
-    ),
-    "host scales of device codes": (
-        on_device(block_scale=np.zeros((4, 4), np.uint8)),
-        T,
-        "Quantized: block_scale is a numpy.ndarray; needs a CuPy array, as packed is",
-    ),
-    "host tensor_scale of device codes": (
-        on_device(tensor_scale=F32(1)),
-        T,
-        "Quantized: tensor_scale is a numpy.float32; needs a CuPy array, as packed is",
-    ),
-    "device scales of host codes": (
-        parts(block_scale=Device((4, 4), np.uint8)),
-        T,
-        "Quantized: block_scale is a cupy.Device; needs a NumPy array, as packed is",
-    ),
-    "two devices": (
-        on_device(tensor_amax=Device((), F32, device=1)),
-        V,
-        "Quantized: tensor_amax is on device 1 and packed on 0; move all parts to one",
-    ),
-    "device float64": (
-        on_device(tensor_scale=Device((), np.float64)),
-        T,
-        "Quantized: tensor_scale is float64; needs float32; convert it with tensor_scale.astype(np.float32)",
-    ),
-}
+    (parts(tensor_amax=np.ones(1, F32)), V, "tensor_amax is float32 (1,); nvfp4-te of (4, 64) needs float32 ()"),
+    (parts(tensor_scale=np.float64(1)), T, "tensor_scale is float64; needs float32; convert it with"),
+    (parts(tensor_amax=np.ones(())), T, "tensor_amax is float64; needs float32; convert it with"),
+    (parts(tensor_scale=1.0), T, "tensor_scale is a builtins.float; needs a NumPy or CuPy array"),
+    (parts("mxfp4-ocp", tensor_scale=F32(1)), V, "tensor_scale is float32 (); mxfp4-ocp of (4, 64) needs None, as it"),
+    (parts("mxfp4-ocp", tensor_amax=F32(1)), V, "tensor_amax is float32 (); mxfp4-ocp of (4, 64) needs None, as it"),
+    (parts(tensor_scale=F32(-1)), V, "tensor_scale is negative; needs tensor_scale >= 0: the sign of a value is in"),
+    (parts("nvfp4-te-rowscaled", tensor_amax=F32([1, 2, -1, np.nan])), V, "tensor_amax is negative; needs tensor_amax"),
+    (parts("nvfp4-te-2d", rows=16, tensor_scale=F32(np.nan)), V, "tensor_scale is NaN; nvfp4-te-2d gives no such"),
+    (parts(tensor_amax=F32(np.nan)), V, "tensor_amax is NaN where tensor_scale is a number; None stands for an"),
+    (on_device(block_scale=np.zeros((4, 4), np.uint8)), T, "block_scale is a numpy.ndarray; needs a CuPy array, as"),
+    (on_device(tensor_scale=F32(1)), T, "tensor_scale is a numpy.float32; needs a CuPy array, as packed is"),
+    (parts(block_scale=Device((4, 4), np.uint8)), T, "block_scale is a cupy.Device; needs a NumPy array, as packed is"),
+    (on_device(tensor_amax=Device((), F32, device=1)), V, "tensor_amax is on device 1 and packed on 0; move all parts"),
+    (on_device(tensor_scale=Device((), np.float64)), T, "tensor_scale is float64; needs float32; convert it with"),
+]
 
 
-@together("case", WRONG)
-def test_invalid_parts_are_rejected(case):
-    arguments, kind, text = WRONG[case]
-    with pytest.raises(kind, match=f"^{re.escape(text)}"):
+@together("arguments, kind, text", WRONG)
+def test_invalid_parts_are_rejected(arguments, kind, text):
+    with pytest.raises(kind, match=f"^Quantized: {re.escape(text)}"):
         Quantized(**arguments)
 
 

