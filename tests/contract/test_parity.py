@@ -8,7 +8,8 @@ import pytest
 
 import fp4kit
 from fp4kit import Contract, parity
-from fp4kit.contract.sides import differing_bits, same
+from fp4kit.contract.compare_layer import products, why_no_products
+from fp4kit.contract.sides import Side, Weights, differing_bits, same
 from fp4kit.formats import bit_patterns
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVParts, PageShape
@@ -606,3 +607,25 @@ def test_zeros_that_share_an_amax_with_another_layer_are_not_special():
     stored = {name: fp4kit.quantize(w, "nvfp4-compressed-tensors", tensor_amax=amax) for name, w in weights.items()}
     written = contract.stating(container="compressed-tensors nvfp4-pack-quantized")
     assert parity(written, stored, weights=weights).equal
+
+
+X, ROWS = np.random.default_rng(0).standard_normal((2, 16, 256), np.float32)
+
+
+@pytest.mark.parametrize("transform", [{}, {"hadamard": 16}, {"hadamard": 64, "hadamard_signs": "+--+" * 16}])
+@pytest.mark.parametrize("activations", ["nvfp4-te", "mxfp8-modelopt-fake", None])
+def test_products_approximate_those_of_values(transform, activations):
+    side = Side("train", Contract("nvfp4-te", activations=activations, unit="sm100", **transform))
+    q = fp4kit.quantize(side.transformed(ROWS), "nvfp4-te")
+    exact = X @ ROWS.T
+    for weights in (Weights(q, None), Weights(None, q.dequantize(np.float32))):
+        found = products(side, X, weights, quantized=True)
+        assert found.dtype == np.float32 and np.linalg.norm(found - exact) < 0.2 * np.linalg.norm(exact)
+    assert np.linalg.norm(products(side, X, Weights(None, ROWS), False) - exact) < 0.02 * np.linalg.norm(exact)
+
+
+def test_why_products_are_unknown():
+    assert why_no_products(None) == "no contract states the matrix unit"
+    assert why_no_products(Contract()) == "the contract states no matrix unit"
+    assert why_no_products(Contract(unit="sm100", unknown=("activations",))) == "the recipe of activations is unknown"
+    assert why_no_products(Contract(unit="sm100")) == ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from together import together
 
 from fp4kit import layouts
 from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.layouts import aiter
 
 HALF = {"mxfp4": 16, "nvfp4": 8}  # distance of the two elements whose codes share a byte of GGUF
 SHAPES = [(64,), (3, 128), (2, 3, 192), (0, 64), (2, 0)]
@@ -74,47 +77,107 @@ def test_mlx_words(shape):
 
 
 B = random_bytes
-ERRORS = {
-    "another format": (
-        partial(layouts.pack_gguf, B(2, 32), B(2, 2), "mxfp8"),
-        ValueError,
-        "pack_gguf: format is 'mxfp8'; needs one of mxfp4, nvfp4, llama.cpp's formats",
-    ),
-    "wrong codes": (
-        partial(layouts.pack_gguf, B(2, 32).astype(int), B(2, 2), "mxfp4"),
-        TypeError,
-        "pack_gguf: codes are int64; needs uint8",
-    ),
-    "wrong scales": (
+ERRORS = [
+    (partial(layouts.pack_gguf, B(2, 32), B(2, 2), "mxfp8"), ValueError, "pack_gguf: format is 'mxfp8'; needs one of"),
+    (partial(layouts.pack_gguf, B(2, 32).astype(int), B(2, 2), "mxfp4"), TypeError, "pack_gguf: codes are int64"),
+    (
         partial(layouts.pack_gguf, B(2, 32), np.ones((2, 2), np.float32), "mxfp4"),
         TypeError,
         "pack_gguf: scales are float32; needs uint8",
     ),
-    "32 elements of NVFP4": (
-        partial(layouts.pack_gguf, B(2, 16), B(2, 2), "nvfp4"),
-        ValueError,
-        "pack_gguf: the last axis of packed has length 16; nvfp4 has blocks of 64 elements; needs a multiple of 32",
-    ),
-    "scales that do not fit": (
-        partial(layouts.pack_gguf, B(2, 32), B(2, 4), "mxfp4"),
-        ValueError,
-        "pack_gguf: scales are (2, 4); packed (2, 32) of mxfp4 needs linear scales (2, 2)",
-    ),
-    "half a block": (partial(layouts.unpack_gguf, B(2, 16), "mxfp4"), ValueError, "unpack_gguf: the last axis of raw"),
-    "one byte": (
-        partial(layouts.unpack_gguf, np.array(1, np.uint8), "mxfp4"),
-        ValueError,
-        "unpack_gguf: bytes are 0-d; needs at least one axis",
-    ),
-    "half a word": (partial(layouts.pack_mlx, B(2, 6)), ValueError, "pack_mlx: the last axis of packed has length 6"),
-    "bytes for words": (partial(layouts.unpack_mlx, B(2, 4)), TypeError, "unpack_mlx: words are uint8; needs uint32"),
-    "one word": (partial(layouts.unpack_mlx, np.array(1, np.uint32)), ValueError, "unpack_mlx: words are 0-d; needs"),
-}
+    (partial(layouts.pack_gguf, B(2, 16), B(2, 2), "nvfp4"), ValueError, "pack_gguf: the last axis of packed has"),
+    (partial(layouts.pack_gguf, B(2, 32), B(2, 4), "mxfp4"), ValueError, "pack_gguf: scales are (2, 4); packed (2"),
+    (partial(layouts.unpack_gguf, B(2, 16), "mxfp4"), ValueError, "unpack_gguf: the last axis of raw"),
+    (partial(layouts.unpack_gguf, np.array(1, np.uint8), "mxfp4"), ValueError, "unpack_gguf: bytes are 0-d; needs at"),
+    (partial(layouts.pack_mlx, B(2, 6)), ValueError, "pack_mlx: the last axis of packed has length 6"),
+    (partial(layouts.unpack_mlx, B(2, 4)), TypeError, "unpack_mlx: words are uint8; needs uint32"),
+    (partial(layouts.unpack_mlx, np.array(1, np.uint32)), ValueError, "unpack_mlx: words are 0-d; needs"),
+]
 
 
-@together("name", ERRORS)
-def test_errors(name):
-    call, kind, text = ERRORS[name]
-    with pytest.raises(kind) as error:
+@together("call, kind, text", ERRORS)
+def test_errors(call, kind, text):
+    with pytest.raises(kind, match=f"^{re.escape(text)}"):
         call()
-    assert str(error.value) == text
+
+
+def numbered(*shape):
+    return np.random.default_rng(len(shape)).integers(0, 256, shape, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("shape", [(256, 8), (512, 24), (100, 6), (1, 1), (257, 9)])
+def test_every_scale_lies_at_its_offset(shape):
+    scales = numbered(*shape)
+    shuffled = aiter.shuffle_scales(scales)
+    R, C = aiter.padded_shape(shape)
+    assert shuffled.shape == (R, C) and R % 256 == C % 8 == 0 and R - shape[0] < 256 and C - shape[1] < 8
+    flat, seen = shuffled.reshape(-1), set()
+    for r, c in product(range(R), range(C)):
+        offset = (((((r // 32) * (C // 8) + c // 8) * 4 + c % 4) * 16 + r % 16) * 2 + c % 8 // 4) * 2 + r % 32 // 16
+        seen.add(offset)
+        assert flat[offset] == (scales[r, c] if r < shape[0] and c < shape[1] else 0)
+    assert seen == set(range(R * C))
+    assert np.array_equal(aiter.unshuffle_scales(shuffled, shape), scales)
+    assert np.array_equal(aiter.unshuffle_scales(shuffled.reshape(-1), shape), scales)
+
+
+def test_the_first_scales_of_a_tile():
+    """A word of four bytes holds rows r and r + 16 of columns c and c + 4."""
+    scales = (np.arange(256)[:, None] * 8 % 251 + np.arange(8)).astype(np.uint8)
+    words = aiter.shuffle_scales(scales).reshape(-1, 4)
+    assert words[0].tolist() == [scales[0, 0], scales[16, 0], scales[0, 4], scales[16, 4]]
+    assert words[1].tolist() == [scales[1, 0], scales[17, 0], scales[1, 4], scales[17, 4]]
+    assert words[16].tolist() == [scales[0, 1], scales[16, 1], scales[0, 5], scales[16, 5]]
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (48, 96)])
+def test_every_byte_of_codes_lies_at_its_offset(shape):
+    packed = numbered(*shape)
+    flat = aiter.shuffle_codes(packed).reshape(-1)
+    for n, k in product(range(shape[0]), range(shape[1])):
+        tile = ((n // 16) * (shape[1] // 32) + k // 32) * 2 + k % 32 // 16
+        assert flat[tile * 256 + (n % 16) * 16 + k % 16] == packed[n, k]
+    assert np.array_equal(aiter.unshuffle_codes(flat.reshape(shape)), packed)
+
+
+def test_stacks_are_rearranged_matrix_by_matrix():
+    scales, packed = numbered(2, 3, 33, 5), numbered(2, 3, 32, 64)
+    shuffled, codes = aiter.shuffle_scales(scales), aiter.shuffle_codes(packed)
+    assert shuffled.shape == (2, 3, 256, 8) and codes.shape == packed.shape
+    for i, j in np.ndindex(2, 3):
+        assert np.array_equal(shuffled[i, j], aiter.shuffle_scales(scales[i, j]))
+        assert np.array_equal(codes[i, j], aiter.shuffle_codes(packed[i, j]))
+    assert np.array_equal(aiter.unshuffle_scales(shuffled, scales.shape), scales)
+    assert np.array_equal(aiter.unshuffle_codes(codes), packed)
+
+
+def test_strided_and_empty_arrays():
+    scales, packed = numbered(512, 16)[::2, ::2], numbered(32, 64)[::-1]
+    assert np.array_equal(aiter.shuffle_scales(scales), aiter.shuffle_scales(scales.copy()))
+    assert np.array_equal(aiter.shuffle_codes(packed), aiter.shuffle_codes(packed.copy()))
+    empty = numbered(0, 8)
+    assert aiter.shuffle_scales(empty).shape == (0, 8) and aiter.unshuffle_scales(empty, (0, 8)).shape == (0, 8)
+    assert aiter.shuffle_codes(numbered(0, 32)).shape == (0, 32) and aiter.unshuffle_codes(numbered(16, 0)).size == 0
+    assert aiter.shuffle_scales(numbered(0, 33, 5)).shape == (0, 256, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: aiter.shuffle_scales(numbered(8)), ValueError, "aiter.shuffle_scales: the scales have shape (8,)"),
+        (lambda: aiter.shuffle_scales(np.zeros((8, 8))), TypeError, "aiter.shuffle_scales: scales"),
+        (lambda: aiter.shuffle_scales([[1]]), TypeError, "aiter.shuffle_scales: scales are a builtins.list"),
+        (lambda: aiter.unshuffle_scales(numbered(256, 8), (257, 8)), ValueError, "scales have 2048 entries; shape"),
+        (lambda: aiter.unshuffle_scales(numbered(256, 8), (-1, 8)), ValueError, "aiter.unshuffle_scales"),
+        (lambda: aiter.unshuffle_scales(numbered(256, 8), 8), TypeError, "aiter.unshuffle_scales"),
+        (lambda: aiter.shuffle_codes(numbered(8, 32)), ValueError, "aiter.shuffle_codes: packed has shape (8, 32)"),
+        (lambda: aiter.unshuffle_codes(numbered(16, 48)), ValueError, "aiter.unshuffle_codes: packed has shape (16"),
+        (lambda: aiter.shuffle_codes(numbered(32)), ValueError, "aiter.shuffle_codes: packed has shape (32,)"),
+        (lambda: aiter.shuffle_codes(np.zeros((16, 32), np.int8)), TypeError, "aiter.shuffle_codes: packed"),
+        (lambda: aiter.padded_shape((8,)), ValueError, "aiter.padded_shape"),
+    ],
+)
+def test_errors_of_aiter(call, error, text):
+    with pytest.raises(error) as raised:
+        call()
+    assert str(raised.value).startswith("aiter.") and text in str(raised.value)

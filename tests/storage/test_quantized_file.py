@@ -24,7 +24,7 @@ from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.serialization import as_data, from_data
 from fp4kit.storage.quantized_file import _CHUNK, ENTRY, SUMS
-from fp4kit.storage.safetensors_file import read_header
+from fp4kit.storage.safetensors_file import nbytes_of, read_header
 
 F32 = np.float32
 E2M1_BIAS3 = ElementFormat("E2M1_BIAS3", 2, 1, 3)
@@ -532,3 +532,20 @@ def test_formats_of_the_table_are_named_in_the_data_of_variants():
     assert as_data(VARIANTS["id"])["element"] == "E2M1" == E2M1.name
     assert as_data(VARIANTS["format"])["element"]["name"] == "E2M1_BIAS3"
     assert as_data(replace(RECIPES["mxfp4-ocp"], id="e3m0", element=E3M0))["element"] == "E3M0"
+
+
+SIZES = [
+    ("F4", (), 1),
+    ("F4", (3, 5), 8),
+    ("F4", (2, 4), 4),
+    ("F4", (0, 3), 0),
+    ("F6_E2M3", (3,), 3),
+    ("F6_E3M2", (4,), 3),
+    ("U8", (3, 5), 15),
+]
+
+
+@pytest.mark.parametrize(("dtype", "shape", "nbytes"), SIZES, ids=str)
+def test_incomplete_bytes_count(dtype, shape, nbytes):
+    """A last byte that is only partly used counts as a whole byte."""
+    assert nbytes_of(dtype, shape) == nbytes

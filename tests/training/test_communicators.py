@@ -5,13 +5,17 @@ test_communicators_mpi.py runs MPI processes; benchmarks/bench_distributed.py ru
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from exhaustive import exhaustive
 
 from fp4kit.arrays import imports
 from fp4kit.cuda.shards import _message_sizes
@@ -210,3 +214,15 @@ def test_mpi_says_that_device_arrays_go_through_the_host(monkeypatch) -> None:
 )
 def test_messages_are_aligned_and_equal_where_that_costs_little(sizes, expected) -> None:
     assert _message_sizes(sizes) == expected
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("size", [2, *exhaustive([3])])
+def test_processes(mpiexec, size) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [*mpiexec, "-n", str(size), sys.executable, str(ROOT / "tests" / "support" / "mpi_cases.py"), str(size)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    assert f"{size} processes" in result.stdout
