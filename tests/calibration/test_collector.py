@@ -307,33 +307,30 @@ def rewritten(tensors, facts):
     return save(tensors, {ENTRY: json.dumps(facts)})
 
 
-DAMAGE = {
-    "negative amax": (lambda t, f: t["amax"].__setitem__(0, -1), "an amax is negative, NaN or infinite"),
-    "NaN amax": (lambda t, f: t["amax"].__setitem__(0, np.nan), "an amax is negative, NaN or infinite"),
-    "negative tokens": (lambda t, f: t["tokens"].__setitem__(0, -1), "a number of tokens or columns is impossible"),
-    "amax without tokens": (lambda t, f: t["tokens"].__setitem__(0, 0), "a number of tokens or columns is impossible"),
-    "no columns": (lambda t, f: t["columns"].__setitem__(0, 0), "a number of tokens or columns is impossible"),
-    "bin": (lambda t, f: t["bins"].__setitem__((0, 1), 512), "a histogram entry is out of range"),
-    "negative bin": (lambda t, f: t["bins"].__setitem__((0, 1), -1), "a histogram entry is out of range"),
-    "layer of a bin": (lambda t, f: t["bins"].__setitem__((0, 0), 9), "a histogram entry is out of range"),
-    "count": (lambda t, f: t["counts"].__setitem__(0, 0), "a histogram entry is out of range"),
-    "unseen layer with blocks": (lambda t, f: t["amax"].__setitem__(0, 0), "histograms do not belong to its amaxes"),
-    "names": (lambda t, f: f.update(layers=["a", 3]), "its layers have no names"),
-    "order": (lambda t, f: f.update(layers=f["layers"][::-1]), "its layers are not sorted, or occur twice"),
-    "number of names": (lambda t, f: f["layers"].append("z"), "its tensors have the shapes"),
-    "dtype": (lambda t, f: t.update(amax=t["amax"].astype(np.float64)), "its tensors have other dtypes"),
-    "tensor": (lambda t, f: t.pop("counts"), "its tensors have the shapes"),
-    "histogram": (lambda t, f: f.update(histogram=False), "it has histogram entries, and says that it has none"),
-}
+DAMAGE = [  # a change of the tensors t and facts f, and the fault
+    (lambda t, f: t["amax"].__setitem__(0, -1), "an amax is negative, NaN or infinite"),
+    (lambda t, f: t["amax"].__setitem__(0, np.nan), "an amax is negative, NaN or infinite"),
+    (lambda t, f: t["tokens"].__setitem__(0, -1), "a number of tokens or columns is impossible"),
+    (lambda t, f: t["tokens"].__setitem__(0, 0), "a number of tokens or columns is impossible"),
+    (lambda t, f: t["columns"].__setitem__(0, 0), "a number of tokens or columns is impossible"),
+    (lambda t, f: t["bins"].__setitem__((0, 1), 512), "a histogram entry is out of range"),
+    (lambda t, f: t["bins"].__setitem__((0, 1), -1), "a histogram entry is out of range"),
+    (lambda t, f: t["bins"].__setitem__((0, 0), 9), "a histogram entry is out of range"),
+    (lambda t, f: t["counts"].__setitem__(0, 0), "a histogram entry is out of range"),
+    (lambda t, f: t["amax"].__setitem__(0, 0), "histograms do not belong to its amaxes"),
+    (lambda t, f: f.update(layers=["a", 3]), "its layers have no names"),
+    (lambda t, f: f.update(layers=f["layers"][::-1]), "its layers are not sorted, or occur twice"),
+    (lambda t, f: f["layers"].append("z"), "its tensors have the shapes"),
+    (lambda t, f: t.update(amax=t["amax"].astype(np.float64)), "its tensors have other dtypes"),
+    (lambda t, f: t.pop("counts"), "its tensors have the shapes"),
+    (lambda t, f: f.update(histogram=False), "it has histogram entries, and says that it has none"),
+]
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_files(name, tmp_path):
-    change, text = DAMAGE[name]
-    tensors = {
-        key: array.copy()
-        for key, array in load(contents(collected(("a", random(0)), ("b", random(1))), tmp_path)).items()
-    }
+@together("change, text", DAMAGE)
+def test_damaged_files(change, text, tmp_path):
+    data = contents(collected(("a", random(0)), ("b", random(1))), tmp_path)
+    tensors = {key: array.copy() for key, array in load(data).items()}
     facts = {"version": 1, "layers": ["a", "b"], "histogram": True}
     change(tensors, facts)
     (tmp_path / "bad").write_bytes(rewritten(tensors, facts))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import synthetic
 from synthetic import refused
+from together import together
 
 import fp4kit
 from fp4kit.checkpoint.containers.table import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, SCALES, Container
@@ -49,46 +50,41 @@ def array(item: int, count: int, rest: bytes = b"") -> bytes:
 
 
 TWO = gguf_files.text("x") + struct.pack("<IQ", 1, 8) + struct.pack("<IQ", 0, 0)
-MALFORMED = {
-    "empty": (b"", "it ends inside its header"),
-    "another magic": (b"GGML" + bytes(20), "it does not begin with GGUF"),
-    "version 1": (header(1), "it has version 1; needs a little-endian file of version 2 or 3"),
-    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it is big-endian"),
-    "2^60 tensors": (header(tensors=1 << 60), f"its header announces {1 << 60} tensors, more than fit in the file"),
-    "2^63 keys": (header(keys=1 << 63), f"its header announces {1 << 63} keys, more than fit in the file"),
-    "2^60 numbers": (array(4, 1 << 60), f"its header announces {1 << 60} entries of a, more than fit in the file"),
-    "2^60 strings": (array(8, 1 << 60), f"its header announces {1 << 60} entries of a, more than fit in the file"),
-    "array of arrays": (array(9, 1, bytes(20)), "a is an array of type 9, which GGUF does not define"),
-    "array of type 99": (array(99, 1, bytes(20)), "a is an array of type 99, which GGUF does not define"),
-    "string beyond the end": (array(8, 1, struct.pack("<Q", 1 << 40)), "it ends inside its header"),
-    "long name": (header(keys=1, rest=struct.pack("<Q", 1 << 40) + bytes(20)), f"a key has a name of {1 << 40} bytes"),
-    "no text": (
-        header(keys=1, rest=struct.pack("<Q", 2) + b"\xff\xfe" + bytes(9)),
-        "a key has a name that is not UTF-8",
-    ),
-    "type 13": (
-        header(keys=1, rest=gguf_files.text("a") + struct.pack("<IQ", 13, 0)),
-        "a has type 13, which GGUF does not define",
-    ),
-    "key twice": (header(keys=2, rest=gguf_files.key("a", 1) * 2), "the key 'a' occurs twice"),
-    "alignment 0": (header(keys=1, rest=gguf_files.key("general.alignment", 0)), "general.alignment is 0; a power of"),
-    "alignment 24": (header(keys=1, rest=gguf_files.key("general.alignment", 24)), "general.alignment is 24; a power"),
-    "alignment of text": (header(keys=1, rest=gguf_files.key("general.alignment", "32")), "general.alignment is 32; a"),
-    "5 axes": (tensor(shape=(1,) * 5), "x has 5 axes; at most 4 are allowed"),
-    "unknown type": (tensor(kind=77), "x has type 77, which is unknown"),
-    "half a block": (tensor(shape=(40, 2), kind=39), "x has rows of 40 elements; MXFP4 needs a multiple of 32"),
-    "no axis": (tensor(shape=(), kind=39), "x has rows of 1 elements; MXFP4 needs a multiple of 32"),
-    "offset": (tensor(offset=32), "x begins at byte 32 of the data, not where the tensor before it ends"),
-    "truncated": (tensor(data=100), "it ends inside x: truncated"),
-    "huge": (tensor(shape=(1 << 40, 1 << 40)), "it ends inside x: truncated"),
-    "name twice": (header(tensors=2, rest=TWO * 2) + bytes(128), "it has two tensors 'x'"),
-    "terminal codes": (tensor(name="\x1b[2Jx", kind=77), "\\x1b[2Jx has type 77"),
-}
+MALFORMED = [  # the bytes of a file, and why it is rejected
+    (b"", "it ends inside its header"),
+    (b"GGML" + bytes(20), "it does not begin with GGUF"),
+    (header(1), "it has version 1; needs a little-endian file of version 2 or 3"),
+    (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it is big-endian"),
+    (header(tensors=1 << 60), f"its header announces {1 << 60} tensors, more than fit in the file"),
+    (header(keys=1 << 63), f"its header announces {1 << 63} keys, more than fit in the file"),
+    (array(4, 1 << 60), f"its header announces {1 << 60} entries of a, more than fit in the file"),
+    (array(8, 1 << 60), f"its header announces {1 << 60} entries of a, more than fit in the file"),
+    (array(9, 1, bytes(20)), "a is an array of type 9, which GGUF does not define"),
+    (array(99, 1, bytes(20)), "a is an array of type 99, which GGUF does not define"),
+    (array(8, 1, struct.pack("<Q", 1 << 40)), "it ends inside its header"),
+    (header(keys=1, rest=struct.pack("<Q", 1 << 40) + bytes(20)), f"a key has a name of {1 << 40} bytes"),
+    (header(keys=1, rest=struct.pack("<Q", 2) + b"\xff\xfe" + bytes(9)), "a key has a name that is not UTF-8"),
+    (header(keys=1, rest=gguf_files.text("a") + struct.pack("<IQ", 13, 0)), "a has type 13, which GGUF does not"),
+    (header(keys=2, rest=gguf_files.key("a", 1) * 2), "the key 'a' occurs twice"),
+    (header(keys=1, rest=gguf_files.key("general.alignment", 0)), "general.alignment is 0; a power of"),
+    (header(keys=1, rest=gguf_files.key("general.alignment", 24)), "general.alignment is 24; a power"),
+    (header(keys=1, rest=gguf_files.key("general.alignment", "32")), "general.alignment is 32; a"),
+    (tensor(shape=(1,) * 5), "x has 5 axes; at most 4 are allowed"),
+    (tensor(kind=77), "x has type 77, which is unknown"),
+    (tensor(shape=(40, 2), kind=39), "x has rows of 40 elements; MXFP4 needs a multiple of 32"),
+    (tensor(shape=(), kind=39), "x has rows of 1 elements; MXFP4 needs a multiple of 32"),
+    (tensor(offset=32), "x begins at byte 32 of the data, not where the tensor before it ends"),
+    (tensor(data=100), "it ends inside x: truncated"),
+    (tensor(shape=(1 << 40, 1 << 40)), "it ends inside x: truncated"),
+    (header(tensors=2, rest=TWO * 2) + bytes(128), "it has two tensors 'x'"),
+    (tensor(name="\x1b[2Jx", kind=77), "\\x1b[2Jx has type 77"),
+]
 
 
-@pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_file_is_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content, why = MALFORMED[case]
+@together("content, why", MALFORMED)
+def test_malformed_file_is_refused(
+    content: bytes, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
     with refused(f"m.gguf: not a usable GGUF file: {why}"):
