@@ -16,7 +16,7 @@ from cpu_bars import SEVEN, Bar, bars
 from records import COLOURS, PEER_COLOURS, SHORT, Record, head_text
 from rows import CpuRow
 
-from fp4kit.cli.tables import markdown as table
+from fp4kit.cli.output import markdown as table
 
 LEGEND: Mapping[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 2, "fontsize": 7}
 COLUMNS = (

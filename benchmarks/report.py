@@ -16,7 +16,7 @@ from below_target import REASONS, Reason, reason_of
 from records import COLOURS, PEER_COLOURS, SHORT, Record, head_text
 from rows import BenchmarkRow
 
-from fp4kit.cli.tables import markdown as table
+from fp4kit.cli.output import markdown as table
 
 COLUMNS = (
     "operation",

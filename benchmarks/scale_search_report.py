@@ -16,7 +16,7 @@ import records
 from records import Record, head_text
 
 from fp4kit.checkpoint.model.statistics import sqnr_db
-from fp4kit.cli.tables import markdown as table
+from fp4kit.cli.output import markdown as table
 from fp4kit.formats import E2M1, E4M3
 
 WAYS = ("amax", "4over6", "mse", "weighted mse")

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 import fp4kit
-from fp4kit.cli.tables import block_text, markdown
+from fp4kit.cli.output import block_text, markdown
 from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.recipes import RECIPES, Recipe

@@ -22,7 +22,7 @@ import numpy as np
 
 import fp4kit
 from fp4kit.checkpoint.loaders import support
-from fp4kit.cli.tables import RECIPE_COLUMNS, grouped_recipe_rows, markdown
+from fp4kit.cli.output import RECIPE_COLUMNS, grouped_recipe_rows, markdown
 from fp4kit.cpu.coverage import COVERAGE_COLUMNS, uncovered_rows
 from fp4kit.evidence.golden.check import COLUMNS, agreement_rows
 from fp4kit.evidence.live.run import adapters, exceptions

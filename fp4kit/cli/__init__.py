@@ -1,7 +1,6 @@
 """Provide the command line ``fp4kit``: the parser of all commands, and ``main``, which runs one command.
 
-Each command has a module in this package, which is imported when the command is called. The module's function
-``register`` adds the command and its options.
+The module of a command is imported when the command is called. Its function ``add_COMMAND`` adds the options.
 """
 
 from __future__ import annotations
@@ -12,37 +11,35 @@ from importlib import import_module
 from typing import Any
 
 from fp4kit import __version__, startup
-from fp4kit.cli import guard
+from fp4kit.cli.command import SHELLS, GroupedHelp, GuardedCommand, Parser, PrintCompletion, UsageError, run_guarded
 from fp4kit.cli.output import Output
-from fp4kit.cli.parser import SHELLS, GroupedHelp, Parser, PrintCompletion, UsageError
 
 _EXIT_CODES = (
     "Exit codes: 0 done, 1 a difference was found, 2 an error; 129, 130, 143, 141 stopped by SIGHUP, SIGINT (Ctrl-C),"
     " SIGTERM, SIGPIPE (the reader of the output has ended)."
 )
-# heading in `fp4kit --help` -> {module of this package: {command that the module adds: its line in the help}}
+# heading in `fp4kit --help` -> {command: (module of this package that adds it with add_COMMAND, its line in the help)}
 _GROUPS = {
     "convert and serve": {
-        "convert": {"convert": "quantize a model, or change its format"},
-        "reconcile": {"reconcile": "give q/k/v and gate/up one tensor scale"},
-        "delta": {
-            "diff": "write the changes between two versions to a patch",
-            "apply": "write the new version of a model from a patch",
-        },
+        "convert": ("convert", "quantize a model, or change its format"),
+        "reconcile": ("verify", "give q/k/v and gate/up one tensor scale"),
+        "diff": ("identify", "write the changes between two versions to a patch"),
+        "apply": ("identify", "write the new version of a model from a patch"),
     },
     "check and compare": {
-        "verify": {"verify": "check the files, config and bytes of a checkpoint"},
-        "compare": {"compare": "show where two checkpoints differ"},
-        "parity": {"parity": "check that trainer and server compute with equal bits"},
+        "verify": ("verify", "check the files, config and bytes of a checkpoint"),
+        "compare": ("verify", "show where two checkpoints differ"),
+        "parity": ("verify", "check that trainer and server compute with equal bits"),
     },
     "find out": {
-        "inspect": {"inspect": "list the tensors and layers of a checkpoint"},
-        "identify": {"identify": "name the recipe that made a checkpoint"},
-        "recipes": {"recipes": "list the recipes, or check them", "formats": "list the number formats"},
+        "inspect": ("identify", "list the tensors and layers of a checkpoint"),
+        "identify": ("identify", "name the recipe that made a checkpoint"),
+        "recipes": ("recipes", "list the recipes, or check them"),
+        "formats": ("recipes", "list the number formats"),
     },
     "measure and prove": {
-        "selftest": {"selftest": "check this GPU or CPU, bit for bit"},
-        "fuzz": {"fuzz": "compare random calls with the specification"},
+        "selftest": ("recipes", "check this GPU or CPU, bit for bit"),
+        "fuzz": ("recipes", "compare random calls with the specification"),
     },
 }
 # name that users may try although it is no command -> the end of the error message
@@ -62,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         # Escape characters that stdout's encoding lacks, because names of files and tensors may contain any bytes.
         sys.stdout.reconfigure(errors="backslashreplace")
-    return guard.run(lambda task: _run(task, argv), startup.COMMAND)
+    return run_guarded(lambda task: _run(task, argv), startup.COMMAND)
 
 
-def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
+def _run(task: GuardedCommand, argv: Sequence[str] | None) -> int:
     """Parse the arguments, run the command that they name, and return its exit code; 0 after --help and --version."""
     try:
         arguments = sys.argv[1:] if argv is None else argv
@@ -108,13 +105,11 @@ def parser(arguments: Sequence[str] | None = None) -> Parser:
     commands: Any = result.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     commands.hints = _HINTS
     commands.headings = {}  # first command of a group -> its heading, for GroupedHelp
-    for heading, modules in _GROUPS.items():
-        first = len(commands.choices)
-        for module, commands.helps in modules.items():
-            if arguments is None or any(name in arguments for name in commands.helps):
-                import_module(f"fp4kit.cli.{module}").register(commands)
-                continue
-            for name, help in commands.helps.items():
-                commands.add_parser(name, help=help)
-        commands.headings[list(commands.choices)[first]] = heading
+    for heading, listed in _GROUPS.items():
+        commands.headings[next(iter(listed))] = heading
+        for name, (module, commands.help) in listed.items():
+            if arguments is None or name in arguments:
+                getattr(import_module(f"fp4kit.cli.{module}"), f"add_{name}")(commands)
+            else:
+                commands.add_parser(name, help=commands.help)
     return result

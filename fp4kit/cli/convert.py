@@ -42,10 +42,8 @@ from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, Loss
 from fp4kit.checkpoint.selection.selection import PRESETS, Wishes
 from fp4kit.checkpoint.verify.integrity import Issue, is_one_file
 from fp4kit.cli import conversion_summary
-from fp4kit.cli.guard import DIFFERENT, DONE
-from fp4kit.cli.output import Output
-from fp4kit.cli.parser import add_command, add_ignore, add_path
-from fp4kit.cli.render import shape_text
+from fp4kit.cli.command import DIFFERENT, DONE, add_command, add_ignore, add_path
+from fp4kit.cli.output import Output, shape_text
 from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.gguf_file import bytes_of_text, is_gguf
 
@@ -68,7 +66,7 @@ _FORMAT_HINTS = {
 }
 
 
-def register(subparsers: Any) -> None:
+def add_convert(subparsers: Any) -> None:
     """Add the command convert, with its options and the function that runs it, to ``subparsers``."""
     parser: Any = add_command(
         subparsers,

@@ -2,16 +2,236 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fp4kit.cli import render
-from fp4kit.cli.progress import Tick, progress
+import numpy as np
+from rich.cells import cell_len
+from rich.filesize import decimal
+
+from fp4kit.formats import BLOCK_FORMATS, ELEMENT_FORMATS, ElementFormat
+from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, recipe
+from fp4kit.storage.files import dump_object
+
+NAME_WIDTH = 24  # if the name column would be narrower than this, each name gets a line of its own
+Row = Sequence[str]
+
+
+def table_lines(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis: str = "…") -> list[str]:
+    """Return the lines of a table that fits a terminal."""
+    # If a name would get fewer than 24 terminal columns, or if two names would look alike, each name gets a line of its
+    # own above its further cells.
+    titles = tuple(title.removeprefix("#") for title in columns)
+    right = tuple(title.startswith("#") for title in columns)
+    grid = [titles, *map(tuple, rows)]
+    widths = [max(map(columns_of, column)) for column in zip(*grid, strict=True)]
+    if width is None or _total(widths) <= width:
+        return [_aligned(row, widths, right) for row in grid]
+    narrow = _narrowed(grid, width - _total(widths[1:]) - 2, ellipsis)
+    if narrow is not None:
+        widths[0] = max(columns_of(row[0]) for row in narrow)
+        return [_aligned(row, widths, right) for row in narrow]
+    return _stacked(grid, widths, right, width, ellipsis)
+
+
+def shortened(text: str, width: int, ellipsis: str = "…") -> str:
+    """Return ``text`` if it fits in ``width`` terminal columns, otherwise a shortened text that fits."""
+    if columns_of(text) <= width:
+        return text
+    room = max(width - columns_of(ellipsis), 0)
+    tail = _fitting(text[::-1], room - room * 2 // 5)[::-1]
+    return (_fitting(text, room - columns_of(tail)) + ellipsis + tail) if room else ellipsis[:width]
+
+
+def wrapped_lines(text: str, width: int | None, indent: str = "") -> list[str]:
+    """Return ``text`` as lines of at most ``width`` terminal columns, broken at spaces only."""
+    if width is None:
+        return [text]
+    lines: list[str] = []
+    for word in text.split(" "):
+        if lines and columns_of(lines[-1]) + 1 + columns_of(word) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(indent * bool(lines) + word)
+    return lines
+
+
+def document_text(schema: str, body: Mapping[str, Any]) -> str:
+    """Return ``body`` as the text of a JSON document whose first entry is ``"schema": "fp4kit.<schema>"``."""
+    return dump_object({"schema": f"fp4kit.{schema}", **_plain(body)}).decode("ascii")
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """Return a shape as one word, such as ``[64,96]``."""
+    return "[" + ",".join(map(str, shape)) + "]"
+
+
+def columns_of(text: str) -> int:
+    """Return the number of terminal columns that a printable text needs; wide characters need two."""
+    return len(text) if text.isascii() else cell_len(text)
+
+
+def duration(seconds: float) -> str:
+    """Return a time as text in a readable unit."""
+    # The time must be at least 0, and is rounded to whole seconds.
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole // 60 % 60:02} h" if whole < 2 * 86400 else f"{whole // 86400} days"
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy of ``value`` with types that JSON has, converted as ``document`` describes."""
+    # Values of types that ``document`` does not mention are returned unchanged, so that JSON may reject them later.
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return str(value) if isinstance(value, Path) else value
+
+
+def _total(widths: Sequence[int]) -> int:
+    """Return the width of a table whose columns have the given widths, with two spaces between columns."""
+    return sum(widths) + 2 * max(len(widths) - 1, 0)
+
+
+def _aligned(row: Row, widths: Sequence[int], numeric: Sequence[bool]) -> str:
+    """Return one row of a table as a line: cells padded to the widths of their columns, with two spaces between
+    them.
+    """
+    pads = (" " * (width - columns_of(cell)) for cell, width in zip(row, widths, strict=True))
+    cells = (pad + cell if at_right else cell + pad for cell, pad, at_right in zip(row, pads, numeric, strict=True))
+    return "  ".join(cells).rstrip()
+
+
+def _narrowed(grid: list[tuple[str, ...]], room: int, ellipsis: str) -> list[tuple[str, ...]] | None:
+    """Return the rows of a table with their names (first cells) shortened to ``room`` terminal columns."""
+    if room < NAME_WIDTH:
+        return None
+    names = [shortened(row[0], room, ellipsis) for row in grid]
+    if len(set(names)) < len({row[0] for row in grid}):
+        return None
+    return [(name, *row[1:]) for name, row in zip(names, grid, strict=True)]
+
+
+def _stacked(
+    grid: list[tuple[str, ...]], widths: list[int], right: Sequence[bool], width: int, ellipsis: str
+) -> list[str]:
+    """Return the lines of a table in which each name has a line of its own, above the further cells of its row."""
+    fits = _total(widths[1:]) + 2 <= width
+    lines = []
+    for row in grid if fits else grid[1:]:
+        lines.append(shortened(row[0], width, ellipsis))
+        if fits:
+            lines.append(f"  {_aligned(row[1:], widths[1:], right[1:])}")
+        else:
+            lines += _facts(grid[0][1:], row[1:], width, ellipsis)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def _facts(titles: Row, cells: Row, width: int, ellipsis: str) -> list[str]:
+    """Return the cells of one row as lines of "title cell" pairs that fit ``width``."""
+    facts = (f"{title} {cell}" for title, cell in zip(titles, cells, strict=True) if cell)
+    text = " ".join(shortened(word, width - 2, ellipsis) for word in ", ".join(facts).split())
+    return [f"  {line}" for line in wrapped_lines(text, width - 2)]
+
+
+def _fitting(text: str, width: int) -> str:
+    """Return the longest prefix of ``text`` that needs at most ``width`` terminal columns."""
+    if text.isascii():
+        return text[:width]
+    used = 0
+    for index, character in enumerate(text):
+        used += columns_of(character)
+        if used > width:
+            return text[:index]
+    return text
+
+
+Tick = Callable[[int], None]
+_INTERVAL = 0.1  # minimum number of seconds between two drawings of the line
+_WINDOW = 10.0  # the speed is averaged over this many seconds
+_ENOUGH = 0.02  # the time left is shown after this share of the bytes, or after _WINDOW seconds: the first may be slow
+
+
+class Meter:
+    """Count the bytes that are done, and describe the progress in one line.
+
+    what: the name of the activity, such as "converting".
+    total: the number of bytes to do.
+    now: the start time in seconds, of any clock.
+    """
+
+    def __init__(self, what: str, total: int, now: float) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._past, self._start = deque([(now, 0)]), now
+
+    def add(self, count: int) -> None:
+        """Add ``count`` to the number of bytes done."""
+        self._done += count
+
+    def text(self, now: float) -> str:
+        """Return a line such as ``converting 37% 3.7 GB of 10.0 GB 1.2 GB/s 5 s left``."""
+        self._past.append((now, self._done))
+        while len(self._past) > 2 and now - self._past[0][0] > _WINDOW:
+            self._past.popleft()
+        start, before = self._past[0]
+        share = 100 * self._done // self._total if self._total else 100
+        line = f"{self._what} {share}%  {decimal(self._done)} of {decimal(self._total)}"
+        if now <= start or self._done == before:
+            return line
+        rate = (self._done - before) / (now - start)
+        line += f"  {decimal(int(rate))}/s"
+        if self._done < _ENOUGH * self._total and now - self._start < _WINDOW:
+            return line
+        return f"{line}  {duration(max(self._total - self._done, 0) / rate)} left"
+
+
+@contextmanager
+def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
+    """Yield a function that counts bytes and draws a line of progress on stderr, at most ten times per second."""
+    if not shown:
+        yield lambda count: None
+        return
+    meter, drawn = Meter(what, total, time.monotonic()), 0.0
+
+    def tick(count: int) -> None:
+        nonlocal drawn
+        meter.add(count)
+        now = time.monotonic()
+        if now - drawn >= _INTERVAL:
+            drawn = now
+            _draw(meter.text(now))
+
+    try:
+        yield tick
+    finally:
+        _draw("")
+
+
+def _draw(line: str) -> None:
+    """Replace the line of progress on stderr by ``line``; "" clears it."""
+    width = max(shutil.get_terminal_size().columns - 1, 1)
+    while len(line) > width and "  " in line:
+        line = line.rpartition("  ")[0]
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"\r{shortened(line, width, '...'):<{width}}" + ("\r" if not line else ""))
+        sys.stderr.flush()
 
 
 class Stopped(BaseException):
@@ -53,12 +273,12 @@ class Output:
         """Print a table that fits the terminal."""
         if self.text and rows:
             width = _width()
-            self._print(render.table(columns, rows, width, "…" if _encodes("…") else "..."))
+            self._print(table_lines(columns, rows, width, "…" if _encodes("…") else "..."))
 
     def line(self, text: str = "") -> None:
         """Print a line of text."""
         if self.text:
-            self._print(render.wrapped(text, _width(), "  "))
+            self._print(wrapped_lines(text, _width(), "  "))
 
     def verbatim(self, text: str) -> None:
         """Print text such as a program, without breaking its lines. Do nothing if --json or --quiet was given."""
@@ -68,7 +288,7 @@ class Output:
     def document(self, schema: str, body: Mapping[str, Any]) -> None:
         """Print ``body`` as the command's JSON document if --json was given; otherwise do nothing."""
         if self.json:
-            self._print([render.document(schema, body).removesuffix("\n")])
+            self._print([document_text(schema, body).removesuffix("\n")])
 
     def note(self, text: str) -> None:
         """Print a remark on stderr, unless --quiet was given. A remark is not part of the result."""
@@ -124,3 +344,98 @@ def _encodes(text: str) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
+
+
+RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "versions", "source")
+FORMAT_COLUMNS = ("format", "bits", "largest", "smallest normal", "smallest", "NaN", "values")
+BLOCK_COLUMNS = ("block format", "element", "scale", "block", "tensor scale", "bits per value")
+
+
+def block_text(r: Recipe) -> str:
+    """Return a recipe's block shape as text: the number of rows, "x" and the number of columns, such as "1x16"."""
+    if r.block is None:
+        return {"tensor": "tensor", "row": "row"}[r.tensor_scaling]
+    return f"{r.block[0]}x{r.block[1]}"
+
+
+def rule_text(r: Recipe) -> str:
+    """Return the name of the rule by which a recipe computes its scales, with spaces in place of underscores."""
+    rule = r.fake_rule if r.fake_only else r.block_rule or r.tensor_rule
+    return (rule or "").replace("_", " ") + ", searched" * bool(r.search)
+
+
+def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
+    """Return the table of recipes, one row per id."""
+    return [(_names(r), block_text(r), rule_text(r), _exact(r), str(r.versions), r.source) for r in map(recipe, ids)]
+
+
+def _exact(r: Recipe) -> str:
+    """Return text that says which producer a recipe equals bit for bit."""
+    others = (f"; {alias.id} {alias.exact}" for alias in PRODUCER_ALIASES.values() if alias.of == r.id)
+    return r.exact + " (values only)" * r.fake_only + "".join(others)
+
+
+def _names(r: Recipe) -> str:
+    """Return the recipe's id followed by its aliases, joined with " = "."""
+    return " = ".join([r.id, *(alias for alias, target in ALIASES.items() if target == r.id)])
+
+
+def grouped_recipe_rows() -> list[tuple[str, ...]]:
+    """Return the table of recipes with one row per group of recipes that differ only in id and block shape."""
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in recipe_rows():
+        groups.setdefault(row[2:], []).append(row)
+    return [(", ".join(r[0] for r in rows), _distinct(r[1] for r in rows), *shared) for shared, rows in groups.items()]
+
+
+def _distinct(texts: Iterable[str]) -> str:
+    """Return the texts joined with ", ", in their order and without repetitions."""
+    return ", ".join(dict.fromkeys(texts))
+
+
+def format_rows() -> list[tuple[str, ...]]:
+    """Return the table of element and scale formats, one row per format, with the columns FORMAT_COLUMNS."""
+    return [
+        (
+            f.name,
+            str(f.bits),
+            f"{f.max:g}",
+            f"{f.min_normal:g}" if not f.is_integer else "-",
+            f"{f.min_subnormal:g}",
+            _nan(f),
+            _values(f),
+        )
+        for f in ELEMENT_FORMATS
+    ]
+
+
+def _nan(f: ElementFormat) -> str:
+    """Return the NaN code of a format as hexadecimal text, or "-" if the format has no NaN."""
+    return "-" if f.specials == "none" else hex(f.nan_code) + (" and others, inf" if f.specials == "ieee" else "")
+
+
+def _values(f: ElementFormat) -> str:
+    """Return the magnitudes of a format as text, such as "0 0.5 1"; only their number if there are more than eight."""
+    listed = f.magnitudes
+    return " ".join(f"{v:g}" for v in listed) if len(listed) <= 8 else f"{len(listed)} magnitudes"
+
+
+def block_rows() -> list[tuple[str, ...]]:
+    """Return the table of block formats, one row per format, with the columns BLOCK_COLUMNS."""
+    return [
+        (
+            b.name,
+            b.element.name,
+            b.scale.name,
+            str(b.block_size),
+            "float32" if b.has_tensor_scale else "-",
+            f"{b.bits_per_value:g}",
+        )
+        for b in BLOCK_FORMATS
+    ]
+
+
+def markdown(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Return a table in GitHub's Markdown as one text, without a final newline."""
+    lines = [columns, tuple("---" for _ in columns), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -6,22 +6,41 @@ outputs, or with installed versions.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+import sys
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fp4kit.cli import tables
-from fp4kit.cli.guard import DIFFERENT, DONE
-from fp4kit.cli.output import Output
-from fp4kit.cli.parser import add_command
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from fp4kit import __version__
+from fp4kit.arrays import imports
+from fp4kit.cli.command import DIFFERENT, DONE, add_command
+from fp4kit.cli.output import (
+    BLOCK_COLUMNS,
+    FORMAT_COLUMNS,
+    RECIPE_COLUMNS,
+    Output,
+    block_rows,
+    format_rows,
+    recipe_rows,
+)
+from fp4kit.cuda import compiler as loader
+from fp4kit.evidence import selftest
+from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.fuzz.recipes import OPERATIONS, Pool
 from fp4kit.evidence.golden import check as agreement
 from fp4kit.evidence.golden.check import GoldenResult, check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS
+from fp4kit.evidence.live import run as producers
 from fp4kit.recipes import ALIASES, RECIPES, family, recipe, recipes
 
 
-def register(commands: Any) -> None:
-    """Add the commands recipes and formats, with their options and the functions that run them, to ``commands``."""
+def add_recipes(commands: Any) -> None:
+    """Add the command recipes, with its options, to ``commands``."""
     listing = add_command(
         commands,
         "recipes",
@@ -53,6 +72,10 @@ def register(commands: Any) -> None:
     listing.add_argument("--seed", type=int, metavar="N", help="with --live: seed of the inputs (default: 0)")
     text = "with --check: directory of recorded outputs (default: those of the package)"
     listing.add_argument("--golden", metavar="DIR", help=text)
+
+
+def add_formats(commands: Any) -> None:
+    """Add the command formats to ``commands``."""
     example = ("fp4kit formats", "list element formats, scale formats and block formats")
     text = "List the number formats: element formats, scale formats, and block formats, which combine both."
     add_command(commands, "formats", _formats, examples=(example,), description=text)
@@ -67,8 +90,6 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
         if getattr(args, name) is not None and not args.live:
             raise ValueError(f"--{name} was given without --live; add --live")
     if args.live:
-        from fp4kit.cli.live import live  # imported only here, because rich's progress bars take a while to import
-
         return live(out, ids, 10.0 if args.seconds is None else args.seconds, args.seed or 0)
     if args.check:
         return _check(out, ids, GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden))
@@ -77,9 +98,9 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
         out.table(agreement.COLUMNS, rows)
         out.document("agreement/1", {"groups": _objects(agreement.COLUMNS, rows)})
         return DONE
-    rows = tables.recipe_rows(ids)
-    out.table(tables.RECIPE_COLUMNS, rows)
-    listed = _objects(tables.RECIPE_COLUMNS[1:], [r[1:] for r in rows])
+    rows = recipe_rows(ids)
+    out.table(RECIPE_COLUMNS, rows)
+    listed = _objects(RECIPE_COLUMNS[1:], [r[1:] for r in rows])
     out.document("recipes/1", {"recipes": [_listed(id, row) for id, row in zip(ids, listed, strict=True)]})
     return DONE
 
@@ -137,13 +158,296 @@ def _differences(result: GoldenResult) -> list[dict[str, Any]]:
 
 def _formats(args: argparse.Namespace, out: Output) -> int:
     """Run the command formats: print the tables of number formats and block formats. Return 0."""
-    formats, blocks = tables.format_rows(), tables.block_rows()
-    out.table(tables.FORMAT_COLUMNS, formats)
+    formats, blocks = format_rows(), block_rows()
+    out.table(FORMAT_COLUMNS, formats)
     out.line()
-    out.table(tables.BLOCK_COLUMNS, blocks)
+    out.table(BLOCK_COLUMNS, blocks)
     body = {
-        "formats": _objects(tables.FORMAT_COLUMNS, formats),
-        "block_formats": _objects(tables.BLOCK_COLUMNS, blocks),
+        "formats": _objects(FORMAT_COLUMNS, formats),
+        "block_formats": _objects(BLOCK_COLUMNS, blocks),
     }
     out.document("formats/1", body)
     return DONE
+
+
+def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
+    """Compare every installed producer (a library that quantizes) with fp4kit on random inputs, and print the
+    result.
+    """
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"--seconds is {seconds:g}; a positive finite number is needed")
+    if seed < 0:
+        raise ValueError(f"--seed is {seed}; a number of at least 0 is needed")
+    results = _run_producers(out, ids, seconds, seed)
+    out.table(producers.COLUMNS, producers.rows(results))
+    for title, columns, rows in (
+        ("Recipes that differ:", producers.RECIPE_COLUMNS, producers.differing_rows(results)),
+        ("Recipes that were not run:", producers.LEFT_OUT_COLUMNS, producers.left_out_rows(results, ids)),
+    ):
+        if rows:
+            out.line()
+            out.line(title)
+            out.table(columns, rows)
+    for result in results:
+        for found in result.found:
+            out.verbatim(f"\n# input {found.number} of seed {seed}: {found.kind}, {found.dtype}")
+            out.verbatim(found.script)
+    arrays, differing = (sum(getattr(result.total, name) for result in results) for name in ("arrays", "differing"))
+    out.line()
+    out.line(
+        f"compared {arrays:,} arrays of {len(producers.rows(results))} producers bit for bit; {differing:,} differ"
+    )
+    out.document("recipes.live/1", producers.document(results, ids, seconds, seed))
+    return DONE if arrays and not differing else DIFFERENT
+
+
+def _run_producers(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> list[producers.ProducerResult]:
+    """Run all installed producers one after another, and return their results."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    shown = not out.quiet and sys.stderr.isatty()
+    results = []
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
+        task = bar.add_task("")
+        for adapter in producers.adapters():
+            bar.update(task, description=adapter.name, completed=0)
+
+            def tick(differing: int, name: str = adapter.name) -> None:
+                bar.advance(task)
+                bar.update(task, description=f"{name}: {bar.tasks[0].completed:,.0f} arrays, {differing:,} differ")
+
+            results.append(producers.run(adapter, ids, seconds, seed, tick))
+    return results
+
+
+_MOST_SHOWN = 20  # the largest number of differences, and of reasons why cases were left out, that are printed
+
+
+def add_selftest(commands: Any) -> None:
+    """Add the command selftest, with its options and the function that runs it, to ``commands``."""
+    parser = add_command(
+        commands,
+        "selftest",
+        _selftest,
+        examples=(
+            ("fp4kit selftest --host --quick", "check the compiled CPU engine in at most a minute"),
+            ("fp4kit selftest", "check every operation on this GPU"),
+        ),
+        description=(
+            "Compare every operation on this machine's GPU, or with --host in the compiled CPU engine, with the"
+            " specification, bit for bit. GPU kernels that are not cached are compiled first. Exit codes: 0 all equal,"
+            " 1 something differs, 2 an error such as no GPU."
+        ),
+    )
+    parser.add_argument("--host", action="store_true", help="check the compiled CPU engine instead of the GPU")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="check less, which takes at most a minute: eight recipes, smaller tensors, every 61st float32",
+    )
+    parser.add_argument("--golden", metavar="DIR", help="directory of recorded outputs (default: those of the package)")
+
+
+def _selftest(args: argparse.Namespace, out: Output) -> int:
+    """Run the command selftest: find the engine and compare it."""
+    golden = GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden)
+    if args.host:
+        engine, name = fuzz.host_engine()
+        if engine is None:
+            raise OSError(f"--host: the compiled engine is not available: {name}")
+        out.verbatim(f"{name}, fp4kit {__version__}")
+        return report(engine, golden, args.quick, out)
+    try:
+        cupy = imports.cupy()
+        compiler = ".".join(map(str, loader.compiler_version()))
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    out.verbatim(f"{device}, CuPy {cupy.__version__}, NVRTC {compiler}, fp4kit {__version__}")
+    return report(selftest.ComparedEngine(cupy), golden, args.quick, out)
+
+
+def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: bool, out: Output) -> int:
+    """Compare an engine with the specification, and print a table, the differences and the cases that were left out."""
+    start = time.perf_counter()
+    finished = run_tasks(selftest.plan(engine, golden, quick), not out.quiet and sys.stderr.isatty())
+    out.table(("compared", "#cases", "#values", "#differ", "#left out", "#seconds"), task_rows(finished))
+    wrong = [f for f in finished if f.failed]
+    failures = [f"{f.task.part}: {f.task.name}: {f.error or f.outcome.first}" for f in wrong]
+    left_out = sorted({reason for f in finished for reason in f.outcome.skipped})
+    _listing(out, "differs", failures)
+    _listing(out, "left out", left_out)
+    values, differing = (sum(getattr(f.outcome, name) for f in finished) for name in ("values", "differing"))
+    errors = sum(bool(f.error) for f in finished)
+    out.line(f"{values:,} values compared, {differing:,} differ, {errors} errors; {time.perf_counter() - start:.0f} s")
+    body = {"cases": len(finished), "values": values, "differing": differing, "errors": errors}
+    out.document("selftest/1", {**body, "differs": failures, "left_out": left_out})
+    return 1 if wrong or not values else 0
+
+
+def run_tasks(tasks: list[selftest.Task], shown: bool) -> list[selftest.Finished]:
+    """Run the comparisons ``tasks`` and return their results."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
+        bar = progress.add_task("comparing", total=len(tasks))
+        finished = []
+        for f in selftest.run(tasks):
+            finished.append(f)
+            progress.update(bar, advance=1, description=f"{f.task.part}: {f.task.name}")
+    return finished
+
+
+def task_rows(finished: Iterable[selftest.Finished]) -> list[tuple[str, ...]]:
+    """Return one table row per part of the selftest."""
+    result: list[tuple[str, ...]] = []
+    parts: dict[str, list[selftest.Finished]] = {}
+    for f in finished:
+        parts.setdefault(f.task.part, []).append(f)
+    for part, members in parts.items():
+        values, differing = (sum(getattr(f.outcome, name) for f in members) for name in ("values", "differing"))
+        left_out, seconds = sum(len(f.outcome.skipped) for f in members), sum(f.seconds for f in members)
+        result.append((part, str(len(members)), f"{values:,}", f"{differing:,}", str(left_out), f"{seconds:.1f}"))
+    return result
+
+
+def _listing(out: Output, title: str, lines: list[str]) -> None:
+    """Print the first 20 of ``lines``, each as "title: line", then how many lines are left out, if any."""
+    for line in lines[:_MOST_SHOWN]:
+        out.line(f"{title}: {line}")
+    if len(lines) > _MOST_SHOWN:
+        out.line(f"{title}: and {len(lines) - _MOST_SHOWN} more")
+
+
+def add_fuzz(commands: Any) -> None:
+    """Add the command fuzz, with its options and the function that runs it, to ``commands``."""
+    parser = add_command(
+        commands,
+        "fuzz",
+        _fuzz,
+        examples=(
+            ("fp4kit fuzz --seconds 60", "compare random calls for a minute"),
+            ("fp4kit fuzz --host --cases 100 --operations quantize", "compare 100 calls of one operation on the CPU"),
+        ),
+        description=(
+            "Draw random recipes, shapes, strides, options and data, compare this machine's GPU with the specification"
+            " bit for bit, and check invariants on each result. Without a GPU, the compiled CPU engine is compared;"
+            " without that, only the invariants of the specification are checked. Exit codes: 0 no failures, 1"
+            " failures, 2 an error."
+        ),
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="how long to run (default: 60)")
+    parser.add_argument("--cases", type=int, metavar="K", help="stop after K cases per process")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random cases (default: 0)")
+    parser.add_argument(
+        "--case", type=int, metavar="SEED", help="repeat one case: the number that a failure was printed with"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="P",
+        help="number of processes, with seeds N, N + 1, ... (default: 1)",
+    )
+    parser.add_argument("--recipes", nargs="+", metavar="ID", help="draw only these recipes and their variants")
+    text = f"draw only these operations: {', '.join(OPERATIONS)}"
+    parser.add_argument("--operations", nargs="+", metavar="NAME", help=text)
+    parser.add_argument("--units", nargs="+", metavar="ID", help="draw only these units of matmul")
+    parser.add_argument(
+        "--changes", type=int, default=3, metavar="N", help="change at most N fields per variant (default: 3)"
+    )
+    parser.add_argument("--host", action="store_true", help="compare the CPU engine even if there is a GPU")
+
+
+def _fuzz(args: argparse.Namespace, out: Output) -> int:
+    """Run the command fuzz."""
+    for name, minimum in (("seconds", 0), ("seed", 0), ("processes", 1), ("changes", 0)):
+        if not getattr(args, name) >= minimum:  # "not >=" also rejects NaN seconds, with which the run would never end
+            raise ValueError(f"--{name} is {getattr(args, name)}; a number of at least {minimum} is needed")
+    engine, where = (None, "--host was given") if args.host else fuzz.device_engine()
+    device = "gpu" if engine else "host"
+    if engine is None:
+        engine, where = fuzz.host_engine()
+    if engine is None:
+        device, where = (
+            "",
+            f"No GPU and no compiled engine ({where}): checking only the invariants of the specification",
+        )
+    out.line(where)
+    report = _run_fuzz(args, engine, device, _pool(args), not args.quiet and sys.stderr.isatty())
+    _print_fuzz(out, report, _pool_options(args))
+    out.document("fuzz/1", report.as_json())
+    return 1 if report.total("failed") else 0
+
+
+def _pool(args: argparse.Namespace) -> Pool:
+    """Return the Pool from which random cases are drawn."""
+    chosen: dict[str, Any] = {"changes": args.changes}
+    if args.recipes:
+        chosen["recipes"] = tuple(recipe(id).id for id in args.recipes)
+    for name in ("operations", "units"):
+        if getattr(args, name):
+            chosen[name] = tuple(getattr(args, name))
+    return Pool(**chosen)
+
+
+def _pool_options(args: argparse.Namespace) -> str:
+    """Return the options that must be given again to reproduce a case, as text for the command line."""
+    lists = "".join(
+        f" --{name} {' '.join(getattr(args, name))}"
+        for name in ("recipes", "operations", "units")
+        if getattr(args, name)
+    )
+    return lists + (f" --changes {args.changes}" if args.changes != Pool.changes else "")
+
+
+def _run_fuzz(
+    args: argparse.Namespace, engine: fuzz.ComparedEngine | None, device: str, pool: Pool, shown: bool
+) -> fuzz.Report:
+    """Run one case (--case) or random cases, in this process or in several (--processes), and return the report."""
+    if args.case is not None:
+        return fuzz.run_case(engine, args.case, pool=pool)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
+        task = bar.add_task("drawing", calls=0, failed=0)
+
+        def progress(calls: int, failed: int) -> None:
+            fields = bar.tasks[0].fields
+            calls, failed = fields["calls"] + calls, fields["failed"] + failed
+            rate = calls / max(bar.tasks[0].elapsed or 0, 1e-3)
+            bar.update(
+                task, calls=calls, failed=failed, description=f"{calls:,} calls, {rate:,.0f}/s, {failed} failures"
+            )
+
+        if args.processes == 1:
+            return fuzz.run(engine, args.seconds, args.seed, cases=args.cases, pool=pool, progress=progress)
+        return fuzz.run_processes(
+            device or None, args.processes, args.seconds, args.seed, progress, cases=args.cases, pool=pool
+        )
+
+
+def _print_fuzz(out: Output, report: fuzz.Report, options: str) -> None:
+    """Print counts per operation, the reasons why calls were rejected, the failures and the totals."""
+    out.table(("operation", *(f"#{name}" for name in fuzz.COUNTED)), fuzz_rows(report))
+    if report.sums:
+        out.table(("unit", "#sums"), [(unit, f"{number:,}") for unit, number in report.sums.most_common()])
+    reasons = report.reasons.most_common()
+    for reason, number in reasons[:_MOST_SHOWN]:
+        out.verbatim(f"{number:6} {reason}")
+    if len(reasons) > _MOST_SHOWN:
+        out.verbatim(f"       and {len(reasons) - _MOST_SHOWN} more reasons")
+    for failure in report.failures:
+        out.verbatim(
+            f"\n# fp4kit fuzz --case {failure.case}{options}\n# {failure.kind}: {failure.text}\n# {failure.shrunk}"
+        )
+        out.verbatim(failure.script)
+    calls, values = report.total("calls"), report.total("values")
+    rate = calls / max(report.seconds, 1e-3)
+    out.line(
+        f"{report.total('cases'):,} cases, {calls:,} calls ({rate:,.0f}/s), {values:,} values compared, "
+        f"{report.total('failed'):,} failures; {report.redrawn} variants redrawn; {report.seconds:.0f} s"
+    )
+
+
+def fuzz_rows(report: fuzz.Report) -> list[tuple[str, ...]]:
+    """Return one table row per operation: its name, and the counts that fuzz.COUNTED lists."""
+    counts = report.operations
+    return [(operation, *(f"{counts[operation][name]:,}" for name in fuzz.COUNTED)) for operation in sorted(counts)]

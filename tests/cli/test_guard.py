@@ -133,7 +133,7 @@ def test_a_signal_that_the_parent_ignores_is_ignored(model: Path, moments: list[
 DRIVER = """
 import os, signal, sys, time
 from fp4kit import startup
-from fp4kit.cli import convert, guard, main
+from fp4kit.cli import command as guard, convert, main
 startup.COMMAND = True
 {code}
 status = main(sys.argv[1:])
@@ -170,7 +170,7 @@ convert.execute = replaced
 @pytest.mark.exhaustive
 def test_a_second_signal_breaks_off_the_cleaning_up_and_says_what_is_left(model: Path, tmp_path: Path) -> None:
     code = """
-from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint import staging
 def slow(*arguments, **options):
     time.sleep(0.7)  # beyond what is taken for the same signal
     os.kill(os.getpid(), signal.SIGTERM)
@@ -233,8 +233,8 @@ convert.execute = broken
 def test_a_defect_is_no_difference(model: Path) -> None:
     """An internal error must not exit with code 1, which means that checkpoints differ."""
     code = """
-from fp4kit.cli import inspect
-inspect._print = lambda *arguments: 1 / 0
+from fp4kit.cli import identify
+identify._print_checkpoint = lambda *arguments: 1 / 0
 """
     run = driven(code, "inspect", model / "m")
     assert run.code == 2 and "Traceback" in run.err

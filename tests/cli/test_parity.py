@@ -52,7 +52,7 @@ def test_every_option_is_passed_on(files, monkeypatch):
         found.append((train, rollout, options))
         return fp4kit.parity("train.json", "train.json")
 
-    monkeypatch.setattr("fp4kit.cli.parity.parity", parity)
+    monkeypatch.setattr("fp4kit.cli.verify.parity", parity)
     options = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     assert main(["parity", "a", "b", *options]) == 0
     assert found == [("a", "b", given)]

@@ -14,7 +14,8 @@ import pytest
 from rich.cells import cell_len
 from together import together
 
-from fp4kit.cli import progress, render
+from fp4kit.cli import output as progress
+from fp4kit.cli import output as render
 from fp4kit.cli.output import Output
 
 COLUMNS = ("tensor", "dtype", "#bytes")
@@ -22,7 +23,7 @@ ROWS = [(f"model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "BF16", str(10**i
 
 
 def test_a_pipe_gets_what_the_cells_need() -> None:
-    assert render.table(COLUMNS, ROWS[:2]) == [
+    assert render.table_lines(COLUMNS, ROWS[:2]) == [
         "tensor                                           dtype  bytes",
         "model.layers.0.mlp.experts.0.gate_proj.weight    BF16       1",
         "model.layers.0.mlp.experts.127.gate_proj.weight  BF16       1",
@@ -30,7 +31,7 @@ def test_a_pipe_gets_what_the_cells_need() -> None:
 
 
 def test_a_narrow_terminal_gets_shorter_names() -> None:
-    assert render.table(COLUMNS, ROWS[:2], 56) == [
+    assert render.table_lines(COLUMNS, ROWS[:2], 56) == [
         "tensor                                      dtype  bytes",
         "model.layers.0.m…xperts.0.gate_proj.weight  BF16       1",
         "model.layers.0.m…erts.127.gate_proj.weight  BF16       1",
@@ -43,7 +44,7 @@ def test_names_that_would_be_alike_stand_on_lines_of_their_own() -> None:
     A table of 44 columns leaves 30 for names of 41 characters, which differ only in the middle.
     """
     rows = [("a" * 20 + str(i) + "b" * 20, "BF16", "1") for i in range(3)]
-    assert render.table(COLUMNS, rows, 44) == [
+    assert render.table_lines(COLUMNS, rows, 44) == [
         "tensor",
         "  dtype  bytes",
         "aaaaaaaaaaaaaaaaaaaa0bbbbbbbbbbbbbbbbbbbb",
@@ -57,7 +58,7 @@ def test_names_that_would_be_alike_stand_on_lines_of_their_own() -> None:
 
 def test_cells_that_do_not_fit_are_wrapped_with_their_titles() -> None:
     rows = [("lm_head.weight", "BF16", "shares its tensor amax with others"), ("norm.weight", "", "1-D")]
-    assert render.table(("tensor", "dtype", "reason"), rows, 30) == [
+    assert render.table_lines(("tensor", "dtype", "reason"), rows, 30) == [
         "lm_head.weight",
         "  dtype BF16, reason shares",
         "  its tensor amax with others",
@@ -83,12 +84,12 @@ def test_drawn_tables_fit(seed: int) -> None:
     rows = drawn_rows(generator)
     columns = tuple(generator.choice(("", "#")) + f"title {i}" for i in range(len(rows[0])))
     for width, ellipsis in itertools.product((20, 40, 60, 100), ("…", "...")):
-        lines = render.table(columns, rows, width, ellipsis)
+        lines = render.table_lines(columns, rows, width, ellipsis)
         assert all(cell_len(line) <= width and line == line.rstrip() for line in lines)
-    whole = render.table(columns, rows)
+    whole = render.table_lines(columns, rows)
     assert len(whole) == len(rows) + 1
     assert all(cell in line for row, line in zip(rows, whole[1:], strict=True) for cell in row)
-    assert render.table(columns, rows, 10_000) == whole
+    assert render.table_lines(columns, rows, 10_000) == whole
 
 
 @together("width", range(1, 60))
@@ -107,9 +108,9 @@ def test_shortened(width: int) -> None:
 
 
 def test_wrapped() -> None:
-    assert render.wrapped("one two three", 8, "  ") == ["one two", "  three"]
-    assert render.wrapped("a/path/that/is/long and more", 10, "  ") == ["a/path/that/is/long", "  and more"]
-    assert render.wrapped("one two three", None) == ["one two three"]
+    assert render.wrapped_lines("one two three", 8, "  ") == ["one two", "  three"]
+    assert render.wrapped_lines("a/path/that/is/long and more", 10, "  ") == ["a/path/that/is/long", "  and more"]
+    assert render.wrapped_lines("one two three", None) == ["one two three"]
 
 
 def test_the_document() -> None:
@@ -119,7 +120,7 @@ def test_the_document() -> None:
         "shape": (np.int64(2), 3),
         "no": None,
     }
-    text = render.document("compare/1", {**body, "name": "\x1b[2J层\udcff"})
+    text = render.document_text("compare/1", {**body, "name": "\x1b[2J层\udcff"})
     found = json.loads(text)
     assert next(iter(found)) == "schema" and found["schema"] == "fp4kit.compare/1"
     assert found["sqnr"] == ["Infinity", "-Infinity", "NaN", 1.5] and [float(x) for x in found["sqnr"][:2]] == [

@@ -9,7 +9,7 @@ import pytest
 from together import together
 
 import fp4kit
-from fp4kit.cli.tables import RECIPE_COLUMNS, recipe_rows
+from fp4kit.cli.output import RECIPE_COLUMNS, recipe_rows
 from fp4kit.formats import E2M1, E4M3, E8M0, IF4
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, rules
 from fp4kit.recipes.rules import ROUNDINGS

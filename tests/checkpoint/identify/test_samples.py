@@ -23,7 +23,7 @@ from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.cli import main
-from fp4kit.cli.progress import Meter
+from fp4kit.cli.output import Meter
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DATA = Path(__file__).parents[2] / "data"

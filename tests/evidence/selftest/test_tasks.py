@@ -15,7 +15,7 @@ from inputs import BF16, ordinary
 
 import fp4kit
 from fp4kit.cli import main
-from fp4kit.cli import selftest as cli_selftest
+from fp4kit.cli import recipes as cli_selftest
 from fp4kit.cli.output import Output
 from fp4kit.evidence import selftest
 from fp4kit.evidence import selftest as selftest_sweep
