@@ -10,22 +10,15 @@ from importlib.util import find_spec
 import ml_dtypes
 import numpy as np
 import pytest
-from failing_calls import (
-    NAN,
-    STACK,
-    CudaArray,
-    OnDevice,
-    X,
-    backward,
-    both,
-    out,
-    quantize,
-    quantized,
-)
-from inputs import BF16
+from engine_cases import agree
+from failing_calls import NAN, STACK, CudaArray, OnDevice, X, backward, both, dequantize, fake, out, quantize, quantized
+from inputs import BF16, ordinary
 from together import together
 
 import fp4kit
+from fp4kit import layouts
+from fp4kit.call.inputs import torch_words
+from fp4kit.evidence.testing import assert_same_bits
 
 ERRORS = [
     (quantize(x=X.astype(np.float64)), TypeError, "quantize: x is float64; needs float32, float16 or bfloat16;"),
@@ -89,6 +82,73 @@ ERRORS = [
     (both("mxfp4", x=X[:8]), ValueError, "quantize_both: axis 0 has length 8; mxfp4-ocp needs a multiple of 32;"),
     (both("int8-modelopt-channel", tensor_amax=np.ones(len(X), np.float32)), ValueError, "quantize_both: tensor_ama"),
     (both(x=X.astype(np.float64)), TypeError, "quantize_both: x is float64; needs float32, float16 or bfloat16;"),
+    (dequantize(X), TypeError, "dequantize: q is ndarray; needs a Quantized, as fp4kit.quantize returns"),
+    (dequantize(dtype=np.float64), TypeError, "dequantize: dtype is float64; needs float32, float16 or bfloat16;"),
+    (dequantize(out=np.zeros((32, 32), np.float32)), ValueError, "dequantize: out is float32 (32, 32); needs"),
+    (dequantize(out=np.zeros((32, 64))), ValueError, "dequantize: out is float64 (32, 64); needs float32 (32, 64)"),
+    (dequantize(out=[0]), TypeError, "dequantize: out is list; needs a NumPy array, as x is"),
+    (dequantize(out=np.broadcast_to(np.float32(0), (32, 64))), ValueError, "dequantize: out is read-only; needs a"),
+    (fake("mxfp4-modelopt-fake", x=X.astype(np.float64)), TypeError, "fake_quantize: x is float64; needs float32,"),
+    (fake("mxfp4-modelopt-fake", x=X[:, :40]), ValueError, "fake_quantize: axis 1 has length 40;"),
+    (fake(x=X.astype(np.float64)), TypeError, "fake_quantize: x is float64; needs float32, float16 or bfloat16;"),
+    (fake("int8-modelopt", rounding="stochastic", seed=1), ValueError, "fake_quantize: int8-modelopt rounds to"),
+    (fake("int8-modelopt", seed=1), ValueError, "fake_quantize: seed was given with rounding='nearest', which is"),
+    (fake("nvfp4-modelopt-fake", tensor_amax=[1, 2]), ValueError, "fake_quantize: tensor_amax has shape (2,);"),
+    (fake("nvfp4-modelopt-fake", block_amax=np.ones((32, 4))), ValueError, "fake_quantize: block_amax was given,"),
+    (backward(grad=X.T), ValueError, "fake_quantize_backward: grad has shape (64, 32); needs the shape of x, (32,"),
+    (backward(grad=X.astype(np.float64)), TypeError, "fake_quantize_backward: grad is float64; needs float32,"),
+    (backward(x=X.astype(np.float64)), TypeError, "fake_quantize_backward: x is float64; needs float32, float16 or"),
+    (backward(amax=np.ones(5), pass_through=False), ValueError, "fake_quantize_backward: amax has shape (5,); x"),
+    (backward(amax=np.ones((1, 32)), pass_through=False), ValueError, "fake_quantize_backward: amax has shape (1,"),
+    (quantized(axis=2), ValueError, "Quantized: axis 2 is out of range for a 2-d array; needs -2 to 1"),
+    (quantized(scale_layout="x"), ValueError, "Quantized: scale_layout is 'x'; needs one of linear,"),
+    (quantized(packed=np.zeros((4, 64), np.uint8)), ValueError, "Quantized: packed is uint8 (4, 64); mxfp4-ocp of"),
+    (quantized(packed=np.zeros((4, 32), np.int8)), ValueError, "Quantized: packed is int8 (4, 32); mxfp4-ocp of"),
+    (quantized(block_scale=None), ValueError, "Quantized: block_scale is None; mxfp4-ocp of (4, 64) needs uint8"),
+    (quantized(scale_layout="swizzled_128x4"), ValueError, "Quantized: block_scale is uint8 (4, 2); mxfp4-ocp of"),
+    (lambda: layouts.padded_shape((4, 2), "128x4"), ValueError, "padded_shape: scale_layout is '128x4'; needs one"),
+    (
+        lambda: layouts.unswizzle_scales(np.zeros(500, np.uint8), "swizzled_128x4", (100, 3)),
+        ValueError,
+        "unswizzle: (500,) holds 500 scales; swizzled_128x4 of (100, 3) needs",
+    ),
+    (lambda: layouts.pack(np.zeros((2, 3), np.uint8)), ValueError, "pack: the last axis has length 3; two codes"),
+    (lambda: layouts.pack(np.zeros((2, 4), int)), TypeError, "pack: codes are int64; needs uint8"),
+    (lambda: layouts.pack(np.uint8(3)), ValueError, "pack: codes are 0-d; needs at least one axis"),
+    (lambda: layouts.unpack(np.zeros(4, np.float32)), TypeError, "unpack: codes are float32; needs uint8"),
+    (lambda: layouts.unpack(np.array(3, np.uint8)), ValueError, "unpack: codes are 0-d; needs at least one axis"),
+    (lambda: layouts.pad(X, 0), ValueError, "pad: multiple is 0; needs an integer of 1 or more"),
+    (lambda: layouts.pad(X, -16), ValueError, "pad: multiple is -16; needs an integer of 1 or more"),
+    (lambda: layouts.pad(X, 16.0), ValueError, "pad: multiple is 16.0; needs an integer of 1 or more"),
+    (lambda: layouts.pad(X, 16, axis=2), ValueError, "pad: axis 2 is out of range for a 2-d array; needs -2 to 1"),
+    (lambda: layouts.pad(np.float32(1), 16), ValueError, "pad: x is 0-d; needs at least one axis; use x.reshape(1)"),
+    (lambda: layouts.pad(np.ma.array(X), 16), TypeError, "pad: x is a masked array, whose mask would be lost; pass"),
+    (lambda: layouts.padded_shape((4,), "swizzled_8x4"), ValueError, "padded_shape: shape is (4,); swizzled_8x4"),
+    (
+        lambda: layouts.unswizzle_scales(np.zeros((128, 4), np.uint8), "linear", (200, 4)),
+        ValueError,
+        "unswizzle: (128, 4) holds 512 scales; linear of (200, 4) needs (200,",
+    ),
+    (
+        lambda: fp4kit.unswizzle(np.zeros((128, 4), np.uint8), "linear", (200, 4)),
+        ValueError,
+        "unswizzle: (128, 4) holds 512 scales; linear of (200, 4) needs (200,",
+    ),
+    (
+        lambda: fp4kit.unswizzle(np.zeros((128, 4), np.uint8), "swizzled_8x4", (200, 4)),
+        ValueError,
+        "unswizzle: (128, 4) holds 512 scales; swizzled_8x4 of (200, 4) needs",
+    ),
+    (
+        lambda: fp4kit.unswizzle(np.zeros((128, 4), np.uint8), "swizzled_128x4", (-128, -4)),
+        ValueError,
+        "unswizzle: shape is (-128, -4); needs lengths >=",
+    ),
+    (lambda: layouts.shuffle_rows(-32, 128), ValueError, "shuffle_rows: M is -32; needs an integer of 0 or more"),
+    (lambda: layouts.shuffle_rows(32.0, 128), ValueError, "shuffle_rows: M is 32.0; needs an integer of 0 or more"),
+    (lambda: layouts.shuffle_rows(32, 0), ValueError, "shuffle_rows: epilogue_tile is 0; needs an integer of 1 or"),
+    (lambda: layouts.shuffle_rows(48, 128), ValueError, "shuffle_rows: M is 48; needs a multiple of 32 for"),
+    (lambda: layouts.shuffle_rows(24, 64), ValueError, "shuffle_rows: M is 24; needs a multiple of 16 for epilogue"),
 ]
 
 
@@ -167,3 +227,154 @@ def test_other_devices_have_their_own_way_out():
         NotImplementedError, match=r"^quantize: x is on metal:0; .* x\.cpu\(\) or jax\.device_get\(x\)$"
     ):
         fp4kit.quantize(OnDevice(8), "nvfp4-te")
+
+
+TYPOS = {
+    "nvfp4_te": "nvfp4-te",
+    "NVFP4-TE": "nvfp4-te",
+    "mxfp4-ocpp": "mxfp4-ocp",
+    "mxfp8te": "mxfp8-te",
+    "int4qat": "int4-qat",
+    "nvfp4-flashinfer-precice": "nvfp4-flashinfer-precise",
+    "mxfp4-torchao-flor": "mxfp4-torchao-floor",
+}
+
+
+@pytest.mark.parametrize("typo, name", TYPOS.items())
+def test_an_unknown_recipe_suggests_the_nearest(typo, name):
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(f'quantize: no recipe is called {typo!r}; did you mean {name!r}')}"
+    ):
+        fp4kit.quantize(X, typo)
+
+
+FAMILIES = {
+    "modelopt": "did you mean 'nvfp4-modelopt' or 'mxfp4-modelopt' or 'mxfp8-modelopt'? "
+    "`fp4kit recipes modelopt` lists all ",
+    "NVFP4": "did you mean 'nvfp4' or 'nvfp4-te'",
+    "int4": "did you mean 'int4-modelopt' or 'int4-qat' or 'int4-modelopt-channel'?",
+    "gguf": "did you mean 'nvfp4-gguf' or 'mxfp4-gguf'?",
+    "nf4": "make one: fp4kit.custom_recipe('my-nf4', fp4kit.formats.NF4, 'float32', block=64)",
+    "AWQ": "AWQ chooses scales; pass them to quantize as block_scale and tensor_scale",
+    "foo": "see fp4kit.recipes()",
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_format_or_a_producer_in_place_of_a_recipe(name):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'recipe: no recipe is called {name!r}; {FAMILIES[name]}')}"):
+        fp4kit.recipe(name)
+
+
+def test_recipes_of_a_format_or_a_producer():
+    assert fp4kit.recipes("gguf") == ("nvfp4-gguf", "mxfp4-gguf")
+    assert set(fp4kit.recipes("NVFP4")) == {name for name in fp4kit.recipes() if name.startswith("nvfp4-")}
+    text = "recipes: no recipe is of 'foo'; needs a format or a producer, such as 'nvfp4' or 'modelopt'"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        fp4kit.recipes("foo")
+
+
+def test_the_recipe_before_the_array():
+    text = "the array is the first argument and the recipe the second"
+    with pytest.raises(TypeError, match=f"^quantize: recipe is a ndarray; needs an id .* or a Recipe; {text}$"):
+        fp4kit.quantize("nvfp4", X)
+
+
+def test_a_recipe_unlike_any():
+    text = "recipe: no recipe is called 'zzz'; see fp4kit.recipes()"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        fp4kit.recipe("zzz")
+
+
+NVFP4, FP8 = "nvfp4-comfy-kitchen-stochastic", "mxfp8-comfy-kitchen"
+DRAWN = ordinary(3, (32, 64))
+
+
+def mt19937(seed, count):
+    """Return the first words of the Mersenne Twister, as Matsumoto and Nishimura state it. count: at most 624."""
+    state = [seed]
+    for i in range(1, 624):
+        state.append((1812433253 * (state[-1] ^ state[-1] >> 30) + i) & 0xFFFFFFFF)
+    words = []
+    for i in range(count):
+        y = state[i] & 0x80000000 | state[(i + 1) % 624] & 0x7FFFFFFF
+        y = state[i] = state[(i + 397) % 624] ^ y >> 1 ^ (0x9908B0DF if y & 1 else 0)
+        y ^= y >> 11
+        y ^= y << 7 & 0x9D2C5680
+        y ^= y << 15 & 0xEFC60000
+        words.append(y ^ y >> 18)
+    return words
+
+
+@pytest.mark.parametrize("seed", [0, 1, 5489, 2**32 - 1])
+def test_the_words_are_those_of_the_mersenne_twister(seed):
+    assert torch_words(seed, 600).tolist() == mt19937(seed, 600)
+    assert_same_bits(torch_words(seed + 2**40, 600), torch_words(seed, 600))  # only the low 32 bits count
+
+
+@pytest.mark.parametrize("recipe", [FP8, "fp8-comfy-kitchen", "fp8-comfy-kitchen-e5m2"])
+def test_a_seed_gives_the_lowest_bytes_of_words(recipe, either_engine):
+    random = torch_words(11, DRAWN.size).astype(np.uint8).reshape(DRAWN.shape)
+    for axis in (1, 0):
+        q = fp4kit.quantize(DRAWN, recipe, axis=axis, rounding="stochastic", seed=11)
+        assert_same_bits(fp4kit.quantize(DRAWN, recipe, axis=axis, rounding="stochastic", seed=random), q)
+
+
+def test_the_bytes_of_torch():
+    torch = pytest.importorskip("torch")
+    drawn = torch.randint(0, 256, DRAWN.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5)).numpy()
+    by_seed = fp4kit.quantize(DRAWN, FP8, rounding="stochastic", seed=5)
+    assert_same_bits(fp4kit.quantize(DRAWN, FP8, rounding="stochastic", seed=drawn), by_seed)
+
+
+R = np.full(DRAWN.shape, 0.25, np.float32)
+
+
+@pytest.mark.parametrize(
+    "recipe, x, seed, error, text",
+    [
+        (
+            NVFP4,
+            DRAWN,
+            R[:1],
+            ValueError,
+            "seed is float32 \\(1, 64\\); nvfp4-comfy-kitchen-stochastic needs numbers as",
+        ),
+        (NVFP4, DRAWN, np.zeros(DRAWN.shape, np.uint8), ValueError, "seed is uint8 \\(32, 64\\); nvfp4-comfy"),
+        (NVFP4, DRAWN, R.astype(BF16), ValueError, "seed is bfloat16"),
+        (NVFP4, DRAWN, np.where(R > 1, R, 1), ValueError, "seed holds 2048 number"),
+        (NVFP4, DRAWN, -R, ValueError, "outside 0 to 1; needs 0 <= r < 1"),
+        (NVFP4, DRAWN, R * np.float32(np.nan), ValueError, "seed holds 2048 number"),
+        (NVFP4, DRAWN, None, ValueError, "needs seed: an int, or numbers from 0 to 1 in the shape of x"),
+        (
+            f"{NVFP4}-cuda",
+            DRAWN,
+            3,
+            ValueError,
+            "seed is 3; nvfp4-comfy-kitchen-stochastic-cuda needs the numbers that",
+        ),
+        (f"{NVFP4}-cuda", DRAWN, R[:1], ValueError, "needs numbers as torch.rand gives them, float32 \\(32, 64\\)$"),
+        (f"{NVFP4}-cuda", DRAWN, None, ValueError, "needs seed: numbers from 0 to 1 in the shape of x$"),
+        (NVFP4, DRAWN, 1.5, TypeError, "seed is 1.5; needs an int"),
+        (FP8, DRAWN, -1, ValueError, "seed is -1; needs 0 to"),
+        (
+            FP8,
+            DRAWN,
+            R,
+            ValueError,
+            "seed is float32 \\(32, 64\\); random bytes need uint8 \\(32, 64\\), or pass an int",
+        ),
+        (FP8, DRAWN, None, ValueError, "needs seed: an int, or random bytes \\(uint8, shape of x\\)"),
+    ],
+)
+def test_wrong_seeds(recipe, x, seed, error, text):
+    for call in (fp4kit.quantize, fp4kit.fake_quantize):
+        with pytest.raises(error, match=f"^{call.__name__}: .*{text}"):
+            call(x, recipe, rounding="stochastic", seed=seed)
+
+
+def test_numbers_of_the_dtype_or_float32():
+    x = DRAWN.astype(BF16)
+    for numbers in (R, R.astype(BF16)):
+        q = agree(fp4kit.quantize, x, NVFP4, rounding="stochastic", seed=numbers)
+        assert_same_bits(q, fp4kit.quantize(x, NVFP4, rounding="stochastic", seed=R))

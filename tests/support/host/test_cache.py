@@ -157,7 +157,7 @@ def test_it_starts_beside_pytest_benchmark(tmp_path, second, status):
         "benchmark_stand_in",
         "--collect-only",
         "-qq",
-        "tests/ops/test_swizzle.py",
+        "tests/ops/test_transforms.py",
     ]
     run = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}
