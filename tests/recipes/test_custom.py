@@ -31,82 +31,55 @@ RECIPES_OF_OURS = {
 }
 ours = pytest.mark.parametrize("r", RECIPES_OF_OURS.values(), ids=RECIPES_OF_OURS)
 
-WRONG = {  # maps a case to the arguments, the error and its text
-    "an id of the table": ({"id": "nvfp4-te"}, V, "id is 'nvfp4-te', which is the id of a producer's recipe"),
-    "no id": ({"id": ""}, V, "id is ''; needs a name"),
-    "element as text": ({"element": "NF4"}, T, "element is 'NF4'; needs an ElementFormat"),
-    "element without a sign": ({"element": UE5M3}, V, "element is UE5M3; needs a format with a sign and a zero"),
-    "scale as an unknown name": ({"scale": "float64"}, V, "scale is 'float64'; needs an ElementFormat"),
-    "scale as a dtype": ({"scale": np.float32}, T, "scale is <class 'numpy.float32'>; needs an ElementFormat"),
-    "scale as a table": ({"scale": NF4}, V, "scale is NF4; block_rule 'amax' needs a float format"),
-    "tensor scale of E8M0": (
-        {"scale": E8M0, "tensor_scale": True},
-        V,
-        "scale is E8M0, whose largest value 1.7e+38 leaves no range to a tensor scale; needs None",
-    ),
-    "scale as an integer": ({"scale": INT8}, V, "scale is INT8; block_rule 'amax' needs a float format"),
-    "scale under another's name": (
-        {"scale": ElementFormat("E4M3", 4, 3, 8)},
-        V,
-        "scale is E4M3; is not fp4kit.formats.E4M3, although it has this name",
-    ),
-    "scale out of range": (
-        {"scale": ElementFormat("UE7M1", 7, 1, 0, signed=False)},
-        V,
-        "needs a format with values from 2^-100 to 2^100, or E8M0",
-    ),
-    "unknown rounding": ({"scale_rounding": "ceil"}, V, "scale_rounding is 'ceil'; needs one of nearest, up, down"),
-    "rounding of float32": ({"scale_rounding": "up"}, V, "scale_rounding is 'up', but scale is 'float32'"),
-    "tensor scale over float32": ({"tensor_scale": True}, V, "tensor_scale is True, but scale is 'float32'"),
-    "tensor scale as a number": ({"tensor_scale": 1}, T, "tensor_scale is 1; needs True or False"),
-    "odd block": ({"block": 15}, V, "block is (1, 15); needs a multiple of 2 columns"),
-    "bool as block": ({"block": True}, T, "block is True; needs (rows, columns)"),
-}
-CHANGES = {  # maps a case to the recipe, the replaced fields, and the error's text
-    "a producer's rule": (
-        "UE5M3",
-        {"block_rule": "modelopt", "apply": "divide"},
-        "scale is UE5M3; needs E4M3 or E8M0, the formats that rules of producers write, or None; for another format use"
-        " block_rule 'amax'",
-    ),
-    "a producer's tensor rule": (
-        "E3M2",
-        {"tensor_rule": "te"},
-        "tensor_rule is 'te'; block_rule is 'amax'; needs 'amax'",
-    ),
-    "a producer's rule for a table": (
-        "float32",
-        {"tensor_rule": "fp8_modelopt"},
-        "element is NF4; is a table of values; needs block_rule 'amax' or tensor_rule 'amax'",
-    ),
-    "a decode rule": ("E3M2", {"decode_rule": "te"}, "decode_rule is 'te'; needs 'product' with the amax rules"),
-    "a search": ("E8M0", {"search": "auto_round_powers"}, "needs"),
-    "a rounding": ("float32", {"rounding": "rz"}, "rounding is 'rz'; needs 'rn' with the amax rules and elements NF4"),
-    "a sign": ("float32", {"sign": "negative"}, "sign is 'negative'; needs 'signbit'"),
-    "a code beyond the table": ("bfloat16", {"nan_code": 3}, "nan_code is 3; needs a code of the 3 values of Ternary"),
-    "division": ("UE5M3", {"apply": "divide"}, "apply is 'divide'; block_rule 'amax_up' needs 'multiply'"),
-    "division by float32": ("float16", {"apply": "divide"}, "apply is 'divide'; needs 'multiply' with the amax rules"),
-    "4over6": ("UE5M3", {"four_over_six": "mae"}, "four_over_six is 'mae'; block_rule is 'amax_up'"),
-    "repacking": ("UE5M3", {"repacked": True}, "repacked is True; needs False"),
-    "rounded elements": ("UE5M3", {"round_scaled": True}, "round_scaled is True; needs False"),
-    "rounding without end": ("UE5M3", {"rounding": "rnw"}, "rounding is 'rnw'; needs one of rn, rz, rna, rnz"),
-    "scale_max": ("E3M2", {"scale_max": 256}, "scale_max is 256; needs 448"),
-    "a fake rule": ("E8M0", {"fake_rule": "mx_modelopt"}, "fake_rule"),
-    "a flushing rule": ("UE5M3", {"flush": True}, "flush is True; block_rule 'amax_up' needs False"),
-}
+WRONG = [  # (the arguments, the error, its text)
+    ({"id": "nvfp4-te"}, V, "id is 'nvfp4-te', which is the id of a producer's recipe"),
+    ({"id": ""}, V, "id is ''; needs a name"),
+    ({"element": "NF4"}, T, "element is 'NF4'; needs an ElementFormat"),
+    ({"element": UE5M3}, V, "element is UE5M3; needs a format with a sign and a zero"),
+    ({"scale": "float64"}, V, "scale is 'float64'; needs an ElementFormat"),
+    ({"scale": np.float32}, T, "scale is <class 'numpy.float32'>; needs an ElementFormat"),
+    ({"scale": NF4}, V, "scale is NF4; block_rule 'amax' needs a float format"),
+    ({"scale": E8M0, "tensor_scale": True}, V, "scale is E8M0, whose largest value 1.7e+38 leaves no range to a"),
+    ({"scale": INT8}, V, "scale is INT8; block_rule 'amax' needs a float format"),
+    ({"scale": ElementFormat("E4M3", 4, 3, 8)}, V, "scale is E4M3; is not fp4kit.formats.E4M3, although it has this"),
+    ({"scale": ElementFormat("UE7M1", 7, 1, 0, signed=False)}, V, "needs a format with values from 2^-100 to 2^100"),
+    ({"scale_rounding": "ceil"}, V, "scale_rounding is 'ceil'; needs one of nearest, up, down"),
+    ({"scale_rounding": "up"}, V, "scale_rounding is 'up', but scale is 'float32'"),
+    ({"tensor_scale": True}, V, "tensor_scale is True, but scale is 'float32'"),
+    ({"tensor_scale": 1}, T, "tensor_scale is 1; needs True or False"),
+    ({"block": 15}, V, "block is (1, 15); needs a multiple of 2 columns"),
+    ({"block": True}, T, "block is True; needs (rows, columns)"),
+]
+CHANGES = [  # (the recipe, the replaced fields, the error's text)
+    ("UE5M3", {"block_rule": "modelopt", "apply": "divide"}, "scale is UE5M3; needs E4M3 or E8M0, the formats that"),
+    ("E3M2", {"tensor_rule": "te"}, "tensor_rule is 'te'; block_rule is 'amax'; needs 'amax'"),
+    ("float32", {"tensor_rule": "fp8_modelopt"}, "element is NF4; is a table of values; needs block_rule 'amax' or"),
+    ("E3M2", {"decode_rule": "te"}, "decode_rule is 'te'; needs 'product' with the amax rules"),
+    ("E8M0", {"search": "auto_round_powers"}, "needs"),
+    ("float32", {"rounding": "rz"}, "rounding is 'rz'; needs 'rn' with the amax rules and elements NF4"),
+    ("float32", {"sign": "negative"}, "sign is 'negative'; needs 'signbit'"),
+    ("bfloat16", {"nan_code": 3}, "nan_code is 3; needs a code of the 3 values of Ternary"),
+    ("UE5M3", {"apply": "divide"}, "apply is 'divide'; block_rule 'amax_up' needs 'multiply'"),
+    ("float16", {"apply": "divide"}, "apply is 'divide'; needs 'multiply' with the amax rules"),
+    ("UE5M3", {"four_over_six": "mae"}, "four_over_six is 'mae'; block_rule is 'amax_up'"),
+    ("UE5M3", {"repacked": True}, "repacked is True; needs False"),
+    ("UE5M3", {"round_scaled": True}, "round_scaled is True; needs False"),
+    ("UE5M3", {"rounding": "rnw"}, "rounding is 'rnw'; needs one of rn, rz, rna, rnz"),
+    ("E3M2", {"scale_max": 256}, "scale_max is 256; needs 448"),
+    ("E8M0", {"fake_rule": "mx_modelopt"}, "fake_rule"),
+    ("UE5M3", {"flush": True}, "flush is True; block_rule 'amax_up' needs False"),
+]
 
 
-@together("case", WRONG)
-def test_wrong_arguments(case):
-    arguments, error, text = WRONG[case]
+@together("arguments, error, text", WRONG)
+def test_wrong_arguments(arguments, error, text):
     with pytest.raises(error, match=r"^custom_recipe: ") as caught:
         fp4kit.custom_recipe(**{"id": "mine", "element": NF4, "scale": "float32"} | arguments)
     assert text in str(caught.value)
 
 
-@together("case", CHANGES)
-def test_wrong_variants(case):
-    name, changes, text = CHANGES[case]
+@together("name, changes, text", CHANGES)
+def test_wrong_variants(name, changes, text):
     with pytest.raises(ValueError, match=f"^Recipe {name}: ") as caught:
         replace(RECIPES_OF_OURS[name], **changes)
     assert text in str(caught.value)
