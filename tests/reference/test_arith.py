@@ -1,16 +1,36 @@
-"""Test float32 arithmetic as GPUs do it: subnormals are flushed, and the approximate reciprocal is that of sm_90.
+"""Test the arithmetic of the specification: instructions of GPUs, powers, rotations and sums of matrix products."""
 
-The reciprocal is checked for every significand.
-"""
+from __future__ import annotations
+
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from hashlib import sha256
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from inputs import BF16, FINITE, NAMES, ORDINARY, codes_of
+from powers import POWERS, errors
+from products import drawn, recorded
+from rotations import SIZES, orthogonal
+from together import together
 
+import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.reference.arith import INV6, divide_ftz, flush, multiply_ftz, narrow_float64, reciprocal_approx_ftz
+from fp4kit.reference.arith import (
+    INV6,
+    PART,
+    divide_ftz,
+    flush,
+    multiply_ftz,
+    narrow_float64,
+    power,
+    reciprocal_approx_ftz,
+)
+from fp4kit.reference.stochastic import hadamard_blocks, random_signs, stream_bytes
 
 TINY = np.float32(2.0**-126)  # the smallest normal number
 SPECIAL = np.array(
@@ -185,3 +205,274 @@ def test_float64_is_rounded_once():
     np.testing.assert_array_equal(found, [6080, 6112, 6080, -6112, np.inf, np.nan, 0, 0])
     half = np.array([2049 * (1 + 2.0**-40), 2049.0])
     assert narrow_float64(half, np.dtype(np.float16)).tolist() == [2050, 2048]
+
+
+# Digest of the bits of power(errors(), p) for each p in turn, NaN excluded. Every machine must give this digest.
+DIGEST = "7fc9ce2ee527ad23adfdf2c43fb6530c8634c542372e881e54edbf8f460bbaa8"
+
+
+@pytest.mark.parametrize("p", POWERS)
+def test_power_is_near_the_exact_value(p) -> None:
+    """The power of each error is within the documented distance of the value computed with 40 decimal digits."""
+    n, d = int(p), errors()[::37]
+    d = d[(d > 1e-18) & (d < 1e18)]
+    with localcontext() as context:
+        context.prec = 40
+        exact = [Decimal(x) ** Decimal(p) for x in d.tolist()]
+        error = np.array([float(abs(Decimal(y) / x - 1)) for x, y in zip(exact, power(d, p).tolist(), strict=True)])
+    assert len(d) > 100 and (error <= (n + 4 + 2 * abs((p - n) * np.log2(d))) * 2.0**-53).all()
+    with np.errstate(over="ignore", under="ignore"):
+        singles = np.array([float(x) for x in exact]).astype(np.float32)
+        # After rounding to float32, all of these powers equal the exact ones. In general, one in a million differs.
+        assert (power(d, p).astype(np.float32) == singles).all()
+
+
+def test_the_same_bits_on_every_machine() -> None:
+    with np.errstate(all="ignore"):
+        found = [power(errors(), p) for p in POWERS]
+    assert sha256(b"".join(np.where(np.isnan(a), 0, a).astype("<f8").tobytes() for a in found)).hexdigest() == DIGEST
+
+
+def test_whole_powers_are_products() -> None:
+    d = errors()[:500]
+    with np.errstate(all="ignore"):
+        for p, expected in ((1, d), (2, d * d), (3, d * d * d), (4, (d * d) * (d * d)), (5, (d * d) * (d * d) * d)):
+            np.testing.assert_array_equal(power(d, p), expected)
+    whole = np.arange(9.0)
+    for p in range(1, 17):
+        assert power(whole, p).tolist() == [n**p for n in range(9)]
+
+
+@pytest.mark.parametrize("p", [1.0, 1.0000001, 1.5, 2.4, 2.9999999, 16.0])
+def test_powers_of_zero_infinity_and_nan(p) -> None:
+    with np.errstate(all="ignore"):
+        found = power(np.array([0, 2.0**-149, 1, 2.0**128, 2.0**1023, np.inf, np.nan, -np.nan]), p)
+    assert found[0] == 0 and found[2] == 1 and found[5] == np.inf and np.isnan(found[6:]).all()
+    assert all(a <= b for a, b in pairwise(found[:6]))
+
+
+def test_any_shape_and_parts() -> None:
+    d = np.abs(np.random.default_rng(0).standard_normal((3, PART // 2 + 5)))
+    before, found = d.tobytes(), power(d.T, 1.7)
+    assert found.shape == d.T.shape and d.tobytes() == before
+    for first in range(0, d.shape[1], 1000):
+        np.testing.assert_array_equal(found.T[:, first : first + 1000], power(d[:, first : first + 1000], 1.7))
+    assert power(d[:0], 2.4).shape == (0, d.shape[1]) and power(np.float64(4), 1.5) == 8
+
+
+recipes = pytest.mark.parametrize("name", NAMES)
+
+
+TE_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
+SYLVESTER = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)])
+
+
+@pytest.mark.parametrize("hadamard, signs", [(True, TE_SIGNS), ("no_signs", np.ones(16))])
+def test_hadamard_of_impulses(hadamard, signs):
+    """A block with a single 1 at element i becomes row i of diag(s) H / 4.
+
+    E2M1 holds this row exactly: with a scale of 1 / 24, +-0.25 is 6 or -6.
+    """
+    x = np.eye(16, dtype=np.float32)
+    q = fp4kit.quantize(x, "nvfp4-te", hadamard=hadamard)
+    assert q.tensor_amax == 0.25
+    assert_same_bits(codes_of(q), np.where(signs[:, None] * SYLVESTER > 0, 7, 15).astype(np.uint8))
+
+
+@pytest.mark.parametrize("hadamard, signs", [(True, TE_SIGNS), ("no_signs", np.ones(16))])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
+def test_hadamard_is_the_matrix_product(hadamard, signs, dtype):
+    """The transform equals the product with its matrix, rounded once.
+
+    Inputs are integers below 2^8, so that every float64 sum is exact.
+    """
+    x = np.random.default_rng(0).integers(-255, 256, (8, 64)).astype(dtype)
+    expected = x.astype(np.float64).reshape(-1, 16) @ (signs[:, None] * SYLVESTER / 4)
+    transformed = hadamard_blocks(x) if hadamard is True else hadamard_blocks(x, 0)
+    assert_same_bits(transformed, expected.reshape(x.shape).astype(dtype))
+
+
+def butterflies(block):
+    """Transform 16 numbers by butterflies, in Python floats (float64).
+
+    First multiply by the signs, then take sums and differences at distances 1, 2, 4 and 8, then divide by 4.
+    """
+    y = [float(v) * int(s) for v, s in zip(block, TE_SIGNS, strict=True)]
+    for distance in (1, 2, 4, 8):
+        y = [y[i ^ distance] - y[i] if i & distance else y[i] + y[i ^ distance] for i in range(16)]
+    return [v / 4 for v in y]
+
+
+def test_the_order_of_hadamard_sums():
+    """The transform adds in the documented order, so that every device gives equal bits.
+
+    The order decides the bits if float64 sums round and then cancel.
+    """
+    rng = np.random.default_rng(2)
+    x = (1000 * rng.standard_normal((64, 16))).astype(np.float32)
+    x[:, 3], x[:, 9] = 2.0**60, -(2.0**60)
+    assert_same_bits(hadamard_blocks(x), np.array([butterflies(block) for block in x]).astype(np.float32))
+
+
+@recipes
+@pytest.mark.parametrize("hadamard", [True, "no_signs"])
+def test_hadamard_comes_before_everything(name, hadamard):
+    for x in (ORDINARY, FINITE["bf16"]):
+        transformed = hadamard_blocks(x) if hadamard is True else hadamard_blocks(x, 0)
+        assert_same_bits(fp4kit.quantize(x, name, hadamard=hadamard), fp4kit.quantize(transformed, name))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(np.float32, 0x7F800001), (np.float16, 0x7C01), (BF16, 0x7F81)])
+def test_a_signalling_nan_gives_nan_and_no_warning(dtype, bits):
+    x = np.ones((2, 32), dtype)
+    x.view(f"u{x.itemsize}")[:, 3] = bits
+    y = hadamard_blocks(x).astype(np.float32)
+    assert np.isnan(y[:, :16]).all() and np.isfinite(y[:, 16:]).all()
+
+
+F32 = np.float32
+
+
+def sylvester(size):
+    i = np.arange(size)
+    return np.array([[(-1) ** int(a & b).bit_count() for b in i] for a in i])
+
+
+def test_impulses_give_the_rows_of_the_matrix():
+    with fp4kit.specification():
+        for size in SIZES:
+            factor = F32(1 / np.sqrt(np.float64(size)))
+            signs = fp4kit.random_signs(size, 5)
+            rows = signs[:, None] * sylvester(size) * factor
+            assert_same_bits(fp4kit.hadamard(np.eye(size, dtype=F32), size, seed=5), rows.astype(F32))
+            columns = fp4kit.hadamard(np.eye(size, dtype=F32), size, signs=signs, inverse=True)
+            assert_same_bits(columns, np.ascontiguousarray(rows.T).astype(F32))
+
+
+def by_butterflies(block, size):
+    """Return the Hadamard transform of a list of float32 numbers, one addition after the other."""
+    y = list(block)
+    distance = 1
+    while distance < size:
+        y = [y[i ^ distance] - y[i] if i & distance else y[i] + y[i ^ distance] for i in range(size)]
+        distance *= 2
+    return [v * F32(1 / np.sqrt(np.float64(size))) for v in y]
+
+
+def test_the_order_of_the_sums_of_hadamard():
+    """Large elements that cancel make the order of the sums visible in the bits."""
+    rng = np.random.default_rng(2)
+    with fp4kit.specification():
+        for size in SIZES:
+            x = rng.standard_normal((2, size)).astype(F32) * F32(1000)
+            x[:, 3], x[:, 9] = 2.0**30, -(2.0**30)
+            expected = np.array([by_butterflies(block, size) for block in x])
+            assert_same_bits(fp4kit.hadamard(x, size), expected)
+            assert (expected != by_butterflies(x[0, ::-1], size)[::-1]).any()
+
+
+def test_the_order_of_the_sums_of_rotate():
+    rng = np.random.default_rng(3)
+    n = 5
+    x = (rng.standard_normal((3, 2 * n)) * np.exp2(rng.integers(0, 20, (3, 2 * n)))).astype(F32)
+    matrices = orthogonal(rng, 2, n)
+    expected = np.empty_like(x)
+    for row, block, j in np.ndindex(3, 2, n):
+        total = x[row, block * n] * matrices[block, 0, j]
+        for i in range(1, n):
+            total = total + x[row, block * n + i] * matrices[block, i, j]
+        expected[row, block * n + j] = total
+    with fp4kit.specification():
+        assert_same_bits(fp4kit.rotate(x, matrices), expected)
+        assert_same_bits(fp4kit.rotate(x, matrices.swapaxes(1, 2), inverse=True), expected)
+
+
+def test_signs_of_a_seed():
+    signs = random_signs(512, 11)
+    assert signs.dtype == np.int8 and (signs == np.where(stream_bytes(11, 0, 512) < 128, 1, -1)).all()
+    assert 200 < (signs == 1).sum() < 312 and (signs != random_signs(512, 12)).any()
+
+
+RECORDED = [*recorded("mma_sim"), *recorded("h100")]
+
+
+@together("case", RECORDED, ids=lambda case: case.name)
+def test_recorded_products(case) -> None:
+    """matmul gives every bit of the recorded products, which MMA-Sim and an H100 computed."""
+    dtype = ml_dtypes.bfloat16 if case.d.dtype.itemsize == 2 else np.float32
+    with fp4kit.specification():
+        d = fp4kit.matmul(case.a, case.b, unit=case.unit, c=case.c, out_dtype=dtype)
+    bits = f"u{case.d.dtype.itemsize}"
+    np.testing.assert_array_equal(d.view(bits), case.d.view(bits))
+
+
+def test_the_recorded_products_use_every_unit() -> None:
+    hardware = {unit.id for unit in fp4kit.units() if unit.order is None}
+    assert {case.unit.id for case in RECORDED} == hardware
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mx-e3m2", "bf16", "e5m2"])
+def test_exact_is_the_exact_sum_rounded_once(kind) -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        a, b = (drawn(rng, kind, 3, 64) for _ in range(2))
+        c = (rng.standard_normal((3, 3)) * 2.0 ** rng.integers(-140, 20, (3, 3))).astype(np.float32)
+        x, y = (values(q) for q in (a, b))
+        if not (np.isfinite(x).all() and np.isfinite(y).all()):
+            continue
+        with fp4kit.specification():
+            d = fp4kit.matmul(a, b, unit="exact", c=c, alpha=1)
+        for m, n in np.ndindex(3, 3):
+            total = Fraction(float(c[m, n])) + sum(map(product, x[m].tolist(), y[n].tolist()))
+            assert_nearest(d[m, n], total)
+
+
+def values(q) -> np.ndarray:
+    """Return an operand's elements times their block scales, without the tensor scale, in float64."""
+    if isinstance(q, np.ndarray):
+        with np.errstate(invalid="ignore"):  # signaling NaN
+            return q.astype(np.float64)
+    elements = q.recipe.element.values[fp4kit.unpack(q.packed) if q.recipe.element.bits == 4 else q.packed]
+    scales = np.abs(q.recipe.scale.values[q.block_scale].astype(np.float64))
+    return elements * scales.repeat(q.recipe.block_size, axis=-1)
+
+
+def product(x: float, y: float) -> Fraction:
+    return Fraction(x) * Fraction(y)
+
+
+def assert_nearest(d: np.float32, exact: Fraction) -> None:
+    """Assert that no float32 is nearer to `exact` than d, and that d is even in a tie."""
+    if abs(exact) >= 2**128 - 2**103:
+        assert np.isinf(d) and (d > 0) == (exact > 0)
+        return
+    error = abs(Fraction(float(d)) - exact)
+    for neighbour in (np.nextafter(d, np.float32(np.inf)), np.nextafter(d, np.float32(-np.inf))):
+        if np.isfinite(neighbour):
+            other = abs(Fraction(float(neighbour)) - exact)
+            assert error < other or (error == other and d.view(np.uint32) % 2 == 0)
+
+
+def test_float32_blocks_are_the_sums_of_a_loop() -> None:
+    rng = np.random.default_rng(2)
+    a, b = drawn(rng, "nvfp4", 5, 96), drawn(rng, "nvfp4", 7, 96)
+    with fp4kit.specification(), np.errstate(all="ignore"):
+        d = fp4kit.matmul(a, b, unit="float32-blocks", alpha=1)
+        x, y = (q.recipe.element.values[fp4kit.unpack(q.packed)] for q in (a, b))
+        sa, sb = (np.abs(q.recipe.scale.values[q.block_scale]) for q in (a, b))
+        for m, n in np.ndindex(5, 7):
+            total = np.float32(0)
+            for i in range(6):
+                block = slice(16 * i, 16 * i + 16)
+                total = total + (sa[m, i] * sb[n, i]) * np.float32(np.dot(x[m, block], y[n, block]))
+            assert total == d[m, n] or np.isnan(total)
+
+
+def test_sums_keep_the_bits_that_the_unit_keeps() -> None:
+    """A sum of 4,096 equal products loses the bits that a unit does not keep.
+
+    Hopper's FP8 sum keeps 13 bits behind the point, so it stops growing by whole products.
+    """
+    a, b = (np.full((1, 4096), x, ml_dtypes.float8_e4m3fn) for x in (1.125, 1.25))
+    found = {unit: float(fp4kit.matmul(a, b, unit=unit)[0, 0]) for unit in ("exact", "sm100", "sm90", "sm89")}
+    assert found == {"exact": 5760.0, "sm100": 5760.0, "sm90": 5080.0, "sm89": 5073.5}

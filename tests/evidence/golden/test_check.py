@@ -36,7 +36,7 @@ UNRECORDED = (
     *("nvfp4-flashinfer-static", "nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise"),
     *("nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online", "mxfp4-deepseek-v4"),
     *("nvfp4-deepseek-v4", "fp8-deepseek-v4", "mxfp8-deepseek-v4", "nvfp4-nunchaku"),
-    *("fp8-deepgemm-block", "fp8-transformers-block"),  # compared in tests/reference/test_fp8_blocks.py
+    *("fp8-deepgemm-block", "fp8-transformers-block"),  # compared in tests/reference/test_block_rules.py
 )
 
 
