@@ -17,7 +17,7 @@ from engine_cases import agree
 from together import together
 
 import fp4kit
-from fp4kit.cli.tables import RECIPE_COLUMNS, recipe_rows
+from fp4kit.cli.output import RECIPE_COLUMNS, recipe_rows
 from fp4kit.cuda.dispatch import unsupported
 from fp4kit.evidence.fuzz.recipes import Picks, Pool, draw_variant
 from fp4kit.evidence.testing import assert_same_bits
