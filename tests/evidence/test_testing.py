@@ -1,6 +1,5 @@
 """Test assert_same_bits, on which most tests rely: it finds a single wrong bit and reports its position."""
 
-import re
 from dataclasses import replace
 
 import ml_dtypes
@@ -38,15 +37,9 @@ def test_shape_and_dtype(other):
 def test_signs_and_payloads():
     nan = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
     for a, b in ((np.float32(0), np.float32(-0.0)), (nan[:1], nan[1:])):
-        with pytest.raises(AssertionError, match=re.escape("1 of 1 differ")):
+        with pytest.raises(AssertionError, match="1 of 1 differ"):
             assert_same_bits(a, b)
     assert_same_bits(nan, nan.copy())
-
-
-def test_the_message():
-    text = "array: 1 of 12 differ, first at (0, 1): 0xbf800000 (-1.0) and 0x3f800000 (1.0)"
-    with pytest.raises(AssertionError, match=re.escape(text)):
-        assert_same_bits(np.where(X == 1, -X, X), X)
 
 
 @pytest.mark.parametrize("part", ["packed", "block_scale", "tensor_scale", "tensor_amax"])
@@ -57,19 +50,13 @@ def test_every_part_of_a_quantized(part):
         assert_same_bits(replace(q, **{part: flipped(getattr(q, part), 0)}), q)
 
 
-@pytest.mark.parametrize("change", [{"tensor_amax": None}])
-def test_a_missing_part(change):
+def test_a_missing_part_and_a_quantized_that_is_no_array():
     q = fp4kit.quantize(np.ones((2, 16), np.float32), "nvfp4-te")
-    for a, b in ((q, replace(q, **change)), (replace(q, **change), q)):
-        with pytest.raises(AssertionError, match=next(iter(change))):
-            assert_same_bits(a, b)
-
-
-def test_a_quantized_is_no_array():
-    q = fp4kit.quantize(np.ones((2, 16), np.float32), "nvfp4-te")
-    for a, b in ((q, q.packed), (q.packed, q)):
-        with pytest.raises(AssertionError, match=r"^array: (Quantized and ndarray|ndarray and Quantized)$"):
-            assert_same_bits(a, b)
+    without = replace(q, tensor_amax=None)
+    for a, b, message in ((q, without, "tensor_amax"), (q, q.packed, "^array: Quantized and ndarray$")):
+        for pair in ((a, b), (b, a)):
+            with pytest.raises(AssertionError, match=message if pair[0] is q else "tensor_amax|ndarray and Quantized"):
+                assert_same_bits(*pair)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)

@@ -17,7 +17,6 @@ from unittest.mock import patch
 import pytest
 
 from fp4kit.ops import engines
-from fp4kit.ops import engines as call_cache
 
 KERNELS = re.compile(r".*/test_(gpu_\w+|\w+_on_host)|.*/support/host/test_\w+")
 FIXTURES = {"host", "played_gpu", "away"}  # fixtures of simulated devices
@@ -40,7 +39,7 @@ def specification_everywhere() -> Iterator[None]:
     fp4kit.specification() does not affect threads that start inside it.
     """
     always = ContextVar("specification_only", default=True)
-    with patch.object(engines, "specification_only", always), patch.object(call_cache, "specification_only", always):
+    with patch.object(engines, "specification_only", always):
         yield
 
 

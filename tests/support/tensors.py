@@ -1,30 +1,12 @@
-"""Convert between NumPy arrays and PyTorch tensors, bfloat16 included."""
+"""Convert between NumPy arrays and PyTorch tensors, bfloat16 included, and mark tests of new versions of PyTorch."""
 
 from importlib import metadata
 
-import ml_dtypes
-import numpy as np
 import pytest
 
+from fp4kit.evidence.live.adapter import to_numpy, to_torch
 
-def to_torch(array):
-    """Return a PyTorch tensor with a copy of the array's values; ml_dtypes.bfloat16 becomes torch.bfloat16."""
-    import torch
-
-    array = np.array(array)
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def to_numpy(tensor):
-    """Return a NumPy array on the tensor's memory, without its gradient; torch.bfloat16 becomes ml_dtypes.bfloat16."""
-    import torch
-
-    tensor = tensor.detach()
-    return (
-        tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
-    )
+__all__ = ["since_2_13", "to_numpy", "to_torch"]
 
 
 def since_2_13():

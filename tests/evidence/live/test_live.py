@@ -1,18 +1,20 @@
-"""Test fp4kit recipes --live with simulated producers, some of them faulty: what is drawn, compared, reduced and
-printed.
-"""
+"""Test fp4kit recipes --live with simulated and installed producers: what is drawn, compared, reduced and printed."""
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import live_fault
 import ml_dtypes
 import numpy as np
 import pytest
+from together import together
+from tool_module import tool_module
 
 import fp4kit
 from fp4kit.cli import main
+from fp4kit.evidence.live import adapter as standins
 from fp4kit.evidence.live import draw, run
 from fp4kit.evidence.live.adapter import DTYPES, ProducerCall, block_amax
 from fp4kit.evidence.live.compare import EDGES, PARTS, compare, draw_stored, script
@@ -22,6 +24,7 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import bit_patterns
 
 SECONDS = 0.3
+ADAPTERS = {(adapter.title or adapter.name): adapter for adapter in run.adapters()}
 
 
 def found(call, id="mxfp4-ocp", seconds=SECONDS, seed=0):
@@ -300,3 +303,120 @@ def test_the_command(capsys, monkeypatch):
 def test_arguments_that_make_no_sense(arguments, text, capsys):
     assert main(["recipes", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_every_drawn_array_is_equal(name):
+    """An installed producer gives equal results, or reports why it cannot be imported on a CPU.
+
+    A producer that is not installed is reported as missing.
+    """
+    result = run.run(ADAPTERS[name], fp4kit.recipes(), 1.0, seed=0)
+    if result.reason:
+        try:
+            version = run.find(ADAPTERS[name])[0]
+        except run.NotRun:
+            assert result.reason == "is not installed"
+        else:
+            pytest.fail(f"{name} {version} {result.reason}")
+        return
+    assert all(tally.arrays > 0 for tally in result.recipes.values()) and result.total.arrays > 0
+    assert not result.total.differing, "\n".join(found.script for found in result.found)
+
+
+def test_gguf_runs():
+    """At least one producer is really compared: the test extra installs gguf."""
+    assert run.run(ADAPTERS["gguf"], ("mxfp4-gguf",), 0.1, seed=1).recipes["mxfp4-gguf"].arrays > 0
+
+
+ROOT = Path(__file__).resolve().parents[3]
+RECORD = json.loads((ROOT / "docs" / "live-producers.json").read_text())
+
+
+def producer(name, differing=0, version="2.0"):
+    """Return the JSON that a live run reports for the producer `name`. differing: the number of arrays that differ."""
+    recipes = {"mxfp4-ocp": {"arrays": 5, "elements": 99, "differing": differing, "exceptions": {}}}
+    counts = {"arrays": 5, "elements": 99, "differing": differing, "exceptions": {"ties": 1}, "seconds": 1.0}
+    return {
+        "producer": name,
+        "version": version,
+        "versions": {name: version},
+        "recipes": recipes,
+        **counts,
+        "differences": [],
+    }
+
+
+def test_a_run_replaces_the_entries_of_producers_that_were_equal():
+    ran = {
+        "date": "2026-11-25",
+        "fp4kit": "0.1.0",
+        "seed": 3,
+        "producers": [producer("a"), producer("b", 1), producer("c")],
+    }
+    record, differing = tool_module("live_record").merged({"a": {"version": "1.0"}, "b": {"version": "1.0"}}, ran)
+    assert differing == ["b"] and record["b"] == {"version": "1.0"}
+    assert list(record) == ["a", "b", "c"] and record["a"]["version"] == "2.0"
+    assert record["a"]["recipes"] == {"mxfp4-ocp": 5} and record["a"]["exceptions"] == {"ties": 1}
+    assert (record["a"]["date"], record["a"]["seed"]) == ("2026-11-25", 3)
+
+
+@together("name", RECORD)
+def test_entries_cover_the_recipes_of_today(name):
+    """Each entry covers all current recipes and calls of its producer; a new one requires a new run."""
+    entry, adapter = RECORD[name], ADAPTERS[name]
+    wanted = {id for id, call in adapter.calls.items() if run._between(call.first, entry["version"], call.last)}
+    assert set(entry["recipes"]) == wanted, f"{name}: run fp4kit recipes --live --json and tools/live_record.py"
+    assert wanted <= set(fp4kit.recipes())
+    assert min(entry["recipes"].values()) >= 20 and entry["arrays"] == sum(entry["recipes"].values())
+
+
+def test_the_page_names_every_producer():
+    page = (ROOT / "docs" / "live-producers.md").read_text()
+    for name, adapter in ADAPTERS.items():
+        assert f"\n| {name} | " in page and adapter.name in page
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Write a package that cannot be imported, with a file in it that can be."""
+    root = tmp_path / "needs_cuda"
+    (root / "deep").mkdir(parents=True)
+    (root / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
+    (root / "plain.py").write_text("LIMIT = 6.0")
+    (root / "deep" / "kernels.py").write_text(
+        "import triton\nimport triton.language as tl\nfrom needs_cuda.plain import LIMIT\nfrom needs_cuda.tools import"
+        " register\n@triton.jit\ndef kernel(x: tl.constexpr):\n    return x\ndef quantize(x):\n    return min(x, LIMIT)"
+        " * triton.cdiv(5, 2)\nregister(name='quantize', function=quantize)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return "needs_cuda"
+
+
+def load(package):
+    plain = standins.load(package, "plain.py")
+    needed = {**standins.triton(), **standins.packages(package, f"{package}.tools"), f"{package}.plain": plain}
+    return standins.load(package, "deep/kernels.py", needed)
+
+
+def test_a_file_is_loaded_without_its_package(package):
+    module = load(package)
+    assert module.quantize(100.0) == 18.0 and module.kernel(3) == 3
+    assert module.__name__ == "needs_cuda.deep.kernels"
+
+
+def test_stand_ins_are_gone_afterwards(package):
+    before = {name for name in sys.modules if name.partition(".")[0] in (package, "triton")}
+    load(package)
+    assert {name for name in sys.modules if name.partition(".")[0] in (package, "triton")} == before
+    with pytest.raises(OSError, match="libcuda"):
+        __import__(package)
+
+
+def test_missing_files_are_an_import_error(package):
+    with pytest.raises(ImportError, match="needs_cuda has no gone"):
+        standins.load(package, "gone.py")
+    with pytest.raises(ImportError, match="No module named 'no_such_package'"):
+        standins.load("no_such_package", "plain.py")
+    with pytest.raises(OSError, match="libcuda"):  # without a stand-in, the package itself is imported
+        standins.load(package, "deep/kernels.py", standins.triton())

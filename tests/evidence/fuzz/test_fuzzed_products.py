@@ -1,4 +1,4 @@
-"""Test drawn matrix products: what is drawn, that planted faults are found and shrunk, and the patterns of codes."""
+"""Test drawn matrix products: what is drawn, that planted faults are found, the patterns of codes, and the tool."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from engine_cases import NEEDS_ENGINE
 from exhaustive import every
 from fuzz_faults import SMALL, executed, plant
 from together import together
+from tool_module import tool_module
 
 import fp4kit
 from fp4kit.cli import main
+from fp4kit.cpu import engine
 from fp4kit.evidence.fuzz import arrays as code_patterns
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.arrays import DISTANCES, DTYPES, FORMATS, PATTERNS, codes_of, drawn
@@ -209,3 +211,30 @@ def test_scales_of_every_kind() -> None:
     assert 2.0**-2 <= np.abs(ordinary[ordinary != 0]).min() and np.abs(ordinary).max() <= 2.0**4
     assert drawn("smallest scale codes", "uint8", (3, 8), 2).max() < 8
     assert code_patterns.SCALES.keys() == {"E4M3", "E8M0"} and DTYPES["uint8"] == np.uint8
+
+
+pytestmark = NEEDS_ENGINE
+module = tool_module("compare_products")
+
+
+def test_sums_are_equal_and_a_wrong_one_is_counted(monkeypatch, capsys) -> None:
+    assert module.main(["--sums", "2000", "--units", "sm100", "sm70"]) == 0
+    assert capsys.readouterr().out.count(" 0 different") == 3
+    right = engine.matmul
+
+    def wrong(calls):
+        results = right(calls)
+        results[0].view(np.uint32)[0, 0, 0] ^= 1
+        return results
+
+    monkeypatch.setattr(engine, "matmul", wrong)
+    counts = module.compare(fp4kit.unit("sm90"), 1, 0)
+    assert counts["different"] == 1 and counts["sums"] > 1
+
+
+def test_every_step_of_every_unit_has_operands() -> None:
+    """All pairs of operands are multiplied by the unit, so that no kind of operands is left out."""
+    for unit in fp4kit.units():
+        assert set(unit.steps()) <= set(module.PAIRS)
+    kinds = {type(a) for a, _, _ in (next(module.products(fp4kit.unit("sm100"), seed)) for seed in range(12))}
+    assert kinds == {np.ndarray, fp4kit.Quantized}
