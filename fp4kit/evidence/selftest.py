@@ -24,12 +24,13 @@ import numpy as np
 
 from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine, Outcome, attempt, compare
 from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.fuzz.arrays import drawn
 from fp4kit.evidence.fuzz.recipes import Pool
 from fp4kit.evidence.golden.check import GoldenResult, check_bytes, check_row
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.testing import adversarial_blocks
-from fp4kit.formats import E2M1, E4M3, FLOATS, unsigned
+from fp4kit.formats import E2M1, E4M3, FLOATS
 from fp4kit.layouts import unpack
 from fp4kit.ops.engines import specification
 from fp4kit.ops.quantize import dequantize, fake_quantize, quantize
@@ -239,18 +240,12 @@ def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return x.astype(dtype)
 
 
-def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool) -> np.ndarray:
-    """Return an array of random bit patterns, all equally likely, with the given dtype and shape."""
-    x = np.random.default_rng(seed).integers(0, 1 << 8 * dtype.itemsize, shape, unsigned(dtype)).view(dtype)
-    return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype)) if finite else x
-
-
 def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, array) for the inputs that every recipe is tested on: arrays of ``dtype`` with 512 columns."""
     yield "adversarial blocks", np.resize(adversarial_blocks(dtype), (128, 512))
     yield "normal values", ordinary(dtype, (64, 512), 1)
-    yield "random bits", random_bits(dtype, (64, 512), 2, finite=True)
-    yield "random bits with NaN", random_bits(dtype, (64, 512), 3, finite=False)
+    yield "random bits", drawn("finite", str(dtype), (64, 512), 2)
+    yield "random bits with NaN", drawn("bits", str(dtype), (64, 512), 3)
 
 
 # ---- comparisons
@@ -276,14 +271,23 @@ def specified(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
     """Compare quantize and dequantize of an engine with the specification, for the recipe ``id``; return the
     Outcome.
     """
-    total = Outcome()
+    total, r = Outcome(), RECIPES[id]
     for dtype in FLOATS:
         for name, x in inputs(dtype):
             what = f"{id} {name} {dtype}"
-            total += attempt(partial(round_trip, engine, x, RECIPES[id], what, (dtype,) if quick else FLOATS), what)
+            total += attempt(partial(round_trip, engine, x, r, what, (dtype,) if quick else FLOATS), what)
             if not quick:
-                total += attempt(partial(_fake, engine, x, RECIPES[id], what), f"{what}: fake_quantize")
+                what += ": fake_quantize"
+                total += attempt(partial(_agreed, engine, what, fake_quantize, x, r), what)
     return total
+
+
+def _agreed(
+    engine: ComparedEngine, what: str, function: Callable[..., Any], *arguments: Any, **options: Any
+) -> Outcome:
+    """Compare the result of a call on an engine with the specification's."""
+    expected = SPECIFICATION.call(function, *arguments, **options)
+    return compare(engine.call(function, *arguments, **options), expected, what)
 
 
 def round_trip(
@@ -293,14 +297,8 @@ def round_trip(
     expected = SPECIFICATION.call(quantize, x, r, **options)
     total = compare(engine.call(quantize, x, r, **options), expected, what)
     for dtype in decoded:
-        values = SPECIFICATION.call(dequantize, expected, dtype)
-        total += compare(engine.call(dequantize, expected, dtype), values, f"{what} decoded to {dtype}")
+        total += _agreed(engine, f"{what} decoded to {dtype}", dequantize, expected, dtype)
     return total
-
-
-def _fake(engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
-    """Compare an engine's fake_quantize of x with the specification's, and return the Outcome."""
-    return compare(engine.call(fake_quantize, x, r), SPECIFICATION.call(fake_quantize, x, r), f"{what}: fake_quantize")
 
 
 def fuzzed(engine: ComparedEngine, ids: tuple[str, ...], seed: int, count: int, changes: int = 0) -> Outcome:
@@ -329,8 +327,7 @@ def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
     for anchor in _anchors(r):
         x = np.concatenate([bits.view(BF16), np.full((len(bits), 1), anchor, BF16)], axis=1)
         options: dict[str, Any] = {} if r.tensor_scaling == "none" else {"tensor_amax": float(r.element.max * 448)}
-        expected = SPECIFICATION.call(quantize, x, r, **options)
-        total += compare(engine.call(quantize, x, r, **options), expected, f"{id} beside {anchor:g}")
+        total += _agreed(engine, f"{id} beside {anchor:g}", quantize, x, r, **options)
     return total
 
 
@@ -356,8 +353,7 @@ def every_code(engine: ComparedEngine, id: str) -> Outcome:
     q = Quantized(codes, scales, tensor, tensor, (256, width), FLOATS[0], -1, r)
     total = Outcome()
     for dtype in FLOATS:
-        actual, expected = (each.call(dequantize, q, dtype) for each in (engine, SPECIFICATION))
-        total += compare(actual, expected, f"{id}: every code as {dtype}")
+        total += _agreed(engine, f"{id}: every code as {dtype}", dequantize, q, dtype)
     return total
 
 
@@ -389,11 +385,11 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
     tasks += [Task("adversarial blocks and random bits", id, partial(specified, engine, id, quick)) for id in ids]
     for seed in range(1 if quick else 5):
         for unit in UNITS:
-            drawn = partial(products, engine, unit, seed, 10 if quick else 60)
-            tasks.append(Task("matrix products of every unit", f"{unit} seed {seed}", drawn))
+            calls = partial(products, engine, unit, seed, 10 if quick else 60)
+            tasks.append(Task("matrix products of every unit", f"{unit} seed {seed}", calls))
     for seed in range(6 if quick else 20):
-        drawn = partial(fuzzed, engine, ids, seed, 8 if quick else 50, 0 if quick else 1)
-        tasks.append(Task("random shapes, strides, alignment", f"seed {seed}", drawn))
+        calls = partial(fuzzed, engine, ids, seed, 8 if quick else 50, 0 if quick else 1)
+        tasks.append(Task("random shapes, strides, alignment", f"seed {seed}", calls))
     return tasks
 
 

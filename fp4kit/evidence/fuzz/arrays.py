@@ -234,12 +234,6 @@ class DrawnArray:
         return drawn(self.kind, self.dtype, self.shape, self.seed, self.kept)
 
 
-def strided(values: np.ndarray, view: View, asarray: Callable[[np.ndarray], Any] = np.asarray) -> Any:
-    """Return a copy of the values as a view of a larger array, whose other bytes are all FILLER."""
-    flat, cut = memory(values, view)
-    return cut(asarray(flat))
-
-
 def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], Any]]:
     """Return (flat, cut): a flat array of the values and filler elements, and a function that extracts the values."""
     shape = [values.shape[i] * abs(view.steps[i]) for i in view.order]
@@ -359,18 +353,9 @@ def _infinite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
     return x
 
 
-def _bytes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return uniformly distributed bytes: uint8, in the given shape. dtype has no effect."""
-    return rng.integers(0, 256, shape, np.uint8)
-
-
 def _below(limit: int) -> Callable[..., np.ndarray]:
-    """Return a function for VALUES that draws uniformly distributed codes below ``limit``, as uint8."""
-
-    def codes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return rng.integers(0, limit, shape, np.uint8)
-
-    return codes
+    """Return a function for VALUES that draws uniformly distributed bytes below ``limit``, whatever the dtype."""
+    return lambda rng, shape, dtype: rng.integers(0, limit, shape, np.uint8)
 
 
 def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -412,7 +397,7 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
     "bits": _bits,
     "sprinkled": _sprinkled,
     "infinite": _infinite,
-    "bytes": _bytes,
+    "bytes": _below(256),
     "codes": _below(16),
     "codes of 6 bits": _below(64),
     "amaxes": _amaxes,
