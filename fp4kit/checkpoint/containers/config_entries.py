@@ -12,7 +12,14 @@ from fnmatch import fnmatchcase, translate
 from typing import Any, NamedTuple
 
 from fp4kit.arguments import is_one_of
-from fp4kit.checkpoint.containers.configs import EXCLUSIONS, KEYS, declared, sections, with_declaration
+from fp4kit.checkpoint.containers.configs import (
+    DECLARATIONS,
+    EXCLUSIONS,
+    KEYS,
+    declared,
+    sections,
+    with_declaration,
+)
 from fp4kit.checkpoint.containers.table import COLUMN_SCALE, Container
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, MSMODELSLIM, Source
 from fp4kit.checkpoint.model.weights import Weight, any_quantized
@@ -474,6 +481,7 @@ _MODELOPT = _known(
     ("mamba_ssm_cache_dtype", CARRIED, "concerns the state of Mamba layers", _any),
 )
 METHODS: dict[str, dict[str, _Entry]] = {
+    **{row.method: {} for row in DECLARATIONS.values() if row.method},
     **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), _MODELOPT),
     "compressed-tensors": _known(
         ("format", UNDERSTOOD, _AGREES, _format),
@@ -498,8 +506,6 @@ METHODS: dict[str, dict[str, _Entry]] = {
         ("ignore exclude_modules", CARRIED, _LISTED, _any),
         ("config_groups", UNDERSTOOD, _AGREES, _known_groups),
     ),
-    "mxfp8": {},
-    "mxfp4": {},
     "quark": _known(
         ("algo_config", UNDERSTOOD, "no rotations", _quark_algorithms),
         ("global_quant_config layer_quant_config layer_type_quant_config", CARRIED, _DECIDES, _any),

@@ -132,7 +132,7 @@ def declarations(
     form: Container, ignore: Sequence[str], has_input_scale: bool, own: Mapping[str, Any], layers: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return both configs of a converted model: (``quantization_config`` of config.json, hf_quant_config.json)."""
-    declared = {**_DECLARATIONS[form.format].write(form, list(ignore), has_input_scale), "fp4kit": dict(own)}
+    declared = {**DECLARATIONS[form.format].write(form, list(ignore), has_input_scale), "fp4kit": dict(own)}
     if form is DEEPSEEK_V4_NVFP4:
         return _deepseek_v4_nvfp4(form, declared, layers)
     if form.format != "modelopt":
@@ -185,7 +185,9 @@ def awq_declarations(
     """Return Model-Optimizer's two configs for NVFP4, changed to declare AWQ (layers with a factor per column)."""
     config = {key: value for key, value in declared.items() if key != "config_groups"}
     config |= {"quant_algo": _AWQ["quant_algo"]}
-    return config, beside and {**beside, "quantization": {**beside["quantization"], **_AWQ}}
+    if beside is None:
+        return config, None
+    return config, {**beside, "quantization": {**beside["quantization"], **_AWQ}}
 
 
 def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
@@ -287,8 +289,8 @@ def _deepseek_v4_nvfp4(
     expert_modules = sorted({name.partition(".experts.")[0] + ".experts" for name in layers})
     ignore = ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]
     half = {"dynamic": False, "num_bits": form.element.bits, "type": "float", "group_size": form.group_size}
-    mixed = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "group_size": form.group_size}
-    mixed |= {"quantized_layers": dict.fromkeys(expert_modules, one)}
+    mixed: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}
+    mixed |= {"group_size": form.group_size, "quantized_layers": dict.fromkeys(expert_modules, one)}
     groups = {"group_0": {"input_activations": half, "weights": half, "targets": ["Linear"]}}
     more = {"config_groups": groups, "ignore": ignore, "producer": _PRODUCER}
     found = {**declared, "moe_quant_algo": "NVFP4", **mixed, **more}
@@ -385,10 +387,10 @@ def declared_for(kind: str, container: str, config: Mapping[str, Any]) -> Mappin
     found = declared.get("config_groups")
     if declared.get("format") != "mixed-precision" or not isinstance(found, Mapping):
         return config
-    form, loaded = compressed_format(container), LOADED.get(container)
+    form = compressed_format(container)
     own = {n: each for n, each in found.items() if isinstance(each, Mapping) and each.get("format") == form}
-    compressed = loaded and loaded.form and loaded.format == "compressed-tensors"
-    strategy = _compressed_group(loaded.form, False)["weights"]["strategy"] if compressed else None
+    written = (one for one in CONTAINERS if one.name == container and one.format == "compressed-tensors")
+    strategy = next((_compressed_group(one, False)["weights"]["strategy"] for one in written), None)
     fitting_groups = {n: each for n, each in own.items() if _section(each, "weights").get("strategy") == strategy}
     more = {"format": form, "config_groups": fitting_groups or own}
     return {**config, "quantization_config": {**declared, **more}}
@@ -460,7 +462,7 @@ class _Declaration:
     reader: str = "vLLM"
 
 
-_DECLARATIONS = {
+DECLARATIONS = {
     "modelopt": _Declaration(_write_modelopt, _require_modelopt, "modelopt"),
     "compressed-tensors": _Declaration(_write_compressed_tensors, _require_compressed_tensors, "compressed-tensors"),
     "fp8": _Declaration(_write_fp8, _require_fp8, "fp8"),
@@ -468,7 +470,7 @@ _DECLARATIONS = {
     "gpt-oss": _Declaration(_write_gpt_oss, _require_gpt_oss, "mxfp4"),
     "deepseek-v4": _Declaration(_write_deepseek_v4, _require_deepseek_v4),
 }
-FORMATS = (*_DECLARATIONS, "bf16")
+FORMATS = (*DECLARATIONS, "bf16")
 ALL_FORMATS = (*FORMATS, "mlx", "comfy")  # the modules in loaders/ cover FORMATS only
 # The containers that a conversion with one of FORMATS can write. No engine loads Model-Optimizer's MXFP4.
 WRITTEN = tuple(form for format in FORMATS for form in CONTAINERS if form.format == format and form != MODELOPT_MXFP4)
@@ -538,7 +540,7 @@ def config_findings(
     used, form = LOADED[container].format, LOADED[container].form
     declared, nested = quantization_config(config), hf_quant_config or {}
     if form is not None:
-        row, method = _DECLARATIONS[used], str(declared.get("quant_method", ""))
+        row, method = DECLARATIONS[used], str(declared.get("quant_method", ""))
         fits = method.lower().startswith("modelopt") if used == "modelopt" else method == row.method
         if row.method and not fits:
             text = f"quantization_config.quant_method is {method!r}; {row.method!r} is needed"

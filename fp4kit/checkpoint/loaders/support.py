@@ -325,7 +325,8 @@ def refusal(format: str, kind: str, family: str) -> str | None:
     if target is None:
         holds = ", ".join(dict.fromkeys(each.kind for each in LOADED.values() if each.format == format and each.kind))
         return f"--format {format} holds {holds} only, no {kind}; {_way_out(kind, family)}"
-    if target.kind is None or engines_for(target.id, family):
+    is_observed = any(id == target.id for id, _, _ in _CELLS)  # otherwise the container has no engine at all
+    if target.kind is None or not is_observed or engines_for(target.id, family):
         return None
     notes = ((engine, cell(target.id, family, engine).note) for engine in SERVING)
     why = [f"{engine} {VERSIONS[engine]}: {note}" for engine, note in notes if note]

@@ -167,3 +167,8 @@ def test_container() -> None:
     assert loaded_container("compressed-tensors", "mxfp8") is LOADED["compressed-tensors mxfp8-quantized"]
     assert {loaded_container("bf16", kind) for kind in KINDS} == {LOADED["bf16"]}
     assert loaded_container("gpt-oss", "nvfp4") is None and loaded_container("sglang-mxfp8", "mxfp4") is None
+
+
+def test_a_container_that_no_engine_was_seen_to_load_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_CELLS", {})
+    assert support.refusal("sglang-mxfp8", "mxfp8", "dense") is None

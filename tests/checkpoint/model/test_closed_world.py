@@ -334,6 +334,15 @@ def test_group_sizes_of_mixed_checkpoints(names: list[str], accepted: list[int |
         assert [item.group != REFUSED for item in items] == [True, size in accepted], size
 
 
+def test_group_sizes_of_schemes() -> None:
+    """A scheme of weights may leave the size of blocks open: null, -1 and 0 stand for any."""
+    weights = {LAYER: Weight(LAYER, LAYER, (64, 64), container("compressed-tensors nvfp4-pack-quantized"), {})}
+    for size in (None, -1, 0, 16, 8, 32):
+        groups = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": size}}}
+        (item,) = config_items({"quantization_config": {"config_groups": groups}}, weights)
+        assert (item.group != REFUSED) == (size not in (8, 32)), size
+
+
 @pytest.mark.parametrize(
     "targets", [["Linear"], ["FusedMoE"], ["re:.*proj"], ["model.layers"], ["re:.*(mlp|k_proj)", "re:.*[qvo]_proj"]]
 )
