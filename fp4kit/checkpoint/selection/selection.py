@@ -311,10 +311,6 @@ def _adapter(tensor: Candidate) -> str | None:
     return f"adapter ({found.kind}), which stays in 16 bits" if found else None
 
 
-def _not_a_weight(tensor: Candidate) -> str | None:
-    return None if tensor.is_weight else "not a weight"
-
-
 def _rank(tensor: Candidate) -> str | None:
     rank = len(tensor.shape)
     if rank == 2 or tensor.is_stack:
@@ -331,15 +327,6 @@ def _diffusers(tensor: Candidate) -> str | None:
         return f"outside the blocks of {name}"
     modulates = parts[2].startswith("norm") or parts[2] in _MODULATION
     return f"modulation ({parts[2]})" if modulates else None
-
-
-def _tower(tensor: Candidate) -> str | None:
-    prefix = tensor.up_to("tower")
-    return f"vision or audio tower ({prefix})" if prefix else None
-
-
-def _mtp(tensor: Candidate) -> str | None:
-    return f"multi-token prediction ({tensor.mtp_prefix})" if tensor.mtp_prefix else None
 
 
 def _head(tensor: Candidate) -> str | None:
@@ -374,10 +361,6 @@ def _embedding_layer(tensor: Candidate) -> str | None:
     return f"layer of an embedding ({part})" if within else None
 
 
-def _router(tensor: Candidate) -> str | None:
-    return "MoE router" if "router" in tensor.roles or "gate" in tensor.parts[-2:] else None
-
-
 def _draft_input(tensor: Candidate) -> str | None:
     leaf = tensor.parts[-1]
     joins = leaf in _DRAFT_INPUTS or ("mtp" in tensor.roles and leaf in ("fc", "input_proj"))
@@ -393,10 +376,6 @@ def _sensitive(tensor: Candidate) -> str | None:
     elif leaf not in ("weights_proj", "x_proj", "dt_proj"):
         return None
     return f"engines read it unquantized ({leaf})"
-
-
-def _ggml(tensor: Candidate) -> str | None:
-    return unquantized_reason(tensor.name) if tensor.model.is_gguf else None
 
 
 def _conv1d(tensor: Candidate) -> str | None:
@@ -426,10 +405,6 @@ def _dtype(tensor: Candidate) -> str | None:
     return f"dtype {tensor.dtype} is not one of {', '.join(FLOAT_DTYPES)}" if plain else None
 
 
-def _empty(tensor: Candidate) -> str | None:
-    return "has no elements" if 0 in tensor.shape else None
-
-
 @dataclass(frozen=True)
 class Rule:
     """A selection rule, and its consequences for the tensors that it leaves unquantized.
@@ -448,26 +423,30 @@ class Rule:
     prefix: Callable[[Candidate], str | None] | None = None
 
 
+def _module_rule(what: str, prefix: Callable[[Candidate], str | None]) -> Rule:
+    return Rule(lambda tensor: f"{what} ({prefix(tensor)})" if prefix(tensor) else None, True, prefix)
+
+
 FIRST_RULES = (  # tested before --keep-first and --keep-last
     Rule(_adapter, False),
     Rule(_other_stack, True),
-    Rule(_not_a_weight, False),
+    Rule(lambda tensor: None if tensor.is_weight else "not a weight", False),
     Rule(_rank, False),
     Rule(_diffusers, True),
-    Rule(_tower, True, lambda tensor: tensor.up_to("tower")),
-    Rule(_mtp, True, lambda tensor: tensor.mtp_prefix),
+    _module_rule("vision or audio tower", lambda tensor: tensor.up_to("tower")),
+    _module_rule("multi-token prediction", lambda tensor: tensor.mtp_prefix),
 )
 RULES = (  # tested after --keep-first and --keep-last
-    Rule(_router, True),
+    Rule(lambda tensor: "MoE router" if "router" in tensor.roles or "gate" in tensor.parts[-2:] else None, True),
     Rule(_head, True),
     Rule(_embedding_layer, True),
     Rule(_embedding, False),
     Rule(_draft_input, True),
     Rule(_sensitive, True),
-    Rule(_ggml, True),
+    Rule(lambda tensor: unquantized_reason(tensor.name) if tensor.model.is_gguf else None, True),
     Rule(_conv1d, True),
     Rule(_dtype, True),
-    Rule(_empty, True),
+    Rule(lambda tensor: "has no elements" if 0 in tensor.shape else None, True),
 )
 
 

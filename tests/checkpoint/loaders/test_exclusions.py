@@ -218,6 +218,30 @@ def test_names_that_an_engine_looks_up() -> None:
     assert set(transformers.lookups(modules)) == {name for name in modules if not name.startswith(EXPERTS)}
 
 
+@together(
+    "container, engine, module, pattern, excluded",
+    [
+        ("modelopt NVFP4", "vLLM", "model.layers.10.mlp.down_proj", LAYER, True),
+        ("modelopt NVFP4", "SGLang", f"{MLP}.down_proj", "mlp", True),
+        ("compressed-tensors FP8", "vLLM", EXPERTS, EXPERTS, False),
+        ("compressed-tensors FP8", "SGLang", EXPERTS, EXPERTS, False),
+        ("compressed-tensors FP8", "compressed-tensors", EXPERTS, EXPERTS, True),
+        ("compressed-tensors FP8", "transformers", EXPERTS, "Linear", True),
+        ("fp8 128x128", "vLLM", f"{MLP}.down_proj", "mlp", False),
+        ("fp8 128x128", "SGLang", "visual.blocks.0.fc", "model.visual", True),
+        ("fp8 128x128", "transformers", f"{MLP}.down_proj", "down_proj", True),
+        ("sglang-mxfp8", "SGLang", "visual.blocks.0.fc", "model.visual", True),
+        ("sglang-mxfp8", "transformers", f"{MLP}.down_proj", "down_proj", True),
+        ("gpt-oss", "vLLM", EXPERTS, EXPERTS, False),
+        ("gpt-oss", "transformers", EXPERTS, EXPERTS, True),
+        ("deepseek-v4", "vLLM", EXPERTS, f"{EXPERTS}.0.w1", True),
+    ],
+)
+def test_how_a_reader_reads_a_list(container: str, engine: str, module: str, pattern: str, excluded: bool) -> None:
+    (reader,) = (one for one in m.READERS[container] if one.engine == engine)
+    assert reader.excluded(module, [pattern]) is excluded
+
+
 def test_every_container_has_its_readers() -> None:
     assert set(m.READERS) == set(LOADED)
 

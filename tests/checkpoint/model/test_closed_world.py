@@ -60,6 +60,9 @@ class Sound:
         self.values = decoded(root / "sound", root / "decoded")
 
 
+Make = Callable[[str, str], Sound]  # makes the sound checkpoint of a recipe and format
+
+
 def decoded(model: Path, to: Path, **options: Any) -> Loaded:
     """Decode a model to bfloat16 with convert, write it to the directory `to`, and return its tensors."""
     convert(model, to, format="bf16", **options)
@@ -83,7 +86,7 @@ def write(root: Path, tensors: Loaded, config: dict[str, Any], metadata: dict[st
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Sound]:
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Return a function that makes the sound checkpoint of a recipe and format, once per module."""
     made: dict[tuple[str, str], Sound] = {}
 
@@ -147,7 +150,7 @@ def change(sound: Sound, rng: np.random.Generator) -> tuple[str, Loaded, dict[st
 @pytest.mark.parametrize("seed", [*range(8), *exhaustive(range(8, 24))])
 @pytest.mark.parametrize(("recipe", "form"), SOUND)
 def test_a_change_is_refused_or_does_not_change_values(
-    recipe: str, form: str, seed: int, sound: Callable[[str, str], Sound], tmp_path: Path
+    recipe: str, form: str, seed: int, sound: Make, tmp_path: Path
 ) -> None:
     """After a change, convert refuses with a message, or decodes the values of the sound checkpoint, or warns."""
     start = sound(recipe, form)
@@ -169,7 +172,7 @@ def test_a_change_is_refused_or_does_not_change_values(
 @pytest.mark.parametrize("is_half", [False, True])
 @pytest.mark.parametrize(("recipe", "form"), SOUND)
 def test_block_scales_that_became_16_bit_floats_are_refused(
-    recipe: str, form: str, is_half: bool, dtype: str, sound: Callable[[str, str], Sound], tmp_path: Path
+    recipe: str, form: str, is_half: bool, dtype: str, sound: Make, tmp_path: Path
 ) -> None:
     """Scales of 8 bits that were cast to 16 bits, or whose bytes were viewed as 16 bits, are refused by name."""
     start = sound(recipe, form)
@@ -194,9 +197,7 @@ def test_block_scales_that_became_16_bit_floats_are_refused(
         (".bias_2", "not known beside"),
     ],
 )
-def test_every_command_refuses_an_unknown_tensor_by_name(
-    suffix: str, text: str, sound: Callable[[str, str], Sound], tmp_path: Path
-) -> None:
+def test_every_command_refuses_an_unknown_tensor_by_name(suffix: str, text: str, sound: Make, tmp_path: Path) -> None:
     start = sound("nvfp4-modelopt", "modelopt")
     tensors = {**start.tensors, LAYER + suffix: ("F32", (4,), np.ones(4, np.float32).tobytes())}
     model = write(tmp_path / "m", tensors, start.config, start.metadata)
@@ -217,7 +218,7 @@ def test_every_command_refuses_an_unknown_tensor_by_name(
     assert inspect_checkpoint(model).unrecognised == (LAYER + suffix,)
 
 
-def test_scales_of_inputs_are_few_floats(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+def test_scales_of_inputs_are_few_floats(sound: Make, tmp_path: Path) -> None:
     start = sound("mxfp8-modelopt", "modelopt")
     for i, (dtype, shape) in enumerate((("F32", ()), ("BF16", (1,)), ("U8", (4,)), ("F32", (2, 2)))):
         data = bytes({"F32": 4, "BF16": 2, "U8": 1}[dtype] * int(np.prod(shape)))
@@ -236,7 +237,7 @@ def test_scales_of_inputs_are_few_floats(sound: Callable[[str, str], Sound], tmp
             make_plan(write(tmp_path / name, tensors, start.config, start.metadata), format="bf16")
 
 
-def test_ignore_insists_and_is_recorded(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+def test_ignore_insists_and_is_recorded(sound: Make, tmp_path: Path) -> None:
     """--ignore leaves out an unknown tensor and an unknown config key, and the manifest records the patterns.
 
     A pattern that matches nothing that would be rejected is an error.
@@ -308,7 +309,7 @@ CONFIG_KEYS: dict[str, list[tuple[str, Any, str]]] = {
 
 
 @pytest.mark.parametrize(("form", "case"), [(form, case) for form, cases in CONFIG_KEYS.items() for case in cases])
-def test_config_keys(form: str, case: tuple[str, Any, str], sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+def test_config_keys(form: str, case: tuple[str, Any, str], sound: Make, tmp_path: Path) -> None:
     """An entry that contradicts the tensors is refused by name, in quantization_config and (/) elsewhere."""
     start, (key, value, text) = sound(f"nvfp4-{form}", form), case
     config = json.loads(json.dumps(start.config))
@@ -346,7 +347,7 @@ def test_group_sizes_of_schemes() -> None:
 @pytest.mark.parametrize(
     "targets", [["Linear"], ["FusedMoE"], ["re:.*proj"], ["model.layers"], ["re:.*(mlp|k_proj)", "re:.*[qvo]_proj"]]
 )
-def test_targets_that_name_all_layers(targets: list[str], sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+def test_targets_that_name_all_layers(targets: list[str], sound: Make, tmp_path: Path) -> None:
     """Targets that cover every layer are accepted: classes, patterns of names, and parents of the layers."""
     start = sound("nvfp4-compressed-tensors", "compressed-tensors")
     config = json.loads(json.dumps(start.config))
@@ -385,9 +386,7 @@ AUTO_ROUND = {"bits": 4, "data_type": "mx_fp", "group_size": 32, "packing_format
         ({"quant_method": "auto-round", **AUTO_ROUND, "extra_config": {LAYER: 5}}, f"has {LAYER} as 5 in extra_config"),
     ],
 )
-def test_configs_of_quark_and_auto_round(
-    declared: dict[str, Any], text: str, sound: Callable[[str, str], Sound], tmp_path: Path
-) -> None:
+def test_configs_of_quark_and_auto_round(declared: dict[str, Any], text: str, sound: Make, tmp_path: Path) -> None:
     """A config of Quark or auto-round is rejected if it declares bits, types or blocks that the tensors do not have.
 
     text: a part of the error, or "" if the config is valid.
@@ -403,7 +402,7 @@ def test_configs_of_quark_and_auto_round(
         make_plan(model, format="bf16")
 
 
-def test_a_declaration_in_a_nested_config(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+def test_a_declaration_in_a_nested_config(sound: Make, tmp_path: Path) -> None:
     """The quantization may be declared in llm_config or hf_quant_config.json instead of quantization_config.
 
     verify then finds no error, and convert removes the declaration when it decodes the model.
@@ -435,7 +434,7 @@ def test_a_declaration_in_a_nested_config(sound: Callable[[str, str], Sound], tm
     assert not [issue for issue in verify(old).issues if issue.severity == "error"]
 
 
-def test_factors_per_column_that_are_declared_but_missing(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+def test_factors_per_column_that_are_declared_but_missing(sound: Make, tmp_path: Path) -> None:
     start = sound("nvfp4-modelopt", "modelopt")
     config = json.loads(json.dumps(start.config))
     config["quantization_config"]["quant_algo"] = "NVFP4_AWQ"
@@ -513,7 +512,7 @@ def test_tensors_of_adapters(name: str, tmp_path: Path) -> None:
         "model.online_rotation.weight",
     ],
 )
-def test_tensors_that_may_transform_weights(name: str, sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+def test_tensors_that_may_transform_weights(name: str, sound: Make, tmp_path: Path) -> None:
     """Rotations and factors that lie under no layer are refused in a quantized model."""
     start = sound("nvfp4-modelopt", "modelopt")
     tensors = {**start.tensors, name: ("F32", (4,), bytes(16))}
@@ -521,7 +520,7 @@ def test_tensors_that_may_transform_weights(name: str, sound: Callable[[str, str
         make_plan(write(tmp_path / "m", tensors, start.config, start.metadata), format="bf16")
 
 
-def test_mlx_config_that_contradicts_its_tensors(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+def test_mlx_config_that_contradicts_its_tensors(sound: Make, tmp_path: Path) -> None:
     start = sound("mxfp4-mlx-cpu", "mlx")
     for number, (key, value) in enumerate((("mode", "nvfp4"), ("bits", 8), ("group_size", 16))):
         config = json.loads(json.dumps(start.config))
@@ -530,7 +529,7 @@ def test_mlx_config_that_contradicts_its_tensors(sound: Callable[[str, str], Sou
             make_plan(write(tmp_path / str(number), start.tensors, config, start.metadata), format="bf16")
 
 
-def test_the_three_groups(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+def test_the_three_groups(sound: Make, tmp_path: Path) -> None:
     """inspect_checkpoint refuses no item of a valid checkpoint: it understands it, or carries it over unread.
 
     Biases and scales of key-value caches are carried.
@@ -549,7 +548,7 @@ def test_the_three_groups(sound: Callable[[str, str], Sound], tmp_path: Path) ->
     assert {item.group for item in found.values()} == {UNDERSTOOD, CARRIED} and REFUSED not in found
 
 
-def test_scales_of_activations_are_not_decoded(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+def test_scales_of_activations_are_not_decoded(sound: Make, tmp_path: Path) -> None:
     """Scales of inputs and outputs that lie beside a layer are not copied into a decoded model."""
     start = sound("nvfp4-modelopt", "modelopt")
     one = ("F32", (1,), np.ones(1, np.float32).tobytes())
@@ -558,7 +557,7 @@ def test_scales_of_activations_are_not_decoded(sound: Callable[[str, str], Sound
     assert decoded(model, tmp_path / "out") == start.values
 
 
-def test_a_missing_scale_is_named(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+def test_a_missing_scale_is_named(sound: Make, tmp_path: Path) -> None:
     start = sound("nvfp4-modelopt", "modelopt")
     tensors = {name: tensor for name, tensor in start.tensors.items() if name != f"{LAYER}.weight_scale_2"}
     with refused(f"modelopt NVFP4, but {LAYER}.weight_scale_2 is missing"):
@@ -566,7 +565,7 @@ def test_a_missing_scale_is_named(sound: Callable[[str, str], Sound], tmp_path: 
 
 
 @pytest.mark.parametrize("dtype", ["F8_E8M0", "U8", "F4", "I8"])
-def test_dtypes_of_the_same_bytes_are_read(dtype: str, sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+def test_dtypes_of_the_same_bytes_are_read(dtype: str, sound: Make, tmp_path: Path) -> None:
     """Tensors may be stored with dtypes of equal bytes: scales as F8_E8M0 or U8, codes as I8 or F4.
 
     They decode to the same values. The shape of F4 counts elements, not bytes.
@@ -595,7 +594,7 @@ def test_dtypes_of_the_same_bytes_are_read(dtype: str, sound: Callable[[str, str
     ],
 )
 def test_exponents_are_no_codes_and_no_e4m3_scales(
-    recipe: str, form: str, part: str, sound: Callable[[str, str], Sound], tmp_path: Path
+    recipe: str, form: str, part: str, sound: Make, tmp_path: Path
 ) -> None:
     """The dtype F8_E8M0 is accepted for E8M0 scales only, because no tool stores codes or other scales under it."""
     start = sound(recipe, form)
