@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from fp4kit.checkpoint.containers.configs import FORMATS, KINDS, LOADED, MIXTURES, LoaderContainer, loaded_container
+from fp4kit.checkpoint.containers.configs import FORMATS, KINDS, LOADED, MIXTURES, loaded_container
 from fp4kit.checkpoint.containers.engines import SERVING, VERSIONS, Finding, How, Status, finding, named
 
 SPLIT_EXPERTS = "the engine reads these experts only as stacks, and leaves separate experts at random values"
@@ -203,24 +203,13 @@ FAMILIES = ("dense", "llama", "moe", STACKED_MOE, LLAMA4, "granite_moe", "gpt_os
 # model_type -> family, for models whose experts transformers reads only as stacks. fp4kit copies the stacks of
 # "granite_moe" models unquantized.
 _FAMILY_OF_STACKS = {
-    "llama4": LLAMA4,
-    "llama4_text": LLAMA4,
-    "qwen3_vl_moe": STACKED_MOE,
-    "qwen3_vl_moe_text": STACKED_MOE,
-    "granitemoe": "granite_moe",
-    "granitemoeshared": "granite_moe",
-    "granitemoehybrid": "granite_moe",
-    "aria": "granite_moe",
-    "aria_text": "granite_moe",
+    **dict.fromkeys(("llama4", "llama4_text"), LLAMA4),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text"), STACKED_MOE),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid", "aria", "aria_text"), "granite_moe"),
 }
 _FAMILY_OF = {
-    "gpt_oss": "gpt_oss",
-    "deepseek_v4": "deepseek_v4",
-    "deepseek_v2": "deepseek_v3",
-    "deepseek_v3": "deepseek_v3",
-    "deepseek_v32": "deepseek_v3",
-    "kimi_k2": "deepseek_v3",
-    "llama": "llama",
+    **{name: name for name in ("gpt_oss", "deepseek_v4", "llama")},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), "deepseek_v3"),
 }
 _FAMILY_OF_CLASS = {"GptOss": "gpt_oss", "DeepseekV4": "deepseek_v4", "DeepseekV": "deepseek_v3", "LlamaFor": "llama"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -243,17 +232,12 @@ class Cell:
 _UNKNOWN = Cell("unknown")
 
 
-def _cells() -> dict[tuple[str, str, str], Cell]:
-    """Return the observations in ``observations.RUNS`` as a dict: (container, family, engine) -> Cell."""
-    table: dict[tuple[str, str, str], Cell] = {}
-    for containers, families, engine, status, how, note in RUNS:
-        for container_id in containers:
-            for family in FAMILIES if families == "all" else families.split():
-                table[container_id, family, engine] = Cell(status, how, note)
-    return table
-
-
-_CELLS = _cells()
+_CELLS = {
+    (container_id, family, engine): Cell(status, how, note)
+    for containers, families, engine, status, how, note in RUNS
+    for container_id in containers
+    for family in (FAMILIES if families == "all" else families.split())
+}
 
 
 def cell(container_id: str, family: str, engine: str) -> Cell:
@@ -281,38 +265,24 @@ def _rank(container_id: str, family: str) -> tuple[int, int, int]:
     return len(loads), -sum(each.status == "wrong values" for each in cells), sum(each.how == "run" for each in loads)
 
 
-def _candidates(kind: str) -> list[LoaderContainer]:
-    """Return the containers that can store recipes of ``kind``, one per format except bf16, in the order of FORMATS."""
-    found = (loaded_container(format, kind) for format in FORMATS if format != "bf16")
-    return [each for each in found if each is not None]
-
-
 def best_format(kind: str, family: str) -> str | None:
     """Return the format that most serving engines load for recipes of ``kind`` and a model of ``family``."""
     if kind not in KINDS:
         raise ValueError(f"best_format: recipe kind {kind!r}; one of {', '.join(KINDS)} is needed")
-    best = max(_candidates(kind), key=lambda each: _rank(each.id, family))
+    found = (loaded_container(format, kind) for format in FORMATS if format != "bf16")
+    best = max((each for each in found if each is not None), key=lambda each: _rank(each.id, family))
     return best.format if engines_for(best.id, family) else None
 
 
 def _way_out(kind: str, family: str) -> str:
-    """Return advice for an error message: a format that engines load for ``family``, with the names of these
-    engines.
-    """
+    """Return advice for an error message: a format that engines load for ``family``, and these engines."""
     for other in (kind, *(each for each in KINDS if each != kind)):
         best = best_format(other, family)
-        if best is not None:
-            engines = named(engines_for(_stored(best, other).id, family))
+        if best is not None and (stored := loaded_container(best, other)):
+            engines = named(engines_for(stored.id, family))
             recipe = "" if other == kind else f"an {other} recipe and "
             return f"use {recipe}--format {best} ({engines})"
     return "use --format bf16"
-
-
-def _stored(format: str, kind: str) -> LoaderContainer:
-    """Return the container in which ``format`` stores recipes of ``kind``. The format must be able to store them."""
-    found = loaded_container(format, kind)
-    assert found is not None
-    return found
 
 
 def refusal(format: str, kind: str, family: str) -> str | None:
@@ -382,13 +352,10 @@ def family_of(config: Mapping[str, Any]) -> str:
     text = config.get("text_config")
     if isinstance(text, Mapping) or "vision_config" in config:
         return "vlm"
-    family = _FAMILY_OF.get(str(config.get("model_type", "")))
-    if family is None:
-        listed = config.get("architectures")
-        names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-        family = next(
-            (_FAMILY_OF_CLASS[start] for start in _FAMILY_OF_CLASS for name in names if name.startswith(start)), None
-        )
+    listed = config.get("architectures")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    of_class = (family for start, family in _FAMILY_OF_CLASS.items() if any(name.startswith(start) for name in names))
+    family = _FAMILY_OF.get(str(config.get("model_type", ""))) or next(of_class, None)
     if family is not None:
         return family
     counts = (config.get(key) for key in _EXPERTS)
