@@ -419,10 +419,10 @@ def _fault(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> 
         return f"its tensors have the shapes {shapes}"
     if any(array.dtype != _DTYPES[key] for key, array in arrays.items()):
         return "its tensors have other dtypes"
-    return next((fault for fault in _wrong_values(arrays, facts["histogram"]) if fault), "")
+    return str(next(filter(None, _wrong_values(arrays, facts["histogram"])), ""))
 
 
-def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> Iterator[str | bool]:
+def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> Iterator[Any]:
     """Yield a description of each impossible value in the arrays of a file, and False or "" for other rules."""
     amax, tokens, bins = arrays["amax"], arrays["tokens"], arrays["bins"]
     yield not (np.isfinite(amax) & ~np.signbit(amax)).all() and "an amax is negative, NaN or infinite"

@@ -62,7 +62,7 @@ class Panel:
         if self.rows:
             lines += _aligned((self.columns, *self.rows))
         if self.bars:
-            bars = []
+            bars: list[Row] = []
             for label, count, total, length in self._bars():
                 eighths = max(round(8 * _BAR * length), 1) if count else 0
                 bar = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()

@@ -343,8 +343,8 @@ def table_of(plan: QatPlan) -> str:
         shared = f"; shares the amax of {_NUMBER.sub('*', row.group)}" if row.group else ""
         shape = " x ".join(map(str, row.shape)) or "1"
         lines["yes" if row.quantized else "no", _NUMBER.sub("*", row.name), shape, f"{row.reason}{shared}"] += 1
-    cells = [("", "count", "parameter", "shape", "reason")]
-    cells += [(quantized, str(count), *line) for (quantized, *line), count in lines.items()]
+    cells: list[tuple[str, ...]] = [("", "count", "parameter", "shape", "reason")]
+    cells += [(line[0], str(count), *line[1:]) for line, count in lines.items()]
     widths = [*(max(len(line[i]) for line in cells) for i in range(4)), 0]
     text = [" ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
     return "\n".join([head, *text, *[_FLOAT32] * plan.warns_of_float32])

@@ -17,18 +17,6 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
-__all__ = [
-    "as_array",
-    "as_arrays",
-    "cupy",
-    "device_name",
-    "import_arrays",
-    "is_array",
-    "making_current",
-    "on_device",
-    "to_host",
-]
-
 T = TypeVar("T")
 _DEVICE_NAMES = {
     **dict.fromkeys((1, 3, 11), "cpu"),  # kDLCPU, kDLCUDAHost and kDLROCMHost (page-locked host memory)

@@ -132,7 +132,9 @@ _RECIPES = ("weights", "activations", "kv_cache")
 def _recipe_data(r: Recipe) -> dict[str, Any]:
     """Return a recipe as JSON data, from which _recipe_from makes the recipe again."""
     if not is_listed(r):
-        return dict(serialization.as_data(r))
+        data = serialization.as_data(r)
+        assert isinstance(data, dict)
+        return data
     versions = {} if r.versions is None else {"versions": list(r.versions)}
     return {"id": r.id, **versions, "facts": _facts(r)}
 

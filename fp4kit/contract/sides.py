@@ -16,7 +16,7 @@ import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.contract.schema import Contract
-from fp4kit.formats import FLT_MAX, FLT_MIN, ElementFormat, bit_patterns
+from fp4kit.formats import FLT_MAX, FLT_MIN, bit_patterns
 from fp4kit.layouts import padded_shape, swizzle_scales, unswizzle_scales
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.ops.amax import amax as plain_amax
@@ -516,7 +516,8 @@ def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> di
         name = "scaled element" if step.name in _QUOTIENTS else step.name
         if spread is not None and (name not in found or name == "code"):
             format = step.result.dtype.name if step.format is None else step.format.name
-            found[name] = _RecordedStep(_bits(spread), format, _numbers(spread, step.format))
+            numbers = spread if step.format is None else step.format.values[spread.astype(np.int64)]
+            found[name] = _RecordedStep(_bits(spread), format, np.asarray(numbers, np.float64))
     return found
 
 
@@ -543,11 +544,6 @@ def _bits(values: np.ndarray) -> np.ndarray:
     return bit_patterns(np.where(np.isnan(values), np.full_like(values, np.nan), values))
 
 
-def _numbers(values: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
-    """Return the numbers that a recorded result stands for, as float64, in the shape of ``values``."""
-    return np.asarray(values if fmt is None else fmt.values[values.astype(np.int64)], np.float64)
-
-
 def _differing(
     a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], affected: np.ndarray
 ) -> Iterator[tuple[int, StepName, str, np.ndarray]]:
@@ -555,7 +551,8 @@ def _differing(
     left = affected.copy()
     leads_to = {step: _differs(a, b, names) for step, names in _ENDS.items()}
     for order, step in enumerate(_ORDER):
-        names = [name for name in a if name in b and _step(name) == step]
+        of_step = [[name for name in one if _step(name) == step] for one in (a, b)]
+        names = [name for name in of_step[0] if name in b]
         for name in names:
             differs = _differs(a, b, (name,))
             end = leads_to.get(step)
@@ -568,17 +565,10 @@ def _differing(
                 differs &= ~ties
             if differs.any():
                 yield order, step, name, differs
-        only = next((name for name in (*a, *b) if _step(name) == step and not names and _is_missing(step, a, b)), None)
-        if only is not None and left.any():
-            yield order, step, only, left
+        of_one_side = bool(of_step[0]) != bool(of_step[1])
+        if step in ("tensor scale", "block scale") and of_one_side and left.any():
+            yield order, step, (of_step[0] + of_step[1])[0], left
             return
-
-
-def _is_missing(step: str, a: dict[str, _RecordedStep], b: dict[str, _RecordedStep]) -> bool:
-    """Return whether one side recorded results of a step and the other side recorded none."""
-    if step not in ("tensor scale", "block scale"):
-        return False
-    return any(_step(name) == step for name in a) != any(_step(name) == step for name in b)
 
 
 def _differs(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], names: tuple[str, ...]) -> Any:

@@ -69,7 +69,7 @@ class FakeQuantSettings:
                 "one row; leave block_size out"
             )
         try:
-            size = operator.index(self.block_size)  # type: ignore[arg-type]
+            size = operator.index(self.block_size)
         except TypeError:
             size = 0
         if size < 1 or size % 2:

@@ -118,9 +118,8 @@ def test_the_difference_of_every_setting_is_said_in_words():
     assert "shared_amax: only the first has (gate_proj up_proj), (k_proj q_proj v_proj)" in str(found)
     unsure = empty.diff(Contract(unknown=("unit", "activations")))
     assert unsure.differences == () and not unsure.equal
-    assert unsure.uncertain == tuple(
-        f"{name}: unknown in the second contract; the other says none" for name in ("activations", "unit")
-    )
+    said = "unknown in the second contract; the other says none"
+    assert unsure.uncertain == (f"activations: {said}", f"unit: {said}")
     with pytest.raises(TypeError, match="other is a str; needs a Contract"):
         empty.diff("nvfp4")
 
@@ -150,34 +149,18 @@ def test_recipes_that_decode_differently_are_told_apart():
     assert line.endswith("equal arithmetic under two names")
     (line,) = Contract(unit="sm90").diff(Contract(unit=replace(fp4kit.unit("sm90"), promote=128))).differences
     assert line == "unit: sm90 with other values of promote"
-    (line,) = (
-        Contract(patterns=[("a", None), ("b", None)]).diff(Contract(patterns=[("b", None), ("a", None)])).differences
-    )
-    assert line == "patterns: other order"
+    one, other = (Contract(patterns=[(name, None) for name in names]) for names in ("ab", "ba"))
+    assert one.diff(other).differences == ("patterns: other order",)
 
 
 def test_layers_get_recipes_and_groups():
-    layers = [
-        "mlp.gate_proj",
-        "mlp.up_proj",
-        "mlp.down_proj",
-        "mlp.experts.0.up_proj",
-        "x.up_proj",
-        "lm_head",
-        "q_proj",
-    ]
-    assert [FULL.recipe_of(layer) and FULL.recipe_of(layer).id for layer in layers] == [
-        *["nvfp4-te"] * 3,
-        "mxfp4-ocp",
-        "nvfp4-te",
-        None,
-        "nvfp4-te",
-    ]
-    assert FULL.recipe_of("mlp.router") is None
-    assert [FULL.group_of(layer, layers) for layer in layers[:5]] == [
-        *[("mlp.gate_proj", "mlp.up_proj")] * 2,
-        *[(layer,) for layer in layers[2:5]],
-    ]
+    pair, alone = ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj", "mlp.experts.0.up_proj", "x.up_proj")
+    layers = [*pair, *alone, "lm_head", "q_proj"]
+    ids = {layer: FULL.recipe_of(layer) and FULL.recipe_of(layer).id for layer in (*layers, "mlp.router")}
+    others = {"mlp.experts.0.up_proj": "mxfp4-ocp", "lm_head": None, "mlp.router": None}
+    assert ids == dict.fromkeys(layers, "nvfp4-te") | others
+    assert [FULL.group_of(layer, layers) for layer in pair] == [pair, pair]
+    assert [FULL.group_of(layer, layers) for layer in alone] == [(layer,) for layer in alone]
     assert FULL.group_of("q_proj", ["q_proj", "v_proj", "a.k_proj"]) == ("q_proj", "v_proj")
     mixtral = Contract("nvfp4-te", shared_amax=(("w1", "w3"),))
     experts = [f"a.experts.0.{leaf}" for leaf in ("gate_proj", "down_proj", "up_proj")]

@@ -278,9 +278,8 @@ def test_save_and_load(shape, separator, stacked, tmp_path):
     else:
         assert file[f"{FC1}{separator}11._amax"].shape == shape and len(file) == len(values)
     first = (tmp_path / "a.safetensors").read_bytes()
-    AmaxState(dict(reversed(state.named.items()))).save(
-        tmp_path / "a.safetensors", separator=separator, stacked=stacked
-    )
+    backwards = AmaxState(dict(reversed(state.named.items())))
+    backwards.save(tmp_path / "a.safetensors", separator=separator, stacked=stacked)
     assert (tmp_path / "a.safetensors").read_bytes() == first
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
@@ -292,11 +291,8 @@ def test_experts_that_model_optimizer_saved(kind, golden, tmp_path):
     They are one key per expert, and a flat vector of all experts.
     """
     prefix = f"experts_state/{kind}/"
-    recorded = {
-        k.removeprefix(prefix): golden.get("modelopt_fake", k)
-        for k in golden.keys("modelopt_fake")
-        if k.startswith(prefix)
-    }
+    keys = [key for key in golden.keys("modelopt_fake") if key.startswith(prefix)]
+    recorded = {key.removeprefix(prefix): golden.get("modelopt_fake", key) for key in keys}
     gathered = recorded.pop("gathered_fp32", None)
     assert len(recorded) == 4
     save_file({f"m.{key}": value for key, value in recorded.items()}, tmp_path / "a")
@@ -474,9 +470,7 @@ def test_fit():
         ({f"{BASE}.0": (2,), f"{BASE}.1": (), QKV: (2, 1)}, f"{BASE}.0._amax has shape (); needs (2,)"),
         ({f"{BASE}.0": (), f"{BASE}_0": ()}, "occurs with both separators"),
     ):
-        with pytest.raises(
-            ValueError, match=re.escape(f"fit: {message}") if "separators" not in message else re.escape(message)
-        ):
+        with pytest.raises(ValueError, match=f"^fit: .*{re.escape(message)}"):
             state.fit(shapes)
 
 

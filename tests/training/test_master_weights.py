@@ -117,6 +117,10 @@ def test_columnwise_and_plans(size) -> None:
     run_threads(size, work)
 
 
+def plan_of_one() -> MasterWeightsPlan:
+    return MasterWeightsPlan([Shard(np.ones(16, np.float32), (1, 16))], SingleProcess())
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -127,16 +131,8 @@ def test_columnwise_and_plans(size) -> None:
         (lambda: cast((0, 16, 16), scale_layout="tiled"), "cast_master_weights: scale_layout is 'tiled'; needs one of"),
         (lambda: cast((0, 16, 16), columnwise=True, scale_layout="swizzled_8x4"), "scale_layout is 'swizzled_8x4'"),
         (lambda: cast((0, 16, 16), columnwise=True), "the other axis has length 1; needs a multiple of 16"),
-        (
-            lambda: MasterWeightsPlan([Shard(np.ones(16, np.float32), (1, 16))], SingleProcess()).refresh([]),
-            "array 0 of 0 has another",
-        ),
-        (
-            lambda: MasterWeightsPlan([Shard(np.ones(16, np.float32), (1, 16))], SingleProcess()).refresh(
-                [np.ones(16)]
-            ),
-            "array 0 of 1 has another dtype, length or device than before",
-        ),
+        (lambda: plan_of_one().refresh([]), "array 0 of 0 has another"),
+        (lambda: plan_of_one().refresh([np.ones(16)]), "array 0 of 1 has another dtype, length or device than before"),
     ],
 )
 def test_errors(call, message) -> None:
@@ -150,18 +146,19 @@ def cast(cut: tuple[int, int, int], **options) -> None:
 
 
 VARIANT = replace(fp4kit.recipe("nvfp4-te-2d"), scale_max=256)  # has the id of another recipe
-DIFFERENT = {  # maps a case to the dtypes and recipes of two processes
-    "dtypes": ((np.float32, ml_dtypes.bfloat16), ("nvfp4-te-2d", "nvfp4-te-2d")),
-    "dtypes of 16 bits": ((np.float16, ml_dtypes.bfloat16), ("nvfp4-te-2d", "nvfp4-te-2d")),
-    "recipes": ((np.float32, np.float32), ("nvfp4-te-2d", "nvfp4-te")),
-    "variants of one id": ((np.float32, np.float32), ("nvfp4-te-2d", VARIANT)),
-}
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_processes_that_disagree(case) -> None:
+@pytest.mark.parametrize(
+    ("dtypes", "recipes"),
+    [
+        ((np.float32, ml_dtypes.bfloat16), ("nvfp4-te-2d", "nvfp4-te-2d")),
+        ((np.float16, ml_dtypes.bfloat16), ("nvfp4-te-2d", "nvfp4-te-2d")),
+        ((np.float32, np.float32), ("nvfp4-te-2d", "nvfp4-te")),
+        ((np.float32, np.float32), ("nvfp4-te-2d", VARIANT)),
+    ],
+)
+def test_processes_that_disagree(dtypes, recipes) -> None:
     """If processes give different dtypes or recipes, all raise an equal error before any has cast."""
-    dtypes, recipes = DIFFERENT[case]
 
     def error_of(comm) -> str:
         shard = Shard(np.ones(16 * 8, dtypes[comm.rank]), (16, 16), 16 * 8 * comm.rank)
@@ -209,6 +206,5 @@ def deleted():
 
 
 def test_refresh_with_what_is_no_sequence() -> None:
-    plan = MasterWeightsPlan([Shard(np.ones(16, np.float32), (1, 16))], SingleProcess())
     with pytest.raises(TypeError, match=re.escape("refresh: values is a NoneType; needs a sequence of arrays")):
-        plan.refresh(None)
+        plan_of_one().refresh(None)
