@@ -149,34 +149,28 @@ class Statistics:
 
 def statistics_of(q: Quantized) -> Statistics:
     """Return the statistics of a Quantized, counted over all of its codes and scales."""
-    if isinstance(q.recipe.element, IntegerOrFloat):
-        return _statistics_of_if4(q, q.recipe.element)
+    fmt, r = q.recipe.element, q.recipe
     (packed,) = import_arrays("statistics", packed=q.packed)
-    by_byte, blocks, zeros = np.zeros(256, np.int64), 0, 0
-    fmt = q.recipe.element
-    for chunk in _chunks(packed, q.recipe.block_rows):
-        by_byte += np.bincount(chunk.reshape(-1), minlength=256)
-        if q.recipe.block:
-            empty = _zero_blocks(chunk, q.recipe)
-            blocks, zeros = blocks + empty.size, zeros + int(np.count_nonzero(empty))
-    pairs = by_byte.reshape(16, 16)  # high nibble, low nibble
-    by_code = by_byte[: 2**fmt.bits] if fmt.packing.codes == 1 else pairs.sum(0) + pairs.sum(1)
-    saturated, nan = int(by_code[np.abs(fmt.values) >= fmt.max].sum()), int(by_code[np.isnan(fmt.values)].sum())
+    of_rows = None
+    if isinstance(fmt, IntegerOrFloat):  # its codes have no values without their scale
+        (stored,) = import_arrays("statistics", scales=q.block_scale)
+        of_rows = unswizzle_scales(to_host(stored), q.scale_layout, q.scale_shape).reshape(-1, q.scale_shape[-1])
+    by_byte, row, saturated, nan, blocks, zeros = np.zeros(256, np.int64), 0, 0, 0, 0, 0
+    for chunk in _chunks(packed, r.block_rows):
+        if of_rows is not None:
+            scales = of_rows[row : row + len(chunk)]
+            values = fmt.values_of(unpack(chunk).reshape(*scales.shape, r.block_size), scales)
+            saturated += int(np.count_nonzero(np.abs(values) >= fmt.max))
+            row, empty = row + len(chunk), _zero_words(values, r)
+        else:
+            by_byte += np.bincount(chunk.reshape(-1), minlength=256)
+            empty = _zero_blocks(chunk, r) if r.block else np.zeros(0, bool)
+        blocks, zeros = blocks + empty.size, zeros + int(np.count_nonzero(empty))
+    if of_rows is None:
+        pairs = by_byte.reshape(16, 16)  # high nibble, low nibble
+        by_code = by_byte[: 2**fmt.bits] if fmt.packing.codes == 1 else pairs.sum(0) + pairs.sum(1)
+        saturated, nan = int(by_code[np.abs(fmt.values) >= fmt.max].sum()), int(by_code[np.isnan(fmt.values)].sum())
     return Statistics(prod(q.shape), saturated, nan, blocks, zeros, *_scales(q))
-
-
-def _statistics_of_if4(q: Quantized, fmt: IntegerOrFloat) -> Statistics:
-    """Return the statistics of a Quantized with elements IF4."""
-    packed, stored = import_arrays("statistics", packed=q.packed, scales=q.block_scale)
-    scales = unswizzle_scales(to_host(stored), q.scale_layout, q.scale_shape).reshape(-1, q.scale_shape[-1])
-    row = saturated = blocks = zeros = 0
-    for chunk in _chunks(packed, q.recipe.block_rows):
-        used = scales[row : row + len(chunk)]
-        values = fmt.values_of(unpack(chunk).reshape(*used.shape, q.recipe.block_size), used)
-        saturated += int(np.count_nonzero(np.abs(values) >= fmt.max))
-        empty = _zero_words(values, q.recipe)
-        blocks, zeros, row = blocks + empty.size, zeros + int(np.count_nonzero(empty)), row + len(chunk)
-    return Statistics(prod(q.shape), saturated, 0, blocks, zeros, *_scales(q))
 
 
 def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
@@ -237,20 +231,17 @@ def by_exponent(scales: np.ndarray, counts: np.ndarray, max_bars: int = 16) -> t
     np.add.at(sums, place, counts[nonzero])
     special = {"0": sizes == 0, "inf": np.isinf(sizes), "NaN": np.isnan(sizes)}
     zero, inf, nan = ([(name, int(counts[where].sum()))] if where.any() else [] for name, where in special.items())
-    return (*zero, *_binned(dict(zip(exponents.tolist(), sums.tolist(), strict=True)), max_bars), *inf, *nan)
-
-
-def _binned(counts: dict[int, int], max_bars: int) -> Iterator[tuple[str, int]]:
-    """Yield the bars (label, count) of a histogram of exponents."""
     width = 1
-    while len({e // width for e in counts}) > max_bars:
+    while len({e // width for e in exponents}) > max_bars:
         width *= 2
-    lows = sorted({e // width * width for e in counts})
+    lows = sorted({int(e) // width * width for e in exponents})
     if lows and (lows[-1] - lows[0]) // width < max_bars:
         lows = list(range(lows[0], lows[-1] + 1, width))
+    bars = []
     for low in lows:
-        label = f"2^{low}" if width == 1 else f"2^{low} to 2^{low + width - 1}"
-        yield label, sum(counts.get(e, 0) for e in range(low, low + width))
+        inside = (low <= exponents) & (exponents < low + width)
+        bars.append((f"2^{low}" if width == 1 else f"2^{low} to 2^{low + width - 1}", int(sums[inside].sum())))
+    return (*zero, *bars, *inf, *nan)
 
 
 def quantized_panel(q: Quantized) -> Panel:

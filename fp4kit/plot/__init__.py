@@ -125,17 +125,22 @@ def layers(ratios: Mapping[str, float], *, ax: Any = None) -> Any:
     heights = [ratios[name] if np.isfinite(ratios[name]) else 0.0 for name in names]
     limit = float(np.median([ratios[name] for name in names])) - 1
     ax = axes(ax, 8, 1.2 + 0.26 * len(names))
-    bars = ax.barh(np.arange(len(names)), heights, color=BLUE, edgecolor="black", linewidth=0.5)
-    for bar, name in zip(bars, names, strict=True):
-        if ratios[name] < limit:
-            bar.set(hatch="///", facecolor=ORANGE)
-    ax.bar_label(bars, [f"{ratios[name]:.1f}" for name in names], padding=3, fontsize=8)
+    _draw_bars(ax, heights, [f"{ratios[name]:.1f}" for name in names], [ratios[name] < limit for name in names], ORANGE)
     ax.set_yticks(np.arange(len(names)), names, fontsize=8)
-    ax.invert_yaxis()
     ax.set_xlabel("SQNR in dB (hatched: more than 1 dB below the median)")
     ax.margins(x=0.08)
-    without_frame(ax)
     return ax
+
+
+def _draw_bars(ax: Any, widths: Sequence[float], labels: Sequence[str], hatched: Sequence[bool], color: str) -> None:
+    """Draw horizontal bars from top to bottom, some of them hatched in a color, with a label behind each."""
+    bars = ax.barh(np.arange(len(widths)), widths, color=BLUE, edgecolor="black", linewidth=0.5)
+    for bar, is_hatched in zip(bars, hatched, strict=True):
+        if is_hatched:
+            bar.set(hatch="///", facecolor=color)
+    ax.bar_label(bars, labels, padding=3, fontsize=8)
+    ax.invert_yaxis()
+    without_frame(ax)
 
 
 def product(budget: ErrorBudget, *, ax: Any = None) -> Any:
@@ -165,18 +170,12 @@ def product(budget: ErrorBudget, *, ax: Any = None) -> Any:
     }
     errors = [10 ** (-ratio / 20) for ratio in sources.values()]
     ax = axes(ax, 8, 3.2)
-    bars = ax.barh(np.arange(len(errors)), errors, color=BLUE, edgecolor="black", linewidth=0.5)
-    for bar, name in zip(bars, sources, strict=True):
-        if name.endswith("(sum)"):
-            bar.set(hatch="///", facecolor=GREY)
     labels = ["none" if error == 0 else f"{error:.1e}" for error in errors]
-    ax.bar_label(bars, labels, padding=3, fontsize=8)
+    _draw_bars(ax, errors, labels, [name.endswith("(sum)") for name in sources], GREY)
     ax.set_yticks(np.arange(len(errors)), list(sources))
-    ax.invert_yaxis()
     smallest = min([error for error in errors if error > 0], default=1e-8)
     ax.set(xscale="log", xlim=(smallest / 3, max([*errors, smallest]) * 8))
     ax.set_xlabel("relative error of the product (hatched: sums)")
-    without_frame(ax)
     return ax
 
 

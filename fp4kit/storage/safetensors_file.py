@@ -12,10 +12,10 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -211,7 +211,22 @@ def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
     return SafetensorsFile(path, name, size, tuple(entries), metadata)
 
 
-class TensorReader:
+_Self = TypeVar("_Self", bound="_OpenFile")  # typing.Self needs Python 3.11
+
+
+class _OpenFile:
+    """An open file, which is closed at the end of a ``with`` statement."""
+
+    _stream: FileIO
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.close()
+
+
+class TensorReader(_OpenFile):
     """Read byte ranges of the tensors of a safetensors or GGUF file. Use it in a ``with`` statement.
 
     The constructor opens the file, and raises CheckpointError if the size of the file has changed since its header was
@@ -231,14 +246,6 @@ class TensorReader:
             raise CheckpointError(
                 f"{file.label}: its size changed since its header was read; run again when no process writes to it"
             )
-
-    def __enter__(self) -> TensorReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stream.close()
 
     def read_bytes(self, entry: TensorEntry, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
         """Return ``count`` bytes of a tensor as uint8, beginning at the tensor's byte ``start``."""
@@ -313,7 +320,7 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
     return len(text).to_bytes(8, "little") + text
 
 
-class SafetensorsWriter:
+class SafetensorsWriter(_OpenFile):
     """Write a new safetensors file with the tensors of ``specs``. Use it in a ``with`` statement.
 
     Call ``write`` to fill the tensors, and ``finish`` at the end, to check that every tensor is complete. The attribute
@@ -339,14 +346,6 @@ class SafetensorsWriter:
         self._ordered, self._header_size = ordered, len(header)
         self._stream = path.open("xb", buffering=0)
         self._put(0, memoryview(header))
-
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stream.close()
 
     def _put(self, position: int, data: memoryview) -> None:
         """Write all of ``data`` to the file, beginning at byte ``position``."""

@@ -361,7 +361,7 @@ class AmaxCollector:
     def freeze(self, share: Iterable[Collection[str]] = ()) -> AmaxState:
         """Return the current state."""
         experts = {key.at(i): stack[i, ...] for key, stack in self._grouped.items() for i in range(len(stack))}
-        state = AmaxState(_share({**self._single, **experts}, _groups(share)))
+        state = AmaxState(_share({**self._single, **experts}, share))
         check("freeze", {name: value for name, value in state.named.items() if isinstance(value, np.ndarray)})
         return state
 
@@ -511,17 +511,13 @@ def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
     return named
 
 
-def _groups(share: Any) -> list[tuple[str, ...]]:
-    """Return the argument ``share`` of freeze as a list of tuples of names."""
+def _share(named: dict[AmaxName, Any], share: Any) -> dict[AmaxName, Any]:
+    """Return a new dict of the amaxes, in which modules that share an amax all have the largest amax among them."""
     groups = as_entries("freeze", "share", share)
     for group in groups:
         if not are_words(group):
             raise TypeError(f"freeze: share has {group!r:.60}; needs groups of names, such as ('gate_proj', 'up_proj')")
-    return [tuple(group) for group in groups]
-
-
-def _share(named: dict[AmaxName, Any], groups: list[tuple[str, ...]]) -> dict[AmaxName, Any]:
-    """Return a new dict of the amaxes, in which modules that share an amax all have the largest amax among them."""
+    groups = [tuple(group) for group in groups]
     group_of = {member: group for group in groups for member in group}
     if len(group_of) != sum(map(len, groups)):
         raise ValueError(f"freeze: share is {groups}; needs each name in one group only, once")
