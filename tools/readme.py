@@ -22,6 +22,7 @@ import numpy as np
 
 import fp4kit
 from fp4kit.checkpoint.loaders import support
+from fp4kit.cli.convert import flags
 from fp4kit.cli.output import RECIPE_COLUMNS, grouped_recipe_rows, markdown
 from fp4kit.cpu.coverage import COVERAGE_COLUMNS, uncovered_rows
 from fp4kit.evidence.golden.check import COLUMNS, agreement_rows
@@ -29,7 +30,16 @@ from fp4kit.evidence.live.run import adapters, exceptions
 from fp4kit.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ("benchmarks", "checkpoints", "live-producers", "processors", "recipes", "scale-search", "guides/matmul")
+DOCS = (
+    "benchmarks",
+    "checkpoints",
+    "command-line",
+    "live-producers",
+    "processors",
+    "recipes",
+    "scale-search",
+    "guides/matmul",
+)
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = (  # rows of the table of times: (operation, recipe)
@@ -152,6 +162,19 @@ def loaders() -> str:
     return support.markdown()
 
 
+OPTION_COLUMNS = ("option", "what it does")
+
+
+def convert_options() -> str:
+    """Return the table of options of `fp4kit convert`, from the fields of Request."""
+    rows = []
+    for one in flags():
+        choices = "{" + ",".join(one.how["choices"]) + "}" if "choices" in one.how else ""
+        text = one.help.replace("%(default)s", str(one.how.get("default")))
+        rows.append((f"`{' '.join(filter(None, (one.name, one.how.get('metavar', choices))))}`", text))
+    return markdown(OPTION_COLUMNS, rows)
+
+
 def uncovered() -> str:
     """Return the table of calls that the compiled CPU engine does not cover, so that they run in the specification."""
     return markdown(COVERAGE_COLUMNS, uncovered_rows(RECIPES.values()))
@@ -213,7 +236,19 @@ def accumulation() -> str:
     return markdown(("K", *columns), rows)
 
 
-ALL = (recipes, agreement, performance, cpu, scale_search, live, loaders, uncovered, units, accumulation)
+ALL = (
+    recipes,
+    agreement,
+    performance,
+    cpu,
+    scale_search,
+    live,
+    loaders,
+    convert_options,
+    uncovered,
+    units,
+    accumulation,
+)
 PARTS = {one.__name__: one for one in ALL}
 
 

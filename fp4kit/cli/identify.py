@@ -23,8 +23,8 @@ from fp4kit.checkpoint.model.closed_world import reasons, refused_in
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, quantization_summary
 from fp4kit.checkpoint.model.transforms import resolved
 from fp4kit.checkpoint.plan.source_layers import all_doubts
-from fp4kit.cli.command import DIFFERENT, DONE, add_command, add_ignore, add_path
-from fp4kit.cli.convert import add_worker_count
+from fp4kit.cli.command import DIFFERENT, DONE, add_command, add_path
+from fp4kit.cli.convert import DASK, WORKERS, add_flags, flags_of
 from fp4kit.cli.output import Output, shape_text
 from fp4kit.storage.files import CheckpointError, listed, shown
 
@@ -143,7 +143,7 @@ def add_identify(subparsers: Any) -> None:
         " then reports only what names, configs, metadata and scales of DST reveal)"
     )
     parser.add_argument("--source", metavar="SRC", help=text)
-    add_ignore(parser)
+    add_flags(parser, flags_of("ignore"))
     parser.add_argument("--all", action="store_true", help="print every layer and every recipe")
     parser.add_argument(
         "--layers",
@@ -157,7 +157,8 @@ def add_identify(subparsers: Any) -> None:
         action="store_true",
         help="compare all rows (default: 256 rows of each larger layer, and all rows if these are not explained)",
     )
-    add_worker_count(parser, "number of worker processes (default: 1, which is the process of the command itself)")
+    text = "number of worker processes (default: 1, which is the process of the command itself)"
+    add_flags(parser, (WORKERS._replace(help=text), DASK))
 
 
 def _identify(args: argparse.Namespace, out: Output) -> int:

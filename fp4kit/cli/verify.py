@@ -17,17 +17,9 @@ from fp4kit.checkpoint.verify.compare import CheckpointComparison, LayerDifferen
 from fp4kit.checkpoint.verify.integrity import grouped
 from fp4kit.checkpoint.verify.report import summary_of, unchecked, write_report
 from fp4kit.checkpoint.verify.verify import LayerReport, Verification, VerifyReport, execute, prepare
-from fp4kit.cli.command import DIFFERENT, DONE, add_command, add_ignore, add_path
+from fp4kit.cli.command import DIFFERENT, DONE, add_command, add_path
 from fp4kit.cli.conversion_summary import verified_serve_command
-from fp4kit.cli.convert import (
-    activations_of,
-    add_activations,
-    add_adapter,
-    add_scale_search,
-    add_workers,
-    devices_of,
-    recipes_of,
-)
+from fp4kit.cli.convert import WHERE, activations_of, add_flags, devices_of, flags_of, recipes_of
 from fp4kit.cli.output import Output, shape_text
 from fp4kit.contract.compare_layer import COLUMNS, Parity
 from fp4kit.contract.parity import parity
@@ -60,9 +52,10 @@ def add_verify(subparsers: Any) -> None:
         " layers of SRC that match PATTERN, as in convert, and replaces the recorded patterns; repeatable"
     )
     parser.add_argument("--recipe", action="append", metavar="[PATTERN=]RECIPE", help=text)
-    add_adapter(parser, "the LoRA adapter that was merged into SRC")
-    add_scale_search(parser)
-    add_ignore(parser)
+    (adapter,) = flags_of("adapter")
+    add_flags(
+        parser, (adapter._replace(help="the LoRA adapter that was merged into SRC"), *flags_of("search", "ignore"))
+    )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a report with charts: one HTML file, readable offline"
     )
@@ -78,8 +71,12 @@ def add_verify(subparsers: Any) -> None:
         metavar="N",
         help="N of these ranks share the experts, and each of them holds whole experts (--tp defaults to N)",
     )
-    add_activations(parser, "compare the stored input scales with those of these activations")
-    add_workers(parser)
+    files, *others = flags_of("activations")
+    text = files.help.replace(
+        "write an input scale per layer", "compare the stored input scales with those of these activations"
+    )
+    add_flags(parser.add_argument_group(files.section), (files._replace(help=text), *others))
+    add_flags(parser, WHERE)
 
 
 def _verify(args: argparse.Namespace, out: Output) -> int:
@@ -222,7 +219,7 @@ def add_compare(subparsers: Any) -> None:
     )
     add_path(parser, "a", metavar="A", help="model directory, .safetensors or .gguf file, such as the original of B")
     add_path(parser, "b", metavar="B", help="the model directory, .safetensors or .gguf file to compare with A")
-    add_ignore(parser)
+    add_flags(parser, flags_of("ignore"))
 
 
 def _compare(args: argparse.Namespace, out: Output) -> int:
@@ -371,7 +368,7 @@ def add_reconcile(subparsers: Any) -> None:
     )
     add_path(parser, "source", metavar="SRC", help="directory of the quantized model")
     add_path(parser, "destination", nargs="?", metavar="DST", help="new directory; written only if something changes")
-    add_ignore(parser)
+    add_flags(parser, flags_of("ignore"))
     parser.add_argument("--dry-run", action="store_true", help="print what would change, and write nothing")
 
 

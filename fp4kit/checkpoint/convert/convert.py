@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp4kit import __version__
 from fp4kit.checkpoint import staging
@@ -41,7 +41,6 @@ from fp4kit.checkpoint.convert.run_jobs import (
     jobs_of_finished_run,
     key_of,
     remove_leftovers,
-    request_facts,
     source_facts,
     write_at,
 )
@@ -61,10 +60,9 @@ from fp4kit.checkpoint.model.slabs import SLAB_BYTES
 from fp4kit.checkpoint.model.statistics import doubt_about
 from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES
 from fp4kit.checkpoint.plan.plan import OutputFile, Plan, check_target, configs, final_path, jobs_of
-from fp4kit.checkpoint.plan.scale_search import Activations, Losses, ScaleSearch
-from fp4kit.checkpoint.selection.selection import Wishes
+from fp4kit.checkpoint.plan.request import RequestOptions, takes_options
+from fp4kit.checkpoint.plan.scale_search import Losses
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.checkpoint.verify.reencode import sampled_losses
 from fp4kit.contract import schema as to_json
@@ -86,6 +84,9 @@ SURVIVES = 0.5  # a layer of whose update less survives is named in a warning
 _WAYS_OUT = (
     'serve the model and the adapter side by side, merge into the unquantized model, or train with adapters="merged"'
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -237,29 +238,14 @@ class ConversionReport:
         return sum(one.replaced for one in self.done)
 
 
+@takes_options
 def convert(
     source: str | Path,
     destination: str | Path,
     recipe: str | Recipe | None = None,
     *,
-    format: str | None = None,
-    wishes: Wishes | None = None,
-    input_scale: float | None = None,
-    requantize: bool = False,
-    nonfinite: str = "error",
-    codes: str | Path | None = None,
-    search: ScaleSearch | None = None,
-    activations: Activations | None = None,
     options: Options | None = None,
-    ignore: Iterable[str] = (),
-    split_max_size: int | None = None,
-    recipes: Iterable[tuple[str, str | Recipe]] = (),
-    hadamard: int | None = None,
-    hadamard_seed: int | None = None,
-    hadamard_only: Iterable[str] = (),
-    adapter: str | Path | None = None,
-    adapter_scales: str = ADAPTER_SCALES[0],
-    allow_loss: bool = False,
+    **request: Unpack[RequestOptions],
 ) -> ConversionReport:
     """Convert the model directory ``source`` into the new directory ``destination``, or a file into a new file.
 
@@ -319,27 +305,7 @@ def convert(
         There are two exceptions: the tensor scale of all-zero tensors and groups is 1, and ``search`` may choose other
         block scales.
     """
-    plan = make_plan(
-        source,
-        recipe,
-        format=format,
-        wishes=wishes,
-        input_scale=input_scale,
-        requantize=requantize,
-        nonfinite=nonfinite,
-        codes=codes,
-        search=search,
-        activations=activations,
-        ignore=ignore,
-        split_max_size=split_max_size,
-        recipes=recipes,
-        hadamard=hadamard,
-        hadamard_seed=hadamard_seed,
-        hadamard_only=hadamard_only,
-        adapter=adapter,
-        adapter_scales=adapter_scales,
-        allow_loss=allow_loss,
-    )
+    plan = make_plan(source, recipe, **request)
     return execute(plan, destination, options)
 
 
@@ -651,4 +617,4 @@ def _facts(plan: Plan) -> dict[str, Any]:
     """Return the facts about a conversion that the manifest records."""
     facts = {"version": __version__, "format": plan.format_name, "source": source_facts(plan.source)}
     carried = {"codes": "carried"} if plan.carries_codes else {}
-    return facts | {"request": request_facts(plan.request)} | carried
+    return facts | {"request": plan.request.facts} | carried

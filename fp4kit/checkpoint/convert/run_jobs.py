@@ -16,7 +16,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing, suppress
-from dataclasses import asdict
 from math import lcm, prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -73,7 +72,6 @@ from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonf
 from fp4kit.checkpoint.model.weights import Located
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.scale_search import Losses
-from fp4kit.recipes.serialization import as_data
 from fp4kit.storage.files import MAX_BYTES, CheckpointError, shown
 from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile
@@ -377,44 +375,10 @@ def identity(source: Source) -> str:
     return f"{source.root.absolute()} {hashlib.sha256(facts).hexdigest()}"
 
 
-def request_facts(request: Request) -> dict[str, Any]:
-    """Return a request as an object for JSON, for the key of a run and for the manifest."""
-    recipe = as_data(request.recipe)
-    codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
-    search = {} if request.search is None else {"scale_search": request.search.facts()}
-    split = {} if request.split_max_size is None else {"split_max_size": request.split_max_size}
-    hadamard: dict[str, Any] = {} if request.hadamard is None else {"hadamard": request.hadamard}
-    hadamard |= {} if request.hadamard_seed is None else {"hadamard_seed": request.hadamard_seed}
-    hadamard |= {"hadamard_only": list(request.hadamard_only)} if request.hadamard_only else {}
-    recipes = {"recipes": [[pattern, as_data(one)] for pattern, one in request.recipes]} if request.recipes else {}
-    ignore = {"ignore": list(request.ignore)} if request.ignore else {}
-    adapter: dict[str, Any] = {}
-    if request.adapter is not None:
-        adapter = {"adapter": {**request.adapter.facts, "scales": request.adapter_scales}}
-    activations = {} if request.activations is None else {"activations": dict(request.activations.facts)}
-    return {
-        "recipe": recipe,
-        "format": request.format,
-        "wishes": asdict(request.wishes),
-        "input_scale": request.input_scale,
-        "requantize": request.requantize,
-        "nonfinite": request.nonfinite,
-        **codes,
-        **recipes,
-        **search,
-        **activations,
-        **ignore,
-        **split,
-        **hadamard,
-        **adapter,
-        **({"allow_loss": True} if request.allow_loss else {}),
-    }
-
-
 def key_of(source: Source, request: Request) -> str:
     """Return the key that identifies a run, a SHA-256 as hexadecimal text."""
     times = {file.name: file.path.stat().st_mtime_ns for file in source.files}
-    facts = [__version__, source_facts(source), times, dict(source.config), request_facts(request)]
+    facts = [__version__, source_facts(source), times, dict(source.config), request.facts]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -720,6 +684,3 @@ def _metered(tick: Tick, function: Callable[..., T], job: Job, *arguments: Any) 
     result = function(job, *arguments, count)
     count(left)
     return result
-
-
-measure = measure_job  # until every branch has the new name

@@ -12,7 +12,7 @@ from dataclasses import replace
 from fnmatch import translate
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp4kit.checkpoint.containers.config_entries import DOUBTFUL, check_declared, lost_column_scales
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, LOADED, MIXED, container_id, with_declaration
@@ -27,34 +27,31 @@ from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_
 from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.weights import Weight, any_quantized, layer_names, weights_of
 from fp4kit.checkpoint.plan.other_models import (
-    ADAPTER_SCALES,
-    LoraAdapter,
     borrow_codes,
     check_values_agree,
     recorded_recipe,
 )
 from fp4kit.checkpoint.plan.plan import Plan, ShardPlan, parts_of, recorded, shard_plan
 from fp4kit.checkpoint.plan.plan_facts import PlanFacts, carried, declaration_warnings, outcomes_of
-from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, kind_of
-from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, ScaleSearch
+from fp4kit.checkpoint.plan.request import (
+    DEFAULTS,
+    GGUF_ONLY,
+    UNQUANTIZED,
+    Request,
+    RequestOptions,
+    kind_of,
+    takes_options,
+)
+from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE
 from fp4kit.checkpoint.plan.source_layers import all_doubts, cache_troubles, missing_experts, wide_floats
 from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.checkpoint.selection import names as wrapper_names
-from fp4kit.checkpoint.selection.selection import UNSUPPORTED_STACK, Decision, Wishes, no_multiple
+from fp4kit.checkpoint.selection.selection import UNSUPPORTED_STACK, Decision, no_multiple
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.storage.files import CheckpointError, listed, shown
 
-_GGUF_ONLY = "nvfp4-gguf"
-# The usual recipe per kind of container. The first that a format can store is the default recipe of that format.
-DEFAULTS = (
-    "nvfp4-te",
-    "mxfp4-ocp",
-    "mxfp8-te",
-    "fp8-transformers-block",
-    "fp8-modelopt-channel",
-    "fp8-modelopt",
-    _GGUF_ONLY,
-)
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def with_defaults(
@@ -170,7 +167,7 @@ def _by_default(request: Request, config: Mapping[str, Any], forms: list[Contain
         why = f"{why}, which cannot keep the codes of layers in {shown(str(forms[0]))}"
     candidates: Iterable[Recipe] = (RECIPES[name] for name in DEFAULTS)
     found = (replace(request, recipe=one, chosen=why) for one in candidates)
-    kinds = {kind_of(RECIPES[name]): RECIPES[name] for name in DEFAULTS if name != _GGUF_ONLY}
+    kinds = {kind_of(RECIPES[name]): RECIPES[name] for name in DEFAULTS if name != GGUF_ONLY}
     usual = next((kinds[form.kind] for form in forms if form.kind in kinds), None)
     refused = replace(request, recipe=usual or request.recipe, chosen=why)  # making the plan raises the error
     return next((one for one in found if _form(one, config) is not None), refused)
@@ -282,27 +279,11 @@ def _kept_stacks(decisions: Mapping[str, Decision]) -> list[str]:
     )
 
 
+@takes_options
 def make_plan(
     source: str | Path,
     recipe_id: str | Recipe | None = None,
-    *,
-    format: str | None = None,
-    wishes: Wishes | None = None,
-    input_scale: float | None = None,
-    requantize: bool = False,
-    nonfinite: str = "error",
-    codes: str | Path | None = None,
-    search: ScaleSearch | None = None,
-    activations: Activations | None = None,
-    ignore: Iterable[str] = (),
-    split_max_size: int | None = None,
-    recipes: Iterable[tuple[str, str | Recipe]] = (),
-    hadamard: int | None = None,
-    hadamard_seed: int | None = None,
-    hadamard_only: Iterable[str] = (),
-    adapter: str | Path | None = None,
-    adapter_scales: str = ADAPTER_SCALES[0],
-    allow_loss: bool = False,
+    **options: Unpack[RequestOptions],
 ) -> Plan:
     """Return the plan to convert a model. Nothing is written.
 
@@ -377,31 +358,16 @@ def make_plan(
         ValueError: if no recipe has an id that is given.
         TypeError: if a recipe is neither an id nor a Recipe.
     """
-    if recipe_id is None and search is not None:
+    if recipe_id is None and options.get("search") is not None:
         recipe_id = SEARCH_RECIPE
-    request = Request(
-        recipe(DEFAULTS[0] if recipe_id is None else recipe_id),
-        format,
-        wishes or Wishes(),
-        input_scale,
-        requantize,
-        nonfinite,
-        search=search,
-        activations=activations,
-        ignore=tuple(ignore),
-        split_max_size=split_max_size,
-        recipes=tuple((pattern, recipe(one)) for pattern, one in recipes),
-        hadamard=hadamard,
-        hadamard_seed=hadamard_seed,
-        hadamard_only=tuple(hadamard_only),
-        adapter=None if adapter is None else LoraAdapter.of(adapter),
-        adapter_scales=adapter_scales,
-        allow_loss=allow_loss,
-    )
-    if adapter is not None and codes is not None:
+    request = Request.of(recipe(DEFAULTS[0] if recipe_id is None else recipe_id), options)
+    codes = options.get("codes")
+    if request.adapter is not None and codes is not None:
         raise CheckpointError("--adapter: codes of another model have no update; leave --codes out")
-    if hadamard is not None and codes is not None:
-        raise CheckpointError(f"--hadamard {hadamard}: the codes of another model cannot be rotated; leave --codes out")
+    if request.hadamard is not None and codes is not None:
+        raise CheckpointError(
+            f"--hadamard {request.hadamard}: the codes of another model cannot be rotated; leave --codes out"
+        )
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
     closed_world.check_no_adapter(model.tensors, request.ignore)

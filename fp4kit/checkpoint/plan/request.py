@@ -6,12 +6,15 @@ can read are rejected here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
+from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WRITTEN
 from fp4kit.checkpoint.containers.engines import Finding, comfy, finding, mlx
@@ -31,14 +34,16 @@ from fp4kit.checkpoint.loaders.exclusions import container_of
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.weights import Weight, WeightRotation
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter, recorded_patterns, recorded_recipe
-from fp4kit.checkpoint.plan.scale_search import Activations, ScaleSearch
+from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, ScaleSearch
 from fp4kit.checkpoint.selection import names as ggml_names
 from fp4kit.checkpoint.selection.names import fused_groups, group_name
-from fp4kit.checkpoint.selection.selection import Candidate, Wishes, check_diffusers
+from fp4kit.checkpoint.selection.selection import PRESETS, Candidate, Wishes, check_diffusers
 from fp4kit.formats import FLT_MAX, FLT_MIN
-from fp4kit.recipes import RECIPES, Recipe, several
+from fp4kit.recipes import RECIPES, Recipe, recipe, several
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
+from fp4kit.recipes.serialization import as_data
 from fp4kit.storage.files import CheckpointError, listed, shown
+from fp4kit.storage.gguf_file import bytes_of_text
 
 
 def first_match(patterns: Iterable[str], module: str) -> int | None:
@@ -243,63 +248,385 @@ def findings_of_rotation(rotated_layers: Collection[str], tensors: Iterable[str]
 UNQUANTIZED = "bf16"
 
 
+GGUF_ONLY = "nvfp4-gguf"
+# The usual recipe per kind of container. The first that a format can store is the default recipe of that format.
+DEFAULTS = (
+    "nvfp4-te",
+    "mxfp4-ocp",
+    "mxfp8-te",
+    "fp8-transformers-block",
+    "fp8-modelopt-channel",
+    "fp8-modelopt",
+    GGUF_ONLY,
+)
+
+
+class Flag(NamedTuple):
+    """An option of a command. ``how`` are further arguments of argparse's add_argument."""
+
+    name: str
+    help: str
+    how: dict[str, Any]
+    section: str = ""
+
+
+def flag(name: str, help: str, section: str = "", **how: Any) -> Flag:
+    """Return a Flag."""
+    return Flag(name, help, how, section)
+
+
+def option(
+    default: Any,
+    *flags: Flag,
+    given: Any = MISSING,
+    made: Callable[[Any], Any] = lambda value: value,
+    parsed: Callable[[Any], Any] = lambda value: value,
+    facts: Callable[[Request], Mapping[str, Any]] | bool = False,
+) -> Any:
+    """Return a field of Request that convert(), make_plan() and the command line set.
+
+    default: the value of the field that is not given; MISSING if it must be given.
+    flags: the options of ``fp4kit convert`` that set the field.
+    given: the default of the keyword argument, if it differs from that of the field.
+    made: the function from the keyword argument to the field.
+    parsed: the function from the text on the command line to the keyword argument, if there is one flag.
+    facts: what the journal's key and the manifest record; True for the value, False for one that is not the default.
+    """
+    metadata = {"flags": flags, "given": default if given is MISSING else given}
+    return field(default=default, metadata={**metadata, "made": made, "parsed": parsed, "facts": facts})
+
+
+_SUCH_AS = ", such as 'model.layers.*.mlp.*'; repeatable"
+_WHICH, _VALUES = "which layers", "values and scales"
+_SEARCH, _INPUTS = "search of block scales", "input scales from activations"
+
+
+class RequestOptions(TypedDict, total=False):
+    """The keyword arguments that convert() and make_plan() share: the fields of Request, as users give them."""
+
+    format: str | None
+    wishes: Wishes | None
+    input_scale: float | None
+    requantize: bool
+    nonfinite: str
+    codes: str | Path | None
+    recipes: Iterable[tuple[str, str | Recipe]]
+    search: ScaleSearch | None
+    activations: Activations | None
+    ignore: Iterable[str]
+    split_max_size: int | None
+    hadamard: int | None
+    hadamard_seed: int | None
+    hadamard_only: Iterable[str]
+    adapter: str | Path | None
+    adapter_scales: str
+    allow_loss: bool
+
+
 @dataclass(frozen=True)
 class Request:
     """The options that the user gives for a conversion.
 
+    This is the one home of an option: from the fields follow the parser and the page of ``fp4kit convert``, the
+    signatures of convert() and make_plan() (with the types in RequestOptions), the key of the journal and the manifest.
+    make_plan describes the options.
+
     Attributes:
-        recipe: the default recipe, by which new codes are computed.
-        chosen: why fp4kit chose this recipe, in words for the user; "" if the user named it (see default_recipe.py).
-        follows_layers: True if ``recipes`` follow the containers of the source's layers, and are not the user's.
-        format: the output format; None for the format that most engines can load.
-        wishes: which layers to quantize.
-        input_scale: an activation scale to write for every layer, or None.
-        requantize: True to allow changing the values of layers that are already quantized.
-        nonfinite: what to do with NaN and infinity: "error", "keep" or "saturate".
-        codes: the identity (see convert/journal.py) of the model from which codes are copied (--codes); "" if codes are
-            not copied.
+        codes: the identity (see run_jobs.py) of the model from which codes are copied; "" if codes are not copied.
         made_by: the id of the recipe that made the copied codes; "" if codes are not copied, or if the model that they
             come from does not record it.
-        activations: measured activations, from which every layer gets its own input scale; None if there are none.
-        search: how to search block scales; None to compute them from each block's amax.
-        ignore: globs of tensors, config keys and metadata that are unknown and to be left out (see
-            model/closed_world.py).
-        split_max_size: the largest number of bytes of tensors per file of a split GGUF model; None to write one file.
-        recipes: (pattern, recipe) pairs; the first pattern that matches a layer decides in place of ``recipe``.
-        hadamard: the size of the Hadamard transform that rotates layers before they are quantized (see
-            input_rotation.py); None for no rotation.
-        hadamard_seed: the seed of the transform's random signs; None for no signs.
-        hadamard_only: globs of the names of the layers to rotate; () for all that are quantized.
-        adapter: the adapter whose updates are added to the weights (see adapter.py); None for none.
-        adapter_scales: the block scales of quantized layers with an update, one of ADAPTER_SCALES in adapter.py.
-        allow_loss: True to write layers even if they lose their values, and to read scales that are certainly wrong.
+        chosen: why fp4kit chose this recipe, in words for the user; "" if the user named it (see make_plan.py).
+        follows_layers: True if ``recipes`` follow the containers of the source's layers, and are not the user's.
 
     Raises:
         CheckpointError: if an option is unknown or out of range, if two options exclude each other, or if a recipe is
             for stochastic rounding alone.
     """
 
-    recipe: Recipe
-    format: str | None = None
-    wishes: Wishes = field(default_factory=Wishes)
-    input_scale: float | None = None
-    requantize: bool = False
-    nonfinite: str = "error"
-    codes: str = ""
+    recipe: Recipe = option(  # noqa: RUF009  # it returns a field
+        MISSING,
+        flag(
+            "--recipe",
+            "how layers are quantized; `fp4kit recipes` lists the recipes"
+            f" (default: that of a quantized SRC, whose layers keep their codes if the format can store them; otherwise"
+            f" {DEFAULTS[0]}, or, where the format cannot store it, a recipe that it can; with --scale-search"
+            f" {SEARCH_RECIPE}). PATTERN=RECIPE sets the recipe of the"
+            " modules that match PATTERN, a GLOB as in --only; repeatable; the first pattern that matches decides",
+            action="append",
+            default=[],
+            metavar="[PATTERN=]RECIPE",
+        ),
+        facts=lambda request: {"recipe": as_data(request.recipe)},
+    )
+    format: str | None = option(
+        None,
+        flag(
+            "--format",
+            "container format of DST (default: that of a quantized SRC if it can store the recipe; otherwise the one"
+            " that most engines load); bf16 decodes a quantized model",
+            choices=ALL_FORMATS,
+        ),
+        facts=True,
+    )
+    wishes: Wishes = option(  # noqa: RUF009  # it returns a field
+        Wishes(),
+        flag(
+            "--preset",
+            "which kinds of layers to convert (default: %(default)s)",
+            _WHICH,
+            choices=PRESETS,
+            default="linear",
+        ),
+        *(
+            flag(
+                f"--keep-{end}", f"do not convert the {end} N decoder layers", _WHICH, type=int, default=0, metavar="N"
+            )
+            for end in ("first", "last")
+        ),
+        *(
+            flag(name, text + _SUCH_AS, _WHICH, action="append", default=[], metavar="GLOB")
+            for name, text in (
+                ("--keep", "do not convert modules whose name matches"),
+                ("--only", "convert only modules whose name matches"),
+                (
+                    "--include",
+                    "convert also modules whose name matches. If SRC has quantized layers, its other layers stay"
+                    " unquantized unless this option names them",
+                ),
+            )
+        ),
+        given=None,
+        made=lambda wishes: wishes or Wishes(),
+        facts=lambda request: {"wishes": asdict(request.wishes)},
+    )
+    input_scale: float | None = option(
+        None,
+        flag(
+            "--input-scale",
+            "write this uncalibrated input scale, such as 1.0, for every layer. Engines then quantize activations"
+            " too (NVFP4 instead of W4A16_NVFP4)",
+            _VALUES,
+            type=float,
+            metavar="X",
+        ),
+        facts=True,
+    )
+    requantize: bool = option(
+        False,
+        flag(
+            "--requantize",
+            "allow quantized layers to be quantized again, which loses accuracy",
+            _VALUES,
+            action="store_true",
+        ),
+        facts=True,
+    )
+    nonfinite: str = option(
+        "error",
+        flag(
+            "--nonfinite",
+            "what to do with NaN and infinities: error: stop; keep: quantize them as the recipe does; saturate:"
+            " replace infinities by the largest finite magnitude and NaN by 0 (default: %(default)s)",
+            _VALUES,
+            choices=NONFINITE,
+            default="error",
+        ),
+        facts=True,
+    )
+    codes: str = option(
+        "",
+        flag(
+            "--codes",
+            "take the codes from this quantized model: a directory if SRC is a GGUF file, a GGUF file if SRC is a"
+            " directory",
+            _VALUES,
+            metavar="MODEL",
+        ),
+        given=None,
+        facts=lambda request: (
+            {**({"codes": request.codes, "recipe": request.made_by, "recipe_of_form": as_data(request.recipe)})}
+            if request.codes
+            else {}
+        ),
+    )
+    recipes: tuple[tuple[str, Recipe], ...] = option(
+        (),
+        made=lambda pairs: tuple((pattern, recipe(one)) for pattern, one in pairs),
+        facts=lambda request: (
+            {"recipes": [[pattern, as_data(one)] for pattern, one in request.recipes]} if request.recipes else {}
+        ),
+    )
+    search: ScaleSearch | None = option(  # noqa: RUF009  # it returns a field
+        None,
+        flag(
+            "--scale-search",
+            "search for the block scales with the smallest error, instead of computing them from the amax. ERROR is"
+            " mse, mae, max, or p and a power, such as p2.4. For NVFP4, and for MXFP4 in GGUF files",
+            _SEARCH,
+            metavar="ERROR",
+        ),
+        flag(
+            "--column-weights",
+            "weight the error per column. FILE is a safetensors file with one float32 vector per layer, named after the"
+            " layer's weight or module",
+            _SEARCH,
+            metavar="FILE",
+        ),
+        flag(
+            "--imatrix",
+            "weight the error per column by an importance matrix of llama.cpp: the mean square of each input channel,"
+            " separately for each expert. FILE is a legacy (.dat) or GGUF file",
+            _SEARCH,
+            metavar="FILE",
+        ),
+        facts=lambda request: {"scale_search": request.search.facts()} if request.search is not None else {},
+    )
+    activations: Activations | None = option(  # noqa: RUF009  # it returns a field
+        None,
+        flag(
+            "--activations",
+            "write an input scale per layer. FILE holds the inputs that fp4kit.torch.collect or"
+            " fp4kit.calibration.Collector measured; repeat the option for the files of several ranks, which are"
+            " merged. NVFP4 only",
+            _INPUTS,
+            action="append",
+            default=[],
+            metavar="FILE",
+        ),
+        flag(
+            "--activation-rule",
+            "the amax from which an input scale is computed: max: the largest input; headroom: a number above the"
+            " largest input, so that larger inputs do not saturate (default: max)",
+            _INPUTS,
+            choices=RULES,
+        ),
+        flag(
+            "--unseen-experts",
+            "what to do for experts that saw no token: error: stop and name the experts; layer: use the largest amax"
+            " of the experts of their layer; none: write no input scale for them (default: error)",
+            _INPUTS,
+            choices=UNSEEN,
+        ),
+        facts=lambda request: {"activations": dict(request.activations.facts)} if request.activations else {},
+    )
+    ignore: tuple[str, ...] = option(
+        (),
+        flag(
+            "--ignore",
+            "leave out tensors, config keys and metadata entries that match and that fp4kit does not know, instead of"
+            " stopping. Decoded values may then be wrong; repeatable",
+            _VALUES,
+            action="append",
+            default=[],
+            metavar="GLOB",
+        ),
+        made=tuple,
+    )
+    split_max_size: int | None = option(
+        None,
+        flag(
+            "--split-max-size",
+            "write a GGUF model as several files, DST-00001-of-00003.gguf for DST.gguf. Each has at most SIZE bytes of"
+            " tensors, such as 500M or 5G, as with llama-gguf-split (default: one file)",
+            metavar="SIZE",
+        ),
+        parsed=lambda text: None if text is None else bytes_of_text(text),
+    )
+    hadamard: int | None = option(
+        None,
+        flag(
+            "--hadamard",
+            "rotate every layer by a Hadamard transform of SIZE columns (16 to 512) before it is quantized, and"
+            " declare in the config that engines must rotate its inputs. For --format compressed-tensors",
+            _VALUES,
+            type=int,
+            metavar="SIZE",
+        ),
+    )
+    hadamard_seed: int | None = option(
+        None,
+        flag(
+            "--hadamard-seed",
+            "before the Hadamard transform, multiply columns by random signs, drawn from this seed",
+            _VALUES,
+            type=int,
+            metavar="SEED",
+        ),
+    )
+    hadamard_only: tuple[str, ...] = option(
+        (),
+        flag(
+            "--hadamard-only",
+            "rotate only modules whose name matches, such as '*.down_proj'; repeatable (default: all that are"
+            " quantized)",
+            _VALUES,
+            action="append",
+            default=[],
+            metavar="GLOB",
+        ),
+        made=tuple,
+    )
+    adapter: LoraAdapter | None = option(  # noqa: RUF009  # it returns a field
+        None,
+        flag(
+            "--adapter",
+            "add the updates of this LoRA adapter, a directory that PEFT wrote, to the weights first",
+            _VALUES,
+            metavar="DIR",
+        ),
+        made=lambda path: None if path is None else LoraAdapter.of(path),
+        facts=lambda request: (
+            {"adapter": {**request.adapter.facts, "scales": request.adapter_scales}}
+            if request.adapter is not None
+            else {}
+        ),
+    )
+    adapter_scales: str = option(
+        ADAPTER_SCALES[0],
+        flag(
+            "--adapter-scales",
+            "block scales of quantized layers with an update: nearest: per block the scale of SRC or a new one,"
+            " whichever has the smaller error; base: those of SRC; new: all new (default: %(default)s)",
+            _VALUES,
+            choices=ADAPTER_SCALES,
+            default=ADAPTER_SCALES[0],
+        ),
+        facts=lambda request: {},
+    )
+    allow_loss: bool = option(
+        False,
+        flag(
+            "--allow-loss",
+            "write layers even if they lose their values, because most blocks become zero or the error is far above"
+            " that of the format, and read quantized layers whose scales are certainly wrong",
+            _VALUES,
+            action="store_true",
+        ),
+    )
     made_by: str = ""
-    search: ScaleSearch | None = None
-    activations: Activations | None = None
-    ignore: tuple[str, ...] = ()
-    split_max_size: int | None = None
-    recipes: tuple[tuple[str, Recipe], ...] = ()
-    hadamard: int | None = None
-    hadamard_seed: int | None = None
-    hadamard_only: tuple[str, ...] = ()
-    adapter: LoraAdapter | None = None
-    adapter_scales: str = ADAPTER_SCALES[0]
     chosen: str = ""
     follows_layers: bool = False
-    allow_loss: bool = False
+
+    @classmethod
+    def of(cls, default: Recipe, options: RequestOptions) -> Request:
+        """Return the request for the keyword arguments of make_plan, except ``codes``."""
+        unknown = next((name for name in options if name not in OPTIONS), None)
+        if unknown is not None:
+            raise TypeError(f"make_plan() got an unexpected keyword argument {unknown!r}")
+        made = {name: OPTIONS[name]["made"](value) for name, value in options.items() if name != "codes"}
+        return cls(default, **made)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The request as an object for JSON, for the key of a run and for the manifest."""
+        found: dict[str, Any] = {}
+        for name, one in OPTIONS.items():
+            value, facts = getattr(self, name), one["facts"]
+            if callable(facts):
+                found |= facts(self)
+            elif facts or value != one["default"]:
+                found[name] = list(value) if isinstance(value, tuple) else value
+        return found
 
     @property
     def rotation(self) -> WeightRotation | None:
@@ -517,6 +844,23 @@ class Request:
         return None if self.format == UNQUANTIZED else gguf_form_for(self.recipe)
 
 
+OPTIONS: dict[str, Mapping[str, Any]] = {
+    one.name: {**one.metadata, "default": one.default} for one in fields(Request) if one.metadata
+}
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes_options(function: F) -> F:
+    """Give a function that takes ``**options: Unpack[RequestOptions]`` the signature that names each option."""
+    own = [one for one in signature(function).parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    shared = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=OPTIONS[name]["given"], annotation=type.__forward_arg__)
+        for name, type in RequestOptions.__annotations__.items()
+    ]
+    function.__signature__ = Signature(sorted([*own, *shared], key=lambda one: one.kind))  # type: ignore[attr-defined]
+    return function
+
+
 def kind_of(recipe: Recipe) -> str:
     """Return the kind of container that stores a recipe's codes and scales, such as "nvfp4" or "fp8 rows"."""
     form = next((candidate for candidate in WRITTEN if candidate.stores(recipe)), None)
@@ -559,6 +903,3 @@ def mixes_codes(actions: Set[str], request: Request, source: Source) -> bool:
         return True
     wanted = request.recorded, [[pattern, one.id] for pattern, one in request.recipes]
     return RENAME in actions and (recorded_recipe(source), recorded_patterns(source)) != wanted
-
-
-findings = findings_of_rotation  # until every branch has the new name

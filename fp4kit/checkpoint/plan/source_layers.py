@@ -465,6 +465,3 @@ def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> I
             f"{listed(names)}: seems to be stored transposed, because only its other axis has hidden_size {size};"
             " engines expect [outputs, inputs]"
         )
-
-
-troubles = cache_troubles  # until every branch has the new name

@@ -1,0 +1,85 @@
+"""Test that the fields of Request are the one home of the options of a conversion."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic
+
+from fp4kit.checkpoint import Wishes, convert, make_plan
+from fp4kit.checkpoint.plan.request import OPTIONS, Request, RequestOptions
+from fp4kit.checkpoint.plan.scale_search import ScaleSearch
+from fp4kit.recipes import RECIPES
+from fp4kit.recipes.serialization import as_data
+
+NVFP4 = RECIPES["nvfp4-te"]
+DEFAULTS = {
+    "format": None,
+    "wishes": None,
+    "input_scale": None,
+    "requantize": False,
+    "nonfinite": "error",
+    "codes": None,
+    "recipes": (),
+    "search": None,
+    "activations": None,
+    "ignore": (),
+    "split_max_size": None,
+    "hadamard": None,
+    "hadamard_seed": None,
+    "hadamard_only": (),
+    "adapter": None,
+    "adapter_scales": "nearest",
+    "allow_loss": False,
+}
+
+
+@pytest.mark.parametrize("function", [convert, make_plan])
+def test_signatures_name_every_option(function: Any) -> None:
+    found = inspect.signature(function).parameters
+    assert {name: found[name].default for name in DEFAULTS} == DEFAULTS
+    assert {*OPTIONS} - {"recipe"} == {*RequestOptions.__annotations__} == {*DEFAULTS}
+    assert found["hadamard"].annotation == "int | None"
+
+
+def test_an_unknown_option(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'hadamards'"):
+        make_plan(tmp_path, hadamards=16)  # type: ignore[call-arg]
+
+
+ALWAYS = ("recipe", "format", "wishes", "input_scale", "requantize", "nonfinite")
+RECORDED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"requantize": True, "input_scale": 1.0}, {"requantize": True, "input_scale": 1.0}),
+    ({"allow_loss": True}, {"allow_loss": True}),
+    ({"ignore": ["a", "b"]}, {"ignore": ["a", "b"]}),
+    ({"split_max_size": 5}, {"split_max_size": 5}),
+    (
+        {"format": "compressed-tensors", "hadamard": 16, "hadamard_seed": 0, "hadamard_only": ["a"]},
+        {"format": "compressed-tensors", "hadamard": 16, "hadamard_seed": 0, "hadamard_only": ["a"]},
+    ),
+    ({"search": ScaleSearch("mse")}, {"scale_search": ScaleSearch("mse").facts()}),
+]
+
+
+@pytest.mark.parametrize(("options", "facts"), RECORDED)
+def test_what_the_journal_and_the_manifest_record(options: Any, facts: dict[str, Any]) -> None:
+    """Options at their defaults are left out, except those in ALWAYS, in this order."""
+    found = Request.of(NVFP4, options).facts
+    assert [*found][: len(ALWAYS)] == [*ALWAYS] and {*found} - {*ALWAYS} == {*facts} - {*ALWAYS}
+    assert {name: found[name] for name in facts} == facts
+
+
+def test_patterns_and_copied_codes_are_recorded() -> None:
+    assert [pattern for pattern, _ in Request.of(NVFP4, {"recipes": [("*.a", "mxfp8-te")]}).facts["recipes"]] == ["*.a"]
+    found = Request(NVFP4, codes="donor", made_by="x").facts
+    assert (found["codes"], found["recipe"]) == ("donor", "x") and found["recipe_of_form"] == as_data(NVFP4)
+
+
+def test_keyword_arguments_become_fields(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    request = make_plan(tmp_path / "m", ignore=iter(()), wishes=Wishes("mlp")).request
+    assert (request.ignore, request.wishes.preset, request.recipe) == ((), "mlp", NVFP4)
