@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from fp4kit.checkpoint.containers import OutputTensor
 from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import (
+    INDEX,
     MANIFEST,
     check_shard_name,
     differences,
@@ -199,13 +201,6 @@ def test_shard_name_is_refused(name: object) -> None:
         check_shard_name(name)
 
 
-def _edit_index(root: Path, edit: object) -> None:
-    path = root / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    edit(index["weight_map"])  # type: ignore[operator]
-    path.write_text(json.dumps(index))
-
-
 def test_single_indexed_and_unindexed_sources(tmp_path: Path) -> None:
     synthetic.bert(tmp_path / "single")
     synthetic.dense(tmp_path / "indexed")
@@ -228,68 +223,52 @@ def test_source_that_is_no_directory(tmp_path: Path) -> None:
     _refused(tmp_path, "no .safetensors file; a Hugging Face model directory with safetensors is needed")
 
 
-def test_source_without_config(tmp_path: Path) -> None:
-    synthetic.bert(tmp_path / "m")
-    (tmp_path / "m" / "config.json").unlink()
-    _refused(tmp_path / "m", "config.json: is missing")
+FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+NORM = "model.norm.weight"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "config.json: not valid JSON"),
-        ("[1]", "config.json: holds a JSON list; an object is needed"),
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', "config.json: the key 'c' occurs twice"),
-        ("[" * 100_000, "config.json: not valid JSON"),
-    ],
-)
-def test_source_with_bad_config(tmp_path: Path, text: str, message: str) -> None:
-    synthetic.bert(tmp_path / "m")
-    (tmp_path / "m" / "config.json").write_text(text)
-    _refused(tmp_path / "m", message)
+def index(edit: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        content = json.loads((root / INDEX).read_text())
+        edit(content["weight_map"])
+        (root / INDEX).write_text(json.dumps(content))
+
+    return change
 
 
-def test_index_names_missing_shard(tmp_path: Path) -> None:
+def text(name: str, content: str) -> Callable[[Path], object]:
+    return lambda root: (root / name).write_text(content)
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {  # what the message says -> the change to a sound directory
+    f"{SECOND}: is missing": lambda root: (root / SECOND).unlink(),
+    f"names extra in {FIRST}, but the shard does not contain it": index(lambda one: one.update(extra=FIRST)),
+    f"does not name {NORM} of {FIRST}": index(lambda one: one.pop(NORM)),
+    f"names {NORM} in {SECOND}, but the shard does not contain it": index(lambda one: one.update({NORM: SECOND})),
+    "shard name '../evil.safetensors': a plain file name": index(lambda one: one.update(x="../evil.safetensors")),
+    "no weight_map": text(INDEX, "{}"),
+    f"has both model.safetensors and {INDEX}": (
+        lambda root: synthetic.write_file(root / "model.safetensors", {"x": np.ones(64, np.float32)})
+    ),
+    "config.json: is missing": lambda root: (root / "config.json").unlink(),
+    "config.json: not valid JSON": text("config.json", "{"),
+    "config.json: holds a JSON list; an object is needed": text("config.json", "[1]"),
+    "config.json: the key 'c' occurs twice": text("config.json", '{"a": 1, "b": {"c": 1, "c": 2}}'),
+    "config.json: not valid": text("config.json", "[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_directories_that_are_broken(tmp_path: Path, message: str) -> None:
     synthetic.dense(tmp_path / "m")
-    (tmp_path / "m" / "model-00002-of-00002.safetensors").unlink()
-    _refused(tmp_path / "m", "model-00002-of-00002.safetensors: is missing")
+    BROKEN[message](tmp_path / "m")
+    _refused(tmp_path / "m", message)
 
 
 def test_unindexed_series_is_incomplete(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m", index=False)
     (tmp_path / "m" / "model-00001-of-00002.safetensors").unlink()
     _refused(tmp_path / "m", "model: 1 of 2 numbered shards are present")
-
-
-def test_index_disagrees_both_ways(tmp_path: Path) -> None:
-    synthetic.dense(tmp_path / "m")
-    _edit_index(tmp_path / "m", lambda weights: weights.update(extra="model-00001-of-00002.safetensors"))
-    _refused(tmp_path / "m", "names extra in model-00001-of-00002.safetensors, but the shard does not contain it")
-    _edit_index(tmp_path / "m", lambda weights: (weights.pop("extra"), weights.pop("model.norm.weight")))
-    _refused(tmp_path / "m", "does not name model.norm.weight of model-00001-of-00002.safetensors")
-
-
-def test_index_puts_tensor_into_the_wrong_shard(tmp_path: Path) -> None:
-    synthetic.dense(tmp_path / "m")
-    _edit_index(
-        tmp_path / "m", lambda weights: weights.update({"model.norm.weight": "model-00002-of-00002.safetensors"})
-    )
-    _refused(
-        tmp_path / "m", "names model.norm.weight in model-00002-of-00002.safetensors, but the shard does not contain it"
-    )
-
-
-def test_index_leads_out(tmp_path: Path) -> None:
-    synthetic.dense(tmp_path / "m")
-    synthetic.write_file(tmp_path / "evil.safetensors", {"x": np.zeros(1, np.float32)})
-    _edit_index(tmp_path / "m", lambda weights: weights.update(x="../evil.safetensors"))
-    _refused(tmp_path / "m", "shard name '../evil.safetensors': a plain file name")
-
-
-def test_index_without_weight_map(tmp_path: Path) -> None:
-    synthetic.dense(tmp_path / "m")
-    (tmp_path / "m" / "model.safetensors.index.json").write_text("{}")
-    _refused(tmp_path / "m", "no weight_map")
 
 
 def test_shard_link_that_leads_out(tmp_path: Path) -> None:
@@ -334,12 +313,6 @@ def test_file_beside_the_index_is_ignored_and_reported(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m")
     synthetic.write_file(tmp_path / "m" / "consolidated.safetensors", {"model.norm.weight": np.ones(64, np.float32)})
     assert open_source(tmp_path / "m").ignored == ("consolidated.safetensors",)
-
-
-def test_single_file_and_foreign_index(tmp_path: Path) -> None:
-    synthetic.dense(tmp_path / "m")
-    synthetic.write_file(tmp_path / "m" / "model.safetensors", {"x": np.ones(64, np.float32)})
-    _refused(tmp_path / "m", "has both model.safetensors and model.safetensors.index.json")
 
 
 def test_names_that_differ_in_case(tmp_path: Path) -> None:
