@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -208,38 +208,6 @@ NAMES = (*(name for name in ROUNDINGS if name != "rns"), "rm", "rp", "rs")
 _TINY_EXPONENT = 64  # nonzero magnitudes up to 2^-64 steps all round alike, even with 32 random bits
 
 
-class Format(Protocol):
-    """The attributes of an ElementFormat that `encode` reads.
-
-    ElementFormat itself cannot be imported here, because formats.py imports this module.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def mantissa_bits(self) -> int: ...
-    @property
-    def specials(self) -> str: ...
-    @property
-    def signed(self) -> bool: ...
-    @property
-    def has_zero(self) -> bool: ...
-    @property
-    def bits(self) -> int: ...
-    @property
-    def is_integer(self) -> bool: ...
-    @property
-    def sign_bit(self) -> int: ...
-    @property
-    def emin(self) -> int: ...
-    @property
-    def emax(self) -> int: ...
-    @property
-    def max_code(self) -> int: ...
-    @property
-    def nan_code(self) -> int: ...
-
-
 class _Direction(NamedTuple):
     """The way in which a rounding mode of `encode` rounds the magnitudes of an array.
 
@@ -254,7 +222,7 @@ class _Direction(NamedTuple):
     toward_zero: Any = False
 
 
-def encode(x: Any, fmt: Format, rounding: str, saturate: bool, random: Any) -> Any:
+def encode(x: Any, fmt: Any, rounding: str, saturate: bool, random: Any) -> Any:
     """Return the codes of x in a format, each number rounded once: uint8 in the shape of x, a scalar for a number.
 
     This implements ElementFormat.encode, whose docstring describes the arguments and the numerics. fmt: the
@@ -341,7 +309,7 @@ def _stochastic(op: str, random: Any, x: np.ndarray) -> Rounding:
     return rounded
 
 
-def _float_codes(x: np.ndarray, fmt: Format, direction: _Direction, saturate: bool) -> np.ndarray:
+def _float_codes(x: np.ndarray, fmt: Any, direction: _Direction, saturate: bool) -> np.ndarray:
     """Return the codes of x, which must not hold NaN, in a float format.
 
     Nonzero magnitudes are first clipped to the range from 2^-_TINY_EXPONENT steps to two binades above the largest
@@ -361,7 +329,7 @@ def _float_codes(x: np.ndarray, fmt: Format, direction: _Direction, saturate: bo
     return np.where(overflows & (fmt.specials == "nan"), fmt.nan_code, codes)
 
 
-def _integer_codes(x: np.ndarray, fmt: Format, direction: _Direction) -> np.ndarray:
+def _integer_codes(x: np.ndarray, fmt: Any, direction: _Direction) -> np.ndarray:
     """Return the codes of x, which must not hold NaN, in a two's complement format. Values are clipped to its range.
 
     direction: how magnitudes are rounded.

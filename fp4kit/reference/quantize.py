@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,16 +26,7 @@ from fp4kit.reference.codec import (
     untraced,
 )
 from fp4kit.reference.four_over_six import encode_under, encode_under_if4, quantize_four_over_six, quantize_if4
-from fp4kit.reference.stochastic import (
-    Noise,
-    RandomNumbers,
-    encode_stochastic,
-    encode_stochastic_comfyui,
-    encode_stochastic_float16,
-    hadamard_blocks,
-    stochastic_amax,
-    with_mslk_noise,
-)
+from fp4kit.reference.stochastic import Noise, RandomNumbers, encode_random, hadamard_blocks, stochastic_amax
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 # {Recipe.apply: the name that a trace gives to the factor, or (_SCALED_NAMES) to the scaled element}
@@ -230,16 +221,7 @@ def encode_elements(
     if recipe.nan_is_max:  # the producer clamps first, which turns NaN into the largest value
         scaled = show("scaled element without NaN", np.where(np.isnan(scaled), recipe.element.max, scaled))
     if random is not None:
-        if isinstance(random, Noise):
-            noisy = show("scaled element with noise", with_mslk_noise(scaled, random.elements.reshape(blocks.shape)))
-            return show("code", encode(noisy, recipe.element, nan_code=recipe.element.max_code), recipe.element)
-        if recipe.stochastic in rules.COMFYUI_STOCHASTICS:
-            random = show("random number", random).reshape(blocks.shape)
-            on_gpu = recipe.stochastic == "comfyui_nvfp4_cuda"
-            return show("code", encode_stochastic_comfyui(scaled, random, dtype, on_gpu), recipe.element)
-        random = show("random byte", random).reshape(blocks.shape)
-        rounded = encode_stochastic_float16 if recipe.stochastic == "comfy_kitchen_fp8" else encode_stochastic
-        return show("code", rounded(scaled, recipe.element, random), recipe.element)
+        return show("code", encode_random(scaled, random, recipe, dtype), recipe.element)
     if recipe.narrow:
         scaled = show("scaled element, limited below", np.maximum(scaled, -recipe.element.max))
     if isinstance(recipe.element, PairedMicroexponents):
@@ -296,20 +278,13 @@ def quantize_matrix(
         scales: the array for the block scale codes; None if the recipe has no block scales.
         options: the options of this call.
     """
-    tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
-    packing = recipe.element.packing
-    for rows, columns in tiles(x.shape, recipe.block):
-        tile = widen(x[rows, columns], recipe, options.hadamard)
-        blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
-        codes, tile_scales = quantize_tile(
-            tile,
-            recipe,
-            tensor.cut(rows, blocks),
-            x.dtype,
-            None if options.block_amax is None else options.block_amax[_block_rows(rows, recipe), blocks],
-            None if options.random is None else options.random.tile(rows, columns),
-        )
-        packed[rows, packing.length(columns.start) : packing.length(columns.stop)] = packing.pack(codes)
+    tensor, height = tensor_scale(amax, recipe, x.dtype), recipe.block_rows
+    for tile, rows, blocks, part, random, out in _tiles_of(x, recipe, tensor, packed, options):
+        given = options.block_amax
+        if given is not None:
+            given = given[rows.start // height : -(-rows.stop // height), blocks]
+        codes, tile_scales = quantize_tile(tile, recipe, part, x.dtype, given, random)
+        out[...] = recipe.element.packing.pack(codes)
         if scales is not None:
             scales[rows, blocks] = tile_scales
 
@@ -333,20 +308,21 @@ def encode_matrix(
         packed: the array for the codes, (M, K/2 or K).
         options: the options of this call. Block amaxes are not used.
     """
+    for tile, rows, blocks, part, random, out in _tiles_of(x, recipe, tensor, packed, options):
+        tile_scales = None if scales is None else scales[rows, blocks]
+        out[...] = recipe.element.packing.pack(encode_tile(tile, recipe, part, x.dtype, tile_scales, random))
+
+
+def _tiles_of(
+    x: np.ndarray, recipe: Recipe, tensor: TensorScale, packed: np.ndarray, options: EncodeOptions
+) -> Iterator[tuple[np.ndarray, slice, slice, TensorScale, Any, np.ndarray]]:
+    """Yield for each tile: its elements, rows, blocks, tensor scale, random numbers, and the place of its codes."""
     tensor, packing = tensor.columns(recipe), recipe.element.packing
     for rows, columns in tiles(x.shape, recipe.block):
-        tile = widen(x[rows, columns], recipe, options.hadamard)
         blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
-        tile_scales = None if scales is None else scales[rows, blocks]
         random = None if options.random is None else options.random.tile(rows, columns)
-        codes = encode_tile(tile, recipe, tensor.cut(rows, blocks), x.dtype, tile_scales, random)
-        packed[rows, packing.length(columns.start) : packing.length(columns.stop)] = packing.pack(codes)
-
-
-def _block_rows(rows: slice, recipe: Recipe) -> slice:
-    """Return the rows of blocks that cover the given rows of elements, as a slice."""
-    height = recipe.block_rows
-    return slice(rows.start // height, -(-rows.stop // height))
+        out = packed[rows, packing.length(columns.start) : packing.length(columns.stop)]
+        yield widen(x[rows, columns], recipe, options.hadamard), rows, blocks, tensor.cut(rows, blocks), random, out
 
 
 class Segment(NamedTuple):

@@ -13,8 +13,9 @@ import numpy as np
 from fp4kit.arithmetic import exponent_field, power_of_two
 from fp4kit.formats import FLT_MIN, ElementFormat
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import COMFYUI_STOCHASTICS
 from fp4kit.reference.arith import log2, narrow_float64, round_to
-from fp4kit.reference.codec import encode_magnitude
+from fp4kit.reference.codec import encode, encode_magnitude, show
 
 # The constants of Philox4x32: multipliers, and the Weyl numbers that are added to the key in each round.
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -333,6 +334,19 @@ def with_mslk_noise(x: np.ndarray, words: np.ndarray) -> np.ndarray:
     bits = np.where(np.isnan(x), np.int32(0x7FFFFFFF), x.view(np.int32))
     noise = (words & np.uint32(_MSLK_BITS)).astype(np.int32) - (_MSLK_BITS >> 1)
     return (bits + noise).view(np.float32)
+
+
+def encode_random(x: np.ndarray, random: np.ndarray | Noise, r: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the codes of scaled elements x (m, blocks, block), rounded with random numbers as r.stochastic says."""
+    if isinstance(random, Noise):
+        noisy = show("scaled element with noise", with_mslk_noise(x, random.elements.reshape(x.shape)))
+        return encode(noisy, r.element, nan_code=r.element.max_code)
+    if r.stochastic in COMFYUI_STOCHASTICS:
+        random = show("random number", random).reshape(x.shape)
+        return encode_stochastic_comfyui(x, random, dtype, r.stochastic == "comfyui_nvfp4_cuda")
+    random = show("random byte", random).reshape(x.shape)
+    rounded = encode_stochastic_float16 if r.stochastic == "comfy_kitchen_fp8" else encode_stochastic
+    return rounded(x, r.element, random)
 
 
 def _comfyui_exponent(a: np.ndarray, offset: np.ndarray | np.float32, dtype: np.dtype) -> np.ndarray:
