@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit import formats
-from fp4kit.arrays.imports import check_one_device, cupy, import_arrays, is_array, making_current, on_device, to_host
-from fp4kit.arrays.returns import first_array, library_of, numpy_dtype
+from fp4kit.arrays.imports import check_one_device, cupy, import_arrays, is_array, making_current, to_host
+from fp4kit.arrays.returns import library_of, numpy_dtype
 from fp4kit.formats import FLOATS, ElementFormat
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
@@ -190,7 +190,9 @@ def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -
     """
     op = "matmul"
     u, dtype = unit_of(op, unit), output_dtype(op, out_dtype)
-    check_one_device(op, a=first_array(a), b=first_array(b), c=c)
+    arrays = {"a": getattr(a, "packed", a), "b": getattr(b, "packed", b)} | ({} if c is None else {"c": c})
+    if {type(array) for array in arrays.values()} != {np.ndarray}:
+        check_one_device(op, **arrays)
     call = _product(op, operand(op, "a", a), operand(op, "b", b), u, dtype, alpha)
     (*lead, M), (*lead_b, N) = (x.codes.shape[:-1] for x in (call.a, call.b))
     if lead and lead_b and lead != lead_b:
@@ -206,7 +208,7 @@ def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -
 
 def output_dtype(op: str, out_dtype: Any) -> np.dtype:
     """Return the argument out_dtype as a NumPy dtype. Raise TypeError unless it is float32, float16 or bfloat16."""
-    dtype = numpy_dtype(op, out_dtype)
+    dtype = np.dtype(out_dtype) if isinstance(out_dtype, (type, np.dtype)) else numpy_dtype(op, out_dtype)
     if dtype not in FLOATS:
         raise TypeError(f"{op}: out_dtype is {dtype}; needs float32, float16 or bfloat16")
     return dtype
@@ -226,7 +228,7 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, dtype: np.dtype, alpha: A
         except (TypeError, ValueError):
             raise TypeError(f"{op}: alpha is {alpha!r:.60}; needs a number, or None for the tensor scales") from None
         a, b = a._replace(factor=_library(a.codes).full(a.codes.shape[:-1], number)), b._replace(factor=None)
-    return MatmulCall(a, b, None, u, step, dtype, None, on_device(a.codes))
+    return MatmulCall(a, b, None, u, step, dtype, None, not isinstance(a.codes, np.ndarray))
 
 
 def _library(a: Any) -> Any:

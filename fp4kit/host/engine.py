@@ -53,6 +53,7 @@ from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.search import chosen_amaxes, search_amaxes, search_e4m3, search_powers, searched
 from fp4kit.reference.stochastic import GivenNumbers, MslkStream, RandomNumbers, ScaleStream, stream_of
 from fp4kit.reference.tensor_rules import TensorScale, encoding_scale, stored_tensor_scale, tensor_scale
+from fp4kit.types import ScaleLayout
 
 __all__ = [
     "amax",
@@ -310,7 +311,7 @@ def _requantized(q: Quantized, target: Recipe, values: np.ndarray, functions: Ma
     return _in_layout(under_powers_of_two(call.moved, own, changed), q.scale_layout)
 
 
-def _in_layout(q: Quantized, layout: str) -> Quantized:
+def _in_layout(q: Quantized, layout: ScaleLayout) -> Quantized:
     if q.scale_layout == layout:
         return q
     scales = None if q.block_scale is None else swizzle(q.block_scale, q.scale_layout, layout, q.scale_shape)

@@ -298,7 +298,7 @@ def run_call(call: Call, operation: str, key: Key | None, arguments: tuple[Any, 
     """
     x, amax, *_ = arguments
     cached = new_cached_call(key, operation, call.on_device, call, x, amax)
-    if cached is None and type(x) is np.ndarray and call.tensor_amax is None:
+    if cached is None and key is not None and type(x) is np.ndarray and call.tensor_amax is None:
         # Repeat the call on another array of this shape without parsing, by an engine's usual function.
         template = call._replace(x=None, moved=None, out=None)
 
