@@ -194,17 +194,6 @@ def test_an_amax_for_each_expert(name, view):
         assert_same_bits(values[i], fp4kit.dequantize(one))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].tensor_scaling == "tensor"])
-def test_an_amax_for_each_expert_of_four_dimensions(name):
-    x, amax = ordinary(9, (3, 2, 16, 128)), np.array([3, 50, 0.5], np.float32)
-    q = fp4kit.quantize(x, name, tensor_amax=amax)
-    values = fp4kit.dequantize(q)
-    for i, j in np.ndindex(3, 2):
-        one = fp4kit.quantize(x[i, j], name, tensor_amax=amax[i])
-        assert_same_bits(q.packed[i, j], one.packed)
-        assert_same_bits(values[i, j], fp4kit.dequantize(one))
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].static])
 def test_block_amaxes_can_be_given(name):
     x = ordinary(10, (2, 16, 64))

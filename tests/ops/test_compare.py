@@ -69,17 +69,7 @@ def test_shapes_must_agree() -> None:
         fp4kit.compare(np.ones(2, np.float32), np.ones(3, np.float32))
 
 
-FLOATS = [
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e8m0fnu",
-    "float6_e2m3fn",
-    "float4_e2m1fn",
-    ">f4",
-    ">f8",
-]
+FLOATS = "float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e8m0fnu float6_e2m3fn float4_e2m1fn >f4 >f8".split()
 
 
 @together("dtype", FLOATS)
@@ -127,30 +117,14 @@ def test_sqnr_of_float64_of_any_size(size) -> None:
     assert fp4kit.compare(a, b).sqnr == pytest.approx(expected, rel=1e-12)
 
 
-@together(
-    "x",
-    [
-        np.zeros(3, np.int64),
-        np.zeros(3, np.uint8),
-        np.zeros(3, bool),
-        np.zeros(3, complex),
-        np.array(["a"] * 3),
-        np.array([None] * 3),
-        np.zeros(3, [("a", "f4")]),
-        np.zeros(3, ml_dtypes.int4),
-        np.zeros(3, "M8[s]"),
-        np.zeros(3, "g"),
-    ],
-    ids=lambda x: str(x.dtype),
-)
+OTHERS = [np.zeros(3, t) for t in (np.int64, np.uint8, bool, complex, [("a", "f4")], ml_dtypes.int4, "M8[s]", "g")]
+
+
+@together("x", [*OTHERS, np.array(["a"] * 3), np.array([None] * 3)], ids=lambda x: str(x.dtype))
 def test_arrays_of_other_dtypes_are_rejected(x) -> None:
     q = fp4kit.quantize(np.zeros((1, 16), np.float32), "nvfp4-te")
-    text = (
-        "needs a Quantized, or float64, float32, float16, bfloat16 or a narrower float; count codes and other integers"
-        " that differ with np.count_nonzero(a != b), or convert it with"
-    )
     for a, b, name in ((x, np.zeros(3, np.float32), "a"), (np.zeros(3), x, "b"), (x, x, "a"), (q, x, "b")):
-        with pytest.raises(TypeError, match=f"^{re.escape(f'compare: {name} is {x.dtype}; {text} {name}.astype')}"):
+        with pytest.raises(TypeError, match=f"^{re.escape(f'compare: {name} is {x.dtype}; needs a Quantized, or')}"):
             fp4kit.compare(a, b)
 
 

@@ -178,14 +178,6 @@ def test_more_dimensions(name):
     assert_same_bits(fp4kit.fake_quantize(as_strided(x), name), y)
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_RULE if RECIPES[name].tensor_scaling == "tensor"])
-def test_an_amax_for_each_expert(name):
-    x, amax = ordinary(5, (4, 16, 64)), np.array([3, 50, 0.5, 700], np.float32)
-    y = fp4kit.fake_quantize(x, name, tensor_amax=amax)
-    for i in range(4):
-        assert_same_bits(y[i], fp4kit.fake_quantize(x[i], name, tensor_amax=amax[i]))
-
-
 def test_calibrated_block_amaxes():
     name = "nvfp4-modelopt-static-fake"
     amax = np.abs(X).reshape(128, 8, 16).max(axis=-1)
@@ -275,6 +267,10 @@ def test_clip_in_more_dimensions():
     amax = np.abs(x).max(axis=-1) * np.float32(0.75)
     out = fp4kit.fake_quantize_backward(grad, x, "fp8-modelopt-channel", amax=amax, pass_through=False)
     assert_same_bits(out, np.where(np.abs(x) <= amax[..., None], grad, np.float32(0)))
+    for name, given in (("nvfp4-te", np.float32([0.5, 3])), ("nvfp4-te", amax)):
+        out = fp4kit.fake_quantize_backward(grad, x, name, amax=given, pass_through=False)
+        limit = given.reshape(*given.shape, *[1] * (4 - given.ndim))
+        assert_same_bits(out, np.where(np.abs(x) <= limit, grad, np.float32(0)))
     seen = np.repeat(x, 2, axis=1)[:, ::2]
     assert_same_bits(
         fp4kit.fake_quantize_backward(grad, seen, "fp8-modelopt-channel", amax=amax, pass_through=False), out

@@ -18,13 +18,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.dequantize import may_keep_codes
 
-TARGETS = (
-    "nvfp4-te",
-    "nvfp4-torchao",
-    "nvfp4-flashinfer",
-    "nvfp4-compressed-tensors",
-    "nvfp4-te-4over6-mae-256",
-)
+TARGETS = ("nvfp4-te", "nvfp4-torchao", "nvfp4-flashinfer", "nvfp4-compressed-tensors", "nvfp4-te-4over6-mae-256")
 
 
 def _mxfp4(scales: np.ndarray, seed: int = 0, fill: int | None = None) -> Quantized:
@@ -334,18 +328,12 @@ def test_every_exponent_and_code_is_exact_in_fp8(target) -> None:
             assert found.exact, k
 
 
+WITH_POWERS = ("fp8-deepgemm-block", "fp8-deepseek-v4", "fp8-modelopt-channel", "fp8-comfy-kitchen-e5m2")
+WITH_POWERS += ("mxfp8-te-2d", "mxfp8-deepgemm")
+
+
 @together("seed", range(8))
-@together(
-    "target",
-    (
-        "fp8-deepgemm-block",
-        "fp8-deepseek-v4",
-        "fp8-modelopt-channel",
-        "fp8-comfy-kitchen-e5m2",
-        "mxfp8-te-2d",
-        "mxfp8-deepgemm",
-    ),
-)
+@together("target", WITH_POWERS)
 def test_blocks_are_exact_wherever_a_power_of_two_makes_them_so(target, seed) -> None:
     """All axes, stacks, row counts and layouts. Blocks that cannot be exact are rounded under the same power of two,
     or are those of the recipe if the element has too few significant bits.

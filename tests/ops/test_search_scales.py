@@ -17,14 +17,8 @@ from fp4kit.formats import E2M1, E4M3
 from fp4kit.reference.search import multiples
 
 STATIC, WIDE, FP8 = "nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6", "fp8-modelopt"
-POWERS_OF_TWO = (
-    "mxfp4-ocp",
-    "mxfp4-torchao-rceil",
-    "mxfp4-torchao-even",
-    "mxfp4-gguf",
-    "mxfp8-te",
-    "mxfp6-torchao-floor-e2m3",
-)
+POWERS_OF_TWO = ("mxfp4-ocp", "mxfp4-torchao-rceil", "mxfp4-torchao-even", "mxfp4-gguf", "mxfp8-te")
+POWERS_OF_TWO += ("mxfp6-torchao-floor-e2m3",)
 WITHOUT_BLOCKS = (FP8, "int8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt-channel")
 SQUARE = replace(fp4kit.recipe(STATIC), id="static-16x16", block=(16, 16))
 SCALES = np.float64(E4M3.values[1:127])
