@@ -199,10 +199,7 @@ INTS = {  # the start of the error for an argument {} that must be an int: the c
     "Quantized: shape is (32, {}); needs a tuple of ints": (lambda n: replace(Q, shape=(32, n)), 64),
     "unswizzle: shape is (32, {}); needs a tuple": (lambda n: fp4kit.unswizzle(Q.block_scale, "linear", (32, n)), 4),
     "partial_amax: start is {}": (lambda n: fp4kit.partial_amax(FLAT[1:], (32, 64), n, "nvfp4-te-2d"), 1),
-    "search_scales: candidates is {}": (
-        lambda n: fp4kit.search_scales(X, "nvfp4-modelopt-static", candidates=(n, 1)),
-        1,
-    ),
+    "search_scales: candidates is {}": (lambda n: fp4kit.search_scales(**RIGHT["search_scales"], candidates=(n, 1)), 1),
     "pad: multiple is {}; needs an integer of 1 or more": (lambda n: fp4kit.layouts.pad(X, n), 1),
     "pad: axis is {}; needs an int": (lambda n: fp4kit.layouts.pad(X, 3, n), 1),
     "shuffle_rows: M is {}; needs an integer of 0 or more": (lambda n: fp4kit.layouts.shuffle_rows(n, 16), 0),

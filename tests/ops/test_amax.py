@@ -499,7 +499,7 @@ def test_segments_cover_the_slice_once(start, length, K) -> None:
     assert covered == list(range(length))
 
 
-X_SHARDS = np.ones(64, np.float32)
+SHARD, amax_of = np.ones(64, np.float32), fp4kit.partial_amax
 AMAX = np.ones((1, 4), np.float32)
 OUT = np.zeros((4, 8), np.uint8)
 
@@ -507,54 +507,22 @@ OUT = np.zeros((4, 8), np.uint8)
 @together(
     "call, error, message",
     [
-        (
-            lambda: fp4kit.partial_amax(X_SHARDS, (4, 16), 1, "nvfp4-te-2d"),
-            ValueError,
-            "elements [1, 65) of a matrix of",
-        ),
-        (
-            lambda: fp4kit.partial_amax(X_SHARDS, (4, 16), -1, "nvfp4-te-2d"),
-            ValueError,
-            "elements [-1, 63) of a matrix of",
-        ),
-        (
-            lambda: fp4kit.partial_amax(X_SHARDS, (8, 8), 0, "nvfp4-te-2d"),
-            ValueError,
-            "axis 1 has length 8; nvfp4-te-2d",
-        ),
-        (
-            lambda: fp4kit.partial_amax(X_SHARDS[None], (4, 16), 0, "nvfp4-te-2d"),
-            ValueError,
-            "shard is 2-d; needs the 1-d",
-        ),
-        (
-            lambda: fp4kit.partial_amax(X_SHARDS, (64,), 0, "nvfp4-te-2d"),
-            ValueError,
-            "shape is (64,); needs (M, K) of the",
-        ),
-        (
-            lambda: fp4kit.partial_amax(X_SHARDS.astype(int), (4, 16), 0, "nvfp4-te-2d"),
-            TypeError,
-            "shard is int64; needs",
-        ),
-        (
-            lambda: fp4kit.partial_amax(X_SHARDS, (4, 16), 0, "fp8-modelopt"),
-            ValueError,
-            "fp8-modelopt has no blocks, or",
-        ),
-        (
-            lambda: fp4kit.partial_amax(X_SHARDS, (4, 16), 0, "nvfp4-te-rowscaled"),
-            ValueError,
-            "nvfp4-te-rowscaled has no",
-        ),
+        (lambda: amax_of(SHARD, (4, 16), 1, "nvfp4-te-2d"), ValueError, "elements [1, 65) of a matrix of"),
+        (lambda: amax_of(SHARD, (4, 16), -1, "nvfp4-te-2d"), ValueError, "elements [-1, 63) of a matrix of"),
+        (lambda: amax_of(SHARD, (8, 8), 0, "nvfp4-te-2d"), ValueError, "axis 1 has length 8; nvfp4-te-2d"),
+        (lambda: amax_of(SHARD[None], (4, 16), 0, "nvfp4-te-2d"), ValueError, "shard is 2-d; needs the 1-d"),
+        (lambda: amax_of(SHARD, (64,), 0, "nvfp4-te-2d"), ValueError, "shape is (64,); needs (M, K) of the"),
+        (lambda: amax_of(SHARD.astype(int), (4, 16), 0, "nvfp4-te-2d"), TypeError, "shard is int64; needs"),
+        (lambda: amax_of(SHARD, (4, 16), 0, "fp8-modelopt"), ValueError, "fp8-modelopt has no blocks, or"),
+        (lambda: amax_of(SHARD, (4, 16), 0, "nvfp4-te-rowscaled"), ValueError, "nvfp4-te-rowscaled has no"),
         (lambda: _call(OUT[:, :4]), ValueError, "out is uint8 (4, 4); needs uint8 (4, 8)"),
         (lambda: _call(OUT.astype(np.int8)), ValueError, "out is int8 (4, 8); needs uint8 (4, 8)"),
         (lambda: _call(OUT, AMAX), ValueError, "block_amax is float32 (1, 4); nvfp4-te-2d needs float32 (1, 1)"),
         (lambda: _call(OUT, AMAX[:, :1] * np.nan), ValueError, "block_amax is float32 with NaN"),
         (
-            lambda: _call(OUT, np.array([[1], [np.inf], [2], [np.inf]], np.float32), "nvfp4-flashinfer"),
+            lambda: _call(OUT, np.float32([[1], [np.inf], [2], [np.inf]]), "nvfp4-flashinfer"),
             ValueError,
-            "partial_cast: block_amax holds 2 infinite value(s) of 4, but",
+            "block_amax holds 2 infinite value(s)",
         ),
         (lambda: _call(OUT, name="nvfp4-te-4over6-mae-256-2d"), ValueError, "chooses scales from whole blocks"),
     ],
@@ -567,7 +535,7 @@ def test_errors_of_shards(call, error, message) -> None:
 
 
 def _call(out: np.ndarray, amax: np.ndarray = AMAX[:, :1], name: str = "nvfp4-te-2d") -> None:
-    fp4kit.partial_cast(X_SHARDS, out, amax, (4, 16), 0, name)
+    fp4kit.partial_cast(SHARD, out, amax, (4, 16), 0, name)
 
 
 F32 = np.float32

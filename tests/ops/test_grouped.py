@@ -201,7 +201,7 @@ def test_errors() -> None:
 
 
 ONE, HALF = np.ones((4, 32), np.float32), np.ones((4, 24), np.float32)
-GRADS = [ONE, ONE]
+PAIR, backward = [ONE, ONE], fp4kit.fake_quantize_grouped_backward
 
 
 def plan(**options):
@@ -209,45 +209,33 @@ def plan(**options):
 
 
 NUMBERED = [
-    (lambda: fp4kit.quantize_grouped([ONE, ONE.astype(np.float64)], "nvfp4-te"), "quantize_grouped: xs[1] is"),
-    (lambda: fp4kit.quantize_grouped([ONE, HALF], "nvfp4-te"), "quantize_grouped: xs[1]: axis 1 has length 24; "),
-    (lambda: fp4kit.fake_quantize_grouped([ONE, HALF], "nvfp4-te"), "fake_quantize_grouped: xs[1]: axis 1 has"),
-    (lambda: fp4kit.amax_grouped([ONE, HALF], "nvfp4-te"), "amax_grouped: xs[1]: axis 1 has length 24"),
-    (lambda: fp4kit.amax_grouped([ONE, ONE.astype(int)]), "amax_grouped: xs[1] is int64"),
-    (lambda: fp4kit.quantize_grouped([ONE, ONE[0]], "mxfp4", axis=1), "quantize_grouped: xs[1]: axis 1 is out of"),
-    (lambda: fp4kit.quantize_grouped([ONE, [1.0]], "mxfp4"), "quantize_grouped: xs[1] is a builtins.list"),
-    (lambda: fp4kit.quantize_grouped([ONE, np.ma.array(ONE)], "mxfp4"), "quantize_grouped: xs[1] is a masked array"),
-    (
-        lambda: fp4kit.quantize_grouped([ONE, ONE[0]], "mxfp4", scale_layout="swizzled_8x4"),
-        "quantize_grouped: xs[1] is 1-d;",
-    ),
-    (lambda: fp4kit.quantize_grouped([ONE, HALF], "fp8-modelopt", hadamard=True), "quantize_grouped: xs[1]: axis 1"),
-    (
-        lambda: fp4kit.fake_quantize_grouped([ONE, ONE], "nvfp4-te", tensor_amax=[1, np.nan]),
-        "fake_quantize_grouped: tensor_amax[1] holds 1 NaN value(s) of",
-    ),
-    (lambda: fp4kit.quantize_grouped([ONE, ONE], "nvfp4-te", tensor_amax=[1, [1, 2]]), "quantize_grouped: tensor_am"),
-    (lambda: fp4kit.quantize_grouped([ONE, ONE], "nvfp4-te", tensor_amax=[1, "2"]), "quantize_grouped: tensor_amax["),
-    (
-        lambda: fp4kit.quantize_grouped([ONE, ONE], "nvfp4-modelopt-static", block_amax=[ONE[:, :2], ONE]),
-        "quantize_grouped: block_amax[1] has shape (4,",
-    ),
-    (lambda: fp4kit.fake_quantize_grouped_backward([ONE, HALF], [ONE, ONE], "nvfp4-te"), "fake_quantize_grouped_bac"),
-    (
-        lambda: fp4kit.fake_quantize_grouped_backward(GRADS, [ONE, ONE], "nvfp4-te", amax=[1, -1]),
-        "fake_quantize_grouped_backward: amax[1] holds 1 negative value(s) of",
-    ),
-    (lambda: plan(tensor_amax=[1.0, -1.0]).quantize(), "GroupedPlan: tensor_amax[1] holds 1 negative value(s)"),
-    (lambda: plan(tensor_amax=[1.0, -1.0]).amax(), "GroupedPlan: tensor_amax[1] holds 1 negative value(s)"),
-    (lambda: plan(tensor_amax=[1.0, -1.0]).fake_quantize(), "GroupedPlan: tensor_amax[1] holds 1 negative"),
-    (lambda: plan().fake_quantize_backward([ONE, HALF]), "GroupedPlan: grads[1] has shape (4, 24)"),
-    (lambda: fp4kit.quantize_grouped(np.ones((2, 4, 24), "f4"), "nvfp4-te"), "quantize_grouped: xs[0]: axis 1 has "),
+    (lambda: fp4kit.quantize_grouped([ONE, ONE.astype(np.float64)], "nvfp4-te"), "xs[1] is float64"),
+    (lambda: fp4kit.quantize_grouped([ONE, HALF], "nvfp4-te"), "xs[1]: axis 1 has length 24; "),
+    (lambda: fp4kit.fake_quantize_grouped([ONE, HALF], "nvfp4-te"), "xs[1]: axis 1 has length 24"),
+    (lambda: fp4kit.amax_grouped([ONE, HALF], "nvfp4-te"), "xs[1]: axis 1 has length 24"),
+    (lambda: fp4kit.amax_grouped([ONE, ONE.astype(int)]), "xs[1] is int64"),
+    (lambda: fp4kit.quantize_grouped([ONE, ONE[0]], "mxfp4", axis=1), "xs[1]: axis 1 is out of range for a 1-d array"),
+    (lambda: fp4kit.quantize_grouped([ONE, [1.0]], "mxfp4"), "xs[1] is a builtins.list"),
+    (lambda: fp4kit.quantize_grouped([ONE, np.ma.array(ONE)], "mxfp4"), "xs[1] is a masked array"),
+    (lambda: fp4kit.quantize_grouped([ONE, ONE[0]], "mxfp4", scale_layout="swizzled_8x4"), "xs[1] is 1-d; "),
+    (lambda: fp4kit.quantize_grouped([ONE, HALF], "fp8-modelopt", hadamard=True), "xs[1]: axis 1 has length 24; the H"),
+    (lambda: fp4kit.fake_quantize_grouped(PAIR, "nvfp4-te", tensor_amax=[1, np.nan]), "tensor_amax[1] holds 1 NaN"),
+    (lambda: fp4kit.quantize_grouped(PAIR, "nvfp4-te", tensor_amax=[1, [1, 2]]), "tensor_amax[1] has shape (2,)"),
+    (lambda: fp4kit.quantize_grouped(PAIR, "nvfp4-te", tensor_amax=[1, "2"]), "tensor_amax[1] is <U1"),
+    (lambda: fp4kit.quantize_grouped(PAIR, "nvfp4-modelopt-static", block_amax=[ONE[:, :2], ONE]), "block_amax[1] has"),
+    (lambda: backward([ONE, HALF], PAIR, "nvfp4-te"), "grads[1] has shape (4, 24); needs the shape of x, (4, 32)"),
+    (lambda: backward(PAIR, PAIR, "nvfp4-te", amax=[1, -1]), "amax[1] holds 1 negative value(s) of 1"),
+    (lambda: plan(tensor_amax=[1.0, -1.0]).quantize(), "tensor_amax[1] holds 1 negative value(s)"),
+    (lambda: plan(tensor_amax=[1.0, -1.0]).amax(), "tensor_amax[1] holds 1 negative value(s)"),
+    (lambda: plan(tensor_amax=[1.0, -1.0]).fake_quantize(), "tensor_amax[1] holds 1 negative"),
+    (lambda: plan().fake_quantize_backward([ONE, HALF]), "grads[1] has shape (4, 24)"),
+    (lambda: fp4kit.quantize_grouped(np.ones((2, 4, 24), "f4"), "nvfp4-te"), "xs[0]: axis 1 has "),
 ]
 
 
 @together("call, text", NUMBERED)
 def test_errors_say_which_tensor(call, text):
-    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(text)}"):
+    with pytest.raises((TypeError, ValueError), match=rf"^(\w+_grouped\w*|GroupedPlan): {re.escape(text)}"):
         call()
 
 

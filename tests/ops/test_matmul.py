@@ -28,6 +28,7 @@ FP8 = np.ones((4, 64), ml_dtypes.float8_e4m3fn)
 NV, MX = drawn(RNG, "nvfp4", 4, 64), drawn(RNG, "mxfp4", 4, 64)
 NV8 = fp4kit.quantize(np.ones((4, 64), np.float32), replace(fp4kit.recipe("nvfp4-te"), block=(1, 8)))
 INT8 = fp4kit.quantize(np.ones((4, 64), np.float32), "int8-modelopt")
+AXIS_0 = fp4kit.quantize(np.ones((32, 2, 2), np.float32), "mxfp4", axis=0)
 BAD = [
     (lambda: fp4kit.matmul(np.ones((4, 64), np.float32), BF16), TypeError, "a is float32; needs"),
     (lambda: fp4kit.matmul([[1.0]], BF16), TypeError, "a "),
@@ -40,13 +41,7 @@ BAD = [
     (lambda: fp4kit.matmul(NV, NV, unit="sm90"), ValueError, "only for float16, bfloat16, fp8"),
     (lambda: fp4kit.matmul(FP8, FP8, unit="float32-blocks"), ValueError, "needs E2M1 elements"),
     (lambda: fp4kit.matmul(NV8, NV8, unit="float32-blocks"), ValueError, "a multiple up to 512"),
-    (
-        lambda: fp4kit.matmul(
-            fp4kit.quantize(np.ones((32, 2, 2), np.float32), "mxfp4", axis=0), MX, unit="dequantized"
-        ),
-        ValueError,
-        "a is quantized along axis 0 of 3; needs one of the last two",
-    ),
+    (lambda: fp4kit.matmul(AXIS_0, MX, unit="dequantized"), ValueError, "a is quantized along axis 0 of 3; needs one"),
     (lambda: fp4kit.matmul(BF16, BF16, unit="sm90a"), ValueError, "did you mean sm90"),
     (lambda: fp4kit.matmul(BF16, BF16, unit=90), TypeError, "needs a Unit or an id"),
     (lambda: fp4kit.matmul(BF16, BF16, out_dtype=np.float64), TypeError, "out_dtype is float64"),
@@ -54,11 +49,7 @@ BAD = [
     (lambda: fp4kit.matmul(BF16, BF16, c=np.ones((4, 3), np.float32)), ValueError, r"c has shape \(4, 3\)"),
     (lambda: fp4kit.matmul(BF16, BF16, c=np.ones((4, 4), np.int32)), TypeError, "c is int32; needs float32"),
     (lambda: fp4kit.unit("sm10"), ValueError, "needs one of sm100, sm90"),
-    (
-        lambda: fp4kit.matmul(fp4kit.quantize(np.ones((32, 2, 2), np.float32), "mxfp4", axis=0), MX),
-        ValueError,
-        "a is quantized along axis 0 of 3; needs one of the last two",
-    ),
+    (lambda: fp4kit.matmul(AXIS_0, MX), ValueError, "a is quantized along axis 0 of 3; needs one of the last two"),
     (lambda: DotAdd(0, 25, 23, -133), ValueError, "k is 0; needs 1 to 128"),
     (lambda: DotAdd(32, 25, 24, -133), ValueError, "output_bits is 24; needs 1 to 23"),
     (lambda: DotAdd(40, 35, 23, -133, 16), ValueError, "k to be a multiple of group"),
@@ -189,11 +180,9 @@ BAD_GROUPED = [
     (lambda: fp4kit.matmul_grouped(A, [A] * 3, m_indptr=[0, 3, 2, 4]), ValueError, r"m_indptr\[2\] is 2, l"),
     (lambda: fp4kit.matmul_grouped(STACK, STACK, m_indptr=[0, 4, 8]), ValueError, "a is 3-d; needs a"),
     (
-        lambda: fp4kit.matmul_grouped(
-            [NV], [fp4kit.quantize(np.ones((64, 2, 2), np.float32), "nvfp4", axis=0)], unit="dequantized"
-        ),
+        lambda: fp4kit.matmul_grouped([NV], [AXIS_0], unit="dequantized"),
         ValueError,
-        r"b\[0\] is quantized along axis 0 of 3",
+        r"b\[0\] is quantized along axis 0",
     ),
 ]
 
@@ -332,11 +321,7 @@ BAD_BUDGET: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fp4kit.error_budget(X, W[:, :32], "nvfp4", "nvfp4"), ValueError, "error_budget: x has shape (5, 64)"),
     (lambda: fp4kit.error_budget(X[:, :24], W[:, :24], "nvfp4", "nvfp4"), ValueError, "error_budget: x: axis 1 has"),
     (lambda: fp4kit.error_budget(X, W, "nvfp4", "nvfp4", "sm90"), ValueError, "error_budget: x is E2M1 with E4M3"),
-    (
-        lambda: fp4kit.error_budget(X, W, "nvfp4", "nvfp4", out_dtype=np.float64),
-        TypeError,
-        "error_budget: out_dtype is float64; needs float32, float16 or",
-    ),
+    (lambda: fp4kit.error_budget(X, W, "nvfp4", "nvfp4", out_dtype=np.float64), TypeError, "out_dtype is float64"),
     (lambda: fp4kit.error_budget(X, W, "nvfp4", None), TypeError, "error_budget: recipe_w is missing"),
 ]
 
@@ -347,5 +332,5 @@ def test_errors_of_budget(
 ) -> None:
     """Every error is raised before anything is quantized."""
     monkeypatch.setattr(module, "quantize", None)
-    with pytest.raises(kind, match="^" + re.escape(text)):
+    with pytest.raises(kind, match="^error_budget: .*" + re.escape(text.removeprefix("error_budget: "))):
         call()

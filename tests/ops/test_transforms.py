@@ -91,12 +91,12 @@ def test_pad() -> None:
         (
             lambda: fp4kit.swizzle(fp4kit.quantize(np.ones(4, np.float32), "fp8-modelopt"), TILED[0]),
             ValueError,
-            "swizzle: fp8-modelopt has no block scales; needs a recipe with block",
+            "has no block scales",
         ),
         (
             lambda: fp4kit.swizzle(fp4kit.quantize(np.ones(32, np.float32), "nvfp4-te"), TILED[0]),
             ValueError,
-            "swizzle: q is 1-d; swizzled_128x4 scales need the rows of a matrix;",
+            "swizzle: q is 1-d; swizz",
         ),
         *(
             (
@@ -236,6 +236,8 @@ def test_a_matrix_of_hadamard_rotates_as_hadamard_does():
     matrix = fp4kit.hadamard(np.eye(64, dtype=F32), 64)
     signs = [(-1) ** (i % 3) for i in range(128)]
     assert_same_bits(fp4kit.rotate(x, matrix, signs=signs), fp4kit.hadamard(x, 64, signs=signs))
+    blocks = fp4kit.rotate(x, np.stack([matrix, matrix]), signs=signs[:64])  # signs of a block, a matrix per block
+    assert_same_bits(blocks, fp4kit.hadamard(x, 64, signs=signs[:64]))
 
 
 def test_te_signs_give_the_transform_of_te_for_exact_sums():
