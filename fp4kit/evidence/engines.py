@@ -126,17 +126,22 @@ def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outco
     if found.shape != expected.shape or found.dtype != expected.dtype:
         got = f"{found.dtype} {found.shape} instead of {expected.dtype} {expected.shape}"
         return Outcome(expected.size, max(expected.size, 1), f"{what}: {got}")
-    a, b = bit_patterns(found), bit_patterns(expected)
-    differ = a != b
-    if expected.dtype.itemsize > 1 and differ.any():
-        with np.errstate(all="ignore"):
-            differ &= ~(np.isnan(found.astype(np.float32)) & np.isnan(expected.astype(np.float32)))
+    differ = differing(found, expected)
     wrong = int(np.count_nonzero(differ))
     if not wrong:
         return Outcome(expected.size)
     at = np.unravel_index(int(np.argmax(differ)), expected.shape)
-    first = f"{what}: at {tuple(map(int, at))} {a[at]:#x} instead of {b[at]:#x}"
+    first = f"{what}: at {tuple(map(int, at))} {bit_patterns(found)[at]:#x} instead of {bit_patterns(expected)[at]:#x}"
     return Outcome(expected.size, wrong, first)
+
+
+def differing(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Return a mask of the elements whose bits differ in two arrays of equal shape and dtype. A NaN equals any NaN."""
+    differ = np.asarray(bit_patterns(found) != bit_patterns(expected))
+    if expected.dtype.itemsize > 1 and differ.any():
+        with np.errstate(all="ignore"):
+            differ &= ~(np.isnan(found.astype(np.float32)) & np.isnan(expected.astype(np.float32)))
+    return differ
 
 
 def attempt(call: Callable[[], Outcome], what: str) -> Outcome:

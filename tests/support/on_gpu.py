@@ -14,8 +14,8 @@ import pytest
 from hypothesis import settings
 
 import fp4kit
+from fp4kit.evidence import engines
 from fp4kit.evidence.testing import adversarial_blocks
-from fp4kit.formats import bit_patterns
 from fp4kit.recipes import RECIPES
 
 T = TypeVar("T")
@@ -96,10 +96,7 @@ def differing(gpu, cpu) -> int:
         return 0  # no kernel has run
     a, b = gpu.get(), np.asarray(cpu)
     assert a.shape == b.shape and a.dtype == b.dtype
-    bits = bit_patterns(a) != bit_patterns(b)
-    if a.dtype != np.uint8:
-        bits &= ~(np.isnan(a.astype(np.float32)) & np.isnan(b.astype(np.float32)))
-    return int(np.count_nonzero(bits))
+    return int(np.count_nonzero(engines.differing(a, b)))
 
 
 def assert_same(gpu: fp4kit.Quantized, cpu: fp4kit.Quantized) -> None:

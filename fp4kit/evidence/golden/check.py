@@ -16,10 +16,10 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.call.inputs import torch_words
-from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine
+from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine, differing
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS, GoldenRow
-from fp4kit.formats import E8M0, bit_patterns
+from fp4kit.formats import E8M0
 from fp4kit.layouts import pack, pack_gguf, pack_mlx, unpack, unpack_gguf
 from fp4kit.ops.amax import amax as op_amax
 from fp4kit.ops.amax import search_scales
@@ -70,22 +70,12 @@ def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResu
     compared, values, differences = 0, 0, []
     for file, (key, ours, recorded, skip) in arrays:
         compared, values = compared + 1, values + np.size(recorded)
-        different = _differs(ours, recorded)
-        if np.shape(ours) == np.shape(recorded):
-            different &= ~skip
+        different = np.ones(recorded.shape, bool)
+        if ours.shape == recorded.shape:
+            different = (differing(ours, recorded) if ours.dtype == recorded.dtype else different) & ~skip
         if different.any():
             differences.append(ArrayDifference(f"{file}: {key}", int(different.sum()), different.size))
     return GoldenResult(recipe, compared, tuple(differences), values)
-
-
-def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
-    """Return a mask, in the shape of ``recorded``, of the elements whose bits differ in two arrays."""
-    if ours.shape != recorded.shape or ours.dtype != recorded.dtype:
-        return np.ones(recorded.shape, bool)
-    bits = bit_patterns(ours) != bit_patterns(recorded)
-    if ours.dtype == np.uint8:
-        return bits
-    return bits & ~(np.isnan(ours.astype(np.float32)) & np.isnan(recorded.astype(np.float32)))
 
 
 # ---- inputs of rows ----

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -23,45 +24,25 @@ from fp4kit.formats import E1M2, E3M0
 
 pytestmark = pytest.mark.usefixtures("played_gpu")
 
-FLOATS = ("float32", "bfloat16")
+FLOATS, BF16 = ("float32", "bfloat16"), ("bfloat16",)
+FAKES = ("fake_quantize", "fake_quantize_grouped", "backward", "backward_grouped", "amax", "amax_grouped", "plan")
+plain = partial(Pool, changes=0)
 # {name: what calls are drawn from}. Each pool has few recipes and dtypes, so that few kernels are compiled for it.
 POOLS: dict[str, Pool] = {
-    "te": Pool(
-        recipes=("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mae-448-2d"),
-        dtypes=FLOATS,
-        changes=0,
-    ),
-    "flashinfer": Pool(
-        recipes=("nvfp4-flashinfer", "mxfp4-flashinfer", "mxfp8-flashinfer"), dtypes=("bfloat16",), changes=0
-    ),
-    "without blocks": Pool(
-        recipes=(
-            "fp8-modelopt",
-            "fp8-modelopt-channel",
-            "int8-modelopt-channel",
-            "int4-modelopt",
-            "nvfp4-te-rowscaled",
-        ),
+    "te": plain(("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mae-448-2d"), dtypes=FLOATS),
+    "flashinfer": plain(("nvfp4-flashinfer", "mxfp4-flashinfer", "mxfp8-flashinfer"), dtypes=BF16),
+    "without blocks": plain(
+        ("fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel", "int4-modelopt", "nvfp4-te-rowscaled"),
         dtypes=("float32", "float16"),
-        changes=0,
     ),
-    "fake": Pool(
-        recipes=("nvfp4-modelopt-fake", "mxfp4-modelopt-fake", "nvfp4-modelopt-static-fake", "mxfp4-microxcaling-even"),
-        operations=(
-            "fake_quantize",
-            "fake_quantize_grouped",
-            "backward",
-            "backward_grouped",
-            "amax",
-            "amax_grouped",
-            "plan",
-        ),
+    "fake": plain(
+        ("nvfp4-modelopt-fake", "mxfp4-modelopt-fake", "nvfp4-modelopt-static-fake", "mxfp4-microxcaling-even"),
+        operations=FAKES,
         dtypes=FLOATS,
-        changes=0,
     ),
-    "shapes": Pool(
-        recipes=("mxfp4-ocp",),
-        variants=(
+    "shapes": plain(
+        ("mxfp4-ocp",),
+        (
             Variant("nvfp4-flashinfer", (("block", (16, 16)),)),
             Variant("nvfp4-te", (("block", (2, 16)),)),
             Variant("mxfp8-te", (("block", (1, 64)),)),
@@ -69,35 +50,30 @@ POOLS: dict[str, Pool] = {
             Variant("mxfp4-ocp", (("element", E1M2),)),
             Variant("nvfp4-torchao", (("element", E3M0), ("block", (16, 16)))),
         ),
-        dtypes=("bfloat16",),
-        changes=0,
+        dtypes=BF16,
     ),
-    "4over6 per token": Pool(
-        recipes=("nvfp4-flashinfer-token-4over6-mse-256", "nvfp4-flashinfer-token-4over6-mae-448"),
+    "4over6 per token": plain(
+        ("nvfp4-flashinfer-token-4over6-mse-256", "nvfp4-flashinfer-token-4over6-mae-448"),
         operations=("quantize",),
         layouts=("linear",),
-        changes=0,
     ),
-    "searches": Pool(
-        recipes=("nvfp4-modelopt-static", "mxfp4-ocp", "fp8-modelopt", "int8-modelopt-channel"),
-        variants=(Variant("nvfp4-modelopt-static", (("block", (16, 16)),)),),
+    "searches": plain(
+        ("nvfp4-modelopt-static", "mxfp4-ocp", "fp8-modelopt", "int8-modelopt-channel"),
+        (Variant("nvfp4-modelopt-static", (("block", (16, 16)),)),),
         operations=("search_scales",),
-        dtypes=("bfloat16",),
-        changes=0,
+        dtypes=BF16,
         largest=1 << 11,
     ),
-    "MXFP4 to NVFP4": Pool(
-        recipes=("mxfp4-ocp", "mxfp4-flashinfer", "nvfp4-te", "nvfp4-modelopt"),
-        variants=(Variant("mxfp4-ocp", (("block", (2, 32)),)), Variant("nvfp4-torchao", (("block", (2, 16)),))),
+    "MXFP4 to NVFP4": plain(
+        ("mxfp4-ocp", "mxfp4-flashinfer", "nvfp4-te", "nvfp4-modelopt"),
+        (Variant("mxfp4-ocp", (("block", (2, 32)),)), Variant("nvfp4-torchao", (("block", (2, 16)),))),
         operations=("requantize",),
         dtypes=("float16",),
-        changes=0,
     ),
-    "products": Pool(
-        recipes=("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "mxfp6-torchao-floor-e3m2", "fp8-modelopt"),
+    "products": plain(
+        ("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "mxfp6-torchao-floor-e3m2", "fp8-modelopt"),
         operations=("matmul",),
         dtypes=FLOATS,
-        changes=0,
         largest=1 << 12,
     ),
     "variants": Pool(dtypes=FLOATS, layouts=("linear", "swizzled_128x4")),
