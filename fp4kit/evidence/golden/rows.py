@@ -284,7 +284,11 @@ def _fouroversix() -> Iterator[GoldenRow]:
         ("-mae", "mae", None),
         ("-6", "static_6", None),
     ):
-        fields = {"block": block, "skip": "nonfinite_tensor", "on_gpu": f"fouroversix_triton_nvfp4_{variant}"}
+        fields: dict[str, Any] = {
+            "block": block,
+            "skip": "nonfinite_tensor",
+            "on_gpu": f"fouroversix_triton_nvfp4_{variant}",
+        }
         yield GoldenRow(f"nvfp4-fouroversix-triton{name}", "fouroversix", f"nvfp4_{variant}", **fields)
 
 
@@ -331,7 +335,7 @@ def _others() -> Iterator[GoldenRow]:
     for name, mode in (("aiter", "up"), ("aiter-ceil", "ceil"), ("ocp", "down"), ("torchao-even", "even")):
         yield GoldenRow(f"mxfp4-{name}", "mslk_aiter", f"aiter_mxfp4_{mode}", skip="nan_scale")
     # also named mxfp4-aiter-triton
-    fields = {"min_scale": 127, "skip": "overflowing_scale"}
+    fields: dict[str, Any] = {"min_scale": 127, "skip": "overflowing_scale"}
     yield GoldenRow("mxfp4-torchao-even", "triton_h100", "aiter_triton_mxfp4", **fields)
     yield GoldenRow("nvfp4-aiter-triton", "triton_h100", "aiter_triton_nvfp4")
     for inputs in ("__f16", "__bf16"):
