@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine, Outcome, attempt, compare
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.arrays import drawn
 from fp4kit.evidence.fuzz.recipes import Pool
 from fp4kit.evidence.golden.check import GoldenResult, check_bytes, check_row
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS
-from fp4kit.evidence.testing import adversarial_blocks
+from fp4kit.evidence.testing import SPECIFICATION, ComparedEngine, Outcome, adversarial_blocks, attempt, compare
 from fp4kit.formats import E2M1, E4M3, FLOATS
 from fp4kit.layouts import unpack
 from fp4kit.ops.engines import specification

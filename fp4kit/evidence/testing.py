@@ -1,15 +1,153 @@
-"""Provide helpers for tests, notebooks and benchmarks: bitwise comparison, and inputs that expose mistakes."""
+"""Provide helpers for tests and benchmarks: engines to compare, bitwise comparison, and inputs that expose mistakes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from fp4kit.formats import E2M1, bit_patterns
-from fp4kit.quantized.container import PARTS, Quantized
+from fp4kit.ops.engines import specification
+from fp4kit.quantized.container import FACTS, PARTS, Quantized
+
+
+class Outcome(NamedTuple):
+    """The counts of a bit-for-bit comparison. Two outcomes are added with +.
+
+    Attributes:
+        values: number of compared values.
+        differing: number of values that differ.
+        first: description of the first difference, or "" if no value differs.
+        skipped: descriptions of what could not be compared, with the reason.
+    """
+
+    values: int = 0
+    differing: int = 0
+    first: str = ""
+    skipped: tuple[str, ...] = ()
+
+    def __add__(self, other: object) -> Outcome:
+        if not isinstance(other, Outcome):
+            return NotImplemented
+        total, wrong = self.values + other.values, self.differing + other.differing
+        return Outcome(total, wrong, self.first or other.first, (*self.skipped, *other.skipped))
+
+
+class ComparedEngine:
+    """An engine to test. It runs public functions of fp4kit on arrays of one library, numpy or cupy.
+
+    ComparedEngine(cupy) uses the GPU. ComparedEngine(np) uses the host's compiled engine, or the specification if that
+    engine is not installed. With ``call``, callers pass NumPy arrays and get NumPy arrays from either.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def put(self, a: Any) -> Any:
+        """Return a NumPy array, or a Quantized of NumPy arrays, as arrays of the engine's library."""
+        if isinstance(a, Quantized):
+            return replace(a, **{name: self.put(getattr(a, name)) for name in PARTS})
+        return self.module.asarray(a) if isinstance(a, np.ndarray) else a
+
+    def get(self, a: Any) -> Any:
+        """Return a result with all CuPy arrays copied to NumPy arrays."""
+        if isinstance(a, Quantized):
+            result = copy(a)  # skips the checks of Quantized, so that wrong arrays from a GPU are compared and reported
+            for name in PARTS:
+                object.__setattr__(result, name, self.get(getattr(a, name)))
+            return result
+        if isinstance(a, (list, tuple)):
+            return [self.get(member) for member in a]
+        return a.get() if hasattr(a, "get") else a
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return a context manager in which public functions run on this engine."""
+        # In this class it does nothing, because the library of the arrays already selects the engine.
+        return nullcontext()
+
+    def apply(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call ``function(*arguments, **options)`` on this engine, and return its result unchanged."""
+        with self.computing():
+            return function(*arguments, **options)
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call ``function(*arguments, **options)`` on this engine, with NumPy arrays as arguments and result."""
+        moved = {name: self.put(value) for name, value in options.items()}
+        return self.get(self.apply(function, *map(self.put, arguments), **moved))
+
+
+class Specification(ComparedEngine):
+    """The NumPy specification as a ComparedEngine, used even if a compiled engine is installed."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return a context manager in which public functions run in the NumPy specification."""
+        return specification()
+
+
+SPECIFICATION = Specification(np)
+
+
+def compare(found: Any, expected: Any, what: str) -> Outcome:
+    """Compare a result with the expected one, bit for bit, and return the Outcome."""
+    if isinstance(expected, Quantized):
+        return _compare_quantized(found, expected, what)
+    if isinstance(expected, (list, tuple)):
+        if len(found) != len(expected):
+            return Outcome(1, 1, f"{what}: {len(found)} results instead of {len(expected)}")
+        pairs = enumerate(zip(found, expected, strict=True))
+        return sum((compare(a, b, f"{what}[{i}]") for i, (a, b) in pairs), Outcome())
+    if found is None or expected is None:
+        return Outcome(1, int(found is not expected), f"{what}: only one is None" * (found is not expected))
+    return _compare_arrays(np.asarray(found), np.asarray(expected), what)
+
+
+def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
+    """Compare ``found`` with the Quantized ``expected``: first fields such as shape and layout, then arrays."""
+    if not isinstance(found, Quantized):
+        return Outcome(1, 1, f"{what}: {type(found).__name__} instead of Quantized")
+    total = Outcome()
+    for name in FACTS:
+        a, b = getattr(found, name), getattr(expected, name)
+        if a != b:
+            total += Outcome(1, 1, f"{what}: {name} is {a} instead of {b}")
+    pairs = ((getattr(found, name), getattr(expected, name), f"{what}: {name}") for name in PARTS)
+    return sum((compare(*pair) for pair in pairs), total)
+
+
+def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outcome:
+    """Compare the array ``found`` with ``expected`` in shape, dtype and bits, and return the Outcome."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        got = f"{found.dtype} {found.shape} instead of {expected.dtype} {expected.shape}"
+        return Outcome(expected.size, max(expected.size, 1), f"{what}: {got}")
+    differ = differing(found, expected)
+    wrong = int(np.count_nonzero(differ))
+    if not wrong:
+        return Outcome(expected.size)
+    at = np.unravel_index(int(np.argmax(differ)), expected.shape)
+    first = f"{what}: at {tuple(map(int, at))} {bit_patterns(found)[at]:#x} instead of {bit_patterns(expected)[at]:#x}"
+    return Outcome(expected.size, wrong, first)
+
+
+def differing(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Return a mask of the elements whose bits differ in two arrays of equal shape and dtype. A NaN equals any NaN."""
+    differ = np.asarray(bit_patterns(found) != bit_patterns(expected))
+    if expected.dtype.itemsize > 1 and differ.any():
+        with np.errstate(all="ignore"):
+            differ &= ~(np.isnan(found.astype(np.float32)) & np.isnan(expected.astype(np.float32)))
+    return differ
+
+
+def attempt(call: Callable[[], Outcome], what: str) -> Outcome:
+    """Return the Outcome of ``call()``."""
+    try:
+        return call()
+    except NotImplementedError as error:
+        return Outcome(skipped=(f"{what}: {error}",))
 
 
 def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:

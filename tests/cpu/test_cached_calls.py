@@ -17,7 +17,7 @@ from inputs import BF16, NAMES, ordinary
 
 import fp4kit
 from fp4kit.cpu import cached_calls
-from fp4kit.evidence.engines import SPECIFICATION
+from fp4kit.evidence.testing import SPECIFICATION
 from fp4kit.formats import FLOATS
 from fp4kit.ops import engines as call_cache
 from fp4kit.recipes import RECIPES

@@ -15,8 +15,7 @@ from float_modes import tiny
 from inputs import BF16, NAMES, STOCHASTIC, ordinary
 
 import fp4kit
-from fp4kit.evidence.engines import SPECIFICATION
-from fp4kit.evidence.testing import adversarial_blocks
+from fp4kit.evidence.testing import SPECIFICATION, adversarial_blocks
 from fp4kit.formats import FLOATS
 from fp4kit.recipes import RECIPES
 

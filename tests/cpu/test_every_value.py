@@ -15,8 +15,7 @@ from exhaustive import by_default, exhaustive
 import fp4kit
 from fp4kit.cpu import codec
 from fp4kit.evidence import selftest as tasks
-from fp4kit.evidence.engines import ComparedEngine
-from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.evidence.testing import ComparedEngine, assert_same_bits
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import packed
 from fp4kit.recipes import RECIPES

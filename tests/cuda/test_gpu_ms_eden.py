@@ -11,9 +11,8 @@ from inputs import BF16
 from on_gpu import ON_GPU, blocks, cupy, differing
 
 import fp4kit
-from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.golden.check import check_recipe
-from fp4kit.evidence.testing import adversarial_blocks
+from fp4kit.evidence.testing import ComparedEngine, adversarial_blocks
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU

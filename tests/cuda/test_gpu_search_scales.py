@@ -25,8 +25,8 @@ from fp4kit.call.inputs import takes_e8m0_amaxes
 from fp4kit.call.search_scales import has_grid
 from fp4kit.checkpoint.convert import rows as gguf_blocks
 from fp4kit.cuda import search as search_amaxes
-from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.selftest import recorded
+from fp4kit.evidence.testing import ComparedEngine
 from fp4kit.formats import E2M1, E2M3
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.arith import power

@@ -15,9 +15,8 @@ from inputs import BF16
 from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing
 
 import fp4kit
-from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.golden.check import check_recipe
-from fp4kit.evidence.testing import adversarial_blocks
+from fp4kit.evidence.testing import ComparedEngine, adversarial_blocks
 from fp4kit.formats import E2M1
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.arith import round_to

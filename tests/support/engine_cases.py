@@ -13,8 +13,7 @@ import pytest
 from fp4kit.call.parse import Declined
 from fp4kit.cpu import codec, coverage, engine
 from fp4kit.cpu import library as native
-from fp4kit.evidence.engines import SPECIFICATION
-from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.evidence.testing import SPECIFICATION, assert_same_bits
 from fp4kit.ops import engines as call_cache
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe

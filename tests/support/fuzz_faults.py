@@ -11,8 +11,8 @@ import types
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.fuzz.recipes import Pool
+from fp4kit.evidence.testing import ComparedEngine
 from fp4kit.quantized.container import Quantized
 
 SMALL = Pool(largest=1 << 12)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 import fp4kit
-from fp4kit.evidence import engines
+from fp4kit.evidence import testing
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.recipes import RECIPES
 
@@ -96,7 +96,7 @@ def differing(gpu, cpu) -> int:
         return 0  # no kernel has run
     a, b = gpu.get(), np.asarray(cpu)
     assert a.shape == b.shape and a.dtype == b.dtype
-    return int(np.count_nonzero(engines.differing(a, b)))
+    return int(np.count_nonzero(testing.differing(a, b)))
 
 
 def assert_same(gpu: fp4kit.Quantized, cpu: fp4kit.Quantized) -> None:

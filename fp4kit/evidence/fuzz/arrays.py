@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.evidence.engines import PARTS
+from fp4kit.evidence.testing import PARTS
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, unsigned
 from fp4kit.quantized.container import Quantized
 

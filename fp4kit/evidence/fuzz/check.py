@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine, Outcome, compare
 from fp4kit.evidence.fuzz import arrays
 from fp4kit.evidence.fuzz.arrays import DTYPES, DrawnArray, View, memory
 from fp4kit.evidence.fuzz.draw import DrawnCase, changes_of
 from fp4kit.evidence.fuzz.programs import Dtype, Make, ProgramCall, Ref, Same, Statement, program
 from fp4kit.evidence.fuzz.recipes import Variant
+from fp4kit.evidence.testing import SPECIFICATION, ComparedEngine, Outcome, compare
 from fp4kit.formats import ELEMENT_FORMATS, ElementFormat, bit_patterns
 from fp4kit.quantized.container import Quantized
 from fp4kit.training.communicators import SingleProcess

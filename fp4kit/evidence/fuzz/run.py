@@ -20,10 +20,10 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.cpu.library import library
-from fp4kit.evidence.engines import ComparedEngine, Outcome
 from fp4kit.evidence.fuzz.check import Verdict, check, script
 from fp4kit.evidence.fuzz.draw import DrawnCase, draw
 from fp4kit.evidence.fuzz.recipes import Pool
+from fp4kit.evidence.testing import ComparedEngine, Outcome
 from fp4kit.ops.engines import engine as engine_name
 
 CASES_PER_SEED = 10**9  # case i of seed s is drawn from s * 10^9 + i

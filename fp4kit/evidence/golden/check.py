@@ -16,9 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.call.inputs import torch_words
-from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine, differing
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS, GoldenRow
+from fp4kit.evidence.testing import SPECIFICATION, ComparedEngine, differing
 from fp4kit.formats import E8M0
 from fp4kit.layouts import pack, pack_gguf, pack_mlx, unpack, unpack_gguf
 from fp4kit.ops.amax import amax as op_amax

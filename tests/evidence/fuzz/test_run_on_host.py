@@ -16,10 +16,10 @@ import pytest
 from exhaustive import exhaustive
 from host import cupy_on_host
 
-from fp4kit.evidence.engines import ComparedEngine, Outcome
 from fp4kit.evidence.fuzz import check
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.recipes import Pool, Variant
+from fp4kit.evidence.testing import ComparedEngine, Outcome
 from fp4kit.formats import E1M2, E3M0
 
 pytestmark = pytest.mark.usefixtures("played_gpu")

@@ -12,12 +12,11 @@ from exhaustive import half
 from recorded import groups
 
 import fp4kit
-from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.golden import check as golden_check
 from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS
-from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.evidence.testing import ComparedEngine, assert_same_bits
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.layouts import unpack
 from fp4kit.quantized.container import Quantized

@@ -17,9 +17,8 @@ from fp4kit.cli import main
 from fp4kit.evidence.live import adapter as standins
 from fp4kit.evidence.live import draw, run
 from fp4kit.evidence.live.adapter import DTYPES, ProducerCall, block_amax
-from fp4kit.evidence.live.compare import EDGES, PARTS, compare, draw_stored, script
 from fp4kit.evidence.live.draw import shrink
-from fp4kit.evidence.live.run import WITHOUT
+from fp4kit.evidence.live.run import EDGES, PARTS, WITHOUT, compare, draw_stored, script
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import bit_patterns
 
