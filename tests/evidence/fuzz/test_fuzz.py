@@ -20,6 +20,7 @@ from fp4kit.evidence.fuzz.arrays import DrawnArray, View
 from fp4kit.evidence.fuzz.check import Verdict, agree, check, script
 from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOptions, draw
 from fp4kit.evidence.fuzz.recipes import CHANGES, OPERATIONS, Picks, Pool, Variant, draw_variant
+from fp4kit.evidence.fuzz.shrink import shrunk
 from fp4kit.recipes import RECIPES, Recipe
 
 # ---- the specification ----
@@ -197,6 +198,16 @@ def test_one_bit_is_shrunk_to_one_block(away, monkeypatch):
     shrunk = next(f.shrunk for f in report.failures if f.kind == "differs")
     assert "float32" in shrunk and "axis" in shrunk and "View" not in text and "replace(" not in text
     assert text.count("0x") <= 2, text
+
+
+def test_elements_that_do_not_matter_become_zero():
+    def fails(case):
+        return case.x.size > 9 and case.x.values().reshape(-1)[-3] != 0
+
+    pool = replace(SMALL, operations=("pack",))
+    number = next(n for n in range(50) if fails(draw(n, pool)[0]))
+    small = shrunk(number, pool, fails, 20).x
+    assert small.size == 16 and np.flatnonzero(small.values()).tolist() == [13]
 
 
 def test_without_hypothesis_a_failure_is_printed_as_drawn(away, monkeypatch):

@@ -16,7 +16,7 @@ import fp4kit
 from fp4kit.cli import main
 from fp4kit.evidence.live import adapter as standins
 from fp4kit.evidence.live import draw, run
-from fp4kit.evidence.live.adapter import DTYPES, ProducerCall, block_amax
+from fp4kit.evidence.live.adapter import DTYPES, Exempt, ProducerCall, block_amax
 from fp4kit.evidence.live.draw import shrink
 from fp4kit.evidence.live.run import EDGES, PARTS, WITHOUT, compare, draw_stored, script
 from fp4kit.evidence.testing import assert_same_bits
@@ -131,7 +131,9 @@ def test_every_part_of_a_producer_is_compared():
         "tensor_scale": np.nextafter(q.tensor_scale, np.float32(1)),
         "values_bfloat16": q.dequantize(ml_dtypes.bfloat16),
     }
-    assert [d.part for d in compare("nvfp4-te", x, live_fault.CORRECT, up).differences] == ["tensor_scale"]
+    everywhere = Exempt("codes everywhere", lambda x, q: np.ones(x.shape, bool))
+    for call in (live_fault.CORRECT, ProducerCall(live_fault.correct_parts, exempt=(everywhere,))):
+        assert [d.part for d in compare("nvfp4-te", x, call, up).differences] == ["tensor_scale"]
     fake = {"fake": fp4kit.fake_quantize(x, "nvfp4-te").astype(np.float32)}
     assert not compare("nvfp4-te", x, live_fault.CORRECT, fake).differences
     assert {"codes", "block_scale", "tensor_scale", "values", "fake"} <= PARTS.keys()

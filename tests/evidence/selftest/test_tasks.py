@@ -106,7 +106,7 @@ def test_compare_counts_and_says_where():
     assert compare(expected[:4], expected, "x").differing == expected.size
     assert compare(expected.astype(np.float16), expected, "x").first.startswith("x: float16 (128, 128) instead of")
     nan = np.array([0x7FC00000, 0xFFC00001, 0x7FC00000], np.uint32).view(np.float32)
-    assert compare(nan, nan[::-1].copy(), "x").differing == 0
+    assert compare(nan, np.roll(nan, 1), "x").differing == 0
     assert compare(np.zeros(3, np.float32), nan, "x").differing == 3
 
 
