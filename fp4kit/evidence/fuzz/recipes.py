@@ -43,6 +43,9 @@ OPERATIONS = (
 )
 
 
+WHOLE = 1 << 20  # choices of parts are fractions of it, so that they stay valid while shrinking changes an array's size
+
+
 @dataclass(frozen=True)
 class Variant:
     """A recipe of the table, with some fields changed: (field, new value) pairs."""
@@ -161,8 +164,8 @@ class Picks:
     def array(self, kind: str, dtype: str, shape: tuple[int, ...], view: View | None = None) -> DrawnArray:
         """Return an array with a random seed. All elements keep their values, except while a failure is shrunk."""
         seed = self.seed()
-        stop = self.record(prod(shape), prod(shape) + 1)
-        start = stop - self.record(stop, stop + 1)
+        stop = -(-prod(shape) * self.record(WHOLE, WHOLE + 1) // WHOLE)
+        start = stop - -(-stop * self.record(WHOLE, WHOLE + 1) // WHOLE)
         return DrawnArray(kind, dtype, shape, seed, view or View.plain(len(shape)), (start, stop))
 
 
