@@ -43,7 +43,7 @@ OPERATIONS = (
 )
 
 
-WHOLE = 1 << 20  # choices of parts are fractions of it, so that they stay valid while shrinking changes an array's size
+MANY = 1 << 20  # more elements than an array has; a limit that stays valid while shrinking changes the array's shape
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class Picks:
     def array(self, kind: str, dtype: str, shape: tuple[int, ...], view: View | None = None) -> DrawnArray:
         """Return an array with a random seed. All elements keep their values, except while a failure is shrunk."""
         seed = self.seed()
-        stop = -(-prod(shape) * self.record(WHOLE, WHOLE + 1) // WHOLE)
-        start = stop - -(-stop * self.record(WHOLE, WHOLE + 1) // WHOLE)
+        stop = min(prod(shape), self.record(MANY, MANY + 1))
+        start = stop - min(stop, self.record(MANY, MANY + 1))
         return DrawnArray(kind, dtype, shape, seed, view or View.plain(len(shape)), (start, stop))
 
 
