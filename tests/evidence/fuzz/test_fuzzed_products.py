@@ -20,6 +20,7 @@ from fp4kit.cli import main
 from fp4kit.cpu import engine
 from fp4kit.evidence.fuzz import arrays as code_patterns
 from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.fuzz import shrink
 from fp4kit.evidence.fuzz.arrays import DISTANCES, DTYPES, FORMATS, PATTERNS, codes_of, drawn
 from fp4kit.evidence.fuzz.check import Verdict, check, script
 from fp4kit.evidence.fuzz.draw import ALPHAS, ARRAYS, LONGEST, changes_of, draw, units_for
@@ -137,6 +138,7 @@ def test_a_fault_is_found_shrunk_and_reproduced(name, away, monkeypatch) -> None
 
 def test_the_command_repeats_a_case_with_its_units(away, monkeypatch, capsys) -> None:
     monkeypatch.setattr(fuzz, "device_engine", lambda: (away, "Away"))
+    monkeypatch.setattr(shrink, "shrunk", lambda number, pool, *_: draw(number, pool)[0])
     plant(monkeypatch, "matmul", without_c)
     assert main(["fuzz", "--cases", "30", "--operations", "matmul", "--units", "sm90", "sm80"]) == 1
     arguments = capsys.readouterr().out.partition("# fp4kit fuzz ")[2].partition("\n")[0].split()
