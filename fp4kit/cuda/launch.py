@@ -267,21 +267,25 @@ LAUNCHES = {
 
 
 @lru_cache(CACHE_SIZE)
-def function_of(file: str, entry: str, device: int, struct: str, traits: tuple[tuple[str, Trait], ...]) -> Any:
-    """Return a compiled kernel as a CuPy function on a device. `struct` is the C++ text of the structs it uses."""
-    return compiler.function(instantiation(file, struct, **dict(traits)), f"{entry}_kernel", device)
+def function_of(
+    file: str, kernel: str, device: int, struct: str, traits: tuple[tuple[str, Trait], ...], small: bool | None = None
+) -> Any:
+    """Return a compiled kernel as a CuPy function on a device. `struct` is the C++ text of the structs it uses.
+
+    It is the kernel for a group if `small` is not None, which says whether the group is small (is_small).
+    """
+    values: dict[str, Any] = dict(traits)
+    if small is None:
+        return compiler.function(instantiation(file, struct, **values), f"{kernel}_kernel", device)
+    source = instantiation(file, struct, kernel, **values, kSmall=small)
+    return compiler.function(source, f"grouped_{kernel}_kernel", device)
 
 
 def row_function(kernel: str, device: int, struct: str, *traits: Trait, small: bool | None = None) -> Any:
-    """Return the compiled kernel of a row of LAUNCHES, with the values of its traits, as a CuPy function.
-
-    It is the kernel of a group if `small` is not None, which says whether the group is small (is_small).
-    """
+    """Return the compiled kernel of a row of LAUNCHES, with the values of its traits, as a CuPy function."""
     row = LAUNCHES[kernel]
-    file, entry, values = row.file or kernel, row.entry or kernel, tuple(zip(row.traits, traits, strict=True))
-    if small is None:
-        return function_of(file, entry, device, struct, values)
-    return function_of(f"grouped_{file}", f"grouped_{entry}", device, struct, (*values, ("kSmall", small)))
+    values = tuple(zip(row.traits, traits, strict=True))
+    return function_of(row.file or kernel, row.entry or kernel, device, struct, values, small)
 
 
 @lru_cache(CACHE_SIZE)

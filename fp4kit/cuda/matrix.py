@@ -250,9 +250,8 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
     if r.block:
         check_columns(int(arguments["columns"].max()))
     device, small = first.x.device.id, is_small(matrices)
-    traits = (("Input", first.x.dtype), ("kAligned", all(aligned_runs)), ("kSmall", small))
-    name = f"grouped_{choice.kernel}"
-    function = function_of(name, name, device, kernel_structs(requests[0]), traits)
+    traits = (("Input", first.x.dtype), ("kAligned", all(aligned_runs)))
+    function = function_of(choice.kernel, choice.kernel, device, kernel_structs(requests[0]), traits, small)
     # If a piece has little setup, small pieces are best.
     simple = small and not has_table(r) and r.tensor_scaling != "row"
     pieces = piece_counts(np.array([m.x.size for m in matrices]), device, MIN_PIECE if simple else MAX_PIECE)

@@ -44,13 +44,13 @@ def launch_rotate(x: Any, out: Any, size: int, signs: Any, matrices: Any, invers
         launch = prepared("rotate", groups * (length // size), (*x.shape, step), device, traits, struct)
         launch(*map(address, (x, out, signs, as_aligned(matrices))))
         return
-    traits = (x.dtype, has_signs, inverse)
+    transform_traits = (x.dtype, has_signs, inverse)
     if inner == 1:
         sizes = (outer * length, length)
-        launch = prepared("hadamard_rows", -(-outer * length // TILE), sizes, device, traits, struct)
+        launch = prepared("hadamard_rows", -(-outer * length // TILE), sizes, device, transform_traits, struct)
     else:
         tiles = outer * (length // size) * -(-inner * size // COLUMNS_TILE)
-        launch = prepared("hadamard_columns", tiles, x.shape, device, traits, struct)
+        launch = prepared("hadamard_columns", tiles, x.shape, device, transform_traits, struct)
     launch(*map(address, (x, out, signs)))
 
 

@@ -64,8 +64,8 @@ def partial_arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
 
 def _partial_function(kernel: str, r: Recipe, dtype: np.dtype, entry: str, device: int, layout: str = "linear") -> Any:
     """Return a compiled partial kernel, which its file has for one matrix and for a group, as a CuPy function."""
-    traits: list[Trait] = [dtype, f"ScaleLayout::{layout}"][: len(LAUNCHES[kernel].traits)]
-    values = tuple(zip(LAUNCHES[kernel].traits, traits, strict=True))
+    names = LAUNCHES[kernel].traits
+    values: tuple[tuple[str, Trait], ...] = (("Input", dtype), ("kLayout", f"ScaleLayout::{layout}"))[: len(names)]
     return function_of(kernel, entry, device, recipe_struct(r), values)
 
 
@@ -165,7 +165,7 @@ def cast_shard(
     launch_partial("partial_cast", r, x.dtype, table, run_count(start, end), device)
 
 
-WHOLE_CODES, WORD_SCALES = 1, 2  # flags in a member's `aligned`, see grouped_transpose.cu
+WHOLE_CODES, WORD_SCALES = 1, 2  # flags in a member's `aligned`, see compiler.GROUPED
 
 
 class TransposeMatrix(NamedTuple):

@@ -20,12 +20,19 @@ from host.compiler import require_compiler
 from host.libraries import Libraries
 from inputs import BF16, ordinary
 from kernel_calls import (
+    SQUARE,
+    amax,
     amax_grouped,
     call_of,
+    cast_by_two,
     dequantize,
     dequantize_without_amax,
     fake_quantize,
+    fake_quantize_backward,
+    hadamard,
     master_weights,
+    matmul,
+    pack,
     partial,
     quantize,
     quantize_by_table,
@@ -33,18 +40,23 @@ from kernel_calls import (
     quantize_large_group,
     quantize_searched,
     quantize_with_scales,
+    requantize,
+    rotate,
     search_amaxes,
     search_scales,
+    swizzle,
+    transpose,
 )
 from on_gpu import differing
 from own_formats import pairs_at_bounds
 from row_ties import extreme_rows, rows_at_ties, unusual_rows
-from searched import STATIC
+from searched import STATIC, hessians
 from variants import blocks_at_ties
 
 import fp4kit
 from fp4kit.cuda import compiler
 from fp4kit.cuda.amax import amax_hadamard
+from fp4kit.cuda.compiler import GROUPED
 from fp4kit.formats import E8M0, MX4
 from fp4kit.reference.stochastic import TE_SIGN_MASK, hadamard_blocks
 
@@ -94,8 +106,8 @@ def rows_with(element: float, columns: int) -> Callable[[], None]:
 def unknown_amaxes() -> None:
     """Assert that GPU and CPU decode equal values if the tensor scale is given without its amax."""
     q = fp4kit.quantize(ordinary(1, (16, 64), F32), "nvfp4-te")
-    for amax in np.random.default_rng(7).uniform(1e-3, 2e-3, 16).astype(F32):
-        scale = np.asarray(fp4kit.quantize(ordinary(1, (16, 64), F32), "nvfp4-te", tensor_amax=amax).tensor_scale)
+    for largest in np.random.default_rng(7).uniform(1e-3, 2e-3, 16).astype(F32):
+        scale = np.asarray(fp4kit.quantize(ordinary(1, (16, 64), F32), "nvfp4-te", tensor_amax=largest).tensor_scale)
         cpu = replace(q, tensor_scale=scale, tensor_amax=None)
         parts = (cupy.asarray(a) for a in (q.packed, q.block_scale, scale))
         gpu = fp4kit.Quantized(*parts, None, q.shape, q.dtype, q.axis, q.recipe)
@@ -151,6 +163,13 @@ def strips() -> None:
     x[7, 1] = 2.0**100
     expected = np.abs(hadamard_blocks(np.ascontiguousarray(x.T))).astype(np.float32).max()
     assert differing(amax_hadamard(cupy.asarray(x), "no_nan", TE_SIGN_MASK), expected) == 0, DIFFERS
+
+
+def kept_codes() -> None:
+    """Assert that GPU and CPU give equal codes if a requantization keeps codes of the source."""
+    x = ordinary(1, (16, 64), F32)
+    gpu, cpu = (fp4kit.requantize(fp4kit.quantize(a, "mxfp4-ocp"), "nvfp4-te").quantized for a in (cupy.asarray(x), x))
+    assert differing(gpu.block_scale, cpu.block_scale) == 0, DIFFERS
 
 
 BYTES = np.random.default_rng(2).integers(0, 256, (64, 256), np.uint8)
@@ -316,7 +335,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
         *(GROUP, SEEN + "|a kernel was stopped"),
     ),
     "misaligned runs": (
-        *("grouped_quantize.cu", "kAligned || aligned", "true"),
+        *("GROUPED", "kAligned || aligned", "true"),
         *(call_of(quantize_grouped, "nvfp4-te", F32, misaligned=True), "misaligned address"),
     ),
     "the first member": (
@@ -410,6 +429,63 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     ),
     "one sign": ("hadamard.cuh", "kSignMask >> (i + 1)", "kSignMask >> i", transformed(BF16, "signs"), DIFFERS),
 }
+# One fault per file in kernels/entries that has none above: {file: (text in it, replacement, call that finds it)}
+KERNELS: dict[str, tuple[str, str, Any]] = {
+    "amax.cu": ("a.amax[row] = largest[k]", "a.amax[row] = largest[0]", call_of(amax, "nvfp4-te", axis=1)),
+    "amax_columns.cu": ("+ start + i, column_largest", "+ start, column_largest", call_of(amax, "nvfp4-te", axis=0)),
+    "clip.cu": ("(element(x, i)) <= amax", "(element(x, i)) < amax", call_of(fake_quantize_backward, "nvfp4-te", F16)),
+    "count_changed.cu": ("changed += 1u", "changed = 1u", call_of(requantize, "mxfp4-ocp")),
+    "fake_quantize.cu": ("rows[k] != rows[k - 1]", "false", call_of(fake_quantize, "int8-modelopt-channel")),
+    "hadamard_columns.cu": (
+        "kIsInverse ? 0u : sign",
+        "true ? 0u : sign",
+        call_of(hadamard, "nvfp4-te", axis=0, size=64, seed=3),
+    ),
+    "hadamard_rows.cu": ("? other - own", "? own - other", call_of(hadamard, "nvfp4-te", size=128, seed=3)),
+    "implied_amax.cu": (
+        "a.tensor_scale[i], known",
+        "a.tensor_scale[0], known",
+        call_of(quantize_with_scales, "int4-modelopt-channel", F32),
+    ),
+    "matmul.cu": ("row + first + r * kStride, n", "row + first, n", call_of(matmul, "nvfp4-te", unit="float64")),
+    "matmul_fp4.cu": ("store(loaded, step + 1)", "store(loaded, step)", call_of(matmul, "nvfp4-te", unit="sm100")),
+    "matmul_fp8.cu": ("start + kStep + 16", "start + 16", call_of(matmul, "fp8-modelopt", unit="sm90")),
+    "pack_codes.cu": ("converted(loaded[k])", "converted(loaded[0])", call_of(pack, "nvfp4-te")),
+    "partial_cast.cu": ("[a.factor_at + cursor.block()]", "[a.factor_at]", SHARD),
+    "partial_place.cu": ("(pair >> 32)", "(pair)", call_of(cast_by_two, "nvfp4-te-2d", F32)),
+    "quantize_unblocked.cu": (
+        "store_tensor_scale(a, rows[k]",
+        "store_tensor_scale(a, 0",
+        call_of(quantize, "int8-modelopt-channel"),
+    ),
+    "requantize.cu": ("a.source_scales[block])", "a.source_scales[0])", kept_codes),
+    "rotate.cu": (
+        "[i * kSize + index_of(e)]",
+        "[index_of(e) * kSize + i]",
+        call_of(rotate, "nvfp4-te", F16, axis=0, shape=(72, 38)),
+    ),
+    "search.cu": ("amaxes[best.code]", "amaxes[best.code ^ 1u]", call_of(search_scales, STATIC, tensor_amax=4.0)),
+    "search_full.cu": (
+        "[(row + j) * across",
+        "[row * across",
+        call_of(search_scales, SQUARE, tensor_amax=4.0, objective="max"),
+    ),
+    "search_hessian.cu": (
+        "candidate_amax<R>(code",
+        "candidate_amax<R>(range.low",
+        call_of(search_scales, STATIC, tensor_amax=4.0, hessian=hessians(64)),
+    ),
+    "search_quest.cu": ("values[i] * values[i]", "values[i]", call_of(quantize_searched, "mxfp4-fp-quant-quest", F32)),
+    "swizzle.cu": ("kHigh + inside % kHigh", "kHigh", call_of(swizzle, "nvfp4-te")),
+    "transpose.cu": (
+        "a.scales_out + matrix * scales_out",
+        "a.scales_out + scales_out",
+        call_of(transpose, "nvfp4-te-2d", scale_layout="swizzled_128x4"),
+    ),
+    "transpose_codes.cuh": (".w[word % 4] = square[r]", ".w[word % 4] = square[0]", call_of(transpose, "nvfp4-te-2d")),
+}
+STOPPED = f"{SEEN}|a kernel was stopped|wrote behind"
+MUTATIONS |= {f"a fault in {file}": (file, *fault, STOPPED) for file, fault in KERNELS.items()}
 SOON = ("no barriers", "a row too far", "misaligned runs", "a neighbour's nibble")
 
 
@@ -436,9 +512,23 @@ def mutated(folder: Path, file: str, text: str, changed: str) -> Path:
 @pytest.mark.parametrize(
     "name", [*SOON, *(pytest.param(name, marks=pytest.mark.mutations) for name in MUTATIONS if name not in SOON)]
 )
-def test_a_changed_line_is_seen(tmp_path, name):
-    *change, call, seen = MUTATIONS[name]
-    mutant = Libraries(tmp_path, require_compiler(tmp_path), mutated(tmp_path, *change))
+def test_a_changed_line_is_seen(tmp_path, monkeypatch, name):
+    file, text, changed, call, seen = MUTATIONS[name]
+    if file == "GROUPED":  # the text of kernels for groups
+        entries = {kernel: entry._replace(wide=entry.wide.replace(text, changed)) for kernel, entry in GROUPED.items()}
+        monkeypatch.setattr(compiler, "GROUPED", entries)
+    sources = compiler.SOURCES if file == "GROUPED" else mutated(tmp_path, file, text, changed)
+    mutant = Libraries(tmp_path, require_compiler(tmp_path), sources)
     with mutant.playing(), pytest.raises(AssertionError, match=seen):
+        if getattr(call, "make", None) is cast_by_two:  # its threads cannot load libraries
+            mutant.rehearse([lambda: call.run(cupy.asarray)])
         compare(call)
     mutant.close()
+
+
+def test_every_kernel_has_a_planted_fault():
+    files = {file for file, *_ in MUTATIONS.values()}
+    closures = {path.name: compiler.include_closure((path.name,)) for path in compiler.SOURCES.rglob("*.cu")}
+    for kernel, closure in closures.items():
+        own = {file for file in closure if sum(file in other for other in closures.values()) == 1}
+        assert own & files, f"{kernel} needs a row in KERNELS"
