@@ -35,6 +35,13 @@ def multiprocessors(device: int) -> int:
     return int(imports.cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
 
 
+@cache
+def architecture_of(device: int) -> str:
+    """Return the architecture of a device, such as "sm_90"."""
+    properties = imports.cupy().cuda.runtime.getDeviceProperties(device)
+    return f"sm_{properties['major']}{properties['minor']}"
+
+
 def resident_blocks(device: int) -> int:
     """Return how many thread blocks of THREADS (256) threads a device can run at once, limited only by their
     threads.
@@ -218,7 +225,8 @@ SEARCH_THREADS, SEARCH_BLOCKS = 512, 2
 # to 20% longer (H200, 2026-11-21).
 _PARTIAL_BLOCKS = 64
 # How each kernel is launched, except the kernels of dispatch.KERNEL_CHOICES, whose arguments and grids depend on a
-# request, and those of matmul.py. The .cu file of a kernel describes its arguments and traits.
+# request, and those of matmul.py. The .cu file of a kernel describes its arguments and traits. A row "clip sm_80" holds
+# for this architecture alone; its `file` must be given.
 LAUNCHES = {
     "amax": _row("x amax | rows columns", "Input kCounted kAligned"),
     "amax_columns": _row("x amax | matrices rows columns lanes height", "Input kAligned", UNLIMITED),
@@ -266,6 +274,11 @@ LAUNCHES = {
 }
 
 
+def row_of(kernel: str, device: int) -> LaunchRow:
+    """Return the row of LAUNCHES for a kernel on a device: that of its architecture ("clip sm_80"), if there is one."""
+    return LAUNCHES.get(f"{kernel} {architecture_of(device)}", LAUNCHES[kernel])
+
+
 @lru_cache(CACHE_SIZE)
 def function_of(
     file: str, kernel: str, device: int, struct: str, traits: tuple[tuple[str, Trait], ...], small: bool | None = None
@@ -283,7 +296,7 @@ def function_of(
 
 def row_function(kernel: str, device: int, struct: str, *traits: Trait, small: bool | None = None) -> Any:
     """Return the compiled kernel of a row of LAUNCHES, with the values of its traits, as a CuPy function."""
-    row = LAUNCHES[kernel]
+    row = row_of(kernel, device)
     values = tuple(zip(row.traits, traits, strict=True))
     return function_of(row.file or kernel, row.entry or kernel, device, struct, values, small)
 
@@ -293,7 +306,7 @@ def prepared(
     kernel: str, work: int, sizes: tuple[int, ...], device: int, traits: tuple[Trait, ...], struct: str = ""
 ) -> Launch:
     """Return the prepared launch of a row of LAUNCHES, for `work` thread blocks at most, with fixed sizes."""
-    row = LAUNCHES[kernel]
+    row = row_of(kernel, device)
     function = row_function(kernel, device, struct, *traits)
     return Launch(function, grid(work, device, row.limit), row.arguments, *sizes, threads=row.threads)
 

@@ -5,10 +5,15 @@ See cupy_on_host.py for the arrays.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 from host.device_memory import MemoryPointer, MemoryPool, Stream, alloc, using_allocator, wait
+
+from fp4kit.cuda import launch
 
 DEVICES = 2
 MULTIPROCESSORS = 2  # few, so that the grid is smaller than the work
@@ -18,6 +23,7 @@ class Device:
     """A stand-in for cupy.cuda.Device: one of the two simulated devices."""
 
     _current: ClassVar[list[int]] = [0]
+    capability: ClassVar[tuple[int, int]] = (9, 0)  # the compute capability of both devices; see of_capability
 
     def __init__(self, device: int | None = None) -> None:
         self.id = self._current[-1] if device is None else int(device)
@@ -40,6 +46,11 @@ class Device:
     def __repr__(self) -> str:
         return f"<CUDA Device {self.id}>"
 
+    @property
+    def compute_capability(self) -> str:
+        """Return the compute capability, such as "90"."""
+        return "".join(map(str, self.capability))
+
     def synchronize(self) -> None:
         """Do nothing, because all work is done already."""
         wait()
@@ -54,7 +65,21 @@ class CUDADriverError(RuntimeError):
 
 
 def _properties(device: int) -> dict[str, Any]:
-    return {"multiProcessorCount": MULTIPROCESSORS, "name": b"the host", "major": 9, "minor": 0, "device": device}
+    major, minor = Device.capability
+    count = {"multiProcessorCount": MULTIPROCESSORS, "major": major, "minor": minor}
+    return count | {"name": b"the host", "device": device}
+
+
+@contextmanager
+def of_capability(major: int, minor: int) -> Iterator[None]:
+    """Give the simulated devices another compute capability while the context lasts."""
+    caches = (launch.architecture_of, launch.prepared, launch.function_of)
+    with patch.object(Device, "capability", (major, minor)):
+        for cached in caches:
+            cached.cache_clear()
+        yield
+    for cached in caches:
+        cached.cache_clear()
 
 
 runtime = SimpleNamespace(

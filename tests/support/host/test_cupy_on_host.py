@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from host import cupy_on_host as cupy
+from host.cuda_on_host import of_capability
 from host.device_memory import ALIGNMENT, PAGE, UNIT, UNWRITTEN, check_around_all
 from inputs import BF16, ordinary
 
@@ -112,6 +113,27 @@ def test_what_is_written_behind_an_array_is_seen():
 
 
 # ---- devices ----
+
+
+def test_a_launch_for_another_architecture(monkeypatch):
+    """Check that a row for sm_80 is launched on a device of this architecture alone, with equal results."""
+    row = launch.LAUNCHES["amax_columns"]
+    monkeypatch.setitem(launch.LAUNCHES, "amax_columns sm_80", row._replace(limit=1, file="amax_columns"))
+    x, blocks = ordinary(1, (4096, 512)), []
+    make = launch.Launch.__init__
+    record = lambda self, function, count, *rest, **options: (  # noqa: E731
+        blocks.append(count),
+        make(self, function, count, *rest, **options),
+    )[1]
+    monkeypatch.setattr(launch.Launch, "__init__", record)
+    launch.prepared.cache_clear()
+    results = [fp4kit.amax(cupy.asarray(x), axis=0).get()]
+    with of_capability(8, 0):
+        assert cupy.cuda.Device().compute_capability == "80"
+        results.append(fp4kit.amax(cupy.asarray(x), axis=0).get())
+    assert blocks[0] > blocks[1] == 2  # the simulated device has two multiprocessors
+    for found in results:
+        assert_same_bits(found, np.abs(x).max(0))
 
 
 def test_results_are_where_x_is_whatever_device_is_current():
