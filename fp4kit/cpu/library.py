@@ -34,7 +34,20 @@ _default: list[int] = []
 _warned: list[str] = []
 
 
-_SOURCE = ("data", "rows", "columns", "row_step", "column_step", "hadamard")
+_KINDS: dict[str, Any] = {
+    "pointer": c_void_p,
+    "int64": c_int64,
+    "int32": c_int32,
+    "float": c_float,
+    "double": c_double,
+    "words": POINTER(c_uint64),
+}
+
+
+def _fields(text: str) -> list[tuple[str, Any]]:
+    """Return the fields of a C struct, from text such as "pointer x out; int64 rows"."""
+    groups = (group.split() for group in text.split(";"))
+    return [(name, _KINDS[kind]) for kind, *names in groups for name in names]
 
 
 class SourceMatrix(ctypes.Structure):
@@ -44,7 +57,10 @@ class SourceMatrix(ctypes.Structure):
     applies while it reads, or -1 for no transform.
     """
 
-    _fields_ = [(name, c_void_p if name == "data" else c_int64) for name in _SOURCE]
+    _fields_ = _fields("pointer data; int64 rows columns row_step column_step hadamard")
+
+
+_KINDS["source"] = SourceMatrix
 
 
 class EncodeCall(ctypes.Structure):
@@ -53,23 +69,13 @@ class EncodeCall(ctypes.Structure):
     source/encode_matrix.h describes the fields.
     """
 
-    _fields_ = [
-        ("x", SourceMatrix),
-        *((name, c_void_p) for name in ("encode", "decode", "amax")),
-        ("tensor_step", c_int64),
-        *((name, c_void_p) for name in ("block_amax", "factors")),
-        ("block_step", c_int64),
-        *((name, c_float) for name in ("min_factor", "max_factor")),
-        ("random", c_void_p),
-        ("random_step", c_int64),
-        ("seed", POINTER(c_uint64)),
-        *((name, c_int64) for name in ("stream_first", "stream_stride")),
-        *((name, c_void_p) for name in ("packed", "scales")),
-        *((name, c_int64) for name in ("packed_step", "scales_step")),
-        ("needs_fallback", c_void_p),
-        *((name, c_int64) for name in ("tile_rows", "tile_columns")),
-        *((name, c_int32) for name in ("input", "block_rule", "element", "block", "block_rows", "threads")),
-    ]
+    _fields_ = _fields(
+        "source x; pointer encode decode amax; int64 tensor_step; pointer block_amax factors; int64 block_step; "
+        "float min_factor max_factor; pointer random; int64 random_step; words seed; "
+        "int64 stream_first stream_stride; pointer packed scales; int64 packed_step scales_step; "
+        "pointer needs_fallback; int64 tile_rows tile_columns; "
+        "int32 input block_rule element block block_rows threads"
+    )
 
 
 class OwnFormat(ctypes.Structure):
@@ -78,11 +84,10 @@ class OwnFormat(ctypes.Structure):
     source/own_format.h describes the fields. cpu/coverage.py makes the tables.
     """
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("bounds", "codes", "values", "scale_bounds", "scale_codes", "scale_values")),
-        ("largest", c_float),
-        *((name, c_int32) for name in ("uses_tables", "is_nibble", "has_scales", "has_pairs")),
-    ]
+    _fields_ = _fields(
+        "pointer bounds codes values scale_bounds scale_codes scale_values; float largest; "
+        "int32 uses_tables is_nibble has_scales has_pairs"
+    )
 
 
 class AmaxCall(ctypes.Structure):
@@ -91,12 +96,9 @@ class AmaxCall(ctypes.Structure):
     source/tensor_scale.h describes the fields.
     """
 
-    _fields_ = [
-        ("x", SourceMatrix),
-        ("out", c_void_p),
-        *((name, c_int64) for name in ("out_step", "tile_rows", "tile_columns")),
-        *((name, c_int32) for name in ("input", "block", "block_rows", "threads")),
-    ]
+    _fields_ = _fields(
+        "source x; pointer out; int64 out_step tile_rows tile_columns; int32 input block block_rows threads"
+    )
 
 
 class DecodeCall(ctypes.Structure):
@@ -105,15 +107,11 @@ class DecodeCall(ctypes.Structure):
     source/decode_matrix.h describes the fields.
     """
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("packed", "scales", "encode", "decode", "amax")),
-        *((name, c_int64) for name in ("row_step", "block_step")),
-        ("out", c_void_p),
-        *((name, c_int64) for name in ("rows", "columns", "packed_step", "scales_step", "out_step")),
-        ("needs_fallback", c_void_p),
-        *((name, c_int64) for name in ("tile_rows", "tile_columns", "tables_from")),
-        *((name, c_int32) for name in ("decoder", "output", "block", "threads")),
-    ]
+    _fields_ = _fields(
+        "pointer packed scales encode decode amax; int64 row_step block_step; pointer out; "
+        "int64 rows columns packed_step scales_step out_step; pointer needs_fallback; "
+        "int64 tile_rows tile_columns tables_from; int32 decoder output block threads"
+    )
 
 
 class SearchScalesCall(ctypes.Structure):
@@ -122,16 +120,11 @@ class SearchScalesCall(ctypes.Structure):
     source/search_scales.h describes the fields.
     """
 
-    _fields_ = [
-        ("x", SourceMatrix),
-        *((name, c_void_p) for name in ("amaxes", "scales", "reciprocals", "weights", "hessian", "out")),
-        ("out_step", c_int64),
-        ("unproven", c_void_p),
-        *((name, c_int64) for name in ("tile_rows", "tile_columns", "lower", "upper")),
-        ("power", c_double),
-        ("tensor_amax", c_float),
-        *((name, c_int32) for name in ("input", "block_rule", "block_rows", "is_pruned", "threads")),
-    ]
+    _fields_ = _fields(
+        "source x; pointer amaxes scales reciprocals weights hessian out; int64 out_step; pointer unproven; "
+        "int64 tile_rows tile_columns lower upper; double power; float tensor_amax; "
+        "int32 input block_rule block_rows is_pruned threads"
+    )
 
 
 class SearchFactorsCall(ctypes.Structure):
@@ -140,19 +133,11 @@ class SearchFactorsCall(ctypes.Structure):
     source/search_factors.h describes the fields.
     """
 
-    _fields_ = [
-        ("x", SourceMatrix),
-        *((name, c_void_p) for name in ("encode", "decode", "amax", "factors")),
-        *((name, c_int64) for name in ("tensor_step", "count")),
-        ("out", c_void_p),
-        ("out_step", c_int64),
-        ("needs_fallback", c_void_p),
-        *((name, c_int64) for name in ("tile_rows", "tile_columns")),
-        *(
-            (name, c_int32)
-            for name in ("input", "block_rule", "element", "decoder", "block", "factors_by_code", "threads")
-        ),
-    ]
+    _fields_ = _fields(
+        "source x; pointer encode decode amax factors; int64 tensor_step count; pointer out; int64 out_step; "
+        "pointer needs_fallback; int64 tile_rows tile_columns; "
+        "int32 input block_rule element decoder block factors_by_code threads"
+    )
 
 
 class SearchQuestCall(ctypes.Structure):
@@ -161,23 +146,19 @@ class SearchQuestCall(ctypes.Structure):
     source/search_quest.h describes the fields.
     """
 
-    _fields_ = [
-        ("x", SourceMatrix),
-        ("out", c_void_p),
-        *((name, c_int64) for name in ("out_step", "tile_rows", "tile_columns")),
-        *((name, c_int32) for name in ("input", "block", "emax", "threads")),
-    ]
+    _fields_ = _fields("source x; pointer out; int64 out_step tile_rows tile_columns; int32 input block emax threads")
 
 
 class ProductOperand(ctypes.Structure):
     """One operand of a ProductCall: a matrix of codes with its scales. source/matmul.h describes the fields."""
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("codes", "scales", "factors", "values", "powers", "scale_values")),
-        ("scale_powers", c_void_p),
-        *((name, c_int64) for name in ("codes_step", "scales_step", "factors_step")),
-        *((name, c_int32) for name in ("code_bits", "block")),
-    ]
+    _fields_ = _fields(
+        "pointer codes scales factors values powers scale_values scale_powers; "
+        "int64 codes_step scales_step factors_step; int32 code_bits block"
+    )
+
+
+_KINDS["operand"] = ProductOperand
 
 
 class ProductCall(ctypes.Structure):
@@ -186,14 +167,10 @@ class ProductCall(ctypes.Structure):
     source/matmul.h describes the fields.
     """
 
-    _fields_ = [
-        ("a", ProductOperand),
-        ("b", ProductOperand),
-        *((name, c_void_p) for name in ("c", "out")),
-        *((name, c_int64) for name in ("rows", "columns", "length")),
-        *((name, c_int32) for name in ("adder", "step", "promote", "fraction_bits", "output_bits")),
-        *((name, c_int32) for name in ("zero_exponent", "sums", "c_vanishes", "output")),
-    ]
+    _fields_ = _fields(
+        "operand a b; pointer c out; int64 rows columns length; "
+        "int32 adder step promote fraction_bits output_bits zero_exponent sums c_vanishes output"
+    )
 
 
 class RotateCall(ctypes.Structure):
@@ -202,12 +179,10 @@ class RotateCall(ctypes.Structure):
     source/rotate.h describes the fields.
     """
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("x", "out", "signs", "matrices")),
-        *((name, c_int64) for name in ("outer", "length", "inner", "matrix_step")),
-        ("factor", c_float),
-        *((name, c_int32) for name in ("input", "size", "is_inverse", "threads")),
-    ]
+    _fields_ = _fields(
+        "pointer x out signs matrices; int64 outer length inner matrix_step; float factor; "
+        "int32 input size is_inverse threads"
+    )
 
 
 LEVELS = ("base", "avx2", "avx512")  # from the lowest to the highest

@@ -1,7 +1,7 @@
 """Make cached calls (ops/engines.py) on a GPU, which repeat a call on other arrays with little work on the host.
 
 The functions quantize, fake_quantize, dequantize, transpose and swizzle take a parsed call. Each returns a cached call:
-an object that repeats the call for other arrays with the same shapes, dtypes and alignment. A call can be cached if it
+a function that repeats the call for other arrays with the same shapes, dtypes and alignment. A call can be cached if it
 takes one launch on one matrix, or two launches because an amax must be computed first. For other calls, the functions
 return None, and the other modules of this package run the call.
 
@@ -12,7 +12,6 @@ PyTorch's current stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from math import prod
@@ -43,6 +42,8 @@ from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import PARTS, Quantized, assembled
 from fp4kit.quantized.parts import tensor_amax_shape, wanted_parts
 from fp4kit.recipes import Recipe
+
+PreparedCall = Callable[..., Any]  # repeats a call: takes its arrays, and returns the result
 
 
 class QuantizedResult(NamedTuple):
@@ -147,71 +148,53 @@ def _kernel_names(result: QuantizedResult, amax: str, prefix: str = "") -> list[
     return [amax if name == "tensor_amax" else prefix + _KERNEL_NAMES[name] for name in result.names]
 
 
-@dataclass(frozen=True, slots=True)
-class CudaQuantizeCall:
-    """A cached call to quantize or quantize_both for one matrix. Call it with (x, tensor_amax or None, out or None).
+def quantize_call(
+    library: DeviceArrayAccess,
+    amax: AmaxStep | None,
+    launch: Launch,
+    arguments: Arguments,
+    row: QuantizedResult | None,
+    column: QuantizedResult | None,
+    computes_amax: bool,
+) -> PreparedCall:
+    """Return the call that repeats quantize or quantize_both for one matrix. It takes (x, tensor_amax, out or None).
 
-    Attributes:
-        library: the functions that handle arrays of the caller's library.
-        amax: the step that computes the tensor amax; None if no separate launch computes it.
-        launch: the prepared launch of the kernel that quantizes.
-        pick: the function that orders the kernel's arguments, from _argument_picker.
-        row: the instructions for the rowwise result; None without one.
-        column: the instructions for the columnwise result; None without one.
-        new: new() returns a list of new arrays: the arrays of column, then those of row. If there is a tensor_amax, it
-            is the last array of each group. The kernel writes the computed amax, or a copy of the caller's amax, into
-            it.
+    library: the functions that handle arrays of the caller's library.
+    amax: the step that computes the tensor amax; None if no separate launch computes it.
+    launch, arguments: the prepared launch of the kernel that quantizes, and the names of its arguments.
+    row, column: the instructions for the rowwise and the columnwise result; None without one.
     """
+    names: list[str] = []
+    # If there is a tensor_amax, it is the last array of each result. The kernel writes the computed amax, or a copy of
+    # the caller's amax, into it.
+    written = "tensor_amax" if computes_amax else "amax_out"
+    if column is not None:
+        names += _kernel_names(column, written if row is None else "column_amax_out", "column_")
+    if row is not None:
+        names += _kernel_names(row, written)
+    new = library.maker([array for result in (column, row) if result is not None for array in result.wanted])
+    pick, address, current_stream = _argument_picker(arguments, names), library.address, library.stream
+    one: Any = column if row is None else row  # the only result, unless this is a call to quantize_both
 
-    library: DeviceArrayAccess
-    amax: AmaxStep | None
-    launch: Launch
-    pick: Callable[[list[int]], tuple[int, ...]]
-    row: QuantizedResult | None
-    column: QuantizedResult | None
-    new: Callable[[], list[Any]]
-
-    @classmethod
-    def of(
-        cls,
-        library: DeviceArrayAccess,
-        amax: AmaxStep | None,
-        launch: Launch,
-        arguments: Arguments,
-        row: QuantizedResult | None,
-        column: QuantizedResult | None,
-        computes_amax: bool,
-    ) -> CudaQuantizeCall:
-        """Return the cached call that repeats a launch."""
-        names: list[str] = []
-        written = "tensor_amax" if computes_amax else "amax_out"
-        if column is not None:
-            names += _kernel_names(column, written if row is None else "column_amax_out", "column_")
-        if row is not None:
-            names += _kernel_names(row, written)
-        new = library.maker([array for result in (column, row) if result is not None for array in result.wanted])
-        return cls(library, amax, launch, _argument_picker(arguments, names), row, column, new)
-
-    def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
-        """Quantize x."""
-        library, row, column = self.library, self.row, self.column
-        address, stream = library.address, library.stream()
-        one: Any = column if row is None else row  # the only result, unless this is a call to quantize_both
+    def run(x: Any, given: Any, out: Quantized | None) -> Any:
+        stream = current_stream()
         # Only quantize has an `out`.
-        arrays = self.new() if out is None else [getattr(out, name) for name in one.names]
+        arrays = new() if out is None else [getattr(out, name) for name in one.names]
         addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
-        if self.amax is not None:
-            self.amax.find(library, addresses[0], arrays[-1], stream)
-        self.launch(*self.pick(addresses), stream=stream)
+        if amax is not None:
+            amax.find(library, addresses[0], arrays[-1], stream)
+        launch(*pick(addresses), stream=stream)
         if out is not None:
             return out
         if row is None or column is None:
             return one.make(arrays)
         return row.make(arrays[len(column.names) :]), column.make(arrays)
 
+    return run
 
-def quantize(call: Call, x: Any, given: Any, both: bool = False) -> CudaQuantizeCall | None:
-    """Return a CudaQuantizeCall that repeats a parsed call to quantize."""
+
+def quantize(call: Call, x: Any, given: Any, both: bool = False) -> PreparedCall | None:
+    """Return the call that repeats a parsed call to quantize, or None."""
     last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
     request = launch_request(call, columns=columns)
     choice = find_kernel(request) if columns or call.axis == last else None
@@ -229,53 +212,32 @@ def quantize(call: Call, x: Any, given: Any, both: bool = False) -> CudaQuantize
     row = QuantizedResult.of(call, last) if both or not columns else None
     column = QuantizedResult.of(call, call.axis) if columns else None
     step = _amax_step(call, request)
-    return CudaQuantizeCall.of(library, step, launch, choice.arguments, row, column, _computes_amax(call))
+    return quantize_call(library, step, launch, choice.arguments, row, column, _computes_amax(call))
 
 
-@dataclass(frozen=True, slots=True)
-class CudaFakeQuantizeCall:
-    """A cached call to fake_quantize for one matrix. Call it with (x, tensor_amax or None) to get the values.
+def fake_quantize_call(
+    library: DeviceArrayAccess, amax: AmaxStep | None, launch: Launch, arguments: Arguments, wanted: list[NewArray]
+) -> PreparedCall:
+    """Return the call that repeats fake_quantize for one matrix. It takes (x, tensor_amax or None).
 
-    Attributes:
-        library: the functions that handle arrays of the caller's library.
-        amax: the step that computes the tensor amax; None if no separate launch computes it.
-        launch: the prepared launch of the kernel that writes the values.
-        pick: the function that orders the kernel's arguments, from _argument_picker.
-        new: new() returns a list of new arrays: the values and, if the cached call computes the amax, the amax.
+    wanted: the new arrays: the values and, if the call computes the amax, the amax. The others: see quantize_call.
     """
+    pick, new = _argument_picker(arguments, ("values", "tensor_amax")[: len(wanted)]), library.maker(wanted)
+    address, current_stream = library.address, library.stream
 
-    library: DeviceArrayAccess
-    amax: AmaxStep | None
-    launch: Launch
-    pick: Callable[[list[int]], tuple[int, ...]]
-    new: Callable[[], list[Any]]
-
-    @classmethod
-    def of(
-        cls,
-        library: DeviceArrayAccess,
-        amax: AmaxStep | None,
-        launch: Launch,
-        arguments: Arguments,
-        arrays: list[NewArray],
-    ) -> CudaFakeQuantizeCall:
-        """Return the cached call that repeats a launch."""
-        pick = _argument_picker(arguments, ("values", "tensor_amax")[: len(arrays)])
-        return cls(library, amax, launch, pick, library.maker(arrays))
-
-    def __call__(self, x: Any, given: Any) -> Any:
-        """Return the fake-quantized values of x in a new array with the shape and dtype of x."""
-        library, arrays = self.library, self.new()
-        address, stream = library.address, library.stream()
+    def run(x: Any, given: Any) -> Any:
+        arrays, stream = new(), current_stream()
         addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
-        if self.amax is not None:
-            self.amax.find(library, addresses[0], arrays[1], stream)
-        self.launch(*self.pick(addresses), stream=stream)
+        if amax is not None:
+            amax.find(library, addresses[0], arrays[1], stream)
+        launch(*pick(addresses), stream=stream)
         return arrays[0]
 
+    return run
 
-def fake_quantize(call: Call, x: Any, given: Any) -> CudaFakeQuantizeCall | None:
-    """Return a CudaFakeQuantizeCall that repeats a parsed call to fake_quantize."""
+
+def fake_quantize(call: Call, x: Any, given: Any) -> PreparedCall | None:
+    """Return the call that repeats a parsed call to fake_quantize, or None."""
     request, library = launch_request(call, values=True), library_of(x)
     is_one_matrix = (
         call.axis == call.x.ndim - 1
@@ -291,29 +253,18 @@ def fake_quantize(call: Call, x: Any, given: Any) -> CudaFakeQuantizeCall | None
     step, arrays = _amax_step(call, request), [NewArray(call.x.shape, call.x.dtype)]
     if _computes_amax(call):
         arrays.append(NewArray(tensor_amax_shape(call.x.shape, call.recipe), FLOAT32))
-    return CudaFakeQuantizeCall.of(library, step, launch, choice.arguments, arrays)
+    return fake_quantize_call(library, step, launch, choice.arguments, arrays)
 
 
-@dataclass(frozen=True, slots=True)
-class CudaDequantizeCall:
-    """A cached call to dequantize for one matrix. Call it with (q, out or None) to get the values.
+def dequantize_call(library: DeviceArrayAccess, launch: Launch, wanted: NewArray) -> PreparedCall:
+    """Return the call that repeats dequantize for one matrix. It takes (q, out or None)."""
+    address, current_stream, new = library.address, library.stream, library.maker([wanted])
 
-    Attributes:
-        library: the functions that handle arrays of the caller's library.
-        launch: the prepared launch of the kernel that decodes.
-        new: new() returns a list that holds a new array for the values.
-    """
-
-    library: DeviceArrayAccess
-    launch: Launch
-    new: Callable[[], list[Any]]
-
-    def __call__(self, q: Quantized, out: Any) -> Any:
-        """Return the values of q: in `out` if given, otherwise in a new array."""
-        address, stream = self.library.address, self.library.stream()
-        (values,) = self.new() if out is None else (out,)
+    def run(q: Quantized, out: Any) -> Any:
+        stream = current_stream()
+        (values,) = new() if out is None else (out,)
         scales, tensor_scale, amax = q.block_scale, q.tensor_scale, q.tensor_amax
-        self.launch(
+        launch(
             address(q.packed),
             0 if scales is None else address(scales),
             address(values),
@@ -323,9 +274,11 @@ class CudaDequantizeCall:
         )
         return values
 
+    return run
 
-def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> CudaDequantizeCall | None:
-    """Return a CudaDequantizeCall that repeats a call to dequantize."""
+
+def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> PreparedCall | None:
+    """Return the call that repeats a call to dequantize, or None."""
     r = q.recipe
     shape = prod(q.shape[:-1]), q.shape[-1]
     is_one_matrix = _is_one_matrix(q.packed, r, shape[0], q.tensor_scale) and q.axis == len(q.shape) - 1
@@ -336,57 +289,47 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Cud
         return None
     check_formats(r)
     launch = dequantize_launch(r, q.scale_layout, q.dtype, dtype, shape, q.packed.device.id)
-    library = library_of(given.packed)
-    return CudaDequantizeCall(library, launch, library.maker([NewArray(q.shape, dtype)]))
+    return dequantize_call(library_of(given.packed), launch, NewArray(q.shape, dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class MoveCall:
-    """A cached call to transpose, swizzle or unswizzle: it copies arrays of a Quantized in another order.
+def move_call(library: DeviceArrayAccess, launch: Launch, wanted: dict[str, NewArray], **fields: Any) -> PreparedCall:
+    """Return the call that repeats transpose, swizzle or unswizzle, which copy arrays of q in another order.
 
-    Attributes:
-        library: the functions that handle arrays of the caller's library.
-        launch: the prepared launch of the kernel that copies.
-        names: the names of the arrays that are new in the result.
-        new: new() returns a list of new arrays, one per name.
-        fields: the other fields in which the result differs, {name: value}.
+    It takes q and returns a Quantized, which shares with q the arrays that are not in `wanted`.
+
+    wanted: the arrays that are new in the result.
+    fields: the other fields in which the result differs.
     """
+    address, current_stream, new = library.address, library.stream, library.maker([*wanted.values()])
 
-    library: DeviceArrayAccess
-    launch: Launch
-    names: tuple[str, ...]
-    new: Callable[[], list[Any]]
-    fields: dict[str, Any]
+    def run(q: Quantized) -> Quantized:
+        stream = current_stream()
+        made, old = dict(zip(wanted, new(), strict=True)), vars(q)
+        launch(*(address(old[name]) for name in made), *map(address, made.values()), stream=stream)
+        return assembled({**old, **fields, **made})
 
-    def __call__(self, q: Quantized) -> Quantized:
-        """Return a new Quantized: q transposed or swizzled. Arrays that are not in `names` are shared with q."""
-        address, stream = self.library.address, self.library.stream()
-        made, old = dict(zip(self.names, self.new(), strict=True)), vars(q)
-        self.launch(*(address(old[name]) for name in made), *map(address, made.values()), stream=stream)
-        return assembled({**old, **self.fields, **made})
+    return run
 
 
-def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
-    """Return a MoveCall that repeats a call to transpose."""
+def transpose(q: Quantized, given: Quantized, axis: int) -> PreparedCall | None:
+    """Return the call that repeats a call to transpose, or None."""
     if q.recipe.block_size not in SQUARE_BLOCKS or not _are_contiguous_here(q.packed, q.block_scale):
         return None
     *lead, M, K = q.moved_shape
     launch = transpose_launch(q.packed, q.block_scale, q.recipe, q.scale_layout, None, None, (prod(lead), M, K))
     _, packed, scales, _ = wanted_parts(q.shape, axis, q.recipe, q.scale_layout)
-    library = library_of(given.packed)
-    new = library.maker([NewArray(packed, UINT8), NewArray(scales or (), UINT8)])
-    return MoveCall(library, launch, ("packed", "block_scale"), new, {"axis": axis})
+    wanted = {"packed": NewArray(packed, UINT8), "block_scale": NewArray(scales or (), UINT8)}
+    return move_call(library_of(given.packed), launch, wanted, axis=axis)
 
 
-def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
-    """Return a MoveCall that repeats a call to swizzle or unswizzle."""
+def swizzle(q: Quantized, given: Quantized, layout: str) -> PreparedCall | None:
+    """Return the call that repeats a call to swizzle or unswizzle, or None."""
     if not _are_contiguous_here(q.block_scale) or q.scale_layout == layout:
         return None
     *lead, R, C = q.scale_shape
     launch = swizzle_launch(q.block_scale, q.scale_layout, None, layout, (prod(lead), R, C))
-    library = library_of(given.block_scale)
-    new = library.maker([NewArray(padded_shape(q.scale_shape, layout), UINT8)])
-    return MoveCall(library, launch, ("block_scale",), new, {"scale_layout": layout})
+    wanted = {"block_scale": NewArray(padded_shape(q.scale_shape, layout), UINT8)}
+    return move_call(library_of(given.block_scale), launch, wanted, scale_layout=layout)
 
 
 def _are_contiguous_here(*arrays: Any) -> bool:

@@ -71,14 +71,16 @@ def quantize_call(recipe, arguments, row, column, computes_amax, amax=None):
 
     arguments: the kernel's arguments.
     row, column: True to write rowwise and columnwise results.
-    computes_amax, amax: as for CudaQuantizeCall.of.
+    computes_amax, amax: as for cached_calls.quantize_call.
     """
     launch, on = Launched((*arguments.pointers, *arguments.words)), cached_calls.library_of(tensor())
     axes = ((1, row), (0, column))
     results = (
         cached_calls.QuantizedResult.of(call_of(recipe, axis), axis) if wanted else None for axis, wanted in axes
     )
-    return cached_calls.CudaQuantizeCall.of(on, amax, launch, arguments, *results, computes_amax)
+    call = cached_calls.quantize_call(on, amax, launch, arguments, *results, computes_amax)
+    call.launch = launch
+    return call
 
 
 def addresses(q, prefix=""):
@@ -155,7 +157,7 @@ def test_fake_quantize_and_dequantize():
     x, on = tensor(), cached_calls.library_of(tensor())
     launch = Launched((*ROWS.pointers, *ROWS.words))
     arrays = [NewArray(SHAPE, BF16), NewArray((), FLOAT32)]
-    fake = cached_calls.CudaFakeQuantizeCall.of(on, None, launch, ROWS, arrays)
+    fake = cached_calls.fake_quantize_call(on, None, launch, ROWS, arrays)
     y = fake(x, None)
     seen = launch.only()
     assert seen.pop("tensor_amax") not in (x.data_ptr(), y.data_ptr())
@@ -164,7 +166,7 @@ def test_fake_quantize_and_dequantize():
     decode = Launched(("packed", "scales", "values", "tensor_scale", "tensor_amax"))
     out = tensor()
     for target in (None, out):
-        values = cached_calls.CudaDequantizeCall(on, decode, on.maker([NewArray(SHAPE, BF16)]))(q, target)
+        values = cached_calls.dequantize_call(on, decode, NewArray(SHAPE, BF16))(q, target)
         assert target is None or values is out
         assert decode.only() == addresses(q) | {"values": values.data_ptr(), "tensor_amax": q.tensor_amax.data_ptr()}
 
@@ -174,13 +176,11 @@ def test_moves():
     q = quantize_call("nvfp4-te", ROWS, True, False, True)(tensor(), None, None)
     scales, codes = NewArray((128, 16), UINT8), NewArray((256, 32), UINT8)
     move = Launched(("in", "out"))
-    swizzled = cached_calls.MoveCall(
-        on, move, ("block_scale",), on.maker([scales]), {"scale_layout": "swizzled_128x4"}
-    )(q)
+    swizzled = cached_calls.move_call(on, move, {"block_scale": scales}, scale_layout="swizzled_128x4")(q)
     assert move.only() == {"in": q.block_scale.data_ptr(), "out": swizzled.block_scale.data_ptr()}
     assert swizzled.packed is q.packed and swizzled.scale_layout == "swizzled_128x4" and q.scale_layout == "linear"
     move = Launched(("codes", "scales", "codes_out", "scales_out"))
-    turned = cached_calls.MoveCall(on, move, ("packed", "block_scale"), on.maker([codes, scales]), {"axis": 0})(q)
+    turned = cached_calls.move_call(on, move, {"packed": codes, "block_scale": scales}, axis=0)(q)
     outs = {"codes_out": turned.packed.data_ptr(), "scales_out": turned.block_scale.data_ptr()}
     assert move.only() == {"codes": q.packed.data_ptr(), "scales": q.block_scale.data_ptr()} | outs
     assert turned.axis == 0 and turned.tensor_scale is q.tensor_scale

@@ -11,11 +11,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import exhaustive
+from hadamard_runs import F16, F32
+from inputs import BF16
 from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing
+from own_formats import UE5M3, drawn_array, drawn_recipe, pairs_at_bounds
+from together import together
 
 import fp4kit
-from fp4kit.formats import ElementFormat
+from fp4kit.cuda.dispatch import unsupported
+from fp4kit.formats import E2M1, E4M3, E8M0, MX4, NF4, Codebook, ElementFormat
 from fp4kit.recipes import RECIPES, Recipe, rules
+from fp4kit.training.communicators import SingleProcess
 
 pytestmark = ON_GPU
 
@@ -206,3 +212,308 @@ def test_products_that_round_to_seven(dtype) -> None:
     x[:, 3] = np.linspace(0.9, 1.4, 256).astype(dtype)
     for amax in (1.0, 0.3, 3.7):
         check(x, r, tensor_amax=np.float32(amax))
+
+
+def check_calls(x, r, rng) -> None:
+    """Assert that quantize, dequantize and fake_quantize of x give equal bits on GPU and CPU, also for drawn codes."""
+    q = check(x, r)
+    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
+    packed = rng.integers(0, 256 if r.element.bits in (4, 8) else 64, q.packed.shape, dtype=np.uint8)
+    scales = {name: getattr(q, name) for name in ("block_scale", "tensor_scale")}
+    scales = {name: None if part is None else part.get() for name, part in scales.items()}
+    if r.scale is not None:
+        scales["block_scale"] = rng.integers(0, 2**r.scale.bits, q.block_scale.shape, dtype=np.uint8)
+    cpu = fp4kit.Quantized(packed, **scales, tensor_amax=None, shape=x.shape, dtype=x.dtype, axis=-1, recipe=r)
+    for dtype in (np.float32, np.float16):
+        assert differing(fp4kit.dequantize(cpu.to("cupy"), dtype=dtype), fp4kit.dequantize(cpu, dtype=dtype)) == 0
+    on_gpu = {name: None if part is None else cupy.asarray(part) for name, part in scales.items()}
+    assert_same(fp4kit.quantize(cupy.asarray(x), r, **on_gpu), fp4kit.quantize(x, r, **scales))
+    if r.block_rule and r.block_rows == 1:
+        amax = rng.random(q.block_scale.shape, np.float32) * np.float32(3)
+        check(x, r, block_amax=cupy.asarray(amax))
+
+
+def drawn_supported(rng):
+    """Return a random recipe that CUDA kernels support, whose blocks have 16, 32, 64, 96 or 128 columns."""
+    while True:
+        r = drawn_recipe(rng)
+        if unsupported(r) is None and r.block_size >= 16 and (r.block_rows == 1 or r.block_size <= 32):
+            return r
+
+
+@pytest.mark.parametrize("seed", [*range(2), *exhaustive(range(2, 10))])
+def test_drawn_calls(seed):
+    rng = np.random.default_rng(seed)
+    r = drawn_supported(rng)
+    with np.errstate(all="ignore"):
+        check_calls(drawn_array(rng, r), r, rng)
+
+
+@pytest.mark.parametrize("scale", [UE5M3, E8M0, E4M3], ids=repr)
+@pytest.mark.parametrize("rounding", ["nearest", "up", "down"])
+def test_every_power_of_two_and_its_neighbors_as_scales(scale, rounding):
+    """Scales are rounded as on the CPU at powers of two, the numbers beside them, 1.5 times them, 0, inf and NaN."""
+    powers = 2.0 ** np.arange(-149, 128, dtype=np.float64)
+    largest = np.concatenate([powers * step for step in (1, 1.5, 1 - 2**-24, 1 + 2**-23, 1.5 - 2**-23)])
+    largest = np.concatenate([largest, [0, np.inf, np.nan, np.finfo(np.float32).max]]).astype(np.float32)
+    x = np.zeros((len(largest), 16), np.float32)
+    x[:, 3] = largest
+    with np.errstate(all="ignore"):
+        check(x, fp4kit.custom_recipe("mine", E2M1, scale, 16, scale_rounding=rounding))
+
+
+@pytest.mark.parametrize("element", [NF4, Codebook([-3, 0, 0, 1, 5], name="Few")], ids=repr)
+def test_every_tie_of_a_codebook(element):
+    """Elements at each midpoint of a table, beside it, and beyond its ends get the codes of the CPU."""
+    near = [element.midpoints, np.nextafter(element.midpoints, np.float32(9)), np.nextafter(element.midpoints, -9)]
+    x = np.concatenate([*near, element.values, [-0.0, 0.0, np.nan, element.max]]).astype(np.float32)
+    x = np.resize(x, (1, -(-len(x) // 32) * 32))
+    x[:, ::16] = element.max  # so that every block has the scale 1
+    check(x, fp4kit.custom_recipe("mine", element, "float32", 16))
+
+
+@pytest.mark.parametrize("scale", ["float16", "bfloat16", UE5M3], ids=str)
+def test_groups_columns_and_both_directions(scale):
+    x = np.random.default_rng(0).standard_normal((64, 96), dtype=np.float32)
+    r = fp4kit.custom_recipe("mine", NF4, scale, 32, scale_rounding="up")
+    check(x, r, axis=0)
+    for gpu, cpu in zip(fp4kit.quantize_both(cupy.asarray(x), r), fp4kit.quantize_both(x, r), strict=True):
+        assert_same(gpu, cpu)
+    xs = [x, x[:17], x[:0]]
+    for gpu, a in zip(fp4kit.quantize_grouped([cupy.asarray(a) for a in xs], r), xs, strict=True):
+        assert_same(gpu, fp4kit.quantize(a, r))
+
+
+def check_search(x, r, **options):
+    """Assert that search_scales finds the amaxes of the CPU, in every bit."""
+    on_gpu = {name: cupy.asarray(a) if isinstance(a, np.ndarray) else a for name, a in options.items()}
+    assert differing(fp4kit.search_scales(cupy.asarray(x), r, **on_gpu), fp4kit.search_scales(x, r, **options)) == 0
+
+
+@pytest.mark.parametrize("seed", [3, *exhaustive([0, 1, 2, *range(4, 10)])])
+def test_searches(seed):
+    """Drawn recipes and arrays, with each objective, and weights that differ between the blocks of a row."""
+    rng = np.random.default_rng(seed)
+    with np.errstate(all="ignore"):
+        r = drawn_supported(rng)
+        while r.block_rows > 1:
+            r = drawn_supported(rng)
+        x = drawn_array(rng, r)
+        objective = ("mse", "mae", "max", "p2.4")[seed % 4]
+        weights = rng.random(x.shape[1], np.float32) if rng.random() < 0.5 else None
+        check_search(x, r, objective=objective, weights=weights, candidates=(0.6, 1.2, 0.1))
+
+
+@pytest.mark.parametrize("scaling", ["tensor", *exhaustive(["row"])])
+def test_searches_under_tensor_scales(scaling):
+    """Each expert, or each row, has its own tensor scale above the block scales."""
+    rng = np.random.default_rng(1)
+    r = replace(fp4kit.custom_recipe("mine", NF4, E4M3, 24, tensor_scale=True), tensor_scaling=scaling)
+    x = rng.standard_normal((3, 4, 48), np.float32) * 2.0 ** rng.integers(-4, 4, (3, 1, 1)).astype(np.float32)
+    amaxes = {"tensor": np.abs(x).max((1, 2)), "row": np.abs(x).max(2)}[scaling]
+    check_search(x, r, candidates=(0.7, 1.1, 0.1))
+    check_search(x, r, candidates=(0.7, 1.1, 0.1), tensor_amax=amaxes)
+    check_search(x[:, :0], r)
+
+
+def test_searches_that_no_kernel_supports_are_refused_before_any_work():
+    r = fp4kit.custom_recipe("mine", MX4, E8M0, 2)
+    with pytest.raises(NotImplementedError, match="mine has blocks of 2 columns, which no CUDA kernel supports"):
+        fp4kit.search_scales(cupy.ones((2, 64), np.float32), r)
+
+
+R = fp4kit.custom_recipe("pairs", MX4, E8M0, 16, scale_rounding="down")
+DTYPES_MICROEXPONENTS = [F32, *exhaustive([F16, BF16])]
+VARIANTS = [  # other recipes; blocks of more than 128 columns have longer runs of values
+    R,
+    replace(fp4kit.custom_recipe("near", MX4, E8M0, 32), amax_nan="ignore"),
+    fp4kit.custom_recipe("up", MX4, E8M0, 96, scale_rounding="up"),
+    fp4kit.custom_recipe("wide", MX4, E8M0, 256, scale_rounding="down"),
+]
+
+
+def special(dtype) -> np.ndarray:
+    """Return a matrix (21, 768) of adversarial blocks, ties, zeros, -0, -infinity and NaN."""
+    rng = np.random.default_rng(4)
+    x = blocks(dtype, 21, 768).copy()
+    x[-6:] = (np.round(rng.standard_normal((6, 768)) * 8) / 8).astype(dtype)
+    x[-6:-3] *= (2.0 ** rng.integers(-9, 9, (3, 768))).astype(dtype)
+    x[-6:][rng.random((6, 768)) < 0.3] *= dtype.type(-0.0)
+    x[-4:][rng.random((4, 768)) < 0.02] = np.nan
+    x[-5:][rng.random((5, 768)) < 0.02] = -np.inf
+    return x
+
+
+def check_fake(x, r, **options) -> None:
+    """Assert that fake_quantize gives the values of the specification."""
+    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r, **options), fp4kit.fake_quantize(x, r, **options)) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES_MICROEXPONENTS, ids=str)
+@np.errstate(all="ignore")
+def test_pairs_at_every_bound_along_both_axes(dtype):
+    """Pairs at every midpoint, at 1 and beside them, under the scale 1 and under scales of every exponent."""
+    x = pairs_at_bounds(dtype)
+    powers = 2.0 ** np.random.default_rng(0).integers(-140, 126, (x.shape[0], 1))
+    for a in (x, (x * powers).astype(dtype)):
+        check(a, R)
+        check_fake(a, R)
+        check(np.ascontiguousarray(a.T), R, axis=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES_MICROEXPONENTS, ids=str)
+@pytest.mark.parametrize("r", [R, *exhaustive(VARIANTS[1:])], ids=lambda r: r.id)
+@np.errstate(all="ignore")
+def test_special_numbers(r, dtype):
+    x = special(dtype)
+    q = check(x, r)
+    check_fake(x, r)
+    given = fp4kit.quantize(x, r).block_scale[::-1].copy()
+    assert_same(
+        fp4kit.quantize(cupy.asarray(x), r, block_scale=cupy.asarray(given)), fp4kit.quantize(x, r, block_scale=given)
+    )
+    amaxes = np.random.default_rng(1).random(q.block_scale.shape, np.float32) * np.float32(3)
+    check(x, r, block_amax=cupy.asarray(amaxes))
+
+
+@pytest.mark.parametrize("dtype", [F32, *exhaustive([F16, BF16])], ids=str)
+def test_every_code_under_every_scale_and_microexponent(dtype):
+    """All 256 bytes, with pairs that differ in the bit that they share, under all 256 block scales."""
+    packed = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    scales = np.tile(np.arange(256, dtype=np.uint8)[:, None], (1, 32))
+    q = fp4kit.Quantized.from_parts(packed, scales, recipe=R, dtype=dtype)
+    with np.errstate(all="ignore"):
+        expected = fp4kit.dequantize(q)
+        assert differing(fp4kit.dequantize(q.to("cupy")), expected) == 0
+        assert expected.dtype == dtype and len(np.unique(expected[127].astype(np.float32))) == 11
+
+
+def unaligned(x):
+    """Return a copy of x on the device that begins one element after a multiple of 16 bytes."""
+    flat = cupy.asarray(np.concatenate([np.zeros(1, x.dtype), x.reshape(-1)]))
+    return flat[1:].reshape(x.shape)
+
+
+def grouped(x) -> None:
+    xs = [x, x[:3, :48].copy(), x[:0]]
+    found = fp4kit.quantize_grouped([cupy.asarray(a) for a in xs], R)
+    for gpu, cpu in zip(found, fp4kit.quantize_grouped(xs, R), strict=True):
+        assert_same(gpu, cpu)
+
+
+def both_directions(x) -> None:
+    x = x[:16]
+    for gpu, cpu in zip(fp4kit.quantize_both(cupy.asarray(x), R), fp4kit.quantize_both(x, R), strict=True):
+        assert_same(gpu, cpu)
+
+
+def misaligned(x) -> None:
+    assert_same(fp4kit.quantize(unaligned(x), R), fp4kit.quantize(x, R))
+    assert differing(fp4kit.fake_quantize(unaligned(x), R), fp4kit.fake_quantize(x, R)) == 0
+
+
+def stacked_and_swizzled(x) -> None:
+    check(x[:20].reshape(4, 5, 768), R, scale_layout="swizzled_128x4")
+    check(x, R, hadamard=True)
+
+
+def multiplied(x) -> None:
+    x = np.nan_to_num(x[-6:], nan=1, posinf=2)
+    q, gpu = fp4kit.quantize(x, R), fp4kit.quantize(cupy.asarray(x), R)
+    assert differing(fp4kit.matmul(gpu, gpu, unit="dequantized"), fp4kit.matmul(q, q, unit="dequantized")) == 0
+    found, expected = fp4kit.requantize(gpu, "nvfp4-te"), fp4kit.requantize(q, "nvfp4-te")
+    assert_same(found.quantized, expected.quantized)
+
+
+@pytest.mark.exhaustive
+@together("call", [grouped, both_directions, misaligned, stacked_and_swizzled, multiplied], lambda call: call.__name__)
+def test_other_calls(call):
+    with np.errstate(all="ignore"):
+        call(special(F32))
+
+
+@pytest.mark.parametrize("objective", ["mse", *exhaustive(["mae", "max", "p2.4"])])
+def test_searches_microexponents(objective):
+    """Searched amaxes are those of the specification. Blocks choose different multiples of their amaxes."""
+    x = special(F32)[-6:, :96]
+    weights = np.random.default_rng(2).random(96, np.float32) if objective == "mae" else None
+    on_gpu = None if weights is None else cupy.asarray(weights)
+    options = {"objective": objective, "candidates": (0.6, 1.4, 0.1)}
+    with np.errstate(all="ignore"):
+        found = fp4kit.search_scales(cupy.asarray(x), R, weights=on_gpu, **options)
+        expected = fp4kit.search_scales(x, R, weights=weights, **options)
+        chosen = np.round(expected / np.abs(x).reshape(6, 6, 16).max(axis=2), 2)
+    assert differing(found, expected) == 0 and len(np.unique(chosen[np.isfinite(chosen)])) > 3
+
+
+def test_what_needs_whole_pairs_or_has_no_rule_is_refused_by_name():
+    x = cupy.ones((16, 32), np.float32)
+    q = fp4kit.quantize(x, R)
+    narrow = fp4kit.custom_recipe("narrow", MX4, E8M0, 2)
+    for call, error, text in (
+        (lambda: fp4kit.quantize(x, R, rounding="stochastic", seed=1), ValueError, "has no stochastic rounding"),
+        (
+            lambda: fp4kit.partial_cast(x.ravel(), q.packed, cupy.ones((16, 2), np.float32), x.shape, 0, R),
+            ValueError,
+            "partial_cast: pairs of MX4 elements share a bit; use quantize on the whole matrix",
+        ),
+        (
+            lambda: fp4kit.cast_master_weights([fp4kit.Shard(x.ravel(), x.shape)], SingleProcess(), R),
+            ValueError,
+            "cast_master_weights: pairs of MX4 elements share a bit",
+        ),
+        (lambda: fp4kit.quantize(x, narrow), NotImplementedError, "blocks of 2 columns, which no CUDA kernel supports"),
+        (lambda: fp4kit.search_scales(x, narrow), NotImplementedError, "blocks of 2 columns, which no CUDA kernel"),
+        (lambda: fp4kit.matmul(q, q, unit="sm100"), ValueError, "no matrix unit multiplies; use unit='dequantized'"),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+
+
+BLOCK = RECIPES["fp8-deepgemm-block"]
+# Small blocks make small arrays of many blocks, which are fast to test.
+RECIPES_UNDER_TEST = (
+    replace(BLOCK, block=(4, 32)),
+    replace(RECIPES["fp8-transformers-block"], block=(8, 16), amax_nan="ignore"),
+)
+
+
+def drawn(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return random elements of many magnitudes with a block of zeros and, in the last rows, inf and NaN."""
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-12, 12, shape))
+    x[..., :8, :32] = 0
+    x[..., 1, 5] = -0.0
+    x[..., -1, -1], x[..., -1, 3] = np.inf, np.nan
+    return x.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, *exhaustive([np.float16, ml_dtypes.bfloat16])])
+@pytest.mark.parametrize("recipe", RECIPES_UNDER_TEST, ids=lambda r: f"{r.id}-{r.block[0]}x{r.block[1]}")
+def test_every_operation_gives_the_bits_of_the_cpu(recipe, dtype) -> None:
+    """Sizes that are no whole blocks, stacks, either axis, groups, given amaxes and scales, values and gradients."""
+    x, stack = drawn((21, 64), dtype), drawn((3, 18, 64), dtype)
+    for array, options in ((x, {}), (x.T.copy(), {"axis": 0}), (stack, {}), (x[:8], {"hadamard": True})):
+        check(array, recipe, **options)
+    for array in (x, stack):
+        gpu = cupy.asarray(array)
+        q = fp4kit.quantize(array, recipe)
+        assert differing(fp4kit.amax(gpu, recipe), fp4kit.amax(array, recipe)) == 0
+        assert differing(fp4kit.fake_quantize(gpu, recipe), fp4kit.fake_quantize(array, recipe)) == 0
+        grad = np.ones_like(array)
+        clipped = fp4kit.fake_quantize_backward(cupy.asarray(grad), gpu, recipe, pass_through=False)
+        assert differing(clipped, fp4kit.fake_quantize_backward(grad, array, recipe, pass_through=False)) == 0
+        given_numbers = np.exp2(np.random.default_rng(3).integers(-3, 12, q.tensor_scale.shape)).astype(np.float32)
+        for given in ({"tensor_amax": given_numbers}, {"tensor_scale": given_numbers}):
+            on_device = {name: cupy.asarray(a) for name, a in given.items()}
+            assert_same(fp4kit.quantize(gpu, recipe, **on_device), fp4kit.quantize(array, recipe, **given))
+    group = [x, x[:5], x[:0], x.T.copy().T]
+    for gpu, array in zip(fp4kit.quantize_grouped([cupy.asarray(a) for a in group], recipe), group, strict=True):
+        assert_same(gpu, fp4kit.quantize(array, recipe))
+
+
+def test_blocks_of_128x128() -> None:
+    x = drawn((200, 256), np.dtype(ml_dtypes.bfloat16))
+    check(x, BLOCK)
+    q = fp4kit.quantize(x, BLOCK)
+    assert differing(fp4kit.dequantize(fp4kit.quantize(cupy.asarray(x), BLOCK)), fp4kit.dequantize(q)) == 0
