@@ -229,7 +229,7 @@ _PARTIAL_BLOCKS = 64
 # for this architecture alone; its `file` must be given.
 LAUNCHES = {
     "amax": _row("x amax | rows columns", "Input kCounted kAligned"),
-    "amax_columns": _row("x amax | matrices rows columns lanes height", "Input kAligned", UNLIMITED),
+    "amax_columns": _row("x amax | matrices rows columns lanes tile_rows", "Input kAligned", UNLIMITED),
     "amax_hadamard": _row("x amax | rows columns", "Input kCounted kAligned"),
     "amax_rows": _row("x amax | rows columns", "Input kCounted kAligned", file="amax"),
     "clip": _row("grad x amax out | count covered", "Input Gradient kAligned", UNLIMITED),

@@ -18,8 +18,9 @@ from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, with_elements
 import fp4kit
 from fp4kit.call.parse import Declined
 from fp4kit.call.search_scales import SearchRequest, search_call
-from fp4kit.cuda import engine, launch
+from fp4kit.cuda import compiler, engine, launch
 from fp4kit.cuda.dispatch import MIN_TABLE_ELEMENTS, LaunchRequest, find_kernel, kernel_for, row_plan, unsupported
+from fp4kit.cuda.launch import LAUNCHES
 from fp4kit.cuda.search import check_search
 from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E8M0, MX4, ElementFormat
 from fp4kit.quantized.container import Quantized
@@ -275,3 +276,21 @@ def test_block_amax_of_four_over_six_is_refused():
     work = LaunchRequest(RECIPES[FOUR_OVER_SIX], np.dtype(np.float32), (1, 16), calibrated=True)
     with pytest.raises(Declined, match="block_amax of blocks of several rows, or of 4over6, has no CUDA kernel"):
         kernel_for(work)
+
+
+def members(text: str, struct: str) -> list[str]:
+    """Return the names of the members of a C++ struct, in order."""
+    ((base, body),) = re.findall(rf"^struct {struct}(?: : (\w+))? \{{\n(.*?)^\}};", text, re.MULTILINE | re.DOTALL)
+    inherited = members(text, base) if base else []
+    declarations = re.sub(r"//.*", "", body).split(";")
+    return inherited + [name for one in declarations for name in re.findall(r"(\w+)\s*(?:,|$)", one.strip())]
+
+
+@pytest.mark.parametrize("kernel", LAUNCHES)
+def test_a_row_has_the_arguments_and_traits_of_its_kernel(kernel):
+    row = LAUNCHES[kernel]
+    text = "\n".join(compiler.include_closure((f"{row.file or kernel}.cu",)).values())
+    entry = row.entry or kernel
+    found = re.findall(rf"\b(?:grouped_)?{entry}_kernel\((?:Group<)?(\w+)>? \w+\)", text)
+    assert found and members(text, found[0]) == list(row.arguments.names or ())
+    assert [trait for trait in row.traits if trait != "Input" and not re.search(rf"\b{trait}\b", text)] == []
