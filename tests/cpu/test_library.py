@@ -20,11 +20,9 @@ from inputs import BF16, ordinary
 
 import fp4kit
 from fp4kit.cpu import cached_calls, codec, engine, generate
-from fp4kit.cpu import engine as partial
 from fp4kit.cpu import library as native
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.ops import engines
-from fp4kit.ops import engines as call_cache
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.arith import reciprocal_table
 
@@ -34,10 +32,8 @@ LEVELS = ("base", "avx2", "avx512")
 HOLDERS = (
     native,
     codec,
-    codec,
     engine,
     engines,
-    partial,
     cached_calls,
 )
 FEW = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
@@ -51,7 +47,7 @@ def using(monkeypatch, library):
         for module in HOLDERS:
             if hasattr(module, "library"):
                 patch.setattr(module, "library", lambda: library)
-        patch.setattr(call_cache, "_CALLS", {})
+        patch.setattr(engines, "_CALLS", {})
         as_large_ones(patch)
         codec.kernels_of.cache_clear()
         try:
