@@ -309,7 +309,7 @@ def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
 #     one launch       4.5         5.6          8.6
 #     three launches   5.9         6.2          6.6
 MAX_KERNEL_AMAX_ELEMENTS = 1 << 19
-MAX_KERNEL_AMAX_COLUMNS = 1 << 14  # see _has_short_rows
+MAX_KERNEL_AMAX_COLUMNS = 1 << 14  # twice as many if there are at least MANY_ROWS rows
 MANY_ROWS = 1 << 9
 SEED_GROUP = 16  # consecutive elements whose random bytes come from one block of the stream of a seed
 
@@ -351,7 +351,10 @@ def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
 def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchRequest:
     """Return the request with finds_amax=True if the quantize kernel should compute the tensor or row amaxes itself."""
     r, finding = call.recipe, request._replace(finds_amax=True)
-    has_scales = r.tensor_scaling == "tensor" or (r.tensor_scaling == "row" and _has_short_rows(request))
+    rows, columns = request.shape
+    # The quantize kernel finds amaxes of rows faster than a separate launch only if rows are short.
+    most = MAX_KERNEL_AMAX_COLUMNS * (2 if rows >= MANY_ROWS else 1)
+    has_scales = r.tensor_scaling == "tensor" or (r.tensor_scaling == "row" and columns <= most)
     if not has_scales or call.tensor_amax is not None or call.mask is not None or x.size == 0:
         return request
     is_small = (
@@ -360,12 +363,6 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
         and matrix_count(call, request, None) == 1
     )
     return finding if is_small or finds_rows(finding) else request
-
-
-def _has_short_rows(request: LaunchRequest) -> bool:
-    """Return True if rows are so short that the quantize kernel finds their amaxes faster than a separate launch."""
-    rows, columns = request.shape
-    return columns <= MAX_KERNEL_AMAX_COLUMNS * (2 if rows >= MANY_ROWS else 1)
 
 
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:
@@ -377,7 +374,8 @@ def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterato
     block_amax, random = (None if a is None else imports.cupy().ascontiguousarray(a) for a in (call.block_amax, random))
     whole = whole._replace(block_amax=block_amax, random=random)
     scales = ("tensor_amax", "amax_out", "column_amax_out", "tensor_scale", "column_tensor_scale")
-    parts = {name: a.reshape(B, -1) for name, a in _arrays(whole) if name not in scales}
+    arrays = {name: a for name, a in whole._asdict().items() if a is not None and name not in (*scales, "group")}
+    parts = {name: a.reshape(B, -1) for name, a in arrays.items()}
     for i in range(B):
         matrix = {name: a[i] for name, a in parts.items()}
         matrix |= {name: part_for_matrix(getattr(whole, name), r, i, (B, rows)) for name in scales}
@@ -385,6 +383,8 @@ def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterato
         yield Matrix(**matrix, group=i * rows * K // SEED_GROUP), request._replace(shape=(rows, K))
 
 
-def _arrays(m: Matrix) -> Iterator[tuple[str, Any]]:
-    """Yield (name of the field, array) for each array of a Matrix. Fields that are None, and `group`, are left out."""
-    return ((name, a) for name, a in zip(Matrix._fields[:-1], m[:-1], strict=True) if a is not None)
+def quantize_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> None:
+    """Quantize the matrices of a call, by one launch each, which writes the output arrays of `whole`."""
+    seed = call.random if isinstance(call.random, int) else 0
+    for matrix, part in split_matrices(call, request, whole):
+        quantize_matrix(matrix, part, seed)

@@ -25,8 +25,7 @@ from fp4kit.cuda.matrix import (
     implied_amaxes,
     launch_request,
     matrix_count,
-    quantize_matrix,
-    split_matrices,
+    quantize_matrices,
     with_kernel_amax,
 )
 from fp4kit.cuda.search import with_searched_amaxes
@@ -96,7 +95,6 @@ def launch(
     """Quantize contiguous x along its rows into `row`, along its columns into `column`, or in both directions."""
     if not x.size:
         return _fill_scales(call, amax, row, column)
-    seed = call.random if isinstance(call.random, int) else 0
     arrays = Matrix(x, tensor_amax=amax)
     if row is not None:
         arrays = arrays._replace(packed=row.packed, scales=row.block_scale, tensor_scale=row.tensor_scale)
@@ -108,9 +106,7 @@ def launch(
             "column_tensor_scale": column.tensor_scale,
         }
         arrays = arrays._replace(**parts, column_amax_out=None if column.tensor_amax is amax else column.tensor_amax)
-    for matrix, part in split_matrices(call, request, arrays):
-        quantize_matrix(matrix, part, seed)
-    return None
+    return quantize_matrices(call, request, arrays)
 
 
 def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
@@ -140,9 +136,7 @@ def quantize_with_scales(call: Call) -> Quantized:
                 tensor_amax=amax,
                 tensor_scale=result.tensor_scale,
             )
-            seed = call.random if isinstance(call.random, int) else 0
-            for matrix, part in split_matrices(call, request, arrays):
-                quantize_matrix(matrix, part, seed)
+            quantize_matrices(call, request, arrays)
     return result
 
 
@@ -151,17 +145,12 @@ def _result(call: Call) -> Quantized:
     out, r, scales = call.out, call.recipe, (call.block_scale, call.tensor_scale)
     if out is None:
         packed = imports.cupy().empty(packed_shape(call.moved.shape, r), np.uint8)
-        block_scale, tensor_scale = (_copied(a) for a in scales)
+        block_scale, tensor_scale = (None if a is None else a.copy(order="C") for a in scales)
         return Quantized(packed, block_scale, tensor_scale, None, call.x.shape, call.x.dtype, call.axis, r, call.layout)
     for target, given in zip((out.block_scale, out.tensor_scale), scales, strict=True):
         if given is not None:
             target[...] = given
     return out
-
-
-def _copied(a: Any) -> Any:
-    """Return a contiguous copy of an array, or None for None."""
-    return None if a is None else a.copy(order="C")
 
 
 def fake_quantize(call: Call) -> Any:
@@ -179,9 +168,7 @@ def fake_quantize(call: Call) -> Any:
         else:
             amax = None if kernel_computes_amaxes(call) else tensor_amax(call, x)
         if x.size:
-            seed = call.random if isinstance(call.random, int) else 0
-            for matrix, part in split_matrices(call, request, Matrix(x, values=values, tensor_amax=amax)):
-                quantize_matrix(matrix, part, seed)
+            quantize_matrices(call, request, Matrix(x, values=values, tensor_amax=amax))
         return cupy.moveaxis(values, -1, call.axis)
 
 

@@ -161,7 +161,8 @@ def with_searched_amaxes(call: Call) -> Call:
         amax, block_amaxes = tensor_amax(call, x), imports.cupy().empty(scale_shape(x.shape, r), np.float32)
         matrices = matrices_to_search(x, block_amaxes, amax, r)
         if r.search in OWN_KERNELS:
-            search_factors(matrices, r, call.mask)
+            for launch in factor_launches(matrices, r, call.mask):
+                launch()
         else:
             for matrix in matrices:
                 search_matrix(*matrix, r, mask=call.mask)
@@ -255,12 +256,6 @@ def float64_bits(power: float) -> int:
 
 
 OWN_KERNELS = {**dict.fromkeys(FACTORS, "search_factors"), "quest": "search_quest"}  # {Recipe.search: its kernel}
-
-
-def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> None:
-    """Find the best block amaxes of each matrix, and write them into the matrix's array of block amaxes."""
-    for launch in factor_launches(matrices, r, mask):
-        launch()
 
 
 def factor_launches(
