@@ -18,8 +18,7 @@ import fp4kit
 from fp4kit.cpu import codec
 from fp4kit.cpu import engine as rotate
 from fp4kit.evidence import selftest as tasks
-from fp4kit.evidence.engines import ComparedEngine
-from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.evidence.testing import ComparedEngine, assert_same_bits
 from fp4kit.formats import E2M1, E4M3, FLOATS, bit_patterns
 from fp4kit.layouts import packed
 from fp4kit.recipes import RECIPES
