@@ -19,6 +19,7 @@ from fp4kit.recipes.table import is_listed
 
 Row = tuple[str, ...]
 _BAR = 32  # length of the longest bar, in characters
+_MOST_BARS = 16
 _STYLE = (
     ".fp4kit{color-scheme:light dark;color:inherit;font-size:13px;line-height:1.45;max-width:60em}"
     ".fp4kit-title{font-weight:600;border-bottom:1px solid;padding-bottom:2px;margin-bottom:4px;overflow-wrap:anywhere}"
@@ -221,9 +222,11 @@ def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     return values[counts > 0], counts[counts > 0]
 
 
-def by_exponent(scales: np.ndarray, counts: np.ndarray, max_bars: int = 16) -> tuple[tuple[str, int], ...]:
-    """Return a histogram of the scales, grouped by floor(log2(|scale|)), as (label, count) bars in increasing order."""
-    # If there would be more than ``max_bars`` bars besides those, neighboring exponents share a bar.
+def by_exponent(scales: np.ndarray, counts: np.ndarray) -> tuple[tuple[str, int], ...]:
+    """Return a histogram of the scales, grouped by floor(log2(|scale|)), as (label, count) bars in increasing order.
+
+    If there would be more than 16 bars besides those of 0, infinity and NaN, neighboring exponents share a bar.
+    """
     sizes = np.abs(scales)
     nonzero = (sizes > 0) & np.isfinite(sizes)
     exponents, place = np.unique(np.frexp(sizes[nonzero])[1] - 1, return_inverse=True)
@@ -232,10 +235,10 @@ def by_exponent(scales: np.ndarray, counts: np.ndarray, max_bars: int = 16) -> t
     special = {"0": sizes == 0, "inf": np.isinf(sizes), "NaN": np.isnan(sizes)}
     zero, inf, nan = ([(name, int(counts[where].sum()))] if where.any() else [] for name, where in special.items())
     width = 1
-    while len({e // width for e in exponents}) > max_bars:
+    while len({e // width for e in exponents}) > _MOST_BARS:
         width *= 2
     lows = sorted({int(e) // width * width for e in exponents})
-    if lows and (lows[-1] - lows[0]) // width < max_bars:
+    if lows and (lows[-1] - lows[0]) // width < _MOST_BARS:
         lows = list(range(lows[0], lows[-1] + 1, width))
     bars = []
     for low in lows:

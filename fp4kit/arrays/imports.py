@@ -48,10 +48,8 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
         return untraced(as_array, x, name)
     device = device_name(x, name)
     if device != "cpu":
-        of = _variable(name)
-        way = (
-            f"cupy.asnumpy({of}) or {of}.cpu()" if device.startswith("cuda") else f"{of}.cpu() or jax.device_get({of})"
-        )
+        of, is_cuda = _variable(name), device.startswith("cuda")
+        way = f"cupy.asnumpy({of}) or {of}.cpu()" if is_cuda else f"{of}.cpu() or jax.device_get({of})"
         raise NotImplementedError(
             f"{name} is on {device}; this function computes only on arrays in host memory; move it with {way}"
         )
@@ -378,13 +376,14 @@ class _ExportedMemory:
 
     def __init__(self, capsule: object, tensor: _DLTensor, dtype: np.dtype[Any], read_only: bool) -> None:
         self.capsule = capsule
+        strides = None  # row-major without gaps
+        if tensor.ndim and tensor.strides:
+            strides = tuple(dtype.itemsize * n for n in tensor.strides[: tensor.ndim])
         self.__array_interface__ = {
             "version": 3,
             "typestr": f"|V{dtype.itemsize}",  # plain bytes: NumPy has no type string for bfloat16
             "shape": _shape(tensor),
-            "strides": tuple(dtype.itemsize * n for n in tensor.strides[: tensor.ndim])
-            if tensor.ndim and tensor.strides
-            else None,  # row-major without gaps
+            "strides": strides,
             "data": ((tensor.data or 0) + tensor.byte_offset, read_only),
         }
 

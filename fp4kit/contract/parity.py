@@ -200,13 +200,12 @@ class _Check:
         self.sides, self.source, self.inputs, self.elements, self.others = sides, source, inputs, elements, others
         self.notes: dict[str, None] = {}
         self.amaxes: dict[Any, Any] = {}
-        contracts = [side.contract for side in sides]
         for side, other in (sides, sides[::-1]):
             side.check()
             if not side.input_scales and side.stored is None:
                 side.input_scales = other.input_scales
         if source is None and all(side.stored is None and side.function is None for side in sides):
-            known = [one for one in contracts if one is not None]
+            known = [side.contract for side in sides if side.contract is not None]
             patterns = _patterns(known)
             self.source = _drawn(known, patterns)
             for pattern in patterns:
@@ -214,10 +213,8 @@ class _Check:
                     self.notes[f"layers of the pattern {pattern!r}, which no random layer matches"] = None
         elif source is None and any(side.makes for side in sides):
             label = next(side.label for side in sides if side.makes)
-            raise ValueError(
-                f"{OP}: {label} quantizes weights, but none are given; pass the unquantized model as weights= or"
-                " --weights"
-            )
+            way = "pass the unquantized model as weights= or --weights"
+            raise ValueError(f"{OP}: {label} quantizes weights, but none are given; {way}")
 
     def run(self, most: int | None, seconds: float | None, kv: Mapping[str, Any] | None) -> Parity:
         """Compare all layers, then inputs and KV caches, and return the result."""
@@ -538,10 +535,9 @@ class _Check:
         lacking = []
         for side in self.sides if found else ():
             assert side.contract is not None
-            absent = [name for name in tensors if name not in side.input_scales]
-            if side.contract.input_scales == "static" and any(
-                self._input_recipe(side, "activations", one) for one in absent
-            ):
+            is_static = side.contract.input_scales == "static"
+            absent = (name for name in tensors if name not in side.input_scales)
+            if is_static and any(self._input_recipe(side, "activations", name) for name in absent):
                 lacking.append(side.label)
         if lacking:
             text = f"stored input scales of {' and '.join(lacking)}; inputs are compared with their own amax"

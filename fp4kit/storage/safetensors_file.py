@@ -271,10 +271,10 @@ class TensorReader(_OpenFile):
         """Return a tensor as a new array of its shape."""
         return self.read_bytes(entry).view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
 
-    def chunks(self, entry: TensorEntry, size: int = 16 << 20) -> Iterator[npt.NDArray[np.uint8]]:
-        """Yield the bytes of a tensor in chunks of at most ``size`` bytes. An empty tensor yields nothing."""
-        for start in range(0, entry.nbytes, size):
-            yield self.read_bytes(entry, start, min(size, entry.nbytes - start))
+    def chunks(self, entry: TensorEntry) -> Iterator[npt.NDArray[np.uint8]]:
+        """Yield the bytes of a tensor in chunks of at most 16 MiB. An empty tensor yields nothing."""
+        for start in range(0, entry.nbytes, _CHUNK):
+            yield self.read_bytes(entry, start, min(_CHUNK, entry.nbytes - start))
 
 
 class TensorSpec(Protocol):
@@ -299,6 +299,7 @@ class NewTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
+_CHUNK = 16 << 20  # bytes
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
 
 

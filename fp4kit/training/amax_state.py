@@ -380,9 +380,8 @@ class AmaxState(Mapping[str, Any]):
     def __init__(self, named: Mapping[AmaxName, Any]) -> None:
         if not all(isinstance(name, AmaxName) for name in as_mapping("AmaxState", "named", named)):
             raise TypeError("AmaxState: named has keys that are not AmaxName; make them with AmaxName.parse")
-        self.named: Mapping[AmaxName, Any] = MappingProxyType(
-            {name: named[name] for name in sorted(named, key=AmaxName.order)}
-        )
+        ordered = {name: named[name] for name in sorted(named, key=AmaxName.order)}
+        self.named: Mapping[AmaxName, Any] = MappingProxyType(ordered)
 
     def __getitem__(self, key: str) -> Any:
         """Return the amax under a key."""

@@ -37,20 +37,16 @@ class Communicator(Protocol):
     @property
     def rank(self) -> int:
         """The number of this process, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """The number of processes."""
-        ...
 
     def all_reduce_max(self, array: Any) -> Any:
         """Return the elementwise maximum over the group, on every process."""
-        ...
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
         """Return the 1-d arrays of all processes, concatenated in the order of ranks, on every process."""
-        ...
 
 
 class SingleProcess:

@@ -20,6 +20,7 @@ from torch_calls import CALLS, DTYPES, X, array, quantized, tensor
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import bit_patterns
+from fp4kit.quantized.container import PARTS
 
 torch = pytest.importorskip("torch")
 
@@ -208,21 +209,14 @@ def test_autograd_notices_writes_to_out():
     """
     x = tensor(X[BF16])
     q, packed = quantized(x), quantized(x).packed
-    amax = fp4kit.partial_amax(x.reshape(-1), tuple(x.shape), 0, "mxfp4-ocp")
+    shard, shape, given = x.reshape(-1), tuple(x.shape), {name: getattr(q, name) for name in PARTS[1:3]}
+    amax = fp4kit.partial_amax(shard, shape, 0, "mxfp4-ocp")
     writes = {
         "values": (torch.ones(x.shape), lambda out: fp4kit.dequantize(q, torch.float32, out=out)),
         "codes": (packed, lambda out: quantized(x, out=replace(q, packed=out))),
         "scales": (torch.ones(()), lambda out: quantized(x, out=replace(q, tensor_scale=out))),
-        "given": (
-            packed,
-            lambda out: quantized(
-                x, block_scale=q.block_scale, tensor_scale=q.tensor_scale, out=replace(q, packed=out, tensor_amax=None)
-            ),
-        ),
-        "shard": (
-            torch.zeros_like(packed),
-            lambda out: fp4kit.partial_cast(x.reshape(-1), out, amax, tuple(x.shape), 0, "mxfp4-ocp"),
-        ),
+        "given": (packed, lambda out: quantized(x, **given, out=replace(q, packed=out, tensor_amax=None))),
+        "shard": (torch.zeros_like(packed), lambda out: fp4kit.partial_cast(shard, out, amax, shape, 0, "mxfp4-ocp")),
     }
     for name, (out, write) in writes.items():
         for _ in range(3):  # later calls use the cached call of the first
@@ -246,9 +240,8 @@ def test_an_out_with_one_place_for_several_elements_is_refused():
         fp4kit.dequantize(q.to("numpy"), np.float32, out=same_rows)
     with pytest.raises(ValueError, match=rf"^quantize: out.packed {text}"):
         quantized(x, out=replace(q, packed=q.packed[:1].expand(q.packed.shape)))
-    assert fp4kit.dequantize(q, out=torch.empty(len(x), x.shape[1], 2, dtype=x.dtype)[..., 0]).equal(
-        fp4kit.dequantize(q)
-    )
+    strided = torch.empty(len(x), x.shape[1], 2, dtype=x.dtype)[..., 0]
+    assert fp4kit.dequantize(q, out=strided).equal(fp4kit.dequantize(q))
     # An empty array has no two elements that share memory, whatever its strides.
     nothing = np.lib.stride_tricks.as_strided(np.zeros(0, np.float32), (0, x.shape[1]), (0, 0))
     assert fp4kit.dequantize(quantized(x[:0]).to("numpy"), np.float32, out=nothing).size == 0

@@ -180,9 +180,8 @@ def test_experts_by_number_by_name_and_by_token(tmp_path):
 def test_expert_numbers_of_other_libraries(numbers, tmp_path):
     module, owner = pytest.importorskip(numbers), np.array([0, 1, 1, 0, 1])
     found = collected((STACK, random(1), {"expert": module.asarray(owner), "experts": 2}))
-    assert contents(found, tmp_path) == contents(
-        collected((STACK, random(1), {"expert": owner, "experts": 2})), tmp_path
-    )
+    expected = collected((STACK, random(1), {"expert": owner, "experts": 2}))
+    assert contents(found, tmp_path) == contents(expected, tmp_path)
 
 
 # ---- experts that saw no token

@@ -139,19 +139,27 @@ def test_views_of_larger_arrays_are_written_in_place():
         assert_same_bits(read, np.repeat(given[:10], 2, axis=1))
 
 
+def two_parts():
+    return random_parts(np.random.default_rng(0), 2, 2, 64)
+
+
+def pages(*shape):
+    return np.zeros(shape, np.uint8)
+
+
 def zeros(name, *shape):
     return kv.KV_LAYOUTS[name].zeros(kv.PageShape(*shape))
 
 
 def write(slots, **changed):
-    parts = random_parts(np.random.default_rng(0), 2, 2, 64)._replace(**changed)
+    parts = two_parts()._replace(**changed)
     zeros("vllm-hnd", 2, 4, 2, 64).write(slots, parts)
 
 
 def read_only():
     cache = zeros("flashinfer-nhd", 2, 4, 2, 64)
     cache.arrays[3].flags.writeable = False
-    cache.write([0, 1], random_parts(np.random.default_rng(0), 2, 2, 64))
+    cache.write([0, 1], two_parts())
 
 
 def shared():
@@ -166,36 +174,21 @@ BYTES = np.zeros((2, 2, 3), np.uint8)
 MISTAKES = [  # a call, and the key phrase of its ValueError
     (lambda: kv.KVLayout("VLLM", "nhd", False), "KVLayout: container is 'VLLM'; needs one of 'vllm', 'fl"),
     (lambda: kv.KVLayout("vllm", "NHD", False), "KVLayout: order is 'NHD'; needs one of 'nhd', 'hnd'"),
-    (
-        lambda: shared()[0].write([0, 1], random_parts(np.random.default_rng(0), 2, 2, 64)),
-        "KVCache.write: two bytes of the cache share memory",
-    ),
-    (
-        lambda: shared()[1].write([0, 1], random_parts(np.random.default_rng(0), 2, 2, 64)),
-        "KVCache.write: two bytes of the cache share memory",
-    ),
+    (lambda: shared()[0].write([0, 1], two_parts()), "KVCache.write: two bytes of the cache share memory"),
+    (lambda: shared()[1].write([0, 1], two_parts()), "KVCache.write: two bytes of the cache share memory"),
     (lambda: kv.KVCache("vllm", BYTES), "KVCache: layout is 'vllm'; needs one of vllm-nhd, vllm-hnd"),
     (lambda: zeros("vllm-nhd", 1, 1, 1, 24), "head_dim is 24; vllm-nhd, with one scale per 16 elements"),
     (lambda: zeros("vllm-hnd-swizzled", 1, 4, 1, 80), "head_dim is 80; vllm-hnd-swizzled"),
     (lambda: zeros("flashinfer-nhd-swizzled", 1, 6, 1, 64), "block_size is 6; flashinfer-nhd-swizzled, which"),
-    (
-        lambda: kv.KVCache("vllm-nhd-swizzled", np.zeros((1, 2, 6, 1, 36), np.uint8)),
-        "block_size is 6; vllm-nhd-swizzled",
-    ),
+    (lambda: kv.KVCache("vllm-nhd-swizzled", pages(1, 2, 6, 1, 36)), "block_size is 6; vllm-nhd-swizzled"),
     (lambda: zeros("vllm-nhd", 0, 4, 1, 64), "pages is 0; needs at least 1"),
     (lambda: kv.KVCache("flashinfer-nhd", BYTES), "got 1 arrays; flashinfer-nhd needs 4: k_codes"),
     (lambda: kv.KVCache("vllm-nhd", BYTES), r"pages has shape (2, 2, 3); vllm-nhd needs"),
-    (lambda: kv.KVCache("vllm-hnd", np.zeros((1, 2, 4, 4, 32), np.uint8)), "last axis of pages has length 32"),
-    (lambda: kv.KVCache("vllm-hnd", np.zeros((1, 2, 4, 4, 48), np.uint8)), "last axis of pages has length 48"),
-    (lambda: kv.KVCache("vllm-hnd", np.zeros((1, 3, 4, 4, 36), np.uint8)), "pages has shape (1, 3, 4, 4"),
-    (
-        lambda: kv.KVCache("vllm-nhd", np.zeros((2, 2, 3, 4, 36), np.uint8).swapaxes(2, 3)),
-        "the bytes of a page are not adjacent",
-    ),
-    (
-        lambda: kv.KVCache("flashinfer-nhd", [np.zeros((2, 4, 3, n), np.uint8) for n in (32, 32, 4, 2)]),
-        "v_scales has shape (2, 4, 3, 2); flashinfer-nhd needs (2, 4, 3, 4)",
-    ),
+    (lambda: kv.KVCache("vllm-hnd", pages(1, 2, 4, 4, 32)), "last axis of pages has length 32"),
+    (lambda: kv.KVCache("vllm-hnd", pages(1, 2, 4, 4, 48)), "last axis of pages has length 48"),
+    (lambda: kv.KVCache("vllm-hnd", pages(1, 3, 4, 4, 36)), "pages has shape (1, 3, 4, 4"),
+    (lambda: kv.KVCache("vllm-nhd", pages(2, 2, 3, 4, 36).swapaxes(2, 3)), "the bytes of a page are not adjacent"),
+    (lambda: kv.KVCache("flashinfer-nhd", [pages(2, 4, 3, n) for n in (32, 32, 4, 2)]), "v_scales has shape (2, 4, 3"),
     (lambda: write([0, 1], k_scales=BYTES), "k_scales have shape (2, 2, 3); needs (2, 2, 4), one row per"),
     (lambda: write([0]), "k_codes have shape (2, 2, 32); needs (1, 2, 32)"),
     (lambda: write([0, 8]), "KVCache.write: slot 8 is out of range; 2 pages of 4 tokens have slots 0 to 7"),
@@ -204,8 +197,8 @@ MISTAKES = [  # a call, and the key phrase of its ValueError
     (lambda: zeros("vllm-nhd", 2, 4, 1, 64).read([0, -1]), "KVCache.read: slot -1 is out of range"),
     (read_only, "an array of the cache is read-only"),
     (
-        lambda: zeros("vllm-nhd", 2, 4, 1, 64).converted("vllm-hnd", out=zeros("vllm-hnd", 2, 8, 1, 64)),
-        "out is vllm-hnd (2, 8, 1, 64); needs vllm-hnd (2, 4, 1, 64)",
+        lambda: zeros("vllm-nhd", 2, 4, 1, 64).converted("vllm-hnd", zeros("vllm-hnd", 2, 8, 1, 64)),
+        "(2, 8, 1, 64); needs",
     ),
     (lambda: kv.v_scale_position(0, 0, 6), "scales is 6; needs a positive multiple of 4"),
 ]

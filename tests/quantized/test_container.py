@@ -48,6 +48,8 @@ def on_device(**changes):
 
 
 V, T = ValueError, TypeError
+BYTES = {"packed": np.zeros((3, 4, 32), np.uint8), "block_scale": np.zeros((3, 4, 4), np.uint8)}
+EXPERTS = parts(shape=(3, 4, 64), axis=2, tensor_scale=np.ones(4, F32), **BYTES)
 WRONG = [  # arguments, the error and its text after "Quantized: "
     (parts(recipe=None), T, "recipe is a NoneType; needs an id such as 'nvfp4-te' or a Recipe"),
     (parts(recipe="nvfp4-tee"), V, "no recipe is called 'nvfp4-tee'; did you mean 'nvfp4-te'"),
@@ -67,17 +69,7 @@ WRONG = [  # arguments, the error and its text after "Quantized: "
     (parts(tensor_scale=np.ones(7, F32)), V, "tensor_scale is float32 (7,); nvfp4-te of (4, 64) needs float32 ()"),
     (parts("nvfp4-te-rowscaled", tensor_scale=F32(1)), V, "tensor_scale is float32 (); nvfp4-te-rowscaled of (4, 64)"),
     (parts("int4-modelopt", tensor_scale=np.ones((4, 4), F32)), V, "tensor_scale is float32 (4, 4); int4-modelopt of"),
-    (
-        parts(
-            shape=(3, 4, 64),
-            axis=2,
-            packed=np.zeros((3, 4, 32), np.uint8),
-            block_scale=np.zeros((3, 4, 4), np.uint8),
-            tensor_scale=np.ones(4, F32),
-        ),
-        V,
-        "tensor_scale is float32 (4,); nvfp4-te of (3, 4, 64) needs float32 () or float32 (3,)",
-    ),
+    (EXPERTS, V, "tensor_scale is float32 (4,); nvfp4-te of (3, 4, 64) needs float32 () or float32 (3,)"),
     (parts(tensor_amax=np.ones(1, F32)), V, "tensor_amax is float32 (1,); nvfp4-te of (4, 64) needs float32 ()"),
     (parts(tensor_scale=np.float64(1)), T, "tensor_scale is float64; needs float32; convert it with"),
     (parts(tensor_amax=np.ones(())), T, "tensor_amax is float64; needs float32; convert it with"),

@@ -170,11 +170,8 @@ def test_int4_by_its_formula_in_torch(size, kind):
     """
     torch = pytest.importorskip("torch")
     x = INPUTS[kind]
-    w = (
-        torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16)
-        if x.dtype == BF16
-        else torch.from_numpy(x.copy())
-    )
+    is_bf16 = x.dtype == BF16
+    w = torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16) if is_bf16 else torch.from_numpy(x.copy())
     groups = w.reshape(len(x), -1, size)
     s = torch.clamp(groups.abs().float().amax(-1, keepdim=True) / 7, min=1e-5)
     y = (torch.clamp(torch.round(groups / s), -7, 7) * s).reshape(x.shape).to(w.dtype)
