@@ -294,6 +294,8 @@ def test_a_file_holds_everything(tmp_path):
     twice = Collector.load(tmp_path / "a.safetensors", str(tmp_path / "a.safetensors"))
     assert twice.tokens() == {name: 2 * n for name, n in collector.tokens().items()}
     assert twice.found() == collector.found()
+    plain = contents(collected(("a", random(0)), histogram=False), tmp_path)
+    assert contents(Collector.load(tmp_path / "x.safetensors"), tmp_path) == plain
 
 
 @pytest.mark.parametrize("histogram", [True, False])

@@ -285,7 +285,7 @@ def test_plain_tensors_such_as_logits():
     found = parity(a, b)
     layer = one(found, "tensor")
     assert layer.name == "logits" and layer.values == (1, 4) and layer.step == "value"
-    assert layer.element == "element [1, 1]: train 0.0 and rollout -0.0"
+    assert layer.element == "element [1, 1]: train 0.0 and rollout -0.0" and layer.setting == ""
 
 
 def test_layers_of_one_side_only_are_named():
