@@ -246,21 +246,7 @@ def test_every_container_has_its_readers() -> None:
     assert set(m.READERS) == set(LOADED)
 
 
-PARTS = [
-    "model",
-    "layers",
-    "0",
-    "1",
-    "10",
-    "mlp",
-    "mlp2",
-    "gate",
-    "gate_proj",
-    "experts",
-    "lm_head",
-    "Linear",
-    "Module",
-]
+PARTS = "model layers 0 1 10 mlp mlp2 gate gate_proj experts lm_head Linear Module".split()
 names = st.lists(st.sampled_from(PARTS), min_size=1, max_size=5).map(".".join)
 pieces = st.one_of(
     names, st.sampled_from([".*", r"\.", "[01]", "(a|mlp)", "$", "?", "+", "(", "*", "", "(?i)", "re:", "."])

@@ -260,17 +260,12 @@ def test_other_names_are_themselves(name: str) -> None:
 
 @together(
     "rest",
-    [
-        "cross_attention.linear_q.weight",
-        "self_attention.linear_qkv.adapter.linear_in.weight",
-        "self_attention.linear_new.weight",
-        "self_attention.linear_proj.scale",
-        "mlp.experts.weight1",
-        "mlp.experts.local_experts.x.linear_fc1.weight",
-        "mlp.experts.linear_fc3.weight0",
-        "mlp.linear_fc1.weight0",
-        "transformer_layer.mlp.linear_fc1.weight",
-    ],
+    (
+        "cross_attention.linear_q.weight self_attention.linear_qkv.adapter.linear_in.weight"
+        " self_attention.linear_new.weight self_attention.linear_proj.scale mlp.experts.weight1"
+        " mlp.experts.local_experts.x.linear_fc1.weight mlp.experts.linear_fc3.weight0 mlp.linear_fc1.weight0"
+        " transformer_layer.mlp.linear_fc1.weight"
+    ).split(),
 )
 def test_unknown_names_of_megatron_are_refused(rest: str) -> None:
     with refused(f"hugging_face_names: {LAYER}.{rest}: unknown Megatron-Core name; rename"):
@@ -287,12 +282,10 @@ MEGATRON = [
         f"{layer}.{rest}"
         for layer in ("decoder.layers.0", "decoder.layers.1", "decoder.layers.2", "mtp.layers.0.transformer_layer")
         for rest in (
-            "self_attention.linear_q_down_proj.weight",
-            "self_attention.linear_q_up_proj.weight",
-            "self_attention.linear_kv_down_proj.weight",
-            "self_attention.linear_kv_up_proj.weight",
-            "self_attention.linear_proj.weight",
-        )
+            "self_attention.linear_q_down_proj.weight self_attention.linear_q_up_proj.weight"
+            " self_attention.linear_kv_down_proj.weight self_attention.linear_kv_up_proj.weight"
+            " self_attention.linear_proj.weight"
+        ).split()
     ),
     *(
         f"{layer}.mlp.{rest}"

@@ -693,15 +693,10 @@ ALL = Wishes(only=("*",))
 MODULES = {
     "FluxTransformer2DModel": (
         ["transformer_blocks.0.attn.to_q", "transformer_blocks.0.ff.net.2", "single_transformer_blocks.0.proj_out"],
-        [
-            "transformer_blocks.0.norm1_context.linear",
-            "single_transformer_blocks.0.norm.linear",
-            "norm_out.linear",
-            "proj_out",
-            "x_embedder",
-            "context_embedder",
-            "time_text_embed.timestep_embedder.linear_1",
-        ],
+        (
+            "transformer_blocks.0.norm1_context.linear single_transformer_blocks.0.norm.linear norm_out.linear"
+            " proj_out x_embedder context_embedder time_text_embed.timestep_embedder.linear_1"
+        ).split(),
     ),
     "QwenImageTransformer2DModel": (
         ["transformer_blocks.0.attn.to_add_out", "transformer_blocks.0.txt_mlp.net.0.proj"],
