@@ -35,8 +35,9 @@ from fp4kit.checkpoint.loaders.exclusions import container_of
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import Piece, Weight, pieces
+from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.plan.request import LayerQuantization, Request
+from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.scale_search import Imatrix, ScaleSearch
 from fp4kit.checkpoint.selection.names import fused_groups, group_name, shared_amax_groups, split_module
 from fp4kit.checkpoint.selection.selection import Wishes

@@ -50,15 +50,8 @@ from fp4kit.checkpoint.model.weights import (
     layer_names,
     part_names,
 )
-from fp4kit.checkpoint.plan.request import (
-    LayerQuantization,
-    Request,
-    check_gguf,
-    check_input_scale,
-    experts_only,
-    is_deepseek_v4,
-    rotated_weights,
-)
+from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization, check_gguf
+from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4, rotated_weights
 from fp4kit.checkpoint.plan.source_layers import (
     ExpertStack,
     SplitLayer,

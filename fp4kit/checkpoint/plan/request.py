@@ -5,10 +5,8 @@ can read are rejected here.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -21,21 +19,22 @@ from fp4kit.checkpoint.containers.engines import Finding, comfy, finding, mlx
 from fp4kit.checkpoint.containers.table import (
     DEEPSEEK_V4,
     DEEPSEEK_V4_NVFP4,
-    GGUF_MXFP4,
-    GGUF_NVFP4,
-    GGUF_SCALED,
     GPT_OSS,
     MODELOPT_FP8,
     Container,
 )
 from fp4kit.checkpoint.convert.job import CARRY, CAST, MERGE, NONFINITE, RENAME, RESCALE
 from fp4kit.checkpoint.loaders import support
-from fp4kit.checkpoint.loaders.exclusions import container_of
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.weights import Weight, WeightRotation
+from fp4kit.checkpoint.plan.layer_recipes import (
+    LayerQuantization,
+    Mixture,
+    gguf_form_for,
+    is_stored_in_gguf,
+)
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter, recorded_patterns, recorded_recipe
 from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, ScaleSearch
-from fp4kit.checkpoint.selection import names as ggml_names
 from fp4kit.checkpoint.selection.names import fused_groups, group_name
 from fp4kit.checkpoint.selection.selection import PRESETS, Candidate, Wishes, check_diffusers
 from fp4kit.formats import FLT_MAX, FLT_MIN
@@ -44,138 +43,6 @@ from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.recipes.serialization import as_data
 from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import bytes_of_text
-
-
-def first_match(patterns: Iterable[str], module: str) -> int | None:
-    """Return the index of the first pattern that matches a module name, or None if no pattern does."""
-    return next((i for i, pattern in enumerate(patterns) if fnmatchcase(module, pattern)), None)
-
-
-class LayerQuantization(NamedTuple):
-    """How a layer is quantized: its recipe, and the container that stores the result.
-
-    Attributes:
-        recipe: the recipe for new codes.
-        form: the container to write; None for unquantized output.
-    """
-
-    recipe: Recipe
-    form: Container | None
-
-
-class Mixture:
-    """Map the layers of a model to their recipes and containers.
-
-    Args:
-        default: the recipe and container of layers that no pattern matches.
-        choices: (pattern, recipe and container) pairs; the first pattern that matches a layer decides.
-    """
-
-    def __init__(self, default: LayerQuantization, choices: Sequence[tuple[str, LayerQuantization]]) -> None:
-        self.default, self.choices = default, tuple(choices)
-        self._patterns = [pattern for pattern, _ in self.choices]
-        self._found: dict[str, LayerQuantization] = {}  # module -> its recipe and container
-
-    def of(self, module: str) -> LayerQuantization:
-        """Return the recipe and container of a layer: those of the first pattern that matches it, or the default."""
-        if not self._patterns:
-            return self.default
-        choice = self._found.get(module)
-        if choice is None:
-            found = first_match(self._patterns, module)
-            choice = self._found[module] = self.default if found is None else self.choices[found][1]
-        return choice
-
-    def check_patterns(self, modules: Sequence[str], copied: Mapping[str, str]) -> None:
-        """Raise CheckpointError for the first pattern that decides about no layer."""
-        used = {first_match(self._patterns, module) for module in modules} if self._patterns else set()
-        for i, pattern in enumerate(self._patterns):
-            if i not in used:
-                raise CheckpointError(f"--recipe {shown(pattern)}=...: {self._unused(i, modules, copied)}")
-
-    def _unused(self, index: int, modules: Sequence[str], copied: Mapping[str, str]) -> str:
-        """Return the reason why a pattern decides about no layer, and advice, as a clause of an error message."""
-        pattern = self._patterns[index]
-        for module in modules:
-            if fnmatchcase(module, pattern):
-                before = self._patterns[first_match(self._patterns, module) or 0]
-                return f"an earlier pattern, {shown(before)}, matches all its layers; write the narrower pattern first"
-        kept = next((module for module in copied if fnmatchcase(module, pattern)), None)
-        if kept is not None:
-            return f"every module that it matches stays unquantized: {shown(kept)} ({copied[kept]})"
-        names = [*modules, *copied]
-        near = get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:2]
-        return (
-            f"matches no module; near names are {listed(near)};"
-            " a pattern must match a whole name, with its case and without .weight"
-        )
-
-    def check_fused(self, layers: Mapping[str, str]) -> None:
-        """Raise CheckpointError if layers that engines compute together would get different recipes or containers."""
-        if not self._patterns:
-            return
-        for key, members in fused_groups(layers).items():
-            self._check_equal(group_name(*key), {m: self.of(layers[m]).recipe.id for m in members}, "recipe")
-        experts: dict[str, dict[str, str]] = defaultdict(dict)
-        for name, original in layers.items():
-            holder = container_of(name)
-            if holder is not None:
-                experts[holder][name] = str(self.of(original).form)
-        for holder, forms in experts.items():
-            self._check_equal(f"{holder}.*", forms, "container")
-
-    @staticmethod
-    def _check_equal(group: str, found: Mapping[str, str], what: str) -> None:
-        """Raise CheckpointError if the members of a group do not all have the same recipe or container."""
-        if len(set(found.values())) > 1:
-            first = next(iter(found))
-            other = next(member for member, one in found.items() if one != found[first])
-            raise CheckpointError(
-                f"{shown(group)}: {shown(first)} would get the {what} {found[first]}, and {shown(other)}"
-                f" {found[other]}; loaders fuse these layers, so one {what} is needed; change the patterns of --recipe"
-            )
-
-
-GGUF_FORMS = (GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4)
-
-
-def is_stored_in_gguf(recipe: Recipe) -> bool:
-    """Return whether at least one GGUF container can store a recipe's codes and scales."""
-    return any(form.stores(recipe) for form in GGUF_FORMS)
-
-
-def gguf_form_for(recipe: Recipe) -> Container:
-    """Return the GGUF container for a recipe: the first in FORMS that can store its codes and scales."""
-    form = next((candidate for candidate in GGUF_FORMS if candidate.stores(recipe)), None)
-    if form is None:
-        usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in GGUF_FORMS)]
-        raise CheckpointError(
-            f"recipe {recipe.id}: cannot be stored in a GGUF file; use one of {several(usable, recipe)}"
-        )
-    return form
-
-
-def check_gguf(source: Source, form: Container | None, modules: Collection[str]) -> None:
-    """Raise CheckpointError if llama.cpp could not use the result of converting a GGUF file; otherwise do nothing."""
-    file = source.files[0]
-    if source.config[ggml_names.ARCHITECTURE] == "clip":
-        raise CheckpointError(
-            f"{file.label}: is an image or audio projector, which is never quantized; convert the language model's file"
-        )
-    if form is not None and form.has_tensor_scale:
-        _check_scales(source, modules)
-
-
-def _check_scales(source: Source, modules: Collection[str]) -> None:
-    """Raise CheckpointError if llama.cpp would ignore or reject the tensor scale of a module to quantize."""
-    found = list(ggml_names.scale_troubles(source.config[ggml_names.ARCHITECTURE], modules, source.tensors))
-    if found:
-        module, text = found[0]
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        plain = ", ".join(id for id, r in RECIPES.items() if GGUF_NVFP4.stores(r))
-        way_out = f"keep it unquantized with --keep, or use a recipe without tensor scale: {plain}"
-        raise CheckpointError(f"{shown(module)}{more}: {ggml_names.ENGINE}: {text}; {way_out}")
-
 
 ROTATED_FORMAT = "compressed-tensors"  # the only format whose config declares rotations of inputs
 
