@@ -1,5 +1,5 @@
-"""Choose the recipe and the container of every layer in a conversion with several recipes. The first pattern that matches
-a layer decides, otherwise the default. A GGUF file has containers of its own.
+"""Choose the recipe and the container of every layer in a conversion with several recipes. The first pattern that
+matches a layer decides, otherwise the default. A GGUF file has containers of its own.
 """
 
 from __future__ import annotations

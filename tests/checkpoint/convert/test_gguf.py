@@ -321,7 +321,7 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
     """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     jobs = import_module("fp4kit.checkpoint.convert.run_jobs")
-    write, calls = jobs.write, []
+    write, calls = jobs.write_job, []
 
     def dying(*arguments: Any) -> Any:
         calls.append(arguments)
@@ -329,14 +329,14 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
             raise KeyboardInterrupt
         return write(*arguments)
 
-    monkeypatch.setattr(jobs, "write", dying)
+    monkeypatch.setattr(jobs, "write_job", dying)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "m.gguf", options=Options(workers=1))
     partial = staging.partial_of(tmp_path / "out.gguf")
     assert sorted(os.listdir(partial)) == [".journal.jsonl", ".lock", "m.gguf"] and not (tmp_path / "out.gguf").exists()
     with refused("was left by an interrupted run; continue it with --resume"):
         run(tmp_path / "m.gguf")
-    monkeypatch.setattr(jobs, "write", write)
+    monkeypatch.setattr(jobs, "write_job", write)
     run(tmp_path / "m.gguf", options=Options(resume=True))
     assert content(tmp_path / "out.gguf") == expected(tensors, "nvfp4-te") and not partial.exists()
     assert staging.is_published(tmp_path / "out.gguf") and (tmp_path / "out.gguf").stat().st_mode & 0o100 == 0
