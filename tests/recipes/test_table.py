@@ -24,7 +24,7 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import BNB_FP4, E2M1, E3M2, E4M3, E8M0, IF4, INT4, INT8, NF4, Codebook, ElementFormat, bit_patterns
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, recipe, rules
 from fp4kit.recipes.rules import ROUNDINGS
-from fp4kit.recipes.schema import Versions, as_stored, searching
+from fp4kit.recipes.schema import Versions, as_stored, fields_of, of_format, searching
 from fp4kit.recipes.serialization import as_data, from_data, from_spec, to_spec
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import SIGNS
@@ -52,6 +52,14 @@ def test_ids():
     plain = {replace(r, id="any", source="", exact="", versions=None) for r in RECIPES.values()}
     assert len(plain) == len(RECIPES)  # no two names share one rule
     assert all(re.fullmatch(r"(nvfp4|nvint4|if4|mxfp[468]|fp8|int[48])(-[a-z0-9]+)+", name) for name in RECIPES)
+
+
+def test_a_row_sets_the_fields_that_it_names():
+    found = fields_of("tensor_rule=None flush=True narrow=False nan_code=0xB scale_max=256 block=16x8 apply=divide")
+    numbers = {"nan_code": 11, "scale_max": 256, "block": (16, 8)}
+    assert found == {"tensor_rule": None, "flush": True, "narrow": False, "apply": "divide"} | numbers
+    with pytest.raises(TypeError, match="blok_rule"):
+        of_format(fp4kit.formats.NVFP4, "nvfp4-any", "blok_rule=te", source="", exact="")
 
 
 @recipes

@@ -16,7 +16,7 @@ import fp4kit
 from fp4kit.arithmetic import ROUNDINGS, exponent_field, power_of_two
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, ELEMENT_FORMATS, INT4, INT8
-from fp4kit.reference.codec import SIGNS, decode, encode, encode_e8m0, encode_magnitude
+from fp4kit.reference.codec import SIGNS, block_amax, decode, encode, encode_e8m0, encode_magnitude
 
 FLOATS = tuple(ML_DTYPES)
 INTEGERS = (INT4, INT8)
@@ -442,3 +442,12 @@ def test_four_over_six_of_a_block(error, scale_max, seed, block):
         scale, values = four_over_six(rows, amax, error, scale_max)
         assert_same_bits(decode(q.block_scale, E4M3), np.full((len(rows), 1), scale))
         assert np.array_equal(decode(codes_of(q), E2M1), values)
+
+
+def test_nan_elements_of_two_lanes():
+    """FlashInfer's amax is NaN only if all elements at odd indices are; otherwise NaN elements are left out."""
+    x = np.ones((4, 16), np.float32)
+    x[0, 1], x[0, 2], x[1, 0], x[1, 3] = 5, np.nan, 7, np.nan
+    x[2, ::2] = x[3, 1::2] = np.nan
+    assert block_amax(x, fp4kit.recipe("nvfp4-flashinfer"))[:3, 0].tolist() == [5, 7, 1]
+    assert np.isnan(block_amax(x, fp4kit.recipe("nvfp4-flashinfer"))[3, 0])
