@@ -172,21 +172,22 @@ def search_scales(search: Search, functions: MatrixFunctions = SPECIFICATION) ->
 
 def quantize(call: Call, functions: MatrixFunctions = SPECIFICATION) -> Quantized:
     """Quantize call.moved, with the scales that the caller passed if there are any."""
-    r, out, amax = call.recipe, call.out, None if call.has_scales else _tensor_amax(call, functions)
-    if r.search and call.x.size and not call.has_scales:
+    r, out, given = call.recipe, call.out, call.has_scales
+    amax = None if given else _tensor_amax(call, functions)
+    if r.search and call.x.size and not given:
         call = functions.searched(call, amax)
     packed, scales = _output_arrays(call)
     if call.x.size:
         _quantize_matrices(call, amax, packed, scales, functions)
     parts = {"packed": packed, "block_scale": scales, "tensor_scale": call.tensor_scale, "tensor_amax": amax}
-    if call.has_scales:
+    if given:
         parts["block_scale"] = call.block_scale
     elif scales is not None and call.layout != "linear":
         parts["block_scale"] = swizzle_scales(scales, call.layout)
     if amax is not None:
         parts["tensor_scale"] = np.asarray(tensor_scale(amax, r, call.x.dtype).decode, np.float32)
     if out is None:
-        for name in ("block_scale", "tensor_scale") if call.has_scales else ():
+        for name in ("block_scale", "tensor_scale") if given else ():
             parts[name] = None if parts[name] is None else parts[name].copy()
         facts = {"shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r}
         return assembled({**parts, **facts, "scale_layout": call.layout})
@@ -221,18 +222,18 @@ def _quantize_matrices(
     call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, functions: MatrixFunctions
 ) -> None:
     """Write the codes of all matrices of a call to packed, and their linear block scales to scales unless given."""
-    r, dtype = call.recipe, call.x.dtype
-    per_expert = is_per_expert(call.tensor_scale if call.has_scales else amax, r)
+    r, dtype, given = call.recipe, call.x.dtype, call.has_scales
+    per_expert = is_per_expert(call.tensor_scale if given else amax, r)
     x = stack(call.moved, r, per_expert or isinstance(call.random, np.ndarray))
     B, M, K = x.shape
-    codes, encodings = packed.reshape(B, M, -1), encoding_scale(call.tensor_scale, r, dtype) if call.has_scales else ()
+    codes, encodings = packed.reshape(B, M, -1), encoding_scale(call.tensor_scale, r, dtype) if given else ()
     scale_rows, amax_rows = (None if a is None else a.reshape(B, -1, a.shape[-1]) for a in (scales, call.block_amax))
     for i, matrix in enumerate(x):
         # call.block_amax repeats a block's amax for each row of the block, but functions.quantize needs it once.
         block_amaxes = None if amax_rows is None else amax_rows[i][:: r.block_rows]
         matrix_scales = None if scale_rows is None else scale_rows[i]
         options = MatrixOptions(block_amaxes, _random_numbers(call.random, r, i, (M, K)), call.mask)
-        if call.has_scales:
+        if given:
             tensor = TensorScale(*(part_for_matrix(np.asarray(part), r, i, (B, M)) for part in encodings))
             functions.encode(matrix, r, tensor, matrix_scales, codes[i], options)
         else:
