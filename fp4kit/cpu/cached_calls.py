@@ -1,15 +1,8 @@
 """Make cached calls (ops/engines.py) for arrays in host memory: one call to the C library with new addresses.
-A prototype holds the arguments of a call to the C library, without addresses.
-
-A cached call repeats an earlier call on arrays of equal shapes, dtypes and strides, without checks and with little work
-in Python. Calls of quantize, dequantize and fake_quantize can be cached for matrices with any strides and axis, and for
-contiguous arrays of any shape. The functions that make a cached call raise Declined if the library does not support the
-recipe, or if elements are not aligned.
-
-A cached call returns None if it cannot compute the result. That is so if an element is NaN or infinite, or if the
-library leaves a block to the specification for another reason. It is also so if the caller's tensor_amax is an array
-that the library cannot read in place, or if the thread's arithmetic is not IEEE's (flushed subnormals, another rounding
-mode). Then the caller runs the call by cpu/engine.py.
+quantize, dequantize and fake_quantize return a function that repeats a parsed call for arrays of equal shapes, dtypes
+and strides. That function returns None if it cannot compute the result: if an element is NaN or infinite, or a
+tensor_amax cannot be read in place, or the thread's arithmetic is not IEEE's. Then cpu/engine.py computes the call. A
+prototype holds the arguments of a call to the C library, without addresses.
 """
 
 from __future__ import annotations
@@ -33,6 +26,9 @@ from fp4kit.quantized.container import Quantized, assembled
 from fp4kit.quantized.parts import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import faking
 
+# Results of MIN_BYTES to MAX_BYTES are in memory that is aligned to huge pages, and is kept for the next result when
+# the last array in it is freed, because the first write to a new page costs a page fault and fills it with zeros
+# (docs/processors.md). malloc keeps freed memory below 32 MiB only. A process keeps at most one such buffer.
 MIN_BYTES, MAX_BYTES = 1 << 22, 1 << 26  # size of the smallest and the largest result whose memory is reused
 HUGE_PAGE = 1 << 21  # bytes, on x86-64; on other processors the alignment has no effect
 _kept: list[np.ndarray] = []  # the memory that is kept for the next result: one array of bytes, or none

@@ -1,10 +1,8 @@
-"""Encode matrices, compute their amaxes and transpose them by the compiled library.
-A matrix is cut into slabs; the library computes one slab per call. A slab is cut into tiles; a thread computes one tile
-at a time. The library marks the tiles that it cannot compute, and the specification (fp4kit.reference) computes them. A
-sign mask is an int whose bit i is 1 if a Hadamard transform first negates element i of each 16.
-
-The functions take the arguments of the specification's functions in fp4kit.reference.quantize. Tiles cannot be computed
-if they hold NaN, infinities or factors outside of the library's limits. source/README.md describes slabs and tiles.
+"""Encode and decode matrices, compute their amaxes and transpose them by the compiled library.
+The library computes one slab of a matrix per call, and a thread one tile of a slab at a time (source/README.md). The
+library marks tiles that it cannot compute, because they hold NaN, infinities or factors outside of its limits; the
+specification (fp4kit.reference), whose arguments the functions have, computes them. A sign mask is an int whose bit i
+is 1 if a Hadamard transform first negates element i of each 16.
 """
 
 from __future__ import annotations

@@ -165,6 +165,9 @@ def _name(f: ElementFormat) -> str:
     return f.name if isinstance(known, ElementFormat) and is_same(f, known) else f"other {f.name}"
 
 
+# Tables of user-defined formats. Rounding to codes is monotone, so each code belongs to one interval of floats (a
+# piece). The pieces are found by the specification, so results equal its results. The key of a float is an integer,
+# and keys have the order of the floats, with -0 before 0.
 _LAST = 0x7F800000  # the key of infinity
 _UNUSED = 0x7FFFFFFF  # a bound above every key
 

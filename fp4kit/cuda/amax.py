@@ -1,9 +1,7 @@
 """Compute amaxes of CuPy arrays: per tensor, row, block or column.
-AmaxOperands are the first three arguments of launch.matrix.amax: an array, which of its elements count ("all", "no_nan"
-or "finite"), and whether each row has its own amax. A sign mask is an int whose bit i is 1 if a Hadamard transform
-first negates element i of each 16.
-
-Functions that return AmaxOperands let group.py compute many amaxes in one launch.
+AmaxOperands are the first three arguments of matrix.amax: an array, which of its elements count ("all", "no_nan" or
+"finite"), and whether each row has its own amax. Functions that return them let groups.py compute many amaxes in one
+launch. A sign mask is an int whose bit i is 1 if a Hadamard transform first negates element i of each 16.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def empty_amax(x: Any, r: Recipe) -> Any:
 
 
 def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the arguments with which launch.matrix.amax computes the tensor amaxes of contiguous x."""
+    """Return the arguments with which matrix.amax computes the tensor amaxes of contiguous x."""
     if r.tensor_scaling not in ("row", "block"):
         return x, matrix.COUNTED[r.amax_nan], False
     if r.tensor_scaling == "block":
@@ -79,7 +77,7 @@ def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
 
 
 def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the arguments with which launch.matrix.amax computes the amaxes of blocks of contiguous x."""
+    """Return the arguments with which matrix.amax computes the amaxes of blocks of contiguous x."""
     # The last axis of x must consist of whole blocks.
     return x.reshape(x.size // r.block_size, r.block_size), _COUNTED_BY_ROW[r.amax_nan], True
 
@@ -123,7 +121,7 @@ def _block_maxima(x: Any, r: Recipe) -> Any:
 
 
 def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return (operands, shape) for a call to fp4kit.amax: arguments for launch.matrix.amax, and the result's shape."""
+    """Return (operands, shape) for a call to fp4kit.amax: arguments for matrix.amax, and the result's shape."""
     r = call.recipe
     if r.block is None:
         return tensor_amax_operands(x, r), tensor_amax_shape(x.shape, r)
@@ -145,7 +143,7 @@ def plain_amax(x: Any, axis: Any) -> Any:
 
 
 def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return (operands, shape) for plain_amax(x, axis): arguments for launch.matrix.amax, and the shape of the
+    """Return (operands, shape) for plain_amax(x, axis): arguments for matrix.amax, and the shape of the
     result.
     """
     rows, shape = rows_to_reduce(x, axis)
@@ -207,7 +205,7 @@ _WORD = 4  # bytes that a thread loads per row, if they are aligned
 
 def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
     """Return the largest magnitude of a matrix after a Hadamard transform along its columns: float32 ()."""
-    # An empty x gives 0. launch.matrix.amax would return the same value for a transposed copy of x with this mask; here
+    # An empty x gives 0. matrix.amax would return the same value for a transposed copy of x with this mask; here
     # x is not copied.
     rows, columns = x.shape
     out = imports.cupy().zeros((), np.float32)

@@ -1,11 +1,7 @@
-"""Make cached calls (ops/engines.py) on a GPU, which repeat a call on other arrays with little work on the host.
-
-The functions quantize, fake_quantize, dequantize, transpose and swizzle take a parsed call. Each returns a cached call:
-a function that repeats the call for other arrays with the same shapes, dtypes and alignment. A call can be cached if it
-takes one launch on one matrix, or two launches because an amax must be computed first. For other calls, the functions
-return None, and the other modules of this package run the call.
-
-Arrays are CuPy arrays or PyTorch tensors. For tensors, memory comes from PyTorch's allocator, and launches go to
+"""Make cached calls (ops/engines.py) on a GPU, for CuPy arrays and PyTorch tensors, with little work on the host.
+quantize, fake_quantize, dequantize, transpose and swizzle take a parsed call, and return a function that repeats it for
+other arrays with the same shapes, dtypes and alignment. They return None if the call takes more than one launch on one
+matrix, and one that computes an amax first. For tensors, memory comes from PyTorch's allocator, and launches go to
 PyTorch's current stream.
 """
 

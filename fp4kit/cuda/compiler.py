@@ -1,12 +1,7 @@
-"""Compile and load kernels, one instantiation at a time, and cache them in memory and on disk.
-An instantiation is C++ text that includes a kernel's file and defines the types and constants that the kernel uses. A
-cubin is a compiled instantiation.
-
-All kernels are loaded by this module. The cache key of a cubin covers the source, every header that it includes, the
-options, the architecture and the version of NVRTC.
-
-The options keep subnormals (-ftz=false) and round a product before it is added (-fmad=false). CuPy's RawKernel would
-append -ftz=true, so this module calls NVRTC itself, and CuPy only loads the finished cubin.
+"""Write, compile and load kernels, one instantiation at a time, and cache them in memory and on disk.
+An instantiation is C++ text that includes a kernel's file and defines the types and constants that the kernel uses; a
+cubin is a compiled instantiation. The options keep subnormals (-ftz=false) and round a product before it is added
+(-fmad=false). CuPy's RawKernel would append -ftz=true, so this module calls NVRTC itself, and CuPy only loads cubins.
 """
 
 from __future__ import annotations

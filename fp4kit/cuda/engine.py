@@ -1,14 +1,7 @@
-"""The operations of the CUDA engine: the functions of fp4kit/host/engine.py, for CuPy arrays.
+"""The operations of the CUDA engine: the functions of fp4kit/host/engine.py, for CuPy arrays, with equal bits.
 
 The functions launch kernels on the current stream of the device that holds the arrays. They do not wait for the device,
-except quantize of an array without elements. Their results are bit-identical to the results of host/engine.py.
-
-There is one module per operation. The other modules are shared:
-
-- matrices.py splits the arrays of a call into matrices.
-- amax.py computes tensor amaxes.
-- group.py prepares launches for many arrays.
-- cached_calls.py repeats calls quickly, and buffers.py allocates their arrays.
+except quantize of an array without elements.
 """
 
 from fp4kit.cuda.amax import amax, clip_amax, plain_amax

@@ -1,9 +1,6 @@
 """Run grouped operations (GroupedPlan, quantize_grouped, ...) on CuPy arrays: one launch for N arrays of one dtype.
 ShapedOperands are AmaxOperands (see amax.py) with the shape of the result. A sign mask is an int whose bit i is 1 if a
-Hadamard transform first negates element i of each 16.
-
-Launches are prepared once and launched as often as needed. A group with several dtypes takes one launch per dtype. No
-function waits for the device.
+Hadamard transform first negates element i of each 16. Launches are prepared once and launched as often as needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Provide helpers for all launch modules: grid sizes, prepared launches, addresses and alignment checks.
+"""Launch kernels: the table of launches, grid sizes, prepared launches for one matrix or a group, and alignment checks.
 
 Kernels use grid-stride loops, so their results do not depend on the size of the grid.
 """
@@ -333,6 +333,9 @@ def as_aligned(array: Any) -> Any:
     return array if array.data.ptr % 16 == 0 else array.copy()
 
 
+# Groups: one launch for many tensors, the members. The work on a member is divided into pieces, and a thread block
+# processes one piece at a time (kernels/shared/grouped.cuh). The arguments of the members are passed as kernel
+# arguments if the group is small; otherwise they are in a table in device memory.
 _GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("pieces", "i8")])
 _PIECE = np.dtype([("member", "u4"), ("index", "u4")])
 SMALL_GROUP = 32  # the most members of a small group: kSmallGroup in grouped.cuh

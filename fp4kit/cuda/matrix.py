@@ -1,9 +1,7 @@
-"""Launch the kernels for one matrix: quantize, fake_quantize, dequantize and amax.
-A sign mask is an int whose bit i is 1 if the Hadamard transform first negates element i of each 16.
-
-All functions launch on the current stream, and none waits for the device. Arrays are contiguous CuPy arrays on one
-device, with the quantized axis last. Prepared launches are cached, because a Launch depends only on dtypes, shapes and
-alignment.
+"""Launch the kernels for one matrix, or for a group of matrices, on the current stream, without waiting for the device.
+Arrays are contiguous CuPy arrays on one device, with the quantized axis last. A sign mask is an int whose bit i is 1 if
+the Hadamard transform first negates element i of each 16. Prepared launches are cached, because a Launch depends only
+on dtypes, shapes and alignment.
 """
 
 from __future__ import annotations
@@ -237,7 +235,7 @@ def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
 
 
 def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest], seed: int = 0) -> GroupedLaunch:
-    """Return a prepared launch that quantizes all matrices as launch.matrix.quantize_matrix does."""
+    """Return a prepared launch that quantizes all matrices as quantize_matrix does."""
     first, r = matrices[0], requests[0].recipe
     choice = kernel_for(requests[0]._replace(grouped=True))
     aligned_runs = [has_aligned_runs(m, w) for m, w in zip(matrices, requests, strict=True)]
@@ -261,7 +259,7 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
 def amax_group(
     xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: bool = False, mask: int | None = None
 ) -> GroupedLaunch:
-    """Return a prepared launch that computes the amax of each array in xs, as launch.matrix.amax does."""
+    """Return a prepared launch that computes the amax of each array in xs, as amax does."""
     # If by_row is False, outs must hold zeros before each launch.
     kernel = "amax_rows" if by_row else "amax"
     shapes = [x.shape if by_row else (1, x.size) for x in xs]
@@ -280,7 +278,7 @@ def amax_group(
 
 
 class Clip(NamedTuple):
-    """The arguments of launch.clip.clip_gradient for one array of a group. `out` is the array to write to."""
+    """The arguments of clip_gradient for one array of a group. `out` is the array to write to."""
 
     grad: Any
     x: Any
@@ -289,7 +287,7 @@ class Clip(NamedTuple):
 
 
 def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
-    """Return a prepared launch that clips all gradients in `clips` as launch.clip.clip_gradient does."""
+    """Return a prepared launch that clips all gradients in `clips` as clip_gradient does."""
     aligned_runs = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
     arguments = np.array(
         [(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], LAUNCHES["clip"].arguments

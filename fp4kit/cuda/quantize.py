@@ -1,4 +1,4 @@
-"""Quantize CuPy arrays, along rows, columns or both."""
+"""Quantize, fake-quantize, decode and requantize CuPy arrays, along rows, columns or both."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Find the block amaxes of CuPy arrays whose scales give the smallest loss.
+"""Find the block amaxes of CuPy arrays whose scales give the smallest loss, or the best multiple of each amax.
 A candidate is a block scale that may be chosen. The full search (search_full) tries every candidate. The pruned
-searches (search, and search_hessian for a loss with Hessians) skip candidates that provably cannot win. A matrix is a
-tuple (x, block amaxes, tensor amax), where x holds the elements and is contiguous (M, K).
-
-_is_pruned says when the pruned searches can be used. The found amaxes are written to the array of block amaxes.
+searches (search, search_hessian) skip candidates that provably cannot win; _is_pruned says when they can be used. A
+matrix is a tuple (x, block amaxes, tensor amax), where x holds the elements and is contiguous (M, K). The found amaxes
+are written to the array of block amaxes.
 """
 
 from __future__ import annotations

@@ -1,17 +1,8 @@
-"""Launch the partial kernels, which quantize matrices that are sharded over several processes.
+"""Quantize matrices that are sharded over several processes: partial_amax, partial_cast and master weights.
 A shard is a range [start, end) of the elements of a flattened matrix, the part that one process holds. A run is 16
-consecutive elements of a row.
-
-These are the kernels:
-
-- partial_amax computes the amaxes of blocks and of the tensor from a shard.
-- partial_scales computes the scales of a matrix, and the factors of its blocks, from the amaxes.
-- partial_cast computes codes from a shard and the factors of blocks.
-- partial_place copies the codes that other processes sent into the matrices.
-
-`launch` launches a kernel for one matrix and passes its arguments by value. `prepare` prepares a launch for many
-matrices, with a table of arguments in device memory. For many matrices, all arrays of one kind are in one buffer;
-arguments such as block_at say where the array of a matrix begins in the buffer.
+consecutive elements of a row. The kernels compute amaxes of a shard (partial_amax), scales and factors from amaxes
+(partial_scales) and codes of a shard (partial_cast), and copy the codes of other processes (partial_place). For many
+matrices, all arrays of one kind are in one buffer; arguments such as block_at say where an array begins in it.
 """
 
 from __future__ import annotations

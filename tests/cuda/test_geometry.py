@@ -1,4 +1,4 @@
-"""Test geometry.Launch: it launches a kernel by CuPy or by the driver, on the right device and stream, with the right
+"""Test Launch: it launches a kernel by CuPy or by the driver, on the right device and stream, with the right
 arguments.
 """
 

@@ -20,7 +20,7 @@ MULTIPROCESSORS = 2  # multiprocessors of the simulated device: few, so that the
 
 
 class Instantiation(NamedTuple):
-    """One request to loader.function for a kernel with given template arguments.
+    """One request to compiler.function for a kernel with given template arguments.
 
     Attributes:
         source: the text of the stub, a few lines of CUDA that instantiate a kernel.

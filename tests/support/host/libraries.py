@@ -151,7 +151,7 @@ class Libraries:
         self._noted: dict[Instantiation, None] = {}  # recorded, but not yet compiled
 
     def function(self, source: str, kernel: str, device: int) -> Callable[..., None]:
-        """Act as loader.function: return a function that launches a kernel, and compiles the kernel first if needed.
+        """Act as compiler.function: return a function that launches a kernel, and compiles the kernel first if needed.
 
         In a rehearsal, the function only notes the kernel.
 
