@@ -173,11 +173,6 @@ def check_seed(op: str, seed: Any) -> None:
         )
 
 
-def seed_of(static: StaticOptions, given: Any) -> Any:
-    """Return the seed to pass to fp4kit.fake_quantize: an int, random bytes, or None."""
-    return static.seed if given is None else int(given) if given.ndim == 0 else given
-
-
 def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> None:
     """Check the arguments of a fake quantization, and raise the TypeError or ValueError of fp4kit.fake_quantize."""
     # Only shapes and dtypes of arrays are checked, so that the arrays may be traced.
@@ -193,26 +188,38 @@ def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> 
         clip_amax(call, limit)
 
 
+def _names(x: Any) -> tuple[str, str, str]:
+    """Return the end of the names of fp4kit's functions, and of their arguments, for one array or a list of arrays."""
+    return ("_grouped", "xs", "grads") if isinstance(x, list) else ("", "x", "grad")
+
+
+def _call(function: str, like_this: Any, **arguments: Any) -> Any:
+    """Call a function of fp4kit, also in a traced program. The results are like `like_this`, an array or a list."""
+    if not is_traced(arguments):
+        return getattr(fp4kit, function)(**arguments)
+    is_list = isinstance(like_this, list)
+    results = traced(function, [like(a) for a in (like_this if is_list else [like_this])], **arguments)
+    return results if is_list else results[0]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fake_quantize(static: StaticOptions, x: Any, given: TracedOptions) -> Any:
-    """Fake-quantize x, which may be traced or have values."""
+    """Fake-quantize x, an array or a list of arrays, which may be traced or have values."""
+    end, key, _ = _names(x)
+    seed = static.seed if given.seed is None else given.seed
+    if getattr(seed, "ndim", None) == 0 and not is_traced(x, given):
+        seed = int(seed)
+    options = {"recipe": static.recipe, "axis": static.axis, "rounding": static.rounding, "seed": seed}
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
-    options = {"recipe": static.recipe, "axis": static.axis, "rounding": static.rounding, **amaxes}
-    if is_traced(x, given):
-        return traced(
-            "fake_quantize", [like(x)], x=x, seed=static.seed if given.seed is None else given.seed, **options
-        )[0]
-    return fp4kit.fake_quantize(x, seed=seed_of(static, given.seed), **options)
+    return _call(f"fake_quantize{end}", x, **{key: x}, **options, **amaxes)
 
 
 def _forward(static: StaticOptions, x: Any, given: TracedOptions) -> tuple[Any, Any]:
-    """Return the pair (result of _fake_quantize, residuals), as JAX's custom_vjp needs it."""
     limit = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize(static, x, given), None if static.pass_through else (x, limit)
 
 
 def _backward(static: StaticOptions, residuals: Any, grad: Any) -> tuple[Any, None]:
-    """Return the gradients of _fake_quantize with respect to x and `given`."""
     return grad if static.pass_through else _clip(static, grad, *residuals), None
 
 
@@ -222,17 +229,9 @@ _fake_quantize.defvjp(_forward, _backward)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(static: StaticOptions, grad: Any, x: Any, amax: Any) -> Any:
     """Return grad, with 0 in place of elements for which |x| > amax, x is NaN or amax is NaN."""
-    arguments = {
-        "grad": grad,
-        "x": x,
-        "recipe": static.recipe,
-        "axis": static.axis,
-        "amax": amax,
-        "pass_through": False,
-    }
-    if is_traced(grad, x, amax):
-        return traced("fake_quantize_backward", [like(grad)], **arguments)[0]
-    return fp4kit.fake_quantize_backward(**arguments)
+    end, of_x, of_grad = _names(x)
+    arguments = {of_grad: grad, of_x: x, "recipe": static.recipe, "axis": static.axis, "amax": amax}
+    return _call(f"fake_quantize{end}_backward", grad, **arguments, pass_through=False)
 
 
 _clip.defvjp(
@@ -393,60 +392,13 @@ def fake_quantize_grouped(
     columns = {name: None if a is None else per_tensor(op, name, a, len(xs)) for name, a in names.items()}
     given = TracedOptions(**columns, seed=seed)
     each(op, lambda x, row: check_fake(op, static, x, row), xs, _rows(xs, given))
-    return list(_fake_quantize_grouped(static, xs, given))
+    return list(_fake_quantize(static, xs, given))
 
 
 def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
     """Return one TracedOptions per array of xs, from `given`, whose amax fields are lists with one entry per array."""
     columns = [column or [None] * len(xs) for column in (given.tensor_amax, given.block_amax, given.amax)]
     return [TracedOptions(tensor, block, given.seed, amax) for tensor, block, amax in zip(*columns, strict=True)]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fake_quantize_grouped(static: StaticOptions, xs: Any, given: TracedOptions) -> Any:
-    """Return the fake-quantized xs, which may be traced or have values."""
-    amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
-    options = {"recipe": static.recipe, "axis": static.axis, "rounding": static.rounding, **amaxes}
-    if is_traced(xs, given):
-        seed = static.seed if given.seed is None else given.seed
-        return traced("fake_quantize_grouped", list(map(like, xs)), xs=xs, seed=seed, **options)
-    return fp4kit.fake_quantize_grouped(xs, seed=seed_of(static, given.seed), **options)
-
-
-def _group_forward(static: StaticOptions, xs: Any, given: TracedOptions) -> tuple[Any, Any]:
-    """Return the pair (result of _fake_quantize_grouped, residuals), as JAX's custom_vjp needs it."""
-    limits = given.tensor_amax if given.amax is None else given.amax
-    return _fake_quantize_grouped(static, xs, given), None if static.pass_through else (xs, limits)
-
-
-def _group_backward(static: StaticOptions, residuals: Any, grads: Any) -> tuple[Any, None]:
-    """Return the gradients of _fake_quantize_grouped with respect to xs and `given`."""
-    return grads if static.pass_through else _clip_group(static, grads, *residuals), None
-
-
-_fake_quantize_grouped.defvjp(_group_forward, _group_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _clip_group(static: StaticOptions, grads: Any, xs: Any, amaxes: Any) -> Any:
-    """Return the list grads, with 0 in place of elements for which |x| > amax, x is NaN or amax is NaN."""
-    arguments = {
-        "grads": grads,
-        "xs": xs,
-        "recipe": static.recipe,
-        "axis": static.axis,
-        "amax": amaxes,
-        "pass_through": False,
-    }
-    if is_traced(grads, xs, amaxes):
-        return traced("fake_quantize_grouped_backward", list(map(like, grads)), **arguments)
-    return fp4kit.fake_quantize_grouped_backward(**arguments)
-
-
-_clip_group.defvjp(
-    lambda static, grads, xs, amaxes: (_clip_group(static, grads, xs, amaxes), (xs, amaxes)),
-    lambda static, residuals, grads: (_clip_group(static, grads, *residuals), None, None),
-)
 
 
 class StaticLinear(NamedTuple):

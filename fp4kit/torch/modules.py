@@ -7,7 +7,6 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -41,6 +40,7 @@ from fp4kit.torch.parameters import (
     ServedWeight,
     check_kind,
     config_of,
+    held_tensor,
     is_conv1d,
     keep_names,
     parameters_of,
@@ -170,19 +170,15 @@ def fake_quantize_model(
         options |= {"adapters": adapters != "base", "served_dtype": served_dtype}
         patterns = {"parameters": parameters != ("*",), "exclude": exclude != (), "include": include != ()}
         flags = {**patterns, "pass_through": not as_flag(OP, "pass_through", pass_through)}
-        _check_no_options([name for name, value in {**options, **flags}.items() if value not in (None, False)])
+        wrong = ", ".join(name for name, value in {**options, **flags}.items() if value not in (None, False))
+        if wrong:
+            raise TypeError(f"{OP}: {wrong} cannot be given with a FakeQuantSettings; pass a recipe instead")
         return _by_settings(model, given)
     if not isinstance(given, (str, Recipe)):
         raise TypeError(f"{OP}: recipe is {given!r:.60}; needs a recipe id, such as 'nvfp4-te', or a Recipe")
     wildcards = {"parameters": parameters, "exclude": exclude, "include": include}
     inputs = activations, input_amaxes
     return fake_quantize_served(model, given, format, wildcards, config, pass_through, inputs, adapters, served_dtype)
-
-
-def _check_no_options(options: list[str]) -> None:
-    """Raise TypeError if ``options``, the names of arguments that the caller passed besides settings, is not empty."""
-    if options:
-        raise TypeError(f"{OP}: {', '.join(options)} cannot be given with a FakeQuantSettings; pass a recipe instead")
 
 
 def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[str]:
@@ -195,47 +191,43 @@ def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[st
         _check_patterns([name for name, _, _ in places], settings, bool(matching))
         _check_adapters([name for name, _, _ in matching], settings)
     matching = [place for place in matching if adapter_tensor(place[0]) is None]
-    selected = list({(id(module), leaf): (name, module, leaf) for name, module, leaf in reversed(matching)}.values())[
-        ::-1
-    ]
-    recipe = settings.resolved
+    by_place = {(id(module), leaf): (name, module, leaf) for name, module, leaf in reversed(matching)}
+    selected = [*by_place.values()][::-1]
     for name, module, leaf in selected:
-        _check_not_sharded(name, module, leaf)
-        _check_not_twice(name, module, leaf)
-        with _naming_the_way_out(name), naming(name):
-            check_fake("fake_quantize", getattr(module, leaf), to_spec(recipe), -1)
+        if is_distributed(module._parameters.get(leaf)):
+            raise TypeError(
+                f"{OP}: {name} is a DTensor; call fake_quantize_model before fully_shard, which then gathers the"
+                " parameter before it is quantized"
+            )
+        if any(isinstance(part, FakeQuantized) for part in parts_of(module, leaf)):
+            raise ValueError(
+                f"{OP}: {name} is already fake-quantized; leave it out of the settings, or remove the parametrization"
+                " first with torch.nn.utils.parametrize.remove_parametrizations"
+            )
+        try:
+            with naming(name):
+                check_fake("fake_quantize", getattr(module, leaf), to_spec(settings.resolved), -1)
+        except ValueError as error:
+            text = str(error).partition("; pad with fp4kit.layouts.pad")[0]
+            hint = f"leave the parameter out with FakeQuantSettings(..., exclude=({name!r},))"
+            raise ValueError(f"{text}; {hint}") from None
     for name, module, leaf in selected:
         if leaf == "weight" and is_conv1d(module):
             raise ValueError(f"{OP}: {name} is stored transposed; {CONV1D}; to leave it unquantized, pass exclude=")
     layers = adapter_layers_around(OP, model, {id(module): name for name, module, _ in selected}, "base")
-    _warn_of_vectors([name for name, module, leaf in selected if getattr(module, leaf).ndim < 2])
+    vectors = [name for name, module, leaf in selected if getattr(module, leaf).ndim < 2]
+    if vectors:
+        shown = ", ".join(map(repr, vectors[:3])) + (f" and {len(vectors) - 3} more" if len(vectors) > 3 else "")
+        warnings.warn(
+            f"{OP}: quantizes parameters with less than two dimensions: {shown}; engines leave biases and norms"
+            " unquantized; leave them out with FakeQuantSettings(..., exclude=...)",
+            stacklevel=3,
+        )
     for name, module, leaf in selected:
         parametrize.register_parametrization(module, leaf, FakeQuantized(settings, name))
     for layer, base in layers:
         attach(layer, fake_quantizing(base))
     return [name for name, _, _ in selected]
-
-
-def _check_not_sharded(name: str, module: torch.nn.Module, leaf: str) -> None:
-    """Raise TypeError if a parameter of a module is a DTensor, as it is after fully_shard."""
-    if is_distributed(module._parameters.get(leaf)):
-        raise TypeError(
-            f"fake_quantize_model: {name} is a DTensor; call fake_quantize_model before fully_shard, which then gathers"
-            " the parameter before it is quantized"
-        )
-
-
-@contextmanager
-def _naming_the_way_out(parameter: str) -> Iterator[None]:
-    """Extend every ValueError raised in the with block with advice on how to exclude the parameter from the
-    settings.
-    """
-    try:
-        yield
-    except ValueError as error:
-        text = str(error).partition("; pad with fp4kit.layouts.pad")[0]
-        hint = f"leave the parameter out with FakeQuantSettings(..., exclude=({parameter!r},))"
-        raise ValueError(f"{text}; {hint}") from None
 
 
 def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected: bool) -> None:
@@ -246,14 +238,13 @@ def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected:
         if len(unused) < len(settings.parameters):
             state = f"exclude={settings.exclude!r} leaves out all that match parameters={settings.parameters!r}"
         raise ValueError(
-            f"fake_quantize_model: the settings include no parameter of the model: {state}; "
+            f"{OP}: the settings include no parameter of the model: {state}; "
             f"{similar(names, unused)}; correct the wildcards, or pass FakeQuantSettings() to quantize nothing"
         )
     for pattern in unused:
         if pattern not in EXPERT_WEIGHTS:
             warnings.warn(
-                f"fake_quantize_model: no parameter matches {pattern!r}, so it quantizes nothing; "
-                f"{similar(names, [pattern])}",
+                f"{OP}: no parameter matches {pattern!r}, so it quantizes nothing; {similar(names, [pattern])}",
                 stacklevel=4,
             )
 
@@ -267,29 +258,6 @@ def _check_adapters(names: list[str], settings: FakeQuantSettings) -> None:
                 f"{OP}: parameters={pattern!r} matches only tensors of adapters, such as {matches[0]}, which are"
                 " never quantized; leave the wildcard out"
             )
-
-
-def _warn_of_vectors(names: list[str]) -> None:
-    """Warn that the parameters `names`, which have fewer than two dimensions, will be quantized."""
-    if names:
-        shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        warnings.warn(
-            f"fake_quantize_model: quantizes parameters with less than two dimensions: {shown}; engines leave"
-            " biases and norms unquantized; leave them out with FakeQuantSettings(..., exclude=...)",
-            stacklevel=4,
-        )
-
-
-def _check_not_twice(name: str, module: torch.nn.Module, leaf: str) -> None:
-    """Raise ValueError if the parameter `leaf` of a module is already fake-quantized."""
-    if not parametrize.is_parametrized(module, leaf):
-        return
-    parametrizations: Any = module.parametrizations
-    if any(isinstance(part, FakeQuantized) for part in parametrizations[leaf]):
-        raise ValueError(
-            f"fake_quantize_model: {name} is already fake-quantized; leave it out of the settings, or remove the"
-            " parametrization first with torch.nn.utils.parametrize.remove_parametrizations"
-        )
 
 
 OP = "fake_quantize_model"
@@ -380,7 +348,7 @@ def _form(place: ParameterPlace, plan: QatPlan, pass_through: bool, merged: bool
     """Return the Form (recipe, axis, gradient) by which a plan fake-quantizes the parameter at a place of the model."""
     axis = -2 if place.transposed else -1
     served = None if plan.served_dtype is None else getattr(torch, plan.served_dtype)
-    dtype = _parameter(place).dtype
+    dtype = held_tensor(place.module, place.leaf).dtype
     return Form(to_spec(plan.recipe), place.weight.kind, axis, plan.shares, pass_through, dtype, merged, served)
 
 
@@ -393,24 +361,13 @@ def _check(place: ParameterPlace, form: Form, plan: QatPlan) -> None:
                 f"{OP}: {name} is already fake-quantized; leave it out with exclude=, or call"
                 " fp4kit.torch.remove_fake_quantization first"
             )
-    parameter = _parameter(place)
+    parameter = held_tensor(place.module, place.leaf)
     matrix = torch.empty(shape, dtype=parameter.dtype, device="meta")
     amax = torch.empty(shape[:1] if form.kind == "stack" else (), device="meta") if form.shares else None
     with naming(name):
         check_fake("fake_quantize", matrix, form.recipe, -1, amax)
     if is_distributed(parameter):
         _check_shards(name, parameter, place, plan.recipe)
-
-
-def _parameter(place: ParameterPlace) -> Any:
-    """Return the tensor that the module of a place stores for its parameter, without applying parametrizations."""
-    found = parametrize.is_parametrized(place.module, place.leaf)
-    held: Any = place.module.parametrizations if found else place.module._parameters
-    return (
-        (held[place.leaf].original if held[place.leaf].is_tensor else held[place.leaf].original0)
-        if found
-        else held[place.leaf]
-    )
 
 
 def _check_shards(name: str, parameter: Any, place: ParameterPlace, recipe: Recipe) -> None:

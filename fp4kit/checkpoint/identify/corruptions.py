@@ -79,6 +79,16 @@ class StoredLayer:
             scale = np.asarray(self.tensor_scale, np.float32)
             object.__setattr__(self, "tensor_scale", scale.reshape(()) if scale.size == 1 else scale.reshape(-1))
 
+    def in_order(self, x: np.ndarray) -> bool:
+        """Return whether block scales are declared in linear order, one per block of the source x."""
+        return self.scale_layout == "linear" and self.block_scale.size * self.recipe.block_size == x.size
+
+    @property
+    def has_usable_scale(self) -> bool:
+        """True if the tensor scale is one positive finite number, or if there is none."""
+        scale = self.tensor_scale
+        return scale is None or (np.ndim(scale) == 0 and bool(0 < scale < np.inf))
+
     @property
     def shape(self) -> tuple[int, int]:
         """The shape of the layer in elements: (rows, elements per row)."""
@@ -189,11 +199,6 @@ class CodeOrder(NamedTuple):
     multiple: int = 1
 
 
-def _same(codes: np.ndarray) -> np.ndarray:
-    """Return the codes unchanged; this is ``CodeOrder.undo`` for the right order."""
-    return codes
-
-
 def _swapped(codes: np.ndarray) -> np.ndarray:
     """Exchange each pair of neighboring codes. This undoes storing even elements in the high nibbles."""
     return codes.reshape(len(codes), -1, 2)[..., ::-1].reshape(codes.shape)
@@ -207,7 +212,7 @@ def _from_halves(codes: np.ndarray, half: int, swap: bool) -> np.ndarray:
 
 def code_orders(recipe: Recipe, columns: int) -> list[CodeOrder]:
     """Return the orders that codes in rows of ``columns`` elements can have."""
-    found = [CodeOrder(None, _same)]
+    found = [CodeOrder(None, lambda codes: codes)]
     if recipe.element.packing.codes == 2:
         found.append(CodeOrder("nibbles are swapped", _swapped, 2))
         for half in HALVES:
@@ -244,9 +249,18 @@ def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> I
     if stored.size == prod(shape):
         name = "block scales lie column by column"
         yield Scales(name, np.ascontiguousarray(stored.reshape(shape[::-1]).T))
-        if declared == "linear":
-            yield from _read_as_another(stored.reshape(shape), shape)
-            yield from _shuffled(stored.reshape(shape))
+    if stored.size != prod(shape) or declared != "linear":
+        return
+    stored = stored.reshape(shape)
+    unpadded = [layout for layout in SCALE_LAYOUTS if padded_shape(shape, layout) == shape]
+    for read in unpadded[1:]:
+        bytes_ = swizzle_scales(stored, read)
+        for layout in (layout for layout in unpadded if layout != read):
+            yield Scales(f"block scales were {layout} and read as {read}", unswizzle_scales(bytes_, layout, shape))
+    for tile, order in _shuffles(len(stored)):
+        back = np.empty_like(stored)
+        back[order] = stored
+        yield Scales(f"rows of block scales are shuffled for FlashInfer (epilogue tile {tile})", back)
 
 
 def _in_layout(
@@ -268,24 +282,6 @@ def _in_layout(
             full = np.zeros(padded, np.uint8)
             full[kept] = stored.reshape(-1)
             yield Scales(cut, unswizzle_scales(full, layout, shape), unswizzle_scales(kept, layout, shape))
-
-
-def _read_as_another(stored: np.ndarray, shape: tuple[int, int]) -> Iterator[Scales]:
-    """Yield the scales in linear order for each pair of layouts (true, assumed) that a reader may have confused."""
-    unpadded = [layout for layout in SCALE_LAYOUTS if padded_shape(shape, layout) == shape]
-    for read in unpadded[1:]:
-        for layout in unpadded:
-            if layout != read:
-                bytes_ = swizzle_scales(stored, read)
-                yield Scales(f"block scales were {layout} and read as {read}", unswizzle_scales(bytes_, layout, shape))
-
-
-def _shuffled(stored: np.ndarray) -> Iterator[Scales]:
-    """Yield the scales (N, B) once for each FlashInfer shuffle of rows that fits, with this shuffle undone."""
-    for tile, order in _shuffles(len(stored)):
-        back = np.empty_like(stored)
-        back[order] = stored
-        yield Scales(f"rows of block scales are shuffled for FlashInfer (epilogue tile {tile})", back)
 
 
 def _shuffles(rows: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -334,8 +330,11 @@ def _rotary(rows: int, heads: int) -> Iterator[CorruptedRows]:
 def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second: bool = False) -> list[CorruptedRows]:
     """Return the orders that the rows of a layer may have, without duplicates."""
     found = [CorruptedRows(None, np.arange(rows)), *(order for count in heads for order in _rotary(rows, count))]
-    if other:
-        found += _halves_of_pair(rows, second)
+    for mishap, index in _stacks(2 * rows) if other else ():  # half of a gated pair, cut out of a wrong stack of both
+        own = index[rows:] if second else index[:rows]
+        if mishap is not None and "interleaved" not in mishap:
+            mishap = "holds the other half of its pair: gate and up are exchanged"
+        found.append(CorruptedRows(mishap, (own + rows) % (2 * rows) if second else own))
     if rows and not rows % 2:
         found += _stacks(rows)
     found += (
@@ -346,20 +345,6 @@ def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second
     for order in found:
         seen.setdefault(order.source.tobytes(), order)
     return list(seen.values())
-
-
-def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
-    """Yield the wrong orders that half of a gated pair can have if it was cut out of a wrongly ordered stack of
-    both.
-    """
-    for mishap, index in _stacks(2 * rows):
-        own = index[rows:] if second else index[:rows]
-        name = (
-            "holds the other half of its pair: gate and up are exchanged"
-            if "interleaved" not in (mishap or "")
-            else mishap
-        )
-        yield CorruptedRows(name, (own + rows) % (2 * rows) if second else own)
 
 
 def name_of_rows(index: np.ndarray) -> str:
@@ -387,13 +372,10 @@ def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
     # may be off by as much.
     ones = np.float32(1)
     if right is None or stored is None:
-        needless = stored is None or within_ulps(stored, ones)
-        missing = (
-            f"tensor scale is missing ({_shown(right)} is needed)"
-            if right is not None and not within_ulps(right, ones)
-            else None
-        )
-        return missing if needless else f"{WRONG_SCALE} ({_shown(stored)} is stored, none is needed)"
+        if stored is not None and not within_ulps(stored, ones):
+            return f"{WRONG_SCALE} ({_shown(stored)} is stored, none is needed)"
+        is_missing = right is not None and not within_ulps(right, ones)
+        return f"tensor scale is missing ({_shown(right)} is needed)" if is_missing else None
     with np.errstate(all="ignore"):
         inverse = np.float32(1) / right
     if within_ulps(stored, right):

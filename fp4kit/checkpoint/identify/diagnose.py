@@ -309,8 +309,7 @@ def _confirmed(evidence: LayerEvidence, how: MadeBy) -> Diagnosis | None:
     orders = code_orders(layer.recipe, layout.shape[1])
     order = next((one for one in orders if one.mishap == how.codes), None)
     number: int | None = 0  # the declared order, which is the first if the number of scales fits it
-    in_order = layer.scale_layout == "linear" and layer.block_scale.size * layer.recipe.block_size == evidence.x.size
-    if how.scales is not None or not in_order:
+    if how.scales is not None or not layer.in_order(evidence.x):
         found_scales = enumerate(stored_scales(layer, layout))
         number = next((i for i, scales in found_scales if scales.mishap == how.scales), None)
     if order is None or number is None:
@@ -649,29 +648,16 @@ def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
     """Return a text if fp4kit.identify finds a Hadamard transform or stochastic rounding in a sample, otherwise
     None.
     """
-    layer, r = evidence.layer, evidence.layer.recipe
-    if plain.mishaps or layer.scale_layout != "linear" or layer.block_scale.size * r.block_size != evidence.x.size:
+    layer, r, scale = evidence.layer, evidence.layer.recipe, evidence.layer.tensor_scale
+    usable = layer.has_usable_scale and (r.tensor_scaling == "tensor") == (scale is not None)
+    if plain.mishaps or not layer.in_order(evidence.x) or not usable:
         return None
-    sample = sample_of(plain.shape, r)
-    q = _sampled(layer, r, plain, sample.rows, sample.columns, evidence.x.dtype)
-    if q is None:
-        return None
-    found = identify(q, np.ascontiguousarray(evidence.x[sample.rows, sample.columns]))
-    return f"on a sample, {found.verdict}" if found.variations else None
-
-
-def _sampled(
-    layer: StoredLayer, r: Recipe, plain: Layout, rows: np.ndarray, columns: slice, dtype: np.dtype
-) -> Quantized | None:
-    """Return some rows and columns of a layer, read in the layout ``plain``, as a Quantized for fp4kit.identify."""
-    scale = layer.tensor_scale
-    usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
-    if not usable or (r.tensor_scaling == "tensor") != (scale is not None):
-        return None
+    rows, columns = sample_of(plain.shape, r)
+    x = np.ascontiguousarray(evidence.x[rows, columns])
     codes = packed(plain.reading.read(layer, rows, columns), r.element.packing)
-    shape = len(rows), columns.stop
     scales = layer.block_scale.reshape(plain.shape[0], -1)[rows, : columns.stop // r.block_size]
-    return Quantized(codes, np.ascontiguousarray(scales), scale, None, shape, dtype, 1, r)
+    found = identify(Quantized(codes, np.ascontiguousarray(scales), scale, None, x.shape, x.dtype, 1, r), x)
+    return f"on a sample, {found.verdict}" if found.variations else None
 
 
 _QUOTIENTS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

@@ -372,8 +372,7 @@ class SampleVerdict:
 # ---- choose the rows and columns of the sample
 
 
-@dataclass(frozen=True, eq=False)
-class Sample:
+class Sample(NamedTuple):
     """The rows and columns of a layer that form a sample.
 
     rows: the numbers of the stored rows, in whole blocks of rows.
@@ -399,8 +398,8 @@ def plain_layout(evidence: LayerEvidence) -> Layout | None:
     """Return the layout in which codes are read as declared and rows are in place; None if the shapes differ."""
     if evidence.layer.shape != evidence.x.shape:
         return None
-    rows = evidence.x.shape[0]
-    return Layout(next(corruptions.readings(evidence.layer, evidence.x.shape)), same_rows(rows), evidence.x.shape)
+    rows = CorruptedRows(None, np.arange(len(evidence.x)))
+    return Layout(next(corruptions.readings(evidence.layer, evidence.x.shape)), rows, evidence.x.shape)
 
 
 def layouts_of(evidence: LayerEvidence) -> Iterator[Layout]:
@@ -414,18 +413,9 @@ def layouts_of(evidence: LayerEvidence) -> Iterator[Layout]:
         shape = evidence.x.shape[::-1] if turned else evidence.x.shape
         if np.ndim(evidence.layer.tensor_scale) and len(evidence.layer.tensor_scale) != shape[0]:
             continue
-        pair = evidence.other is not None and evidence.other.shape == evidence.x.shape and not turned
-        for rows in (
-            corruptions.row_orders(shape[0], evidence.heads, pair, evidence.second)
-            if not turned
-            else [same_rows(shape[0])]
-        ):
-            yield Layout(reading, rows, shape)
-
-
-def same_rows(rows: int) -> CorruptedRows:
-    """Return the right order of ``rows`` rows: every row is in its place."""
-    return CorruptedRows(None, np.arange(rows))
+        pair = evidence.other is not None and evidence.other.shape == evidence.x.shape
+        orders = corruptions.row_orders(shape[0], evidence.heads, pair, evidence.second)
+        yield from (Layout(reading, rows, shape) for rows in (orders[:1] if turned else orders))
 
 
 def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
@@ -436,23 +426,23 @@ def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
     return 1 - int(np.count_nonzero(wrong)) / max(int(np.count_nonzero(counted)), 1)
 
 
+def _sampled_codes(evidence: LayerEvidence, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Return (codes, source values) of a sample of a layer that is read in ``layout``."""
+    rows, columns = sample_of(layout.shape, evidence.layer.recipe)
+    values = evidence.values(layout.rows.source[rows], columns, layout.reading.source_transposed)
+    return layout.reading.read(evidence.layer, rows, columns), values
+
+
 def signs_agree(evidence: LayerEvidence, layout: Layout) -> float:
-    """Return the share of nonzero codes, from 0 to 1, that have the sign of their source value, in a sample of a
-    layer.
-    """
-    sample = sample_of(layout.shape, evidence.layer.recipe)
-    read = layout.reading.read(evidence.layer, sample.rows, sample.columns)
-    values = evidence.values(layout.rows.source[sample.rows], sample.columns, layout.reading.source_transposed)
-    return sign_agreement(read, values, evidence.layer.recipe)
+    """Return the share of nonzero codes in a sample, from 0 to 1, that have the sign of their source value."""
+    return sign_agreement(*_sampled_codes(evidence, layout), evidence.layer.recipe)
 
 
 def orders_by_sign(evidence: LayerEvidence, layout: Layout) -> list[CodeOrder]:
-    """Read a sample of the layer in ``layout``, and return the orders of codes whose signs agree with the source."""
-    r, sample = evidence.layer.recipe, sample_of(layout.shape, evidence.layer.recipe)
-    read = layout.reading.read(evidence.layer, sample.rows, sample.columns)
-    values = evidence.values(layout.rows.source[sample.rows], sample.columns, layout.reading.source_transposed)
-    orders = corruptions.code_orders(r, sample.columns.stop)
-    return [order for order in orders if sign_agreement(order.undo(read), values, r) >= SIGNS_AGREE]
+    """Return the orders of codes whose signs agree with the source, in a sample of the layer."""
+    read, values = _sampled_codes(evidence, layout)
+    orders = corruptions.code_orders(evidence.layer.recipe, read.shape[1])
+    return [o for o in orders if sign_agreement(o.undo(read), values, evidence.layer.recipe) >= SIGNS_AGREE]
 
 
 def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrder], trial: SampleVerdict) -> None:
@@ -462,10 +452,15 @@ def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrd
     layer, sample = evidence.layer, sample_of(layout.shape, evidence.layer.recipe)
     read = layout.reading.read(layer, sample.rows, sample.columns)
     codes = [(order, order.undo(read)) for order in orders]
-    scales = list(_sampled_scales(layer, layout, sample))
-    moved = layout.rows.mishap is not None
+    blocks = slice(0, sample.columns.stop // layer.recipe.block_size)
+    scales = []  # (name of the fault or None, scales of the sample; -1 where the file has none)
+    for mishap, values, present in stored_scales(layer, layout):
+        part = values[sample.rows, blocks].astype(np.int16)
+        scales.append((mishap, part if present is None else np.where(present[sample.rows, blocks], part, -1)))
+    moved, rows = layout.rows.mishap is not None, len(evidence.x)
     for r in evidence.recipes or recipes_of(layer.recipe):
-        try_both = moved and r.block_rows > 1 and _blocks_stay_whole(layout, len(evidence.x), r.block_rows)
+        # The halves of a gated pair can be quantized as one stacked matrix only if no block of rows spans both.
+        try_both = moved and r.block_rows > 1 and (not rows % r.block_rows or (layout.rows.source < rows).all())
         for amax in amaxes(evidence, r):
             for variant in (layout, replace(layout, moved_after_quantizing=True)) if try_both else (layout,):
                 _compare(evidence, variant, sample, (r, amax), codes, scales, trial)
@@ -477,21 +472,6 @@ def recipes_of(own: Recipe) -> tuple[Recipe, ...]:
     like = RECIPES["mxfp8-auto-round"]
     is_mxfp8 = (own.element, own.scale, own.block_size) == (like.element, like.scale, like.block_size)
     return (*candidates_of(own), *([replace(like, search="auto_round_powers")] if is_mxfp8 else []))
-
-
-def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:
-    """Return whether the halves of a gated pair can be quantized as one stacked matrix without shifting blocks of
-    rows.
-    """
-    return not rows % height or bool((layout.rows.source < rows).all())
-
-
-def _sampled_scales(layer: StoredLayer, layout: Layout, sample: Sample) -> Iterator[tuple]:
-    """Yield (name of the fault or None, scales of the sample as int16) for each order of block scales."""
-    blocks = slice(0, sample.columns.stop // layer.recipe.block_size)
-    for mishap, values, present in stored_scales(layer, layout):
-        found = values[sample.rows, blocks].astype(np.int16)
-        yield mishap, found if present is None else np.where(present[sample.rows, blocks], found, -1)
 
 
 def _compare(

@@ -40,12 +40,10 @@ from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple[Recipe, ...]:
     """Return the recipes that reproduce all codes of a layer with its stored block scales and tensor scale."""
-    layer, scale = evidence.layer, evidence.layer.tensor_scale
-    in_order = layer.scale_layout == "linear" and layer.block_scale.size * layer.recipe.block_size == evidence.x.size
-    usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
-    if plain.mishaps or not in_order or not usable:
+    layer = evidence.layer
+    if plain.mishaps or not layer.in_order(evidence.x) or not layer.has_usable_scale:
         return ()
-    scaling = "none" if scale is None else "tensor"
+    scaling = "none" if layer.tensor_scale is None else "tensor"
     candidates = [
         r
         for r in evidence.recipes or candidates_of(layer.recipe)
@@ -243,9 +241,8 @@ def is_rounded_near(evidence: LayerEvidence, plain: Layout) -> bool:
     """Return whether the codes of a layer look as if auto-round had tuned their rounding, judged by a sample."""
     layer = evidence.layer
     r, scale = layer.recipe, layer.tensor_scale
-    in_order = layer.scale_layout == "linear" and layer.block_scale.size * r.block_size == evidence.x.size
-    usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
-    if plain.mishaps or not in_order or not usable or r.element.bits != _STATIC.element.bits:
+    usable = not plain.mishaps and layer.in_order(evidence.x) and layer.has_usable_scale
+    if not usable or r.element.bits != _STATIC.element.bits:
         return False
     sample = _rows_of(evidence, plain, sample_of(plain.shape, r).rows)
     assert r.scale is not None
@@ -272,17 +269,12 @@ def _tried(evidence: LayerEvidence, part: _Rows, tensor: TensorScale) -> Iterato
         yield _code(amax * np.float32(factor), tensor, _AUTO_ROUND, evidence)
 
 
-def _is_nvfp4(evidence: LayerEvidence) -> bool:
-    """Return whether a layer has the elements, block scales and block size of NVFP4, and at most one tensor scale."""
-    r = evidence.layer.recipe
-    parts = r.element, r.scale, r.block_size
-    return parts == (_STATIC.element, _STATIC.scale, _STATIC.block_size) and np.ndim(evidence.layer.tensor_scale) == 0
-
-
 def _tensor_of(evidence: LayerEvidence, r: Recipe) -> TensorScale | None:
     """Return the tensor scale that a recipe computes from one of the layer's candidate amaxes."""
-    stored = evidence.layer.tensor_scale
-    if stored is None or not _is_nvfp4(evidence):
+    stored, own = evidence.layer.tensor_scale, evidence.layer.recipe
+    parts = own.element, own.scale, own.block_size
+    is_nvfp4 = parts == (_STATIC.element, _STATIC.scale, _STATIC.block_size)
+    if stored is None or not is_nvfp4 or np.ndim(stored):
         return None
     found = (tensor_scale(np.asarray(amax), r, evidence.x.dtype) for amax in amaxes(evidence, r) if amax is not None)
     near = (one for one in found if abs(one.decode - stored) <= 2 * np.spacing(np.float32(stored)))
@@ -353,9 +345,7 @@ class ScaledRows:
 def scaled_rows(layer: StoredLayer, x: np.ndarray) -> ScaledRows | None:
     """Estimate the factors by which the columns of a layer were multiplied, from its first rows."""
     r, scale, rows = layer.recipe, layer.tensor_scale, min(len(x), MAX_ROWS)
-    in_order = layer.shape == x.shape and layer.block_scale.size * r.block_size == x.size
-    usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
-    if not in_order or not usable or rows < MIN_ROWS or layer.scale_layout != "linear":
+    if layer.shape != x.shape or not layer.in_order(x) or not layer.has_usable_scale or rows < MIN_ROWS:
         return None
     if (r.tensor_scaling == "tensor") != (scale is not None) or not np.isfinite(part := x[:rows]).all():
         return None
@@ -380,7 +370,12 @@ Scaling = Callable[[np.ndarray], np.ndarray]
 def scalings(found: ScaledRows) -> Iterator[Scaling]:
     """Yield functions that scale the columns of the source as a tool may have done before it quantized the layer."""
     near, inverse = (_neighbors(f) for f in (found.factors, 1 / found.factors))
-    for r in _rules(found.q.recipe):
+    own, seen = found.q.recipe, set()
+    for r in candidates_of(own):  # one for each rule of block scales
+        fits = r.tensor_scaling == own.tensor_scaling and r.block_rows == 1 and r.id.endswith(PRODUCERS)
+        if not fits or r.block_rule in seen:
+            continue
+        seen.add(r.block_rule)
         yield _chosen(found, r, near, _multiplied)
         yield _chosen(found, r, inverse, _divided)
         yield _chosen(found, r, [np.float32(1) / f for f in inverse], _multiplied)
@@ -426,16 +421,6 @@ def _wrong(found: ScaledRows, r: Recipe, x: np.ndarray) -> np.ndarray:
     columns = np.argmax(blocks, axis=2) + np.arange(blocks.shape[1]) * r.block_size
     np.add.at(wrong, columns[scales.reshape(columns.shape) != q.block_scale.reshape(columns.shape)], 1)
     return wrong
-
-
-def _rules(own: Recipe) -> Iterator[Recipe]:
-    """Yield recipes to try for a layer in the format of ``own``, one for each rule of block scales."""
-    seen = set()
-    for r in candidates_of(own):
-        fits = r.tensor_scaling == own.tensor_scaling and r.block_rows == 1 and r.id.endswith(PRODUCERS)
-        if fits and r.block_rule not in seen:
-            seen.add(r.block_rule)
-            yield r
 
 
 _BF16 = 2.0**-8  # largest relative error of a number that was rounded to bfloat16
@@ -570,10 +555,8 @@ _MOST_ROWS = 1024
 
 def _is_comparable(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
     """Return whether the codes of a layer can be decoded with its stored scales, row by row."""
-    r, scale = layer.recipe, layer.tensor_scale
-    usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
-    in_order = layer.shape == x.shape and layer.block_scale.size * r.block_size == x.size and r.block_rows == 1
-    return r.scale is not None and usable and in_order and layer.scale_layout == "linear"
+    in_order = layer.shape == x.shape and layer.in_order(x) and layer.recipe.block_rows == 1
+    return layer.recipe.scale is not None and layer.has_usable_scale and in_order
 
 
 @ieee("identify")
