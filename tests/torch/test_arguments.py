@@ -77,18 +77,14 @@ BAD = {
     "tensor": (
         lambda x: ft.fake_quantize(x, "mxfp4", seed=torch.tensor(3.7), **STOCHASTIC),
         TypeError,
-        "fake_quantize: seed is a tensor of torch.float32; needs an int",
+        "fake_quantize: seed is a tensor of torch.float32; needs an",
     ),
     "codes": (
         lambda x: ft.quantize(x, "mxfp4", seed=torch.tensor(True), **STOCHASTIC),
         TypeError,
         "quantize: seed is a tensor of torch.bool; needs an int",
     ),
-    "bool": (
-        lambda x: ft.quantize(x, "mxfp4", seed=True, **STOCHASTIC),
-        TypeError,
-        "quantize: seed is True; needs an int",
-    ),
+    "bool": (lambda x: ft.quantize(x, "mxfp4", seed=True, **STOCHASTIC), TypeError, "quantize: seed is True; needs an"),
     "negative": (
         lambda x: ft.fake_quantize(x, "mxfp4", seed=-1, **STOCHASTIC),
         ValueError,
@@ -97,13 +93,9 @@ BAD = {
     "too large": (
         lambda x: ft.fake_quantize_grouped([x], "mxfp4", seed=2**64, **STOCHASTIC),
         ValueError,
-        "fake_quantize_grouped: seed is 18446744073709551616; needs 0 to 2^64 - 1",
+        "fake_quantize_grouped: seed is 18446744073709551616; needs",
     ),
-    "bool axis": (
-        lambda x: ft.fake_quantize(x, "mxfp4", axis=True),
-        TypeError,
-        "fake_quantize: axis is True; needs an int",
-    ),
+    "bool axis": (lambda x: ft.fake_quantize(x, "mxfp4", axis=True), TypeError, "fake_quantize: axis is True; needs"),
     "bool tensor as axis": (
         lambda x: ft.quantize(x, "mxfp4", axis=torch.tensor(True)),
         TypeError,
@@ -119,31 +111,15 @@ BAD = {
         TypeError,
         "fake_quantize_grouped: seed is '3'; needs an int",
     ),
-    "true": (
-        lambda x: ft.fake_quantize(x, "nvfp4", tensor_amax=True),
-        TypeError,
-        "fake_quantize: tensor_amax is True; needs a real",
-    ),
-    "text": (
-        lambda x: ft.quantize(x, "nvfp4", tensor_amax="3"),
-        TypeError,
-        "quantize: tensor_amax is '3'; needs a real number",
-    ),
+    "true": (lambda x: ft.fake_quantize(x, "nvfp4", tensor_amax=True), TypeError, "fake_quantize: tensor_amax is"),
+    "text": (lambda x: ft.quantize(x, "nvfp4", tensor_amax="3"), TypeError, "quantize: tensor_amax is '3'; needs a"),
     "clip": (
         lambda x: ft.fake_quantize(x, "nvfp4", amax=1j, pass_through=False),
         TypeError,
         "fake_quantize: amax is 1j; needs a real",
     ),
-    "none": (
-        lambda x: ft.fake_quantize_grouped(None, "mxfp4"),
-        TypeError,
-        "fake_quantize_grouped: xs is a NoneType; needs",
-    ),
-    "vector": (
-        lambda x: ft.fake_quantize_grouped(x[0], "mxfp4"),
-        ValueError,
-        "fake_quantize_grouped: xs is one 1-d tensor; needs a",
-    ),
+    "none": (lambda x: ft.fake_quantize_grouped(None, "mxfp4"), TypeError, "fake_quantize_grouped: xs is a NoneType"),
+    "vector": (lambda x: ft.fake_quantize_grouped(x[0], "mxfp4"), ValueError, "fake_quantize_grouped: xs is one 1-d"),
     "number": (
         lambda x: ft.fake_quantize_grouped(x[0, 0], "mxfp4"),
         ValueError,
@@ -152,7 +128,7 @@ BAD = {
     "dtype": (
         lambda x: ft.dequantize(ft.quantize(x, "mxfp4"), "bfloat16"),
         TypeError,
-        "dequantize: dtype is 'bfloat16'; needs torch.float32, torch.float16 or torch.bfloat16",
+        "dequantize: dtype is 'bfloat16'; needs torch.float32",
     ),
 }
 

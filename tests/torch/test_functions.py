@@ -222,57 +222,25 @@ def test_a_group_of_which_one_result_is_used():
 
 T = to_torch(X)
 BAD = {
-    "length": (
-        lambda x: ft.fake_quantize(x[:, :33], "nvfp4-te"),
-        ValueError,
-        "fake_quantize: axis 1 has length 33; nvfp4-te",
-    ),
-    "dtype": (
-        lambda x: ft.fake_quantize(x.double(), "nvfp4-te"),
-        TypeError,
-        "fake_quantize: x is float64; needs float32",
-    ),
+    "length": (lambda x: ft.fake_quantize(x[:, :33], "nvfp4-te"), ValueError, "fake_quantize: axis 1 has length 33"),
+    "dtype": (lambda x: ft.fake_quantize(x.double(), "nvfp4-te"), TypeError, "fake_quantize: x is float64; needs"),
     "recipe": (lambda x: ft.fake_quantize(x, "nvfp5"), ValueError, "recipe: no recipe is called 'nvfp5'; did you mean"),
-    "axis": (
-        lambda x: ft.fake_quantize(x, "nvfp4", axis=2),
-        ValueError,
-        "fake_quantize: axis 2 is out of range for a 2-d array; needs -2 to 1",
-    ),
-    "0-d": (
-        lambda x: ft.fake_quantize(x[0, 0], "nvfp4"),
-        ValueError,
-        "fake_quantize: x is 0-d; blocks run along an axis",
-    ),
-    "rounding": (
-        lambda x: ft.fake_quantize(x, "nvfp4", rounding="up"),
-        ValueError,
-        "fake_quantize: rounding is 'up'; needs",
-    ),
-    "no seed": (
-        lambda x: ft.fake_quantize(x, "nvfp4", rounding="stochastic"),
-        ValueError,
-        "fake_quantize: stochastic rounding",
-    ),
-    "seed": (
-        lambda x: ft.fake_quantize(x, "nvfp4", seed=3),
-        ValueError,
-        "fake_quantize: seed was given with rounding='nearest'",
-    ),
+    "axis": (lambda x: ft.fake_quantize(x, "nvfp4", axis=2), ValueError, "fake_quantize: axis 2 is out of range for a"),
+    "0-d": (lambda x: ft.fake_quantize(x[0, 0], "nvfp4"), ValueError, "fake_quantize: x is 0-d; blocks run along an"),
+    "rounding": (lambda x: ft.fake_quantize(x, "nvfp4", rounding="up"), ValueError, "fake_quantize: rounding is 'up'"),
+    "no seed": (lambda x: ft.fake_quantize(x, "nvfp4", rounding="stochastic"), ValueError, "fake_quantize: stochastic"),
+    "seed": (lambda x: ft.fake_quantize(x, "nvfp4", seed=3), ValueError, "fake_quantize: seed was given with"),
     "fake rule": (
         lambda x: ft.fake_quantize(x, "nvfp4-modelopt-fake", rounding="stochastic", seed=3),
         ValueError,
-        "fake_quantize: nvfp4-modelopt-fake rounds to nearest only; got rounding='stochastic'",
+        "fake_quantize: nvfp4-modelopt-fake rounds to nearest only",
     ),
     "bytes": (
         lambda x: ft.fake_quantize(x, "nvfp4", rounding="stochastic", seed=torch.zeros(3, dtype=torch.uint8)),
         ValueError,
-        "fake_quantize: seed is uint8 (3,); random bytes need uint8 (64, 128), or pass an int",
+        "fake_quantize: seed is uint8 (3,); random bytes need uint8 (64, 128)",
     ),
-    "no amax": (
-        lambda x: ft.fake_quantize(x, "mxfp4", tensor_amax=1.0),
-        ValueError,
-        "fake_quantize: tensor_amax was given",
-    ),
+    "no amax": (lambda x: ft.fake_quantize(x, "mxfp4", tensor_amax=1.0), ValueError, "fake_quantize: tensor_amax was"),
     "amax": (
         lambda x: ft.fake_quantize(x, "nvfp4", tensor_amax=torch.ones(3)),
         ValueError,
@@ -281,47 +249,31 @@ BAD = {
     "clip": (
         lambda x: ft.fake_quantize(x, "nvfp4", amax=torch.ones(3), pass_through=False),
         ValueError,
-        "fake_quantize: amax has shape (3,); x (64, 128) needs (), (64,) (rows) or (64, 8) (blocks)",
+        "fake_quantize: amax has shape (3,); x (64, 128) needs ()",
     ),
     "block_amax": (
         lambda x: ft.fake_quantize(x, "nvfp4", block_amax=torch.ones(64, 8)),
         ValueError,
-        "fake_quantize: block_amax was given, but nvfp4-te computes it from x",
+        "fake_quantize: block_amax was given, but nvfp4-te computes",
     ),
-    "codes": (
-        lambda x: ft.quantize(x, "nvfp4-modelopt-fake"),
-        ValueError,
-        "quantize: nvfp4-modelopt-fake is a fake quantizer",
-    ),
-    "layout": (
-        lambda x: ft.quantize(x, "nvfp4", scale_layout="rows"),
-        ValueError,
-        "quantize: scale_layout is 'rows'; needs",
-    ),
-    "hadamard": (
-        lambda x: ft.quantize(x, "nvfp4", hadamard="maybe"),
-        ValueError,
-        "quantize: hadamard is 'maybe'; needs",
-    ),
-    "hadamard text": (
-        lambda x: ft.quantize(x, "nvfp4", hadamard="True"),
-        ValueError,
-        "quantize: hadamard is 'True'; needs",
-    ),
+    "codes": (lambda x: ft.quantize(x, "nvfp4-modelopt-fake"), ValueError, "quantize: nvfp4-modelopt-fake is a fake"),
+    "layout": (lambda x: ft.quantize(x, "nvfp4", scale_layout="rows"), ValueError, "quantize: scale_layout is 'rows'"),
+    "hadamard": (lambda x: ft.quantize(x, "nvfp4", hadamard="maybe"), ValueError, "quantize: hadamard is 'maybe'"),
+    "hadamard text": (lambda x: ft.quantize(x, "nvfp4", hadamard="True"), ValueError, "quantize: hadamard is 'True'"),
     "group": (
         lambda x: ft.fake_quantize_grouped([x, x[:, :33]], "nvfp4"),
         ValueError,
-        "fake_quantize_grouped: xs[1]: axis 1 has length 33; nvfp4-te needs a multiple of 16",
+        "fake_quantize_grouped: xs[1]: axis 1 has length 33",
     ),
     "amaxes": (
         lambda x: ft.fake_quantize_grouped([x, x], "nvfp4", tensor_amax=[1.0]),
         ValueError,
-        "fake_quantize_grouped: tensor_amax has 1 entries and xs 2 arrays; needs one entry for each",
+        "fake_quantize_grouped: tensor_amax has 1 entries and xs 2",
     ),
     "values": (
         lambda x: ft.dequantize(ft.quantize(x, "nvfp4"), torch.float64),
         TypeError,
-        "dequantize: dtype is float64; needs float32, float16 or bfloat16",
+        "dequantize: dtype is float64; needs float32, float16 or",
     ),
     "array": (lambda x: ft.fake_quantize(X, "nvfp4"), TypeError, "fake_quantize: x is ndarray; needs a torch.Tensor; "),
     "list": (
@@ -329,11 +281,7 @@ BAD = {
         TypeError,
         "fake_quantize_grouped: xs[1] is ndarray; ",
     ),
-    "codes of arrays": (
-        lambda x: ft.dequantize(fp4kit.quantize(X, "nvfp4")),
-        TypeError,
-        "dequantize: q.packed is ndarray; needs a torch.Tensor",
-    ),
+    "codes of arrays": (lambda x: ft.dequantize(fp4kit.quantize(X, "nvfp4")), TypeError, "dequantize: q.packed is"),
     "no Quantized": (lambda x: ft.dequantize(x), TypeError, "dequantize: q is "),
 }
 

@@ -303,53 +303,25 @@ def test_opcheck(case):
 
 
 BAD = {
-    "x": (
-        lambda x, w: ft.linear(X, w, **TE),
-        TypeError,
-        "linear: x is ndarray; needs a torch.Tensor; pass torch.as_tensor(x)",
-    ),
+    "x": (lambda x, w: ft.linear(X, w, **TE), TypeError, "linear: x is ndarray; needs a torch.Tensor; pass"),
     "w": (lambda x, w: ft.linear(x, W, **TE), TypeError, "linear: w is ndarray; needs a torch.Tensor"),
     "dtype": (lambda x, w: ft.linear(x.double(), w, **TE), TypeError, "linear: x is float64; needs float32"),
     "w dtype": (lambda x, w: ft.linear(x, w.int(), **TE), TypeError, "linear: w is int32; needs float32"),
-    "K": (
-        lambda x, w: ft.linear(x, w[:, :32], **TE),
-        ValueError,
-        "linear: x has shape (32, 96) and w (64, 32); needs x (..., K) and w (N, K) with equal K",
-    ),
-    "length": (
-        lambda x, w: ft.linear(x[:, :40], w[:, :40], **TE),
-        ValueError,
-        "linear: x: axis 1 has length 40; nvfp4-te needs a multiple of 16",
-    ),
+    "K": (lambda x, w: ft.linear(x, w[:, :32], **TE), ValueError, "linear: x has shape (32, 96) and w (64, 32); needs"),
+    "length": (lambda x, w: ft.linear(x[:, :40], w[:, :40], **TE), ValueError, "linear: x: axis 1 has length 40"),
     "no recipe": (lambda x, w: ft.linear(x, w, "nvfp4-te"), TypeError, "linear: recipe_w is missing"),
     "unknown": (lambda x, w: ft.linear(x, w, "nvfp5", "nvfp4"), ValueError, "recipe: no recipe is called 'nvfp5'"),
     "unit": (lambda x, w: ft.linear(x, w, **TE, unit="sm99"), ValueError, "linear: unit is 'sm99'; needs one of"),
-    "no step": (
-        lambda x, w: ft.linear(x, w, **TE, unit="sm90"),
-        ValueError,
-        "linear: x is E2M1 with E4M3 scales of 16 and w E2M1 with E4M3 scales of 16; sm90 has no instruction",
-    ),
-    "integers": (
-        lambda x, w: ft.linear(x, w, "int8-modelopt", "nvfp4"),
-        ValueError,
-        "linear: x is int8-modelopt, which no matrix unit multiplies; use unit='dequantized'",
-    ),
+    "no step": (lambda x, w: ft.linear(x, w, **TE, unit="sm90"), ValueError, "linear: x is E2M1 with E4M3 scales of"),
+    "integers": (lambda x, w: ft.linear(x, w, "int8-modelopt", "nvfp4"), ValueError, "linear: x is int8-modelopt"),
     "out_dtype": (lambda x, w: ft.linear(x, w, **TE, out_dtype=torch.float64), TypeError, "linear: out_dtype is"),
-    "backward": (
-        lambda x, w: ft.linear(x, w, **TE, backward="none"),
-        ValueError,
-        "linear: backward is 'none'; needs one of 'straight-through', 'high-precision', 'quantized'",
-    ),
-    "options": (
-        lambda x, w: ft.linear(x, w, **TE, hadamard=True),
-        ValueError,
-        "linear: recipe_grad, rounding and hadamard are for quantized gradients; pass backward='quantized'",
-    ),
+    "backward": (lambda x, w: ft.linear(x, w, **TE, backward="none"), ValueError, "linear: backward is 'none'; needs"),
+    "options": (lambda x, w: ft.linear(x, w, **TE, hadamard=True), ValueError, "linear: recipe_grad, rounding and"),
     "seed": (lambda x, w: ft.linear(x, w, **TE, seed=3), ValueError, "linear: seed is for the rounding of quantized"),
     "bytes": (
         lambda x, w: ft.linear(x, w, **TE, backward="quantized", seed=torch.zeros(3, dtype=torch.uint8)),
         ValueError,
-        "linear: seed has shape (3,); needs an int, or a 0-d integer tensor",
+        "linear: seed has shape (3,); needs an int, or a 0-d",
     ),
     "no seed": (
         lambda x, w: ft.linear(x, w, **TE, backward="quantized", rounding="stochastic"),
@@ -357,25 +329,17 @@ BAD = {
         "linear: the gradient of y: stochastic rounding needs seed",
     ),
     "hadamard": (lambda x, w: ft.linear(x, w, **TE, hadamard="True"), ValueError, "linear: hadamard is 'True'"),
-    "M": (
-        lambda x, w: ft.linear(x[:24], w, **TE, backward="quantized"),
-        ValueError,
-        "linear: the gradient of y: axis 0 has length 24; nvfp4-te needs a multiple of 16",
-    ),
+    "M": (lambda x, w: ft.linear(x[:24], w, **TE, backward="quantized"), ValueError, "linear: the gradient of y: axis"),
     "rows": (
         lambda x, w: ft.linear(x, ft.quantize(w, "nvfp4-te"), "nvfp4-te", backward="quantized"),
         ValueError,
-        "linear: w is quantized as nvfp4-te, whose codes along N do not follow from those along K; needs square",
+        "linear: w is quantized as nvfp4-te, whose codes along N do",
     ),
-    "two recipes": (
-        lambda x, w: ft.linear(x, ft.quantize(w, "nvfp4-te"), **TE),
-        ValueError,
-        "linear: recipe_w is nvfp4-te-2d, and w is quantized as nvfp4-te; needs recipe_w=None",
-    ),
+    "two recipes": (lambda x, w: ft.linear(x, ft.quantize(w, "nvfp4-te"), **TE), ValueError, "linear: recipe_w is"),
     "axis": (
         lambda x, w: ft.linear(x, ft.quantize(w, "nvfp4-te", axis=0), "nvfp4-te"),
         ValueError,
-        "linear: w has shape (64, 96) and axis 0; needs a matrix (N, K) with blocks along K",
+        "linear: w has shape (64, 96) and axis 0; needs a matrix (N",
     ),
 }
 

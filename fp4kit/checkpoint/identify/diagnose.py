@@ -15,7 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.arithmetic import ieee
-from fp4kit.checkpoint.convert.rows import saturated
+from fp4kit.checkpoint.convert.quantize_rows import saturated
+from fp4kit.checkpoint.identify import known_methods
 from fp4kit.checkpoint.identify.corruptions import StoredLayer, code_orders, within_ulps
 from fp4kit.checkpoint.identify.hypotheses import (
     CHUNK,
@@ -42,28 +43,6 @@ from fp4kit.checkpoint.identify.hypotheses import (
     stored_scales,
     tensor_mishap,
     try_layout,
-)
-from fp4kit.checkpoint.identify.known_methods import (
-    AUTO_ROUND,
-    FOUR_OVER_SIX,
-    IMPORTANCE,
-    LEAST_DB,
-    LIKE,
-    STATIC_4OVER6,
-    TUNED,
-    blocks_of_equal_error,
-    fit_of,
-    is_four_over_six,
-    is_gptq,
-    is_near_one,
-    is_rounded_near,
-    is_weighted_search,
-    likeness_of,
-    recipes_under_stored_scales,
-    scaled_rows,
-    scalings,
-    unrounded_scales,
-    wide_blocks,
 )
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, sqnr_db
 from fp4kit.formats import E4M3, FLOATS, ElementFormat
@@ -222,7 +201,8 @@ def explain(
         again = replace(evidence, x=sources[0], other=sources[1], amaxes=every)
         found = replace(_better_explained(found, _explain_source(again, unnamed)), how=None)
     if unnamed and not (found.explained or found.searched or found.unlike):
-        found = _from_other_dtype(evidence) or found
+        others = (_converted(evidence, name) for name, dtype in _DTYPES.items() if dtype != x.dtype)
+        found = next(filter(None, others), found)
     return found
 
 
@@ -230,14 +210,6 @@ def _candidates(own: np.float32, other: np.ndarray | None, amaxes: tuple[float, 
     """Return the amaxes that may have given the tensor scale: the layer's own, those of groups, and its pair's."""
     pair = () if other is None else (own_amax(other),)
     return (own, *(np.float32(a) for a in amaxes), *pair, max(own, *pair, own))
-
-
-def _from_other_dtype(evidence: LayerEvidence) -> Diagnosis | None:
-    """Return the explanation from the source in another dtype, if a recipe reproduces every byte without a mishap."""
-    for name, dtype in _DTYPES.items():
-        if dtype != evidence.x.dtype and (found := _converted(evidence, name)):
-            return found
-    return None
 
 
 _DTYPES = {str(dtype): dtype for dtype in FLOATS}
@@ -338,7 +310,13 @@ def _explain_source(evidence: LayerEvidence, unnamed: bool, earlier: Earlier | N
     """Explain a layer from the source as it is given, without replacing NaN and infinities."""
     layer, x, earlier = evidence.layer, evidence.x, earlier or Earlier()
     if evidence.amaxes[0] == 0 and layer.blank:
-        return _zeros(layer)
+        # The tensor scale is ignored, because converters write 1 for such layers while recipes give different numbers.
+        recipes, codes, scales = (
+            tuple(map(name_of, candidates_of(layer.recipe))),
+            layer.codes.size,
+            layer.block_scale.size,
+        )
+        return Diagnosis(recipes[0], None, codes, scales, codes + scales, "all zeros, as the source", recipes, True)
     if evidence.amaxes[0] != 0 and layer.has_zero_codes and layer.block_scale.min() != layer.block_scale.max():
         tally = MatchCount(total=layer.codes.size + layer.block_scale.size)
         return replace(_unexplained(ZERO_CODES, tally), cause=ZERO_CODES, sentence=ZERO_CODES)
@@ -350,8 +328,10 @@ def _explain_source(evidence: LayerEvidence, unnamed: bool, earlier: Earlier | N
     fits = {shape: _has_scales(layer, layout) for shape, layout in {layout.shape: layout for layout in layouts}.items()}
     usable = [layout for layout in layouts if fits[layout.shape]]
     if not usable:
-        tally = MatchCount(total=layer.codes.size + layer.block_scale.size)
-        return _unexplained(_scales_that_do_not_fit(layer, layouts[0].shape), tally)
+        shape, count = layouts[0].shape, layer.block_scale.shape
+        needed = shape[0], shape[1] // layer.recipe.block_size
+        text = f"block scales have shape {count}; codes of shape {shape} need {needed}, or these in a known layout"
+        return _unexplained(text, MatchCount(total=layer.codes.size + layer.block_scale.size))
     return _try_all(evidence, usable, unnamed, earlier.factors)
 
 
@@ -360,13 +340,6 @@ def _has_scales(layer: StoredLayer, layout: Layout) -> bool:
     ``layout``.
     """
     return next(stored_scales(layer, layout), None) is not None
-
-
-def _scales_that_do_not_fit(layer: StoredLayer, shape: tuple[int, int]) -> str:
-    """Return the text of the explanation for a layer whose number of block scales fits no layout."""
-    needed = shape[0], shape[1] // layer.recipe.block_size
-    found = layer.block_scale.shape
-    return f"block scales have shape {found}; codes of shape {shape} need {needed}, or these in a known layout"
 
 
 def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool, factors: bool) -> Diagnosis:
@@ -420,7 +393,7 @@ def _nearest_or_cause(
     """Return the explanation for a layer that nothing explains: tuned, near another version of the source, or
     unknown.
     """
-    likeness = likeness_of(evidence.layer, evidence.x)
+    likeness = known_methods.likeness_of(evidence.layer, evidence.x)
     nearest = replace(
         _nearest(evidence, plain, trial, unnamed),
         unlike=not is_like,
@@ -429,8 +402,13 @@ def _nearest_or_cause(
     share = (nearest.codes_equal + nearest.scales_equal) / max(nearest.total, 1)
     if share >= DAMAGED_SHARE and (likeness is None or share >= _NEARLY_ALL or not likeness.is_rounded_otherwise):
         return nearest
-    if share < DAMAGED_SHARE and is_like and is_rounded_near(evidence, plain) and _has_own_tensor_scale(evidence):
-        return replace(nearest, cause=TUNED)
+    if (
+        share < DAMAGED_SHARE
+        and is_like
+        and known_methods.is_rounded_near(evidence, plain)
+        and _has_own_tensor_scale(evidence)
+    ):
+        return replace(nearest, cause=known_methods.TUNED)
     if likeness is not None and likeness.is_of_another_version:
         text = f"{NEAR}; correlation {likeness.correlation:.4f}, {nearest.sentence.rpartition(': ')[2]}"
         return replace(nearest, cause=NEAR, sentence=text)
@@ -451,7 +429,7 @@ def _has_own_tensor_scale(evidence: LayerEvidence) -> bool:
 def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
     """Return the explanation that block scales were searched or calibrated, or None if it does not apply."""
     assert trial.nearest is not None  # because every format has a recipe to compare with
-    found = recipes_under_stored_scales(evidence, plain)
+    found = known_methods.recipes_under_stored_scales(evidence, plain)
     if not found:
         return None
     nearest = count_matches(evidence, trial.nearest, early=False)
@@ -466,12 +444,12 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
     equal, total = evidence.layer.codes.size, _all_bytes(evidence).total
     if family := _search_family(evidence, plain, trial.nearest, found):
         return replace(family, how=MadeBy((trial.nearest.recipe, *found)))
-    if wider := wide_blocks(evidence, plain, found):
+    if wider := known_methods.wide_blocks(evidence, plain, found):
         return _with_fault(*wider, _all_bytes(evidence))
     if nearest.share > DAMAGED_SHARE:
         share = min(100 * nearest.share, 99.99)
         text += f"; {name_of(trial.nearest.recipe)} gives {share:.2f}% of bytes"
-    fit = fit_of(evidence.layer, evidence.x)
+    fit = known_methods.fit_of(evidence.layer, evidence.x)
     method = "searched scales" if fit is not None and fit.has_signal else None
     how = MadeBy((trial.nearest.recipe, *found))
     return Diagnosis(None, None, equal, 0, total, text, searched=True, cause=GIVEN_SCALES, method=method, how=how)
@@ -489,17 +467,19 @@ def _search_family(
 ) -> Diagnosis | None:
     """Return the explanation that names the search that chose the block scales, or None if it is unknown."""
     names, tally = [r.id for r in found], _all_bytes(evidence)
-    count = blocks_of_equal_error(evidence, nearest)
+    count = known_methods.blocks_of_equal_error(evidence, nearest)
     if count is not None:
         name = name_of(nearest.recipe)
         text = f"{name} made these bytes; in {count:,} blocks it chose another scale with an equal error"
         scales = tally.scales - count
         return Diagnosis(name, None, tally.codes, scales, tally.total, text, (name,))
-    if STATIC_4OVER6 in names and is_four_over_six(evidence, plain):
-        sentence = f"{FOUR_OVER_SIX} made these bytes"
-        return Diagnosis(None, None, tally.codes, tally.scales, tally.total, sentence, rules=(FOUR_OVER_SIX,))
-    if AUTO_ROUND in names and is_weighted_search(evidence, plain):
-        text = f"searched scales: {IMPORTANCE}"
+    if known_methods.STATIC_4OVER6 in names and known_methods.is_four_over_six(evidence, plain):
+        sentence = f"{known_methods.FOUR_OVER_SIX} made these bytes"
+        return Diagnosis(
+            None, None, tally.codes, tally.scales, tally.total, sentence, rules=(known_methods.FOUR_OVER_SIX,)
+        )
+    if known_methods.AUTO_ROUND in names and known_methods.is_weighted_search(evidence, plain):
+        text = f"searched scales: {known_methods.IMPORTANCE}"
         method = "searched scales"
         return Diagnosis(None, None, tally.codes, 0, tally.total, text, searched=True, cause=text, method=method)
     return None
@@ -523,13 +503,13 @@ def _other_codes_under_scales(
     if unnamed and (variation := _variation(evidence, plain)):
         return _unexplained(variation, whole[0][1])
     recipes = tuple(dict.fromkeys(h.recipe for h, _ in whole))
-    if fault := unrounded_scales(evidence, plain):
+    if fault := known_methods.unrounded_scales(evidence, plain):
         return _with_fault(recipes, fault, whole[0][1])
     names = tuple(dict.fromkeys(name_of(h.recipe) for h, _ in whole))
     whose = either(names[:3]) if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more recipes"
     share = max(100 * t.codes / max(evidence.layer.codes.size, 1) for _, t in whole)
-    fit = fit_of(evidence.layer, evidence.x)
-    by_gptq = fit is not None and fit.has_signal and is_gptq(evidence.layer, evidence.x)
+    fit = known_methods.fit_of(evidence.layer, evidence.x)
+    by_gptq = fit is not None and fit.has_signal and known_methods.is_gptq(evidence.layer, evidence.x)
     rule = "GPTQ rounded the codes" if by_gptq else "codes follow another rule under them, as GPTQ's do"
     text = f"all block scales are those of {whose}, and {rule}"
     sentence = f"{text}; {share:.2f}% of code bytes are the recipe's"
@@ -539,10 +519,10 @@ def _other_codes_under_scales(
 
 def _explained_with_column_factors(evidence: LayerEvidence, search: bool) -> Diagnosis | None:
     """Return the explanation that columns were multiplied by factors before the layer was quantized, as AWQ does."""
-    rows = scaled_rows(evidence.layer, evidence.x)
+    rows = known_methods.scaled_rows(evidence.layer, evidence.x)
     if rows is None:
         return None
-    for scaling in scalings(rows) if search else ():
+    for scaling in known_methods.scalings(rows) if search else ():
         x = scaling(evidence.x)
         scaled = LayerEvidence(evidence.layer, x, amaxes=(own_amax(x),))
         plain, trial = next(layouts_of(scaled)), SampleVerdict()
@@ -553,7 +533,7 @@ def _explained_with_column_factors(evidence: LayerEvidence, search: bool) -> Dia
             return replace(explained, sentence=f"of {SCALED}: {explained.sentence}", scaled=True, how=None)
     low, high = rows.factors.min(), rows.factors.max()
     text = f"{SCALED}: by {low:.3g} to {high:.3g}; no recipe gives all bytes under factors rounded to bfloat16"
-    fits = (fit_of(evidence.layer, evidence.x, rows.factors, rows=per_row) for per_row in (False, True))
+    fits = (known_methods.fit_of(evidence.layer, evidence.x, rows.factors, rows=per_row) for per_row in (False, True))
     sound = [fit is not None and fit.is_sound for fit in fits]
     if sound == [False, True]:
         text += "; its rows are scaled too, by factors of the next layer's columns"
@@ -611,21 +591,13 @@ def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = Fa
 def _with_four_over_six(
     explained: Diagnosis, hypotheses: list[Hypothesis], evidence: LayerEvidence, plain: Layout
 ) -> Diagnosis:
-    """Return a copy of an explanation with the rule FOUR_OVER_SIX added, if this rule reproduces every byte too."""
+    """Return an explanation with the rule of four over six added, if this rule reproduces every byte too."""
     # The rule is added so that all layers that Model-Optimizer made with it get one verdict.
     alike = any(h.recipe.four_over_six == "mse" and h.recipe.scale_max == 256 for h in hypotheses)
-    if explained.mishap or plain.mishaps or not alike or not is_four_over_six(evidence, plain):
+    if explained.mishap or plain.mishaps or not alike or not known_methods.is_four_over_six(evidence, plain):
         return explained
-    codes = any(r.id == STATIC_4OVER6 for r in recipes_under_stored_scales(evidence, plain))
-    return replace(explained, rules=(FOUR_OVER_SIX,)) if codes else explained
-
-
-def _zeros(layer: StoredLayer) -> Diagnosis:
-    """Return the Diagnosis for an all-zero layer with an all-zero source: every recipe of its format explains it."""
-    # The tensor scale is ignored, because converters write 1 for such layers while recipes give different numbers.
-    recipes = tuple(name_of(r) for r in candidates_of(layer.recipe))
-    codes, scales = layer.codes.size, layer.block_scale.size
-    return Diagnosis(recipes[0], None, codes, scales, codes + scales, "all zeros, as the source", recipes, True)
+    codes = any(r.id == known_methods.STATIC_4OVER6 for r in known_methods.recipes_under_stored_scales(evidence, plain))
+    return replace(explained, rules=(known_methods.FOUR_OVER_SIX,)) if codes else explained
 
 
 def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Diagnosis:
@@ -717,19 +689,15 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
     total = layer.codes.size + layer.scales.size
     name, most = layer.name, float(layer.element.max)
     if layer.codes.shape != x.shape:
-        return _unexplained_fp8(
-            f"nothing explains these bytes: {name}, codes have shape {layer.codes.shape}; the source has shape"
-            f" {x.shape}",
-            0,
-            0,
-            total,
-        )
+        text = f"{name}, codes have shape {layer.codes.shape}; the source has shape {x.shape}"
+        return _unexplained(text, MatchCount(total=total))
     recipes = tuple(r.id for r in _recipes(layer) if _recipe_gives(layer, x, r, amaxes))
     dtypes, equal_scales = _scale_rules(layer, x, amaxes)
     found = _quotients(layer, x)
     equal_codes = max(found.values())
     quotients = [dtype for dtype, equal in found.items() if equal == layer.codes.size]
-    rules = tuple(_rule(name, most, scales, quotient) for scales in dtypes for quotient in quotients)
+    factors = [f"amax / {most:g}{' rounded to bfloat16' * (dtype == 'bfloat16')}" for dtype in dtypes]
+    rules = tuple(f"{name} ({one}, codes nearest to the quotient in {of})" for one in factors for of in quotients)
     if recipes or rules:
         sentence = f"{either(recipes)} made these bytes" if recipes else f"{either(rules)}; no recipe has this rule"
         first = recipes[0] if recipes else None
@@ -738,21 +706,30 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
         text = f"a cast to {layer.element.name} without scales"
         return Diagnosis(None, None, layer.codes.size, 0, layer.codes.size, text, (), rules=(text,))
     if quotients:
-        text = (
-            f"{name} under given scales, which are not amax / {most:g}; codes nearest to the quotient in {quotients[0]}"
-        )
-        cause = f"{name} under given scales: codes are nearest, and scales are not amax / {most:g}"
-        method = "given scales" if _has_signal(layer, x) else None
+        given = f"{name} under given scales"
+        text = f"{given}, which are not amax / {most:g}; codes nearest to the quotient in {quotients[0]}"
+        cause = f"{given}: codes are nearest, and scales are not amax / {most:g}"
+        with np.errstate(all="ignore"):
+            values = layer.element.values[layer.codes] * layer.spread(layer.scales)
+            noise = np.sum(np.square(values - x.astype(np.float32), dtype=np.float64))
+        has_signal = sqnr_db(float(np.sum(np.square(x, dtype=np.float64))), float(noise)) >= known_methods.LEAST_DB
+        method = "given scales" if has_signal else None
         return Diagnosis(None, None, equal_codes, equal_scales, total, text, searched=True, cause=cause, method=method)
-    if _are_reciprocals(layer, x):
+    with np.errstate(all="ignore"):
+        inverted = replace(layer, scales=np.float32(1) / layer.scales)
+    if max(_quotients(inverted, x).values()) >= _NEARLY_ALL_NEAREST * layer.codes.size:
         cause = f"{name}: scales are inverted, because their reciprocals decode to the source"
         return Diagnosis(None, None, equal_codes, equal_scales, total, cause, cause=cause)
     share = min(100 * equal_codes / max(layer.codes.size, 1), 99.99)
-    text = f"nothing explains these bytes: {name}; {share:.2f}% of codes are nearest under the stored scales"
-    unknown = _unexplained_fp8(text, equal_codes, equal_scales, total)
+    nearest = f"{share:.2f}% of codes are nearest under the stored scales"
+    unknown = _unexplained(f"{name}; {nearest}", MatchCount(equal_codes, equal_scales, total))
     correlation, gain, signs = _likeness(layer, x)
-    if correlation >= LIKE and is_near_one(gain, correlation) and equal_codes < _NEARLY_ALL_NEAREST * layer.codes.size:
-        text = f"{NEAR}; correlation {correlation:.4f}, {share:.2f}% of codes are nearest under the stored scales"
+    if (
+        correlation >= known_methods.LIKE
+        and known_methods.is_near_one(gain, correlation)
+        and equal_codes < _NEARLY_ALL_NEAREST * layer.codes.size
+    ):
+        text = f"{NEAR}; correlation {correlation:.4f}, {nearest}"
         return replace(unknown, cause=NEAR, sentence=text, correlation=round(correlation, 4))
     return replace(unknown, unlike=signs < SIGNS_OF_ANOTHER, correlation=round(correlation, 4))
 
@@ -778,33 +755,6 @@ _MOST_ROWS = 1024
 # Smallest share of codes that must be nearest to the source if the scales are inverted. A reciprocal of a reciprocal
 # may be 1 ulp off.
 _NEARLY_ALL_NEAREST = 0.98
-
-
-def _are_reciprocals(layer: Fp8Layer, x: np.ndarray) -> bool:
-    """Return whether at least 98% of the codes are nearest to the source if the stored scales are taken as divisors."""
-    # Fewer than all are needed, because the reciprocal of a reciprocal may be off by 1 ulp.
-    with np.errstate(all="ignore"):
-        inverted = replace(layer, scales=np.float32(1) / layer.scales)
-    return max(_quotients(inverted, x).values()) >= _NEARLY_ALL_NEAREST * layer.codes.size
-
-
-def _has_signal(layer: Fp8Layer, x: np.ndarray) -> bool:
-    """Return whether the decoded values have a signal-to-noise ratio of at least 12 dB, with x as the signal."""
-    with np.errstate(all="ignore"):
-        values = layer.element.values[layer.codes] * layer.spread(layer.scales)
-        noise = np.sum(np.square(values - x.astype(np.float32), dtype=np.float64))
-    return sqnr_db(float(np.sum(np.square(x, dtype=np.float64))), float(noise)) >= LEAST_DB
-
-
-def _rule(name: str, most: float, scales: str, quotient: str) -> str:
-    """Return a text that describes one rule by which tools quantize to FP8, for a Diagnosis."""
-    rounded = " rounded to bfloat16" * (scales == "bfloat16")
-    return f"{name} (amax / {most:g}{rounded}, codes nearest to the quotient in {quotient})"
-
-
-def _unexplained_fp8(text: str, codes: int, scales: int, total: int) -> Diagnosis:
-    """Return a Diagnosis without a recipe."""
-    return Diagnosis(None, None, codes, scales, total, text)
 
 
 def _recipes(layer: Fp8Layer) -> Iterator[Recipe]:

@@ -83,15 +83,6 @@ class Issue:
         return f"{self.text}: {self.count}" if self.count else self.text
 
 
-def wrapped_names(model: Checkpoint) -> Iterator[Issue]:
-    """Yield one error, for the first tensor whose name has a part that a wrapper of PyTorch adds, such as
-    "_orig_mod".
-    """
-    name, why = names.trouble(model.tensors)
-    if why:
-        yield Issue("error", name, why)
-
-
 def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     """Yield an issue for each of these contradictions within a checkpoint:
 
@@ -278,14 +269,9 @@ def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[s
         other = weight.container
         if other is not None and form is not None and other.name != form.name and not beside:
             found[other.name].append(name)
-    return {name: layers for name, layers in found.items() if not _is_checked_with(form, name)}
-
-
-def _is_checked_with(form: Container | None, name: str) -> bool:
-    """Return whether the requirements for the container ``form`` also hold for layers in another container,
-    ``name``.
-    """
-    return form is MODELOPT_NVFP4 and name == MODELOPT_STACKS.name
+    if form is MODELOPT_NVFP4:  # its requirements hold for stacks too
+        found.pop(MODELOPT_STACKS.name, None)
+    return found
 
 
 def loader_issue(found: Finding) -> Issue:

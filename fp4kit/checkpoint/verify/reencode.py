@@ -20,20 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, VALUES, Container
-from fp4kit.checkpoint.convert import run_jobs as run_job
-from fp4kit.checkpoint.convert.job import (
-    DEQUANTIZE,
-    MERGE,
-    QUANTIZE,
-    RENAME,
-    REQUANTIZE,
-    Job,
-    Measured,
-    Target,
-    action_of,
-)
+from fp4kit.checkpoint.convert import run_job
 from fp4kit.checkpoint.counterparts import Counterparts, Origin, TurnedOrigin, origins
-from fp4kit.checkpoint.executors import run_all
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain, explain_fp8, without_numbers
 from fp4kit.checkpoint.identify.layer_pairs import stored_layer
@@ -45,10 +33,13 @@ from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
-from fp4kit.checkpoint.plan.layer_recipes import first_match
-from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter, updates_of
+from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter, updates_of
+from fp4kit.checkpoint.plan.expert_stacks import ExpertStack
+from fp4kit.checkpoint.plan.job import DEQUANTIZE, MERGE, QUANTIZE, RENAME, REQUANTIZE, Job, Measured, Target, action_of
+from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer
+from fp4kit.checkpoint.plan.mixture import first_match
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
-from fp4kit.checkpoint.plan.source_layers import ExpertStack, SplitLayer
+from fp4kit.checkpoint.run.executors import run_all
 from fp4kit.checkpoint.selection.names import shared_amax_groups
 from fp4kit.checkpoint.verify.integrity import is_low, noise_of, zeros_of
 from fp4kit.formats import E4M3, E5M2
@@ -162,9 +153,8 @@ class Check:
         if job is None or not job.is_measured or job.action == DEQUANTIZE:
             return False
         assert job.recipe is not None
-        return (
-            job.action not in _MADE_FROM_VALUES or job.recipe.tensor_scaling == "tensor" or job.nonfinite == "saturate"
-        )
+        has_scale = job.recipe.tensor_scaling == "tensor" or job.nonfinite == "saturate"
+        return has_scale or job.action not in _MADE_FROM_VALUES
 
     @property
     def nbytes(self) -> int:
@@ -271,21 +261,13 @@ def _job(
             return None, "no recipe is recorded; give one with --recipe"
         if form is None or not form.stores(recipe):
             return None, f"{form} cannot store {recipe.id}; give the right recipe with --recipe"
-        if (
-            settings.weighted
-            and ScaleSearch.supports(recipe)
-            and (settings.search is None or settings.search.lacks((stored.name, origin.weight)))
-        ):
-            return (
-                None,
-                "their scales were searched with column weights; give the weights with --column-weights or --imatrix",
-            )
+        lacks = settings.search is None or settings.search.lacks((stored.name, origin.weight))
+        if settings.weighted and ScaleSearch.supports(recipe) and lacks:
+            return None, _WITHOUT_WEIGHTS
     search = settings.search
-    if search is not None and recipe is not None and not search.supports(recipe):
-        search = None
-    searched = (
-        () if search is None else (search.objective, search.columns_of((stored.name, origin.weight), origin.expert))
-    )
+    searched: tuple[Any, ...] = ("", None)
+    if search is not None and (recipe is None or search.supports(recipe)):
+        searched = search.objective, search.columns_of((stored.name, origin.weight), origin.expert)
     nonfinite = "keep" if action == DEQUANTIZE else settings.nonfinite or "keep"
     kept = action in (RENAME, MERGE) and INPUT_SCALE in origin.weight.parts
     targets = _targets(stored, expert, settings.input_scale is not None or kept)
@@ -303,9 +285,12 @@ def _job(
         nonfinite,
         stored.transposed,
         device,
-        *(searched or ("", None)),
+        *searched,
         merge_scales=settings.adapter_scales if action == MERGE else "",
     ), ""
+
+
+_WITHOUT_WEIGHTS = "their scales were searched with column weights; give the weights with --column-weights or --imatrix"
 
 
 def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[Target, ...]:
@@ -351,53 +336,45 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
     """Run all checks, and yield their results in the order in which they finish."""
     members: dict[str, list[Measured]] = defaultdict(list)
     wanted = {check.key: check for check in checks if check.needs_amax}
-    for one in run_all(executor, deque((run_job.measure_job, (check.job,)) for check in wanted.values())):
+    for one in run_all(executor, deque((run_job.measure, (check.job,)) for check in wanted.values())):
         tick(wanted[one.key].nbytes)
         job = wanted[one.key].job
         assert job is not None
         members[job.group].append(one)
     shared = {group: run_job.join_group(found) for group, found in members.items()}
-    calls = deque(
-        (run_check, (check, shared.get(check.job.group) if check.job is not None else None)) for check in checks
-    )
-    for found in run_all(executor, calls):
+    groups = ((check, None if check.job is None else shared.get(check.job.group)) for check in checks)
+    for found in run_all(executor, deque((run_check, pair) for pair in groups)):
         tick(found.check.nbytes)
         yield found
 
 
 def run_check(check: Check, shared: Measured | None) -> ReencodedLayer:
     """Run one check: re-encode the matrix, compare it with the file, and count its stored values."""
-    # The second result is returned if it equals the file, otherwise the first.
-    doubt = ""
-    if check.stored.container is not None:
-        with Readers() as readers:
-            doubt = doubt_of(readers, check.stored, check.expert)
-    found = _reencoded(check, shared)
     form = check.stored.container
-    if form is not None and found.usual_db is None and is_low(found.tally, form.element.bits):
-        with Readers() as readers:
+    with Readers() as readers:
+        if form is None:
+            return _reencoded(check, shared, StoredCounts(), readers)
+        doubt = doubt_of(readers, check.stored, check.expert)
+        found = _reencoded(check, shared, tally_of_rows(check, readers), readers)
+        if found.usual_db is None and is_low(found.tally, form.element.bits):
             found = replace(found, usual_db=usual_db(check, readers))
     return replace(found, doubt=doubt)
 
 
-def _reencoded(check: Check, shared: Measured | None) -> ReencodedLayer:
-    """Run one check like run_check, but leave the field ``doubt`` of the result empty."""
-    with Readers() as readers:
-        found = tally_of_rows(check, readers) if check.stored.container is not None else StoredCounts()
-        if check.job is None:
-            return ReencodedLayer(check, found, usual_db=usual_db(check, readers))
-        kept = _compared(check, check.job, shared or Measured(check.key), found, readers)
-        if not (
-            check.may_saturate
-            and check.job.action in _MADE_FROM_VALUES
-            and (kept.error or any(kept.differing.values()))
-        ):
-            return kept
-        measured = shared or run_job.measure_job(check.job)
-        if not measured.nonfinite:
-            return kept
-        again = _compared(check, replace(check.job, nonfinite="saturate"), measured, found, readers)
-        return kept if again.error or any(again.differing.values()) else again
+def _reencoded(check: Check, shared: Measured | None, found: StoredCounts, readers: Readers) -> ReencodedLayer:
+    """Re-encode a matrix and compare it: as it is, and saturated if that may be and the first result differs."""
+    job = check.job
+    if job is None:
+        return ReencodedLayer(check, found, usual_db=usual_db(check, readers))
+    kept = _compared(check, job, shared or Measured(check.key), found, readers)
+    differs = kept.error or any(kept.differing.values())
+    if not differs or not check.may_saturate or job.action not in _MADE_FROM_VALUES:
+        return kept
+    measured = shared or run_job.measure(job)
+    if not measured.nonfinite:
+        return kept
+    again = _compared(check, replace(job, nonfinite="saturate"), measured, found, readers)
+    return kept if again.error or any(again.differing.values()) else again
 
 
 def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, readers: Readers) -> ReencodedLayer:
@@ -486,9 +463,8 @@ def differing_bytes(stored: Located, source: Located) -> int:
             with np.errstate(over="ignore", invalid="ignore"):
                 values = x.view(want) if element is None else element.values[x]
                 rounded = x if have == want else values.astype(have).view(np.uint8)
-            found += int(
-                np.count_nonzero(readers.bytes(stored, start * have.itemsize, count * have.itemsize) != rounded)
-            )
+            own = readers.bytes(stored, start * have.itemsize, count * have.itemsize)
+            found += int(np.count_nonzero(own != rounded))
     return found
 
 
@@ -525,14 +501,7 @@ class SampledError:
 def sampled_error(destination: str | Path, source: Source, adapter: LoraAdapter | None = None) -> SampledError:
     """Measure the SQNR of the layers of a checkpoint on some rows of each."""
     # At most 256 matrices are measured, and fewer if they are large; they are evenly spaced among all matrices.
-    made = inspect_checkpoint(destination)
-    weights = list(made.layers.values())
-    rotations = transforms.resolved(made, made.weights).rotations
-    checks = [
-        check
-        for check in checks_of(weights, origins_of(weights, source, rotations, adapter), Settings())
-        if check.origin is not None
-    ]
+    checks = _checks_with_origin(destination, source, adapter)
     found: dict[str, float] = {}
     sample = list(_sample(checks))
     # verify gives one number per stack, not one per expert
@@ -546,6 +515,16 @@ def sampled_error(destination: str | Path, source: Source, adapter: LoraAdapter 
     return SampledError(layers, len(checks), is_whole and len(sample) == len(checks))
 
 
+def _checks_with_origin(
+    destination: str | Path, source: Source, adapter: LoraAdapter | None, names: Collection[str] | None = None
+) -> list[Check]:
+    """Return a Check for each matrix of a checkpoint that has a counterpart in the source; ``names`` selects layers."""
+    made = inspect_checkpoint(destination)
+    weights = [weight for weight in made.layers.values() if names is None or weight.name in names]
+    found = origins_of(weights, source, transforms.resolved(made, made.weights).rotations, adapter)
+    return [check for check in checks_of(weights, found, Settings()) if check.origin is not None]
+
+
 def sampled_losses(
     destination: str | Path,
     source: Source,
@@ -554,11 +533,7 @@ def sampled_losses(
     is_weighted: bool = False,
 ) -> tuple[tuple[str, str], ...]:
     """Judge on a sample of rows whether layers of a checkpoint have lost their values, by the limits of verify."""
-    made = inspect_checkpoint(destination)
-    weights = [weight for weight in made.layers.values() if weight.name in names]
-    rotations = transforms.resolved(made, made.weights).rotations
-    found = checks_of(weights, origins_of(weights, source, rotations, adapter), Settings())
-    checks = [check for check in found if check.origin is not None]
+    checks = _checks_with_origin(destination, source, adapter, names)
     count = min(len(checks), _MOST_MATRICES)
     lost: dict[str, str] = {}
     with Readers() as readers:
@@ -577,19 +552,16 @@ def _sample(checks: Sequence[Check]) -> Iterator[tuple[Check, tuple[tuple[int, i
     """Yield (matrix, spans of rows) for the sample: at most 256 evenly spaced matrices, with one or four spans each."""
     if not checks:
         return
-    mean = sum(_elements(check) for check in checks) / len(checks)
+    sizes = []  # elements that must be read to measure one span of a matrix
+    for check in checks:
+        rows, columns = check.stored.shape[-2:]
+        is_turned = check.stored.transposed or (check.origin is not None and check.origin.weight.transposed)
+        sizes.append(columns * (rows if is_turned else min(rows, _SPAN_ROWS)))
+    mean = sum(sizes) / len(checks)
     count = max(min(len(checks), _MOST_MATRICES, int(_SAMPLED_ELEMENTS / mean)), 1)
     spans = _MOST_SPANS if count * mean * _MOST_SPANS <= _SAMPLED_ELEMENTS else 1
-    for i in range(count):
-        check = checks[i * len(checks) // count]
+    for check in (checks[i * len(checks) // count] for i in range(count)):
         yield check, _spans(check, spans)
-
-
-def _elements(check: Check) -> int:
-    """Return the number of elements that must be read to measure one span (range of rows) of a matrix."""
-    rows, columns = check.stored.shape[-2:]
-    is_turned = check.stored.transposed or (check.origin is not None and check.origin.weight.transposed)
-    return columns * (rows if is_turned else min(rows, _SPAN_ROWS))
 
 
 def _spans(check: Check, count: int) -> tuple[tuple[int, int], ...]:
@@ -621,13 +593,13 @@ class Smoothing(NamedTuple):
         times source norm / stored norm, per column.
     """
 
-    norms: frozenset[str]
+    norms: tuple[str, ...]
     layers: Mapping[str, float]
 
 
 def smoothing_of(changed: Iterable[tuple[Located, Located]], checks: Iterable[Check]) -> Smoothing:
     """Find the smoothed norms among the changed tensors, and the layers that were smoothed with them."""
-    norms: set[str] = set()
+    norms: dict[str, None] = {}  # in the order of the files
     gained: dict[tuple[str, str], float] = {}  # (norm, layer) -> SQNR
     matrices = [check for check in checks if check.origin is not None and check.stored.container is not None]
     with Readers() as readers:
@@ -643,9 +615,9 @@ def smoothing_of(changed: Iterable[tuple[Located, Located]], checks: Iterable[Ch
                         continue
                     usual = usual_db(check, readers)
                     if usual is not None and scaled >= usual - _SMOOTHED_DB:
-                        norms.add(stored.entry.name)
+                        norms[stored.entry.name] = None
                     gained[stored.entry.name, check.stored.name] = scaled
-    return Smoothing(frozenset(norms), {layer: db for (norm, layer), db in gained.items() if norm in norms})
+    return Smoothing(tuple(norms), {layer: db for (norm, layer), db in gained.items() if norm in norms})
 
 
 def _factor(stored: Located, source: Located, readers: Readers) -> npt.NDArray[np.float32] | None:
@@ -665,8 +637,12 @@ def _sqnr_db(check: Check, factor: npt.NDArray[np.float32], readers: Readers) ->
     assert check.origin is not None and check.stored.container is not None
     height = check.stored.container.block[0]
     slab = next(slabs(readers, check.stored, check.expert, (0, -(-count // height) * height), height))
-    x = rows_of(check.origin, 0, count).values(readers).astype(np.float64) * factor
-    error = values_of(check.stored, slab)[:count].astype(np.float64) - x
+    return _db_of_rows(check, slab, rows_of(check.origin, 0, count).values(readers).astype(np.float64) * factor)
+
+
+def _db_of_rows(check: Check, slab: Slab, x: npt.NDArray[np.float64]) -> float:
+    """Return the SQNR in decibels of the values of a slab, with x, the first of its rows, as the signal."""
+    error = values_of(check.stored, slab)[: len(x)].astype(np.float64) - x
     return sqnr_db(float(np.square(x).sum()), float(np.square(error).sum()))
 
 
@@ -679,21 +655,17 @@ _NEAR_USUAL_DB = 10.0  # an AWQ layer's SQNR under the right factors is within t
 def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]:
     """Find the faults of the first four suitable layers in ``names``."""
     by_name = {check.stored.name: check for check in checks if check.origin is not None and check.stored.experts == 1}
-    groups = fused_groups(check.stored for check in by_name.values())
+    groups = fused_groups(check.stored for check in by_name.values())  # layer -> with which it shares a tensor scale
     tried = [
         by_name[name] for name in names if name in by_name and prod(by_name[name].stored.shape) <= _FAULTY_ELEMENTS
     ]
     found = {}
     with Readers() as readers:
         for check in tried[:_MOST_FAULTY]:
-            members = [one for name, one in by_name.items() if name in groups and groups[name] == _group(check, groups)]
+            own = groups.get(check.stored.name, "")
+            members = [one for name, one in by_name.items() if name in groups and groups[name] == own]
             found[check.stored.name] = _fault_of(check, members, readers)
     return {name: fault for name, fault in found.items() if fault}
-
-
-def _group(check: Check, groups: Mapping[str, str]) -> str:
-    """Return the name of the group with which a layer shares its tensor scale; "" if it is in no group."""
-    return groups.get(check.stored.name, "")
 
 
 def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
@@ -725,5 +697,4 @@ def _has_reciprocal_columns(check: Check, readers: Readers) -> bool:
     x = rows_of(origin, 0, count).values(readers).astype(np.float64)
     with np.errstate(all="ignore"):
         inverted = slab._replace(column_scale=np.float32(1) / slab.column_scale)
-        error = values_of(check.stored, inverted)[:count].astype(np.float64) - x
-    return sqnr_db(float(np.square(x).sum()), float(np.square(error).sum())) > usual - _NEAR_USUAL_DB
+        return _db_of_rows(check, inverted, x) > usual - _NEAR_USUAL_DB

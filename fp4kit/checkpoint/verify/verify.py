@@ -13,9 +13,8 @@ from typing import Any
 
 from fp4kit.arguments import as_index
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
-from fp4kit.checkpoint.convert.job import DEQUANTIZE, RENAME
-from fp4kit.checkpoint.convert.run_jobs import leftovers_of, source_facts
-from fp4kit.checkpoint.executors import Options, executor_of, run_all, start_devices
+from fp4kit.checkpoint.convert.convert import Options
+from fp4kit.checkpoint.convert.journal import source_facts
 from fp4kit.checkpoint.findings import findings_of_files, opened, unlike_activations
 from fp4kit.checkpoint.loaders.requirements import Sharding, obstacles, sharding_of
 from fp4kit.checkpoint.model import transforms
@@ -26,11 +25,17 @@ from fp4kit.checkpoint.model.model_files import MANIFEST, Source, differences, l
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubts_of, magnitude_of, reference_of, total
 from fp4kit.checkpoint.model.transforms import decodable
-from fp4kit.checkpoint.model.weights import Located, WeightRotation, any_quantized, located
-from fp4kit.checkpoint.plan.layer_recipes import first_match
-from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter, patterns_in, recorded_include
-from fp4kit.checkpoint.plan.scale_search import Activations, ScaleSearch, recorded_search
-from fp4kit.checkpoint.plan.source_layers import ExpertStack, SplitLayer, expert_stacks, is_split, split_layers
+from fp4kit.checkpoint.model.weights import Located, WeightRotation, any_quantized, located, weights_of
+from fp4kit.checkpoint.plan.activations import Activations
+from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
+from fp4kit.checkpoint.plan.borrowed_codes import patterns_in, recorded_include
+from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
+from fp4kit.checkpoint.plan.job import DEQUANTIZE, RENAME
+from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, is_split, split_layers
+from fp4kit.checkpoint.plan.mixture import first_match
+from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
+from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
+from fp4kit.checkpoint.run.leftovers import leftovers_of
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE
 from fp4kit.checkpoint.verify.integrity import (
     Issue,
@@ -204,22 +209,10 @@ def verify(
     source: str | Path | None = None,
     recipe: str | Recipe | None = None,
     options: Options | None = None,
-    search: ScaleSearch | None = None,
-    ignore: Iterable[str] = (),
-    activations: Activations | None = None,
-    recipes: Iterable[tuple[str, str | Recipe]] = (),
-    adapter: str | Path | None = None,
-    *,
-    tp: int | None = None,
-    ep: int | None = None,
+    **more: Any,
 ) -> VerifyReport:
-    """Verify a checkpoint, and return a report of everything that is wrong with it."""
-    # A layer that cannot be re-encoded is an error if its SQNR is more than 10 dB (15 dB for 8-bit codes) below the one
-    # that its format usually gives.
-    prepared = prepare(
-        destination, source, recipe, options, search, ignore, activations, recipes, adapter, tp=tp, ep=ep
-    )
-    return execute(prepared, options)
+    """Verify a checkpoint, and return a report of everything that is wrong with it. `more`: as for ``prepare``."""
+    return execute(prepare(destination, source, recipe, options, **more), options)
 
 
 def prepare(
@@ -244,18 +237,30 @@ def prepare(
     issues += swapped_nibbles(model)
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
     given = tuple((pattern, find_recipe(one)) for pattern, one in recipes)
-    settings, settings_issues = _settings(model, recipe, options or Options(), search, given)
-    settings, adapter_issues = _with_adapter(model, settings, adapter, source is not None)
-    settings_issues += adapter_issues
+    manifest = load_manifest(model.path) or {}
+    settings, texts = _settings(model, manifest, recipe, options or Options(), search, given)
+    settings, others = _with_adapter(model, _object(manifest.get("request")), settings, adapter, source is not None)
+    issues += [*texts, *others]
     if source is None:
-        checks = tuple(checks_of(model.layers.values(), {}, settings))
-        found, reference = (*issues, *settings_issues), reference_of(model.weights.values())
-        return Verification(model.path, None, settings, checks, (), found, parallel, reference)
+        checks, reference = tuple(checks_of(model.layers.values(), {}, settings)), reference_of(model.weights.values())
+        return Verification(model.path, None, settings, checks, (), tuple(issues), parallel, reference)
     original = open_source(Path(source))
-    beside = _SourceComparison(model, original, settings, _check_source(model, original), turned.rotations)
+    facts, now = manifest.get("source"), source_facts(original)
+    if isinstance(facts, dict):
+        changed = sorted(name for name in {*facts, *now} if facts.get(name) != now.get(name))
+        issues += [Issue("warning", name, _OTHER_SOURCE) for name in changed]
+    beside = _SourceComparison(model, original, settings, turned.rotations)
     _check_patterns(beside.checks, [pattern for pattern, _ in given])
-    found = (*issues, *settings_issues, *_other_source(model, original), *beside.issues())
-    return Verification(model.path, original.root, settings, beside.checks, beside.copies, found, parallel)
+    issues += beside.issues()
+    return Verification(model.path, original.root, settings, beside.checks, beside.copies, tuple(issues), parallel)
+
+
+_OTHER_SOURCE = "is not the source file that was converted: its size or header differs"
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """Return a value of a JSON file that should be an object, or {} if it is something else."""
+    return value if isinstance(value, dict) else {}
 
 
 def _cut_layers(model: Checkpoint, tp: int | None, ep: int | None) -> list[Issue]:
@@ -270,38 +275,30 @@ def _cut_layers(model: Checkpoint, tp: int | None, ep: int | None) -> list[Issue
     return [Issue("error", one.layer, f"{size}: {one.text}") for one in found]
 
 
-def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
-    """Check that fp4kit knows all contents of the source."""
-    weights = original.weights
-    if model.layers:
-        items, matrices = check_model(original, weights), frozenset[str]()
-    else:
-        _, items, matrices = transforms.undo(original, weights)
-    return matrices | {item.name for item in items if item.why in LEFT_OUT}
-
-
 def _settings(
     model: Checkpoint,
+    manifest: Mapping[str, Any],
     wanted: str | Recipe | None,
     options: Options,
     search: ScaleSearch | None,
-    given: tuple[tuple[str, Recipe], ...] = (),
+    given: tuple[tuple[str, Recipe], ...],
 ) -> tuple[Settings, list[Issue]]:
     """Return (how the checkpoint was made, warnings about records that are unknown or contradict each other)."""
-    manifest = load_manifest(model.path) or {}
-    request = manifest.get("request")
-    request = request if isinstance(request, dict) else {}
-    declared = (model.config or {}).get("quantization_config")
-    own = declared.get("fp4kit") if isinstance(declared, dict) else None
+    request = _object(manifest.get("request"))
+    own = _object((model.config or {}).get("quantization_config")).get("fp4kit")
+    is_safetensors = model.path.is_file() and not isinstance(model.files[0], GgufFile)
+    header = model.files[0].metadata if is_safetensors else {}
     made_new = request.get("recipe") if manifest.get("codes") != "carried" else None
-    recorded = made_new or (own.get("recipe") if isinstance(own, dict) else None) or _recipe_of_file(model)
+    recorded = made_new or _object(own).get("recipe") or header.get(RECIPE)
     issues = []
     found = None if wanted is None else find_recipe(wanted)
     patterns: tuple[tuple[str, Recipe], ...] = ()
     if found is None:
         try:
             found = None if recorded is None else from_data(recorded)
-            pairs = request.get("recipes") if made_new else _recorded_patterns(model, own)
+            text = header.get(PATTERNS)
+            named = own if isinstance(own, dict) else parse_object(text.encode(), PATTERNS) if text else {}
+            pairs = request.get("recipes") if made_new else patterns_in(named.get("recipes"))
             patterns = tuple((pattern, from_data(one)) for pattern, one in pairs or ())
         except (ValueError, TypeError) as error:
             issues.append(
@@ -311,7 +308,7 @@ def _settings(
         search.check_recipe(found)
     scale = request.get("input_scale")
     nonfinite = ("saturate" if request["nonfinite"] == "saturate" else "keep") if "nonfinite" in request else None
-    search_used, weighted, texts = recorded_search(request, own if isinstance(own, dict) else {}, search)
+    search_used, weighted, texts = recorded_search(request, _object(own), search)
     issues += [Issue("warning", MANIFEST, text) for text in texts]
     devices = tuple(options.devices) or (None,)
     scale = scale if isinstance(scale, float) else None
@@ -319,12 +316,10 @@ def _settings(
 
 
 def _with_adapter(
-    model: Checkpoint, settings: Settings, adapter: str | Path | None, has_source: bool
+    model: Checkpoint, request: Mapping[str, Any], settings: Settings, adapter: str | Path | None, has_source: bool
 ) -> tuple[Settings, list[Issue]]:
     """Return the settings with the adapter, and a warning if it is not the one that the checkpoint records."""
-    request = (load_manifest(model.path) or {}).get("request")
-    recorded = request.get("adapter") if isinstance(request, dict) else None
-    recorded = recorded if isinstance(recorded, dict) else {}
+    recorded = _object(request.get("adapter"))
     if adapter is None and not (recorded and has_source):
         return settings, []
     if adapter is None:
@@ -335,9 +330,8 @@ def _with_adapter(
     if not has_source:
         raise CheckpointError("--adapter: was merged into a source; add --source SRC")
     found, scales = LoraAdapter.of(adapter), str(recorded.get("scales"))
-    settings = replace(
-        settings, adapter=found, adapter_scales=scales if scales in ADAPTER_SCALES else settings.adapter_scales
-    )
+    scales = scales if scales in ADAPTER_SCALES else settings.adapter_scales
+    settings = replace(settings, adapter=found, adapter_scales=scales)
     if recorded.get("sha256") in (None, found.facts["sha256"]):
         return settings, []
     text = "is not the adapter that was merged: its files differ from those that the checkpoint records"
@@ -356,46 +350,6 @@ def _check_patterns(checks: Iterable[Check], patterns: Sequence[str]) -> None:
             )
 
 
-def _recorded_patterns(model: Checkpoint, own: Any) -> list[list[str]]:
-    """Return the [pattern, recipe id] pairs that a checkpoint records in its config or in a single file's header."""
-    if isinstance(own, Mapping):
-        return patterns_in(own.get("recipes"))
-    text = model.files[0].metadata.get(PATTERNS) if _is_safetensors(model) else None
-    return patterns_in(parse_object(text.encode(), PATTERNS).get("recipes")) if text else []
-
-
-def _is_safetensors(model: Checkpoint) -> bool:
-    """Return whether a checkpoint is a single safetensors file."""
-    return model.path.is_file() and not isinstance(model.files[0], GgufFile)
-
-
-def _recipe_of_file(model: Checkpoint) -> str | None:
-    """Return the id of the recipe in the metadata of a single safetensors file."""
-    return model.files[0].metadata.get(RECIPE) if _is_safetensors(model) else None
-
-
-def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
-    """Return a warning for every file of the given source that is not the file from which the checkpoint was made."""
-    facts, now = (load_manifest(model.path) or {}).get("source"), source_facts(original)
-    if not isinstance(facts, dict):
-        return []
-    names = sorted(name for name in {*facts, *now} if facts.get(name) != now.get(name))
-    return [
-        Issue("warning", name, "is not the source file that was converted: its size or header differs")
-        for name in names
-    ]
-
-
-def _restored(model: Checkpoint, original: Source, adapter: LoraAdapter | None) -> list[SplitLayer | ExpertStack]:
-    """Return the layers that a conversion to unquantized values may have put together from several weights."""
-    weights = decodable(original.tensors, original.config)
-    weights = weights if adapter is None else adapter.attach(weights, original.config)
-    found: list[SplitLayer | ExpertStack] = [*expert_stacks(weights, original.config).values()]
-    if not any(is_split(name) for name in model.tensors):
-        found += split_layers(original.tensors, weights).values()
-    return found
-
-
 _CASTS = ("F8_E4M3", "F8_E5M2")  # dtypes to which a model may have been cast
 
 
@@ -404,106 +358,88 @@ class _SourceComparison:
 
     checks: the matrices that are quantized in the checkpoint or were decoded from a quantized source.
     copies: (stored, source) pairs of all other tensors that both have under one name, with equal shapes, and with equal
-        dtypes or two float dtypes.
-
-    unneeded: the names of tensors of the source that the checkpoint does not need.
-    rotations: layer name -> rotation, for the rotated layers of the checkpoint.
+        dtypes or two float dtypes, because tools cast some tensors, such as the router's.
     """
 
     def __init__(
-        self,
-        model: Checkpoint,
-        original: Source,
-        settings: Settings,
-        unneeded: frozenset[str],
-        rotations: Mapping[str, WeightRotation],
+        self, model: Checkpoint, original: Source, settings: Settings, rotations: Mapping[str, WeightRotation]
     ) -> None:
         self._model, self._original = model, original
-        weights = model.weights.values()
+        known, weights = weights_of(original.tensors, original.config), model.weights.values()
+        if model.layers:
+            items, matrices = check_model(original, known), frozenset[str]()
+        else:
+            _, items, matrices = transforms.undo(original, known)
         checks = list(checks_of(weights, origins_of(weights, original, rotations, settings.adapter), settings))
         checked = {check.stored.name for check in checks}
         rest = [weight for weight in weights if weight.name not in checked]
-        self.checks = (
-            *checks,
-            *checks_of_restored(rest, _restored(model, original, settings.adapter), settings),
-        )
+        # The layers that a conversion to unquantized values may have put together from several weights.
+        sources = decodable(original.tensors, original.config)
+        sources = sources if settings.adapter is None else settings.adapter.attach(sources, original.config)
+        restored: list[SplitLayer | ExpertStack] = [*expert_stacks(sources, original.config).values()]
+        if not any(is_split(name) for name in model.tensors):
+            restored += split_layers(original.tensors, sources).values()
+        self.checks = (*checks, *checks_of_restored(rest, restored, settings))
         self._made = {part.entry.name for check in self.checks for part in check.stored.parts.values()}
-        self._used = {name for check in self.checks if check.origin is not None for name in check.origin.names}
         self._transposed = transposed_from(weights, original)
-        self._used |= unneeded | {name for names in self._transposed.values() for name in names}
-        self._alike, self._unlike = self._copied()
-        self.copies = tuple(self._alike.values())
-
-    def _copied(self) -> tuple[dict[str, tuple[Located, Located]], dict[str, str]]:
-        """Return two dicts for the unconverted tensors that the checkpoint and the source have under one name:
-
-        1. name -> (stored, source), if the tensors can be compared: their shapes are equal, and their dtypes are equal
-           or are both float dtypes, because tools cast some tensors, such as the router's.
-        2. name -> a text that says what differs, for all other tensors.
-        """
-        alike, unlike = {}, {}
-        for name, (file, entry) in self._model.tensors.items():
-            if name in self._made or name not in self._original.tensors:
+        self._used = {name for check in self.checks if check.origin is not None for name in check.origin.names}
+        self._used |= matrices | {item.name for item in items if item.why in LEFT_OUT}
+        self._used |= {name for names in self._transposed.values() for name in names}
+        self._alike: dict[str, tuple[Located, Located]] = {}
+        self._unlike: dict[str, str] = {}  # name of a tensor that cannot be compared -> what differs
+        for name, (file, entry) in model.tensors.items():
+            if name in self._made or name not in original.tensors:
                 continue
-            other_file, other = self._original.tensors[name]
+            other_file, other = original.tensors[name]
             floats = {entry.dtype, other.dtype} <= {*FLOAT_DTYPES, *_CASTS}
             if entry.shape == other.shape and (entry.dtype == other.dtype or floats):
-                alike[name] = located(file, entry), located(other_file, other)
+                self._alike[name] = located(file, entry), located(other_file, other)
             else:
-                unlike[name] = f"is {entry.dtype} {list(entry.shape)}; the source has {other.dtype} {list(other.shape)}"
-        return alike, unlike
+                text = f"is {entry.dtype} {list(entry.shape)}; the source has {other.dtype} {list(other.shape)}"
+                self._unlike[name] = text
+        self.copies = tuple(self._alike.values())
 
     def issues(self) -> list[Issue]:
         """Return the issues that the matching shows, before any values are compared."""
-        # The issues concern tensors that only the checkpoint or only the source has, tensors with different shapes or
-        # dtypes, and layers that cannot be compared or re-encoded.
+        stored, source = self._model.tensors, self._original.tensors
         without = [check.stored.name for check in self.checks if check.origin is None]
         strange = [name for name in without if name not in self._transposed]
-        extra = [
-            name
-            for name in self._model.tensors
-            if name not in self._made and name not in self._original.tensors and not is_attention_scale(name)
+        strange += [n for n in stored if n not in self._made and n not in source and not is_attention_scale(n)]
+        known = {*self._used, *self._alike, *self._unlike}
+        missing = [name for name in source if name not in known and not is_attention_scale(name)]
+        cast = [
+            (name, have.entry.dtype, want.entry.dtype)
+            for name, (have, want) in self._alike.items()
+            if have.entry.dtype != want.entry.dtype and want.entry.dtype not in _CASTS  # the values of casts are exact
         ]
-        accounted_for = {*self._used, *self._alike, *self._unlike}
-        missing = [
-            name for name in self._original.tensors if name not in accounted_for and not is_attention_scale(name)
+        rows = [("error", name, "is not in the source") for name in dict.fromkeys(strange)]
+        rows += [("error", name, "is missing; the source has it") for name in missing]
+        rows += [("error", name, text) for name, text in self._unlike.items()]
+        rows += [
+            ("warning", n, f"is {a}; the source has {b}, which was rounded for the comparison") for n, a, b in cast
         ]
-        found = [Issue("error", name, "is not in the source") for name in dict.fromkeys([*strange, *extra])]
-        found += [Issue("error", name, "is missing; the source has it") for name in missing]
-        found += [Issue("error", name, text) for name, text in self._unlike.items()]
-        found += [
-            Issue(
-                "warning",
-                name,
-                f"is {stored.entry.dtype}; the source has {source.entry.dtype}, which was rounded for the comparison",
-            )
-            for name, (stored, source) in self._alike.items()
-            if stored.entry.dtype != source.entry.dtype and source.entry.dtype not in _CASTS  # the values are exact
-        ]
-        found += [
-            Issue("warning", name, f"is a transposed part of {', '.join(names)} and is not compared")
+        rows += [
+            ("warning", name, f"is a transposed part of {', '.join(names)} and is not compared")
             for name, names in self._transposed.items()
         ]
-        found += [Issue("error", name, _QUANTIZED_ALONE) for name in self._quantized_although_kept()]
-        whys = Counter(check.why for check in self.checks if check.why)
-        found += [
-            Issue("warning", "model", f"{n} layer{' is' if n == 1 else 's are'} not re-encoded: {why}")
-            for why, n in whys.items()
-        ]
-        return found
+        rows += [("error", name, _QUANTIZED_ALONE) for name in self._quantized_although_kept()]
+        for why, n in Counter(check.why for check in self.checks if check.why).items():
+            rows.append(("warning", "model", f"{n} layer{' is' if n == 1 else 's are'} not re-encoded: {why}"))
+        return [Issue(*row) for row in rows]
 
     def _quantized_although_kept(self) -> list[str]:
         """Return the quantized layers that the source, which has quantized layers, keeps unquantized."""
-        if not any_quantized(self._original.weights.values()):
+        if not any_quantized(weights_of(self._original.tensors, self._original.config).values()):
             return []
         include = recorded_include(self._model.files)
         made = [(check.stored, check.origin.weight) for check in self.checks if check.origin is not None]
         alone = [
-            (stored.name, weight.name)
+            stored.name
             for stored, weight in made
             if stored.container is not None and weight.container is None and weight.dtype in FLOAT_DTYPES
+            if first_match(include, weight.name) is None
         ]
-        return list(dict.fromkeys(name for name, original in alone if first_match(include, original) is None))
+        return list(dict.fromkeys(alone))
 
 
 def execute(prepared: Verification, options: Options | None = None) -> VerifyReport:
@@ -520,7 +456,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
         file_differences = differences(prepared.root, executor)
     differing = {name for name, _ in changed}
     pairs = [pair for pair in prepared.copies if pair[0].entry.name in differing]
-    smoothing = smoothing_of(pairs, prepared.checks) if prepared.settings.recipe is None else Smoothing(frozenset(), {})
+    smoothing = smoothing_of(pairs, prepared.checks) if prepared.settings.recipe is None else Smoothing((), {})
     return _report(prepared, found, sorted(changed), file_differences, smoothing)
 
 
@@ -582,10 +518,13 @@ def _report(
         for name, n in changed
         if name not in smoothing.norms
     ]
+    recipes = None
+    if settings.recipe is not None:
+        recipes = ", ".join([settings.recipe.id, *(f"{pattern}={one.id}" for pattern, one in settings.patterns)])
     return VerifyReport(
         prepared.root,
         prepared.source,
-        _recipes_text(settings),
+        recipes,
         settings.search.words if settings.search else "",
         tuple(dict.fromkeys(layer.format for layer in layers)),
         "none" if file_differences is None else "differs" if file_differences else "equal",
@@ -595,13 +534,6 @@ def _report(
         tuple(sorted(dict.fromkeys(issues), key=lambda issue: issue.severity)),
         prepared.parallel,
     )
-
-
-def _recipes_text(settings: Settings) -> str | None:
-    """Return the id of the recipe of a checkpoint, followed by PATTERN=ID for each pattern, with ", " between them."""
-    if settings.recipe is None:
-        return None
-    return ", ".join([settings.recipe.id, *(f"{pattern}={one.id}" for pattern, one in settings.patterns)])
 
 
 _QUANTIZED_ALONE = (
