@@ -133,6 +133,10 @@ def test_the_converter_merges_a_trained_adapter(tmp_path, dtype):
     assert sorted(decoded) == sorted(weights)
     for name, w in weights.items():
         assert_same_bits(to_numpy(w), to_numpy(torch.from_numpy(decoded[name]).to(w.dtype)))
+    original = model.base_model.model.get_submodule(f"{ATTENTION}.q_proj.base_layer").parametrizations.weight.original
+    original.requires_grad_()
+    model(IDS, labels=IDS).loss.backward()
+    assert original.grad.any()  # W trains too
 
 
 def test_base_and_adapter_are_served_apart(tmp_path):
@@ -451,24 +455,6 @@ def test_a_compiled_model_reads_merged_weights():
     compiled = torch.compile(layer, backend="eager")
     with torch.no_grad():
         assert torch.equal(compiled(x), layer(x))
-
-
-def test_convert_merges_the_saved_adapter_into_the_trained_weights(tmp_path):
-    """fp4kit convert --adapter gives the trained weights, from the saved base and the saved adapter. W trains too."""
-    base = a_llama(torch.bfloat16)
-    base.save_pretrained(tmp_path / "base")
-    model = adapt(base, r=16)
-    ft.fake_quantize_model(model, RECIPE, adapters="merged")
-    train(model)
-    model.save_pretrained(tmp_path / "adapter")
-    convert(tmp_path / "base", tmp_path / "served", RECIPE, adapter=tmp_path / "adapter")
-    decoded = served.weights(tmp_path / "served", fp4kit.recipe(RECIPE))
-    for name, w in quantized(model).items():
-        assert torch.equal(torch.from_numpy(decoded[name]).to(w.dtype), w)
-    original = model.base_model.model.get_submodule(f"{ATTENTION}.q_proj.base_layer").parametrizations.weight.original
-    original.requires_grad_()
-    model(IDS, labels=IDS).loss.backward()
-    assert original.grad.any()
 
 
 @pytest.mark.exhaustive

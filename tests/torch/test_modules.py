@@ -2,9 +2,12 @@
 
 import copy
 import importlib
+import itertools
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tensors import to_numpy
@@ -54,16 +57,6 @@ def test_tied_and_already_parametrized_parameters():
         ft.fake_quantize_model(model, FakeQuantSettings("mxfp4-ocp", parameters=("head.*",)))
 
 
-def test_a_model_that_does_not_fit_stays_as_it_was():
-    model = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 4))
-    with pytest.raises(
-        ValueError, match=r"1.weight: fake_quantize: axis 1 has length 8; nvfp4-te needs a multiple of 16"
-    ):
-        ft.fake_quantize_model(model, FakeQuantSettings("nvfp4-te", parameters=("*.weight",)))
-    assert not any(torch.nn.utils.parametrize.is_parametrized(module) for module in model.modules())
-    assert ft.fake_quantize_model(model, FakeQuantSettings()) == []
-
-
 @pytest.mark.parametrize("options", [{"parameters": ("b.*",)}, {"exclude": ("a.*",)}], ids=str)
 def test_a_module_with_several_names(options):
     """A shared module is quantized if any of its names is included.
@@ -81,31 +74,54 @@ def test_a_module_with_several_names(options):
     assert ft.fake_quantize_model(twice, FakeQuantSettings("mxfp4")) == ["0.weight"]
 
 
-def test_anything_but_a_model_and_settings():
-    with pytest.raises(TypeError, match=r"^fake_quantize_model: model is 'x'; needs a Module"):
-        ft.fake_quantize_model("x", FakeQuantSettings("mxfp4"))
-    with pytest.raises(TypeError, match=r"^fake_quantize_model: recipe is 4; needs a recipe id, such as 'nvfp4-te'"):
-        ft.fake_quantize_model(a_model(), 4)
+SETTINGS = FakeQuantSettings("nvfp4-te", parameters=("*.weight",))
+NONE = (
+    r"settings include no parameter .*none matches parameters=\('0\.wieght',\); its parameters are '0\.weight', '2\.w"
+)
+WRONG = {
+    "model": (("x", SETTINGS), {}, TypeError, r"^fake_quantize_model: model is 'x'; needs a Module"),
+    "recipe": ((None, 4), {}, TypeError, r"^fake_quantize_model: recipe is 4; needs a recipe id, such as 'nvfp4-te'"),
+    "options": (
+        (None, SETTINGS),
+        {"format": "modelopt", "include": ("0",)},
+        TypeError,
+        "format, include cannot be given",
+    ),
+    "a flag": ((None, SETTINGS), {"pass_through": False}, TypeError, "pass_through cannot be given with a FakeQuantS"),
+    "both": ((None, "mxfp4"), {"settings": SETTINGS}, TypeError, "recipe and settings are both given; needs one"),
+    "settings": ((None,), {"settings": "mxfp4"}, TypeError, "settings is 'mxfp4'; needs a FakeQuantSettings"),
+    "typo": ((None, FakeQuantSettings("nvfp4-te", parameters=("0.wieght",))), {}, ValueError, NONE),
+    "all": ((None, FakeQuantSettings("nvfp4-te", exclude=("*",))), {}, ValueError, r"exclude=\('\*',\) leaves out all"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case):
+    (model, *rest), options, kind, text = WRONG[case]
+    with pytest.raises(kind, match=text):
+        ft.fake_quantize_model(model or a_model(), *rest, **options)
+
+
+@pytest.mark.parametrize(("sizes", "name", "axis"), [((32, 8, 4), "1.weight", 1), ((32, 50), "0.bias", 0)])
+def test_a_model_that_does_not_fit_stays_as_it_was(sizes, name, axis):
+    model = torch.nn.Sequential(*[torch.nn.Linear(*pair) for pair in itertools.pairwise(sizes)])
+    settings = FakeQuantSettings("nvfp4-te", parameters=("*.weight", name))
+    text = rf"^{name}: fake_quantize: axis {axis} has length \d+; nvfp4-te needs .*exclude=\('{name}',\)\)$"
+    with pytest.raises(ValueError, match=text):
+        ft.fake_quantize_model(model, settings)
+    assert not any(torch.nn.utils.parametrize.is_parametrized(module) for module in model.modules())
+    assert ft.fake_quantize_model(model, FakeQuantSettings()) == []
+
+
+def test_settings_by_name_and_settings_that_are_wrong():
+    assert ft.fake_quantize_model(a_model(), settings=SETTINGS) == ["0.weight", "2.weight"]
+    assert ft.FakeQuantSettings is FakeQuantSettings
     with pytest.raises(TypeError, match=r"^FakeQuantized: settings is 'mxfp4'; needs a FakeQuantSettings"):
         ft.FakeQuantized("mxfp4", "weight")
-    with pytest.raises(TypeError, match=r"^FakeQuantSettings: pass_through is 'no'; needs True or False"):
-        FakeQuantSettings("mxfp4", pass_through="no")
-
-
-def test_settings_that_include_no_parameter():
-    """Settings that match no parameter are an error.
-
-    Otherwise a typo in a wildcard would train in full precision unnoticed.
-    """
-    with pytest.raises(
-        ValueError,
-        match=r"^fake_quantize_model: the settings include no parameter of the model: none matches parameters="
-        r"\('0\.wieght',\); its parameters are '0\.weight', '2\.weight', '\d\.bias', \.\.\.; correct the wildcards, "
-        r"or pass FakeQuantSettings\(\) to quantize nothing$",
+    with pytest.warns(
+        UserWarning, match=r"less than two dimensions: '0.bias'; .*leave them out with FakeQuantSettings"
     ):
-        ft.fake_quantize_model(a_model(), FakeQuantSettings("nvfp4-te", parameters=("0.wieght",)))
-    with pytest.raises(ValueError, match=r"exclude=\('\*',\) leaves out all that match parameters=\('\*',\)"):
-        ft.fake_quantize_model(a_model(), FakeQuantSettings("nvfp4-te", exclude=("*",)))
+        ft.fake_quantize_model(torch.nn.Sequential(torch.nn.Linear(32, 32)), FakeQuantSettings("nvfp4-te"))
 
 
 def test_one_wildcard_of_several_matches_nothing():
@@ -117,40 +133,6 @@ def test_one_wildcard_of_several_matches_nothing():
     assert ft.fake_quantize_model(model, FakeQuantSettings("mxfp4", parameters=EXPERT_WEIGHTS)) == [
         "mlp.experts.0.weight"
     ]
-
-
-def test_a_parameter_whose_length_does_not_fit():
-    model = torch.nn.Sequential(torch.nn.Linear(32, 50))
-    with pytest.raises(
-        ValueError,
-        match=r"^0.bias: fake_quantize: axis 0 has length 50; nvfp4-te needs a multiple of 16; leave the parameter out "
-        r"with FakeQuantSettings\(..., exclude=\('0.bias',\)\)$",
-    ):
-        ft.fake_quantize_model(model, FakeQuantSettings("nvfp4-te"))
-
-
-def test_vectors_that_are_quantized():
-    """A warning names quantized parameters with less than two dimensions.
-
-    Engines leave these, such as biases and norms, unquantized.
-    """
-    text = r"quantizes parameters with less than two dimensions: '0.bias'; engines leave biases and norms unquantized; "
-    with pytest.warns(UserWarning, match=rf"^fake_quantize_model: {text}leave them out with FakeQuantSettings"):
-        ft.fake_quantize_model(torch.nn.Sequential(torch.nn.Linear(32, 32)), FakeQuantSettings("nvfp4-te"))
-
-
-def test_settings_allow_no_other_option():
-    settings = FakeQuantSettings("nvfp4-te", parameters=("*.weight",))
-    with pytest.raises(TypeError, match=r"^fake_quantize_model: format, include cannot be given with a FakeQuantS"):
-        ft.fake_quantize_model(a_model(), settings, format="modelopt", include=("0.weight",))
-    with pytest.raises(TypeError, match=r"^fake_quantize_model: pass_through cannot be given with a FakeQuantS"):
-        ft.fake_quantize_model(a_model(), settings, pass_through=False)
-    with pytest.raises(TypeError, match=r"^fake_quantize_model: recipe and settings are both given; needs one of them"):
-        ft.fake_quantize_model(a_model(), "mxfp4", settings=settings)
-    with pytest.raises(TypeError, match=r"^fake_quantize_model: settings is 'mxfp4'; needs a FakeQuantSettings"):
-        ft.fake_quantize_model(a_model(), settings="mxfp4")
-    assert ft.fake_quantize_model(a_model(), settings=settings) == ["0.weight", "2.weight"]
-    assert ft.FakeQuantSettings is FakeQuantSettings
 
 
 @pytest.fixture
@@ -227,3 +209,63 @@ def test_what_a_process_must_import_before_torch_load(tmp_path, program):
     torch.save({"w": fp4kit.quantize(torch.ones(4, 32), variant)}, tmp_path / "q.pt")
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "q.pt")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def mesh():
+    """Yield a mesh of one rank."""
+    device_mesh = pytest.importorskip("torch.distributed.device_mesh")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield device_mesh.init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def gate_and_up():
+    torch.manual_seed(0)
+    return torch.nn.ModuleDict({"gate_proj": torch.nn.Linear(64, 32), "up_proj": torch.nn.Linear(64, 32)})
+
+
+def test_tensor_parallel_weights(mesh):
+    parallel = pytest.importorskip("torch.distributed.tensor.parallel")
+    plain, sharded = gate_and_up(), gate_and_up()
+    parallel.parallelize_module(sharded, mesh, {"*_proj": parallel.ColwiseParallel()})
+    for model in (plain, sharded):
+        ft.fake_quantize_model(model, "nvfp4-te")
+    for name in plain:
+        assert torch.equal(sharded[name].weight.full_tensor(), plain[name].weight)
+
+
+def test_fully_shard_comes_last(mesh):
+    fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
+    model, plain, x = torch.nn.Sequential(torch.nn.Linear(64, 64)), None, torch.ones(2, 64)
+    with pytest.raises(
+        TypeError, match=r"is sharded by fully_shard; call parallelize_module first, then fake_quantize"
+    ):
+        ft.fake_quantize_model(fully_shard(torch.nn.Sequential(torch.nn.Linear(64, 64)), mesh=mesh), "nvfp4-te")
+    ft.fake_quantize_model(model, "nvfp4-te")
+    plain = model(x)
+    assert torch.equal(fully_shard(model, mesh=mesh)(x), plain)
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_read_the_weights_of_one(tmp_path):
+    command = [sys.executable, str(ROOT / "tests" / "support" / "two_ranks.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert all(output.splitlines()[-1] == "equal" for output in outputs), outputs

@@ -2,11 +2,10 @@
 other bytes stay.
 """
 
-import json
-
 import numpy as np
 import pytest
 import synthetic
+from changed_bytes import change
 
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.model.model_files import INDEX, differences, open_source
@@ -23,36 +22,13 @@ FORMATS = ("modelopt", "compressed-tensors")
 SCALE = {"modelopt": "weight_scale_2", "compressed-tensors": "weight_global_scale"}
 
 
-def rewrite(root, change):
-    """Change the tensors of the checkpoint in the directory `root` in place.
-
-    change: called as change(name, bytes) for each tensor. It returns the new bytes, of equal length.
-    """
-    for path in root.glob("*.safetensors"):
-        data = bytearray(path.read_bytes())
-        length = int.from_bytes(data[:8], "little")
-        for name, info in json.loads(data[8 : 8 + length]).items():
-            if name != "__metadata__":
-                a, b = (8 + length + offset for offset in info["data_offsets"])
-                data[a:b] = change(name, bytes(data[a:b]))
-        path.write_bytes(data)
-
-
-def scaled(form, factors):
-    """Return a function to pass to `rewrite`, which multiplies the decoded tensor scales of some layers.
-
-    form: "modelopt", which stores the scale, or a format that stores its reciprocal.
-    factors: {end of a layer's name: factor}.
-    """
-
-    def change(name, data):
-        for leaf, factor in factors.items():
-            if name.endswith(f"{leaf}.{SCALE[form]}"):
-                number = np.frombuffer(data, np.float32)
-                return (number * np.float32(factor) if form == "modelopt" else number / np.float32(factor)).tobytes()
-        return data
-
-    return change
+def scale(root, form, factors):
+    """Multiply the decoded tensor scales of some layers of a checkpoint. factors: {end of a layer's name: factor}."""
+    for leaf, factor in factors.items():
+        by = np.float32(factor)
+        change(
+            root, f"{leaf}.{SCALE[form]}", (lambda x, by=by: x * by) if form == "modelopt" else lambda x, by=by: x / by
+        )
 
 
 def decoded(root):
@@ -87,7 +63,7 @@ def test_equal_scales_are_left_alone(quantized, tmp_path):
 
 def test_a_power_of_two_is_exact(quantized, tmp_path):
     form, root = quantized
-    rewrite(root, scaled(form, {"up_proj": 0.25, "k_proj": 0.5}))
+    scale(root, form, {"up_proj": 0.25, "k_proj": 0.5})
     before = decoded(root)
     found = reconcile(root, tmp_path / "out")
     after = decoded(tmp_path / "out")
@@ -100,7 +76,7 @@ def test_a_power_of_two_is_exact(quantized, tmp_path):
 
 def test_the_loss_is_reported(quantized, tmp_path):
     form, root = quantized
-    rewrite(root, scaled(form, {"up_proj": 0.3, "v_proj": 0.011}))
+    scale(root, form, {"up_proj": 0.3, "v_proj": 0.011})
     before, old = decoded(root), raw(root)
     found = reconcile(root, tmp_path / "out")
     after, new = decoded(tmp_path / "out"), raw(tmp_path / "out")
@@ -129,7 +105,7 @@ def test_the_loss_is_reported(quantized, tmp_path):
 
 def test_only_a_report(quantized):
     form, root = quantized
-    rewrite(root, scaled(form, {"up_proj": 0.3}))
+    scale(root, form, {"up_proj": 0.3})
     before = sorted(path.name for path in root.parent.iterdir())
     assert len(reconcile(root, None).repairs) > 3
     assert sorted(path.name for path in root.parent.iterdir()) == before
@@ -143,10 +119,10 @@ def test_refusals(quantized, tmp_path):
     convert(tmp_path / "in", tmp_path / "mx", "mxfp8-te", format="modelopt")
     with synthetic.refused("has no layer in NVFP4 of Model-Optimizer or compressed-tensors"):
         reconcile(tmp_path / "mx", None)
-    rewrite(root, scaled(form, {"up_proj": 0.3}))
+    scale(root, form, {"up_proj": 0.3})
     with synthetic.refused("exists"):
         reconcile(root, tmp_path / "in")
-    rewrite(root, scaled(form, {"up_proj": np.nan}))
+    scale(root, form, {"up_proj": np.nan})
     with synthetic.refused("is not a positive normal float32"):
         reconcile(root, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -174,7 +150,7 @@ def test_parts_store_the_same_bits(tmp_path, factor):
     """
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")
-    rewrite(tmp_path / "q", scaled("compressed-tensors", {"up_proj": factor, "k_proj": factor, "v_proj": factor}))
+    scale(tmp_path / "q", "compressed-tensors", {"up_proj": factor, "k_proj": factor, "v_proj": factor})
     reconcile(tmp_path / "q", tmp_path / "out")
     assert all(len(bits) == 1 for bits in fused(tmp_path / "out"))
     assert not [issue for issue in verify(tmp_path / "out").issues if "differs" in issue.text]
@@ -189,14 +165,10 @@ def test_divisors_of_one_reciprocal_are_repaired(tmp_path):
         x for x in np.linspace(1.9, 1.99, 1000, dtype=np.float32) if one / x == one / np.nextafter(x, np.float32(2))
     ]
 
-    def apart(name, data):
-        ends = name.endswith(("q_proj.weight_global_scale", "k_proj.weight_global_scale", "v_proj.weight_global_scale"))
-        return (np.nextafter(twins[0], np.float32(2)) if "k_proj" in name else twins[0]).tobytes() if ends else data
-
-    rewrite(tmp_path / "q", apart)
-    assert any(
-        issue.severity == "error" and "reconcile repairs it" in issue.text for issue in verify(tmp_path / "q").issues
-    )
+    for leaf, divisor in (("q", twins[0]), ("k", np.nextafter(twins[0], np.float32(2))), ("v", twins[0])):
+        change(tmp_path / "q", f"{leaf}_proj.weight_global_scale", lambda x, new=divisor: np.full_like(x, new))
+    errors = [issue.text for issue in verify(tmp_path / "q").issues if issue.severity == "error"]
+    assert any("reconcile repairs it" in text for text in errors)
     found = reconcile(tmp_path / "q", tmp_path / "out")
     assert [r.changed for r in found.repairs] == [0, 0] and {r.name.rpartition(".")[2] for r in found.repairs} == {
         "k_proj"
@@ -206,7 +178,7 @@ def test_divisors_of_one_reciprocal_are_repaired(tmp_path):
 
 def test_the_index_goes_along(quantized, tmp_path):
     form, root = quantized
-    rewrite(root, scaled(form, {"up_proj": 0.3}))
+    scale(root, form, {"up_proj": 0.3})
     reconcile(root, tmp_path / "out")
     names = [{path.name for path in folder.iterdir()} for folder in (root, tmp_path / "out")]
     # The contract is left out, because repaired scales are those of no recipe.
@@ -219,7 +191,7 @@ def test_the_index_goes_along(quantized, tmp_path):
 def test_a_hugging_face_cache(quantized, tmp_path):
     """reconcile works on a Hugging Face cache, where all files, config and index included, are links to blobs."""
     form, root = quantized
-    rewrite(root, scaled(form, {"up_proj": 0.3}))
+    scale(root, form, {"up_proj": 0.3})
     blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "1"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)

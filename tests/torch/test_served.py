@@ -13,6 +13,7 @@ import synthetic
 from tensors import to_numpy, to_torch
 
 import fp4kit
+from fp4kit.calibration import Collector
 from fp4kit.checkpoint import CheckpointError, convert
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.evidence.testing import assert_same_bits
@@ -21,6 +22,8 @@ from fp4kit.recipes import RECIPES
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 ft = importlib.import_module("fp4kit.torch")
+
+
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 64}
 UNSTORABLE = "mxfp6-compressed-tensors"  # no format of convert stores it
 FORMATS = ("compressed-tensors", "modelopt", "fp8", "sglang-mxfp8", "mlx", "comfy")
@@ -341,8 +344,14 @@ def test_remove_fake_quantization(keep):
         assert parameter is parameters[name]
         expected = values.get(name) if keep == "quantized" else None
         assert torch.equal(parameter, plain.get_parameter(name) if expected is None else expected)
+    with pytest.raises(ValueError, match=r"^remove_fake_quantization: keep is 'all'; needs \"original\" or \"quant"):
+        ft.remove_fake_quantization(model, keep="all")
+    with pytest.raises(TypeError, match=r"^remove_fake_quantization: model is 'x'; needs a Module"):
+        ft.remove_fake_quantization("x")
     assert ft.remove_fake_quantization(model) == []
     assert ft.fake_quantize_model(model, "mxfp4", config=CONFIG) == names
+    with pytest.raises(ValueError, match=r"q_proj.weight is already fake-quantized; .*remove_fake_quantization first"):
+        ft.fake_quantize_model(model, "nvfp4-te", config=CONFIG)
 
 
 def test_other_parametrizations_stay():
@@ -361,13 +370,6 @@ def served_values(w):
     """Return the values that Model-Optimizer's container gives for the codes of nvfp4-te."""
     product = dataclasses.replace(fp4kit.recipe("nvfp4-te"), decode_rule="product")
     return torch.from_numpy(fp4kit.fake_quantize(to_numpy(w), product))
-
-
-def test_removing_takes_a_model_and_a_known_word():
-    with pytest.raises(TypeError, match=r"^remove_fake_quantization: model is 'x'; needs a Module"):
-        ft.remove_fake_quantization("x")
-    with pytest.raises(ValueError, match=r"^remove_fake_quantization: keep is 'all'; needs \"original\" or \"quant"):
-        ft.remove_fake_quantization(a_llama(), keep="all")
 
 
 def test_convolutions_and_embeddings():
@@ -392,37 +394,38 @@ def test_convolutions_and_embeddings():
     assert ft.fake_quantize_model(b, "nvfp4-te", include=("embed.*",), config={}) == ["embed.weight", "fc.weight"]
 
 
+WRONG = {
+    "a wildcard": (
+        {"parameters": ("*.mlp.*", "*.mpl.up_proj.weight")},
+        ValueError,
+        r"mpl.up_proj.weight' matches no par",
+    ),
+    "excluded": ({"exclude": ("lm_haed",)}, ValueError, "matches no parameter; its parameters are 'lm_head.weight'"),
+    "all": ({"exclude": ("*",)}, ValueError, r"no parameter is left to quantize: .*\(exclude '\*'\)"),
+    "text": ({"parameters": "*"}, TypeError, r"parameters is '\*'; needs a tuple of wildcards, such as"),
+    "a norm": ({"include": ("model.norm.weight",)}, ValueError, r"which has shape \(64,\); needs two dimensi"),
+    "format": ({"format": "modlopt"}, CheckpointError, r"^format modlopt: unknown; use one of modelopt"),
+    "unstorable": ({"format": "mlx", "config": CONFIG}, CheckpointError, r"mlx"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case):
+    options, kind, text = WRONG[case]
+    with pytest.raises(kind, match=text):
+        ft.fake_quantize_model(a_llama(), "nvfp4-te", **options)
+
+
 def test_wildcards():
     names = ft.fake_quantize_model(a_llama(), "nvfp4-te", parameters=("*.mlp.*",), exclude=("*layers.1*",))
     assert names == [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-    with pytest.raises(
-        ValueError,
-        match=r"parameters='\*.mpl.up_proj.weight' matches no parameter; its parameters are '\S+up_proj.weight'",
-    ):
-        ft.fake_quantize_model(a_llama(), "nvfp4-te", parameters=("*.mlp.*", "*.mpl.up_proj.weight"))
-    with pytest.raises(
-        ValueError, match=r"exclude='lm_haed' matches no parameter; its parameters are 'lm_head.weight'"
-    ):
-        ft.fake_quantize_model(a_llama(), "nvfp4-te", exclude=("lm_haed",))
-    with pytest.raises(ValueError, match=r"no parameter is left to quantize: .*\(exclude '\*'\)"):
-        ft.fake_quantize_model(a_llama(), "nvfp4-te", exclude=("*",))
     with pytest.raises(ValueError, match=r"'weight' belongs to no named layer; pass include=\('weight',\)"):
         ft.fake_quantize_model(torch.nn.Linear(32, 16), "nvfp4-te")
-    with pytest.raises(TypeError, match=r"parameters is '\*'; needs a tuple of wildcards, such as"):
-        ft.fake_quantize_model(a_llama(), "nvfp4-te", parameters="*")
-    with pytest.raises(
-        ValueError, match=r"include= names model.norm.weight, which has shape \(64,\); needs two dimensi"
-    ):
-        ft.fake_quantize_model(a_llama(), "nvfp4-te", include=("model.norm.weight",))
     with pytest.warns(UserWarning, match=r"self_attn.\(q_proj\|k_proj\|v_proj\): v_proj stays unquantized"):
         ft.fake_quantize_model(a_llama(), "nvfp4-te", exclude=("*.v_proj.weight",))
 
 
-def test_formats_that_do_not_fit():
-    with pytest.raises(CheckpointError, match=r"^format modlopt: unknown; use one of modelopt"):
-        ft.fake_quantize_model(a_llama(), "nvfp4-te", format="modlopt")
-    with pytest.raises(CheckpointError, match=r"mlx"):
-        ft.fake_quantize_model(a_llama(), "nvfp4-te", format="mlx", config=CONFIG)
+def test_a_recipe_that_no_format_stores():
     model = a_llama()
     names = ft.fake_quantize_model(model, UNSTORABLE, parameters=("*.o_proj.weight",))
     layer = model.get_submodule("model.layers.0.self_attn.o_proj")
@@ -446,13 +449,6 @@ def test_the_table():
     assert f"yes 2 model.layers.*.mlp.up_proj.weight 96 x 64 dense MLP; {shared}" in [
         " ".join(x.split()) for x in lines
     ]
-
-
-def test_a_model_that_is_quantized_already():
-    model = a_llama()
-    ft.fake_quantize_model(model, "nvfp4-te", config=CONFIG)
-    with pytest.raises(ValueError, match=r"q_proj.weight is already fake-quantized; .*remove_fake_quantization first"):
-        ft.fake_quantize_model(model, "nvfp4-te", config=CONFIG)
 
 
 def test_settings_are_removed_too():
@@ -613,3 +609,206 @@ def test_conv1d_of_transformers_is_refused(tmp_path, kind):
     state = ((name, to_numpy(w.detach())) for name, w in model.state_dict().items())
     with pytest.raises(CheckpointError, match=r"c_attn: gpt2 stores its layers transposed"):
         dict(fp4kit.checkpoint.convert_tensors(state, rules))
+
+
+ROUNDED = (("nvfp4-te", "compressed-tensors"), ("nvfp4-te", "modelopt"), ("mxfp8-te", "sglang-mxfp8"))
+
+
+def layers():
+    """Return a float32 model of fused layers of different sizes."""
+    torch.manual_seed(0)
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(64, 64, bias=False) for name in names})
+    with torch.no_grad():
+        for i, layer in enumerate(model.values()):
+            layer.weight.mul_(i + 0.3)
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("recipe", "form"), ROUNDED)
+def test_decoded_values_are_rounded_once(tmp_path, recipe, form, dtype):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = layers()
+    names = ft.fake_quantize_model(model, recipe, format=form, served_dtype=dtype)
+    assert f"; values as served from --format {form}, decoded to {dtype}\n" in str(names) and "note:" not in str(names)
+    trained = tmp_path / "trained"
+    trained.mkdir()
+    safetensors.save_file(model.state_dict(), trained / "model.safetensors")
+    (trained / "config.json").write_text("{}")
+    convert(trained, tmp_path / "served", recipe, format=form)
+    for name, decoded in served.weights(tmp_path / "served", fp4kit.recipe(recipe)).items():
+        w = model[name].weight
+        w.sum().backward()
+        expected = torch.from_numpy(decoded).to(getattr(torch, dtype)).float()
+        assert_same_bits(to_numpy(w), to_numpy(expected))
+        gradient = model[name].parametrizations.weight.original.grad
+        assert w.dtype == torch.float32 and torch.equal(gradient, torch.ones_like(gradient))
+
+
+def test_gradients_are_not_rounded():
+    model = layers()
+    ft.fake_quantize_model(model, "nvfp4-te", served_dtype=torch.bfloat16)
+    upstream = torch.rand(64, 64)
+    (model["q_proj"].weight * upstream).sum().backward()
+    assert torch.equal(model["q_proj"].parametrizations.weight.original.grad, upstream)
+
+
+def test_dtypes_that_do_not_fit():
+    with pytest.raises(ValueError, match="served_dtype is 'int8'; needs one of float32, float16, bfloat16"):
+        ft.fake_quantize_model(layers(), "nvfp4-te", served_dtype="int8")
+    for dtype, wanted in (("bfloat16", "float16"), ("float16", "bfloat16"), ("bfloat16", "float32")):
+        text = f"q_proj.weight is {dtype}, which cannot hold values of served_dtype='{wanted}'; train it in float32"
+        with pytest.raises(ValueError, match=text):
+            ft.fake_quantize_model(layers().to(getattr(torch, dtype)), "nvfp4-te", served_dtype=wanted)
+    model = layers().bfloat16()
+    ft.fake_quantize_model(model, "nvfp4-te", served_dtype="bfloat16")
+    plain = layers().bfloat16()
+    ft.fake_quantize_model(plain, "nvfp4-te")
+    assert torch.equal(model["q_proj"].weight, plain["q_proj"].weight)
+
+
+def test_jax_rounds_the_same_values():
+    jax = pytest.importorskip("jax")
+    fj = importlib.import_module("fp4kit.jax")
+    model = layers()
+    params = {name: {"kernel": layer.weight.detach().numpy().T.copy()} for name, layer in model.items()}
+    ft.fake_quantize_model(model, "nvfp4-te", served_dtype="bfloat16")
+    transform = fj.fake_quantize_model(params, "nvfp4-te", served_dtype="bfloat16")
+    for name, w in transform(params).items():
+        assert_same_bits(np.asarray(w["kernel"]).T.copy(), to_numpy(model[name].weight))
+    upstream = np.random.default_rng(0).random((64, 64), np.float32)
+    gradient = jax.jit(jax.grad(lambda p: (transform(p)["q_proj"]["kernel"] * upstream).sum()))(params)
+    assert_same_bits(np.asarray(gradient["q_proj"]["kernel"]), upstream)
+    with pytest.raises(ValueError, match="served_dtype is 'half'"):
+        fj.fake_quantize_model(params, "nvfp4-te", served_dtype="half")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("adapted", [False, True])
+def test_transformers_decodes_the_trained_values(tmp_path, adapted):
+    """transformers decodes a converted float32 model to bfloat16. All its layers equal those that were trained."""
+    for package in ("compressed_tensors", "accelerate"):
+        pytest.importorskip(package)
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 32}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    adapters = "merged" if adapted else "base"
+    names = ft.fake_quantize_model(model, "nvfp4-te", served_dtype="bfloat16", adapters=adapters)
+    trained = model
+    if adapted:
+        peft = pytest.importorskip("peft")
+        options = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+        trained = peft.get_peft_model(model, options)
+    weights = {name: get(trained, name) for name in names}
+    if adapted:
+        model = trained.merge_and_unload()
+    model.save_pretrained(tmp_path / "trained")
+    convert(tmp_path / "trained", tmp_path / "served", "nvfp4-te")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.bfloat16)
+    loaded(torch.arange(4)[None])  # decodes
+    assert len(names) == 7
+    for name, w in weights.items():
+        decoded = get(loaded, name)
+        assert decoded.dtype == torch.bfloat16 and torch.equal(decoded.float(), w)
+
+
+def get(model, name):
+    """Return the weight of a layer that may be inside an adapter layer of PEFT."""
+    layer = getattr(getattr(model, "base_model", None), "model", model).get_submodule(name.removesuffix(".weight"))
+    return getattr(layer, "base_layer", layer).weight.detach()
+
+
+class Mlp(torch.nn.Module):
+    """Store the inputs that its layers compute with."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate_proj, self.up_proj = torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
+        self.down_proj = torch.nn.Linear(32, 64)
+        self.seen = {}
+
+    def forward(self, x):
+        hidden = torch.relu(self.gate_proj(x)) * self.up_proj(input=x)
+        self.seen |= {"up_proj": x.detach(), "down_proj": hidden.detach()}
+        return self.down_proj(hidden)
+
+
+def inputs_of(model, x):
+    """Return {layer: the inputs that its product gets}, for one call of a model."""
+    found = {}
+    hooks = [
+        module.register_forward_hook(
+            lambda module, args, kwargs, y, name=name: found.update({name: (args or tuple(kwargs.values()))[0]}),
+            with_kwargs=True,
+        )
+        for name, module in model.named_children()
+    ]
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_dynamic_amaxes():
+    model, x = Mlp(), torch.randn(4, 64, requires_grad=True)
+    names = ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te")
+    assert names.inputs == ("gate_proj", "up_proj", "down_proj")
+    seen = inputs_of(model, x)
+    for layer in ("up_proj", "down_proj"):
+        assert_same_bits(to_numpy(seen[layer]), fp4kit.fake_quantize(to_numpy(model.seen[layer]), "nvfp4-te"))
+    model(x).sum().backward()
+    assert x.grad.any()
+    ft.remove_fake_quantization(model)
+    assert inputs_of(model, x)["up_proj"] is x
+
+
+@pytest.mark.parametrize("kind", ["collector", "dict"])
+def test_calibrated_amaxes(kind):
+    """Layers that read one input use its largest measured amax, under whichever of their names it was measured."""
+    model, x = Mlp(), torch.randn(4, 64)
+    if kind == "collector":
+        with ft.collect(model) as given, torch.no_grad():
+            model(x * 3)
+        amaxes = given.amaxes()
+    else:
+        amaxes = given = {"gate_proj": 7.5, "down_proj": np.float32(4)}
+    ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te", input_amaxes=given)
+    seen = inputs_of(model, x)
+    for layer, of in {"up_proj": "gate_proj", "down_proj": "down_proj"}.items():
+        values = fp4kit.fake_quantize(to_numpy(model.seen[layer]), "nvfp4-te", tensor_amax=amaxes[of])
+        assert_same_bits(to_numpy(seen[layer]), values)
+
+
+def test_recipes_without_a_tensor_scale():
+    model, x = Mlp(), torch.randn(4, 64)
+    ft.fake_quantize_model(model, "mxfp4", activations="mxfp8")
+    assert_same_bits(to_numpy(inputs_of(model, x)["up_proj"]), fp4kit.fake_quantize(to_numpy(x), "mxfp8"))
+    with pytest.raises(ValueError, match=r"input_amaxes are given, but mxfp8-te has no tensor scale; leave them out"):
+        ft.fake_quantize_model(Mlp(), "mxfp4", activations="mxfp8", input_amaxes={"gate_proj": 1})
+
+
+def test_errors_leave_the_model_as_it_was():
+    model = Mlp()
+    with pytest.raises(TypeError, match=r"input_amaxes are given without activations; pass activations='nvfp4-te' too"):
+        ft.fake_quantize_model(model, "nvfp4-te", input_amaxes=Collector())
+    with pytest.raises(ValueError, match=r"1 of 3 layers were not measured: down_proj"):
+        ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te", input_amaxes={"up_proj": 1})
+    with pytest.raises(TypeError, match=r"input_amaxes is list; needs a Collector, or a dict of layer -> amax"):
+        ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te", input_amaxes=[1])
+    for amax, error, text in (
+        (-1.0, ValueError, "is -1.0; needs a number >= 0"),
+        (np.nan, ValueError, "is nan; needs a number >= 0"),
+        ("3", TypeError, "is '3'; needs a number >= 0"),
+        (None, TypeError, "is None; needs a number >= 0"),
+    ):
+        amaxes = {"gate_proj": 1, "up_proj": amax, "down_proj": 1}
+        with pytest.raises(error, match=re.escape(f"fake_quantize_model: input_amaxes['up_proj'] {text}")):
+            ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te", input_amaxes=amaxes)
+    with pytest.raises(ValueError, match=r"activations='nvfp4-te', but no torch.nn.Linear is fake-quantized"):
+        ft.fake_quantize_model(torch.nn.Sequential(torch.nn.Conv1d(16, 8, 1)), "nvfp4-te", activations="nvfp4-te")
+    assert not any(torch.nn.utils.parametrize.is_parametrized(module) for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
