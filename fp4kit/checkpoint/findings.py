@@ -22,7 +22,7 @@ from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.checkpoint.containers.configs import LOADED as CONTAINERS
 from fp4kit.checkpoint.containers.configs import MIXTURES
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, TENSOR_SCALE
-from fp4kit.checkpoint.convert.put_scalars import input_scale_of
+from fp4kit.checkpoint.convert.job import RENAME, input_scale_of
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.loaders.requirements import REJECTS
 from fp4kit.checkpoint.model import transforms
@@ -37,11 +37,10 @@ from fp4kit.checkpoint.model.model_files import (
 )
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.weights import Piece, Weight
-from fp4kit.checkpoint.plan import input_rotation, kv_cache
-from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.plan.job import RENAME
-from fp4kit.checkpoint.plan.output_configs import configs
-from fp4kit.checkpoint.plan.plan import Plan, TensorPlan
+from fp4kit.checkpoint.plan import request as input_rotation
+from fp4kit.checkpoint.plan import source_layers as kv_cache
+from fp4kit.checkpoint.plan.plan import Plan, TensorPlan, configs
+from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.checkpoint.selection.names import fused_groups, group_name, trouble
 from fp4kit.checkpoint.selection.selection import diffusers_class as class_of
 from fp4kit.checkpoint.verify.integrity import (
@@ -63,7 +62,7 @@ def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collec
     """Return the findings that follow from headers, configs and scalars."""
     name, why = trouble(model.tensors)  # a name with a part that a wrapper of PyTorch adds, such as "_orig_mod"
     found = [*doubtful_declarations(model), *[Issue("error", name, why)] * bool(why), *loader_issues(model, scalars)]
-    found += map(loader_issue, input_rotation.findings(rotated, model.tensors))
+    found += map(loader_issue, input_rotation.findings_of_rotation(rotated, model.tensors))
     return [*found, *input_scale_issues(model.layers.values(), scalars)]
 
 
@@ -78,7 +77,7 @@ def findings_of_files(
     others = other_weights(model.path, [file.name for file in model.files], model.config or {})
     found += [Issue("warning", name, text) for name, text in others]
     found += unusable_tensor_scales(model.layers.values())
-    found += [Issue(*trouble) for trouble in kv_cache.troubles(model.tensors)]
+    found += [Issue(*trouble) for trouble in kv_cache.cache_troubles(model.tensors)]
     return found, model, turned, scalars
 
 

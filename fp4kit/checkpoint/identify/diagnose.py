@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.arithmetic import ieee
-from fp4kit.checkpoint.convert.quantize_rows import saturated
+from fp4kit.checkpoint.convert.rows import saturated
 from fp4kit.checkpoint.identify import known_methods
 from fp4kit.checkpoint.identify.corruptions import StoredLayer, code_orders, within_ulps
 from fp4kit.checkpoint.identify.hypotheses import (

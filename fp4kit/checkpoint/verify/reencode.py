@@ -20,8 +20,20 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, VALUES, Container
-from fp4kit.checkpoint.convert import run_job
+from fp4kit.checkpoint.convert import run_jobs as run_job
+from fp4kit.checkpoint.convert.job import (
+    DEQUANTIZE,
+    MERGE,
+    QUANTIZE,
+    RENAME,
+    REQUANTIZE,
+    Job,
+    Measured,
+    Target,
+    action_of,
+)
 from fp4kit.checkpoint.counterparts import Counterparts, Origin, TurnedOrigin, origins
+from fp4kit.checkpoint.executors import run_all
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain, explain_fp8, without_numbers
 from fp4kit.checkpoint.identify.layer_pairs import stored_layer
@@ -33,13 +45,10 @@ from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
-from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter, updates_of
-from fp4kit.checkpoint.plan.expert_stacks import ExpertStack
-from fp4kit.checkpoint.plan.job import DEQUANTIZE, MERGE, QUANTIZE, RENAME, REQUANTIZE, Job, Measured, Target, action_of
-from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer
-from fp4kit.checkpoint.plan.mixture import first_match
+from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter, updates_of
+from fp4kit.checkpoint.plan.request import first_match
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
-from fp4kit.checkpoint.run.executors import run_all
+from fp4kit.checkpoint.plan.source_layers import ExpertStack, SplitLayer
 from fp4kit.checkpoint.selection.names import shared_amax_groups
 from fp4kit.checkpoint.verify.integrity import is_low, noise_of, zeros_of
 from fp4kit.formats import E4M3, E5M2
@@ -336,7 +345,7 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
     """Run all checks, and yield their results in the order in which they finish."""
     members: dict[str, list[Measured]] = defaultdict(list)
     wanted = {check.key: check for check in checks if check.needs_amax}
-    for one in run_all(executor, deque((run_job.measure, (check.job,)) for check in wanted.values())):
+    for one in run_all(executor, deque((run_job.measure_job, (check.job,)) for check in wanted.values())):
         tick(wanted[one.key].nbytes)
         job = wanted[one.key].job
         assert job is not None
@@ -370,7 +379,7 @@ def _reencoded(check: Check, shared: Measured | None, found: StoredCounts, reade
     differs = kept.error or any(kept.differing.values())
     if not differs or not check.may_saturate or job.action not in _MADE_FROM_VALUES:
         return kept
-    measured = shared or run_job.measure(job)
+    measured = shared or run_job.measure_job(job)
     if not measured.nonfinite:
         return kept
     again = _compared(check, replace(job, nonfinite="saturate"), measured, found, readers)

@@ -13,8 +13,9 @@ from typing import Any
 
 from fp4kit.arguments import as_index
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
-from fp4kit.checkpoint.convert.convert import Options
-from fp4kit.checkpoint.convert.journal import source_facts
+from fp4kit.checkpoint.convert.job import DEQUANTIZE, RENAME
+from fp4kit.checkpoint.convert.run_jobs import leftovers_of, source_facts
+from fp4kit.checkpoint.executors import Options, executor_of, run_all, start_devices
 from fp4kit.checkpoint.findings import findings_of_files, opened, unlike_activations
 from fp4kit.checkpoint.loaders.requirements import Sharding, obstacles, sharding_of
 from fp4kit.checkpoint.model import transforms
@@ -26,16 +27,10 @@ from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubts_of, magnitude_of, reference_of, total
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, WeightRotation, any_quantized, located, weights_of
-from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.plan.adapter import ADAPTER_SCALES, LoraAdapter
-from fp4kit.checkpoint.plan.borrowed_codes import patterns_in, recorded_include
-from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
-from fp4kit.checkpoint.plan.job import DEQUANTIZE, RENAME
-from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, is_split, split_layers
-from fp4kit.checkpoint.plan.mixture import first_match
-from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
-from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
-from fp4kit.checkpoint.run.leftovers import leftovers_of
+from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter, patterns_in, recorded_include
+from fp4kit.checkpoint.plan.request import first_match
+from fp4kit.checkpoint.plan.scale_search import Activations, ScaleSearch, recorded_search
+from fp4kit.checkpoint.plan.source_layers import ExpertStack, SplitLayer, expert_stacks, is_split, split_layers
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE
 from fp4kit.checkpoint.verify.integrity import (
     Issue,
