@@ -404,7 +404,7 @@ def _(x: Tensor, recipe: str, axis: int, tensor_amax: Tensor | None, *rest: Any)
     op, options = "quantize", QuantizeOptions(scale_layout, rounding, seed_outline(seed), flag)
     random = seed if seed is not None and seed.ndim else None
     check_devices(op, x=x, tensor_amax=tensor_amax, block_amax=block_amax, seed=random)
-    amaxes = {"tensor_amax": outline(tensor_amax), "block_amax": outline(block_amax)}
+    amaxes: dict[str, Any] = {"tensor_amax": outline(tensor_amax), "block_amax": outline(block_amax)}
     call = quantize_call(op, outline(x), from_spec(recipe), axis, options, **amaxes)
     return [x.new_empty(shape, dtype=_TENSOR_DTYPES[dtype.name]) for shape, dtype in part_specs(call).values()]
 
