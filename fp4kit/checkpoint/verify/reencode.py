@@ -45,8 +45,8 @@ from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
+from fp4kit.checkpoint.plan.layer_recipes import first_match
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter, updates_of
-from fp4kit.checkpoint.plan.request import first_match
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.plan.source_layers import ExpertStack, SplitLayer
 from fp4kit.checkpoint.selection.names import shared_amax_groups
