@@ -74,24 +74,24 @@ class Boom(BaseException):
 
 
 PLACES = (
-    "convert.run_job.amax_and_nonfinite",
-    "convert.quantize_rows.quantize",
-    "convert.run_job._Output.put",
-    "convert.run_job._Output.finish",
-    "convert.run_job.zlib.crc32",
-    "convert.journal.Journal.note_measured",
-    "convert.journal.Journal.note_done",
-    "convert.convert._lay_out",
-    "convert.convert.configs",
-    "convert.convert.dump_object",
-    "convert.convert.manifest_of",
-    "convert.convert.digest_of",
-    "convert.scheduler.digest_of",
-    "run.staging.sync_file",
-    "run.staging.copy_file",
-    "run.staging.sync_directory",
-    "run.staging.os.rename",
-    "run.staging.os.chmod",
+    "convert.run_jobs:amax_and_nonfinite",
+    "convert.rows:quantize",
+    "convert.run_jobs:_Output.put",
+    "convert.run_jobs:_Output.finish",
+    "convert.run_jobs:zlib.crc32",
+    "convert.run_jobs:Journal.note_measured",
+    "convert.run_jobs:Journal.note_done",
+    "convert.convert:_lay_out",
+    "convert.convert:configs",
+    "convert.convert:dump_object",
+    "convert.convert:manifest_of",
+    "convert.convert:digest_of",
+    "convert.run_jobs:digest_of",
+    "staging:sync_file",
+    "staging:copy_file",
+    "staging:sync_directory",
+    "staging:os.rename",
+    "staging:os.chmod",
 )
 ERRORS = (Boom(), KeyboardInterrupt(), SystemExit(143), OSError("disk"), MemoryError(), CheckpointError("verdict"))
 
@@ -124,14 +124,15 @@ def test_failure_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place
 def _break(patch: pytest.MonkeyPatch, place: str, error: BaseException) -> None:
     """Replace a function of fp4kit.checkpoint by one that raises `error`.
 
-    place: its path below the package, such as "convert.journal.Journal.note_done".
+    place: its path below the package, such as "convert.run_jobs:Journal.note_done".
     """
 
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
-    package, module, *names, last = place.split(".")
-    found: Any = import_module(f"fp4kit.checkpoint.{package}.{module}")
+    module, _, path = place.partition(":")
+    *names, last = path.split(".")
+    found: Any = import_module(f"fp4kit.checkpoint.{module}")
     for name in names:
         found = getattr(found, name)
     patch.setattr(found, last, fail)
@@ -199,7 +200,7 @@ def test_space_of_an_interrupted_run_counts_as_free(tmp_path: Path, monkeypatch:
     synthetic.bert(tmp_path / "m")
     plan = make_plan(tmp_path / "m")
     with monkeypatch.context() as patch:
-        _break(patch, "convert.convert.digest_of", OSError("disk"))
+        _break(patch, "convert.convert:digest_of", OSError("disk"))
         with pytest.raises(OSError, match="disk"):
             execute(plan, tmp_path / "out")
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
