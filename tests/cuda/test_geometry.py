@@ -10,6 +10,7 @@ import pytest
 
 from fp4kit.arrays import imports
 from fp4kit.arrays.returns import TorchStream
+from fp4kit.cuda import launch
 from fp4kit.cuda.launch import Launch
 
 FIELDS = np.dtype([("a", "u8"), ("size", "i8")])
@@ -78,3 +79,13 @@ def test_where_the_driver_refuses_cupy_launches_on_the_stream(log):
     stream = TorchStream(1234, 0)
     Launch(Function(log, 99), 3, FIELDS, 7)(5, stream=stream)
     assert log[1:] == [("cupy", (3,), (256,), stream, words(5, 7))]
+
+
+def test_a_prepared_launch_has_the_grid_and_threads_of_its_row(log, monkeypatch):
+    monkeypatch.setattr(launch, "function_of", lambda *arguments: Function(log))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(launch, "architecture_of", lambda device: "sm_90")
+    row = launch.LAUNCHES["search"]
+    launch.prepared.__wrapped__("search", 1 << 20, (1, 2, 3, 4), 0, (None,) * len(row.traits))(5, 6, 7, 8, 9)
+    assert log == [("cupy", (3 * row.limit,), (row.threads,), None, words(5, 6, 7, 8, 9, 1, 2, 3, 4))]
+    assert (row.limit, row.threads) == (2, 512)  # kSearchThreads<false> and its launch bounds in search.cu
