@@ -80,7 +80,7 @@ LONG = (
         "cuda/test_mutations_on_host",
     ),
     *("evidence/fuzz/test_run_on_host", "project/test_train_example", "project/test_wrappers"),
-    *("training/test_communicators_mpi", "project/test_readme"),
+    *("training/test_communicators", "project/test_readme"),
 )
 
 
