@@ -18,9 +18,12 @@ from changed_bytes import change
 import fp4kit
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.model.model_files import open_source
+from fp4kit.checkpoint.model.statistics import StoredCounts
 from fp4kit.checkpoint.verify import reencode as module
+from fp4kit.checkpoint.verify.integrity import emptiness_of, zeros_of
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.formats import E4M3
 from fp4kit.layouts import swizzle_scales
 
 Bytes = npt.NDArray[np.uint8]
@@ -229,3 +232,43 @@ def test_spans_are_whole_blocks_within_the_matrix(tmp_path) -> None:
 def test_layers_three_decibels_below_the_median_are_outliers() -> None:
     error = SampledError((("a", 10.0), ("b", 17.5), ("c", 20.0), ("d", 20.5), ("e", 21.0)), 5)
     assert error.median == 20.0 and error.outliers == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("zero", "flushed", "underflowed", "emptied", "findings"),
+    [
+        (3, 0, 0, 0, []),
+        (3, 3, 0, 3, [("error", "the codes were lost", 3)]),
+        (3, 3, 0, 1, [("error", "the codes were lost", 1), ("error", "the scales were lost", 2)]),
+        (3, 3, 3, 0, [("warning", "their scales underflow", 3)]),
+        (8, 3, 2, 1, [("error", "the codes were lost", 1), ("warning", "their scales underflow", 2)]),
+        (9, 1, 1, 0, [("warning", "their scales underflow", 1)]),
+        (8, 3, 3, 0, [("error", "most blocks are zero", 3)]),
+    ],
+)
+def test_each_lost_block_is_counted_under_one_cause(zero, flushed, underflowed, emptied, findings) -> None:
+    """Of 10 blocks; those that are zero in the source too do not count."""
+    counts = StoredCounts(
+        blocks=10, zero_blocks=zero, flushed_blocks=flushed, underflowed_blocks=underflowed, emptied_blocks=emptied
+    )
+    found = [*zeros_of(counts)]
+    assert [(loss.severity, loss.count) for loss in found] == [(severity, count) for severity, _, count in findings]
+    assert all(phrase in loss.text for loss, (_, phrase, _) in zip(found, findings, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("zero", "smallest", "largest", "share", "severity", "phrase"),
+    [
+        (5, 0.0, 1.0, 0.0, None, ""),
+        (6, 0.0, 2.0**-6, 0.0, "error", "near the smallest one of their format"),
+        (6, 0.0, 2.0**-5, 0.0, "warning", "unless the layer is sparse"),
+        (10, 2.0**-6, 2.0**-5, 0.0, "error", "the codes were lost"),
+        (10, 0.0, 0.0, 0.6, "error", "as in most layers of this model"),
+        (10, 0.0, 0.0, 0.5, "warning", "unless the layer was pruned"),
+    ],
+)
+def test_mostly_zero_blocks_without_a_source(zero, smallest, largest, share, severity, phrase) -> None:
+    counts = StoredCounts(blocks=10, zero_blocks=zero, smallest_scale=smallest, largest_scale=largest)
+    found = [*emptiness_of(counts, E4M3, share)]
+    assert [loss.severity for loss in found] == [severity] * bool(severity)
+    assert all(phrase in loss.text for loss in found)
