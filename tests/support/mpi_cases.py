@@ -1,6 +1,6 @@
 """Check communicators, and master weights divided at random, in every process of `mpiexec -n N`.
 
-tests/training/test_communicators_mpi.py starts this script.
+tests/training/test_communicators.py starts this script.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class Plan:
         ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
         warnings: messages for the user; those about ``findings`` come last.
         auxiliary: the other files of the model directory, such as tokenizers, to copy or to skip.
-        items: everything in the source that may concern quantization (see model/items.py).
+        items: everything in the source that may concern quantization (see checkpoint/containers/config_entries.py).
         kv_cache: the quantized KV cache of the source, if the output keeps its scales; otherwise None.
         input_amaxes: output layer -> amax of its inputs, for layers whose input scale is computed from activations.
         input_scaled: the names of the containers whose layers get an input scale.

@@ -1,6 +1,6 @@
 """Decide what a conversion does with each weight of a model. A plan is made from these decisions. A selected weight is
 one to convert. A group is a set of layers that share a tensor scale, because loaders fuse them. A piece is the unit of
-work: some rows of one matrix of a weight (see model/layers.py).
+work: some rows of one matrix of a weight (see checkpoint/model/weights.py).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PlanFacts:
         config: the content of the model's config.json.
         weights: tensor name -> weight of the source, except weights that go into ``restored``. With --codes, some
             weights have codes of another model.
-        items: the items of the source: everything that may concern quantization (see model/items.py).
+        items: the items of the source: everything that may concern quantization (see containers/config_entries.py).
         left_out: the names of tensors that are not written, such as ignored ones and scales without a layer.
         mixture: the recipe and the container of every layer.
         form: the container to write; with several containers, that of layers that no pattern matches. None for

@@ -442,7 +442,7 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 # amaxes, they equal those of nvfp4-modelopt.
 SEARCH_RECIPE = "nvfp4-modelopt-static"
 RECORDED = "as recorded"  # ScaleSearch.objective for verify: use the objective that the checkpoint records
-# Recipes of llama.cpp, without tensor scale. Their block scales can be searched too (see convert/searched_blocks.py).
+# Recipes of llama.cpp, without tensor scale. Their block scales can be searched too (see checkpoint/convert/rows.py).
 BLOCK_RECIPES = ("nvfp4-gguf", "mxfp4-gguf")
 _FORMATS = ("modelopt", "compressed-tensors")
 Layer = tuple[str, Weight]  # (module to write, weight that it is made from)

@@ -111,7 +111,7 @@ class Settings:
     patterns: (pattern, recipe) pairs for layers of other recipes. The first pattern that matches a layer's name in the
         decides.
     adapter: the adapter that was merged; None for none.
-    adapter_scales: the block scales of layers with an update, one of ADAPTER_SCALES in plan/adapter.py.
+    adapter_scales: the block scales of layers with an update, one of ADAPTER_SCALES in checkpoint/plan/other_models.py.
     """
 
     recipe: Recipe | None = None

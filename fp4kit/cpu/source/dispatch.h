@@ -17,7 +17,7 @@
 #include "encode_elements.h"
 #include "integer_or_float.h"
 
-// The types of elements and values. The numbers equal those of INPUTS in cpu/encode.py.
+// The types of elements and values. The numbers equal those of INPUTS in cpu/codec.py.
 enum InputKind { kFloat32, kFloat16, kBfloat16, kInputs };
 
 // Call f with an object of the type that `kind` (an InputKind) names, and return the result of f. The type is Float32

@@ -3,7 +3,7 @@
 // of the elements. Bits: the unsigned integer type of an element's bits. kLanes = 16 runs are transformed together.
 // They are stored by element, as [element][run], so loops over runs vectorize.
 //
-// The results have the bits of reference/hadamard.py.
+// The results have the bits of reference/stochastic.py.
 #pragma once
 
 #include "input_types.h"

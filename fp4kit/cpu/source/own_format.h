@@ -1,5 +1,5 @@
 // Functions that encode and decode matrices in user-defined formats: element and scale formats that are known only at
-// run time, under the amax rules (reference/block_rules_amax.py). Scales, and elements that have no compiled
+// run time, under the amax rules (reference/block_rules.py). Scales, and elements that have no compiled
 // arithmetic, are rounded by tables (`own`).
 //   key       the key of a float is an integer whose order is that of floats, with -0 before 0
 //   piece     an interval of keys whose floats all get the same code. Every float is in one piece, because rounding is
@@ -10,7 +10,7 @@
 //   Out       the type of the values
 //   fallback  the specification, which computes the tiles that these loops cannot
 //
-// Python finds the pieces by the specification (cpu/own_format.py), which makes results equal in every bit.
+// Python finds the pieces by the specification (cpu/coverage.py), which makes results equal in every bit.
 #pragma once
 
 #include "encode_matrix.h"

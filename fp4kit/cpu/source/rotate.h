@@ -7,7 +7,7 @@
 //   In             the type of the elements
 //   element signs  the call may negate some elements, before the rotation or, if the call is inverse, after it
 //
-// The results have the bits of reference/rotate.py.
+// The results have the bits of reference/stochastic.py.
 #pragma once
 
 #include "four_over_six.h"

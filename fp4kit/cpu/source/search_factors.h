@@ -9,7 +9,7 @@
 //
 // If factors_by_code, a block takes part in a trial only if its scale code was not tried before; otherwise all blocks
 // do. Factors rise, starting at the second one. So a code that was tried before is the code of the previous trial or of
-// the first trial. The results are those of reference/search_factors.py.
+// the first trial. The results are those of reference/search.py.
 #pragma once
 
 #include "../../cuda/kernels/rules/summation_order.cuh"

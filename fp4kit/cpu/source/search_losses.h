@@ -6,7 +6,7 @@
 //   lane       one of kLanes = 16 candidates that are handled together
 //   In         the type of the elements
 //
-// The losses are those of reference/search_scales.py, operation by operation. The loss of a block with several rows is
+// The losses are those of reference/search.py, operation by operation. The loss of a block with several rows is
 // the sum of the losses of its rows, or the largest of them for Objective::largest.
 #pragma once
 

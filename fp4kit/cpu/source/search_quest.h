@@ -1,6 +1,6 @@
 // QuEST's amaxes (for FP-Quant): for each block, compute the amax from the standard deviation of its elements, instead
 // of from the largest element. In: the type of the elements. The results are those of search_quest in
-// reference/search_factors.py.
+// reference/search.py.
 #pragma once
 
 #include "../../cuda/kernels/rules/quest.cuh"

@@ -11,7 +11,7 @@
 //
 // The full search is used if the bounds do not apply, or if the pruned search did not prove its result for a block. If
 // several candidates have the smallest loss, the first one wins. If no loss is below infinity, the first candidate of
-// all wins. The results are those of reference/search_scales.py.
+// all wins. The results are those of reference/search.py.
 #pragma once
 
 #include "search_losses.h"

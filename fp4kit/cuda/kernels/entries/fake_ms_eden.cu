@@ -1,4 +1,4 @@
-// fake_ms_eden: fake-quantize a matrix as fouroversix's MS-EDEN does, for NVFP4 and for IF4 (reference/ms_eden.py). A
+// fake_ms_eden: fake-quantize a matrix as fouroversix's MS-EDEN does, for NVFP4 and for IF4 (reference/fake.py). A
 // unit is R::kUnit neighboring elements (several blocks), whose scales are multiplied by a common correction. The
 // corrected scales are then rounded, stochastically if R::kStochastic. R is the recipe, In is the type of the elements
 // of x, and kAligned is true if all rows of x and of the values begin at multiples of 16 bytes. `a` holds the kernel's

@@ -4,7 +4,8 @@
 // kernel's arguments: x, out, the signs and the lengths of the axes. If kHasSigns, elements are multiplied by their
 // signs before the transform, or after it if kIsInverse.
 //
-// The results are bit-identical to the results of reference/rotate.py. rotate.cu transforms arrays at other addresses.
+// The results are bit-identical to the results of reference/stochastic.py. rotate.cu transforms arrays at other
+// addresses.
 //
 // A thread first holds 16 neighboring elements of each of kColumns blocks in registers, and adds and subtracts them.
 // After an exchange through shared memory, a thread holds elements that are 16 apart, and completes the transform.

@@ -1,7 +1,7 @@
 // hadamard_rows: Hadamard transforms of blocks of kSize elements that are neighbors in memory, at the speed of a copy.
 // `a` holds the kernel's arguments: x, out, the signs and the sizes. If kHasSigns, elements are multiplied by their
 // signs before the transform, or after it if kIsInverse. The results are bit-identical to the results of
-// reference/rotate.py. rotate.cu and hadamard_columns.cu transform all other blocks.
+// reference/stochastic.py. rotate.cu and hadamard_columns.cu transform all other blocks.
 //
 // A warp takes 512 elements at a time, and a thread holds 16 of them in registers: kVectors vectors of 16 bytes, which
 // are 32 vectors apart. The transform adds and subtracts elements at distances 1, 2, 4, ... At small distances, both

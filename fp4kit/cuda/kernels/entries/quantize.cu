@@ -413,7 +413,7 @@ constexpr int kBlocksPerMultiprocessor = R::kRowStep == RowStep::none || R::kSto
 // Quantize a.x, and store its codes in a.packed, its block scales in a.scales and its tensor scales in a.tensor_scale;
 // or store only its values in a.values if R::kFake. a.tensor_scale may be nullptr unless each block has a tensor scale.
 // The kernel is launched for blocks of one row that no other kernel supports (KERNEL_CHOICES in
-// cuda/launch/dispatch.py). A thread processes several runs per step.
+// cuda/dispatch.py). A thread processes several runs per step.
 //
 // Before that, the kernel itself finds amaxes in two cases, and stores them at a.tensor_amax. If R::kRowStep is not
 // `none`, it finds the amax of each row, and may be launched with fewer than kThreads threads, a multiple of 32. If it

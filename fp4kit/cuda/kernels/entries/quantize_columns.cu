@@ -171,7 +171,7 @@ constexpr int kBlocksPerMultiprocessor = (kIsLong && R::kBlockRows > 1) || R::kF
 // blocks only).
 //
 // The kernel is launched to quantize along axis -2, for fp4kit.quantize_both, and for blocks of several rows
-// (launch/dispatch.py has all conditions). A thread block processes one tile at a time. If R::kFinders is 0, launch
+// (cuda/dispatch.py has all conditions). A thread block processes one tile at a time. If R::kFinders is 0, launch
 // with any number of thread blocks. Otherwise launch with a multiple of R::kFinders thread blocks, which first find the
 // tensor's amax and store it at a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)

@@ -228,7 +228,7 @@ FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTab
 
 // Quantize a.x by 4over6, and store its codes in a.packed, its block scales in a.scales and its tensor scale in
 // a.tensor_scale (unless that is nullptr). The kernel is launched for large bfloat16 matrices and recipes with 4over6
-// (launch/dispatch.py has all conditions). a.tensor_amax is an input. A thread processes one block of one row at a
+// (cuda/dispatch.py has all conditions). a.tensor_amax is an input. A thread processes one block of one row at a
 // time, or a team of four warps processes eight square blocks at a time. Launch with any number of thread blocks; one
 // per multiprocessor suffices.
 extern "C" __global__ void __launch_bounds__(kTableThreads, 1) quantize_table_kernel(QuantizeArguments a) {

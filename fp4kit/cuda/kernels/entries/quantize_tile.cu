@@ -88,7 +88,7 @@ FP4KIT_DEVICE void quantize_own_rows(const QuantizeArguments& a) {
 // Quantize a.x, and store its codes in a.packed, its block scales in a.scales and its tensor scales in a.tensor_scale
 // (unless that is nullptr); or store only its values in a.values if R::kFake. The kernel is launched for recipes with
 // 4over6 or with blocks of several rows, if neither quantize_columns.cu nor quantize_table.cu supports the call
-// (launch/dispatch.py). A thread processes one row of one block at a time.
+// (cuda/dispatch.py). A thread processes one row of one block at a time.
 //
 // If R::kFinders is 0, launch with any number of thread blocks. Otherwise launch with a multiple of R::kFinders thread
 // blocks, which first find the tensor's amax, or the amax of each row, and store it at a.tensor_amax (amax.cuh). If

@@ -1,5 +1,5 @@
 // requantize: convert blocks with E8M0 scales to blocks with E4M3 scales and a tensor scale 2^m. The codes of a block
-// are kept if the block's scale, divided by 2^m, is an E4M3 number (ops/requantize.py). The source is the quantized
+// are kept if the block's scale, divided by 2^m, is an E4M3 number (ops/quantize.py). The source is the quantized
 // array that is converted. R is the recipe of the result, and In is the type of the values that the host quantizes. `a`
 // holds the arguments of the kernels. a.extent describes the range of the source's scales, for blocks with nonzero
 // values.

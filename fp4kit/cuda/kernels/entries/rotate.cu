@@ -4,7 +4,7 @@
 // called a lane. `a` holds the kernel's arguments: x, out, signs, matrices and sizes. b is the group of blocks in the
 // tile. If kHasSigns, elements are multiplied by their signs before the rotation, or after it if kIsInverse.
 //
-// The results are bit-identical to the results of reference/rotate.py. Most Hadamard transforms are computed by
+// The results are bit-identical to the results of reference/stochastic.py. Most Hadamard transforms are computed by
 // hadamard_rows.cu and hadamard_columns.cu.
 //
 // If inner is 1 (kContiguous), the elements of a block are neighbors, in memory and in the tile. Otherwise elements of

@@ -3,7 +3,7 @@
 // per block, the kernels treat each block as a row. `a` holds the arguments of the kernels: the arrays, their sizes and
 // the multiples to try.
 //
-// The losses of elements are added in float64, as in reference/search_amaxes.py: from the first element of a row to the
+// The losses of elements are added in float64, as in reference/search.py: from the first element of a row to the
 // last, and then from the first row to the last. Therefore one thread sums a whole row for one multiple, and
 // neighboring threads sum the same row for the next multiples. Then a warp sums the losses of all rows that share an
 // amax, with one multiple per thread.

@@ -1,6 +1,6 @@
 // search_factors: for each block, find the multiple of its amax whose codes have the smallest squared error, and store
 // it. kFactors holds the multiples to try, in order. The operations and results equal those in
-// reference/search_factors.py. R is the recipe, In is the type of the elements of x, and kAligned is true if all rows
+// reference/search.py. R is the recipe, In is the type of the elements of x, and kAligned is true if all rows
 // of x begin at multiples of 16 bytes. `a` holds the kernel's arguments, and t is a tensor scale. A Factor is what the
 // elements of a block are multiplied or divided by before they are rounded.
 //
@@ -90,7 +90,7 @@ FP4KIT_DEVICE void search_factors(const SearchFactorsArguments& a) {
 
 // For each block of a.x, find the multiple of its amax whose codes have the smallest squared error, and store the amax
 // times this multiple in a.block_amax. The kernel is launched before a matrix is quantized, for recipes whose
-// Recipe.search is in FACTORS (reference/search_factors.py). A thread processes one block at a time. Launch with any
+// Recipe.search is in FACTORS (reference/search.py). A thread processes one block at a time. Launch with any
 // number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) search_factors_kernel(SearchFactorsArguments a) {
   search_factors<R, Input, kAligned>(a);

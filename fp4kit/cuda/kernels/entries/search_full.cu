@@ -46,7 +46,7 @@ using Set = SetOf<R, Input, kHessian, kFromFloor, R::Scale::kMantissaBits == 0>:
 constexpr Objective kObjective = kHessian ? Objective::hessian : objective_of(kMagnitudes, kLargest, kPowers);
 
 // For each block of a.x, find the amax whose scale gives the smallest loss, and store it in a.block_amax, once per row
-// of the block. The kernel is launched for scale searches that cannot be pruned (engine/search_scales.py). Set::kLanes
+// of the block. The kernel is launched for scale searches that cannot be pruned (cuda/search.py). Set::kLanes
 // threads process one block at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) search_full_kernel(FullSearchArguments a) {
   search_full<R, Input, Set, kObjective, kAligned, kWeighted>(a);

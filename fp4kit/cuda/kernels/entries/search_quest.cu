@@ -1,5 +1,5 @@
 // search_quest: for each block, compute the amax by FP-Quant's method "quest" (from the standard deviation), and store
-// it. The operations and results equal those of search_quest in reference/search_factors.py. R is the recipe, In is the
+// it. The operations and results equal those of search_quest in reference/search.py. R is the recipe, In is the
 // type of the elements of x, and kAligned is true if all rows of x begin at multiples of 16 bytes. `a` holds the
 // kernel's arguments.
 #include "exact_path.cuh"

@@ -1,6 +1,6 @@
 // Functions for one block (elements that share a scale) in registers: its amax (largest magnitude), its scaled elements
 // and their codes. R is the recipe: its constants R::kX are fields of Recipe (recipes/schema.py), written by
-// cuda/compile/traits.py. In is the type of the elements. kNan (AmaxNan) says what NaN elements do to the amax.
+// cuda/compiler.py. In is the type of the elements. kNan (AmaxNan) says what NaN elements do to the amax.
 #pragma once
 
 #include "block_rules_amax.cuh"

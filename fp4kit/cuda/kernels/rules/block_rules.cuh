@@ -1,6 +1,6 @@
 // Block rules: a struct block_<rule> computes the scale of a block and the factor of its elements. It gives the same
 // results as the function with this name in reference/block_rules.py. R is the recipe: a struct of constants, formats
-// and rules that cuda/compile/traits.py writes. In is the type of the elements (Float32, Float16 or Bfloat16). `amax`
+// and rules that cuda/compiler.py writes. In is the type of the elements (Float32, Float16 or Bfloat16). `amax`
 // is the largest magnitude of the block, `code` the code of its scale, and t (TensorScale, tensor_rules.cuh) the
 // tensor's scale in both directions, with its amax. A rule has these members:
 //   code<R, In>(amax, t)          return the code of the block scale
@@ -13,7 +13,7 @@
 //
 // If R::kHasTable, all blocks share one table of factors, indexed by scale code, and block_factor adapts an entry to
 // the amax of the block. Such recipes have E4M3 scales, blocks of one row, at most one tensor scale, and a rule whose
-// factor follows from the scale code (by_code and by_code_or_zero below). See has_table in cuda/compile/traits.py.
+// factor follows from the scale code (by_code and by_code_or_zero below). See has_table in cuda/compiler.py.
 #pragma once
 
 #include "tensor_rules.cuh"

@@ -1,5 +1,5 @@
 // The amax rules: block rules (see block_rules.cuh) for user-defined formats (custom_recipe). They give the same
-// results as reference/block_rules_amax.py. R is the recipe, In the type of the elements, and F a scale format. `amax`
+// results as reference/block_rules.py. R is the recipe, In the type of the elements, and F a scale format. `amax`
 // is the largest magnitude of the block, and t the tensor's scale in both directions (TensorScale).
 #pragma once
 

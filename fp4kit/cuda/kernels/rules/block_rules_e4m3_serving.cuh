@@ -1,5 +1,5 @@
 // Block rules (see block_rules.cuh) of serving engines and quantizers that write E4M3 scales. They give the same
-// results as the functions with these names in reference/block_rules_e4m3_serving.py. R is the recipe, In the type of
+// results as the functions with these names in reference/block_rules.py. R is the recipe, In the type of
 // the elements, and `amax` the largest magnitude of the block. t (TensorScale) holds the tensor's scale for encoding,
 // its scale for decoding, and its amax.
 #pragma once

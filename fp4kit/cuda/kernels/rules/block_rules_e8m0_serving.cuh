@@ -1,6 +1,6 @@
 // Block rules (see block_rules.cuh) of serving engines and quantizers that write E8M0 scales: powers of two, with code
 // = exponent + 127, and code 255 for NaN. They give the same results as the functions with these names in
-// reference/block_rules_e8m0_serving.py. R is the recipe, In the type of the elements, and `amax` the largest magnitude
+// reference/block_rules.py. R is the recipe, In the type of the elements, and `amax` the largest magnitude
 // of the block. t (TensorScale) holds the tensor's scale for encoding, its scale for decoding, and its amax.
 #pragma once
 

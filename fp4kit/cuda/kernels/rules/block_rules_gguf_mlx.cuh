@@ -1,5 +1,5 @@
 // Block rules (see block_rules.cuh) of llama.cpp and MLX. They give the same results as the functions with these names
-// in reference/block_rules_gguf_mlx.py. R is the recipe, In the type of the elements, and `amax` the largest magnitude
+// in reference/block_rules.py. R is the recipe, In the type of the elements, and `amax` the largest magnitude
 // of the block. t (TensorScale) holds the tensor's scale for encoding, its scale for decoding, and its amax.
 #pragma once
 

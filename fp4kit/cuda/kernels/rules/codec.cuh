@@ -3,7 +3,7 @@
 // are rounded and which codes get a sign bit (the enums below). In a format with M mantissa bits, values with exponent
 // e are multiples of the step 2^(e - M).
 //
-// F is a struct that cuda/compile/traits.py writes from formats.py. Its members are kExponentBits, kMantissaBits,
+// F is a struct that cuda/compiler.py writes from formats.py. Its members are kExponentBits, kMantissaBits,
 // kBias, kEmin and kEmax (the exponents of the smallest and the largest normal value), kSignBit, kMaxCode, kNanCode,
 // kInfinityCode, kHasNan, kIsInteger, kBits, kStoredBits (the bits that a code takes in memory) and kMaxBits (the
 // float32 bits of the largest value). kIsE2m1, kIsE4m3 and kIsE5m2 say whether F is one of the formats for which there

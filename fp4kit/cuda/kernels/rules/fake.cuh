@@ -1,6 +1,6 @@
 // Fake quantizers (quantize and dequantize in one step) as producers implement them. A rule is a struct fake_<name> for
 // one quantizer; it gives the same results as the function with this name in reference/fake.py. R is the recipe, a
-// struct of constants and rules that cuda/compile/traits.py writes, and In is the type of the elements. `amax` is the
+// struct of constants and rules that cuda/compiler.py writes, and In is the type of the elements. `amax` is the
 // largest magnitude of a block, or 1 in recipes without blocks. tensor_amax is the amax of the tensor, the row or the
 // block, as R::kTensorScaling says. FakeScale (fake_arith.cuh) holds the numbers by which elements are multiplied or
 // divided. A rule has these members:

@@ -1,6 +1,6 @@
 // Arithmetic of the fake quantizers (fake.cuh), which quantize and dequantize in one step: the scale of a block, and
 // functions that divide and round in few instructions. R is the recipe, and F an element format (both are structs that
-// cuda/compile/traits.py writes). amax is the largest magnitude of a block or tensor.
+// cuda/compiler.py writes). amax is the largest magnitude of a block or tensor.
 #pragma once
 
 #include "block.cuh"

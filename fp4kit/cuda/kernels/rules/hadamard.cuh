@@ -1,7 +1,7 @@
 // The Hadamard transform of runs of 16 elements: y_j = 1/4 sum_i s_i H_ij x_i, rounded to In, the type of the elements.
-// H is the Hadamard matrix, and s_i are signs (kSignMask). The result has the bits of reference/hadamard.py, which adds
-// in float64 over distances 1, 2, 4 and 8. Sums in float32 are faster. They are "conclusive" if they are proven to give
-// the right bits. A pair is a word of two 16-bit elements.
+// H is the Hadamard matrix, and s_i are signs (kSignMask). The result has the bits of reference/stochastic.py, which
+// adds in float64 over distances 1, 2, 4 and 8. Sums in float32 are faster. They are "conclusive" if they are proven to
+// give the right bits. A pair is a word of two 16-bit elements.
 //
 // For 16-bit types, sums in float32 usually give the same bits, for one of two reasons. Let 2^e be the largest power of
 // two that is at most every nonzero |x|, and M the number of mantissa bits of the type. Then all x are multiples of u =

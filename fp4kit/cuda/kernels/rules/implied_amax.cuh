@@ -1,6 +1,6 @@
 // Functions that find the amax that a stored tensor scale implies: an amax from which the recipe computes exactly this
 // scale. Others return the TensorScale for decoding with the stored scale. All give the same results as
-// reference/implied_amax.py, step by step. R is the recipe, and In is the type of the elements that were encoded. An
+// reference/tensor_rules.py, step by step. R is the recipe, and In is the type of the elements that were encoded. An
 // amax is the largest magnitude of a tensor. TensorScale t (tensor_rules.cuh) holds the fields encode, decode and amax.
 // `scale` is a tensor scale for decoding.
 #pragma once
@@ -79,7 +79,7 @@ FP4KIT_DEVICE float amax_near(float scale) {
 
 // Return the amax that a stored tensor scale implies, or kUnknownAmax if none is found. If `scale` is positive and
 // finite, amax_near is tried first. After that, or for other scales, the amaxes 0, infinity and NaN are tried in this
-// order. It gives the same results as implied_amax in reference/implied_amax.py. It is needed to decode by rules that
+// order. It gives the same results as implied_amax in reference/tensor_rules.py. It is needed to decode by rules that
 // read the amax, if no stored amax fits the scale.
 template <class R, class In>
 FP4KIT_DEVICE_CALL float implied_amax(float scale) {
@@ -116,7 +116,7 @@ FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const fl
 
 // Return the TensorScale for encoding elements that will be decoded with the scale `decode`. `amax` is the amax that
 // this scale implies. The field `encode` is the one that R's tensor rule computes from the amax, or 1 / decode if
-// `amax` is kUnknownAmax. It gives the same results as encoding_scale in reference/implied_amax.py.
+// `amax` is kUnknownAmax. It gives the same results as encoding_scale in reference/tensor_rules.py.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale encoding_scale(float decode, float amax) {
   return {amax == kUnknownAmax ? 1.0f / decode : R::TensorRule::template scale<R, In>(amax).encode, decode, amax};

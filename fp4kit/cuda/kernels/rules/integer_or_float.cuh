@@ -1,7 +1,7 @@
 // IF4: elements whose codes are E2M1 or INT4, as bit 7 of their block's scale code says. INT4 values are multiplied by
 // 6/7, so that the largest integer, 7, has the value of E2M1's 6. In a recipe R of IF4, R::FloatElement is E2M1.
 // R::Element stands for IF4: its codes decode to integers, and its largest value is 6. The functions give the same
-// results as reference/integer_or_float.py.
+// results as reference/four_over_six.py.
 #pragma once
 
 #include "tensor_rules.cuh"

@@ -1,6 +1,6 @@
 // Powers |d|^p in float64, where d is the rounding error of an element and p the power of a loss. Only +, -, *, / (each
-// rounded once) and operations on bits are used. The functions give the same results as reference/pow.py, operation by
-// operation. In this file, d itself is never negative.
+// rounded once) and operations on bits are used. The functions give the same results as reference/arith.py, operation
+// by operation. In this file, d itself is never negative.
 #pragma once
 
 #include "types.cuh"

@@ -1,6 +1,6 @@
 // The search "quest" of FP-Quant, which computes the amax of a block from the standard deviation of its elements
 // instead of their largest magnitude. The functions give the same results as search_quest in
-// reference/search_factors.py. R is the recipe.
+// reference/search.py. R is the recipe.
 #pragma once
 
 #include "block_rules_e8m0.cuh"

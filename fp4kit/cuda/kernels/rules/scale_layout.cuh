@@ -1,6 +1,6 @@
 // The positions of block scales in memory: row-major (linear), or in scale tiles of 128 x 4 or 8 x 4 scales (swizzled).
-// A scale takes one byte. The functions give the same results as fp4kit/layouts/scales.py. `Index` is the integer type
-// of the positions, and `columns` is the number of scales per row, without padding.
+// A scale takes one byte. The functions give the same results as fp4kit/layouts/__init__.py. `Index` is the integer
+// type of the positions, and `columns` is the number of scales per row, without padding.
 #pragma once
 
 #include "types.cuh"

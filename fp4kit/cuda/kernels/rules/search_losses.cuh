@@ -1,5 +1,5 @@
 // Losses (measures of rounding error) of blocks of 16 elements for candidate scales. The functions give the same
-// results as reference/search_scales.py, operation by operation. A candidate is a scale that a search may choose. The
+// results as reference/search.py, operation by operation. A candidate is a scale that a search may choose. The
 // residual d of an element for a candidate is the element's rounding error with this scale. (w) is the weight of an
 // element's column, or 1 if there are no weights (kWeighted is false). R is the recipe, and an amax is the largest
 // magnitude of a block or tensor.

@@ -1,5 +1,5 @@
 // Sums of float32 numbers in the order in which producers add them. The last bits of a sum depend on the order. The
-// struct gives the same results as reference/summation_order.py.
+// struct gives the same results as reference/arith.py.
 #pragma once
 
 #include "types.cuh"

@@ -1,7 +1,7 @@
 // Tensor rules: a struct tensor_<rule> computes the scale of a tensor (TensorScale) from the tensor's amax, its largest
 // magnitude. It gives the same results as the function with this name in reference/tensor_rules.py. Its member scale<R,
 // In>(amax) returns the TensorScale. R is the recipe: a struct of constants, formats (R::Element, R::Scale) and rules
-// that cuda/compile/traits.py writes. In is the type of the elements (Float32, Float16 or Bfloat16). A code is the
+// that cuda/compiler.py writes. In is the type of the elements (Float32, Float16 or Bfloat16). A code is the
 // integer that stands for a value in memory.
 #pragma once
 

@@ -23,7 +23,7 @@ using i64 = long long;
 #endif
 
 // The number of threads per thread block, unless a kernel has its own number. It equals THREADS of
-// cuda/launch/geometry.py.
+// cuda/launch.py.
 constexpr int kThreads = 256;
 constexpr float kFltMax = 0x1.fffffep127f;
 constexpr float kFltMin = 0x1p-126f;  // smallest normal

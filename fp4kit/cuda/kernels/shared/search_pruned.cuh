@@ -21,7 +21,7 @@
 #include "search.cuh"
 
 // The number of threads of a thread block. Without weights, two thread blocks with one table each use all registers of
-// a multiprocessor (engine/search_scales.py).
+// a multiprocessor (cuda/search.py).
 template <bool kWeighted>
 constexpr int kSearchThreads = kWeighted ? kThreads : 512;
 constexpr u32 kMaxOpenCodes =
