@@ -54,7 +54,7 @@ def test_amax_of_a_transform():
 def test_rows_of_a_stack(name):
     """All rows of a stack are transformed in one launch, because runs of 16 elements never cross rows."""
     x = np.random.default_rng(1).standard_normal((2, 3, 5, 128)).astype(BF16)
-    engine = import_module("fp4kit.cuda.quantize")
+    engine = import_module("fp4kit.cuda.matrix")
     with patch.object(engine, "quantize_matrix", wraps=engine.quantize_matrix) as launched:
         check(x, name, hadamard=True)
     assert launched.call_count == 1
