@@ -158,7 +158,7 @@ def statistics_of(q: Quantized) -> Statistics:
         of_rows = unswizzle_scales(to_host(stored), q.scale_layout, q.scale_shape).reshape(-1, q.scale_shape[-1])
     by_byte, row, saturated, nan, blocks, zeros = np.zeros(256, np.int64), 0, 0, 0, 0, 0
     for chunk in _chunks(packed, r.block_rows):
-        if of_rows is not None:
+        if of_rows is not None and isinstance(fmt, IntegerOrFloat):
             scales = of_rows[row : row + len(chunk)]
             values = fmt.values_of(unpack(chunk).reshape(*scales.shape, r.block_size), scales)
             saturated += int(np.count_nonzero(np.abs(values) >= fmt.max))

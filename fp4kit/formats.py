@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit import arithmetic as rounding_of
+from fp4kit import arithmetic
 from fp4kit.arguments import as_flag
 from fp4kit.arithmetic import ieee
 from fp4kit.lazy import lazy_property
@@ -346,7 +346,7 @@ class ElementFormat:
             [0.5, -6.0]
         """
         saturate = as_flag(f"{self.name}.encode", "saturate", saturate)
-        return rounding_of.encode(x, self, rounding, saturate, random)
+        return arithmetic.encode(x, self, rounding, saturate, random)
 
     def decode(self, codes: Any) -> Any:
         """Return the values of codes: float32, exact.
@@ -558,7 +558,7 @@ class Codebook(ElementFormat):
         as_flag(op, "saturate", saturate)
         if rounding != "rn" or random is not None:
             raise ValueError(f"{op}: {self.name} is a table of values; needs rounding 'rn' and no random bits")
-        return self.nearest(rounding_of.as_float64(op, x))[()]
+        return self.nearest(arithmetic.as_float64(op, x))[()]
 
     def nearest(self, x: np.ndarray) -> np.ndarray:
         """Return the codes of the values nearest to the floats in x, without checks: uint8, in the shape of x.

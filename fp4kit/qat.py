@@ -18,8 +18,7 @@ from typing import Any, Literal
 from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.model.weights import Weight, layer_names
 from fp4kit.checkpoint.plan.request import Request, experts_only
-from fp4kit.checkpoint.selection import names as fused_layers
-from fp4kit.checkpoint.selection.names import adapter_tensor, unwrapped
+from fp4kit.checkpoint.selection.names import adapter_tensor, partly_converted, shared_amax_groups, unwrapped
 from fp4kit.checkpoint.selection.selection import (
     CONV1D,
     Candidate,
@@ -178,7 +177,7 @@ def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> Q
         _check_stack(op, weight, choice, form)
         _check_served_dtype(op, weight, choice)
     shares = form.has_tensor_scale if form is not None else choice.recipe.tensor_scaling == "tensor"
-    groups = fused_layers.shared_amax_groups(map(layer_of, selected)) if shares else {}
+    groups = shared_amax_groups(map(layer_of, selected)) if shares else {}
     _warn_of_halves(op, weights, selected)
     rows = []
     for w in weights:
@@ -307,7 +306,7 @@ def _warn_of_halves(op: str, weights: Sequence[TrainedWeight], selected: Sequenc
         if weight.kind in ("matrix", "stack") and len(weight.shape) > 1 and adapter_tensor(weight.saved) is None
     ]
     kept = [layer_of(weight) for weight in matrices if weight not in selected]
-    for line in fused_layers.partly_converted(kept, {layer_of(weight) for weight in selected}):
+    for line in partly_converted(kept, {layer_of(weight) for weight in selected}):
         warnings.warn(f"{op}: {line}", stacklevel=4)
 
 

@@ -19,8 +19,7 @@ import numpy as np
 
 from fp4kit.arguments import is_one_of
 from fp4kit.calibration import RULES, UNSEEN
-from fp4kit.checkpoint.containers.configs import LOADED as CONTAINERS
-from fp4kit.checkpoint.containers.configs import MIXTURES
+from fp4kit.checkpoint.containers.configs import LOADED, MIXTURES
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, TENSOR_SCALE
 from fp4kit.checkpoint.convert.job import RENAME, input_scale_of
 from fp4kit.checkpoint.loaders import support
@@ -37,10 +36,10 @@ from fp4kit.checkpoint.model.model_files import (
 )
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.weights import Piece, Weight
-from fp4kit.checkpoint.plan import request as input_rotation
-from fp4kit.checkpoint.plan import source_layers as kv_cache
 from fp4kit.checkpoint.plan.plan import Plan, TensorPlan, configs
+from fp4kit.checkpoint.plan.request import findings_of_rotation
 from fp4kit.checkpoint.plan.scale_search import Activations
+from fp4kit.checkpoint.plan.source_layers import cache_troubles
 from fp4kit.checkpoint.selection.names import fused_groups, group_name, trouble
 from fp4kit.checkpoint.selection.selection import diffusers_class as class_of
 from fp4kit.checkpoint.verify.integrity import (
@@ -62,7 +61,7 @@ def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collec
     """Return the findings that follow from headers, configs and scalars."""
     name, why = trouble(model.tensors)  # a name with a part that a wrapper of PyTorch adds, such as "_orig_mod"
     found = [*doubtful_declarations(model), *[Issue("error", name, why)] * bool(why), *loader_issues(model, scalars)]
-    found += map(loader_issue, input_rotation.findings_of_rotation(rotated, model.tensors))
+    found += map(loader_issue, findings_of_rotation(rotated, model.tensors))
     return [*found, *input_scale_issues(model.layers.values(), scalars)]
 
 
@@ -77,7 +76,7 @@ def findings_of_files(
     others = other_weights(model.path, [file.name for file in model.files], model.config or {})
     found += [Issue("warning", name, text) for name, text in others]
     found += unusable_tensor_scales(model.layers.values())
-    found += [Issue(*trouble) for trouble in kv_cache.cache_troubles(model.tensors)]
+    found += [Issue(*trouble) for trouble in cache_troubles(model.tensors)]
     return found, model, turned, scalars
 
 
@@ -175,7 +174,7 @@ def lines_of(issues: Iterable[Issue]) -> list[tuple[str, str]]:
 
 def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Iterable[Issue]) -> tuple[str, ...]:
     """Return the serving engines that load a checkpoint, according to the table of engines and to its findings."""
-    if class_of(config) or (format_name not in CONTAINERS and format_name not in MIXTURES):
+    if class_of(config) or (format_name not in LOADED and format_name not in MIXTURES):
         return ()
     issues = [*issues]
     doubted = {*rejections_of(issues), *(issue.loader for issue in issues if issue.subject == "model")}

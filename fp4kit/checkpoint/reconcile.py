@@ -29,7 +29,6 @@ from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.containers.table import CODES, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.convert.job import usable_tensor_scale
 from fp4kit.checkpoint.convert.run_jobs import source_facts
-from fp4kit.checkpoint.model import model_files as side_files
 from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.model_files import (
     CONFIG,
@@ -44,11 +43,12 @@ from fp4kit.checkpoint.model.model_files import (
     manifest_of,
     names_in,
     open_source,
+    scan,
 )
 from fp4kit.checkpoint.model.slabs import Readers, codes_of, decode, row_chunks, scalar_of, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import Weight, weights_of
-from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.checkpoint.selection.names import shared_amax_groups
 from fp4kit.storage.files import CheckpointError, dump_object, shown, write_file
 from fp4kit.storage.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorEntry
 
@@ -96,7 +96,7 @@ def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weigh
     # The stored numbers are compared, because engines compare them.
     layers = {weight.name: weight for weight in _layers(source).values()}
     found: dict[str, dict[str, Weight]] = {}
-    for name, group in fused_layers.shared_amax_groups(layers).items():
+    for name, group in shared_amax_groups(layers).items():
         found.setdefault(group, {})[name] = layers[name]
     return {
         group: parts for group, parts in found.items() if len({_stored(part, readers) for part in parts.values()}) > 1
@@ -160,7 +160,7 @@ def reconcile(
             for group, parts in wrong.items()
             for name, part in parts.items()
         }
-        groups = len(set(fused_layers.shared_amax_groups(weight.name for weight in layers.values()).values()))
+        groups = len(set(shared_amax_groups(weight.name for weight in layers.values()).values()))
         changed = {name: one for name, one in repaired.items() if one.stored != one.was}
         target = None if destination is None else Path(destination)
         if target is not None and changed:
@@ -240,7 +240,7 @@ def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, reader
     is_file = target.suffix.lower() == ".safetensors"
     if is_file and not model.root.is_file():
         raise CheckpointError(f"{target}: a model directory becomes a directory; name one without .safetensors")
-    beside = side_files.scan(model.root, {file.name for file in model.files} | {INDEX, DIFFUSERS_INDEX})
+    beside = scan(model.root, {file.name for file in model.files} | {INDEX, DIFFUSERS_INDEX})
     own = [name for name in (CONFIG, HF_QUANT_CONFIG, INDEX, DIFFUSERS_INDEX) if os.path.lexists(model.root / name)]
     configs = {name: existing_file(model.root, name) for name in own}
     staging.check_destination(model.root, target)

@@ -19,17 +19,17 @@ from fp4kit.checkpoint.findings import engines_that_load, rejections_of
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.checkpoint.selection import names as ggml_names
+from fp4kit.checkpoint.selection.names import ENGINE
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
 from fp4kit.storage.files import CheckpointError, shown
 
 # format -> the engine for which it is made, for formats that support.py does not list
-_OWN_ENGINES = {"gguf": ggml_names.ENGINE, mlx.FORMAT: mlx.ENGINE, comfy.FORMAT: comfy.ENGINE}
+_OWN_ENGINES = {"gguf": ENGINE, mlx.FORMAT: mlx.ENGINE, comfy.FORMAT: comfy.ENGINE}
 _SERVE = {
     "vLLM": "vllm serve {}",
     "SGLang": "python -m sglang.launch_server --model-path {}",
-    ggml_names.ENGINE: "llama-server -m {}",
+    ENGINE: "llama-server -m {}",
     mlx.ENGINE: "mlx_lm.server --model {}",
 }
 _LOAD = 'python -c "from transformers import AutoModel; AutoModel.from_pretrained({!r})"'

@@ -27,7 +27,7 @@ from fp4kit.cli.output import (
     format_rows,
     recipe_rows,
 )
-from fp4kit.cuda import compiler as loader
+from fp4kit.cuda.compiler import compiler_version
 from fp4kit.evidence import selftest
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.recipes import OPERATIONS, Pool
@@ -258,7 +258,7 @@ def _selftest(args: argparse.Namespace, out: Output) -> int:
         return report(engine, golden, args.quick, out)
     try:
         cupy = imports.cupy()
-        compiler = ".".join(map(str, loader.compiler_version()))
+        compiler = ".".join(map(str, compiler_version()))
     except RuntimeError as error:
         raise OSError(str(error)) from error
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()

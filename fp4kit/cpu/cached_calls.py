@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arithmetic import is_ieee
-from fp4kit.arrays import returns as jax_arrays
-from fp4kit.arrays import returns as torch_arrays
+from fp4kit.arrays import returns
+from fp4kit.arrays.returns import giver
 from fp4kit.call.parse import Call
 from fp4kit.cpu.codec import are_looked_up, check_array, decode_call, encode_call, kernels_of, tensors_of
 from fp4kit.cpu.coverage import tensor_key
@@ -113,7 +113,7 @@ def access_to(array: Any) -> ArrayAccess:
     """Return the ArrayAccess for the library (NumPy, PyTorch or JAX) of an array in host memory."""
     if isinstance(array, np.ndarray):
         return NUMPY
-    return _torch() if isinstance(array, torch_arrays.tensor_type()) else _jax(array)
+    return _torch() if isinstance(array, returns.tensor_type()) else _jax(array)
 
 
 def _is_float32(a: np.ndarray) -> bool:
@@ -137,15 +137,15 @@ NUMPY = ArrayAccess(address, _numpy_maker, _is_float32, np.ndarray.tobytes, _mov
 @cache
 def _torch() -> ArrayAccess:
     """Return the ArrayAccess for PyTorch tensors in host memory."""
-    pointer, float32 = torch_arrays.address(), torch_arrays.dtype_named("float32")
+    pointer, float32 = returns.address(), returns.dtype_named("float32")
 
     def address_of(a: Any) -> int | None:
         return None if a is None else pointer(a)
 
     def maker(shape: tuple[int, ...], dtype: np.dtype, reused: bool) -> Callable[[], Any]:
         if reused and prod(shape) * dtype.itemsize >= MIN_BYTES:
-            return lambda: torch_arrays.tensor_of(reusable_empty(shape, dtype))
-        return torch_arrays.maker(torch_arrays.host_device(), shape, dtype, False)
+            return lambda: returns.tensor_of(reusable_empty(shape, dtype))
+        return returns.maker(returns.host_device(), shape, dtype, False)
 
     def is_float32(a: Any) -> bool:
         return bool(a.dtype is float32 and a.is_contiguous() and not pointer(a) % _FLOAT32.alignment)
@@ -171,7 +171,7 @@ def _jax(like: Any) -> ArrayAccess:
     def to_bytes(a: Any) -> bytes:
         return np.asarray(a).tobytes()
 
-    return ArrayAccess(address_of, _numpy_maker, is_float32, to_bytes, _move_last, jax_arrays.giver(like))
+    return ArrayAccess(address_of, _numpy_maker, is_float32, to_bytes, _move_last, giver(like))
 
 
 MAX_TENSORS = 1 << 12  # the most tensor scales of a cached dequantize, because every call reads them in Python

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arrays import imports
-from fp4kit.arrays import returns as torch_arrays
+from fp4kit.arrays import imports, returns
 from fp4kit.call.parse import Call
 from fp4kit.cuda.amax import tensor_amax_operands
 from fp4kit.cuda.dispatch import Arguments, LaunchRequest, check_formats, find_kernel
@@ -444,11 +443,11 @@ def _torch_library(device: Any) -> DeviceArrayAccess:
 
     def maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
         """Return a function without arguments that returns a list of new tensors, one per description in `wanted`."""
-        make = [torch_arrays.maker(device, *new) for new in wanted]
+        make = [returns.maker(device, *new) for new in wanted]
         return lambda: [new() for new in make]
 
     def clear(a: Any, stream: Any) -> None:
         """Set a float32 tensor with one element to 0 on a stream."""
         set_to(a.data_ptr(), 0, FLOAT32.itemsize, stream.ptr)
 
-    return DeviceArrayAccess(torch_arrays.address(), maker, clear, torch_arrays.streams_of(device))
+    return DeviceArrayAccess(returns.address(), maker, clear, returns.streams_of(device))

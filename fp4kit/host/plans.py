@@ -21,10 +21,9 @@ from fp4kit.layouts import padded_shape, swizzle_scales
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.parts import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
-from fp4kit.reference import quantize as partial
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import spread_rows
-from fp4kit.reference.quantize import tensor_amax
+from fp4kit.reference.quantize import partial_amax, partial_cast, tensor_amax
 from fp4kit.reference.tensor_rules import tensor_scale
 from fp4kit.types import ScaleLayout
 
@@ -196,7 +195,7 @@ class HostStages:
     def amax(self) -> None:
         """Write the amaxes of this process's shards into `bits`."""
         for t, values, shape, start in self._shards():
-            self._amaxes[t][...] = partial.partial_amax(values, shape, start, self._recipe)
+            self._amaxes[t][...] = partial_amax(values, shape, start, self._recipe)
             if self._recipe.tensor_scaling == "tensor":
                 self._tensor_amaxes[t] = tensor_amax(values[None], self._recipe)
 
@@ -223,7 +222,7 @@ class HostStages:
         for t, values, shape, start in self._shards():
             packed = self.quantized[t].packed
             amax = None if self._recipe.tensor_scaling == "none" else self._tensor_amaxes[t]
-            partial.partial_cast(values, packed, self._amaxes[t], shape, start, self._recipe, amax)
+            partial_cast(values, packed, self._amaxes[t], shape, start, self._recipe, amax)
             first, last = start // self._unit, -(-(start + len(values)) // self._unit)
             self.message[message_offset : message_offset + last - first] = packed.reshape(-1)[first:last]
             message_offset += last - first

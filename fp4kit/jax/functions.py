@@ -208,7 +208,7 @@ def _fake_quantize(static: StaticOptions, x: Any, given: TracedOptions) -> Any:
     end, key, _ = _names(x)
     seed = static.seed if given.seed is None else given.seed
     if getattr(seed, "ndim", None) == 0 and not is_traced(x, given):
-        seed = int(seed)
+        seed = int(seed)  # type: ignore[arg-type]  # it has a dimension number, so it is an array
     options = {"recipe": static.recipe, "axis": static.axis, "rounding": static.rounding, "seed": seed}
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
     return _call(f"fake_quantize{end}", x, **{key: x}, **options, **amaxes)

@@ -24,8 +24,8 @@ from torch.nn.utils import parametrize
 
 from fp4kit.arguments import is_one_of
 from fp4kit.arrays.imports import is_distributed
-from fp4kit.checkpoint.convert import rows as merge_rows
 from fp4kit.checkpoint.convert.job import Survival
+from fp4kit.checkpoint.convert.rows import keeps, merged, survival_of_merge
 from fp4kit.checkpoint.model.slabs import Readers, UpdateRows, read_update
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.selection.names import shared_amax_groups
@@ -436,12 +436,12 @@ def merge_adapter(
         whole = {name: updates[name].added_to(x) if name in updates else x for name, x in plain.items()}
         largest = np.float32(max(np.abs(x).max(initial=0) for x in whole.values()))
         for name, q in host.items():
-            if name not in updates and scales != "new" and merge_rows.keeps(q, largest):
+            if name not in updates and scales != "new" and keeps(q, largest):
                 continue
-            made = merge_rows.merged(q, whole[name], scales, largest)
+            made = merged(q, whole[name], scales, largest)
             result[name] = _like(made, weights[name])
             if name in updates:
-                survival[name] = merge_rows.survival_of_merge(q, plain[name], updates[name].delta, made)
+                survival[name] = survival_of_merge(q, plain[name], updates[name].delta, made)
     return MergedAdapter(result, survival)
 
 

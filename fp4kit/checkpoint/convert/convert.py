@@ -65,7 +65,7 @@ from fp4kit.checkpoint.plan.request import RequestOptions, takes_options
 from fp4kit.checkpoint.plan.scale_search import Losses
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.checkpoint.verify.reencode import sampled_losses
-from fp4kit.contract import schema as to_json
+from fp4kit.contract.schema import FILE
 from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
 from fp4kit.ops.engines import is_compiled
@@ -589,7 +589,7 @@ class _Run:
             staging.copy_file(file.path, self.folder / file.name)
         for name, content in configs(self.plan).items():
             write_file(self.folder / name, dump_object(content, 4 if name == HF_QUANT_CONFIG else 2))
-        write_file(self.folder / to_json.FILE, dump_object(contract_of_plan(self.plan).as_data()))
+        write_file(self.folder / FILE, dump_object(contract_of_plan(self.plan).as_data()))
 
     def _digests(self, hashed: Mapping[Path, Digest], executor: Executor | None) -> dict[str, Digest]:
         """Return a dict from file name to digest (size and SHA-256), for all files in the partial directory."""

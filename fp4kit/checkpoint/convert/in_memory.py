@@ -16,9 +16,8 @@ import numpy as np
 from fp4kit.arguments import as_mapping
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
-from fp4kit.arrays import returns as torch_arrays
 from fp4kit.arrays.imports import to_device
-from fp4kit.arrays.returns import library_of
+from fp4kit.arrays.returns import dtype_named, library_of
 from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.convert.job import input_scale_of, usable_tensor_scale
@@ -30,8 +29,13 @@ from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization, Mixture
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only
 from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.checkpoint.plan.source_layers import stacks_trouble
-from fp4kit.checkpoint.selection import names as fused_layers
-from fp4kit.checkpoint.selection.names import adapter_trouble, hugging_face_names, unwrapped
+from fp4kit.checkpoint.selection.names import (
+    adapter_trouble,
+    group_of,
+    hugging_face_names,
+    missing_gated_halves,
+    unwrapped,
+)
 from fp4kit.checkpoint.selection.selection import (
     Candidate,
     Decision,
@@ -402,14 +406,14 @@ def _typed(array: Any, dtype: str) -> Any:
         library = library_of(array)
         if library is None:
             return pack_mlx(array)
-        return array.view(torch_arrays.dtype_named("uint32") if library.name == "torch" else np.uint32)
+        return array.view(dtype_named("uint32") if library.name == "torch" else np.uint32)
     names = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8"}
     if dtype not in names or type(array).__module__ == "cupy":
         return array
     library = library_of(array)
     if library is None:
         return array.view(getattr(ml_dtypes, names[dtype], np.int8))
-    return array.view(torch_arrays.dtype_named(names[dtype])) if library.name == "torch" else array
+    return array.view(dtype_named(names[dtype])) if library.name == "torch" else array
 
 
 def _in_library(value: np.ndarray, like: Any) -> Any:
@@ -627,7 +631,7 @@ class TensorConverter:
                 " name these layers in Wishes(keep=...)",
                 stacklevel=3,
             )
-        alone = fused_layers.missing_gated_halves(self._converted, self._unconverted)
+        alone = missing_gated_halves(self._converted, self._unconverted)
         if alone:
             raise CheckpointError("; ".join(alone[:3]))
         for group, members in self._waiting.items() if self._incomplete == "error" else ():
@@ -637,8 +641,8 @@ class TensorConverter:
 
     def _why_waiting(self, members: list[_Member]) -> str:
         """Return a clause for an error message: why the layers of a group still wait, and what to do."""
-        group = fused_layers.group_of(members[0][0])
-        kept = [(name, why) for name, why in self._unconverted.items() if fused_layers.group_of(name) == group]
+        group = group_of(members[0][0])
+        kept = [(name, why) for name, why in self._unconverted.items() if group_of(name) == group]
         if kept:
             name, why = kept[0]
             return (
@@ -654,7 +658,7 @@ class TensorConverter:
         """Quantize a layer and yield its (name, array) pairs, once all layers that share its tensor scale have
         arrived.
         """
-        group = fused_layers.group_of(module) if own.form.has_tensor_scale else None
+        group = group_of(module) if own.form.has_tensor_scale else None
         if group is None:
             yield from quantized([(module, matrix)], own)
             return
@@ -696,7 +700,7 @@ def _is_same(a: Any, b: Any) -> bool:
     if library is not None and library.name == "torch":
         if a.device != b.device or (a.numel() and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()):
             return False
-        x, y = (one.contiguous().reshape(-1).view(torch_arrays.dtype_named("uint8")) for one in (a, b))
+        x, y = (one.contiguous().reshape(-1).view(dtype_named("uint8")) for one in (a, b))
         return bool((x == y).all())
     if library is not None:
         return np.asarray(a).tobytes() == np.asarray(b).tobytes()

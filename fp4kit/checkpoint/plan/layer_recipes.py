@@ -18,8 +18,7 @@ from fp4kit.checkpoint.containers.table import (
 )
 from fp4kit.checkpoint.loaders.exclusions import container_of
 from fp4kit.checkpoint.model.model_files import Source
-from fp4kit.checkpoint.selection import names as ggml_names
-from fp4kit.checkpoint.selection.names import fused_groups, group_name
+from fp4kit.checkpoint.selection.names import ARCHITECTURE, ENGINE, fused_groups, group_name, scale_troubles
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.files import CheckpointError, listed, shown
 
@@ -136,7 +135,7 @@ def gguf_form_for(recipe: Recipe) -> Container:
 def check_gguf(source: Source, form: Container | None, modules: Collection[str]) -> None:
     """Raise CheckpointError if llama.cpp could not use the result of converting a GGUF file; otherwise do nothing."""
     file = source.files[0]
-    if source.config[ggml_names.ARCHITECTURE] == "clip":
+    if source.config[ARCHITECTURE] == "clip":
         raise CheckpointError(
             f"{file.label}: is an image or audio projector, which is never quantized; convert the language model's file"
         )
@@ -146,10 +145,10 @@ def check_gguf(source: Source, form: Container | None, modules: Collection[str])
 
 def _check_scales(source: Source, modules: Collection[str]) -> None:
     """Raise CheckpointError if llama.cpp would ignore or reject the tensor scale of a module to quantize."""
-    found = list(ggml_names.scale_troubles(source.config[ggml_names.ARCHITECTURE], modules, source.tensors))
+    found = list(scale_troubles(source.config[ARCHITECTURE], modules, source.tensors))
     if found:
         module, text = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         plain = ", ".join(id for id, r in RECIPES.items() if GGUF_NVFP4.stores(r))
         way_out = f"keep it unquantized with --keep, or use a recipe without tensor scale: {plain}"
-        raise CheckpointError(f"{shown(module)}{more}: {ggml_names.ENGINE}: {text}; {way_out}")
+        raise CheckpointError(f"{shown(module)}{more}: {ENGINE}: {text}; {way_out}")

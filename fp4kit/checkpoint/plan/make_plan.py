@@ -22,8 +22,7 @@ from fp4kit.checkpoint.findings import findings_of_plan, lines_of
 from fp4kit.checkpoint.loaders import exclusions
 from fp4kit.checkpoint.loaders.requirements import consequence
 from fp4kit.checkpoint.model import closed_world, transforms
-from fp4kit.checkpoint.model import model_files as side_files
-from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source
+from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source, other_weights, scan
 from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.weights import Weight, any_quantized, layer_names, weights_of
 from fp4kit.checkpoint.plan.other_models import (
@@ -44,8 +43,7 @@ from fp4kit.checkpoint.plan.request import (
 )
 from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE
 from fp4kit.checkpoint.plan.source_layers import all_doubts, cache_troubles, missing_experts, wide_floats
-from fp4kit.checkpoint.selection import names as fused_layers
-from fp4kit.checkpoint.selection import names as wrapper_names
+from fp4kit.checkpoint.selection.names import check_wrappers, partly_converted
 from fp4kit.checkpoint.selection.selection import UNSUPPORTED_STACK, Decision, no_multiple
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.storage.files import CheckpointError, listed, shown
@@ -187,7 +185,7 @@ def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
     modules = [facts.weights[name].name if name in facts.weights else name.removesuffix(".weight") for name in kept]
     declared = LOADED.get(container_id(facts.form, facts.has_input_scale))
     modules += [layer.name for layer in facts.split.values()]
-    warnings = [shown(line) for line in fused_layers.partly_converted(modules, set(converted))]
+    warnings = [shown(line) for line in partly_converted(modules, set(converted))]
     warnings += _kept_stacks(facts.decisions) + _restored_layers(facts)
     warnings += _rows_of_other_length(facts)
     # MIXED_PRECISION of Model-Optimizer lists the quantized layers, so it has no exclusion list.
@@ -371,7 +369,7 @@ def make_plan(
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
     closed_world.check_no_adapter(model.tensors, request.ignore)
-    wrapper_names.check(model.tensors)
+    check_wrappers(model.tensors)
     if request.adapter is not None:
         if is_gguf_config(model.config):
             raise CheckpointError(
@@ -419,9 +417,9 @@ def _plan(facts: PlanFacts) -> Plan:
     ignore, warnings = exclusions_of(facts)
     warnings += found
     names = {file.name for file in facts.source.files} | {INDEX, DIFFUSERS_INDEX}
-    auxiliary = side_files.scan(facts.source.root, names, keeps_layers=False)
+    auxiliary = scan(facts.source.root, names, keeps_layers=False)
     own = [file.name for file in facts.source.files]
-    others = side_files.other_weights(facts.source.root, own, facts.config) if facts.source.ignored else ()
+    others = other_weights(facts.source.root, own, facts.config) if facts.source.ignored else ()
     warnings += tuple(f"{shown(name)}: {why}; it is not converted" for name, why in others)
     warnings += unmeasured(facts, shards)
     form, has_scale = facts.form, facts.has_input_scale

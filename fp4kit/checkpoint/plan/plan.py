@@ -57,8 +57,15 @@ from fp4kit.checkpoint.convert.job import (
     target_of,
 )
 from fp4kit.checkpoint.model import closed_world, transforms
-from fp4kit.checkpoint.model import model_files as side_files
-from fp4kit.checkpoint.model.model_files import CONFIG, DIFFUSERS_INDEX, HF_QUANT_CONFIG, INDEX, Source, is_gguf_config
+from fp4kit.checkpoint.model.model_files import (
+    CONFIG,
+    DIFFUSERS_INDEX,
+    HF_QUANT_CONFIG,
+    INDEX,
+    AuxiliaryFiles,
+    Source,
+    is_gguf_config,
+)
 from fp4kit.checkpoint.model.weights import (
     Located,
     Piece,
@@ -269,7 +276,7 @@ class Plan:
     shards: tuple[ShardPlan, ...]
     ignore: tuple[str, ...]
     warnings: tuple[str, ...]
-    auxiliary: side_files.AuxiliaryFiles
+    auxiliary: AuxiliaryFiles
     items: tuple[Item, ...] = ()
     kv_cache: KvCache | None = None
     input_amaxes: Mapping[str, np.float32] = field(default_factory=dict)

@@ -60,7 +60,7 @@ from fp4kit.checkpoint.plan.source_layers import (
     kv_cache_of,
     split_layers,
 )
-from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.checkpoint.selection.names import missing_gated_halves, shared_amax_groups
 from fp4kit.checkpoint.selection.selection import (
     AS_IN_SOURCE,
     Candidate,
@@ -302,10 +302,10 @@ class PlanFacts:
             (form, weight) for form, own in self.forms.items() if form.has_tensor_scale for weight in own.values()
         ]
         modules = [name for form, weight in scaled for name in layer_names(weight, form, self.config)]
-        alone = fused_layers.missing_gated_halves(modules, [weight.name for weight in self.weights.values()])
+        alone = missing_gated_halves(modules, [weight.name for weight in self.weights.values()])
         if alone:
             raise CheckpointError("; ".join(alone[:3]))
-        return fused_layers.shared_amax_groups(modules)
+        return shared_amax_groups(modules)
 
     def _actions(self) -> dict[str, str]:
         """Return the action for each selected weight, by tensor name; {} if the output is unquantized."""

@@ -34,7 +34,7 @@ from fp4kit.checkpoint.convert.job import SEARCHED, ChannelWeights
 from fp4kit.checkpoint.model.model_files import file_digest
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Located, Weight
-from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.checkpoint.selection.names import same_input_names
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
@@ -150,14 +150,14 @@ class Activations:
         """Return the largest amax that was measured for the inputs of a layer; None if there is none."""
         # The inputs may have been measured under the name of the layer, of a layer that is fused with it, or of the
         # fused layer.
-        names = fused_layers.same_input_names(layer)
+        names = same_input_names(layer)
         return max((self.amaxes[name] for name in names if name in self.amaxes), default=None)
 
     def _experts_of(self, stack: str) -> dict[str, np.float32]:
         """Return a dict from layer name to amax, for the measured experts of a layer; 0 if an expert saw only zeros."""
         # An expert also counts as measured if its inputs were measured under the name of a layer that is fused with
         # this one.
-        measured = {name for same in fused_layers.same_input_names(stack) for name in self._numbered.get(same, ())}
+        measured = {name for same in same_input_names(stack) for name in self._numbered.get(same, ())}
         names = {expert_name("activations", stack, number) for number in measured}
         return {name: self._amax_of(name) or np.float32(0) for name in sorted(names)}
 
@@ -174,7 +174,7 @@ class Activations:
     def _check_columns(self, layers: Mapping[str, int]) -> None:
         """Raise CheckpointError if a layer was measured with a number of columns other than its own."""
         for layer, columns in layers.items():
-            for name in fused_layers.same_input_names(layer):
+            for name in same_input_names(layer):
                 if self.columns.get(name, columns) != columns:
                     raise CheckpointError(
                         f"activations: {shown(name)}: was measured with {self.columns[name]} columns, and"

@@ -22,11 +22,10 @@ from fp4kit.checkpoint.containers.config_entries import brief
 from fp4kit.checkpoint.containers.configs import declared, entries, with_declaration
 from fp4kit.checkpoint.containers.table import VALUES, OutputTensor
 from fp4kit.checkpoint.loaders.support import LLAMA4, STACKED_MOE, family_of
-from fp4kit.checkpoint.model import unlike_layers as layer_sizes
 from fp4kit.checkpoint.model.closed_world import is_known_beside, layer_above
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.unlike_layers import unlike_layers
+from fp4kit.checkpoint.model.unlike_layers import misfits, tied_head, unfit_biases, unlike_layers
 from fp4kit.checkpoint.model.weights import Piece, Rows, Weight, any_quantized, located
 from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
@@ -430,7 +429,7 @@ def all_doubts(
     """Yield all warnings about layers that seem wrong: damaged layers, transposed layers, and a tied output head."""
     weights = [*weights]
     yield from doubtful_layers(weights, config, tensors)
-    yield from filter(None, [layer_sizes.tied_head(weights, config)])
+    yield from filter(None, [tied_head(weights, config)])
 
 
 def doubtful_layers(
@@ -438,10 +437,10 @@ def doubtful_layers(
 ) -> Iterator[str]:
     """Yield warnings about layers that seem to lack rows, columns or tensors, or to be stored transposed."""
     weights = [*weights]
-    cut = layer_sizes.misfits(weights, config)
+    cut = misfits(weights, config)
     yield from (misfit.text for misfit in cut)
     entries = {name: entry for name, (_, entry) in tensors.items()}
-    yield from layer_sizes.unfit_biases(weights, entries)
+    yield from unfit_biases(weights, entries)
     if any_quantized(weights):
         yield from unlike_layers(weights, entries, config)
     names = {misfit.weight.name for misfit in cut}

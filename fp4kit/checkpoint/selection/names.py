@@ -55,7 +55,7 @@ def trouble(names: Iterable[str]) -> tuple[str, str]:
     return "", ""
 
 
-def check(names: Iterable[str]) -> None:
+def check_wrappers(names: Iterable[str]) -> None:
     """Raise CheckpointError if a tensor's name contains components that a wrapper has added."""
     name, why = trouble(names)
     if why:

@@ -21,8 +21,14 @@ from fp4kit.checkpoint.containers.config_entries import (
     lost_column_scales,
     unfulfilled,
 )
-from fp4kit.checkpoint.containers.configs import LOADED as CONTAINERS
-from fp4kit.checkpoint.containers.configs import container_id, declared_for, is_mixed, unlisted_layers, with_declaration
+from fp4kit.checkpoint.containers.configs import (
+    LOADED,
+    container_id,
+    declared_for,
+    is_mixed,
+    unlisted_layers,
+    with_declaration,
+)
 from fp4kit.checkpoint.containers.engines import Finding, comfy, finding, mlx
 from fp4kit.checkpoint.containers.table import (
     DEEPSEEK_V4_NVFP4,
@@ -309,7 +315,7 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
 def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each module that an engine would load wrongly because of the checkpoint's exclusion list."""
     declared = config.get("quantization_config")
-    syntax = CONTAINERS[name].syntax
+    syntax = LOADED[name].syntax
     if form is None or not READERS.get(name) or syntax is None or not isinstance(declared, Mapping):
         return
     try:
@@ -328,10 +334,10 @@ def unquantized_by_engine(model: Checkpoint) -> dict[str, dict[str, bool]]:
     if form is None or not isinstance(declared, Mapping) or is_mixed(config) or is_gguf_config(config):
         return {}
     name = _container_id(form, model.layers.values(), config)
-    if name not in CONTAINERS or CONTAINERS[name].syntax is None:
+    if name not in LOADED or LOADED[name].syntax is None:
         return {}
     try:
-        patterns = exclusions.listed(str(CONTAINERS[name].syntax), declared)
+        patterns = exclusions.listed(str(LOADED[name].syntax), declared)
     except ValueError:
         return {}
     modules = [*_unquantized(model, form), *model.layers]

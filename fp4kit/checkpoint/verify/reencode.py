@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, VALUES, Container
-from fp4kit.checkpoint.convert import run_jobs as run_job
 from fp4kit.checkpoint.convert.job import (
     DEQUANTIZE,
     MERGE,
@@ -32,6 +31,7 @@ from fp4kit.checkpoint.convert.job import (
     Target,
     action_of,
 )
+from fp4kit.checkpoint.convert.run_jobs import PIECE, join_group, measure_job, produce
 from fp4kit.checkpoint.counterparts import Counterparts, Origin, TurnedOrigin, origins
 from fp4kit.checkpoint.executors import run_all
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
@@ -274,7 +274,7 @@ def _job(
         if settings.weighted and ScaleSearch.supports(recipe) and lacks:
             return None, _WITHOUT_WEIGHTS
     search = settings.search
-    searched: tuple[Any, ...] = ("", None)
+    searched: tuple[Any, Any] = ("", None)
     if search is not None and (recipe is None or search.supports(recipe)):
         searched = search.objective, search.columns_of((stored.name, origin.weight), origin.expert)
     nonfinite = "keep" if action == DEQUANTIZE else settings.nonfinite or "keep"
@@ -345,12 +345,12 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
     """Run all checks, and yield their results in the order in which they finish."""
     members: dict[str, list[Measured]] = defaultdict(list)
     wanted = {check.key: check for check in checks if check.needs_amax}
-    for one in run_all(executor, deque((run_job.measure_job, (check.job,)) for check in wanted.values())):
+    for one in run_all(executor, deque((measure_job, (check.job,)) for check in wanted.values())):
         tick(wanted[one.key].nbytes)
         job = wanted[one.key].job
         assert job is not None
         members[job.group].append(one)
-    shared = {group: run_job.join_group(found) for group, found in members.items()}
+    shared = {group: join_group(found) for group, found in members.items()}
     groups = ((check, None if check.job is None else shared.get(check.job.group)) for check in checks)
     for found in run_all(executor, deque((run_check, pair) for pair in groups)):
         tick(found.check.nbytes)
@@ -379,7 +379,7 @@ def _reencoded(check: Check, shared: Measured | None, found: StoredCounts, reade
     differs = kept.error or any(kept.differing.values())
     if not differs or not check.may_saturate or job.action not in _MADE_FROM_VALUES:
         return kept
-    measured = shared or run_job.measure_job(job)
+    measured = shared or measure_job(job)
     if not measured.nonfinite:
         return kept
     again = _compared(check, replace(job, nonfinite="saturate"), measured, found, readers)
@@ -390,7 +390,7 @@ def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, rea
     """Re-encode one matrix by ``job``, compare it with the file, and return the result."""
     comparison = _Comparison(readers, check.stored, job.targets)
     try:
-        made = run_job.produce(job, shared, readers, comparison)
+        made = produce(job, shared, readers, comparison)
     except CheckpointError as error:
         return ReencodedLayer(check, found, error=str(error))
     return ReencodedLayer(check, found, made.action, comparison.compared, comparison.differing)
@@ -464,7 +464,7 @@ def differing_bytes(stored: Located, source: Located) -> int:
     want = want if element is None else np.dtype(np.uint8)
     if stored.entry.dtype == source.entry.dtype or have is None or want is None:
         have = want = np.dtype(np.uint8)
-    step = run_job.PIECE // 4
+    step = PIECE // 4
     with Readers() as readers:
         for start in range(0, stored.entry.nbytes // have.itemsize, step):
             count = min(step, stored.entry.nbytes // have.itemsize - start)

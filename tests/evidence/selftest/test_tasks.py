@@ -324,7 +324,7 @@ def test_the_recorded_outputs_are_those_of_the_package(monkeypatch, capsys):
     cupy = type(sys)("cupy")
     cupy.__version__, cupy.cuda = "14", type("cuda", (), {"runtime": runtime, "Device": device})
     monkeypatch.setattr(cli_selftest.imports, "cupy", lambda: cupy)
-    monkeypatch.setattr(cli_selftest.loader, "compiler_version", lambda: (13, 0))
+    monkeypatch.setattr(cli_selftest, "compiler_version", lambda: (13, 0))
     monkeypatch.setattr(
         cli_selftest, "report", lambda engine, golden, quick, out: 0 if golden.keys("te") and quick else 3
     )
