@@ -25,19 +25,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 # Count -> (limit, which only goes down; goal)
 LIMITS: dict[str, tuple[float, float]] = {
-    "code lines of the package": (68500, 52000),
-    "Python modules": (535, 200),
-    "Python modules in one folder": (36, 15),
-    "import lines": (6300, 3300),
-    "texts per code line": (0.38, 0.38),
-    "docstring lines of private functions": (2550, 2500),
-    "code lines of tests": (57900, 42000),
-    "files entered by the first quantize": (17, 10),
-    "files entered by the first dequantize": (20, 11),
-    "files entered by the first matmul": (13, 9),
-    "files entered by quantize, specification": (21, 12),
-    "files entered by a conversion": (84, 40),
-    "files entered by a verification": (82, 40),
+    "code lines of the package": (63600, 52000),
+    "Python modules": (206, 200),
+    "Python modules in one folder": (15, 15),
+    "import lines": (4100, 3300),
+    "texts per code line": (0.35, 0.38),
+    "docstring lines of private functions": (2050, 2500),
+    "code lines of tests": (54400, 42000),
+    "files entered by the first quantize": (12, 10),
+    "files entered by the first dequantize": (14, 11),
+    "files entered by the first matmul": (11, 9),
+    "files entered by quantize, specification": (13, 12),
+    "files entered by a conversion": (47, 40),
+    "files entered by a verification": (49, 40),
 }
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT)
