@@ -18,8 +18,7 @@ import synthetic
 from exhaustive import every, half
 from processes import RENAME, Run, content, in_this_process, signalled
 
-from fp4kit.checkpoint import convert, staging
-from fp4kit.checkpoint.selection import names as fused_layers
+from fp4kit.checkpoint import convert, reconcile, staging
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +104,7 @@ def test_a_killed_reconcile_does_not_offer_to_resume(tmp_path: Path, called: Cal
     assert called("convert", tmp_path / "m", tmp_path / "q", "--quiet").code == 0
     with pytest.MonkeyPatch.context() as patch:
         # Put all layers in one group, so that the tensor scales of the group differ and reconcile has work to do.
-        patch.setattr(fused_layers, "shared_amax_groups", lambda names: dict.fromkeys(names, "all"))
+        patch.setattr(reconcile, "shared_amax_groups", lambda names: dict.fromkeys(names, "all"))
         run = called("reconcile", tmp_path / "q", tmp_path / "out")
     assert (
         run.code == 2 and "left by an interrupted run; remove its files with fp4kit convert --remove-stale" in run.err

@@ -106,7 +106,7 @@ def test_a_program_is_compiled_again_when_a_header_changes(tmp_path, monkeypatch
 
 def test_long_files_come_first_and_exist():
     assert [name for name in conftest.LONG if not (ROOT / "tests" / f"{name}.py").exists()] == []
-    notebooks, mpi = "project/test_notebooks", "training/test_communicators_mpi"
+    notebooks, mpi = "project/test_notebooks", "training/test_communicators"
     names = ("cli/test_recipes", mpi, "reference/test_arith", notebooks, mpi)
     items = [SimpleNamespace(path=conftest.TESTS / f"{name}.py", number=i) for i, name in enumerate(names)]
     conftest.sort_long_first(items)
