@@ -25,7 +25,7 @@ from hypothesis import settings
 from mpi_processes import require_mpiexec
 from specified import compiled_here, needs_specification, specification_everywhere
 
-import fp4kit.cuda.cached_calls  # noqa: F401  # now, while --cov still measures; see pytest_collection
+import fp4kit.cuda.engine  # noqa: F401  # now, while --cov still measures; see pytest_collection
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.recipes import RECIPES
 

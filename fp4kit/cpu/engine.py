@@ -27,8 +27,8 @@ from fp4kit.call.matmul import (
 )
 from fp4kit.call.parse import Call, Declined, Rotation
 from fp4kit.call.search_scales import Search
-from fp4kit.cpu import codec
-from fp4kit.cpu.coverage import MIN_AMAX_ELEMENTS, MIN_CODE_BYTES, MIN_COLUMNS, MIN_ELEMENTS, not_faked, not_searched
+from fp4kit.cpu import codec, coverage
+from fp4kit.cpu.coverage import not_faked, not_searched
 from fp4kit.cpu.library import (
     ELEMENTS_PER_CALL,
     ProductCall,
@@ -97,9 +97,9 @@ def quantize_with_scales(call: Call) -> Quantized:
 def _check(call: Call, min_elements: int | None = None) -> None:
     """Raise Declined if the engine does not support a call, or is not faster than the specification for it."""
     if min_elements is None:
-        min_elements = MIN_ELEMENTS[call.recipe.tensor_scaling]
+        min_elements = coverage.MIN_ELEMENTS[call.recipe.tensor_scaling]
     # The sizes are checked first, because the other checks take time.
-    if call.x.size < min_elements or call.moved.shape[-1] < MIN_COLUMNS:
+    if call.x.size < min_elements or call.moved.shape[-1] < coverage.MIN_COLUMNS:
         raise Declined("the specification is as fast for so few elements")
     if codec.kernels_of(call.recipe).own is not None and call.random is not None:
         raise Declined("the CPU engine has no stochastic rounding for user-defined formats")
@@ -111,7 +111,7 @@ def _check(call: Call, min_elements: int | None = None) -> None:
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
     """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q."""
     codec.decoder_of(q.recipe, dtype)
-    if q.packed.size < MIN_CODE_BYTES:
+    if q.packed.size < coverage.MIN_CODE_BYTES:
         raise Declined("the specification is as fast for so few values")
     return reference.dequantize(q, dtype, out, _FUNCTIONS)
 
@@ -184,7 +184,7 @@ def partial_cast(
 
 def amax(call: Call) -> np.ndarray:
     """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block)."""
-    _check(call, MIN_AMAX_ELEMENTS)
+    _check(call, coverage.MIN_AMAX_ELEMENTS)
     if call.recipe.block is None or not call.x.size:
         raise Declined("the CPU engine computes amaxes only per block, and not of empty arrays")
     matrices = stack(call.moved, call.recipe)
