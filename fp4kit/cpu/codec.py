@@ -295,7 +295,7 @@ def _given_scales(
 
 def _amax_by_row(x: np.ndarray, r: Recipe, hadamard: int | None) -> np.ndarray:
     """Return the block amaxes of x, repeated for each row of a block: float32 (M, blocks)."""
-    elements = x if hadamard is None else specification.widen(x, r, hadamard)
+    elements = x if hadamard is None else specification.widen(x, hadamard)
     return np.repeat(block_amax(elements, r), r.block_rows, axis=0)[: len(x)]
 
 

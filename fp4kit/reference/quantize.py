@@ -52,14 +52,13 @@ class EncodeOptions(NamedTuple):
     hadamard: int | None = None
 
 
-def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
+def widen(x: np.ndarray, hadamard: int | None = None) -> np.ndarray:
     """Return the elements of a tile as contiguous float32, ready for quantization.
 
     With a Hadamard transform, the elements are transformed first, and the result is rounded to the dtype of x. If x is
     already contiguous float32 and there is no transform, x itself is returned.
 
     hadamard: the sign mask of the Hadamard transform; None for no transform.
-    recipe: not used.
     """
     if hadamard is not None:
         x = show("element after the Hadamard transform", hadamard_blocks(x, hadamard))
@@ -85,7 +84,7 @@ def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> n
     out = np.zeros({"row": (M, 1), "block": (M, K // size)}.get(recipe.tensor_scaling, (1, 1)), np.float32)
     combine = np.maximum if recipe.amax_nan == "propagate" else np.fmax
     for rows, columns in tiles(x.shape, recipe.block):
-        a = np.abs(widen(x[rows, columns], recipe, hadamard))
+        a = np.abs(widen(x[rows, columns], hadamard))
         if recipe.tensor_scaling == "block":
             blocks = slice(columns.start // size, columns.stop // size)
             out[rows, blocks] = spread_rows(block_amax(a, recipe), recipe, len(a))
@@ -322,7 +321,7 @@ def _tiles_of(
         blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
         random = None if options.random is None else options.random.tile(rows, columns)
         out = packed[rows, packing.length(columns.start) : packing.length(columns.stop)]
-        yield widen(x[rows, columns], recipe, options.hadamard), rows, blocks, tensor.cut(rows, blocks), random, out
+        yield widen(x[rows, columns], options.hadamard), rows, blocks, tensor.cut(rows, blocks), random, out
 
 
 class Segment(NamedTuple):

@@ -257,7 +257,7 @@ def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, searc
     tensor = tensor_scale(amax, r, x.dtype).columns(r)
     for rows, columns in tiles(x.shape, r.block):
         tile, blocks = (
-            widen(x[rows, columns], r, None),
+            widen(x[rows, columns]),
             slice(columns.start // r.block_size, columns.stop // r.block_size),
         )
         weights = None if terms.weights is None else _padded_to_fours(terms.weights[columns].reshape(-1, r.block_size))
@@ -543,7 +543,7 @@ def search_matrix(
     """
     tensor, search = tensor_scale(amax, recipe, x.dtype).columns(recipe), SEARCHES[recipe.search]
     for rows, columns in tiles(x.shape, recipe.block):
-        tile = widen(x[rows, columns], recipe, hadamard)
+        tile = widen(x[rows, columns], hadamard)
         blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
         out[rows, blocks] = search(tile, block_amax(tile, recipe), tensor.cut(rows, blocks), recipe, x.dtype)
 

@@ -25,8 +25,6 @@ from fp4kit.checkpoint.selection.selection import candidate, diffusers_class, mo
 from fp4kit.formats import FLT_MIN
 from fp4kit.storage.files import CheckpointError, shown
 
-REQUIRED = LOADED  # the containers whose tensors are checked
-
 # What an engine does if a tensor of a quantized layer is missing. Read in the sources of vLLM 0.33.0
 # (layers/quantization/modelopt.py, mxfp4.py, compressed_tensors) and SGLang 0.5.23 (modelopt_quant.py, fp8.py,
 # mxfp4.py, compressed_tensors). Both engines create all tensors of a model before they load files, and do not check for

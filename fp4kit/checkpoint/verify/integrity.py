@@ -207,7 +207,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
     others = _other_layers(model, form)
     unknown = [issue for other, names in others.items() for issue in _mixed_issues(model, other, names, tensor_scales)]
-    if name not in requirements.REQUIRED:
+    if name not in LOADED:
         alike = [n for n, w in model.layers.items() if w.container and form and w.container.name == form.name]
         return [_unknown(name, alike), *unknown]
     left_out = {
@@ -250,7 +250,7 @@ def _mixed_issues(model: Checkpoint, name: str, layers: list[str], tensor_scales
     config = with_declaration(model.config or {}, model.hf_quant_config)
     form, own = container(name), [model.layers[layer] for layer in layers]
     known = _container_id(form, own, config)
-    if known not in requirements.REQUIRED:
+    if known not in LOADED:
         return [_unknown(name, layers)]
     parts = part_names(own)
     tensors = {t: (e.dtype, e.shape) for t, (_, e) in model.tensors.items() if t in parts}
