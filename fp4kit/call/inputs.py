@@ -18,8 +18,15 @@ from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.formats import E4M3, E8M0, FLOATS
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.parts import NEVER_NAN, check_scale_codes, fitting_shape, in_order, scale_shape, tensor_amax_shape
+from fp4kit.quantized.container import (
+    NEVER_NAN,
+    Quantized,
+    check_codes,
+    fitting_shape,
+    in_order,
+    scale_shape,
+    tensor_amax_shape,
+)
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import COMFYUI_STOCHASTICS, SCALE_STOCHASTICS
 
@@ -268,7 +275,7 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
         raise TypeError(f"{op}: block_scale is {got}; {r.id} needs {needed}")
     if given.shape != shape:
         raise ValueError(f"{op}: block_scale has shape {given.shape}; {r.id} of {moved_shape} needs {shape}, {layout}")
-    check_scale_codes(op, given, r.scale)
+    check_codes(op, "block_scale", given, r.scale)
     return given.view(np.uint8)
 
 

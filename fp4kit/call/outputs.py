@@ -18,8 +18,7 @@ from fp4kit.arrays.imports import import_arrays
 from fp4kit.arrays.returns import library_of
 from fp4kit.call.inputs import check_is_quantized, description
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.parts import packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.quantized.container import Quantized, packed_shape, scale_shape, tensor_amax_shape
 
 ALIGNMENT = 16  # bytes: the largest store of a kernel
 

@@ -22,8 +22,7 @@ from fp4kit.call.parse import Call
 from fp4kit.cpu.codec import are_looked_up, check_array, decode_call, encode_call, kernels_of, tensors_of
 from fp4kit.cpu.coverage import tensor_key
 from fp4kit.cpu.library import ELEMENTS_PER_CALL, EncodeCall, address, functions, threads_for
-from fp4kit.quantized.container import Quantized, assembled
-from fp4kit.quantized.parts import packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.quantized.container import Quantized, assembled, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import faking
 
 # Results of MIN_BYTES to MAX_BYTES are in memory that is aligned to huge pages, and is kept for the next result when

@@ -41,8 +41,7 @@ from fp4kit.cpu.library import (
 from fp4kit.cpu.search_scales import rule_of, search_matrix, searched
 from fp4kit.formats import ElementFormat
 from fp4kit.host import engine as reference
-from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.parts import tensor_amax_shape
+from fp4kit.quantized.container import Quantized, tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.recipes.schema import faking

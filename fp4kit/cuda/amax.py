@@ -17,7 +17,7 @@ from fp4kit.cuda import matrix
 from fp4kit.cuda.launch import THREADS, aligned, prepared
 from fp4kit.cuda.matrix import transform_struct
 from fp4kit.cuda.shards import amax_shard, check_blocks
-from fp4kit.quantized.parts import tensor_amax_shape
+from fp4kit.quantized.container import tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import has_tall_scales
 from fp4kit.reference.stochastic import HADAMARD_BLOCK

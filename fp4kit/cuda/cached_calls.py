@@ -34,8 +34,7 @@ from fp4kit.cuda.matrix import (
     with_kernel_amax,
 )
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized.container import PARTS, Quantized, assembled
-from fp4kit.quantized.parts import tensor_amax_shape, wanted_parts
+from fp4kit.quantized.container import PARTS, Quantized, assembled, tensor_amax_shape, wanted_parts
 from fp4kit.recipes import Recipe
 
 PreparedCall = Callable[..., Any]  # repeats a call: takes its arrays, and returns the result

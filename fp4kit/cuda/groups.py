@@ -28,8 +28,7 @@ from fp4kit.cuda.dispatch import LaunchRequest
 from fp4kit.cuda.launch import GroupedLaunch
 from fp4kit.cuda.matrix import Clip, Matrix, empty_scales, launch_request, split_matrices
 from fp4kit.cuda.search import group_launches, matrices_to_search, without_search
-from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.parts import packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.quantized.container import Quantized, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import has_tall_scales
 

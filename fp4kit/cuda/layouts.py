@@ -12,8 +12,7 @@ from fp4kit.arrays import imports
 from fp4kit.call.parse import Declined
 from fp4kit.cuda.launch import LAUNCHES, THREADS, Launch, aligned, prepared
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.parts import packed_shape, scale_shape
+from fp4kit.quantized.container import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 
 SQUARE_BLOCKS = (16, 32, 64)  # the sizes of square blocks that the kernel transpose supports

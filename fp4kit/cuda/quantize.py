@@ -29,8 +29,7 @@ from fp4kit.cuda.matrix import (
     with_kernel_amax,
 )
 from fp4kit.cuda.search import with_searched_amaxes
-from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.parts import packed_shape
+from fp4kit.quantized.container import Quantized, packed_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.recipes.schema import with_row_blocks

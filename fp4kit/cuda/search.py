@@ -41,7 +41,7 @@ from fp4kit.cuda.launch import (
 )
 from fp4kit.cuda.matrix import launch_request
 from fp4kit.formats import E4M3, E8M0
-from fp4kit.quantized.parts import scale_shape
+from fp4kit.quantized.container import scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import decoding, searching
 from fp4kit.reference.codec import is_per_expert, part_for_matrix

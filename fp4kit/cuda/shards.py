@@ -31,8 +31,7 @@ from fp4kit.cuda.launch import (
 )
 from fp4kit.cuda.layouts import transpose_struct, wide_copies, work_blocks
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.parts import packed_shape, scale_shape
+from fp4kit.quantized.container import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.types import ScaleLayout
 

@@ -19,8 +19,7 @@ from fp4kit.call.matmul import MatmulCall, Operand, decoding_of, scale_decoding_
 from fp4kit.call.parse import Call, QuantizeOptions, Rotation, quantize_call
 from fp4kit.call.search_scales import Search
 from fp4kit.layouts import swizzle_scales, unpack, unswizzle_scales
-from fp4kit.quantized.container import Quantized, assembled
-from fp4kit.quantized.parts import packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.quantized.container import Quantized, assembled, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import Recipe, faking
 from fp4kit.reference import quantize as reference
 from fp4kit.reference import stochastic

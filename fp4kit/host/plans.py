@@ -18,8 +18,7 @@ from fp4kit.call.inputs import reshape_clip_amax
 from fp4kit.call.parse import Call, Partition, amax_shape, check_codes, each, with_amaxes
 from fp4kit.host.engine import compute_tensor_amax
 from fp4kit.layouts import padded_shape, swizzle_scales
-from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.parts import packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.quantized.container import Quantized, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import spread_rows

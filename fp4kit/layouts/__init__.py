@@ -166,6 +166,13 @@ def check_layout(op: str, layout: str) -> None:
         raise ValueError(f"{op}: scale_layout is {layout!r:.60}; needs one of {', '.join(SCALE_LAYOUTS)}")
 
 
+def check_axis(op: str, axis: int, ndim: int) -> int:
+    """Return an axis of an array with `ndim` axes, counted from its end if negative, as a number from 0."""
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"{op}: axis {axis} is out of range for a {ndim}-d array; needs {-ndim} to {ndim - 1}")
+    return axis % ndim
+
+
 def tile_rows(layout: str) -> int:
     """Return the number of rows of scales per tile of the layout: 128 or 8, or 1 for "linear", which has no tiles."""
     return _TILE_ROWS.get(layout, 1)
@@ -504,9 +511,6 @@ def unpack_mlx(words: Any) -> Any:
     return contiguous(words).view(np.uint8)
 
 
-_NO_AXIS = "pad: x is 0-d; needs at least one axis; use x.reshape(1)"
-
-
 def _integer_from(op: str, name: str, n: Any, minimum: int) -> int:
     """Return n, an integer of any library, as an int."""
     try:
@@ -546,18 +550,11 @@ def pad(x: Any, multiple: int, axis: int = -1) -> Any:
         raise TypeError("pad: x is a masked array, whose mask would be lost; pass x.filled(0)")
     multiple, axis = _integer_from("pad", "multiple", multiple, 1), as_index("pad", "axis", axis)
     original, (x,) = x, import_arrays("pad", x=x)
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(
-            f"pad: axis {axis} is out of range for a {x.ndim}-d array; needs {-x.ndim} to {x.ndim - 1}"
-            if x.ndim
-            else _NO_AXIS
-        )
+    if not x.ndim:
+        raise ValueError("pad: x is 0-d; needs at least one axis; use x.reshape(1)")
+    axis = check_axis("pad", axis, x.ndim)
     missing = -x.shape[axis] % multiple
-    if not missing:
-        return original
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, missing)
-    return np.pad(x, widths)
+    return np.pad(x, [(0, missing * (i == axis)) for i in range(x.ndim)]) if missing else original
 
 
 def shuffle_rows(M: int, epilogue_tile: int) -> np.ndarray:

@@ -31,8 +31,7 @@ from fp4kit.call.search_scales import SearchRequest, search_call
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.transforms import swizzle
-from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.parts import packed_shape
+from fp4kit.quantized.container import Quantized, packed_shape
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.reference.arith import ONE
 from fp4kit.reference.block_rules import BLOCK_RULES

@@ -26,8 +26,7 @@ from fp4kit.layouts import unpacked
 from fp4kit.ops.compare import Box, on_host
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.transforms import unswizzle
-from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.parts import NEVER_NAN
+from fp4kit.quantized.container import NEVER_NAN, Quantized
 from fp4kit.quantized.slicing import box_of
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS

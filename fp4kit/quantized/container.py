@@ -6,35 +6,298 @@ are its parts: packed, block_scale, tensor_scale and tensor_amax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from fp4kit.arguments import as_flag, as_index, as_shape
-from fp4kit.arrays.imports import check_unmasked, import_arrays
+from fp4kit.arithmetic import ieee
+from fp4kit.arrays.imports import check_tensor, check_unmasked, import_arrays, making_current, to_device, to_host
 from fp4kit.arrays.returns import TORCH, ArrayLibrary, library_of, numpy_dtype
-from fp4kit.formats import FLOATS
-from fp4kit.layouts import check_layout
+from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FLOATS, INT4, INT8, ElementFormat
+from fp4kit.layouts import check_axis, check_layout, pack, padded_shape
 from fp4kit.lazy import FUNCTIONS
-from fp4kit.quantized.parts import (
-    check_amounts,
-    check_codes,
-    check_scale_codes,
-    import_parts,
-    imported_codes,
-    imported_scales,
-    imported_tensor_scale,
-    scale_shape,
-    shape_of,
-    wanted_parts,
-)
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import ScaleLayout
+
+# tensor rules that give a number even for a NaN amax
+NEVER_NAN = ("te_primary_weight", "compressed_tensors", "fp8_transformers")
+
+
+def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
+    """Return the shape of an array's packed codes: (..., K/2) for 4-bit elements, (..., K) for wider ones."""
+    *lead, K = moved_shape
+    return (*lead, recipe.element.packing.length(K))
+
+
+def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
+    """Return the shape (..., K / block columns) of an array's block scales in linear layout."""
+    *lead, K = moved_shape
+    return (*lead, K // recipe.block_size)
+
+
+def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
+    """Return the shape of an array's tensor amaxes, as quantize computes them."""
+    *lead, K = moved_shape
+    return {"row": tuple(lead), "block": (*lead, K // recipe.block_size)}.get(recipe.tensor_scaling, ())
+
+
+def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the first allowed shape that differs from `shape` only by trailing axes of length 1."""
+    fitting = [other for other in allowed if _trimmed(other) == _trimmed(shape)]
+    return shape if shape in fitting else next(iter(fitting), None)
+
+
+def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Return whether an array with one number per block can safely be reshaped from `shape` to `wanted`."""
+    own_lengths, wanted_lengths = ([n for n in lengths if n != 1] for lengths in (shape, wanted))
+    return prod(shape) == prod(wanted) and (len(own_lengths) <= 1 or own_lengths[-1:] == wanted_lengths[-1:])
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without its trailing axes of length 1: (2, 1, 1) gives (2,), and (1, 1) gives ()."""
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+class PartShapes(NamedTuple):
+    """The shapes that the arrays of a Quantized must have.
+
+    Attributes:
+        axis: the quantized axis as a non-negative number.
+        packed: the shape of the codes.
+        block_scale: the shape of the block scales, padding included; None if there are none.
+        tensor_scale: the shapes that the tensor scale may have; empty if there is none.
+    """
+
+    axis: int
+    packed: tuple[int, ...]
+    block_scale: tuple[int, ...] | None
+    tensor_scale: tuple[tuple[int, ...], ...]
+
+
+@lru_cache(1024)  # without a cache, computing the shapes would take as long as quantizing a small array on a GPU
+def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> PartShapes:
+    """Return the shapes that the parts of a Quantized of an array must have."""
+    axis = check_axis("Quantized", axis, len(shape))
+    if shape[axis] % r.length_multiple:
+        raise ValueError(
+            f"Quantized: axis {axis} has length {shape[axis]}; {r.id} needs a multiple of {r.length_multiple}"
+        )
+    moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
+    if layout != "linear" and len(shape) < 2 and r.scale is not None:
+        raise ValueError(
+            f"Quantized: scale_layout is {layout!r} of a 1-d array; needs the rows of a matrix, or 'linear'"
+        )
+    scales = None if r.scale is None else padded_shape(scale_shape(moved, r), layout)
+    tensor_shapes = {"row": (moved[:-1],), "block": (scale_shape(moved, r),), "none": ()}
+    of_tensor = ((), moved[:1]) if len(moved) > 2 else ((),)
+    return PartShapes(axis, packed_shape(moved, r), scales, tensor_shapes.get(r.tensor_scaling, of_tensor))
+
+
+def check_codes(op: str, name: str, codes: Any, fmt: ElementFormat | None) -> None:
+    """Raise ValueError if a code stored one per byte is too large for its format, such as 64 for a 6-bit format."""
+    # Codes on a GPU always pass, because they are not read.
+    if fmt is None or fmt.bits == 8 or not isinstance(codes, np.ndarray):
+        return
+    if int(codes.view(np.uint8).max(initial=0)) >> fmt.bits:
+        needed = f"needs one code of {fmt.bits} bits per byte; unpack the codes first"
+        raise ValueError(f"{op}: {name} holds bytes above {2**fmt.bits - 1}; {needed}")
+
+
+def check_amounts(op: str, name: str, array: np.ndarray, tensor_scale: np.ndarray, r: Recipe) -> None:
+    """Raise ValueError if a tensor scale or tensor amax holds a number that the recipe cannot have made."""
+    if (array >= 0).all():
+        return
+    if (array < 0).any():
+        raise ValueError(f"{op}: {name} is negative; needs {name} >= 0: the sign of a value is in its code")
+    numbers = r.tensor_rule in NEVER_NAN
+    if name == "tensor_scale" and numbers:
+        raise ValueError(f"{op}: {name} is NaN; {r.id} gives no such scale; needs a number")
+    if name == "tensor_amax" and not numbers and (np.isnan(array) & ~np.isnan(tensor_scale)).any():
+        raise ValueError(f"{op}: {name} is NaN where tensor_scale is a number; None stands for an unknown amax")
+
+
+# {format: name of the dtype that implies it}, for dtypes with one element per byte. uint8 and int8 may hold any bits.
+DTYPES = {
+    E2M1: "float4_e2m1fn",
+    E2M3: "float6_e2m3fn",
+    E3M2: "float6_e3m2fn",
+    E4M3: "float8_e4m3fn",
+    E5M2: "float8_e5m2",
+    E8M0: "float8_e8m0fnu",
+    INT4: "int4",
+    INT8: "int8",
+}
+_PAIRS = {E2M1: "float4_e2m1fn_x2"}  # dtypes with two elements per byte
+_BYTES = ("uint8", "int8")
+_NIBBLES = ("float4_e2m1fn", "int4")  # dtypes of JAX, one element per byte in memory
+
+
+class Stored(NamedTuple):
+    """An imported array of a checkpoint, and the name of the dtype that it had in its own library.
+
+    The dtype of `array` can be another one, because narrow floats of PyTorch are imported as uint8.
+
+    Attributes:
+        array: a NumPy or CuPy array.
+        dtype: the name of the original dtype, such as "float8_e4m3fn".
+    """
+
+    array: Any
+    dtype: str
+
+
+def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
+    """Import the arrays of a checkpoint as NumPy or CuPy arrays."""
+    given = {name: a for name, a in named.items() if a is not None and type(a) is not float}
+    imported = import_arrays(op, **{name: _as_bytes(a, f"{op}: {name}") for name, a in given.items()})
+    arrays = dict(zip(given, imported, strict=True))
+    found: dict[str, Stored | None] = dict.fromkeys(named)
+    for name, a in named.items():
+        if a is not None:
+            array = np.asarray(a) if type(a) is float else arrays[name]
+            # The imported array may have another dtype, because NumPy and CuPy lack some dtypes of PyTorch and JAX.
+            dtype = str(a.dtype).removeprefix("torch.") if _is_tensor(a) or _has_nibbles(a) else array.dtype.name
+            found[name] = Stored(array, dtype)
+    return found
+
+
+def _is_tensor(a: Any) -> bool:
+    """Return whether a is a PyTorch tensor."""
+    return hasattr(a, "data_ptr") and "torch" in sys.modules
+
+
+def _has_nibbles(a: Any) -> bool:
+    """Return whether a is a JAX array of dtype float4_e2m1fn or int4, which has one element per byte in memory."""
+    return "jax" in sys.modules and isinstance(a, sys.modules["jax"].Array) and str(a.dtype) in _NIBBLES
+
+
+def _as_bytes(a: Any, name: str) -> Any:
+    """Convert an array to uint8 within its library if the import would not accept its own dtype."""
+    if _has_nibbles(a):
+        jax: Any = sys.modules["jax"]
+        return jax.lax.bitcast_convert_type(a, "uint4").astype("uint8")
+    if not _is_tensor(a) or a.element_size() != 1:
+        return a
+    check_tensor(a, name)
+    return a.view(sys.modules["torch"].uint8)
+
+
+def imported_codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: bool) -> Any:
+    """Convert a checkpoint's codes to those of a Quantized: uint8, with the even element of a pair in the low
+    nibble.
+    """
+    if stored is None:
+        raise TypeError(f"{op}: packed is None; needs the array of codes")
+    fmt = recipe.element
+    element_dtype, is_packed = DTYPES.get(fmt), fmt.packing.codes > 1
+    usable = [dtype for dtype in (element_dtype, _PAIRS.get(fmt), *_BYTES) if dtype]
+    if stored.dtype not in usable:
+        needed = " or ".join(usable)
+        raise TypeError(f"{op}: packed is {stored.dtype}; {recipe.id} has elements of {fmt}; needs {needed}")
+    if not stored.array.ndim:
+        raise ValueError(f"{op}: packed is 0-d; needs at least one axis")
+    if high_nibble_first and (not is_packed or stored.dtype == element_dtype):
+        raise ValueError(f"{op}: high_nibble_first is True, but packed holds one code per byte; leave it out")
+    bits = stored.array if stored.array.dtype == np.uint8 else stored.array.view(np.uint8)
+    if stored.dtype == element_dtype:
+        bits = bits if fmt.bits == 8 else bits & np.uint8(2**fmt.bits - 1)
+        if is_packed and bits.shape[-1] % 2:
+            raise ValueError(
+                f"{op}: packed holds {bits.shape[-1]} codes along its last axis; two share a byte, so it must be even"
+            )
+        return pack(bits) if is_packed else bits
+    if not is_packed:
+        check_codes(op, "packed", bits, fmt)
+    return bits << np.uint8(4) | bits >> np.uint8(4) if high_nibble_first else bits
+
+
+def imported_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[int, ...] | None) -> Any:
+    """Return a checkpoint's block scales as uint8 bit patterns."""
+    if stored is None or recipe.scale is None:
+        return stored and stored.array
+    scale_dtype = DTYPES.get(recipe.scale)
+    if stored.dtype not in (scale_dtype, *_BYTES):
+        needed = f"{scale_dtype}, or " * (scale_dtype is not None) + "uint8 or int8 of their bits"
+        raise TypeError(
+            f"{op}: block_scale is {stored.dtype}; {recipe.id} has block scales of {recipe.scale}; "
+            f"needs {needed}; name the recipe that made them"
+        )
+    bits = stored.array if stored.array.dtype == np.uint8 else stored.array.view(np.uint8)
+    return bits.reshape(shape) if shape not in (None, bits.shape) and bits.size == prod(shape) else bits
+
+
+@ieee("from_parts")
+def imported_tensor_scale(
+    op: str,
+    given: Stored | None,
+    packed: Any,
+    shapes: tuple[tuple[int, ...], ...],
+    divides: bool,
+    amaxes_of: Callable[[np.ndarray], np.ndarray | None],
+) -> tuple[Any, Any]:
+    """Return a checkpoint's tensor scale as the float32 number by which decoding multiplies, and its tensor amax."""
+    if given is None:
+        if divides:
+            raise ValueError(f"{op}: tensor_scale_divides is True, but tensor_scale is None; leave it out")
+        return None, None
+    scale, amax = given.array, None
+    if scale.dtype != np.float32 or divides:
+        host = _exact(op, to_host(scale))
+        if divides:
+            if (host == 0).any():
+                raise ValueError(
+                    f"{op}: tensor_scale holds 0, but tensor_scale_divides is True; needs positive numbers"
+                )
+            amax = _like(packed, amaxes_of(host))
+            with np.errstate(all="ignore"):
+                host = np.asarray(np.float32(1) / host)
+        scale = _like(packed, host)
+    shape = fitting_shape(scale.shape, shapes)
+    if shape in (None, scale.shape):
+        return scale, amax
+    return scale.reshape(shape), None if amax is None else amax.reshape(shape)
+
+
+def _like(array: Any, host: np.ndarray | None) -> Any:
+    """Return the NumPy array `host` in the memory of `array`: unchanged if `array` is a NumPy array."""
+    if host is None or isinstance(array, np.ndarray):
+        return host
+    with making_current(array.device.id):
+        return to_device(host)
+
+
+def _exact(op: str, scale: np.ndarray) -> np.ndarray:
+    """Convert a tensor scale to float32 without changing a number."""
+    if scale.dtype not in (*FLOATS, np.float64):
+        raise TypeError(f"{op}: tensor_scale is {scale.dtype}; needs float32, or another float with the same numbers")
+    with np.errstate(all="ignore"):
+        exact = scale.astype(np.float32)
+        changed = (exact != scale) & ~np.isnan(scale)
+    if changed.any():
+        raise ValueError(
+            f"{op}: tensor_scale holds {float(scale[changed][0])!r}, which is not a float32 number; needs the number"
+            " that the file holds; or round it with np.float32(tensor_scale)"
+        )
+    return exact
+
+
+def shape_of(op: str, packed: Any, recipe: Recipe, axis: int) -> tuple[int, ...]:
+    """Return the shape of x, the array that was quantized, as the shape of its packed codes implies."""
+    *lead, last = packed.shape
+    packing = recipe.element.packing
+    lead.insert(check_axis(op, axis, packed.ndim), last // packing.bytes * packing.codes)
+    return tuple(lead)
+
 
 PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")  # fields that are arrays
 FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")  # the other fields
@@ -125,12 +388,14 @@ class Quantized:
         put(self, "axis", axis)
         if (library := library_of(self.packed)) is not None:
             return self._check_parts_of(library)
-        host = isinstance(self.packed, np.ndarray)
-        self._check("packed", packed, host)
-        check_codes("Quantized", self.packed, self.recipe.element)
-        self._check("block_scale", scales, host)
-        check_scale_codes("Quantized", self.block_scale, self.recipe.scale)
-        self._check_tensor(covered, host)
+        self._check("packed", _UINT8, (packed,))
+        if self.recipe.element.packing.codes == 1:
+            check_codes("Quantized", "packed", self.packed, self.recipe.element)
+        self._check("block_scale", _UINT8, () if scales is None else (scales,))
+        check_codes("Quantized", "block_scale", self.block_scale, self.recipe.scale)
+        self._check("tensor_scale", _FLOAT32, covered)
+        if self.tensor_amax is not None:
+            self._check("tensor_amax", _FLOAT32, () if self.tensor_scale is None else (self.tensor_scale.shape,))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what pickle and copy need to recreate this object."""
@@ -151,57 +416,28 @@ class Quantized:
                 raise TypeError(f"Quantized: {name} is a {kind}; needs an array of {library.name}, as packed is")
         self.imported()
 
-    def _check(self, name: str, shape: tuple[int, ...] | None, host: bool) -> None:
-        """Check the field `name`, packed or block_scale: raise an error unless it is a uint8 array of the given
-        shape.
-        """
-        # If `shape` is None, the field must be None.
-        array = getattr(self, name)
-        if array is None and shape is None:
+    def _check(self, name: str, dtype: np.dtype, shapes: tuple[tuple[int, ...], ...]) -> None:
+        """Check a part: it must have the dtype and one of the shapes, or be None if there are no shapes."""
+        array, host = getattr(self, name), isinstance(self.packed, np.ndarray)
+        if array is None and not shapes:
             return
-        if array is not None and shape is not None:
+        if array is not None and shapes:
+            if host and dtype == _FLOAT32 and isinstance(array, np.generic):
+                array = np.asarray(array)
+                object.__setattr__(self, name, array)
             self._check_kind(name, array, host)
-            if array.dtype == _UINT8 and array.shape == shape:
+            if dtype == _FLOAT32 != array.dtype:
+                raise TypeError(
+                    f"Quantized: {name} is {array.dtype}; needs float32; convert it with .astype(np.float32)"
+                )
+            if array.dtype == dtype and array.shape in shapes:
+                if host and dtype == _FLOAT32:
+                    check_amounts("Quantized", name, array, self.tensor_scale, self.recipe)
                 return
-        got = "None" if array is None else _spelled(array)
-        needed = "None" if shape is None else f"uint8 {shape}"
-        raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
-
-    def _check_tensor(self, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
-        """Check tensor_scale and tensor_amax: raise an error unless they are float32 arrays of one allowed shape."""
-        if shapes and self.tensor_scale is not None:
-            self._check_floats("tensor_scale", shapes, host)
-            if self.tensor_amax is not None:
-                self._check_floats("tensor_amax", (self.tensor_scale.shape,), host)
-        elif shapes or self.tensor_scale is not None or self.tensor_amax is not None:
-            name = "tensor_scale" if shapes or self.tensor_scale is not None else "tensor_amax"
-            self._refuse_floats(name, shapes)
-
-    def _check_floats(self, name: str, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
-        """Check the field `name`, tensor_scale or tensor_amax: raise an error unless it is float32 of an allowed
-        shape.
-        """
-        # The error is TypeError for another library or dtype, and ValueError otherwise.
-        array = getattr(self, name)
-        if host and isinstance(array, np.generic):
-            array = np.asarray(array)
-            object.__setattr__(self, name, array)
-        self._check_kind(name, array, host)
-        if array.dtype != _FLOAT32:
-            raise TypeError(
-                f"Quantized: {name} is {array.dtype}; needs float32; convert it with {name}.astype(np.float32)"
-            )
-        if array.shape not in shapes:
-            self._refuse_floats(name, shapes)
-        if host:
-            check_amounts("Quantized", name, array, self.tensor_scale, self.recipe)
-
-    def _refuse_floats(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> NoReturn:
-        """Raise the ValueError for a field `name` (tensor_scale or tensor_amax) of a wrong shape, missing or
-        surplus.
-        """
-        got = _spelled(getattr(self, name))
-        needed = " or ".join(f"float32 {shape}" for shape in shapes) or "None, as it has no tensor scale"
+        got = "None" if array is None else f"of type {type(array).__name__}"
+        got = f"{array.dtype} {tuple(array.shape)}" if hasattr(array, "dtype") else got
+        none = "None, as it has no tensor scale" if dtype == _FLOAT32 else "None"
+        needed = " or ".join(f"{dtype} {shape}" for shape in shapes) or none
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_kind(self, name: str, array: Any, host: bool) -> None:
@@ -212,14 +448,11 @@ class Quantized:
         if isinstance(array, np.ndarray) if host else kind is type(packed) and kind.__module__ == "cupy":
             if host or array is packed or array.data.device_id == packed.data.device_id:
                 return
-            devices = (array.data.device_id, packed.data.device_id)
-            raise ValueError(
-                f"Quantized: {name} is on device {devices[0]} and packed on {devices[1]}; move all parts to one"
-            )
-        if array is packed or not hasattr(array, "dtype"):
-            raise TypeError(f"Quantized: {name} is a {kind.__module__}.{kind.__name__}; needs a NumPy or CuPy array")
+            devices = f"{name} is on device {array.data.device_id} and packed on {packed.data.device_id}"
+            raise ValueError(f"Quantized: {devices}; move all parts to one")
         needed = "NumPy array" if host else "CuPy array"
-        raise TypeError(f"Quantized: {name} is a {kind.__module__}.{kind.__name__}; needs a {needed}, as packed is")
+        needed = f"{needed}, as packed is" if array is not packed and hasattr(array, "dtype") else "NumPy or CuPy array"
+        raise TypeError(f"Quantized: {name} is a {kind.__module__}.{kind.__name__}; needs a {needed}")
 
     def with_parts(self, convert: Callable[[Any], Any]) -> Quantized:
         """Return a new Quantized with each array replaced by convert(array), and all other fields unchanged.
@@ -523,10 +756,3 @@ def assembled(fields: dict[str, Any]) -> Quantized:
     q = object.__new__(Quantized)
     q.__dict__.update(fields)
     return q
-
-
-def _spelled(array: Any) -> str:
-    """Return the dtype and shape of an array as text for an error message, such as "uint8 (2, 16)"."""
-    if array is None or not hasattr(array, "dtype"):
-        return "None" if array is None else f"of type {type(array).__name__}"
-    return f"{array.dtype} {tuple(array.shape)}"

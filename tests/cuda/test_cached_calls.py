@@ -23,7 +23,7 @@ from fp4kit.cuda.compiler import FINDERS
 from fp4kit.cuda.dispatch import ROWS
 from fp4kit.cuda.launch import Launch
 from fp4kit.ops import engines as call_cache
-from fp4kit.quantized.parts import packed_shape, scale_shape
+from fp4kit.quantized.container import packed_shape, scale_shape
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -12,7 +12,7 @@ from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
 import fp4kit
 from fp4kit.call.inputs import takes_e8m0_amaxes, tensor_amax_shape
 from fp4kit.ops import engines as call_cache
-from fp4kit.quantized.parts import scale_shape
+from fp4kit.quantized.container import scale_shape
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU

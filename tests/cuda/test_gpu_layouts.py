@@ -27,7 +27,7 @@ from fp4kit.layouts import (
     unpack_mlx,
     unswizzle_scales,
 )
-from fp4kit.quantized.parts import packed_shape, scale_shape
+from fp4kit.quantized.container import packed_shape, scale_shape
 from fp4kit.recipes import RECIPES, Recipe
 
 pytestmark = ON_GPU

@@ -24,7 +24,7 @@ from fp4kit.call.inputs import takes_e8m0_amaxes, tensor_amax_shape
 from fp4kit.cuda.amax import columns_to_reduce
 from fp4kit.evidence.testing import adversarial_blocks, assert_same_bits
 from fp4kit.ops import engines as call_cache
-from fp4kit.quantized.parts import scale_shape
+from fp4kit.quantized.container import scale_shape
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.arith import reciprocal_approx_ftz
 from fp4kit.reference.quantize import segments

@@ -322,7 +322,7 @@ def test_inputs_are_not_written_to():
 
 def test_every_format_has_a_dtype():
     """Every format of a recipe is in the table of dtypes that from_parts accepts, except IF4, which has no dtype."""
-    from fp4kit.quantized.parts import DTYPES
+    from fp4kit.quantized.container import DTYPES
 
     assert {r.element for r in RECIPES.values()} - {IF4} | {r.scale for r in RECIPES.values() if r.scale} <= set(DTYPES)
     assert DTYPES[E2M1] == np.dtype(ml_dtypes.float4_e2m1fn).name and ORDINARY.dtype == F32

@@ -21,7 +21,7 @@ from fp4kit.evidence.fuzz.arrays import DrawnArray, View
 from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOperand, DrawnOptions, DrawnProduct
 from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized.parts import packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.quantized.container import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import BLOCK_RULES
 from fp4kit.recipes.schema import faking
