@@ -10,10 +10,31 @@
 // the sum of the losses of its rows, or the largest of them for Objective::largest.
 #pragma once
 
-#include "search_pruned.h"
+#include "../../cuda/kernels/rules/lane_search.cuh"
 #include "input_types.h"
+#include "simd_bytes.h"
 
 namespace {
+
+constexpr int kCandidates = 128;  // number of E4M3 codes without sign; codes 0 and 127 are not candidates
+
+// The candidates of all blocks of a matrix, in arrays indexed by code: block amaxes, scales, and approximate
+// reciprocals of the scales. Amaxes and scales rise with the code.
+struct CandidateArrays {
+  const float *amaxes, *scales, *reciprocals;
+
+  // Return true if the block amaxes of all candidates are above 2^-57 and below 2^50. Only in this range, the bounds of
+  // the pruned search are proven; otherwise, callers use the full search.
+  bool are_bounds_valid() const { return amaxes[1] > 0x1p-57f && amaxes[kLastCandidate] < 0x1p50f; }
+
+  __forceinline__ Candidate at(u32 code) const {
+    return {scales[static_cast<i32>(code)], reciprocals[static_cast<i32>(code)]};
+  }
+  // Return the first code whose scale is above amax / 7. The last candidate is the code of 448.
+  __forceinline__ u32 first_code(float amax) const {
+    return code_at_least(amax * (448.0f * (6.0f / 7.0f) * (1.0f + 0x1p-12f) / amaxes[kLastCandidate]));
+  }
+};
 
 // Store the 16 elements of one row of a block, whose bits are at x, in `out` as float32. Infinities stay infinite, and
 // NaN stays NaN.
@@ -36,7 +57,7 @@ void load_row(const Bits* x, float* __restrict out) {
 template <bool kWeighted>
 __attribute__((noinline)) void find_squared_losses(const float* row, const float* weights,
                                                    const CandidateArrays& candidates, float* __restrict losses) {
-  LaneBlocks<kWeighted> copies;  // the row in every lane
+  LaneBlocks<kLanes, kWeighted> copies;  // the row in every lane
   for (int j = 0; j < kSearchBlockSize; ++j)
     for (int lane = 0; lane < kLanes; ++lane) {
       copies.a[j][lane] = magnitude_of(row[j]);

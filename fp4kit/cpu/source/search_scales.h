@@ -4,7 +4,7 @@
 //                  it
 //   loss           a measure of the rounding errors of a block under a candidate, by the objective of the call
 //   lane           one of kLanes = 16 blocks or candidates that a loop handles together
-//   pruned search  excludes most candidates by bounds on their loss, for kLanes blocks together (search_pruned.h)
+//   pruned search  excludes most candidates by bounds on their loss, for kLanes blocks together (rules/lane_search.cuh)
 //   full search    tries all candidates of one block, kLanes together
 //   In             the type of the elements
 //   x              a view of a tile: contiguous rows of elements, which begin x.step elements apart
@@ -157,7 +157,7 @@ struct ScaleSearch {
   // Afterwards, `at` is the position of the next block, or still that of the last block if no block is left.
   template <bool kWeighted>
   u64 search_lanes(View<Bits> x, const Rectangle& tile, BlockPlace& at, i64 count) const {
-    LaneBlocks<kWeighted> blocks;
+    LaneBlocks<kLanes, kWeighted> blocks;
     BlockPlace places[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
       float row[kSearchBlockSize];
@@ -178,7 +178,7 @@ struct ScaleSearch {
       blocks.is_open[lane] = lane < count && bits > 0u && bits < kInfinityBits;
     }
     find_candidate_ranges(blocks.amax, blocks.min_code, blocks.max_code);
-    PrunedSearch<kWeighted> search{blocks, call.candidates};
+    LaneSearch<kLanes, kWeighted, CandidateArrays> search{blocks, call.candidates};
     search.run();
     u64 unproven = 0;
     for (int lane = 0; lane < kLanes && lane < count; ++lane) {

@@ -109,7 +109,7 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
     const float amax = float_of(opaque(largest));
     CandidateRange range = {1u, kLastCandidate};
     if constexpr (!kAll && !kLater) range = candidate_range<R>(a, amax, t);
-    BestCode best = {float_of(kInfinityBits), range.low};
+    u32 best = range.low;
     bool proven = false;
     u32 normal = 0u;
     if constexpr (!kWeighted) {
@@ -117,25 +117,25 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
       Screened screened;
       if (normal) screened = screen(block, amax, range, normal, kLater ? 2 : 0, shared, memory.tables.bounds);
       try_open_codes(block, screened, shared, memory.warps[warp].open_codes);
-      if (normal) best.code = screened.best(), proven = is_proven(block, screened, range, shared);
+      if (normal) best = screened.best(), proven = is_proven(block, screened, range, shared);
     }
     if constexpr (kLater) {
       if (!proven) range = candidate_range<R>(a, amax, t);
-      if (!normal) best.code = range.low;
+      if (!normal) best = range.low;
     }
     if (!normal) {
       proven = amax == 0.0f || !is_finite(amax);  // all losses are 0 then, or none is below infinity
-      if (!proven && shared.ordinary) proven = search_from_first(block, amax, range, shared, best);
+      if (!proven && shared.ordinary) proven = search_alone(block, amax, range, shared, best);
     }
     for (u32 open = __ballot_sync(0xFFFFFFFFu, !proven); open; open &= open - 1u) {
       const u32 owner = 31u - __clz(open & (0u - open));
       if (lane == owner) unproven_block = {block, range};
       __syncwarp();
       const u32 code = search_fully(unproven_block, shared);
-      if (lane == owner) best.code = code, unproven += first + lane < count;
+      if (lane == owner) best = code, unproven += first + lane < count;
       __syncwarp();
     }
-    a.block_amax[i] = shared.amaxes[best.code];
+    a.block_amax[i] = shared.amaxes[best];
   }
   if (a.unproven && unproven) atomicAdd(a.unproven, static_cast<u64>(unproven));
 }

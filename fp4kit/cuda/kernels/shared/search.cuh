@@ -30,7 +30,7 @@
 
 #include "block.cuh"
 #include "hadamard.cuh"
-#include "search_losses.cuh"
+#include "lane_search.cuh"
 
 // The arguments of the searches for block amaxes. The elements x are a matrix of rows x columns, and block_amax gets
 // the result, one amax per block.
@@ -52,6 +52,9 @@ struct Candidates {
   float per_amax;           // codes whose values are above amax * per_amax have scales above amax / 7
   float per_ordinary_amax;  // per_amax if `ordinary`, otherwise NaN
   bool ordinary;            // true if the scales are in the range for which the bounds are proven
+
+  FP4KIT_DEVICE_MEMBER Candidate at(u32 code) const { return by_code[code]; }
+  FP4KIT_DEVICE_MEMBER u32 first_code(float amax) const { return code_at_least(amax * per_amax); }
 };
 
 // Fill `shared` for the tensor amax `amax`: the candidates with the codes 1 ... kLastCandidate, and the other fields of
@@ -97,37 +100,20 @@ FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float ama
   return {within(a.lower), within(a.upper)};
 }
 
-// Find the scale code with the smallest loss for a block with a finite amax > 0, and store the code and its loss in
-// `best`. Return true if this code is proven to be the best of all candidates in `range` (the first one in case of
-// ties). If the result is false, `best` may be wrong, and the caller tries all candidates.
-//
-// The caller initializes `best` with range.low and an infinite loss, and shared.ordinary must be true. The search tries
-// the upward codes first (see the head of this file), and then lower codes.
+// Find the scale code with the smallest loss for a block with a finite amax > 0, and store it in `code`. Return true if
+// it is proven to be the best of all candidates in `range` (the first one in case of ties). If the result is false,
+// `code` may be wrong, and the caller tries all candidates. shared.ordinary must be true.
 template <bool kWeighted>
-FP4KIT_DEVICE bool search_from_first(const SearchBlock<kWeighted>& block, float amax, CandidateRange range,
-                                     const Candidates& shared, BestCode& best) {
-  const u32 first = maximum(code_at_least(amax * shared.per_amax), range.low);
-  const u32 end = minimum(first < 8u ? 16u : first + 8u, range.high + 1u);
-  float second = float_of(kInfinityBits);
-#pragma unroll 1
-  for (u32 code = first; code < end; ++code) {
-    const float loss = loss_of<false>(block, shared.by_code[code], 1.0f);
-    second = fminf(second, fmaxf(loss, best.loss));
-    if (loss < best.loss) best = {loss, code};
+FP4KIT_DEVICE bool search_alone(const SearchBlock<kWeighted>& block, float amax, CandidateRange range,
+                                const Candidates& shared, u32& code) {
+  LaneBlocks<1, kWeighted> lane = {{}, {}, {amax}, {range.low}, {range.high}, {1u}};
+#pragma unroll
+  for (int j = 0; j < kSearchBlockSize; ++j) {
+    lane.a[j][0] = block.a[j];
+    if constexpr (kWeighted) lane.w[j][0] = block.w[j];
   }
-  if (!keeps_squares(block, amax, shared.by_code[minimum(first, kLastCandidate)].scale)) return false;
-  const BestCode above = best;
-#pragma unroll 1
-  for (u32 code = minimum(first, range.high + 1u) - 1u; code >= range.low; --code) {
-    const Candidate c = shared.by_code[code];
-    if (clipped_loss_of(block, amax, c.scale) > best.loss) break;
-    const float loss = loss_of<true>(block, c, 1.0f);
-    if (loss <= best.loss) best = {loss, code};
-  }
-  if (best.code != above.code) return kLossMargin * above.loss >= best.loss;
-  if (kLossMargin * second < best.loss) return false;
-  const u32 doubled = best.code + minimum(best.code, 8u);
-  if (doubled < end || doubled > range.high) return true;
-  return kLossMargin * loss_of<false>(block, shared.by_code[doubled], 1.0f) >= best.loss ||
-         !is_near_tie(block, shared.by_code[best.code]);
+  LaneSearch<1, kWeighted, Candidates> search{lane, shared};
+  search.run();
+  code = search.code[0];
+  return search.is_proven[0];
 }

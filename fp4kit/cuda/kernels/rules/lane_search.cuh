@@ -1,50 +1,39 @@
-// The pruned search for the scale code with the smallest loss, for kLanes blocks together.
-//   candidate       one of the E4M3 codes 1 ... 126, with the block amax and the scale that belong to it
+// The pruned search for the scale code with the smallest loss, for kLanes blocks together: 16 on a CPU, where loops
+// over lanes vectorize, and 1 in a thread of a GPU. shared/search.cuh has its proof.
+//   candidate       one of the E4M3 codes 1 ... 126, with its scale. In each lane, those from min_code to max_code
+//   Candidates      candidates.at(code) is a Candidate, and candidates.first_code(amax) the first code whose scale is
+//                   above amax / 7
 //   loss            the sum of the squared errors of a block under a candidate, weighted if kWeighted
-//   lane            one block; loops over lanes vectorize. A lane is open as long as its block is searched
-//   upward codes    the candidates from the first code whose scale is above amax / 7, eight codes at most. If the first
-//                   one is below 8 (a subnormal number), they are all candidates from it up to code 15
+//   upward codes    the candidates from first_code on, eight codes at most. If the first one is below 8 (a subnormal
+//                   number), they are all candidates from it up to code 15
 //   downward codes  the candidates below the upward codes
-//   clipped loss    the loss of the elements above 6 times the scale, which are clipped: a lower bound of the loss
+//   clipped loss    a lower bound of the loss (clipped_loss_of)
 //
 // The search computes the losses of all upward codes. Then it computes the losses of downward codes in descending
-// order, until the clipped loss alone exceeds the smallest loss so far. cuda/kernels/shared/search.cuh has the same
-// search for CUDA, and its proof.
+// order, until the clipped loss alone exceeds the smallest loss so far.
 #pragma once
 
-#include "../../cuda/kernels/rules/search_losses.cuh"
-#include "simd_bytes.h"
+#include "search_losses.cuh"
 
-namespace {
-
-constexpr int kCandidates = 128;  // number of E4M3 codes without sign; codes 0 and 127 are not candidates
-
-// The candidates of all blocks of a matrix, in arrays indexed by code: block amaxes, scales, and approximate
-// reciprocals of the scales. Amaxes and scales rise with the code.
-struct CandidateArrays {
-  const float *amaxes, *scales, *reciprocals;
-
-  // Return true if the block amaxes of all candidates are above 2^-57 and below 2^50. Only in this range, the bounds of
-  // the pruned search are proven; otherwise, callers use the full search.
-  bool are_bounds_valid() const { return amaxes[1] > 0x1p-57f && amaxes[kLastCandidate] < 0x1p50f; }
-
-  // Return a factor f by which the first upward code of a block is found: every code whose E4M3 value is above amax * f
-  // has a scale above amax / 7. amax is that of the block. The last candidate is the code of 448.
-  float per_amax() const { return 448.0f * (6.0f / 7.0f) * (1.0f + 0x1p-12f) / amaxes[kLastCandidate]; }
-};
+// noinline makes g++ compile a function of loops over lanes once instead of once per call, which took a minute.
+#ifdef __CUDACC__
+#define FP4KIT_LANES __device__ __forceinline__
+#else
+#define FP4KIT_LANES __attribute__((noinline))
+#endif
 
 // The data of kLanes blocks, one per lane.
 //   a, w                a[j][lane]: magnitude of element j; w[j][lane]: weight of its column if kWeighted, else unused
 //   amax                largest magnitude of each block
 //   min_code, max_code  first and last candidate of each block
 //   is_open             1 if the block is searched; 0 for blocks of zeros, blocks that are not finite, and unused lanes
-template <bool kWeighted>
+template <int kLanes, bool kWeighted>
 struct LaneBlocks {
   float a[kSearchBlockSize][kLanes], w[kWeighted ? kSearchBlockSize : 1][kLanes], amax[kLanes];
   u32 min_code[kLanes], max_code[kLanes], is_open[kLanes];
 
   // Return the block of a lane as a SearchBlock, in which its elements, and its weights if kWeighted, are contiguous.
-  __forceinline__ SearchBlock<kWeighted> block(int lane) const {
+  FP4KIT_DEVICE_MEMBER SearchBlock<kWeighted> block(int lane) const {
     SearchBlock<kWeighted> of_lane;
     FP4KIT_UNROLL
     for (int j = 0; j < kSearchBlockSize; ++j) of_lane.a[j] = a[j][lane];
@@ -58,33 +47,30 @@ struct LaneBlocks {
 
 // Store in losses[lane] the loss of the block of each lane under the candidate with the scale scales[lane] and its
 // reciprocal reciprocals[lane]. If kAny, magnitudes and scales may have any size. Otherwise, magnitudes must be below 7
-// times the scale, which is faster. noinline makes the compiler compile this function once instead of once per call,
-// which took a minute.
-template <bool kAny, bool kWeighted>
-__attribute__((noinline)) void find_losses(const LaneBlocks<kWeighted>& blocks, const float* scales,
-                                           const float* reciprocals, float* __restrict losses) {
+// times the scale, which is faster.
+template <bool kAny, int kLanes, bool kWeighted>
+FP4KIT_LANES void find_losses(const LaneBlocks<kLanes, kWeighted>& blocks, const float* scales,
+                              const float* reciprocals, float* __restrict__ losses) {
   for (int lane = 0; lane < kLanes; ++lane) {
     const Candidate c = {scales[lane], reciprocals[lane]};
     losses[lane] = loss_of<kAny>(blocks.block(lane), c, kAny ? division_scaling(c.scale) : 1.0f);
   }
 }
 
-// Store in losses[lane] the clipped loss of the block of each lane under the scale scales[lane]: the loss of only those
-// elements that are above 6 times the scale. Without weights, only the largest element of the block is counted. So the
-// result is a lower bound of the loss.
-template <bool kWeighted>
-__attribute__((noinline)) void find_clipped_losses(const LaneBlocks<kWeighted>& blocks, const float* scales,
-                                                   float* __restrict losses) {
+// Store in losses[lane] the clipped loss of the block of each lane under the scale scales[lane].
+template <int kLanes, bool kWeighted>
+FP4KIT_LANES void find_clipped_losses(const LaneBlocks<kLanes, kWeighted>& blocks, const float* scales,
+                                      float* __restrict__ losses) {
   for (int lane = 0; lane < kLanes; ++lane)
     losses[lane] = clipped_loss_of(blocks.block(lane), blocks.amax[lane], scales[lane]);
 }
 
 // The state of a pruned search. Every array has one entry per lane. `run` does all of the search, by calling the other
 // functions.
-template <bool kWeighted>
-struct PrunedSearch {
-  const LaneBlocks<kWeighted>& blocks;
-  const CandidateArrays& candidates;
+template <int kLanes, bool kWeighted, class Candidates>
+struct LaneSearch {
+  const LaneBlocks<kLanes, kWeighted>& blocks;
+  const Candidates& candidates;
   // `loss` is the smallest loss so far. `upward_loss` and `second_loss` are the smallest and the second smallest loss
   // of an upward code.
   float loss[kLanes], second_loss[kLanes], upward_loss[kLanes];
@@ -97,11 +83,11 @@ struct PrunedSearch {
 
   // Set scale[lane] and reciprocal[lane] to those of the code tried[lane], for all lanes. Codes beyond the last
   // candidate get the scale and reciprocal of the last candidate.
-  void look_up() {
+  FP4KIT_DEVICE_MEMBER void look_up() {
     for (int lane = 0; lane < kLanes; ++lane) {
-      const i32 index = static_cast<i32>(minimum(tried[lane], kLastCandidate));
-      scale[lane] = candidates.scales[index];
-      reciprocal[lane] = candidates.reciprocals[index];
+      const Candidate c = candidates.at(minimum(tried[lane], kLastCandidate));
+      scale[lane] = c.scale;
+      reciprocal[lane] = c.reciprocal;
     }
   }
 
@@ -110,10 +96,9 @@ struct PrunedSearch {
   //   loss, second_loss  infinity
   //   code               the first candidate, min_code
   //   is_proven          1. With weights, 0 if squares of errors may underflow or overflow (keeps_squares)
-  void begin() {
-    const float per_amax = candidates.per_amax();
+  FP4KIT_DEVICE_MEMBER void begin() {
     for (int lane = 0; lane < kLanes; ++lane) {
-      first[lane] = tried[lane] = maximum(code_at_least(blocks.amax[lane] * per_amax), blocks.min_code[lane]);
+      first[lane] = tried[lane] = maximum(candidates.first_code(blocks.amax[lane]), blocks.min_code[lane]);
       end[lane] =
           blocks.is_open[lane] ? minimum(first[lane] < 8u ? 16u : first[lane] + 8u, blocks.max_code[lane] + 1u) : 0u;
       loss[lane] = second_loss[lane] = float_of(kInfinityBits);
@@ -130,7 +115,7 @@ struct PrunedSearch {
   // Compute the losses of all upward codes. Store the two smallest losses of each lane in `loss` and second_loss, and
   // the first code with the smallest loss in `code`. If there is no second code, or none at all, the loss stays
   // infinite and `code` stays the first candidate.
-  void search_upward() {
+  FP4KIT_DEVICE_MEMBER void search_upward() {
     u32 steps = 0;
     for (int lane = 0; lane < kLanes; ++lane)
       steps = maximum(steps, end[lane] > first[lane] ? end[lane] - first[lane] : 0u);
@@ -151,7 +136,7 @@ struct PrunedSearch {
   // (those below `first`) in descending order, and update `code` and `loss`. If losses are equal, the lower code wins.
   // A lane is finished when the clipped loss of its next code exceeds `loss`, or when no candidate is left. Lanes that
   // are not open stay as they are.
-  void search_downward() {
+  FP4KIT_DEVICE_MEMBER void search_downward() {
     u32 is_open[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
       upward_code[lane] = code[lane];
@@ -183,7 +168,7 @@ struct PrunedSearch {
   //   - The loss of `code` is smaller than that of all other upward codes by a safe margin (kLossMargin).
   //   - If `code` is an upward code, and the code with twice its scale is a candidate but no upward code: the loss of
   //     that candidate is larger by the margin, or no element is near a rounding tie under `code`.
-  void prove() {
+  FP4KIT_DEVICE_MEMBER void prove() {
     u32 is_doubtful[kLanes], any_doubtful = 0;
     for (int lane = 0; lane < kLanes; ++lane) {
       const bool is_downward = code[lane] != upward_code[lane];
@@ -214,12 +199,10 @@ struct PrunedSearch {
   // Search all lanes. Afterwards, `code` of a lane is the code with the smallest loss if is_proven is 1; if several
   // codes have that loss, it is the first of them. In lanes where is_proven is 0, `code` may be wrong, and callers
   // search the block again. In lanes that are not open, `code` is the first candidate.
-  __attribute__((noinline)) void run() {
+  FP4KIT_LANES void run() {
     begin();
     search_upward();
     search_downward();
     prove();
   }
 };
-
-}  // namespace
