@@ -40,6 +40,7 @@ template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& scales, i64 row, i64 column) {
   using T = CodeTile<S::kBits>;
   using U = ScaleTile<S::kLayout, S::kBlock, T::kRows, T::kColumns>;
+  static_assert(kSeparateScales<S> || U::kScales <= kThreads, "a thread loads one scale");
   Chunk* tile = tile_memory<S::kBits>();
   __shared__ Chunk scale_chunks[(U::kScales + 15) / 16];
   u8* scale_tile = reinterpret_cast<u8*>(scale_chunks);

@@ -2,7 +2,7 @@
 // two per byte, so (rows, columns / 2) bytes become (columns, rows / 2) bytes. 8-bit codes of (rows, columns) bytes
 // become (columns, rows) bytes. A chunk is 16 bytes.
 //
-// A tile is 256 rows of 128 bytes. A thread loads 16 bytes of each of 8 rows, which keeps 8 loads in flight. It
+// A tile is kThreads rows of 128 bytes. A thread loads 16 bytes of each of 8 rows, which keeps 8 loads in flight. It
 // transposes squares of codes in registers, and stores the words in the transposed tile in shared memory. From there,
 // whole lines are stored in memory.
 #pragma once
@@ -46,14 +46,15 @@ struct CodeMatrix {
   i64 rows, columns;  // rows and columns are counted in codes
 };
 
-// The sizes of a tile and of the transposed tile, for 256 threads. The rows (lines) of both consist of chunks of 16
+// The sizes of a tile and of the transposed tile. The rows (lines) of both consist of chunks of 16
 // bytes.
 template <int kBits>
 struct CodeTile {
-  static constexpr int kRows = 256, kLine = 8, kColumns = kLine * 128 / kBits, kOutLine = kRows * kBits / 128;
+  static constexpr int kRows = kThreads, kLine = 8, kColumns = kLine * 128 / kBits, kOutLine = kRows * kBits / 128;
   static constexpr int kChunks = kRows * kLine;
   static constexpr int kCodes = 32 / kBits;    // codes per word; a square consists of kCodes words
   static constexpr int kSquares = 8 / kCodes;  // squares below each other in each of the 4 words of a thread
+  static_assert(kThreads % kOutLine == 0, "threads store whole lines");
 
   // Return a reference to chunk `chunk` of line `line` of the transposed tile. The order of chunks is permuted so that
   // there are no bank conflicts, neither when words are stored nor when chunks are loaded.
@@ -63,7 +64,7 @@ struct CodeTile {
 };
 
 // Load the codes of the tile at (row, column) of a.in, transpose them, and store them in `tile`, which is in shared
-// memory. `row` and `column` are counted in codes. Places outside of the matrix get zeros. The 256 threads of a thread
+// memory. `row` and `column` are counted in codes. Places outside of the matrix get zeros. The threads of a thread
 // block share the work, and must synchronize before they read the tile. If kAligned, rows of codes have whole chunks of
 // 16 bytes and begin at multiples of 16 bytes.
 template <int kBits, bool kAligned>
