@@ -9,17 +9,11 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase, translate
+from glob import escape
 from typing import Any, NamedTuple
 
 from fp4kit.arguments import is_one_of
-from fp4kit.checkpoint.containers.configs import (
-    DECLARATIONS,
-    EXCLUSIONS,
-    KEYS,
-    declared,
-    sections,
-    with_declaration,
-)
+from fp4kit.checkpoint.containers.configs import DECLARATIONS, EXCLUSIONS, KEYS, declared, sections, with_declaration
 from fp4kit.checkpoint.containers.table import COLUMN_SCALE, Container
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, MSMODELSLIM, Source
 from fp4kit.checkpoint.model.weights import Weight, any_quantized
@@ -65,11 +59,21 @@ class _Layers(NamedTuple):
         first = {form.kind: name for name, form in reversed([*self.forms.items()])}
         return ", ".join(f"{kind} ({name})" for kind, name in sorted(first.items()) if kind not in allowed)
 
+    def sizes(self, *kinds: str) -> list[int]:
+        """Return the sorted block widths of the layers in containers of some kinds."""
+        return sorted({form.group_size for form in self.forms.values() if form.kind in kinds})
 
-# A check decides on the value of one config entry: (value, layers of the checkpoint) -> the reason to refuse the entry,
-# or "" to accept it. The reason is a predicate, such as "is 5, which fp4kit does not know"; the caller adds the name of
-# the entry.
-EntryCheck = Callable[[Any, _Layers], str]
+
+# A check yields reasons to refuse the value of one config entry, given the layers of the checkpoint. A reason is a
+# predicate, such as "is 5, which fp4kit does not know"; the caller adds the name of the entry. The first reason that is
+# true counts. If there is none, the entry is accepted.
+Reasons = Iterator[Any]
+EntryCheck = Callable[[Any, _Layers], Reasons]
+
+
+def first_reason(reasons: Iterable[Any]) -> str:
+    """Return the first of several reasons that is true; "" if none is. Later ones are not computed."""
+    return next(filter(None, reasons), "")
 
 
 def brief(value: Any) -> str:
@@ -86,37 +90,33 @@ def _no_object(value: Any) -> str:
     return "" if isinstance(value, Mapping) else f"is {brief(value)}, where an object is needed"
 
 
-def _any(value: Any, layers: _Layers) -> str:
-    return ""
+def _any(value: Any, layers: _Layers) -> Reasons:
+    yield ""
 
 
 def _only(*allowed: Any) -> EntryCheck:
     """Return a check that accepts the given values and refuses all others. Types must agree too: 1 is not True."""
 
-    def check_value(value: Any, layers: _Layers) -> str:
-        if any(value == one and type(value) is type(one) for one in allowed):
-            return ""
-        return f"is {brief(value)}, which is not supported; known is {' or '.join(map(brief, allowed))}"
+    def check_value(value: Any, layers: _Layers) -> Reasons:
+        if not any(value == one and type(value) is type(one) for one in allowed):
+            yield f"is {brief(value)}, which is not supported; known is {' or '.join(map(brief, allowed))}"
 
     return check_value
 
 
 def _layers_of(**known: Callable[[Container], bool]) -> EntryCheck:
     """Return a check for an entry that names a format (a key of ``known``), which some layers must have."""
-    is_known = _only(*known)
 
-    def check_value(value: Any, layers: _Layers) -> str:
-        if why := is_known(value, layers):
-            return why
-        if any(map(known[value], layers.forms.values())):
-            return ""
-        return f"is {brief(value)}, but there are only layers of {layers.other_kinds(())}"
+    def check_value(value: Any, layers: _Layers) -> Reasons:
+        yield from _only(*known)(value, layers)
+        if not any(map(known[value], layers.forms.values())):
+            yield f"is {brief(value)}, but there are only layers of {layers.other_kinds(())}"
 
     return check_value
 
 
-def _kv_scheme(value: Any, layers: _Layers) -> str:
-    return "" if value is None or isinstance(value, Mapping) else f"is {brief(value)}; needs null or an object"
+def _kv_scheme(value: Any, layers: _Layers) -> Reasons:
+    yield value is not None and not isinstance(value, Mapping) and f"is {brief(value)}; needs null or an object"
 
 
 _FP8_KINDS, _MX_KINDS = ("fp8", "fp8 rows", "fp8 tensor"), ("nvfp4", "mxfp4", "mxfp8")
@@ -131,56 +131,51 @@ _ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _algorithm(value: Any, layers: _Layers) -> str:
+def _algorithm(value: Any, layers: _Layers) -> Reasons:
     name = str(value).upper()
     if name == "MIXED_PRECISION":
-        return ""
-    if name not in _ALGORITHMS:
-        return _unknown(value)
-    sizes = {form.group_size for form in layers.forms.values() if form.kind == "nvfp4"}
-    if name == "W4A8_NVFP4_FP8" and sizes - {32}:
-        return f"is {brief(value)}, which has blocks of 32, but the tensors have blocks of 16"
-    other = layers.other_kinds(_ALGORITHMS[name])
-    return f"is {brief(value)}, but there are layers of {other}" if other else ""
+        return
+    yield name not in _ALGORITHMS and _unknown(value)
+    if name == "W4A8_NVFP4_FP8" and {*layers.sizes("nvfp4")} - {32}:
+        yield f"is {brief(value)}, which has blocks of 32, but the tensors have blocks of 16"
+    yield from _other_layers(value, _ALGORITHMS[name], layers)
 
 
-def _quantized_layers(value: Any, layers: _Layers) -> str:
-    if why := _no_object(value):
-        return why
+def _other_layers(value: Any, allowed: Collection[str], layers: _Layers) -> Reasons:
+    other = layers.other_kinds(allowed)
+    yield other and f"is {brief(value)}, but there are layers of {other}"
+
+
+def _quantized_layers(value: Any, layers: _Layers) -> Reasons:
+    yield _no_object(value)
     for name, entry in value.items():
         algorithm = str(entry.get("quant_algo", "")) if isinstance(entry, Mapping) else ""
-        kinds = _ALGORITHMS.get(algorithm.upper())
-        if kinds is None:
-            return f"has {shown(name)} as {brief(entry)}, which fp4kit does not know"
+        kinds = _ALGORITHMS.get(algorithm.upper(), ())
+        yield not kinds and f"has {shown(name)} as {brief(entry)}, which fp4kit does not know"
         extra = sorted(set(entry) - {"quant_algo", "group_size", "has_zero_point", "pre_quant_scale"})
-        if extra:
-            return f"has the key {shown(extra[0])} for {shown(name)}, which fp4kit does not know"
+        yield extra and f"has the key {shown(extra[0])} for {shown(name)}, which fp4kit does not know"
         form = layers.forms.get(name)
         if form is not None and form.kind not in kinds:
-            return f"declares {shown(name)} as {algorithm}, but its tensors are {form}"
-    return ""
+            yield f"declares {shown(name)} as {algorithm}, but its tensors are {form}"
 
 
-def _group_size(value: Any, layers: _Layers) -> str:
-    sizes = sorted({form.group_size for form in layers.forms.values() if form.kind in _MX_KINDS})
-    if value is None or not sizes or value in sizes:
-        return ""
-    return f"is {brief(value)}, but the tensors have blocks of {', '.join(map(str, sizes))}"
+def _group_size(value: Any, layers: _Layers) -> Reasons:
+    sizes = layers.sizes(*_MX_KINDS)
+    if value is not None and sizes and value not in sizes:
+        yield f"is {brief(value)}, but the tensors have blocks of {', '.join(map(str, sizes))}"
 
 
-def _mxfp4_block_size(value: Any, layers: _Layers) -> str:
-    sizes = sorted({form.group_size for form in layers.forms.values() if form.kind == "mxfp4"})
-    if value is None or value in sizes:
-        return ""
-    has = f"MXFP4 layers have blocks of {sizes[0]}" if sizes else "there is no MXFP4 layer"
-    return f"is {brief(value)}, but {has}"
+def _mxfp4_block_size(value: Any, layers: _Layers) -> Reasons:
+    sizes = layers.sizes("mxfp4")
+    if value is not None and value not in sizes:
+        has = f"MXFP4 layers have blocks of {sizes[0]}" if sizes else "there is no MXFP4 layer"
+        yield f"is {brief(value)}, but {has}"
 
 
-def _block_size(value: Any, layers: _Layers) -> str:
-    blocks = {form.block for form in layers.forms.values() if form.kind in ("fp8", "mxfp8")}
-    if value is None or not blocks or (isinstance(value, list) and tuple(value) in blocks):
-        return ""
-    return f"is {brief(value)}, but the tensors have blocks of {sorted(blocks)}"
+def _block_size(value: Any, layers: _Layers) -> Reasons:
+    blocks = [list(form.block) for form in layers.forms.values() if form.kind in ("fp8", "mxfp8")]
+    if value is not None and blocks and value not in blocks:
+        yield f"is {brief(value)}, but the tensors have blocks of {sorted({*map(tuple, blocks)})}"
 
 
 # Config groups, of compressed-tensors and Model-Optimizer ------------------------------------------------------------
@@ -204,51 +199,44 @@ _FORMATS = {
 _GROUP_KEYS = "weights input_activations output_activations targets format has_zero_point pre_quant_scale".split()
 
 
-def _scheme(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse the scheme of weights in a config group, or "" to accept it."""
-    if why := _no_object(value):
-        return why
-    for key, one in value.items():
-        why = _SCHEME[key](one, layers) if key in _SCHEME else "is not known"
-        if why:
-            return f"has {shown(key)}, which {why}"
-    return ""
+def _format(value: Any, layers: _Layers) -> Reasons:
+    if value not in ("mixed-precision", None, "dense"):
+        yield not is_one_of(value, _FORMATS) and _unknown(value)
+        yield from _other_layers(value, _FORMATS[value], layers)
 
 
-def _format(value: Any, layers: _Layers) -> str:
-    if value in ("mixed-precision", None, "dense"):
-        return ""
-    if not is_one_of(value, _FORMATS):
-        return _unknown(value)
-    other = layers.other_kinds(_FORMATS[value])
-    return f"is {brief(value)}, but there are layers of {other}" if other else ""
+def _groups(value: Any, layers: _Layers) -> Reasons:
+    yield from _known_groups(value, layers)
+    yield from _targets(list(value.values()), layers)
 
 
-def _groups(value: Any, layers: _Layers) -> str:
-    return _known_groups(value, layers) or _targets(list(value.values()), layers)
+def _known_groups(value: Any, layers: _Layers) -> Reasons:
+    yield _no_object(value)
+    for name, group in value.items():
+        why = first_reason(_group(group, layers))
+        yield why and f"has {shown(name)}, {why}"
 
 
-def _known_groups(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse ``config_groups`` because a group is unknown or malformed, or "" to accept it."""
-    if why := _no_object(value):
-        return why
-    found = ((name, _group(group, layers)) for name, group in value.items())
-    return next((f"has {shown(name)}, {why}" for name, why in found if why), "")
-
-
-def _group(group: Any, layers: _Layers) -> str:
-    if why := _no_object(group):
-        return f"which {why}"
+def _group(group: Any, layers: _Layers) -> Reasons:
+    why = _no_object(group)
+    yield why and f"which {why}"
     unknown = [key for key in group if key not in _GROUP_KEYS]
-    if unknown:
-        return f"with the key {shown(unknown[0])}, which fp4kit does not know"
-    form, targets = group.get("format"), group.get("targets")
+    yield unknown and f"with the key {shown(unknown[0])}, which fp4kit does not know"
+    form, targets, scheme = (group.get(key) for key in ("format", "targets", "weights"))
     if form is not None and not is_one_of(form, _FORMATS):
-        return f"with the format {brief(form)}, which fp4kit does not know"
+        yield f"with the format {brief(form)}, which fp4kit does not know"
     if targets is not None and not _is_list_of_names(targets):
-        return f"whose targets are {brief(targets)}; a list of names and patterns is needed"
-    why = _scheme(group["weights"], layers) if group.get("weights") is not None else ""
-    return f"whose scheme of weights {why}" if why else ""
+        yield f"whose targets are {brief(targets)}; a list of names and patterns is needed"
+    if scheme is not None:
+        why = first_reason(_scheme(scheme, layers))
+        yield why and f"whose scheme of weights {why}"
+
+
+def _scheme(value: Any, layers: _Layers) -> Reasons:
+    yield _no_object(value)
+    for key, one in value.items():
+        why = first_reason(_SCHEME[key](one, layers)) if key in _SCHEME else "is not known"
+        yield why and f"has {shown(key)}, which {why}"
 
 
 def _is_list_of_names(value: Any) -> bool:
@@ -265,27 +253,23 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
         return None
 
 
-def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
-    """Return the reason to refuse config groups that contradict the tensors of a layer; "" if all layers agree."""
+def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> Reasons:
+    """Yield a reason if config groups contradict the tensors of a layer."""
     # Every quantized layer must be a target of at least one group whose format and scheme fit it.
     if not any("targets" in group for group in groups):
-        return ""
+        return
     for name, form in layers.forms.items():
-        matching = [group for group in groups if _matches(group, name)]
-        if not matching:
-            return f"names no target for {shown(name)}, whose tensors are {form}"
+        matching = [group for group in groups if any(_hits(target, name) for target in group.get("targets") or ())]
+        yield not matching and f"names no target for {shown(name)}, whose tensors are {form}"
         if not any(_fits(group, form) for group in matching):
-            return f"declares {_declared_by(matching[0])} for {shown(name)}, but its tensors are {form}"
-    return ""
+            yield f"declares {_declared_by(matching[0])} for {shown(name)}, but its tensors are {form}"
 
 
 def _fits(group: Mapping[str, Any], form: Container) -> bool:
     """Return whether the format and the scheme of a config group may describe the layers of a container."""
-    declared, scheme = group.get("format"), group.get("weights")
+    declared, scheme = group.get("format"), group.get("weights") or {}
     if declared is not None and form.kind not in _FORMATS[declared]:
         return False
-    if scheme is None:
-        return True
     return scheme.get("num_bits", form.element.bits) == form.element.bits and _has_blocks_of(scheme, form)
 
 
@@ -302,14 +286,13 @@ def _declared_by(group: Mapping[str, Any]) -> str:
     return " with ".join([words[0], " and ".join(words[1:])] if len(words) > 1 else words) or "nothing"
 
 
-def _matches(group: Mapping[str, Any], name: str) -> bool:
-    for target in group.get("targets") or ():
-        if target.startswith("re:"):
-            if re.match(target[3:], name):
-                return True
-        elif target == name or name.endswith(f".{target}") or name.startswith(f"{target}.") or _is_class(target):
-            return True
-    return False
+def _hits(target: str, name: str) -> bool:
+    """Return whether a target of a config group names a layer: a pattern, a name, the end or the start of a name, or a
+    class.
+    """
+    if target.startswith("re:"):
+        return re.match(target[3:], name) is not None
+    return f".{name}".endswith(f".{target}") or f"{name}.".startswith(f"{target}.") or _is_class(target)
 
 
 def _is_class(target: str) -> bool:
@@ -317,67 +300,59 @@ def _is_class(target: str) -> bool:
     return target[:1].isupper() and "." not in target
 
 
-def _transform(value: Any, layers: _Layers) -> str:
-    if not value or value == {"config_groups": {}}:
-        return ""
-    return (
-        "declares rotations of the weights, which are not undone here; fp4kit convert --format bf16 undoes Hadamard"
-        " transforms of inputs; otherwise use a checkpoint without transforms"
-    )
+def _transform(value: Any, layers: _Layers) -> Reasons:
+    if value and value != {"config_groups": {}}:
+        yield (
+            "declares rotations of the weights, which are not undone here; fp4kit convert --format bf16 undoes Hadamard"
+            " transforms of inputs; otherwise use a checkpoint without transforms"
+        )
 
 
-def _dense(value: Any, layers: _Layers) -> str:
+def _dense(value: Any, layers: _Layers) -> Reasons:
     form = value.get("format") if isinstance(value, Mapping) else value
-    return "" if not form or form == "dense" else f"declares the sparse format {brief(form)}, which is not supported"
+    if form and form != "dense":
+        yield f"declares the sparse format {brief(form)}, which is not supported"
 
 
-def _listed(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse a list of unquantized layers, or "" to accept it."""
+def _listed(value: Any, layers: _Layers) -> Reasons:
+    """Yield reasons to refuse a list of unquantized layers."""
     if value is None:
-        return ""
-    if not _is_list_of_names(value):
-        return f"is {brief(value)}; a list of names and patterns is needed"
+        return
+    yield not _is_list_of_names(value) and f"is {brief(value)}; a list of names and patterns is needed"
     for pattern in value:
-        excluded = next((name for name in layers.forms if _excludes(pattern, name)), None)
-        if excluded is not None:
-            return f"declares with {brief(pattern)} that {shown(excluded)} is unquantized, but it is quantized"
-    return ""
-
-
-def _excludes(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    return fnmatchcase(name, pattern) if "*" in pattern else name == pattern
+        glob = pattern if "*" in pattern else escape(pattern)
+        expression = pattern[3:] if pattern.startswith("re:") else translate(glob)
+        for name in filter(re.compile(expression).match, layers.forms):
+            yield f"declares with {brief(pattern)} that {shown(name)} is unquantized, but it is quantized"
 
 
 # Quark and auto-round -------------------------------------------------------------------------------------------------
 
 
-def _quark_algorithms(value: Any, layers: _Layers) -> str:
+def _quark_algorithms(value: Any, layers: _Layers) -> Reasons:
     # GPTQ, AWQ and smoothing are accepted, because they change only which values are stored.
     for one in value if isinstance(value, list) else [value] if value else []:
         name = str(one.get("name", "")) if isinstance(one, Mapping) else str(one)
         if not name.startswith(("gptq", "awq", "smooth", "autosmoothquant")):
-            return f"has {brief(one)}, which may rotate the weights and is not supported"
-    return ""
+            yield f"has {brief(one)}, which may rotate the weights and is not supported"
 
 
 # dtype in quark's configs -> the kinds of containers that store weights of this dtype; all others are refused
 _QUARK_DTYPES = {"fp4": ("mxfp4", "nvfp4"), "mxfp4": ("mxfp4",), "fp8_e4m3": (*_FP8_KINDS, "mxfp8")}
 
 
-def _quark_layers(value: Any, layers: _Layers) -> str:
+def _quark_layers(value: Any, layers: _Layers) -> Reasons:
     of_names, of_types = found = [value.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config")]
-    if wrong := next((one for one in found if not isinstance(one, Mapping)), None):
-        return f"has the entry {brief(wrong)} for layers, where an object is needed"
+    for wrong in found:
+        if not isinstance(wrong, Mapping):
+            yield f"has the entry {brief(wrong)} for layers, where an object is needed"
     for name, form in layers.forms.items():
         specs = [spec for pattern, spec in of_names.items() if fnmatchcase(name, pattern) or pattern == name]
         specs = specs or [*of_types.values(), value.get("global_quant_config")]
         weights = [one for spec in specs if isinstance(spec, Mapping) for one in [_quark_weight(spec)] if one]
         if weights and not any(_quark_fits(one, form) for one in weights):
             declared = {key: weights[0][key] for key in ("dtype", "group_size", "block_size") if weights[0].get(key)}
-            return f"declares {brief(declared)} for {shown(name)}, but its tensors are {form}"
-    return ""
+            yield f"declares {brief(declared)} for {shown(name)}, but its tensors are {form}"
 
 
 def _quark_weight(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -413,21 +388,19 @@ _AUTO_ROUND_KINDS = {
 }
 
 
-def _auto_round_layers(value: Any, layers: _Layers) -> str:
+def _auto_round_layers(value: Any, layers: _Layers) -> Reasons:
     extra = value.get("extra_config") or {}
-    if not isinstance(extra, Mapping):
-        return f"has the extra_config {brief(extra)}, where an object is needed"
-    wrong = next((key for key, one in extra.items() if not isinstance(one, Mapping)), None)
-    if wrong is not None:
-        return f"has {shown(wrong)} as {brief(extra[wrong])} in extra_config, where an object is needed"
+    yield not isinstance(extra, Mapping) and f"has the extra_config {brief(extra)}, where an object is needed"
+    for key, one in extra.items():
+        if not isinstance(one, Mapping):
+            yield f"has {shown(key)} as {brief(one)} in extra_config, where an object is needed"
     for name, form in layers.forms.items():
         patterns = ((key, _compiled(key)) for key in extra)
         own = [extra[key] for key, pattern in patterns if key == name or (pattern and pattern.search(name))]
         entries = [{**value, **one} for one in own] + ([] if name in extra else [value])
         if not any(_auto_round_fits(entry, form) for entry in entries):
             declared = {key: entries[0].get(key) for key in ("bits", "data_type", "group_size")}
-            return f"declares {brief(declared)} for {shown(name)}, but its tensors are {form}"
-    return ""
+            yield f"declares {brief(declared)} for {shown(name)}, but its tensors are {form}"
 
 
 def _auto_round_fits(entry: Mapping[str, Any], form: Container) -> bool:
@@ -583,8 +556,7 @@ def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
         yield Item(REFUSED, CONFIG, f"{path}.quant_method", _unknown(method))
         return
     yield from _entries(value, path, CONFIG, METHODS[method], layers)
-    why = _WHOLE[method](value, layers) if method in _WHOLE else ""
-    if why:
+    if method in _WHOLE and (why := first_reason(_WHOLE[method](value, layers))):
         yield Item(REFUSED, CONFIG, path, why)
 
 
@@ -608,7 +580,7 @@ def _description(value: Mapping[str, Any], layers: _Layers) -> Iterator[Item]:
             seen.add(module)
             yield Item(REFUSED, file, key, f"is {brief(one)}, but the tensors of {shown(module)} are {form}")
     sizes = value.get("group_size")
-    why = _group_size(sizes, layers) if sizes else ""
+    why = first_reason(_group_size(sizes, layers)) if sizes else ""
     yield Item(REFUSED if why else UNDERSTOOD, file, "group_size" if why else "types", why or _AGREES)
 
 
@@ -622,7 +594,7 @@ def _entries(
             yield _unknown_entry(place, f"{path}.{key}", one)
             continue
         group, reason, check_value = entry
-        why = check_value(one, layers)
+        why = first_reason(check_value(one, layers))
         yield Item(REFUSED if why else group, place, f"{path}.{key}", why or reason)
 
 

@@ -50,6 +50,7 @@ from fp4kit.checkpoint.model.unlike_layers import named_twice, role_of
 from fp4kit.checkpoint.model.weights import (
     COMFY_METADATA,
     Located,
+    Tensors,
     Weight,
     any_quantized,
     cast_of,
@@ -60,8 +61,6 @@ from fp4kit.checkpoint.selection.names import adapter_trouble
 from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
 from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.safetensors_file import BLOCKED, FLOAT_DTYPES, SafetensorsFile, TensorEntry
-
-Tensors = Mapping[str, tuple[SafetensorsFile, TensorEntry]]
 
 
 class OpenedModel(Protocol):

@@ -7,19 +7,18 @@ CERTAIN, the checks cause warnings only. They are silent for weights whose block
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fp4kit.checkpoint.containers.table import Container
-from fp4kit.checkpoint.model.slabs import Readers, Slab, codes_of, scales_of, slabs, values_of
-from fp4kit.checkpoint.model.weights import Weight, located
+from fp4kit.checkpoint.model.slabs import Readers, Slab, all_zero, codes_of, scales_of, slabs, values_of
+from fp4kit.checkpoint.model.weights import Tensors, Weight, located
 from fp4kit.formats import ElementFormat
 from fp4kit.layouts import SCALE_LAYOUTS, padded_shape, swizzle_scales, unswizzle_scales
-from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
+from fp4kit.storage.safetensors_file import FLOAT_DTYPES
 
 _Floats = npt.NDArray[np.float64]
 
@@ -43,65 +42,36 @@ _FEWEST_ROWS = 16  # fewer rows do not show that a whole column of scales is zer
 _FEWEST_MAGNITUDES = 4  # equal scales are usual for weights with fewer magnitudes, such as ternary ones
 
 
-class _Sample(NamedTuple):
+class _Sample:
     """The codes and scales of the leading rows of a layer, from which the checks of this file compute statistics.
 
     Attributes:
         form: the layer's container.
         codes: one code per byte, uint8 (rows, K).
-        scales: block scales in linear order, not decoded: bytes or float32, (rows of blocks, blocks per row).
-        square: True if the layer has as many rows as columns.
+        stored: block scales in linear order, not decoded: bytes or float32, (rows of blocks, blocks per row).
+        blocks: the magnitudes of the codes by whole block, with 0 for NaN and infinity: (rows, blocks, elements).
+        scales: the values of the scales of whole blocks.
     """
 
-    form: Container
-    codes: npt.NDArray[np.uint8]
-    scales: np.ndarray
-    square: bool
+    def __init__(self, form: Container, codes: npt.NDArray[np.uint8], stored: np.ndarray) -> None:
+        self.form, self.codes, self.stored = form, codes, stored
+        height, width = form.block
+        rows, columns = (size // step * step for size, step in zip(codes.shape, (height, width), strict=True))
+        split = _magnitudes(form.element)[codes[:rows, :columns]].reshape(
+            rows // height, height, columns // width, width
+        )
+        self.blocks: _Floats = split.swapaxes(1, 2).reshape(*split.shape[::2], height * width)
+        self.scales = self.values(stored)
 
+    def values(self, stored: np.ndarray) -> _Floats:
+        """Return the values of block scales as float64, without the scales of partial blocks."""
+        rows, columns, _ = self.blocks.shape
+        return scales_of(self.form, stored)[:rows, :columns].astype(np.float64)
 
-def doubt_of(readers: Readers, weight: Weight, expert: int = 0, empty: bool = False) -> str:
-    """Return a warning if the codes of a quantized matrix do not seem to belong to its scales; "" if nothing is odd."""
-    # The text contains nothing specific to the layer, so that a report can list all layers with the same warning
-    # together.
-    form, (rows, columns) = weight.container, weight.shape[-2:]
-    assert form is not None
-    slab = _leading_rows(readers, weight, expert)
-    doubt = doubt_about_rows(form, slab, rows == columns)
-    return EMPTY if empty and not doubt and _all_zero(form, slab) else doubt
-
-
-def is_empty(readers: Readers, weight: Weight) -> bool:
-    """Return whether all codes of the leading rows of a quantized weight are zero."""
-    assert weight.container is not None
-    return _all_zero(weight.container, _leading_rows(readers, weight, 0))
-
-
-def _all_zero(form: Container, slab: Slab) -> bool:
-    assert slab.codes is not None
-    return _are_zero(form, codes_of(form, slab.codes))
-
-
-def _are_zero(form: Container, codes: npt.NDArray[np.uint8]) -> bool:
-    return not (codes & np.uint8(~form.element.sign_bit & 0xFF)).any()
-
-
-def _leading_rows(readers: Readers, weight: Weight, expert: int) -> Slab:
-    """Read the rows that the checks of this file examine."""
-    form, (rows, columns) = weight.container, weight.shape[-2:]
-    assert form is not None
-    count = min(rows, max(_ELEMENTS // (columns * _ROWS), 1) * _ROWS)
-    height = form.block[0]
-    return next(slabs(readers, weight, expert, (0, min(rows, -(-count // height) * height)), max_bytes=1 << 40))
-
-
-def doubt_about_rows(form: Container, slab: Slab, square: bool = False) -> str:
-    """Return a warning if the codes of leading rows do not seem to belong to their scales; "" if nothing is odd."""
-    assert slab.codes is not None and slab.scales is not None
-    sample = _Sample(form, codes_of(form, slab.codes), slab.scales, square)
-    with np.errstate(all="ignore"):
-        found: Iterable[str] = (_lost_codes(sample), _lost_columns(sample), _whole_numbers(sample), _unreached(sample))
-        found = (*found, _equal_scales(sample), _other_order(sample))
-        return next(filter(None, (*found, _reciprocal_columns(sample, slab))), "")
+    @property
+    def is_scaled_by_block(self) -> bool:
+        """True if each block or row has a scale of its own, which follows from its largest element."""
+        return self.form.kind != "fp8 tensor"
 
 
 @cache
@@ -111,70 +81,75 @@ def _magnitudes(element: ElementFormat) -> _Floats:
     return np.where(np.isfinite(values), values, 0.0)
 
 
-def _in_blocks(sample: _Sample) -> _Floats:
-    """Return the magnitudes of a sample's codes by block, as float64."""
-    height, width = sample.form.block
-    rows, columns = (size // step * step for size, step in zip(sample.codes.shape, (height, width), strict=True))
-    values = _magnitudes(sample.form.element)[sample.codes[:rows, :columns]]
-    split = values.reshape(rows // height, height, columns // width, width)
-    return split.swapaxes(1, 2).reshape(*split.shape[::2], height * width)
+def doubt_of(readers: Readers, weight: Weight, expert: int = 0, empty: bool = False) -> str:
+    """Return a warning if the codes of a quantized matrix do not seem to belong to its scales; "" if nothing is odd."""
+    # The text contains nothing specific to the layer, so that a report can list all layers with the same warning
+    # together.
+    rows, columns = weight.shape[-2:]
+    slab = _leading_rows(readers, weight, expert)
+    doubt = doubt_about_rows(weight.form, slab, rows == columns)
+    return EMPTY if empty and not doubt and all_zero(weight.form, slab.codes) else doubt
 
 
-def _scales(sample: _Sample, stored: np.ndarray, shape: tuple[int, ...]) -> _Floats:
-    """Return the values of a sample's block scales as float64, without the scales of partial blocks."""
-    return scales_of(sample.form, stored)[: shape[0], : shape[1]].astype(np.float64)
+def is_empty(readers: Readers, weight: Weight) -> bool:
+    """Return whether all codes of the leading rows of a quantized weight are zero."""
+    return all_zero(weight.form, _leading_rows(readers, weight, 0).codes)
 
 
-def _is_scaled_by_block(form: Container) -> bool:
-    """Return whether each block or row has a scale of its own, which follows from its largest element."""
-    return form.kind != "fp8 tensor"
+def _leading_rows(readers: Readers, weight: Weight, expert: int) -> Slab:
+    """Read the rows that the checks of this file examine."""
+    (rows, columns), height = weight.shape[-2:], weight.form.block[0]
+    count = min(rows, max(_ELEMENTS // (columns * _ROWS), 1) * _ROWS)
+    return next(slabs(readers, weight, expert, (0, min(rows, -(-count // height) * height)), max_bytes=1 << 40))
 
 
-# Each check returns a warning, or "" if nothing is odd ---------------------------------------------------------------
+def doubt_about_rows(form: Container, slab: Slab, square: bool = False) -> str:
+    """Return a warning if the codes of leading rows do not seem to belong to their scales; "" if nothing is odd."""
+    with np.errstate(all="ignore"):
+        sample = _Sample(form, codes_of(form, slab.codes), slab.scales)
+        return next(filter(None, _doubts(sample, slab, square)), "")
 
 
-def _lost_codes(sample: _Sample) -> str:
-    # Zeros give all blocks of a recipe one scale.
-    scales = np.asarray(scales_of(sample.form, sample.scales))
-    return LOST_CODES if _are_zero(sample.form, sample.codes) and scales.size and scales.min() < scales.max() else ""
+def _doubts(sample: _Sample, slab: Slab, square: bool) -> Iterator[str]:
+    """Yield a warning, or "" if nothing is odd, from each check."""
+    yield from (check(sample) for check in (_lost, _whole_numbers, _unreached, _equal_scales))
+    yield _other_order(sample, square)
+    yield _reciprocal_columns(sample, slab)
 
 
-def _lost_columns(sample: _Sample) -> str:
-    """Return LOST_COLUMNS if all rows of some columns of blocks, but not of all, have zero scales over other codes."""
-    blocks = _in_blocks(sample)
-    scales = _scales(sample, sample.scales, blocks.shape)
-    if len(scales) < _FEWEST_ROWS:
+def _lost(sample: _Sample) -> str:
+    """Return LOST_CODES, or LOST_COLUMNS if all rows of some columns of blocks, but not of all, have zero scales."""
+    scales = scales_of(sample.form, sample.stored)
+    signless = sample.codes & np.uint8(~sample.form.element.sign_bit & 0xFF)
+    if not signless.any() and scales.size and scales.min() < scales.max():
+        return LOST_CODES  # zeros give all blocks of a recipe one scale
+    if len(sample.scales) < _FEWEST_ROWS:
         return ""
-    lost, sound = ((scales == 0) & (blocks.max(-1) > 0)).all(0), (scales != 0).any(0)
+    zero = sample.scales == 0
+    lost, sound = (zero & (sample.blocks.max(-1) > 0)).all(0), (~zero).any(0)
     return LOST_COLUMNS if lost.any() and sound.any() else ""
 
 
 def _whole_numbers(sample: _Sample) -> str:
     """Return a warning if float32 scales are whole numbers, like E8M0 bytes that were converted to floats; else ""."""
-    if sample.form.scale is not None or not _is_scaled_by_block(sample.form):
+    scales = np.asarray(sample.stored, np.float64)
+    whole = (scales == np.rint(scales)) & (scales >= 16) & (scales <= 254)
+    if sample.form.scale is not None or not sample.is_scaled_by_block or not whole.all():
         return ""
-    scales = sample.scales.astype(np.float64)
-    if ((scales == np.rint(scales)) & (scales >= 16) & (scales <= 254)).all():
-        return (
-            "block scales are whole numbers from 16 to 254, as E8M0 bytes are if they are converted to floats, although"
-            " scales of trained weights are far below 1; store the powers of two 2^(byte - 127), or the bytes as"
-            " F8_E8M0"
-        )
-    return ""
+    return (
+        "block scales are whole numbers from 16 to 254, as E8M0 bytes are if they are converted to floats, although"
+        " scales of trained weights are far below 1; store the powers of two 2^(byte - 127), or the bytes as F8_E8M0"
+    )
 
 
 def _unreached(sample: _Sample) -> str:
     """Return a warning if no block has a code of a large magnitude; "" otherwise."""
-    form = sample.form
-    if not _is_scaled_by_block(form):
-        return ""
-    blocks = _in_blocks(sample)
-    scales, largest = _scales(sample, sample.scales, blocks.shape), blocks.max(-1)
+    form, scales, largest = sample.form, sample.scales, sample.blocks.max(-1)
     # Blocks under the smallest scale may have small codes, because their elements are even smaller.
     smallest = 0.0 if form.scale is None else float(form.scale.min_normal)
     used = (largest > 0) & np.isfinite(scales) & (np.abs(scales) > smallest)
     least = _LEAST_SHARE[form.element.bits] * float(form.element.max)
-    if np.count_nonzero(used) < FEWEST_BLOCKS or largest[used].max() >= least:
+    if not sample.is_scaled_by_block or np.count_nonzero(used) < FEWEST_BLOCKS or largest[used].max() >= least:
         return ""
     return (
         f"no block reaches a code of magnitude {least:g}, though scales follow from the largest element of their block;"
@@ -184,29 +159,28 @@ def _unreached(sample: _Sample) -> str:
 
 def _equal_scales(sample: _Sample) -> str:
     """Return a warning if all block scales are equal although the codes need different scales; otherwise ""."""
-    form, blocks = sample.form, _in_blocks(sample)
-    scales = _scales(sample, sample.scales, blocks.shape)
+    blocks, scales = sample.blocks, sample.scales
     used = (blocks.max(-1) > 0) & np.isfinite(scales) & (scales != 0)
     found = blocks[used]
-    if len(found) < FEWEST_BLOCKS or not _is_scaled_by_block(form) or len(np.unique(scales[used])) > 1:
+    if len(found) < FEWEST_BLOCKS or not sample.is_scaled_by_block or len(np.unique(scales[used])) > 1:
         return ""
     if len(np.unique(found)) <= _FEWEST_MAGNITUDES:
         return ""
     squares = np.square(found)
     f = squares.shape[1] * squares.mean(1).var() / squares.var(axis=1).mean()
-    top = found >= 0.9 * float(form.element.max)
+    top = found >= 0.9 * float(sample.form.element.max)
     expected, without = len(found) * (1 - top.mean()) ** top.shape[1], np.count_nonzero(~top.any(1))
-    if f > max(1.5, 1 + 8 * np.sqrt(2 / len(found))) or (expected >= 20 and 4 * without < expected):
-        return (
-            "all block scales are equal, although the codes are those of blocks with different scales; the scales were"
-            " overwritten or lost; take the layer from another copy, or quantize it again"
-        )
-    return ""
+    if f <= max(1.5, 1 + 8 * np.sqrt(2 / len(found))) and (expected < 20 or 4 * without >= expected):
+        return ""
+    return (
+        "all block scales are equal, although the codes are those of blocks with different scales; the scales were"
+        " overwritten or lost; take the layer from another copy, or quantize it again"
+    )
 
 
-def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
+def _correlation(sample: _Sample, stored: np.ndarray) -> float:
     """Return the correlation of log s and log e over blocks, after subtracting means (see _without_means)."""
-    s, e = _scales(sample, scales, blocks.shape), np.square(blocks).mean(-1)
+    s, e = sample.values(stored), np.square(sample.blocks).mean(-1)
     used = np.isfinite(s) & (s > 0) & (e > 0)
     if np.count_nonzero(used) < FEWEST_BLOCKS:
         return 0.0
@@ -220,41 +194,33 @@ def _without_means(x: _Floats, used: npt.NDArray[np.bool_]) -> _Floats:
     for axis in (0, 1) if x.shape[1] >= 4 else (0,):
         count = np.maximum(used.sum(axis=axis, keepdims=True), 1)
         x = x - np.where(used, x, 0).sum(axis=axis, keepdims=True) / count
-    found: _Floats = x[used]
-    return found
+    return np.asarray(x[used])
 
 
-def _other_order(sample: _Sample) -> str:
+def _other_order(sample: _Sample, square: bool) -> str:
     """Return a warning if block scales fit the codes only in another layout, or only if the codes are transposed."""
-    form, blocks = sample.form, _in_blocks(sample)
+    form = sample.form
     if form.block[0] > 1 or form.scale is None or form.in_blocks:
         return ""
-    stored = _correlation(sample, sample.scales, blocks)
-    limit = min(_FITS, stored - _GAIN)
+    limit = min(_FITS, _correlation(sample, sample.stored) - _GAIN)
+    linear, shape = np.ascontiguousarray(sample.stored), sample.stored.shape
     declared = "swizzled_128x4" if form.swizzled else "linear"
-    for layout, scales in _relaid(sample, declared):
-        if _correlation(sample, scales, blocks) <= limit:
-            return (
-                f"block scales fit the codes only if they are {layout}, but {declared} ones are declared; rearrange"
-                " them with fp4kit.swizzle or fp4kit.unswizzle, or declare their layout"
-            )
-    if sample.square:
-        size = min(sample.codes.shape) // form.block[1] * form.block[1]
-        turned = sample._replace(codes=np.ascontiguousarray(sample.codes[:size, :size].T))
-        blocks = _in_blocks(turned)
-        if blocks.size and _correlation(turned, sample.scales, blocks) <= limit:
+    if padded_shape(shape, declared) == shape:
+        raw = swizzle_scales(linear, declared)
+        for layout in SCALE_LAYOUTS:
+            if layout == declared or padded_shape(shape, layout) != shape:
+                continue
+            if _correlation(sample, unswizzle_scales(raw, layout, shape)) <= limit:
+                return (
+                    f"block scales fit the codes only if they are {layout}, but {declared} ones are declared; rearrange"
+                    " them with fp4kit.swizzle or fp4kit.unswizzle, or declare their layout"
+                )
+    size = min(sample.codes.shape) // form.block[1] * form.block[1] if square else 0
+    if size:
+        turned = _Sample(form, np.ascontiguousarray(sample.codes[:size, :size].T), sample.stored)
+        if _correlation(turned, sample.stored) <= limit:
             return "block scales fit the codes only if the codes are transposed; transpose the codes, not their bytes"
     return ""
-
-
-def _relaid(sample: _Sample, declared: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (layout, scales) for each layout that the stored bytes may have, except the declared one."""
-    linear = np.ascontiguousarray(sample.scales)
-    shape = linear.shape
-    raw = swizzle_scales(linear, declared) if padded_shape(shape, declared) == shape else None
-    for layout in SCALE_LAYOUTS:
-        if raw is not None and layout != declared and padded_shape(shape, layout) == shape:
-            yield layout, unswizzle_scales(raw, layout, shape)
 
 
 def _reciprocal_columns(sample: _Sample, slab: Slab) -> str:
@@ -262,9 +228,7 @@ def _reciprocal_columns(sample: _Sample, slab: Slab) -> str:
     factors, height = slab.column_scale, sample.form.block[0]
     if factors is None or slab.low_rank is not None or height > 1 or len(sample.codes) < FEWEST_BLOCKS:
         return ""  # in SVDQuant, the columns of the whole matrix are scaled, and the codes store only a part of it
-    blocks = _in_blocks(sample)
-    values = blocks * _scales(sample, sample.scales, blocks.shape)[..., None]
-    sizes = np.sqrt(np.square(values).mean(0)).reshape(-1)
+    sizes = np.sqrt(np.square(sample.blocks * sample.scales[..., None]).mean(0)).reshape(-1)
     factors = np.abs(factors[: sizes.size].astype(np.float64))
     used = np.isfinite(factors) & (factors > 0) & np.isfinite(sizes) & (sizes > 0)
     if np.count_nonzero(used) < FEWEST_BLOCKS:
@@ -299,9 +263,7 @@ SWAPPED_NIBBLES = (
 )
 
 
-def swapped_layers(
-    weights: Iterable[Weight], tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]
-) -> list[Weight]:
+def swapped_layers(weights: Iterable[Weight], tensors: Tensors) -> list[Weight]:
     """Return the layers whose nibbles seem to be swapped; [] if there are none."""
     weights = [*weights]
     layers: dict[int, list[Weight]] = defaultdict(list)
@@ -318,10 +280,7 @@ def swapped_layers(
 
 
 def _references(
-    weights: Iterable[Weight],
-    tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]],
-    columns: int,
-    readers: Readers,
+    weights: Iterable[Weight], tensors: Tensors, columns: int, readers: Readers
 ) -> Iterator[tuple[str, _Floats]]:
     """Yield (name, profile) for tensors to compare columns with: norms and unquantized matrices."""
     norms = [

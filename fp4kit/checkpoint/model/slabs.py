@@ -15,16 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit.arithmetic import ieee
-from fp4kit.checkpoint.containers.table import (
-    CODES,
-    COLUMN_SCALE,
-    LOW_RANK_A,
-    LOW_RANK_B,
-    SCALES,
-    TENSOR_SCALE,
-    VALUES,
-    Container,
-)
+from fp4kit.checkpoint.containers import table
+from fp4kit.checkpoint.containers.table import CODES, SCALES, TENSOR_SCALE, VALUES, Container
 from fp4kit.checkpoint.model.weights import Q8_0, Located, LowRankUpdate, Weight, WeightRotation
 from fp4kit.layouts import unpack_gguf, unpacked, unswizzle_scales
 from fp4kit.recipes import RECIPES
@@ -64,10 +56,6 @@ class UpdateRows(NamedTuple):
             delta = self.delta.astype(values.dtype).astype(np.float32) if self.rounded else self.delta
             return (values.astype(np.float32, copy=False) + delta).astype(values.dtype, copy=False)
 
-    def rows(self, index: Any) -> UpdateRows:
-        """Return the update of the rows that ``index``, a slice or an array, selects."""
-        return self._replace(b=self.b[index])
-
 
 CHUNK_ELEMENTS = 1 << 16  # a chunk takes 512 KB as float64, so its temporaries stay in the CPU cache
 
@@ -81,8 +69,12 @@ def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
 
 def codes_of(form: Container, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Unpack the codes of stored rows and return them as uint8 [N, K], one code per byte."""
-    codes: npt.NDArray[np.uint8] = unpacked(stored, form.element.packing)
-    return codes
+    return np.asarray(unpacked(stored, form.element.packing))
+
+
+def all_zero(form: Container, stored: npt.NDArray[np.uint8]) -> bool:
+    """Return whether all packed codes are zeros, of either sign."""
+    return not (stored & np.uint8(0x77 if form.element.bits == 4 else 0x7F)).any()
 
 
 @cache
@@ -134,24 +126,6 @@ def decode(
     spread = np.repeat(np.repeat(scale, height, axis=0)[:rows], width, axis=1)[:, :columns]
     blocks: npt.NDArray[np.float32] = elements[codes] * spread
     return blocks
-
-
-def decode_rows(
-    form: Container,
-    stored: npt.NDArray[np.uint8],
-    block_scale: np.ndarray,
-    tensor_scale: np.float32 | None,
-    divisor: np.float32 | None = None,
-) -> npt.NDArray[np.float32]:
-    """Return the decoded values [N, K] of packed rows, float32, with the numerics of ``decode``."""
-    # Rows are decoded in chunks, so that little memory is needed beside the result.
-    rows, columns = len(stored), stored.shape[1] * 8 // form.element.bits
-    result = np.empty((rows, columns), np.float32)
-    height = form.block[0]
-    for part in row_chunks(rows, columns, height):
-        scales = block_scale[part.start // height : -(-part.stop // height)]
-        result[part] = decode(form, codes_of(form, stored[part]), scales, tensor_scale, divisor)
-    return result
 
 
 # Bytes of source elements per slab. Larger slabs are slower: the allocator gets fresh pages from the system each time.
@@ -230,14 +204,21 @@ class Slab(NamedTuple):
 
     start: int
     values: np.ndarray | None
-    codes: npt.NDArray[np.uint8] | None = None
-    scales: np.ndarray | None = None
+    codes: Any = None
+    scales: Any = None
     tensor_scale: np.float32 | None = None
     column_scale: npt.NDArray[np.float32] | None = None
     low_rank: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None
     divisor: np.float32 | None = None
     rotation: WeightRotation | None = None
     update: UpdateRows | None = None
+
+    def rows(self, index: Any) -> Slab:
+        """Return a slab with the rows that ``index``, a slice or an array, selects. A block has one row."""
+        values, codes, scales = (part if part is None else part[index] for part in (self.values, *self[2:4]))
+        low_rank = self.low_rank and (self.low_rank[0][index], self.low_rank[1])
+        update = self.update and self.update._replace(b=self.update.b[index])
+        return self._replace(values=values, codes=codes, scales=scales, low_rank=low_rank, update=update)
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
@@ -252,12 +233,6 @@ def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.flo
     if form is None or not form.has_tensor_scale:
         return None
     return form.multiplier(scalar_of(readers, weight, TENSOR_SCALE, expert))
-
-
-def column_scale_of(readers: Readers, weight: Weight) -> npt.NDArray[np.float32] | None:
-    """Return the factors that the decoded columns of a weight are multiplied by, float32 [K]."""
-    place = weight.parts.get(COLUMN_SCALE)
-    return None if place is None else readers.array(place).reshape(-1).astype(np.float32)
 
 
 def read_update(readers: Readers, update: LowRankUpdate) -> UpdateRows:
@@ -285,48 +260,48 @@ def slabs(
         return
     rows, columns = weight.shape[-2:]
     first, end = (0, rows) if span is None else span
-    max_bytes = SLAB_BYTES if max_bytes is None else max_bytes
-    itemsize = 4
-    if weight.container is not None:
-        height = max(height, weight.container.block[0])
+    itemsize, form = 4, weight.container
+    if form is not None:
+        height = max(height, form.block[0])
     elif weight.dtype != Q8_0:
         itemsize = NUMPY_DTYPES[weight.dtype].itemsize
-    step = max(max_bytes // (columns * itemsize * height), 1) * height
-    tensor_scale, column_scale = tensor_scale_of(readers, weight, expert), column_scale_of(readers, weight)
-    low_rank, divisor, form = None, None, weight.container
-    if LOW_RANK_A in weight.parts:
-        a, b = (readers.array(weight.parts[part]).astype(np.float64) for part in (LOW_RANK_A, LOW_RANK_B))
-        low_rank = b, a
-    if form is not None and form.divides and form.has_tensor_scale:
-        divisor = scalar_of(readers, weight, TENSOR_SCALE, expert)
-    update = None if weight.update is None else read_update(readers, weight.update)
+    common = _beside_rows(readers, weight, expert)
     transposed = {
         part: _TransposedReader(readers, weight.parts[part], rows, expert)
         for part in _ROWS & set(weight.parts)
         if weight.transposed
     }
-    if not all(part.is_read for part in transposed.values()):
+    nbytes = SLAB_BYTES if max_bytes is None else max_bytes
+    if any(part.whole is None for part in transposed.values()):
         # Use few, large slabs, because each slab reads a short range of every stored column.
-        step = max(WHOLE_EXPERT // 4 // (columns * itemsize * height), 1) * height
+        nbytes = WHOLE_EXPERT // 4
+    step = max(nbytes // (columns * itemsize * height), 1) * height
     for start in range(first, end, step):
         count = min(step, end - start)
-        more = None if update is None else update.rows(slice(start, start + count))
-        if weight.container is not None:
-            codes, scales = (
-                (transposed[part].rows(start, count) for part in (CODES, SCALES))
-                if transposed
-                else _codes(readers, weight, expert, start, count)
-            )
-            part_of = None if low_rank is None else (low_rank[0][start : start + count], low_rank[1])
-            factors = tensor_scale, column_scale, part_of, divisor
-            yield Slab(start, None, codes, scales, *factors, weight.rotation, more)
+        slab = common.rows(slice(start, start + count))._replace(start=start)
+        if transposed:
+            read: dict[str, Any] = {part: one.rows(start, count) for part, one in transposed.items()}
+            yield slab._replace(**read)
+        elif form is None:
+            yield slab._replace(values=_values(readers, weight, expert, start, count))
         else:
-            yield Slab(
-                start,
-                transposed[VALUES].rows(start, count) if transposed else _values(readers, weight, expert, start, count),
-                rotation=weight.rotation,
-                update=more,
-            )
+            codes, scales = _codes(readers, weight, expert, start, count)
+            yield slab._replace(codes=codes, scales=scales)
+
+
+def _beside_rows(readers: Readers, weight: Weight, expert: int) -> Slab:
+    """Return what all slabs of a matrix have in common: a slab of all rows, without their values, codes and scales."""
+    form, low_rank, divisor, place = weight.container, None, None, weight.parts.get(table.COLUMN_SCALE)
+    column_scale = None if place is None else readers.array(place).reshape(-1).astype(np.float32)
+    if table.LOW_RANK_A in weight.parts:
+        parts = table.LOW_RANK_B, table.LOW_RANK_A
+        b, a = (readers.array(weight.parts[part]).astype(np.float64) for part in parts)
+        low_rank = b, a
+    if form is not None and form.divides and form.has_tensor_scale:
+        divisor = scalar_of(readers, weight, TENSOR_SCALE, expert)
+    update = None if weight.update is None else read_update(readers, weight.update)
+    scale = tensor_scale_of(readers, weight, expert)
+    return Slab(0, None, None, None, scale, column_scale, low_rank, divisor, weight.rotation, update)
 
 
 def _in_order(
@@ -340,16 +315,9 @@ def _in_order(
     plain, step = replace(weight, order=None), lcm(height, order.head)
     found = (_joined(readers, weight),) if weight.members else slabs(readers, plain, expert, whole, step, max_bytes)
     for slab in found:
-        rows = next(part for part in (slab.values, slab.codes) if part is not None)
-        low, high = max(first - slab.start, 0), min(end - slab.start, len(rows))
-        index = order.sources(len(rows))[low:high]
-        values, codes, scales = (
-            None if part is None else part[index] for part in (slab.values, slab.codes, slab.scales)
-        )
-        low_rank = None if slab.low_rank is None else (slab.low_rank[0][index], slab.low_rank[1])
-        update = None if slab.update is None else slab.update.rows(index)
-        cut = slab._replace(start=slab.start + low, values=values, codes=codes, scales=scales)
-        yield cut._replace(low_rank=low_rank, update=update)
+        count = len(slab.codes if slab.values is None else slab.values)
+        low, high = max(first - slab.start, 0), min(end - slab.start, count)
+        yield slab.rows(order.sources(count)[low:high])._replace(start=slab.start + low)
 
 
 def _of_members(
@@ -406,9 +374,7 @@ def _decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.flo
 
 def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Read and return (packed codes, block scales) of rows of a quantized matrix, arranged as in a Slab."""
-    container = weight.container
-    assert container is not None
-    rows, columns = weight.shape[-2:]
+    container, (rows, columns) = weight.form, weight.shape[-2:]
     if container.in_blocks:
         return unpack_gguf(_whole_rows(readers, weight.parts[CODES], expert * rows + start, count), container.kind)
     width = columns * container.element.bits // 8
@@ -457,14 +423,9 @@ class _TransposedReader:
         self._dtype = NUMPY_DTYPES[place.entry.dtype]
         self._rows, self._columns = rows, place.entry.shape[-2]
         self._first = expert * self._rows * self._columns
-        self._all: np.ndarray | None = None
+        self.whole: np.ndarray | None = None  # the matrix [K, N], if it is small
         if self._rows * self._columns * self._dtype.itemsize <= WHOLE_EXPERT:
-            self._all = self._read(0, self._rows * self._columns).reshape(self._columns, self._rows)
-
-    @property
-    def is_read(self) -> bool:
-        """True if the whole matrix is in memory. The size of the matrix decides this when the object is made."""
-        return self._all is not None
+            self.whole = self._read(0, self._rows * self._columns).reshape(self._columns, self._rows)
 
     def _read(self, start: int, count: int) -> np.ndarray:
         """Read and return ``count`` elements of the stored matrix [K, N], 1-D, from element ``start`` on."""
@@ -473,8 +434,8 @@ class _TransposedReader:
 
     def rows(self, start: int, count: int) -> np.ndarray:
         """Return the rows [start, start + count) of the matrix as a contiguous array, (count, K)."""
-        if self._all is not None:
-            return np.ascontiguousarray(self._all[:, start : start + count].T)
+        if self.whole is not None:
+            return np.ascontiguousarray(self.whole[:, start : start + count].T)
         found = np.empty((count, self._columns), self._dtype)
         for k in range(self._columns):
             found[:, k] = self._read(k * self._rows + start, count)
@@ -483,31 +444,36 @@ class _TransposedReader:
 
 def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     """Return the values of a slab (some rows of a matrix), of shape (rows, K)."""
-    if slab.values is not None:
-        return _changed(slab.values, slab)
-    assert weight.container is not None and slab.codes is not None and slab.scales is not None
-    with np.errstate(over="ignore", invalid="ignore"):  # infinite scales may overflow, or be multiplied by 0
-        values = decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale, slab.divisor)
-        if slab.low_rank is not None:
-            b, a = slab.low_rank
-            values = (values + b @ a).astype(np.float32)
-        if slab.column_scale is not None:
-            values *= slab.column_scale
-        return _changed(_rounded(values, weight), slab)
-
-
-def _changed(values: np.ndarray, slab: Slab) -> np.ndarray:
+    values = slab.values
+    if values is None:
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite scales may overflow, or be multiplied by 0
+            values = _decoded(weight.form, slab)
+            if slab.low_rank is not None:
+                b, a = slab.low_rank
+                values = (values + b @ a).astype(np.float32)
+            if slab.column_scale is not None:
+                values *= slab.column_scale
+            values = _rounded(values, weight)
     values = values if slab.update is None else slab.update.added_to(values)
     return values if slab.rotation is None else slab.rotation.of(values)
+
+
+def _decoded(form: Container, slab: Slab) -> npt.NDArray[np.float32]:
+    """Return the values of codes and scales, decoded in chunks, so that little memory is needed beside the result."""
+    height, columns = form.block[0], slab.codes.shape[1] * 8 // form.element.bits
+    result = np.empty((len(slab.codes), columns), np.float32)
+    for part in row_chunks(len(result), columns, height):
+        scales = slab.scales[part.start // height : -(-part.stop // height)]
+        result[part] = decode(form, codes_of(form, slab.codes[part]), scales, slab.tensor_scale, slab.divisor)
+    return result
 
 
 def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.float32]:
     """Return decoded values, rounded to the dtype of the stored scales if the container requires it
     (Container.rounds).
     """
-    assert weight.container is not None
     place = weight.parts.get(SCALES, weight.parts.get(TENSOR_SCALE))
-    if not weight.container.rounds or place is None or place.entry.dtype == "F32":
+    if not weight.form.rounds or place is None or place.entry.dtype == "F32":
         return values
     return values.astype(NUMPY_DTYPES[place.entry.dtype]).astype(np.float32)
 
@@ -515,53 +481,43 @@ def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
     """Return a slab with only the columns [first, end) of ``slab``, which is not changed."""
     # ``first`` and ``end`` must not cut a block, neither of the codes (if the slab is quantized) nor of a rotation.
-    update = None if slab.update is None else slab.update._replace(a=slab.update.a[:, first:end])
+    update = slab.update and slab.update._replace(a=slab.update.a[:, first:end])
     if slab.values is not None:
         return slab._replace(values=slab.values[:, first:end], update=update)
-    assert weight.container is not None and slab.codes is not None and slab.scales is not None
-    bits, wide = weight.container.element.bits, weight.container.block[1]
-    codes = np.ascontiguousarray(slab.codes[:, first * bits // 8 : end * bits // 8])
-    column_scale = None if slab.column_scale is None else slab.column_scale[first:end]
-    scales = slab.scales[:, first // wide : -(-end // wide)]
-    low_rank = None if slab.low_rank is None else (slab.low_rank[0], slab.low_rank[1][:, first:end])
-    return slab._replace(codes=codes, scales=scales, column_scale=column_scale, low_rank=low_rank, update=update)
+    bits, wide = weight.form.element.bits, weight.form.block[1]
+    return slab._replace(
+        codes=np.ascontiguousarray(slab.codes[:, first * bits // 8 : end * bits // 8]),
+        scales=slab.scales[:, first // wide : -(-end // wide)],
+        column_scale=None if slab.column_scale is None else slab.column_scale[first:end],
+        low_rank=slab.low_rank and (slab.low_rank[0], slab.low_rank[1][:, first:end]),
+        update=update,
+    )
 
 
 def trouble_with_scales(weight: Weight, slab: Slab) -> str:
     """Return the reason why the scales of a slab (some quantized rows) cannot be right, or "" if they can."""
-    assert weight.container is not None and slab.codes is not None and slab.scales is not None
-    negative = int(np.count_nonzero(scales_of(weight.container, slab.scales) < 0))
+    negative = int(np.count_nonzero(scales_of(weight.form, slab.scales) < 0))
     if negative:
         return f"{negative} block scales are negative, which turns the signs of their blocks"
-    factors = slab.column_scale
+    factors, scale = slab.column_scale, slab.tensor_scale
     if factors is not None and (factors <= 0).any():
         return f"{int(np.count_nonzero(factors <= 0))} factors per column (AWQ) are zero or negative"
-    scale = slab.tensor_scale
-    if (
-        scale is not None
-        and np.isfinite(scale)
-        and (scale < 0 or (scale == 0 and (slab.codes & _magnitudes(weight)).any()))
-    ):
+    if scale is None or not np.isfinite(scale) or scale > 0:
+        return ""
+    if scale < 0 or not all_zero(weight.form, slab.codes):
         return f"tensor scale is {scale}, which {'turns all signs' if scale < 0 else 'makes all values 0'}"
     return ""
 
 
-def _magnitudes(weight: Weight) -> np.uint8:
-    """Return a mask that clears the sign bits of the codes in a byte, one or two per byte."""
-    assert weight.container is not None
-    return np.uint8(0x77 if weight.container.element.bits == 4 else 0x7F)
-
-
 def count_nonfinite(weight: Weight, slab: Slab) -> int:
     """Return the number of NaN and infinite values in a slab (some quantized rows), found without decoding."""
-    assert weight.container is not None and slab.codes is not None and slab.scales is not None
-    element = weight.container.element
+    element = weight.form.element
     rows, columns = len(slab.codes), weight.shape[-1]
     factors = (slab.tensor_scale, slab.column_scale)
     if any(factor is not None and not np.isfinite(factor).all() for factor in factors):
         return rows * columns
-    bad_scales = ~np.isfinite(scales_of(weight.container, slab.scales))
-    found = int(np.count_nonzero(bad_scales)) * prod(weight.container.block)
+    bad_scales = ~np.isfinite(scales_of(weight.form, slab.scales))
+    found = int(np.count_nonzero(bad_scales)) * prod(weight.form.block)
     if element.bits == 8:
         found += int(np.count_nonzero(~np.isfinite(element.values)[slab.codes]))
     return min(found, rows * columns)

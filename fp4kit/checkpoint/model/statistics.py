@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import reduce
 from math import log2, sqrt
 from statistics import median
@@ -113,6 +113,25 @@ def total(parts: Iterable[StoredCounts]) -> StoredCounts:
     return sum(parts, StoredCounts())
 
 
+class _Rows(NamedTuple):
+    """Some stored rows: their container, packed codes, block scales, and tensor scale as a multiplier."""
+
+    form: Container
+    codes: npt.NDArray[np.uint8]
+    scales: np.ndarray
+    tensor_scale: np.float32 | None
+
+    @property
+    def magnitudes(self) -> npt.NDArray[np.float64]:
+        """The magnitudes of the block scales."""
+        return np.abs(scales_of(self.form, self.scales).astype(np.float64))
+
+    @property
+    def factor(self) -> float:
+        """The magnitude of the tensor scale; 1 if there is none."""
+        return 1.0 if self.tensor_scale is None else abs(float(self.tensor_scale))
+
+
 @ieee("tally")
 def tally(
     form: Container,
@@ -126,39 +145,35 @@ def tally(
     height = form.block[0]
     found = []
     with np.errstate(all="ignore"):
-        for rows in row_chunks(len(codes), codes.shape[1] * 8 // form.element.bits, height):
-            part = codes[rows], scales[rows.start // height : -(-rows.stop // height)]
-            counts, zero = _count_stored(form, *part)
-            counts = replace(counts, reach=_reach_of(form, part[1], tensor_scale, ~zero))
+        for part in row_chunks(len(codes), codes.shape[1] * 8 // form.element.bits, height):
+            rows = _Rows(form, codes[part], scales[part.start // height : -(-part.stop // height)], tensor_scale)
+            counts, zero = _count_stored(rows)
             if x is not None:
-                counts += _compare_with_source(form, *part, tensor_scale, x[rows], zero, column_scale)
+                counts += _compare_with_source(rows, x[part].astype(np.float32, copy=False), zero, column_scale)
             found.append(counts)
     return total(found)
 
 
-def _count_stored(
-    form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray
-) -> tuple[StoredCounts, npt.NDArray[np.bool_]]:
+def _count_stored(rows: _Rows) -> tuple[StoredCounts, npt.NDArray[np.bool_]]:
     """Return (StoredCounts with the numbers that need no source, mask of the blocks that decode to zeros)."""
-    empty = _empty_blocks(form, codes)
-    values = scales_of(form, scales)
-    zero = empty | (values == 0)
-    magnitudes = np.abs(values)
-    min_normal = float(FLT_MIN) if form.scale is None else max(float(form.scale.min_normal), float(FLT_MIN))
-    finite = np.isfinite(values)
+    element, scale = rows.form.element, rows.form.scale
+    empty, values = _empty_blocks(rows.form, rows.codes), scales_of(rows.form, rows.scales)
+    zero, magnitudes, finite = empty | (values == 0), np.abs(values), np.isfinite(values)
+    min_normal = float(FLT_MIN) if scale is None else max(float(scale.min_normal), float(FLT_MIN))
     used = magnitudes[finite & (magnitudes > 0)]
-    values_of_codes = form.element.values[: form.element.sign_bit]
+    nan_codes = np.flatnonzero(np.isnan(element.values[: element.sign_bit])).tolist()
     return StoredCounts(
-        elements=codes.size * 8 // form.element.bits,
-        blocks=scales.size,
-        at_max=_count_codes(form.element, codes, [form.element.max_code]),
-        nan_codes=_count_codes(form.element, codes, np.flatnonzero(np.isnan(values_of_codes)).tolist()),
+        elements=rows.codes.size * 8 // element.bits,
+        blocks=rows.scales.size,
+        at_max=_count_codes(element, rows.codes, [element.max_code]),
+        nan_codes=_count_codes(element, rows.codes, nan_codes),
         nan_scales=int(np.count_nonzero(~finite)),
         negative_scales=int(np.count_nonzero(values < 0)),
         subnormal_scales=int(np.count_nonzero((magnitudes > 0) & (magnitudes < min_normal))),
-        top_scales=0 if form.scale is None else int(np.count_nonzero(magnitudes == form.scale.max)),
+        top_scales=0 if scale is None else int(np.count_nonzero(magnitudes == scale.max)),
         zero_blocks=int(np.count_nonzero(zero)),
         zero_scales=int(np.count_nonzero(zero & ~empty)),
+        reach=_reach_of(rows, ~zero),
         scale_logs=int(np.rint(1024 * np.log2(used, dtype=np.float64)).sum()),
         scaled_blocks=used.size,
         largest_scale=float(magnitudes.max(initial=0, where=finite)),
@@ -172,46 +187,40 @@ LARGEST_REACH = 65504.0
 SMALLEST_REACH = 2.0**-14
 
 
-def _reach_of(
-    form: Container, scales: np.ndarray, tensor_scale: np.float32 | None, counted: npt.NDArray[np.bool_] | None = None
-) -> float:
+def _reach_of(rows: _Rows, counted: npt.NDArray[np.bool_] | bool = True) -> float:
     """Return the largest finite magnitude that an element can have under the given scales; 0 if no block counts."""
-    values = np.abs(scales_of(form, scales).astype(np.float64))
-    finite = np.isfinite(values)
-    largest = float(values.max(initial=0, where=finite if counted is None else finite & counted))
-    factor = 1.0 if tensor_scale is None or not np.isfinite(tensor_scale) else abs(float(tensor_scale))
-    return largest * factor * float(form.element.max)
+    values = rows.magnitudes
+    largest = float(values.max(initial=0, where=np.isfinite(values) & counted))
+    return largest * (rows.factor if math.isfinite(rows.factor) else 1.0) * float(rows.form.element.max)
 
 
 def reach_and_lost_blocks(
     form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray, tensor_scale: np.float32 | None
 ) -> tuple[float, int]:
     """Return two numbers by which doubt_about judges the scales of stored rows."""
-    reach = _reach_of(form, scales, tensor_scale)
-    zero = scales_of(form, scales) == 0
+    rows = _Rows(form, codes, scales, tensor_scale)
+    reach, zero = _reach_of(rows), scales_of(form, scales) == 0
     is_usual = SMALLEST_REACH <= reach <= LARGEST_REACH
     if is_usual and not zero.any():
         return reach, 0
     used = ~_empty_blocks(form, codes)
-    exact = reach if is_usual else _reach_of(form, scales, tensor_scale, used)
-    return exact, int(np.count_nonzero(zero & used))
+    return reach if is_usual else _reach_of(rows, used), int(np.count_nonzero(zero & used))
 
 
 def doubt_about(reach: float, lost: int) -> str:
     """Return a warning if scales are probably wrong; "" if nothing is odd about them."""
+    run = "run fp4kit identify with the unquantized source"
     if reach > LARGEST_REACH:
         return (
             f"its scales allow values up to {reach:.2g}, far beyond trained weights; scales that are stored as"
-            " their reciprocals look so; run fp4kit identify with the unquantized source"
+            f" their reciprocals look so; {run}"
         )
     if 0 < reach < SMALLEST_REACH:
         return (
             f"its scales allow only values up to {reach:.2g}, far below trained weights; scales that are multiplied"
-            " twice look so; run fp4kit identify with the unquantized source"
+            f" twice look so; {run}"
         )
-    if lost:
-        return f"the scales of {lost} blocks are 0 although their codes are not, so their values are lost"
-    return ""
+    return f"the scales of {lost} blocks are 0 although their codes are not, so their values are lost" if lost else ""
 
 
 def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: Iterable[int]) -> int:
@@ -229,18 +238,17 @@ def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[
     height, width = form.block
     if height > 1 or width * element.bits % 64:
         assert element.bits == 8
-        return ~_any_in_blocks(form, (codes & np.uint8(mask & 0xFF)) != 0)
+        return ~_reduced(form, np.logical_or, (codes & np.uint8(mask & 0xFF)) != 0)
     words = np.ascontiguousarray(codes).view(np.uint64).reshape(len(codes), -1, width * element.bits // 64)
     joined: Any = reduce(np.bitwise_or, (words[..., i] for i in range(words.shape[-1])))
-    empty: npt.NDArray[np.bool_] = (joined & np.uint64(mask)) == 0
-    return empty
+    return np.asarray((joined & np.uint64(mask)) == 0)
 
 
-def _any_in_blocks(form: Container, flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the blocks in which at least one flag is set, (rows of blocks, blocks per row)."""
+def _reduced(form: Container, ufunc: np.ufunc, values: np.ndarray) -> np.ndarray:
+    """Return the values of each block combined by a function such as np.maximum, (rows of blocks, blocks per row)."""
     for axis, size in enumerate(form.block):
-        flags = np.logical_or.reduceat(flags, np.arange(0, flags.shape[axis], size), axis=axis)
-    return flags
+        values = ufunc.reduceat(values, np.arange(0, values.shape[axis], size), axis=axis)
+    return values
 
 
 def _per_element(form: Container, of_blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -251,70 +259,42 @@ def _per_element(form: Container, of_blocks: np.ndarray, shape: tuple[int, ...])
 
 
 def _compare_with_source(
-    form: Container,
-    stored: npt.NDArray[np.uint8],
-    scales: np.ndarray,
-    tensor_scale: np.float32 | None,
-    source: np.ndarray,
-    zero: npt.NDArray[np.bool_],
-    column_scale: npt.NDArray[np.float32] | None,
+    rows: _Rows, x: np.ndarray, zero: npt.NDArray[np.bool_], column_scale: npt.NDArray[np.float32] | None
 ) -> StoredCounts:
     """Return StoredCounts with the numbers that compare stored rows with their source."""
-    x = source.astype(np.float32, copy=False)
-    codes = codes_of(form, stored)
-    decoded = decode(form, codes, scales, tensor_scale)
-    limits = _per_element(form, _max_magnitudes(form, scales, tensor_scale), x.shape)
+    form, codes = rows.form, codes_of(rows.form, rows.codes)
+    decoded = decode(form, codes, rows.scales, rows.tensor_scale)
+    exact = rows.magnitudes * float(form.element.max) * rows.factor
+    largest = exact.astype(np.float32)  # the largest magnitude that each block can hold, rounded down
+    largest = np.where(largest > exact, np.nextafter(largest, np.float32(0)), largest)
+    limits = _per_element(form, largest, x.shape)
     if column_scale is not None:
         decoded, limits = decoded * column_scale, limits * np.abs(column_scale)
     signal, noise, nonfinite = _signal_and_noise(x, decoded)
-    beyond = np.abs(x) > limits
-    saturated = codes[beyond] & ~np.uint8(form.element.sign_bit) == form.element.max_code
-    flushed = _any_in_blocks(form, _per_element(form, zero, x.shape) & (x != 0)) if zero.any() else zero
-    is_small = _is_too_small(form, scales, tensor_scale, x if column_scale is None else x / column_scale, flushed)
-    has_scale = scales_of(form, scales) != 0
+    saturated = codes[np.abs(x) > limits] & ~np.uint8(form.element.sign_bit) == form.element.max_code
+    flushed = _reduced(form, np.logical_or, _per_element(form, zero, x.shape) & (x != 0)) if zero.any() else zero
+    is_small = _is_too_small(rows, x if column_scale is None else x / column_scale) if flushed.any() else flushed
+    is_small = flushed & is_small
     return StoredCounts(
         compared=x.size,
         nonfinite=nonfinite,
         saturated=int(np.count_nonzero(saturated)),
         flushed_blocks=int(np.count_nonzero(flushed)),
         underflowed_blocks=int(np.count_nonzero(is_small)),
-        emptied_blocks=int(np.count_nonzero(flushed & ~is_small & has_scale)),
+        emptied_blocks=int(np.count_nonzero(flushed & ~is_small & (scales_of(form, rows.scales) != 0))),
         signal=signal,
         noise=noise,
     )
 
 
-def _is_too_small(
-    form: Container,
-    scales: np.ndarray,
-    tensor_scale: np.float32 | None,
-    x: np.ndarray,
-    flushed: npt.NDArray[np.bool_],
-) -> npt.NDArray[np.bool_]:
-    """Return a mask of the flushed blocks in which encoding x gives zeros, (rows of blocks, blocks per row)."""
+def _is_too_small(rows: _Rows, x: np.ndarray) -> npt.NDArray[np.bool_]:
+    """Return a mask of the blocks in which encoding x gives zeros, (rows of blocks, blocks per row)."""
     # The bounds are twice those of rounding to nearest, because some recipes round down.
-    if not flushed.any():
-        return flushed
-    amax = np.abs(np.where(np.isfinite(x), x, 0)).astype(np.float64)
-    for axis, size in enumerate(form.block):
-        amax = np.maximum.reduceat(amax, np.arange(0, amax.shape[axis], size), axis=axis)
-    factor = 1.0 if tensor_scale is None else abs(float(tensor_scale))
-    values = np.abs(scales_of(form, scales).astype(np.float64))
-    smallest = float(FLT_MIN if form.scale is None else form.scale.min_subnormal)
-    code = float(form.element.min_subnormal)
-    small: npt.NDArray[np.bool_] = amax <= factor * np.where(
-        values == 0, smallest * float(form.element.max), values * code
-    )
-    return flushed & small & np.isfinite(values)
-
-
-def _max_magnitudes(form: Container, scales: np.ndarray, tensor_scale: np.float32 | None) -> npt.NDArray[np.float32]:
-    """Return the largest magnitude that each block can hold: the element format's maximum times both scales."""
-    exact = np.abs(scales_of(form, scales).astype(np.float64)) * float(form.element.max)
-    exact *= 1.0 if tensor_scale is None else abs(float(tensor_scale))
-    rounded = exact.astype(np.float32)
-    limits: npt.NDArray[np.float32] = np.where(rounded > exact, np.nextafter(rounded, np.float32(0)), rounded)
-    return limits
+    element, values = rows.form.element, rows.magnitudes
+    amax = _reduced(rows.form, np.maximum, np.abs(np.where(np.isfinite(x), x, 0)).astype(np.float64))
+    smallest = float(FLT_MIN if rows.form.scale is None else rows.form.scale.min_subnormal)
+    bounds = np.where(values == 0, smallest * float(element.max), values * float(element.min_subnormal))
+    return np.asarray((amax <= rows.factor * bounds) & np.isfinite(values))
 
 
 def _signal_and_noise(x: npt.NDArray[np.float32], decoded: npt.NDArray[np.float32]) -> tuple[float, float, int]:
@@ -445,12 +425,10 @@ def sampled_magnitudes(weights: Iterable[Weight], most: int = _MOST_MATRICES) ->
     found = []
     with Readers() as readers:
         for weight, expert in (matrices[i * len(matrices) // count] for i in range(count)):
-            form, rows = weight.container, weight.shape[-2]
-            assert form is not None
-            end = min(rows, -(-_ROWS // form.block[0]) * form.block[0])
+            height = weight.form.block[0]
+            end = min(weight.shape[-2], -(-_ROWS // height) * height)
             slab = next(slabs(readers, weight, expert, (0, end), max_bytes=1 << 40))
-            assert slab.codes is not None and slab.scales is not None
-            counts = tally(form, slab.codes, slab.scales, slab.tensor_scale)
+            counts = tally(weight.form, slab.codes, slab.scales, slab.tensor_scale)
             found.append(magnitude_of(weight, expert, slab.tensor_scale, counts))
     return found
 
@@ -459,11 +437,9 @@ def magnitude_of(
     weight: Weight, expert: int, tensor_scale: float | np.float32 | None, counts: StoredCounts
 ) -> Magnitude:
     """Return the magnitude of one matrix of a quantized weight, from the counts of its stored values."""
-    form = weight.container
-    assert form is not None
     name = weight.name if weight.experts == 1 else f"{weight.name}[{expert}]"
     scale = None if tensor_scale is None else float(tensor_scale)
-    return Magnitude(name, form, weight.shape[-1], scale, counts)
+    return Magnitude(name, weight.form, weight.shape[-1], scale, counts)
 
 
 def reference_of(weights: Iterable[Weight]) -> float | None:
@@ -473,12 +449,10 @@ def reference_of(weights: Iterable[Weight]) -> float | None:
     amaxes = []
     with Readers() as readers:
         for weight in (plain[i * len(plain) // count] for i in range(count)):
-            for slab in slabs(readers, weight, 0, (0, min(_ROWS, weight.shape[-2]))):
-                values = np.abs(np.asarray(values_of(weight, slab), np.float32))
-                amaxes.append(float(values.max(initial=0, where=np.isfinite(values))))
-                break
-    amaxes = [amax for amax in amaxes if amax > 0]
-    return median(amaxes) if amaxes else None
+            slab = next(slabs(readers, weight, 0, (0, min(_ROWS, weight.shape[-2]))))
+            values = np.abs(np.asarray(values_of(weight, slab), np.float32))
+            amaxes.append(float(values.max(initial=0, where=np.isfinite(values))))
+    return median(filter(None, amaxes)) if any(amaxes) else None
 
 
 def doubts_of(found: Sequence[Magnitude], reference: float | None) -> Iterator[Doubt]:
@@ -590,14 +564,13 @@ def _one_tensor_scale(found: Sequence[Magnitude]) -> Iterator[Doubt]:
     layers = [one for one in found if one.form.kind in ("nvfp4", "fp8 tensor") and one.tensor_scale is not None]
     groups = shared_amax_groups([one.name for one in layers])
     scales = {one.tensor_scale for one in layers}
-    if len(scales) != 1 or len({groups.get(one.name, one.name) for one in layers}) < _FEWEST_GROUPS:
-        return
-    by_group: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    by_group: dict[str, npt.NDArray[np.int64]] = defaultdict(lambda: np.zeros(2, np.int64))
     for one in layers:
-        counts, (top, total) = one.counts, by_group[groups.get(one.name, one.name)]
-        top += counts.at_max if one.form.scale is None else counts.top_scales
-        total += counts.elements if one.form.scale is None else counts.blocks
-        by_group[groups.get(one.name, one.name)] = top, total
+        counts = one.counts
+        used = (counts.at_max, counts.elements) if one.form.scale is None else (counts.top_scales, counts.blocks)
+        by_group[groups.get(one.name, one.name)] += used
+    if len(scales) != 1 or len(by_group) < _FEWEST_GROUPS:
+        return
     if all(top and total >= _FEWEST_BLOCKS and top < _UNCLIPPED * total for top, total in by_group.values()):
         yield Doubt(
             "warning",

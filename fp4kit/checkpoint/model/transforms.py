@@ -23,7 +23,7 @@ from fp4kit.checkpoint.containers.config_entries import REFUSED, UNDERSTOOD, Ite
 from fp4kit.checkpoint.containers.configs import declared
 from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.weights import Weight, WeightRotation, located, rotation_of, weights_of
+from fp4kit.checkpoint.model.weights import Tensors, Weight, WeightRotation, located, rotation_of, weights_of
 from fp4kit.storage.files import shown
 
 KEY = "transform_config"
@@ -141,7 +141,7 @@ def matrix_name(layer: str, group: str = _GROUP) -> str:
     return f"{layer}.{group}_input.weight"
 
 
-def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+def decodable(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     """Return all weights of a model, as weights_of does, and set ``rotation`` where a transform must be undone."""
     # Unlike ``undo``, this never refuses a model.
     # If any declared transform cannot be undone, no weight has a rotation.
@@ -167,7 +167,7 @@ def _turned(
 
 
 def _stored_matrices(
-    found: Mapping[str, _Transform], weights: Mapping[str, Weight], tensors: closed_world.Tensors
+    found: Mapping[str, _Transform], weights: Mapping[str, Weight], tensors: Tensors
 ) -> dict[str, _Transform]:
     """Return the tensors that hold matrices of transforms: tensor name -> transform; {} if no matrix is stored."""
     names = {matrix_name(weights[tensor].name, one.group): one for tensor, one in found.items()}
@@ -179,7 +179,7 @@ def _stored_matrices(
 
 
 def _rotations(
-    found: Mapping[str, _Transform], matrices: Mapping[str, _Transform], tensors: closed_world.Tensors
+    found: Mapping[str, _Transform], matrices: Mapping[str, _Transform], tensors: Tensors
 ) -> tuple[dict[_Transform, WeightRotation], set[str]]:
     """Read the stored matrices and return (transform -> the rotation that undoes it, names of wrong matrices)."""
     rotations = {one: WeightRotation(one.size, inverse=True) for one in found.values() if not one.has_signs}

@@ -183,12 +183,7 @@ def _why_twice(other: str) -> str:
 # A number before a dot. A number at the end of a name tells modules of a Sequential apart, as in img_mlp.0 and .2.
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
 # part of a layer whose dtype is compared -> what it is called
-_SCALES = {
-    SCALES: "scales",
-    TENSOR_SCALE: "tensor scale",
-    COLUMN_SCALE: "pre_quant_scale",
-    INPUT_SCALE: "input scale",
-}
+_SCALES = {SCALES: "scales", TENSOR_SCALE: "tensor scale", COLUMN_SCALE: "pre_quant_scale", INPUT_SCALE: "input scale"}
 _SELF_DESCRIBED = ("gguf", "comfy")  # producers whose files state the format of each tensor
 # entries that give formats to single layers, by Model-Optimizer, Quark, auto-round and torchao
 _PER_LAYER = ("quantized_layers", "layer_quant_config", "extra_config", "module_fqn_to_config", "fqn_to_config")

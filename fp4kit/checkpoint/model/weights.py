@@ -132,6 +132,9 @@ Q8_0 = "Q8_0"
 _TRANSPOSED_STACKS = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")
 
 
+Tensors = Mapping[str, tuple[SafetensorsFile, TensorEntry]]  # tensor name -> (its file, its header entry)
+
+
 class Located(NamedTuple):
     """The location of a tensor: its file and its header entry.
 
@@ -222,6 +225,12 @@ class Weight:
     update: LowRankUpdate | None = None
 
     @property
+    def form(self) -> Container:
+        """The container of a quantized weight."""
+        assert self.container is not None
+        return self.container
+
+    @property
     def located(self) -> Located:
         """The location of the tensor with the weight's values or codes."""
         return self.parts[VALUES if self.container is None else CODES]
@@ -277,9 +286,7 @@ def any_quantized(weights: Iterable[Weight]) -> bool:
     return any(weight.container is not None for weight in weights)
 
 
-def weights_of(
-    tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], config: Mapping[str, Any], damaged: bool = False
-) -> dict[str, Weight]:
+def weights_of(tensors: Tensors, config: Mapping[str, Any], damaged: bool = False) -> dict[str, Weight]:
     """Find the weights of a checkpoint: all quantized layers, and all unquantized matrices and stacks of experts."""
     files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}
@@ -344,7 +351,7 @@ def _is_fp8_weight(entry: TensorEntry) -> bool:
     return entry.dtype in ("F8_E4M3", "F8_E5M2") and entry.name.endswith(".weight")
 
 
-def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> dict[str, Any]:
+def comfy_layers(tensors: Tensors) -> dict[str, Any]:
     """Return a dict with the layers that ComfyUI marks as quantized: module name -> entry in its safetensors
     metadata.
     """

@@ -283,10 +283,7 @@ def test_as_compressed_tensors_does(drawn: tuple[str, list[str]]) -> None:
     theirs = outcome(lambda: match.is_match(drawn[0], linear, drawn[1]))
     mine = outcome(lambda: m.compressed_tensors(*drawn))
     # Both results are right if a list has a match and an invalid pattern, because the result depends on their order.
-    assert mine == theirs or {mine, theirs} == {
-        True,
-        "fails",
-    }
+    assert mine == theirs or {mine, theirs} == {True, "fails"}
 
 
 @given(drawn=questions(("",)))

@@ -143,16 +143,10 @@ def test_the_table_of_the_documentation() -> None:
 @together(
     "call, text",
     [
-        (
-            lambda: support.cell("x", "dense", "vLLM"),
-            "cell: container 'x', family 'dense', engine 'vLLM': at",
-        ),
+        (lambda: support.cell("x", "dense", "vLLM"), "cell: container 'x', family 'dense', engine 'vLLM': at"),
         (lambda: support.engines_for("bf16", "x"), "cell: container 'bf16', family 'x', engine 'vLLM': at"),
         (lambda: loaded_container("mlx", "nvfp4"), "container: format 'mlx'; one of modelopt, compressed-tensors, "),
-        (
-            lambda: loaded_container("modelopt", "int4"),
-            "container: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8, ",
-        ),
+        (lambda: loaded_container("modelopt", "int4"), "container: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8, "),
         (lambda: support.best_format("int4", "dense"), "best_format: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8, "),
     ],
 )

@@ -614,10 +614,7 @@ def test_exponents_are_no_codes_and_no_e4m3_scales(
             {"weight_packed": ("I32", (32, 8)), "weight_scale": ("BF16", (32, 1))},
             "packed integers of compressed-tensors",
         ),
-        (
-            {"weight": ("U32", (32, 8)), "scales": ("BF16", (32, 1)), "biases": ("BF16", (32, 1))},
-            "MLX affine integers",
-        ),
+        ({"weight": ("U32", (32, 8)), "scales": ("BF16", (32, 1)), "biases": ("BF16", (32, 1))}, "MLX affine integers"),
         ({"qweight": ("I32", (8, 32)), "qzeros": ("I32", (1, 4)), "scales": ("F16", (1, 32))}, "GPTQ integers"),
     ],
 )

@@ -188,11 +188,7 @@ def test_patterns_that_match_nothing(option: str, pattern: str) -> None:
     ("make", "wishes", "text"),
     [
         (published.qwen3_moe, Wishes(only=("lm_head", "*")), "lm_head (output head (lm_head))"),
-        (
-            published.qwen3_moe,
-            Wishes("experts", only=("*.o_proj", "*")),
-            "o_proj (attention: not in preset experts)",
-        ),
+        (published.qwen3_moe, Wishes("experts", only=("*.o_proj", "*")), "o_proj (attention: not in preset experts)"),
         (
             published.qwen3_moe,
             Wishes(only=("*.o_proj", "*"), keep=("*.o_proj",)),
