@@ -1,4 +1,4 @@
-"""Check plain arguments: numbers, shapes, flags, names and paths.
+"""Check plain arguments: numbers, shapes, flags, names and paths. Describe options of commands.
 
 Each check returns the argument in its standard form or raises an error. `op` is the public function that the error
 message begins with, and `name` is its parameter.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -196,3 +196,17 @@ def as_path(op: str, path: Any) -> Path:
     if not found.name:
         raise ValueError(f"{op}: path is {path!r:.60}; needs a path that ends with the name of a file")
     return found
+
+
+class Flag(NamedTuple):
+    """An option of a command. ``how`` are further arguments of argparse's add_argument."""
+
+    name: str
+    help: str
+    how: dict[str, Any]
+    section: str = ""
+
+
+def flag(name: str, help: str, section: str = "", **how: Any) -> Flag:
+    """Return a Flag."""
+    return Flag(name, help, how, section)

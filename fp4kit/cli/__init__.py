@@ -1,6 +1,6 @@
 """Provide the command line ``fp4kit``: the parser of all commands, and ``main``, which runs one command.
 
-The module of a command is imported when the command is called. Its function ``add_COMMAND`` adds the options.
+The module of a command is imported when the command is called. Its ``COMMANDS`` holds the command and its options.
 """
 
 from __future__ import annotations
@@ -11,14 +11,23 @@ from importlib import import_module
 from typing import Any
 
 from fp4kit import __version__, startup
-from fp4kit.cli.command import SHELLS, GroupedHelp, GuardedCommand, Parser, PrintCompletion, UsageError, run_guarded
+from fp4kit.cli.command import (
+    SHELLS,
+    GroupedHelp,
+    GuardedCommand,
+    Parser,
+    PrintCompletion,
+    UsageError,
+    add_command,
+    run_guarded,
+)
 from fp4kit.cli.output import Output
 
 _EXIT_CODES = (
     "Exit codes: 0 done, 1 a difference was found, 2 an error; 129, 130, 143, 141 stopped by SIGHUP, SIGINT (Ctrl-C),"
     " SIGTERM, SIGPIPE (the reader of the output has ended)."
 )
-# heading in `fp4kit --help` -> {command: (module of this package that adds it with add_COMMAND, its line in the help)}
+# heading in `fp4kit --help` -> {command: (module of this package that holds it, its line in the help)}
 _GROUPS = {
     "convert and serve": {
         "convert": ("convert", "quantize a model, or change its format"),
@@ -41,6 +50,12 @@ _GROUPS = {
         "selftest": ("recipes", "check this GPU or CPU, bit for bit"),
         "fuzz": ("recipes", "compare random calls with the specification"),
     },
+}
+_EXAMPLES = {
+    "fp4kit convert --demo tiny": "quantize a small model, to see how it works",
+    "fp4kit convert Llama-3.1-8B Llama-NVFP4": "quantize a Hugging Face model directory",
+    "fp4kit verify Llama-NVFP4 --source Llama-3.1-8B": "check the result against the original",
+    "fp4kit recipes nvfp4": "list the recipes of a format",
 }
 # name that users may try although it is no command -> the end of the error message
 _HINTS = {
@@ -91,25 +106,19 @@ def parser(arguments: Sequence[str] | None = None) -> Parser:
         " `fp4kit COMMAND --help` lists a command's options.",
         epilog=_EXIT_CODES,
         formatter_class=GroupedHelp,
-        examples=(
-            ("fp4kit convert --demo tiny", "quantize a small model, to see how it works"),
-            ("fp4kit convert Llama-3.1-8B Llama-NVFP4", "quantize a Hugging Face model directory"),
-            ("fp4kit verify Llama-NVFP4 --source Llama-3.1-8B", "check the result against the original"),
-            ("fp4kit recipes nvfp4", "list the recipes of a format"),
-        ),
     )
+    result.examples, result.hints = _EXAMPLES, _HINTS
     result.add_argument("--version", action="version", version=f"fp4kit {__version__}")
     result.add_argument(
         "--print-completion", action=PrintCompletion, choices=SHELLS, help="print the shell's completion script"
     )
     commands: Any = result.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    commands.hints = _HINTS
     commands.headings = {}  # first command of a group -> its heading, for GroupedHelp
     for heading, listed in _GROUPS.items():
         commands.headings[next(iter(listed))] = heading
         for name, (module, commands.help) in listed.items():
             if arguments is None or name in arguments:
-                getattr(import_module(f"fp4kit.cli.{module}"), f"add_{name}")(commands)
+                add_command(commands, name, import_module(f"fp4kit.cli.{module}").COMMANDS[name])
             else:
                 commands.add_parser(name, help=commands.help)
     return result

@@ -15,12 +15,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from fp4kit.arguments import Flag, flag
 from fp4kit.cli.output import Output, OutputError, Stopped, say, write
 from fp4kit.storage.files import shown
 
@@ -200,8 +201,6 @@ def _drop_stdout() -> None:
         os.close(null)
 
 
-Command = Callable[[argparse.Namespace, Output], int]
-Writes = Callable[[argparse.Namespace], Path | None]
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")  # argparse's own pattern of a negative number
 SHELLS = ("bash", "zsh")  # shtab also supports tcsh, but does not complete the options of subcommands there
 
@@ -224,20 +223,17 @@ class Parser(argparse.ArgumentParser):
     For an unknown option or value, the error message suggests the nearest valid name. Options may stand between
     positional arguments.
 
-    Args:
-        examples: (command line, what it does) pairs, which the help shows after the usage.
-
-    Attributes:
-        hints: {option that users may try although it does not exist: end of the error message}. This text replaces the
-            suggestion. The key "" is for a superfluous positional argument, which replaces {} in the text. An argument
-            with choices may have an attribute `hints` for its values.
+    examples: {command line: what it does}, which the help shows after the usage.
+    hints: {option, "option value" or command that users may try although it does not exist: end of the error message}.
+        This text replaces the suggestion. The key "" is for a superfluous positional argument, which replaces {}.
     """
 
-    def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **options: Any) -> None:
+    examples: Mapping[str, str] = {}
+    hints: Mapping[str, str] = {}
+    _mixing = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "allow_abbrev": False})
-        self._mixing = False
-        self.examples = examples
-        self.hints: dict[str, str] = {}
 
     def format_help(self) -> str:
         """Return the text of --help: the usage, the examples, the rest. Without examples, it is argparse's text."""
@@ -245,7 +241,7 @@ class Parser(argparse.ArgumentParser):
         if not self.examples:
             return text
         usage, _, rest = text.partition("\n\n")
-        lines = "".join(f"  {command}\n      {meaning}\n" for command, meaning in self.examples)
+        lines = "".join(f"  {command}\n      {meaning}\n" for command, meaning in self.examples.items())
         return f"{usage}\n\nexamples:\n{lines}\n{rest}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -280,7 +276,7 @@ class Parser(argparse.ArgumentParser):
         """Raise ArgumentError, with a suggestion, for a value that is not in ``action.choices``."""
         if action.choices is not None and value not in action.choices:
             names = [str(choice) for choice in action.choices]
-            hint = getattr(action, "hints", {}).get(value) or suggestion(str(value), names)
+            hint = self.hints.get(" ".join([*action.option_strings[:1], str(value)])) or suggestion(str(value), names)
             hint = hint or f"; needs one of {', '.join(names)}"
             raise argparse.ArgumentError(action, f"there is no {str(value)!r}{hint}")
 
@@ -339,18 +335,50 @@ class PrintCompletion(argparse.Action):
         parser.exit()
 
 
-def add_command(
-    subparsers: Any, name: str, command: Command, *, writes: Writes | None = None, **options: Any
-) -> argparse.ArgumentParser:
-    """Add a command with the options --json and --quiet, and return its parser, to which options can be added."""
-    help = subparsers.help
-    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help, **{"description": help, **options})
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    parser.add_argument("--quiet", action="store_true", help="print no text, notes or progress; only set the exit code")
-    parser.set_defaults(func=command, writes=writes)
-    return parser
+class Command(NamedTuple):
+    """A command of fp4kit.
+
+    run: the function that runs it and returns its exit code.
+    writes: the function from the arguments to what it will create; None if it creates nothing.
+    parser: further arguments of the parser, such as its usage.
+    """
+
+    run: Callable[[argparse.Namespace, Output], int]
+    description: str
+    examples: Mapping[str, str]
+    options: Sequence[Flag]
+    writes: Callable[[argparse.Namespace], Path | None] | None = None
+    hints: Mapping[str, str] = {}
+    parser: Mapping[str, Any] = {}
 
 
-def add_path(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
-    """Add a positional argument that a shell's completion treats as a path."""
-    parser.add_argument(name, **options).complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]
+EXCLUSIVE = "exclusive"  # the section of options of which at most one may be given
+_COMMON = (
+    flag("--json", "print one JSON document instead of text", action="store_true"),
+    flag("--quiet", "print no text, notes or progress; only set the exit code", action="store_true"),
+)
+
+
+def path_flag(name: str, metavar: str, help: str, **how: Any) -> Flag:
+    """Return a positional argument that a shell's completion treats as a path."""
+    return flag(name, help, metavar=metavar, complete={"bash": "_shtab_compgen_files", "zsh": "_files"}, **how)
+
+
+def add_command(subparsers: Any, name: str, command: Command) -> None:
+    """Add a command with its options, --json and --quiet."""
+    description = command.description
+    parser: Any = subparsers.add_parser(name, help=subparsers.help, description=description, **command.parser)
+    parser.set_defaults(func=command.run, writes=command.writes)
+    parser.examples, parser.hints = command.examples, command.hints
+    groups = {"": parser}
+    for one in (*_COMMON, *command.options):
+        if one.section not in groups:
+            exclusive = one.section == EXCLUSIVE
+            groups[one.section] = (
+                parser.add_mutually_exclusive_group() if exclusive else parser.add_argument_group(one.section)
+            )
+        how = {**one.how}
+        names, complete = (*how.pop("short", ()), one.name), how.pop("complete", None)
+        argument = groups[one.section].add_argument(*names, help=one.help, **how)
+        if complete:
+            argument.complete = complete

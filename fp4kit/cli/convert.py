@@ -5,7 +5,7 @@ With --bits, an assignment first chooses a recipe for each layer, within a budge
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from fp4kit.arguments import Flag, flag
 from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.convert.convert import (
     ConversionReport,
@@ -27,7 +28,6 @@ from fp4kit.checkpoint.convert.convert import (
     paths_to_write,
 )
 from fp4kit.checkpoint.convert.demo import SENTENCES, cosines_of_embeddings, demo_source
-from fp4kit.checkpoint.convert.job import Survival
 from fp4kit.checkpoint.convert.run_jobs import leftovers_of, remove_leftovers
 from fp4kit.checkpoint.executors import Options, cluster
 from fp4kit.checkpoint.findings import findings_of_plan, lines_of
@@ -35,13 +35,13 @@ from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign_recipes, shown_points
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.checkpoint.plan.request import OPTIONS, Flag, RequestOptions, flag
+from fp4kit.checkpoint.plan.request import OPTIONS, RequestOptions
 from fp4kit.checkpoint.plan.scale_search import Activations, Losses, ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.integrity import Issue, is_one_file
 from fp4kit.cli import conversion_summary
-from fp4kit.cli.command import DIFFERENT, DONE, add_command, add_path
-from fp4kit.cli.output import Output, shape_text
+from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
+from fp4kit.cli.output import Output
 from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.gguf_file import is_gguf
 
@@ -64,80 +64,16 @@ _FORMAT_HINTS = {
 }
 
 
-def add_convert(subparsers: Any) -> None:
-    """Add the command convert, with its options and the function that runs it, to ``subparsers``."""
-    parser: Any = add_command(
-        subparsers,
-        "convert",
-        _convert,
-        description="Quantize a Hugging Face model directory, a safetensors file or a GGUF file, or convert a"
-        " quantized model to another format.",
-        writes=lambda args: None if args.dry_run else Path(args.paths[-1]),
-        usage="fp4kit convert [options] SRC DST\n"
-        "       fp4kit convert [options] --demo DST\n"
-        "       fp4kit convert --remove-stale DST",
-        examples=(
-            ("fp4kit convert --demo tiny", "quantize a small demo model, to see how it works"),
-            ("fp4kit convert Llama Llama-NVFP4", "quantize a Hugging Face model directory with nvfp4-te"),
-            ("fp4kit convert Llama Llama-NVFP4 --dry-run", "print what would be converted, and write nothing"),
-            ("fp4kit convert Llama Llama-MXFP4 --recipe mxfp4 --only 'model.layers.*.mlp.*'", "quantize MLPs only"),
-            (
-                "fp4kit convert Llama Llama-Mixed --recipe nvfp4-te --recipe '*.down_proj=fp8-modelopt-channel'",
-                "quantize some layers with another recipe",
-            ),
-            (
-                "fp4kit convert Qwen3 Qwen3-FP8 --recipe fp8-transformers-block --format fp8",
-                "quantize to FP8 in blocks of 128x128, as in Qwen3 releases",
-            ),
-            ("fp4kit convert Llama Llama-5-bits --bits 5.0", "use NVFP4, FP8 or no quantization per layer"),
-            (
-                "fp4kit convert Llama Llama-Rotated --format compressed-tensors --hadamard 32",
-                "rotate layers first, for engines that also rotate the inputs",
-            ),
-            (
-                "fp4kit convert Llama Llama-W4A4 --activations act.safetensors",
-                "also write input scales, so that engines quantize activations",
-            ),
-            ("fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf", "quantize a GGUF file"),
-            (
-                "fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf --scale-search mse"
-                " --imatrix imatrix.gguf",
-                "search its block scales, weighted by an importance matrix",
-            ),
-            (
-                "fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf --split-max-size 5G",
-                "write model-nvfp4-00001-of-00003.gguf and so on",
-            ),
-            ("fp4kit convert flux.safetensors flux-nvfp4.safetensors --format comfy", "quantize a file for ComfyUI"),
-        ),
-    )
-    parser.hints = _OPTION_HINTS
-    text = "the model directory, safetensors file or GGUF file to read, and the new one to write"
-    add_path(parser, "paths", nargs="+", metavar="SRC DST", help=text)
-    groups = {"": parser}
-    for one in flags():
-        if one.section not in groups:
-            groups[one.section] = parser.add_argument_group(one.section)
-        add_flags(groups[one.section], [one])
-    parser._option_string_actions["--format"].hints = _FORMAT_HINTS
-
-
-def add_flags(parser: Any, flags: Iterable[Flag]) -> None:
-    """Add options to a parser or a group."""
-    for one in flags:
-        parser.add_argument(one.name, help=one.help, **one.how)
-
-
 def flags() -> list[Flag]:
     """Return all options of convert in the order of the help: by section."""
-    found = [*flags_of(*OPTIONS), *_OWN_FLAGS]
+    found = [*(one for option in OPTIONS.values() for one in option["flags"]), *_OWN_FLAGS]
     sections = list(dict.fromkeys(("", _BUDGET, *(one.section for one in found))))
     return sorted(found, key=lambda one: sections.index(one.section))
 
 
 def flags_of(*fields: str) -> list[Flag]:
-    """Return the options of convert that set fields of Request."""
-    return [one for name in fields for one in OPTIONS[name]["flags"]]
+    """Return the options of convert that set fields of Request, without the sections of the help of convert."""
+    return [one._replace(section="") for name in fields for one in OPTIONS[name]["flags"]]
 
 
 def _device(text: str) -> int | None:
@@ -211,7 +147,7 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
         raise CheckpointError("--remove-stale removes the files that --resume continues from; use only one of them")
     if args.remove_stale and len(args.paths) == 1 and not args.demo:
         out.document("convert.stale/1", {"destination": destination, "removed": _remove_stale(args, destination, out)})
-        return 0
+        return DONE
     if not args.demo and len(args.paths) == 2 and Path(args.paths[0]).exists():
         check_gguf_name(is_gguf(Path(args.paths[0])), destination)
     assignment = _assignment(args, out)
@@ -219,47 +155,107 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
     if args.remove_stale:
         _remove_stale(args, destination, out)
     elif not args.dry_run and not (args.resume and finished_before(plan, destination)):
-        _remove_leftovers(destination, out)
+        for path in remove_leftovers(destination):
+            out.note(f"removed {shown(str(path))}, left by a run that was killed after it had completed")
     check(plan, destination, args.resume, args.remove_stale)
-    if args.dry_run:
-        findings = findings_of_plan(plan, destination) if is_one_file(destination) else plan.findings
-        body = _plan_body(plan, destination, findings)
-        out.document("convert.plan/1", {**body, "assignment": _assignment_body(assignment)})
-        _print_plan(out, plan, destination, findings)
-        _print_assignment(out, assignment)
-        return _exit_code(findings)
+    run = _dry_run if args.dry_run else _run
+    findings = run(args, plan, destination, assignment, out)
+    return DIFFERENT if any(issue.severity == "error" for issue in findings) else DONE
+
+
+def _dry_run(
+    args: argparse.Namespace, plan: Plan, destination: Path, assignment: Assignment | None, out: Output
+) -> Sequence[Issue]:
+    """Print what would be done, and return the findings about the result."""
+    findings = findings_of_plan(plan, destination) if is_one_file(destination) else plan.findings
+    notes = _notes_of(plan, destination, findings)
+    body = {
+        "destination": destination,
+        **_outcome_body(plan, destination, notes, ()),
+        "bytes_to_read": bytes_to_read(plan),
+        "bytes_to_write": bytes_to_write(plan),
+        "bytes_free": staging.free_space(destination),
+        "memory_per_process": memory_per_process(plan),
+        "ignore": plan.ignore,
+        "tensors": [
+            {
+                **{name: getattr(tensor, name) for name in _OF_TENSOR},
+                "outputs": [{"name": o.name, "dtype": o.dtype, "shape": o.shape} for o in tensor.outputs],
+            }
+            for tensor in plan.tensors
+        ],
+        "assignment": _assignment_body(assignment),
+    }
+    out.document("convert.plan/1", body)
+    sizes = {name: decimal(body[name]) for name in body if name.startswith("bytes_") or name == "memory_per_process"}
+    out.records(
+        [{**one, "in": decimal(one["bytes_in"]), "out": decimal(one["bytes_out"])} for one in body["tensors"]],
+        {"tensor": "{name}", "shape": "{shape}", "dtype": "{dtype}", "action": "{action}"}
+        | {"#in": "{in}", "#out": "{out}", "reason": "{reason}"},
+    )
+    out.lines(f"ignore: {shown(name)}" for name in plan.ignore)
+    if plan.form is not None:
+        out.line(conversion_summary.recipe_line(plan))
+    out.lines(f"declared by the source: {name}: {outcome} ({shown(why)})" for name, outcome, why in plan.declarations)
+    out.line(f"would read {sizes['bytes_to_read']}, using about {sizes['memory_per_process']} of memory per process")
+    out.line(f"disk: {sizes['bytes_to_write']} needed, {sizes['bytes_free']} free")
+    _print_outcome(out, plan, destination, "would write", body, notes)
+    _print_assignment(out, assignment)
+    return findings
+
+
+_OF_TENSOR = ("name", "dtype", "shape", "action", "reason", "bytes_in", "bytes_out")
+
+
+def _run(
+    args: argparse.Namespace, plan: Plan, destination: Path, assignment: Assignment | None, out: Output
+) -> Sequence[Issue]:
+    """Execute a plan, print what was done, and return the findings about the result."""
     with cluster(args.dask) as executor, out.progress("converting", bytes_to_read(plan)) as tick:
         report = execute(
             plan, destination, Options(args.workers, executor, devices_of(args), args.resume, tick, processes=True)
         )
-    body = {**_report_body(report), "assignment": _assignment_body(assignment)}
     if out.quiet and not out.json:
-        return _exit_code(report.findings)
+        return report.findings
+    notes = _notes_of(plan, destination, report.findings)
     summary = conversion_summary.summary_of(report)
-    out.document("convert/1", {**body, **conversion_summary.body_of(summary)})
+    body = {
+        "destination": destination,
+        **_outcome_body(plan, destination, notes, report.doubts),
+        "actions": report.actions,
+        "inexact": report.inexact,
+        "changed": [{"name": name, **changes._asdict()} for name, changes in report.changes.items()],
+        "replaced": report.replaced,
+        "lost": report.losses,
+        "searched": [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()],
+        "merged": [
+            {
+                "name": name,
+                "survived": one.share,
+                "relative_error": one.relative_error,
+                "relative_size": one.relative_size,
+                "changed_codes": one.changed,
+                "codes": one.codes,
+            }
+            for name, one in report.survival.items()
+        ],
+        "displaced": report.displaced,
+        "assignment": _assignment_body(assignment),
+        **conversion_summary.body_of(summary),
+    }
+    out.document("convert/1", body)
     _print_assignment(out, assignment)
-    _print_gains(out, report)
-    _print_outcome(out, plan, destination, f"wrote {shown(str(destination))}", report.actions, report.findings)
-    _print_losses(out, report)
-    _print_survival(out, report)
-    for line in conversion_summary.lines_of(report, summary):
-        out.line(line)
+    if plan.request.search is not None:
+        _print_gains(out, plan.request.search, report, body["searched"])
+    _print_outcome(out, plan, destination, f"wrote {shown(str(destination))}", body, notes)
+    _print_losses(out, report, body["changed"])
+    _print_survival(out, report, body["merged"])
+    out.lines(conversion_summary.lines_of(report, summary))
     if args.demo and out.text:
-        _print_cosines(out, plan, destination)
-    return _exit_code(report.findings)
-
-
-def _exit_code(findings: Sequence[Issue]) -> int:
-    """Return 1 if engines would reject the result or decode wrong values, as verify does; otherwise 0."""
-    return DIFFERENT if any(issue.severity == "error" for issue in findings) else DONE
-
-
-def _print_cosines(out: Output, plan: Plan, destination: Path) -> None:
-    """Print one line that says how much the conversion changed the embeddings that the demo model computes."""
-    middle, worst = cosines_of_embeddings(plan.source.root, destination)
-    out.line(
-        f"embeddings of {len(SENTENCES)} sentences, before and after: cosine {middle:.4f} (median), {worst:.4f} (worst)"
-    )
+        middle, worst = cosines_of_embeddings(plan.source.root, destination)
+        what = f"embeddings of {len(SENTENCES)} sentences, before and after"
+        out.line(f"{what}: cosine {middle:.4f} (median), {worst:.4f} (worst)")
+    return report.findings
 
 
 def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> list[Path]:
@@ -275,12 +271,6 @@ def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> l
     return [] if args.dry_run else found
 
 
-def _remove_leftovers(destination: Path, out: Output) -> None:
-    """Remove what a run left that was killed after it had completed ``destination``, such as its lock."""
-    for path in remove_leftovers(destination):
-        out.note(f"removed {shown(str(path))}, left by a run that was killed after it had completed")
-
-
 def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
     """Return the assignment of recipes to layers that --bits asks for, or None if --bits was not given."""
     if args.bits is None:
@@ -288,13 +278,11 @@ def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
             raise CheckpointError("--candidates: are assigned within a budget; add --bits, such as --bits 5.0")
         return None
     given = {"--recipe": args.recipe, "--scale-search": args.scale_search, "--codes": args.codes}
-    other = next((option for option, value in given.items() if value), None)
-    if other is not None:
-        raise CheckpointError(f"--bits: assigns a recipe to every layer; leave {other} out, or use --candidates")
-    if args.hadamard is not None:
-        raise CheckpointError("--bits: measures errors without a rotation; leave --hadamard out, or --bits")
-    if args.adapter is not None:
-        raise CheckpointError("--bits: measures errors without an adapter; leave --adapter out, or --bits")
+    for option in (option for option, value in given.items() if value):
+        raise CheckpointError(f"--bits: assigns a recipe to every layer; leave {option} out, or use --candidates")
+    for name, what in (("hadamard", "a rotation"), ("adapter", "an adapter")):
+        if getattr(args, name) is not None:
+            raise CheckpointError(f"--bits: measures errors without {what}; leave --{name} out, or --bits")
     columns = None
     if args.column_weights is not None or args.imatrix is not None:
         columns = ScaleSearch.of("mse", args.column_weights, args.imatrix)
@@ -413,53 +401,20 @@ def _source(paths: Sequence[str], demo: bool) -> Path:
     return demo_source() if demo else Path(paths[0])
 
 
-def _plan_body(plan: Plan, destination: Path, findings: Sequence[Issue]) -> dict[str, Any]:
-    """Return a plan as a dict for the JSON document of a dry run."""
-    tensors = [
-        {
-            "name": tensor.name,
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "action": tensor.action,
-            "reason": tensor.reason,
-            "bytes_in": tensor.bytes_in,
-            "bytes_out": tensor.bytes_out,
-            "outputs": [{"name": o.name, "dtype": o.dtype, "shape": o.shape} for o in tensor.outputs],
-        }
-        for tensor in plan.tensors
-    ]
-    needs = {
-        "bytes_to_read": bytes_to_read(plan),
-        "bytes_to_write": bytes_to_write(plan),
-        "bytes_free": staging.free_space(destination),
-        "memory_per_process": memory_per_process(plan),
-    }
-    return {
-        "destination": destination,
-        **_outcome_body(plan, destination, findings),
-        **needs,
-        "ignore": plan.ignore,
-        "tensors": tensors,
-    }
-
-
-def _notes_of(
-    plan: Plan, destination: Path, findings: Sequence[Issue], doubts: Sequence[str] = ()
-) -> dict[str, list[str]]:
+def _notes_of(plan: Plan, destination: Path, findings: Sequence[Issue]) -> dict[str, list[str]]:
     """Return the texts of a conversion's errors and warnings, {"error": [...], "warning": [...]}."""
     planned = {text for _, text in lines_of(plan.findings)}
     found = {"error": [], "warning": [text for text in plan.warnings if text not in planned]}
     for severity, text in lines_of(issue for issue in findings if issue.text not in found["warning"]):
         found[severity].append(text)
-    found["warning"] += [*notes_on_file(plan, destination), *doubts]
+    found["warning"] += notes_on_file(plan, destination)
     return found
 
 
 def _outcome_body(
-    plan: Plan, destination: Path, findings: Sequence[Issue], doubts: Sequence[str] = ()
+    plan: Plan, destination: Path, notes: Mapping[str, list[str]], doubts: Sequence[str]
 ) -> dict[str, Any]:
     """Return, as a dict, the entries that the JSON documents of a dry run and of a conversion have in common."""
-    notes = _notes_of(plan, destination, findings, doubts)
     return {
         "source": plan.source.root,
         "recipe": plan.recipe.id,
@@ -480,27 +435,9 @@ def _outcome_body(
         "notes": plan.notes,
         "declarations": [{"name": name, "outcome": outcome, "why": why} for name, outcome, why in plan.declarations],
         "as_in_source": [{"name": name, "declared": declared} for name, declared in plan.as_in_source.items()],
-        "skipped": [{"name": name, "reason": reason} for name, reason in _skipped(plan)],
+        "skipped": [{"name": name, "reason": reason} for name, reason in plan.auxiliary.skipped],
         "errors": notes["error"],
-        "warnings": [*notes["error"], *notes["warning"]],
-    }
-
-
-def _report_body(report: ConversionReport) -> dict[str, Any]:
-    """Return a report as a dict for the JSON document of a conversion."""
-    outcome = _outcome_body(report.plan, report.destination, report.findings, report.doubts)
-    searched = [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()]
-    return {
-        "destination": report.destination,
-        **outcome,
-        "actions": report.actions,
-        "inexact": report.inexact,
-        "changed": [{"name": name, **changes._asdict()} for name, changes in report.changes.items()],
-        "replaced": report.replaced,
-        "lost": report.losses,
-        "searched": searched,
-        "merged": _merged_body(report.survival),
-        "displaced": report.displaced,
+        "warnings": [*notes["error"], *notes["warning"], *doubts],
     }
 
 
@@ -511,87 +448,32 @@ def _decibels(losses: Losses) -> dict[str, float]:
     return {"sqnr_db_by_amax": sqnr_db(losses.signal, losses.before), "sqnr_db": sqnr_db(losses.signal, losses.after)}
 
 
-def _skipped(plan: Plan) -> list[tuple[str, str]]:
-    """Return (file name, reason) for every file of the source that the conversion leaves out; [] if there are none."""
-    return list(plan.auxiliary.skipped)
-
-
-def _print_plan(out: Output, plan: Plan, destination: Path, findings: Sequence[Issue]) -> None:
-    """Print a plan: a table of tensors with actions and reasons, the memory and disk space needed, and the result."""
-    rows = [
-        (
-            shown(t.name),
-            shape_text(t.shape),
-            t.dtype,
-            t.action,
-            decimal(t.bytes_in),
-            decimal(t.bytes_out),
-            shown(t.reason),
-        )
-        for t in plan.tensors
-    ]
-    out.table(("tensor", "shape", "dtype", "action", "#in", "#out", "reason"), rows)
-    for name in plan.ignore:
-        out.line(f"ignore: {shown(name)}")
-    if plan.form is not None:
-        out.line(conversion_summary.recipe_line(plan))
-    for name, outcome, why in plan.declarations:
-        out.line(f"declared by the source: {name}: {outcome} ({shown(why)})")
-    out.line(
-        f"would read {decimal(bytes_to_read(plan))}, using about {decimal(memory_per_process(plan))} of memory per"
-        " process"
-    )
-    out.line(f"disk: {decimal(bytes_to_write(plan))} needed, {decimal(staging.free_space(destination))} free")
-    _print_outcome(out, plan, destination, "would write", {}, findings)
-
-
 def _print_outcome(
-    out: Output, plan: Plan, destination: Path, verb: str, actions: dict[str, int], findings: Sequence[Issue]
+    out: Output, plan: Plan, destination: Path, verb: str, body: Mapping[str, Any], notes: Mapping[str, list[str]]
 ) -> None:
-    """Print the totals, the number of layers per action (except copies), the files, skipped files, errors and
-    warnings.
-    """
-    converted = len(plan.converted)
-    out.line(
-        f"{verb} ({plan.format_name}): {converted} tensors converted, {len(plan.tensors) - converted} copied, "
-        f"{decimal(plan.bytes_in)} -> {decimal(plan.bytes_out)}"
-    )
-    layers = ", ".join(f"{count} {action}" for action, count in sorted(actions.items()) if action != "copy")
-    if layers:
-        out.line(f"layers: {layers}")
-    for note in plan.notes:
-        out.line(note)
-    for line in _lines_on_files(plan, destination):
-        out.line(line)
-    for name, reason in _skipped(plan):
-        out.line(f"skipped {shown(name)}: {reason}")
-    for severity, texts in _notes_of(plan, destination, findings).items():
-        for text in texts:
-            out.line(f"{severity}: {text}")
-
-
-def _lines_on_files(plan: Plan, destination: Path) -> list[str]:
-    """Return the lines to print about the files of a result."""
+    """Print totals, the number of layers per action (except copies), files, skipped files, errors and warnings."""
+    sizes = " -> ".join(decimal(body[name]) for name in ("bytes_in", "bytes_out"))
+    count, copied = body["converted"], body["copied"]
+    out.line(f"{verb} ({plan.format_name}): {count} tensors converted, {copied} copied, {sizes}")
+    actions = sorted(body.get("actions", {}).items())
+    layers = ", ".join(f"{count} {action}" for action, count in actions if action != "copy")
+    out.lines([f"layers: {layers}"] if layers else [])
+    out.lines(plan.notes)
     if plan.is_split:
-        sizes = (sum(output.nbytes for output in file.outputs) for file in plan.files)
-        paths = paths_to_write(plan, destination).values()
-        return [
-            f"file {shown(path.name)}: {len(file.outputs)} tensors, {decimal(size)}"
-            for path, file, size in zip(paths, plan.files, sizes, strict=True)
-        ]
-    if plan.is_file and len(plan.source.files) > 1:
-        return [f"{len(plan.source.files)} files of the source become one file; --split-max-size SIZE writes several"]
-    return []
+        for path, file in zip(paths_to_write(plan, destination).values(), plan.files, strict=True):
+            size = decimal(sum(output.nbytes for output in file.outputs))
+            out.line(f"file {shown(path.name)}: {len(file.outputs)} tensors, {size}")
+    elif plan.is_file and len(plan.source.files) > 1:
+        out.line(f"{len(plan.source.files)} files of the source become one file; --split-max-size SIZE writes several")
+    out.lines(f"skipped {shown(name)}: {reason}" for name, reason in plan.auxiliary.skipped)
+    out.lines(f"{severity}: {text}" for severity, texts in notes.items() for text in texts)
 
 
-def _print_gains(out: Output, report: ConversionReport) -> None:
+def _print_gains(out: Output, search: ScaleSearch, report: ConversionReport, searched: Sequence[Mapping]) -> None:
     """Print the signal-to-quantization-noise ratio without and with the scale search, per layer and for all layers."""
-    search = report.plan.request.search
-    if search is None:
-        return
-    rows = [(shown(name), *(f"{db:.2f}" for db in _decibels(losses).values())) for name, losses in report.gains.items()]
     kind = "weighted " if search.columns else ""
-    out.table(("layer", f"#{kind}SQNR dB by amax", f"#{kind}SQNR dB searched"), rows)
+    titles = (f"#{kind}SQNR dB by amax", f"#{kind}SQNR dB searched")
+    out.records(searched, {"layer": "{name}", titles[0]: "{sqnr_db_by_amax:.2f}", titles[1]: "{sqnr_db:.2f}"})
     before, after = _decibels(reduce(Losses.plus, report.gains.values(), Losses())).values()
     out.line(f"scales {search.words}: {kind}SQNR {before:.2f} dB by amax, {after:.2f} dB searched")
 
@@ -599,73 +481,95 @@ def _print_gains(out: Output, report: ConversionReport) -> None:
 _MOST_MERGED = 10  # how many merged layers are listed, those first of which the least survived
 
 
-def _merged_body(survival: Mapping[str, Survival]) -> list[dict[str, Any]]:
-    """Return, for JSON, how much of the update of each layer survived."""
-    return [
-        {
-            "name": name,
-            "survived": one.share,
-            "relative_error": one.relative_error,
-            "relative_size": one.relative_size,
-            "changed_codes": one.changed,
-            "codes": one.codes,
-        }
-        for name, one in survival.items()
-    ]
-
-
-def _print_survival(out: Output, report: ConversionReport) -> None:
+def _print_survival(out: Output, report: ConversionReport, merged: Sequence[Mapping]) -> None:
     """Print how much of the adapter's updates is left in the result: the worst layers, the total, and a warning."""
-    if not report.survival:
-        return
-    worst = sorted(report.survival.items(), key=lambda item: item[1].share)
-    rows = [
-        (shown(name), f"{one.relative_size:.3g}", f"{one.share:.3f}", f"{one.relative_error:.3g}", _changed(one))
-        for name, one in worst[:_MOST_MERGED]
-    ]
-    out.table(("layer", "#update/weights", "#survived", "#error/update", "#changed codes"), rows)
-    for line in report.survival_lines:
-        out.line(line)
-
-
-def _changed(one: Survival) -> str:
-    return f"{one.changed} of {one.codes}" if one.codes else "-"
+    changed = "{changed_codes} of {codes}"
+    out.records(
+        [
+            {**one, "changed": changed.format_map(one) if one["codes"] else "-"}
+            for one in sorted(merged, key=lambda one: one["survived"])[:_MOST_MERGED]
+        ],
+        {
+            "layer": "{name}",
+            "#update/weights": "{relative_size:.3g}",
+            "#survived": "{survived:.3f}",
+            "#error/update": "{relative_error:.3g}",
+            "#changed codes": "{changed}",
+        },
+    )
+    out.lines(report.survival_lines)
 
 
 _MOST_DOUBTS = 5  # how many layers with doubtful scales are listed
 
 
-def _print_losses(out: Output, report: ConversionReport) -> None:
+def _print_losses(out: Output, report: ConversionReport, changed: Sequence[Mapping]) -> None:
     """Print what the conversion lost: codes that could not be kept, doubtful scales, and values that were replaced."""
     again = [name for name in report.inexact if name not in report.changes]
     rescaled = report.actions.get("rescale", 0)
-    total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + rescaled + len(again)
-    if rescaled and not report.changes:
+    total = sum(report.actions.get(action, 0) for action in ("cast", "carry", "rescale")) + len(again)
+    if rescaled and not changed:
         out.line(f"all values of {rescaled} layers are unchanged: their new scales are powers of two")
     if again:
         out.line(
             f"{len(again)} of {total} layers could not keep their codes, because the new format cannot hold their"
             " scales; they were quantized again"
         )
-    if report.changes:
-        out.table(
-            ("layer", "#new blocks", "#changed values", "#largest error"),
-            [
-                (shown(name), f"{c.blocks}", f"{c.values}", f"{c.largest_error:.3g}")
-                for name, c in report.changes.items()
-            ],
-        )
+    if changed:
+        counts = {"#new blocks": "{blocks}", "#changed values": "{values}", "#largest error": "{largest_error:.3g}"}
+        out.records(changed, {"layer": "{name}", **counts})
         out.line(
-            f"{len(report.changes)} of {total} layers have blocks whose scales the new format cannot hold;"
+            f"{len(changed)} of {total} layers have blocks whose scales the new format cannot hold;"
             f" only {'the values of these blocks were rounded' if rescaled else 'these blocks have new codes'}"
         )
-    for lost in report.losses[:_MOST_DOUBTS]:
-        out.line(f"warning: {lost}")
-    if len(report.losses) > _MOST_DOUBTS:
-        out.line(f"warning: {len(report.losses) - _MOST_DOUBTS} more layers lost their values; --json lists them")
-    for doubt in report.doubts[:_MOST_DOUBTS]:
-        out.line(f"warning: {doubt}")
-    if len(report.doubts) > _MOST_DOUBTS:
-        out.line(f"warning: {len(report.doubts) - _MOST_DOUBTS} more layers have doubtful scales; --json lists them")
+    for texts, what in ((report.losses, "lost their values"), (report.doubts, "have doubtful scales")):
+        out.lines(f"warning: {text}" for text in texts[:_MOST_DOUBTS])
+        if len(texts) > _MOST_DOUBTS:
+            out.line(f"warning: {len(texts) - _MOST_DOUBTS} more layers {what}; --json lists them")
     if report.replaced:
         out.line(f"{report.replaced} values were NaN or infinite and were replaced")
+
+
+_PATHS = "the model directory, safetensors file or GGUF file to read, and the new one to write"
+_SEARCHED = "fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf"
+
+COMMANDS = {
+    "convert": Command(
+        _convert,
+        "Quantize a Hugging Face model directory, a safetensors file or a GGUF file, or convert a"
+        " quantized model to another format.",
+        {
+            "fp4kit convert --demo tiny": "quantize a small demo model, to see how it works",
+            "fp4kit convert Llama Llama-NVFP4": "quantize a Hugging Face model directory with nvfp4-te",
+            "fp4kit convert Llama Llama-NVFP4 --dry-run": "print what would be converted, and write nothing",
+            "fp4kit convert Llama Llama-MXFP4 --recipe mxfp4 --only 'model.layers.*.mlp.*'": "quantize MLPs only",
+            "fp4kit convert Llama Llama-Mixed --recipe nvfp4-te --recipe '*.down_proj=fp8-modelopt-channel'": (
+                "quantize some layers with another recipe"
+            ),
+            "fp4kit convert Qwen3 Qwen3-FP8 --recipe fp8-transformers-block --format fp8": (
+                "quantize to FP8 in blocks of 128x128, as in Qwen3 releases"
+            ),
+            "fp4kit convert Llama Llama-5-bits --bits 5.0": "use NVFP4, FP8 or no quantization per layer",
+            "fp4kit convert Llama Llama-Rotated --format compressed-tensors --hadamard 32": (
+                "rotate layers first, for engines that also rotate the inputs"
+            ),
+            "fp4kit convert Llama Llama-W4A4 --activations act.safetensors": (
+                "also write input scales, so that engines quantize activations"
+            ),
+            _SEARCHED: "quantize a GGUF file",
+            f"{_SEARCHED} --scale-search mse --imatrix imatrix.gguf": (
+                "search its block scales, weighted by an importance matrix"
+            ),
+            f"{_SEARCHED} --split-max-size 5G": "write model-nvfp4-00001-of-00003.gguf and so on",
+            "fp4kit convert flux.safetensors flux-nvfp4.safetensors --format comfy": "quantize a file for ComfyUI",
+        },
+        [path_flag("paths", "SRC DST", _PATHS, nargs="+"), *flags()],
+        writes=lambda args: None if args.dry_run else Path(args.paths[-1]),
+        hints={**_OPTION_HINTS, **{f"--format {name}": hint for name, hint in _FORMAT_HINTS.items()}},
+        parser={
+            "usage": "fp4kit convert [options] SRC DST\n"
+            "       fp4kit convert [options] --demo DST\n"
+            "       fp4kit convert --remove-stale DST"
+        },
+    ),
+}

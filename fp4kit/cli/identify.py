@@ -1,5 +1,5 @@
-"""Define the command identify: say which recipe made a checkpoint, given the model from which it was made.
-The verdict says what explains most layers of a format; layers that deviate from it are called exceptions.
+"""Define the commands inspect, identify, diff and apply.
+The verdict of identify says what explains most layers of a format; layers that deviate from it are called exceptions.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from fp4kit.arguments import flag
 from fp4kit.checkpoint.containers.config_entries import CARRIED, DOUBTFUL, REFUSED, UNDERSTOOD, Item, unfulfilled
 from fp4kit.checkpoint.containers.configs import with_declaration
-from fp4kit.checkpoint.delta import PatchReport, apply, diff, open_patch
+from fp4kit.checkpoint.delta import apply, diff, open_patch
 from fp4kit.checkpoint.executors import Options, cluster
 from fp4kit.checkpoint.identify.diagnose import Diagnosis
 from fp4kit.checkpoint.identify.run import PreparedIdentification, facts_of, problems_of
@@ -23,41 +24,27 @@ from fp4kit.checkpoint.model.closed_world import reasons, refused_in
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, quantization_summary
 from fp4kit.checkpoint.model.transforms import resolved
 from fp4kit.checkpoint.plan.source_layers import all_doubts
-from fp4kit.cli.command import DIFFERENT, DONE, add_command, add_path
-from fp4kit.cli.convert import DASK, WORKERS, add_flags, flags_of
-from fp4kit.cli.output import Output, shape_text
+from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
+from fp4kit.cli.convert import DASK, WORKERS, flags_of
+from fp4kit.cli.output import Output
 from fp4kit.storage.files import CheckpointError, listed, shown
 
 _MOST_NAMES = 2  # if more names than this have one reason, they are counted instead of listed
 
 
-def add_inspect(subparsers: Any) -> None:
-    """Add the command inspect, with its options and the function that runs it, to ``subparsers``."""
-    parser = add_command(
-        subparsers,
-        "inspect",
-        _inspect,
-        examples=(
-            ("fp4kit inspect Llama-NVFP4", "list the tensors of a model directory"),
-            ("fp4kit inspect model.gguf --json", "print the list as one JSON document"),
-        ),
-        description="List the tensors and layers of a checkpoint, and say which config keys and metadata fp4kit"
-        " understands. Exit codes: 0 done, 2 error.",
-    )
-    add_path(parser, "path", metavar="PATH", help="model directory, .safetensors or .gguf file")
-
-
 def _inspect(args: argparse.Namespace, out: Output) -> int:
-    """Run the command inspect: print what a checkpoint contains. Return 0."""
+    """Print what a checkpoint contains."""
     checkpoint = inspect_checkpoint(args.path)
-    out.document("inspect/1", _checkpoint_body(checkpoint))
+    body = _checkpoint_body(checkpoint)
+    out.document("inspect/1", body)
     if out.text:
-        _print_checkpoint(out, checkpoint)
-    return 0
+        _print_checkpoint(out, body, checkpoint.items)
+    return DONE
 
 
 def _checkpoint_body(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the content of a checkpoint as a dict for the command's JSON document."""
+    declared = with_declaration(checkpoint.config or {}, checkpoint.hf_quant_config)
     return {
         "path": checkpoint.path,
         "files": [{"name": file.name, "bytes": file.size, "metadata": file.metadata} for file in checkpoint.files],
@@ -70,45 +57,29 @@ def _checkpoint_body(checkpoint: Checkpoint) -> dict[str, Any]:
         "items": [item._asdict() for item in checkpoint.items],
         "totals": {dtype: {"tensors": count, "bytes": nbytes} for dtype, (count, nbytes) in checkpoint.totals.items()},
         "quantization": dict(quantization_summary(checkpoint)),
-        "warnings": _warnings(checkpoint),
+        "warnings": [*all_doubts(checkpoint.weights.values(), declared, checkpoint.tensors)],
     }
 
 
-def _warnings(checkpoint: Checkpoint) -> list[str]:
-    """Return the warnings about a checkpoint as texts; [] if there are none."""
-    declared = with_declaration(checkpoint.config or {}, checkpoint.hf_quant_config)
-    return [*all_doubts(checkpoint.weights.values(), declared, checkpoint.tensors)]
-
-
-def _print_checkpoint(out: Output, checkpoint: Checkpoint) -> None:
+def _print_checkpoint(out: Output, body: dict[str, Any], items: Iterable[Item]) -> None:
     """Print the content of a checkpoint."""
-    rows = [(shown(e.name), e.dtype, shape_text(e.shape), str(e.nbytes)) for _, e in checkpoint.tensors.values()]
-    out.table(("tensor", "dtype", "shape", "#bytes"), rows)
-    layers = [(shown(layer.name), layer.dtype, shape_text(layer.shape)) for layer in checkpoint.layers.values()]
-    out.table(("quantized layer", "format", "shape"), layers)
-    _print_items(out, checkpoint.items)
-    for dtype, (count, nbytes) in checkpoint.totals.items():
-        out.line(f"{dtype}: {count} tensors, {decimal(nbytes)}")
-    total = sum(nbytes for _, nbytes in checkpoint.totals.values())
-    out.line(f"total: {len(checkpoint.tensors)} tensors in {len(checkpoint.files)} file(s), {decimal(total)}")
-    for key, value in quantization_summary(checkpoint):
-        out.line(f"{key}: {shown(value)}")
-    for text in _warnings(checkpoint):
-        out.line(f"warning: {text}")
-
-
-def _print_items(out: Output, items: Iterable[Item]) -> None:
-    """Print a table of everything that a checkpoint stores besides its layers; print nothing if there is nothing."""
+    out.records(body["tensors"], {"tensor": "{name}", "dtype": "{dtype}", "shape": "{shape}", "#bytes": "{bytes}"})
+    out.records(body["layers"], {"quantized layer": "{name}", "format": "{format}", "shape": "{shape}"})
     names: dict[tuple[str, str, str], list[str]] = {}
     for item in items:
         names.setdefault((item.group, item.place, item.why), []).append(item.name)
     order = (REFUSED, DOUBTFUL, UNDERSTOOD, CARRIED)
-    rows = [
-        (group, place, _brief(found), shown(why))
-        for (group, place, why), found in sorted(names.items(), key=lambda pair: order.index(pair[0][0]))
-    ]
-    if rows:
-        out.table(("read as", "place", "beside the layers", "why"), rows)
+    rows = sorted(names.items(), key=lambda pair: order.index(pair[0][0]))
+    out.table(
+        ("read as", "place", "beside the layers", "why"),
+        [(group, place, _brief(found), shown(why)) for (group, place, why), found in rows],
+    )
+    totals = body["totals"]
+    out.lines(f"{dtype}: {one['tensors']} tensors, {decimal(one['bytes'])}" for dtype, one in totals.items())
+    total = decimal(sum(one["bytes"] for one in totals.values()))
+    out.line(f"total: {len(body['tensors'])} tensors in {len(body['files'])} file(s), {total}")
+    out.lines(f"{key}: {shown(value)}" for key, value in body["quantization"].items())
+    out.lines(f"warning: {text}" for text in body["warnings"])
 
 
 def _brief(names: list[str]) -> str:
@@ -119,50 +90,8 @@ def _brief(names: list[str]) -> str:
     return listed(names, _MOST_NAMES)
 
 
-def add_identify(subparsers: Any) -> None:
-    """Add the command identify, with its options and the function that runs it, to ``subparsers``."""
-    parser: Any = add_command(
-        subparsers,
-        "identify",
-        _identify,
-        examples=(
-            ("fp4kit identify Llama-NVFP4 --source Llama", "name the recipe that made a checkpoint of Llama"),
-            ("fp4kit identify Llama-NVFP4 --source Llama --all", "print every layer and every recipe"),
-            ("fp4kit identify Llama-NVFP4 --source Llama --layers '*.mlp.*'", "examine only the MLP layers"),
-            ("fp4kit identify Llama-NVFP4", "report what the checkpoint reveals without its source"),
-        ),
-        description="Name the recipe that made each quantized layer of a checkpoint, and what went wrong with its"
-        " bytes, such as swapped nibbles. Exit codes: 0 every layer is explained by a recipe, or recognized as the"
-        " result of a known method such as GPTQ; 1 a layer is neither, is corrupted, or has no counterpart in the"
-        " source; 2 error.",
-    )
-    parser.hints = {"": "; did you mean --source {}?"}
-    add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
-    text = (
-        "directory or GGUF file of the unquantized model that DST was made from (default: none. The command"
-        " then reports only what names, configs, metadata and scales of DST reveal)"
-    )
-    parser.add_argument("--source", metavar="SRC", help=text)
-    add_flags(parser, flags_of("ignore"))
-    parser.add_argument("--all", action="store_true", help="print every layer and every recipe")
-    parser.add_argument(
-        "--layers",
-        action="append",
-        default=[],
-        metavar="GLOB",
-        help="identify only the layers of DST whose names match GLOB; repeatable",
-    )
-    parser.add_argument(
-        "--all-rows",
-        action="store_true",
-        help="compare all rows (default: 256 rows of each larger layer, and all rows if these are not explained)",
-    )
-    text = "number of worker processes (default: 1, which is the process of the command itself)"
-    add_flags(parser, (WORKERS._replace(help=text), DASK))
-
-
 def _identify(args: argparse.Namespace, out: Output) -> int:
-    """Run the command identify."""
+    """Say which recipe made a checkpoint."""
     if args.source is None:
         return _stored(args, out)
     with cluster(args.dask) as executor:
@@ -170,18 +99,14 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
         with out.progress("identifying", prepared.nbytes) as tick:
             verdict = prepared.run(Options(args.workers, executor, progress=tick))
     out.document("identify/1", _verdict_body(verdict))
-    for problem in verdict.problems:
-        out.line(f"PROBLEM: {shown(problem)}")
+    out.lines(f"PROBLEM: {shown(problem)}" for problem in verdict.problems)
     sentence = verdict.sentence if args.all else verdict.short_sentence
     is_short = len(verdict.recipes) > MOST_RECIPES and not args.all
     out.line(shown(sentence) + "; --all names them" * is_short)
-    if verdict.hint:
-        out.line(shown(verdict.hint))
-    if verdict.coverage is not None and verdict.coverage.sentence:
-        out.line(verdict.coverage.sentence)
-    shown_layers = verdict.layers if args.all else verdict.exceptions
+    coverage = "" if verdict.coverage is None else verdict.coverage.sentence
+    out.lines(filter(None, (verdict.hint and shown(verdict.hint), coverage)))
     rows = []
-    for layer in shown_layers:
+    for layer in verdict.layers if args.all else verdict.exceptions:
         found = layer.explanation
         text = found.sentence if args.all else short_text(found.sentence, found.recipes)
         rows.append((shown(layer.name), found.recipe or "-", shown(text)))
@@ -212,12 +137,9 @@ def _stored(args: argparse.Namespace, out: Output) -> int:
         "facts": [{"what": what, "text": text} for what, text in facts],
     }
     out.document("identify.stored/1", body)
-    for text in refused:
-        out.line(f"PROBLEM: {text}")
-    for text, count in problems.most_common():
-        out.line(f"PROBLEM: {count} sampled layers: {shown(text)}")
-    for what, text in facts:
-        out.line(f"{shown(what)}: {shown(text)}")
+    out.lines(f"PROBLEM: {text}" for text in refused)
+    out.lines(f"PROBLEM: {count} sampled layers: {shown(text)}" for text, count in problems.most_common())
+    out.lines(f"{shown(what)}: {shown(text)}" for what, text in facts)
     if not checkpoint.layers and not refused:
         out.line("there are no quantized layers")
     out.line("not checked: which recipe gives the bytes; add --source SRC with the unquantized model")
@@ -238,75 +160,112 @@ def _verdict_body(verdict: CheckpointVerdict) -> dict[str, Any]:
     return {**found, "exceptions": [layer.name for layer in verdict.exceptions], "layers": layers}
 
 
-def add_diff(subparsers: Any) -> None:
-    """Add the command diff to ``subparsers``."""
-    parser = add_command(
-        subparsers,
-        "diff",
-        _diff,
-        examples=(
-            ("fp4kit diff step100 step101 -o step101.patch", "write the changed bytes, and count the changed codes"),
-        ),
-        description="Write a patch file: the bytes that changed between two versions of a model, and the SHA-256 of"
-        " every file. Also print, per quantized layer, how many codes and block scales changed. Exit codes: 0 done, 2"
-        " error.",
-        writes=lambda args: args.output,
-    )
-    add_path(parser, "a", metavar="A", help="old version: a model directory, safetensors file or GGUF file")
-    add_path(parser, "b", metavar="B", help="new version, of the same kind")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="PATCH", help="the patch file to write")
-
-
-def add_apply(subparsers: Any) -> None:
-    """Add the command apply to ``subparsers``."""
-    parser = add_command(
-        subparsers,
-        "apply",
-        _apply,
-        examples=(
-            (
-                "fp4kit apply step100 step101.patch step101",
-                "write the new version, and compare the SHA-256 of each file",
-            ),
-        ),
-        description="Write the new version of a model from the old version and a patch that fp4kit diff wrote. The old"
-        " and the new files must have the SHA-256 that the patch states. Exit codes: 0 done, 2 error.",
-        writes=lambda args: Path(args.destination),
-    )
-    add_path(parser, "a", metavar="A", help="old version: a model directory, safetensors file or GGUF file")
-    add_path(parser, "patch", metavar="PATCH", help="the patch file")
-    add_path(parser, "destination", metavar="DST", help="new directory or file")
-    parser.add_argument("--resume", action="store_true", help="continue the interrupted run that was writing DST")
-
-
 def _diff(args: argparse.Namespace, out: Output) -> int:
-    """Run the command diff: write the patch, and print the changes of each layer. Return 0."""
+    """Write a patch, and print the changes of each layer."""
     total = sum(file.size for file in inspect_checkpoint(args.b).files)
     with out.progress("comparing", total) as tick:
         report = diff(args.a, args.b, args.output, tick)
-    out.document("diff/1", asdict(report))
-    rows = [
-        (shown(one.name), f"{one.codes} of {one.elements}", f"{one.scales} of {one.scale_bytes}")
-        for one in report.layers
-    ]
-    out.table(("quantized layer", "#codes that changed", "#scales that changed"), rows)
-    out.line(_patch_line(report))
-    return 0
-
-
-def _patch_line(report: PatchReport) -> str:
-    """Return the last line of diff: the path and size of the patch, and how many files are stored in each way."""
-    return (
+    body = asdict(report)
+    out.document("diff/1", body)
+    columns = {"#codes that changed": "{codes} of {elements}", "#scales that changed": "{scales} of {scale_bytes}"}
+    out.records(body["layers"], {"quantized layer": "{name}", **columns})
+    out.line(
         f"wrote {shown(str(report.patch))}, {decimal(report.nbytes)}: {report.changed} files as"
         f" {report.changed_bytes} changed bytes, {report.whole} whole files, {report.unchanged} unchanged"
     )
+    return DONE
 
 
 def _apply(args: argparse.Namespace, out: Output) -> int:
-    """Run the command apply: write the new version from the old version and the patch. Return 0."""
+    """Write the new version of a model from the old version and a patch."""
     total = sum(facts.nbytes for facts in open_patch(Path(args.patch)).result.values())
     with out.progress("writing", total) as tick:
         apply(args.a, args.patch, args.destination, args.resume, tick)
     out.document("apply/1", {"destination": args.destination, "bytes": total})
     out.line(f"wrote {shown(args.destination)}, {decimal(total)}; all files have the SHA-256 of the patch")
-    return 0
+    return DONE
+
+
+_OLD = path_flag("a", "A", "old version: a model directory, safetensors file or GGUF file")
+
+COMMANDS = {
+    "inspect": Command(
+        _inspect,
+        "List the tensors and layers of a checkpoint, and say which config keys and metadata fp4kit"
+        " understands. Exit codes: 0 done, 2 error.",
+        {
+            "fp4kit inspect Llama-NVFP4": "list the tensors of a model directory",
+            "fp4kit inspect model.gguf --json": "print the list as one JSON document",
+        },
+        [path_flag("path", "PATH", "model directory, .safetensors or .gguf file")],
+    ),
+    "identify": Command(
+        _identify,
+        "Name the recipe that made each quantized layer of a checkpoint, and what went wrong with its"
+        " bytes, such as swapped nibbles. Exit codes: 0 every layer is explained by a recipe, or recognized as the"
+        " result of a known method such as GPTQ; 1 a layer is neither, is corrupted, or has no counterpart in the"
+        " source; 2 error.",
+        {
+            "fp4kit identify Llama-NVFP4 --source Llama": "name the recipe that made a checkpoint of Llama",
+            "fp4kit identify Llama-NVFP4 --source Llama --all": "print every layer and every recipe",
+            "fp4kit identify Llama-NVFP4 --source Llama --layers '*.mlp.*'": "examine only the MLP layers",
+            "fp4kit identify Llama-NVFP4": "report what the checkpoint reveals without its source",
+        },
+        [
+            path_flag("path", "DST", "directory or GGUF file of the quantized model"),
+            flag(
+                "--source",
+                "directory or GGUF file of the unquantized model that DST was made from (default: none. The command"
+                " then reports only what names, configs, metadata and scales of DST reveal)",
+                metavar="SRC",
+            ),
+            *flags_of("ignore"),
+            flag("--all", "print every layer and every recipe", action="store_true"),
+            flag(
+                "--layers",
+                "identify only the layers of DST whose names match GLOB; repeatable",
+                action="append",
+                default=[],
+                metavar="GLOB",
+            ),
+            flag(
+                "--all-rows",
+                "compare all rows (default: 256 rows of each larger layer, and all rows if these are not explained)",
+                action="store_true",
+            ),
+            WORKERS._replace(
+                help="number of worker processes (default: 1, which is the process of the command itself)", section=""
+            ),
+            DASK._replace(section=""),
+        ],
+        hints={"": "; did you mean --source {}?"},
+    ),
+    "diff": Command(
+        _diff,
+        "Write a patch file: the bytes that changed between two versions of a model, and the SHA-256 of"
+        " every file. Also print, per quantized layer, how many codes and block scales changed. Exit codes: 0 done, 2"
+        " error.",
+        {"fp4kit diff step100 step101 -o step101.patch": "write the changed bytes, and count the changed codes"},
+        [
+            _OLD,
+            path_flag("b", "B", "new version, of the same kind"),
+            flag("--output", "the patch file to write", short=["-o"], type=Path, required=True, metavar="PATCH"),
+        ],
+        writes=lambda args: args.output,
+    ),
+    "apply": Command(
+        _apply,
+        "Write the new version of a model from the old version and a patch that fp4kit diff wrote. The old"
+        " and the new files must have the SHA-256 that the patch states. Exit codes: 0 done, 2 error.",
+        {
+            "fp4kit apply step100 step101.patch step101": "write the new version, and compare the SHA-256 of each file",
+        },
+        [
+            _OLD,
+            path_flag("patch", "PATCH", "the patch file"),
+            path_flag("destination", "DST", "new directory or file"),
+            flag("--resume", "continue the interrupted run that was writing DST", action="store_true"),
+        ],
+        writes=lambda args: Path(args.destination),
+    ),
+}

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rich.filesize import decimal
 
 from fp4kit.formats import BLOCK_FORMATS, ELEMENT_FORMATS, ElementFormat
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, recipe
-from fp4kit.storage.files import dump_object
+from fp4kit.storage.files import dump_object, shown
 
 NAME_WIDTH = 24  # if the name column would be narrower than this, each name gets a line of its own
 Row = Sequence[str]
@@ -202,28 +202,6 @@ class Meter:
         return f"{line}  {duration(max(self._total - self._done, 0) / rate)} left"
 
 
-@contextmanager
-def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
-    """Yield a function that counts bytes and draws a line of progress on stderr, at most ten times per second."""
-    if not shown:
-        yield lambda count: None
-        return
-    meter, drawn = Meter(what, total, time.monotonic()), 0.0
-
-    def tick(count: int) -> None:
-        nonlocal drawn
-        meter.add(count)
-        now = time.monotonic()
-        if now - drawn >= _INTERVAL:
-            drawn = now
-            _draw(meter.text(now))
-
-    try:
-        yield tick
-    finally:
-        _draw("")
-
-
 def _draw(line: str) -> None:
     """Replace the line of progress on stderr by ``line``; "" clears it."""
     width = max(shutil.get_terminal_size().columns - 1, 1)
@@ -275,10 +253,20 @@ class Output:
             width = _width()
             self._print(table_lines(columns, rows, width, "…" if _encodes("…") else "..."))
 
+    def records(self, records: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+        """Print a table with a row per record. ``columns`` maps a title to a format string over the record's keys."""
+        rows = [tuple(text.format_map(_texts(record)) for text in columns.values()) for record in records]
+        self.table(tuple(columns), rows)
+
     def line(self, text: str = "") -> None:
         """Print a line of text."""
+        self.lines([text])
+
+    def lines(self, texts: Iterable[str]) -> None:
+        """Print lines of text."""
         if self.text:
-            self._print(wrapped_lines(text, _width(), "  "))
+            for text in texts:
+                self._print(wrapped_lines(text, _width(), "  "))
 
     def verbatim(self, text: str) -> None:
         """Print text such as a program, without breaking its lines. Do nothing if --json or --quiet was given."""
@@ -295,12 +283,43 @@ class Output:
         if not self.quiet:
             say(f"fp4kit {self.command}: {text}")
 
-    def progress(self, what: str, total: int) -> AbstractContextManager[Tick]:
-        """Return a context manager that shows a line of progress and yields a function to call while work is done."""
-        return progress(what, total, not self.quiet and sys.stderr.isatty())
+    @property
+    def draws(self) -> bool:
+        """True if progress is drawn on stderr."""
+        return not self.quiet and sys.stderr.isatty()
+
+    @contextmanager
+    def progress(self, what: str, total: int) -> Iterator[Tick]:
+        """Yield a function that counts bytes and draws a line of progress on stderr, at most ten times per second."""
+        meter, drawn = Meter(what, total, time.monotonic()), 0.0
+
+        def tick(count: int) -> None:
+            nonlocal drawn
+            meter.add(count)
+            now = time.monotonic()
+            if now - drawn >= _INTERVAL:
+                drawn = now
+                _draw(meter.text(now))
+
+        if not self.draws:
+            yield lambda count: None
+            return
+        try:
+            yield tick
+        finally:
+            _draw("")
 
     def _print(self, lines: Sequence[str]) -> None:
         write("".join(f"{line}\n" for line in lines))
+
+
+def _texts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with texts that are safe to print, and shapes as words."""
+    found: dict[str, Any] = {}
+    for key, value in record.items():
+        is_shape = isinstance(value, (tuple, list))
+        found[key] = shape_text(value) if is_shape else shown(value) if isinstance(value, str) else value
+    return found
 
 
 def write(text: str = "") -> None:
@@ -385,12 +404,11 @@ def grouped_recipe_rows() -> list[tuple[str, ...]]:
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in recipe_rows():
         groups.setdefault(row[2:], []).append(row)
-    return [(", ".join(r[0] for r in rows), _distinct(r[1] for r in rows), *shared) for shared, rows in groups.items()]
-
-
-def _distinct(texts: Iterable[str]) -> str:
-    """Return the texts joined with ", ", in their order and without repetitions."""
-    return ", ".join(dict.fromkeys(texts))
+    joined = ", ".join
+    return [
+        (joined(r[0] for r in rows), joined(dict.fromkeys(r[1] for r in rows)), *shared)
+        for shared, rows in groups.items()
+    ]
 
 
 def format_rows() -> list[tuple[str, ...]]:

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from fp4kit import __version__
+from fp4kit.arguments import flag
 from fp4kit.arrays import imports
-from fp4kit.cli.command import DIFFERENT, DONE, add_command
+from fp4kit.cli.command import DIFFERENT, DONE, EXCLUSIVE, Command
 from fp4kit.cli.output import (
     BLOCK_COLUMNS,
     FORMAT_COLUMNS,
@@ -32,53 +40,17 @@ from fp4kit.evidence import selftest
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.recipes import OPERATIONS, Pool
 from fp4kit.evidence.golden import check as agreement
-from fp4kit.evidence.golden.check import GoldenResult, check_recipe
+from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.live import run as producers
 from fp4kit.recipes import ALIASES, RECIPES, family, recipe, recipes
 
 
-def add_recipes(commands: Any) -> None:
-    """Add the command recipes, with its options, to ``commands``."""
-    listing = add_command(
-        commands,
-        "recipes",
-        _recipes,
-        examples=(
-            ("fp4kit recipes nvfp4", "list the recipes of a format"),
-            ("fp4kit recipes modelopt", "list the recipes of a producer"),
-            ("fp4kit recipes nvfp4-te --check", "compare one recipe with its producer's recorded outputs"),
-        ),
-        description="List the recipes, or compare them with the outputs of their producers. Exit codes: 0 done, 1 a"
-        " recipe differs or nothing was compared, 2 error.",
-    )
-    listing.add_argument(
-        "ids", nargs="*", metavar="ID", help="recipes to show, by id, format or producer (default: all)"
-    )
-    what = listing.add_mutually_exclusive_group()
-    what.add_argument(
-        "--check", action="store_true", help="compare with the producers' recorded outputs, array by array"
-    )
-    what.add_argument(
-        "--agreement", action="store_true", help="show which recipes give the same bytes on ordinary data"
-    )
-    what.add_argument(
-        "--live", action="store_true", help="compare with installed producers on random inputs, bit for bit"
-    )
-    listing.add_argument(
-        "--seconds", type=float, metavar="S", help="with --live: how long each producer runs (default: 10)"
-    )
-    listing.add_argument("--seed", type=int, metavar="N", help="with --live: seed of the inputs (default: 0)")
-    text = "with --check: directory of recorded outputs (default: those of the package)"
-    listing.add_argument("--golden", metavar="DIR", help=text)
-
-
-def add_formats(commands: Any) -> None:
-    """Add the command formats to ``commands``."""
-    example = ("fp4kit formats", "list element formats, scale formats and block formats")
-    text = "List the number formats: element formats, scale formats, and block formats, which combine both."
-    add_command(commands, "formats", _formats, examples=(example,), description=text)
+def _bar(out: Output, *columns: ProgressColumn) -> Progress:
+    """Return a line of progress on stderr, with the time elapsed in the last column."""
+    columns = (*columns, TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not out.draws)
 
 
 def _recipes(args: argparse.Namespace, out: Output) -> int:
@@ -100,8 +72,11 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
         return DONE
     rows = recipe_rows(ids)
     out.table(RECIPE_COLUMNS, rows)
-    listed = _objects(RECIPE_COLUMNS[1:], [r[1:] for r in rows])
-    out.document("recipes/1", {"recipes": [_listed(id, row) for id, row in zip(ids, listed, strict=True)]})
+    found = []
+    for id, row in zip(ids, _objects(RECIPE_COLUMNS[1:], [r[1:] for r in rows]), strict=True):
+        versions = recipe(id).versions
+        found.append({"id": id, **row, "versions": versions and versions._asdict()})
+    out.document("recipes/1", {"recipes": found})
     return DONE
 
 
@@ -112,14 +87,6 @@ def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
         whole = name in RECIPES or (name in ALIASES and "-" in name)
         found.update(dict.fromkeys((families and not whole and family(name)) or (recipe(name).id,)))
     return tuple(found)
-
-
-def _listed(id: str, row: dict[str, str]) -> dict[str, Any]:
-    """Return a recipe as a dict for JSON: its id, the cells of its row, and its producer's versions (a dict or
-    None).
-    """
-    versions = recipe(id).versions
-    return {"id": id, **row, "versions": versions and versions._asdict()}
 
 
 def _objects(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[dict[str, str]]:
@@ -139,21 +106,21 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
         count = f"{result.equal} / {result.compared}" if result.compared else "no vectors"
         rows.append((result.recipe, count, ", ".join(variants)))
     out.table(("recipe", "#arrays equal", "recorded as"), rows)
-    for result in results:
-        for difference in result.differences:
-            out.line(f"{result.recipe}: {difference.key}: {difference.differing} of {difference.size} differ")
+    out.lines(f"{r.recipe}: {d.key}: {d.differing} of {d.size} differ" for r in results for d in r.differences)
     equal, compared = sum(r.equal for r in results), sum(r.compared for r in results)
     out.line(f"{equal} of {compared} arrays are equal in every bit; {compared - equal} unequal")
+    keys = ("key", "differing", "size")
     checked = [
-        {"id": r.recipe, "equal": r.equal, "compared": r.compared, "differences": _differences(r)} for r in results
+        {
+            "id": r.recipe,
+            "equal": r.equal,
+            "compared": r.compared,
+            "differences": [{key: getattr(d, key) for key in keys} for d in r.differences],
+        }
+        for r in results
     ]
     out.document("recipes.check/1", {"equal": equal, "compared": compared, "recipes": checked})
     return DONE if compared and equal == compared else DIFFERENT
-
-
-def _differences(result: GoldenResult) -> list[dict[str, Any]]:
-    """Return one dict per array that differs from the recorded output, for JSON; [] if all are equal."""
-    return [{"key": d.key, "differing": d.differing, "size": d.size} for d in result.differences]
 
 
 def _formats(args: argparse.Namespace, out: Output) -> int:
@@ -162,10 +129,7 @@ def _formats(args: argparse.Namespace, out: Output) -> int:
     out.table(FORMAT_COLUMNS, formats)
     out.line()
     out.table(BLOCK_COLUMNS, blocks)
-    body = {
-        "formats": _objects(FORMAT_COLUMNS, formats),
-        "block_formats": _objects(BLOCK_COLUMNS, blocks),
-    }
+    body = {"formats": _objects(FORMAT_COLUMNS, formats), "block_formats": _objects(BLOCK_COLUMNS, blocks)}
     out.document("formats/1", body)
     return DONE
 
@@ -203,10 +167,8 @@ def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
 
 def _run_producers(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> list[producers.ProducerResult]:
     """Run all installed producers one after another, and return their results."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    shown = not out.quiet and sys.stderr.isatty()
     results = []
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
+    with _bar(out, SpinnerColumn()) as bar:
         task = bar.add_task("")
         for adapter in producers.adapters():
             bar.update(task, description=adapter.name, completed=0)
@@ -220,31 +182,6 @@ def _run_producers(out: Output, ids: tuple[str, ...], seconds: float, seed: int)
 
 
 _MOST_SHOWN = 20  # the largest number of differences, and of reasons why cases were left out, that are printed
-
-
-def add_selftest(commands: Any) -> None:
-    """Add the command selftest, with its options and the function that runs it, to ``commands``."""
-    parser = add_command(
-        commands,
-        "selftest",
-        _selftest,
-        examples=(
-            ("fp4kit selftest --host --quick", "check the compiled CPU engine in at most a minute"),
-            ("fp4kit selftest", "check every operation on this GPU"),
-        ),
-        description=(
-            "Compare every operation on this machine's GPU, or with --host in the compiled CPU engine, with the"
-            " specification, bit for bit. GPU kernels that are not cached are compiled first. Exit codes: 0 all equal,"
-            " 1 something differs, 2 an error such as no GPU."
-        ),
-    )
-    parser.add_argument("--host", action="store_true", help="check the compiled CPU engine instead of the GPU")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="check less, which takes at most a minute: eight recipes, smaller tensors, every 61st float32",
-    )
-    parser.add_argument("--golden", metavar="DIR", help="directory of recorded outputs (default: those of the package)")
 
 
 def _selftest(args: argparse.Namespace, out: Output) -> int:
@@ -269,13 +206,20 @@ def _selftest(args: argparse.Namespace, out: Output) -> int:
 def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: bool, out: Output) -> int:
     """Compare an engine with the specification, and print a table, the differences and the cases that were left out."""
     start = time.perf_counter()
-    finished = run_tasks(selftest.plan(engine, golden, quick), not out.quiet and sys.stderr.isatty())
+    tasks, finished = selftest.plan(engine, golden, quick), []
+    with _bar(out, BarColumn(), MofNCompleteColumn()) as progress:
+        bar = progress.add_task("comparing", total=len(tasks))
+        for f in selftest.run(tasks):
+            finished.append(f)
+            progress.update(bar, advance=1, description=f"{f.task.part}: {f.task.name}")
     out.table(("compared", "#cases", "#values", "#differ", "#left out", "#seconds"), task_rows(finished))
     wrong = [f for f in finished if f.failed]
     failures = [f"{f.task.part}: {f.task.name}: {f.error or f.outcome.first}" for f in wrong]
     left_out = sorted({reason for f in finished for reason in f.outcome.skipped})
-    _listing(out, "differs", failures)
-    _listing(out, "left out", left_out)
+    for title, lines in (("differs", failures), ("left out", left_out)):
+        out.lines(f"{title}: {line}" for line in lines[:_MOST_SHOWN])
+        if len(lines) > _MOST_SHOWN:
+            out.line(f"{title}: and {len(lines) - _MOST_SHOWN} more")
     values, differing = (sum(getattr(f.outcome, name) for f in finished) for name in ("values", "differing"))
     errors = sum(bool(f.error) for f in finished)
     out.line(f"{values:,} values compared, {differing:,} differ, {errors} errors; {time.perf_counter() - start:.0f} s")
@@ -284,77 +228,15 @@ def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: boo
     return 1 if wrong or not values else 0
 
 
-def run_tasks(tasks: list[selftest.Task], shown: bool) -> list[selftest.Finished]:
-    """Run the comparisons ``tasks`` and return their results."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
-        bar = progress.add_task("comparing", total=len(tasks))
-        finished = []
-        for f in selftest.run(tasks):
-            finished.append(f)
-            progress.update(bar, advance=1, description=f"{f.task.part}: {f.task.name}")
-    return finished
-
-
-def task_rows(finished: Iterable[selftest.Finished]) -> list[tuple[str, ...]]:
+def task_rows(finished: Sequence[selftest.Finished]) -> list[tuple[str, ...]]:
     """Return one table row per part of the selftest."""
     result: list[tuple[str, ...]] = []
-    parts: dict[str, list[selftest.Finished]] = {}
-    for f in finished:
-        parts.setdefault(f.task.part, []).append(f)
-    for part, members in parts.items():
+    for part in dict.fromkeys(f.task.part for f in finished):
+        members = [f for f in finished if f.task.part == part]
         values, differing = (sum(getattr(f.outcome, name) for f in members) for name in ("values", "differing"))
         left_out, seconds = sum(len(f.outcome.skipped) for f in members), sum(f.seconds for f in members)
         result.append((part, str(len(members)), f"{values:,}", f"{differing:,}", str(left_out), f"{seconds:.1f}"))
     return result
-
-
-def _listing(out: Output, title: str, lines: list[str]) -> None:
-    """Print the first 20 of ``lines``, each as "title: line", then how many lines are left out, if any."""
-    for line in lines[:_MOST_SHOWN]:
-        out.line(f"{title}: {line}")
-    if len(lines) > _MOST_SHOWN:
-        out.line(f"{title}: and {len(lines) - _MOST_SHOWN} more")
-
-
-def add_fuzz(commands: Any) -> None:
-    """Add the command fuzz, with its options and the function that runs it, to ``commands``."""
-    parser = add_command(
-        commands,
-        "fuzz",
-        _fuzz,
-        examples=(
-            ("fp4kit fuzz --seconds 60", "compare random calls for a minute"),
-            ("fp4kit fuzz --host --cases 100 --operations quantize", "compare 100 calls of one operation on the CPU"),
-        ),
-        description=(
-            "Draw random recipes, shapes, strides, options and data, compare this machine's GPU with the specification"
-            " bit for bit, and check invariants on each result. Without a GPU, the compiled CPU engine is compared;"
-            " without that, only the invariants of the specification are checked. Exit codes: 0 no failures, 1"
-            " failures, 2 an error."
-        ),
-    )
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="how long to run (default: 60)")
-    parser.add_argument("--cases", type=int, metavar="K", help="stop after K cases per process")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random cases (default: 0)")
-    parser.add_argument(
-        "--case", type=int, metavar="SEED", help="repeat one case: the number that a failure was printed with"
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=1,
-        metavar="P",
-        help="number of processes, with seeds N, N + 1, ... (default: 1)",
-    )
-    parser.add_argument("--recipes", nargs="+", metavar="ID", help="draw only these recipes and their variants")
-    text = f"draw only these operations: {', '.join(OPERATIONS)}"
-    parser.add_argument("--operations", nargs="+", metavar="NAME", help=text)
-    parser.add_argument("--units", nargs="+", metavar="ID", help="draw only these units of matmul")
-    parser.add_argument(
-        "--changes", type=int, default=3, metavar="N", help="change at most N fields per variant (default: 3)"
-    )
-    parser.add_argument("--host", action="store_true", help="compare the CPU engine even if there is a GPU")
 
 
 def _fuzz(args: argparse.Namespace, out: Output) -> int:
@@ -367,55 +249,38 @@ def _fuzz(args: argparse.Namespace, out: Output) -> int:
     if engine is None:
         engine, where = fuzz.host_engine()
     if engine is None:
-        device, where = (
-            "",
-            f"No GPU and no compiled engine ({where}): checking only the invariants of the specification",
-        )
+        device = ""
+        where = f"No GPU and no compiled engine ({where}): checking only the invariants of the specification"
     out.line(where)
-    report = _run_fuzz(args, engine, device, _pool(args), not args.quiet and sys.stderr.isatty())
-    _print_fuzz(out, report, _pool_options(args))
+    chosen: dict[str, Any] = {
+        name: tuple(getattr(args, name)) for name in ("recipes", "operations", "units") if getattr(args, name)
+    }
+    # the options that must be given again to reproduce a case
+    options = "".join(f" --{name} {' '.join(values)}" for name, values in chosen.items())
+    options += f" --changes {args.changes}" if args.changes != Pool.changes else ""
+    if "recipes" in chosen:
+        chosen["recipes"] = tuple(recipe(id).id for id in chosen["recipes"])
+    report = _run_fuzz(args, engine, device, Pool(changes=args.changes, **chosen), out)
+    _print_fuzz(out, report, options)
     out.document("fuzz/1", report.as_json())
-    return 1 if report.total("failed") else 0
-
-
-def _pool(args: argparse.Namespace) -> Pool:
-    """Return the Pool from which random cases are drawn."""
-    chosen: dict[str, Any] = {"changes": args.changes}
-    if args.recipes:
-        chosen["recipes"] = tuple(recipe(id).id for id in args.recipes)
-    for name in ("operations", "units"):
-        if getattr(args, name):
-            chosen[name] = tuple(getattr(args, name))
-    return Pool(**chosen)
-
-
-def _pool_options(args: argparse.Namespace) -> str:
-    """Return the options that must be given again to reproduce a case, as text for the command line."""
-    lists = "".join(
-        f" --{name} {' '.join(getattr(args, name))}"
-        for name in ("recipes", "operations", "units")
-        if getattr(args, name)
-    )
-    return lists + (f" --changes {args.changes}" if args.changes != Pool.changes else "")
+    return DIFFERENT if report.total("failed") else DONE
 
 
 def _run_fuzz(
-    args: argparse.Namespace, engine: fuzz.ComparedEngine | None, device: str, pool: Pool, shown: bool
+    args: argparse.Namespace, engine: fuzz.ComparedEngine | None, device: str, pool: Pool, out: Output
 ) -> fuzz.Report:
     """Run one case (--case) or random cases, in this process or in several (--processes), and return the report."""
     if args.case is not None:
         return fuzz.run_case(engine, args.case, pool=pool)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
+    with _bar(out, SpinnerColumn()) as bar:
         task = bar.add_task("drawing", calls=0, failed=0)
 
         def progress(calls: int, failed: int) -> None:
             fields = bar.tasks[0].fields
             calls, failed = fields["calls"] + calls, fields["failed"] + failed
             rate = calls / max(bar.tasks[0].elapsed or 0, 1e-3)
-            bar.update(
-                task, calls=calls, failed=failed, description=f"{calls:,} calls, {rate:,.0f}/s, {failed} failures"
-            )
+            text = f"{calls:,} calls, {rate:,.0f}/s, {failed} failures"
+            bar.update(task, calls=calls, failed=failed, description=text)
 
         if args.processes == 1:
             return fuzz.run(engine, args.seconds, args.seed, cases=args.cases, pool=pool, progress=progress)
@@ -426,9 +291,10 @@ def _run_fuzz(
 
 def _print_fuzz(out: Output, report: fuzz.Report, options: str) -> None:
     """Print counts per operation, the reasons why calls were rejected, the failures and the totals."""
-    out.table(("operation", *(f"#{name}" for name in fuzz.COUNTED)), fuzz_rows(report))
-    if report.sums:
-        out.table(("unit", "#sums"), [(unit, f"{number:,}") for unit, number in report.sums.most_common()])
+    columns = ("operation", *(f"#{name}" for name in fuzz.COUNTED))
+    counts = sorted(report.operations.items())
+    out.table(columns, [(name, *(f"{found[one]:,}" for one in fuzz.COUNTED)) for name, found in counts])
+    out.table(("unit", "#sums"), [(unit, f"{number:,}") for unit, number in report.sums.most_common()])
     reasons = report.reasons.most_common()
     for reason, number in reasons[:_MOST_SHOWN]:
         out.verbatim(f"{number:6} {reason}")
@@ -447,7 +313,85 @@ def _print_fuzz(out: Output, report: fuzz.Report, options: str) -> None:
     )
 
 
-def fuzz_rows(report: fuzz.Report) -> list[tuple[str, ...]]:
-    """Return one table row per operation: its name, and the counts that fuzz.COUNTED lists."""
-    counts = report.operations
-    return [(operation, *(f"{counts[operation][name]:,}" for name in fuzz.COUNTED)) for operation in sorted(counts)]
+_GOLDEN = "directory of recorded outputs (default: those of the package)"
+
+COMMANDS = {
+    "recipes": Command(
+        _recipes,
+        "List the recipes, or compare them with the outputs of their producers. Exit codes: 0 done, 1 a"
+        " recipe differs or nothing was compared, 2 error.",
+        {
+            "fp4kit recipes nvfp4": "list the recipes of a format",
+            "fp4kit recipes modelopt": "list the recipes of a producer",
+            "fp4kit recipes nvfp4-te --check": "compare one recipe with its producer's recorded outputs",
+        },
+        [
+            flag("ids", "recipes to show, by id, format or producer (default: all)", nargs="*", metavar="ID"),
+            *(
+                flag(name, text, EXCLUSIVE, action="store_true")
+                for name, text in (
+                    ("--check", "compare with the producers' recorded outputs, array by array"),
+                    ("--agreement", "show which recipes give the same bytes on ordinary data"),
+                    ("--live", "compare with installed producers on random inputs, bit for bit"),
+                )
+            ),
+            flag("--seconds", "with --live: how long each producer runs (default: 10)", type=float, metavar="S"),
+            flag("--seed", "with --live: seed of the inputs (default: 0)", type=int, metavar="N"),
+            flag("--golden", f"with --check: {_GOLDEN}", metavar="DIR"),
+        ],
+    ),
+    "formats": Command(
+        _formats,
+        "List the number formats: element formats, scale formats, and block formats, which combine both.",
+        {"fp4kit formats": "list element formats, scale formats and block formats"},
+        [],
+    ),
+    "selftest": Command(
+        _selftest,
+        "Compare every operation on this machine's GPU, or with --host in the compiled CPU engine, with the"
+        " specification, bit for bit. GPU kernels that are not cached are compiled first. Exit codes: 0 all equal,"
+        " 1 something differs, 2 an error such as no GPU.",
+        {
+            "fp4kit selftest --host --quick": "check the compiled CPU engine in at most a minute",
+            "fp4kit selftest": "check every operation on this GPU",
+        },
+        [
+            flag("--host", "check the compiled CPU engine instead of the GPU", action="store_true"),
+            flag(
+                "--quick",
+                "check less, which takes at most a minute: eight recipes, smaller tensors, every 61st float32",
+                action="store_true",
+            ),
+            flag("--golden", _GOLDEN, metavar="DIR"),
+        ],
+    ),
+    "fuzz": Command(
+        _fuzz,
+        "Draw random recipes, shapes, strides, options and data, compare this machine's GPU with the specification"
+        " bit for bit, and check invariants on each result. Without a GPU, the compiled CPU engine is compared;"
+        " without that, only the invariants of the specification are checked. Exit codes: 0 no failures, 1"
+        " failures, 2 an error.",
+        {
+            "fp4kit fuzz --seconds 60": "compare random calls for a minute",
+            "fp4kit fuzz --host --cases 100 --operations quantize": "compare 100 calls of one operation on the CPU",
+        },
+        [
+            flag("--seconds", "how long to run (default: 60)", type=float, default=60.0, metavar="S"),
+            flag("--cases", "stop after K cases per process", type=int, metavar="K"),
+            flag("--seed", "seed of the random cases (default: 0)", type=int, default=0, metavar="N"),
+            flag("--case", "repeat one case: the number that a failure was printed with", type=int, metavar="SEED"),
+            flag(
+                "--processes",
+                "number of processes, with seeds N, N + 1, ... (default: 1)",
+                type=int,
+                default=1,
+                metavar="P",
+            ),
+            flag("--recipes", "draw only these recipes and their variants", nargs="+", metavar="ID"),
+            flag("--operations", f"draw only these operations: {', '.join(OPERATIONS)}", nargs="+", metavar="NAME"),
+            flag("--units", "draw only these units of matmul", nargs="+", metavar="ID"),
+            flag("--changes", "change at most N fields per variant (default: 3)", type=int, default=3, metavar="N"),
+            flag("--host", "compare the CPU engine even if there is a GPU", action="store_true"),
+        ],
+    ),
+}

@@ -4,79 +4,27 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from fp4kit.arguments import flag
 from fp4kit.checkpoint.executors import Options, cluster
-from fp4kit.checkpoint.findings import recorded_activations
+from fp4kit.checkpoint.findings import lines_of, recorded_activations
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
+from fp4kit.checkpoint.plan.request import OPTIONS
 from fp4kit.checkpoint.plan.scale_search import RECORDED, ScaleSearch
-from fp4kit.checkpoint.reconcile import Reconciliation, reconcile
+from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.verify.compare import CheckpointComparison, LayerDifference, compare_checkpoints
-from fp4kit.checkpoint.verify.integrity import grouped
 from fp4kit.checkpoint.verify.report import summary_of, unchecked, write_report
-from fp4kit.checkpoint.verify.verify import LayerReport, Verification, VerifyReport, execute, prepare
-from fp4kit.cli.command import DIFFERENT, DONE, add_command, add_path
+from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, execute, prepare
+from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
 from fp4kit.cli.conversion_summary import verified_serve_command
-from fp4kit.cli.convert import WHERE, activations_of, add_flags, devices_of, flags_of, recipes_of
+from fp4kit.cli.convert import WHERE, activations_of, devices_of, flags_of, recipes_of
 from fp4kit.cli.output import Output, shape_text
 from fp4kit.contract.compare_layer import COLUMNS, Parity
 from fp4kit.contract.parity import parity
-from fp4kit.storage.files import CheckpointError, listed, shown
-
-
-def add_verify(subparsers: Any) -> None:
-    """Add the command verify, with its options and the function that runs it, to ``subparsers``."""
-    parser: Any = add_command(
-        subparsers,
-        "verify",
-        _verify,
-        examples=(
-            ("fp4kit verify Llama-NVFP4 --source Llama", "compare every byte with the original, quantized again"),
-            ("fp4kit verify Llama-NVFP4", "check the files and what engines require"),
-            ("fp4kit verify Llama-NVFP4 --source Llama --html report.html", "also write a report with charts"),
-        ),
-        description="Check the files of a checkpoint against its manifest, and its scales and configs against what"
-        " engines require. With --source, quantize the source again and compare every byte.",
-        epilog="Exit codes: 0 no errors, but there may be warnings; 1 errors, such as bytes that differ; 2 the"
-        " checkpoint cannot be read.",
-    )
-    parser.hints = {"": "; did you mean --source {}?"}
-    add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
-    parser.add_argument(
-        "--source", metavar="SRC", help="compare with this original: the directory or GGUF file DST was made from"
-    )
-    text = (
-        "recipe of the quantized layers (default: the one recorded in DST). PATTERN=RECIPE gives the recipe of the"
-        " layers of SRC that match PATTERN, as in convert, and replaces the recorded patterns; repeatable"
-    )
-    parser.add_argument("--recipe", action="append", metavar="[PATTERN=]RECIPE", help=text)
-    (adapter,) = flags_of("adapter")
-    add_flags(
-        parser, (adapter._replace(help="the LoRA adapter that was merged into SRC"), *flags_of("search", "ignore"))
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a report with charts: one HTML file, readable offline"
-    )
-    parser.add_argument(
-        "--tp",
-        type=int,
-        metavar="N",
-        help="check that vLLM and SGLang can split every layer over N ranks without cutting a block",
-    )
-    parser.add_argument(
-        "--ep",
-        type=int,
-        metavar="N",
-        help="N of these ranks share the experts, and each of them holds whole experts (--tp defaults to N)",
-    )
-    files, *others = flags_of("activations")
-    text = files.help.replace(
-        "write an input scale per layer", "compare the stored input scales with those of these activations"
-    )
-    add_flags(parser.add_argument_group(files.section), (files._replace(help=text), *others))
-    add_flags(parser, WHERE)
+from fp4kit.storage.files import CheckpointError, shown
 
 
 def _verify(args: argparse.Namespace, out: Output) -> int:
@@ -88,7 +36,8 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
     has_weights = args.column_weights is not None or args.imatrix is not None
     objective = RECORDED if args.scale_search is None and has_weights else args.scale_search
     search = ScaleSearch.of(objective, args.column_weights, args.imatrix)
-    activations = activations_of(args, *recorded_activations(Path(args.path))) if _names_activations(args) else None
+    gives = args.activations or args.activation_rule or args.unseen_experts
+    activations = activations_of(args, *recorded_activations(Path(args.path))) if gives else None
     if args.html is not None:
         _check_page(args.html, Path(args.path))
     ranks = {"tp": args.tp, "ep": args.ep}
@@ -98,7 +47,8 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
         prepared = prepare(
             args.path, args.source, default, options, search, args.ignore, activations, recipes, args.adapter, **ranks
         )
-        report = _run_verification(prepared, options, out)
+        with out.progress("verifying", prepared.nbytes) as tick:
+            report = execute(prepared, replace(options, progress=tick))
     if args.html is not None:
         write_report(report, args.html)
     out.document("verify/1", report.as_data())
@@ -107,28 +57,14 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
     return DONE if report.clean else DIFFERENT
 
 
-def _names_activations(args: argparse.Namespace) -> bool:
-    """Return whether --activations, --activation-rule or --unseen-experts is given."""
-    return bool(args.activations or args.activation_rule or args.unseen_experts)
-
-
-def _run_verification(prepared: Verification, options: Options, out: Output) -> VerifyReport:
-    """Execute a prepared verification with a line of progress, and return the report."""
-    with out.progress("verifying", prepared.nbytes) as tick:
-        return execute(prepared, Options(options.workers, options.executor, options.devices, progress=tick))
-
-
 def _check_page(page: Path, model: Path) -> None:
     """Raise CheckpointError if the HTML page cannot be written, or if its path is inside the checkpoint."""
     # A page inside the checkpoint would change it.
+    start = f"--html {shown(str(page))}"
     if page.is_dir() or not page.parent.is_dir():
-        raise CheckpointError(
-            f"--html {shown(str(page))}: cannot be written; a file name in a directory that exists is needed"
-        )
+        raise CheckpointError(f"{start}: cannot be written; a file name in a directory that exists is needed")
     if page.resolve().is_relative_to(model.resolve()):
-        raise CheckpointError(
-            f"--html {shown(str(page))}: lies inside the checkpoint, which it would change; choose another directory"
-        )
+        raise CheckpointError(f"{start}: lies inside the checkpoint, which it would change; choose another directory")
 
 
 def _print_report(out: Output, report: VerifyReport) -> None:
@@ -137,27 +73,21 @@ def _print_report(out: Output, report: VerifyReport) -> None:
     """
     columns = ("layer", "format", "#SQNR dB", "#clipped", "#zero blocks", "#flushed", "#differing bytes")
     out.table(columns, [_cells(layer) for layer in report.layers])
-    for issue, subjects in grouped(report.issues):
-        loader = f"{issue.loader}: " if issue.loader else ""
-        out.line(f"{issue.severity}: {loader}{listed(subjects)}: {shown(issue.sentence)}")
+    out.lines(f"{severity}: {text}" for severity, text in lines_of(report.issues))
     if not report.layers:
-        out.line(f"note: {_NO_LAYERS}")
-    for line in summary_of(report):
-        out.line(line)
+        out.line(
+            "note: no quantized layer of a known format was found, so only the files were checked; fp4kit convert"
+            " quantizes a model"
+        )
+    out.lines(summary_of(report))
     missing = unchecked(report)
-    if missing:
-        out.line(f"not checked: {'; '.join(missing)}")
+    out.lines([f"not checked: {'; '.join(missing)}"] if missing else [])
     step = _next_step(report)
     if step:
         out.line(f"next: {step}")
     elif report.clean and (command := verified_serve_command(report)):
         out.line(f"serve: {command}")
     out.line(_verdict(report))
-
-
-_NO_LAYERS = (
-    "no quantized layer of a known format was found, so only the files were checked; fp4kit convert quantizes a model"
-)
 
 
 def _next_step(report: VerifyReport) -> str:
@@ -187,13 +117,8 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
 
 def _verdict(report: VerifyReport) -> str:
     """Return the last line of the output."""
-    warnings = len(report.issues) - report.errors
-    manifest = {
-        "equal": "files match the manifest",
-        "differs": "files differ from the manifest",
-        "none": "no manifest",
-    }
-    count = len(report.layers)
+    warnings, count = len(report.issues) - report.errors, len(report.layers)
+    manifest = {"equal": "files match the manifest", "differs": "files differ from the manifest", "none": "no manifest"}
     text = f"{count} layer{'s' * (count != 1)}, {manifest[report.manifest]}"
     if report.source is not None:
         differing = sum(layer.differing for layer in report.layers)
@@ -204,38 +129,16 @@ def _verdict(report: VerifyReport) -> str:
     return f"{text}; errors: {report.errors}, warnings: {warnings}"
 
 
-def add_compare(subparsers: Any) -> None:
-    """Add the command compare, with its options and the function that runs it, to ``subparsers``."""
-    parser = add_command(
-        subparsers,
-        "compare",
-        _compare,
-        examples=(
-            ("fp4kit compare Llama-NVFP4 Llama-other", "show where two quantized models differ"),
-            ("fp4kit compare Llama Llama-NVFP4", "show what quantization changed"),
-        ),
-        description="Compare the configs, metadata, tensors and quantized layers of two checkpoints. Layers of a"
-        " model directory and a GGUF file are paired by llama.cpp's names. Exit codes: 0 equal, 1 different, 2 error.",
-    )
-    add_path(parser, "a", metavar="A", help="model directory, .safetensors or .gguf file, such as the original of B")
-    add_path(parser, "b", metavar="B", help="the model directory, .safetensors or .gguf file to compare with A")
-    add_flags(parser, flags_of("ignore"))
-
-
 def _compare(args: argparse.Namespace, out: Output) -> int:
     """Run the command compare. Return 0 if the checkpoints are equal, otherwise 1."""
     total = sum(nbytes for _, nbytes in inspect_checkpoint(args.a).totals.values())
     with out.progress("comparing", total) as tick:
         comparison = compare_checkpoints(args.a, args.b, tick, args.ignore)
-    out.document("compare/1", {"a": args.a, "b": args.b, **_comparison_body(comparison)})
+    body = {**asdict(comparison), "refused": [item._asdict() for item in comparison.refused]}
+    out.document("compare/1", {"a": args.a, "b": args.b, "equal": comparison.equal, **body})
     if out.text:
         _print_comparison(out, comparison)
     return DONE if comparison.equal else DIFFERENT
-
-
-def _comparison_body(comparison: CheckpointComparison) -> dict[str, Any]:
-    """Return a comparison as a dict for the command's JSON document, without the paths of the checkpoints."""
-    return {"equal": comparison.equal, **asdict(comparison), "refused": [item._asdict() for item in comparison.refused]}
 
 
 def _print_comparison(out: Output, comparison: CheckpointComparison) -> None:
@@ -247,76 +150,29 @@ def _print_comparison(out: Output, comparison: CheckpointComparison) -> None:
     parts = {name for layer in quantized_in_one for name in layer.tensors}
     listed = [d for d in comparison.tensors if d.name not in parts]
     out.table(("tensor", "difference", "detail"), [(shown(d.name), d.kind, d.detail) for d in listed])
-    layers = [(shown(layer.name), *_layer_cells(layer)) for layer in comparison.layers if layer.codes is not None]
-    out.table(("quantized layer", "#codes", "#scales", "#values", "tensor scales", "#SQNR dB"), layers)
-    cells = [(shown(layer.name), str(layer.elements), f"{layer.sqnr_db:.2f}") for layer in quantized_in_one]
-    out.table(("layer quantized in one", "#values", "#SQNR dB"), cells)
+    columns = {"#codes": "{codes} of {elements}", "#scales": "{scales}", "#values": "{values}", "tensor scales": "{of}"}
+    layers = [{**vars(layer), "of": _tensor_scales(layer)} for layer in comparison.layers if layer.codes is not None]
+    out.records(layers, {"quantized layer": "{name}", **columns, "#SQNR dB": "{sqnr_db:.2f}"})
+    columns = {"layer quantized in one": "{name}", "#values": "{elements}", "#SQNR dB": "{sqnr_db:.2f}"}
+    out.records(map(vars, quantized_in_one), columns)
     if len(listed) < len(comparison.tensors):
         count = len(quantized_in_one)
         out.line(
             f"not listed: {len(comparison.tensors) - len(listed)} tensors of the {count} layer{'s' * (count != 1)} that"
             " only one checkpoint has quantized"
         )
-    for item in comparison.refused:
-        out.line(f"not decoded, because of {shown(item.name)}: {shown(item.why)}")
-    out.line(_comparison_verdict(comparison))
-
-
-def _comparison_verdict(comparison: CheckpointComparison) -> str:
-    """Return the last line of the output: how many tensors are the same, and how many differ."""
-    same = f"{comparison.same} tensors are the same"
+    out.lines(f"not decoded, because of {shown(item.name)}: {shown(item.why)}" for item in comparison.refused)
+    same, configs = f"{comparison.same} tensors are the same", comparison.configs
     if comparison.equal:
-        return f"{same}, and so are configs and metadata; equal"
-    configs = f"{len(comparison.configs)} differ" if comparison.configs else "all the same"
-    return f"{same}; {len(comparison.tensors)} differ; entries of configs and metadata: {configs}"
+        out.line(f"{same}, and so are configs and metadata; equal")
+    else:
+        entries = f"{len(configs)} differ" if configs else "all the same"
+        out.line(f"{same}; {len(comparison.tensors)} differ; entries of configs and metadata: {entries}")
 
 
-def _layer_cells(layer: LayerDifference) -> tuple[str, str, str, str, str]:
-    """Return the cells of one layer's row in the table, without its name, for a layer that both checkpoints
-    quantize.
-    """
+def _tensor_scales(layer: LayerDifference) -> str:
     a, b = layer.tensor_scales
-    scales = "same" if a == b else f"{a} and {b}"
-    return f"{layer.codes} of {layer.elements}", str(layer.scales), str(layer.values), scales, f"{layer.sqnr_db:.2f}"
-
-
-_KINDS = "contract (.json), model directory, .safetensors or .gguf file"
-
-
-def add_parity(subparsers: Any) -> None:
-    """Add the command parity, with its options and the function that runs it, to ``subparsers``."""
-    parser: Any = add_command(
-        subparsers,
-        "parity",
-        _parity,
-        examples=(
-            ("fp4kit parity train.json Llama-NVFP4 --weights Llama", "compare a trainer's contract with a checkpoint"),
-            ("fp4kit parity train.json rollout.json", "compare two contracts on random numbers"),
-            ("fp4kit parity train-logits.safetensors rollout-logits.safetensors", "compare logits bit by bit"),
-        ),
-        description="Compare codes, scales, values and products of two sides, layer by layer, and the values of other"
-        " tensors, such as norms and biases, if both sides have them. If they differ, print"
-        " the first step of the arithmetic that differs, the number of differences, one element step by step, and the"
-        " setting that would make the sides equal. fp4kit convert writes a contract into every model directory. Exit"
-        " codes: 0 everything that was compared is equal in every bit; 1 something differs, or a layer is on one"
-        " side only; 2 an error.",
-    )
-    add_path(parser, "train", metavar="TRAIN", help=f"the side of the trainer: {_KINDS}")
-    add_path(parser, "rollout", metavar="ROLLOUT", help=f"the side of the rollout engine: {_KINDS}")
-    text = (
-        "the unquantized model. Contracts are applied to it, and it shows at which step of the arithmetic bytes begin"
-        " to differ (default: random numbers if both sides are contracts, otherwise none)"
-    )
-    parser.add_argument("--weights", metavar="SRC", help=text)
-    text = "file with the inputs of each layer, (tokens, K), for activations and products (default: random numbers)"
-    parser.add_argument("--inputs", metavar="FILE", help=text)
-    text = "file with keys and values, (tokens, heads, head_dim), for KV cache recipes and layouts (default: random)"
-    parser.add_argument("--kv", metavar="FILE", help=text)
-    text = "elements per layer to compare, in evenly spaced rows (default: %(default)s)"
-    parser.add_argument("--elements", type=int, default=1 << 18, metavar="N", help=text)
-    parser.add_argument("--layers", type=int, metavar="N", help="compare only N evenly spaced layers (default: all)")
-    text = "start no new layer or other tensor after S seconds, and say what was left out (default: no limit)"
-    parser.add_argument("--seconds", type=float, metavar="S", help=text)
+    return "same" if a == b else f"{a} and {b}"
 
 
 def _parity(args: argparse.Namespace, out: Output) -> int:
@@ -330,13 +186,10 @@ def _parity(args: argparse.Namespace, out: Output) -> int:
     out.line(found.verdict)
     out.table(tuple(COLUMNS), [tuple(map(shown, row)) for row in found.rows()])
     for layer in found.examples:
-        for line in layer.lines:
-            out.line(shown(line))
+        out.lines(map(shown, layer.lines))
         if layer.worked is not None:
             out.verbatim(str(layer.worked))
-    for title, texts in found.remarks:
-        for text in texts:
-            out.line(f"{title}: {shown(text)}")
+    out.lines(f"{title}: {shown(text)}" for title, texts in found.remarks for text in texts)
     return DONE if found.equal else DIFFERENT
 
 
@@ -351,27 +204,6 @@ def _parity_body(found: Parity) -> dict[str, Any]:
     return {**facts, "contracts": contracts, "layers": layers}
 
 
-def add_reconcile(subparsers: Any) -> None:
-    """Add the command reconcile, with its options and the function that runs it, to ``subparsers``."""
-    parser = add_command(
-        subparsers,
-        "reconcile",
-        _reconcile,
-        examples=(
-            ("fp4kit reconcile --dry-run Llama-NVFP4", "print which layers would change"),
-            ("fp4kit reconcile Llama-NVFP4 Llama-repaired", "write the repaired model"),
-        ),
-        description="Repair an NVFP4 checkpoint in which the parts of a fused layer (q/k/v, gate/up) have different"
-        " tensor scales: give all parts the largest of these scales, and change their block scales accordingly.",
-        writes=lambda args: Path(args.destination) if args.destination else None,
-        usage="fp4kit reconcile SRC DST\n       fp4kit reconcile --dry-run SRC",
-    )
-    add_path(parser, "source", metavar="SRC", help="directory of the quantized model")
-    add_path(parser, "destination", nargs="?", metavar="DST", help="new directory; written only if something changes")
-    add_flags(parser, flags_of("ignore"))
-    parser.add_argument("--dry-run", action="store_true", help="print what would change, and write nothing")
-
-
 def _reconcile(args: argparse.Namespace, out: Output) -> int:
     """Run the command reconcile."""
     if args.dry_run == (args.destination is not None):
@@ -380,19 +212,151 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
     total = sum(nbytes for _, nbytes in inspect_checkpoint(args.source).totals.values())
     with out.progress("writing", total) as tick:
         found = reconcile(args.source, args.destination, tick, args.ignore)
-    out.document("reconcile/1", {**vars(found), "repairs": [vars(repair) for repair in found.repairs]})
-    rows = [
-        (shown(r.name), f"{r.before:.6g}", f"{r.after:.6g}", str(r.changed), str(r.underflow), f"{r.sqnr_db:.2f}")
-        for r in found.repairs
-    ]
-    out.table(("layer", "#tensor scale", "#new one", "#scales changed", "#underflow", "#SQNR dB"), rows)
-    out.line(_reconcile_verdict(found, args.dry_run))
-    return 1 if args.dry_run and found.repairs else 0
+    repairs = [vars(repair) for repair in found.repairs]
+    out.document("reconcile/1", {**vars(found), "repairs": repairs})
+    columns = {"layer": "{name}", "#tensor scale": "{before:.6g}", "#new one": "{after:.6g}"}
+    counts = {"#scales changed": "{changed}", "#underflow": "{underflow}", "#SQNR dB": "{sqnr_db:.2f}"}
+    out.records(repairs, {**columns, **counts})
+    count = f"{len(repairs)} layers, parts of {found.groups} fused layers"
+    if not repairs:
+        out.line(f"{found.groups} fused layers; the parts of each have one tensor scale; nothing to write")
+    else:
+        out.line(
+            f"would rescale {count}" if args.dry_run else f"wrote {shown(str(found.destination))}: rescaled {count}"
+        )
+    return DIFFERENT if args.dry_run and repairs else DONE
 
 
-def _reconcile_verdict(found: Reconciliation, dry: bool) -> str:
-    """Return the last line of the output, which counts the repaired layers (or, if ``dry``, the layers to repair)."""
-    if not found.repairs:
-        return f"{found.groups} fused layers; the parts of each have one tensor scale; nothing to write"
-    count = f"{len(found.repairs)} layers, parts of {found.groups} fused layers"
-    return f"would rescale {count}" if dry else f"wrote {shown(str(found.destination))}: rescaled {count}"
+_KINDS = "contract (.json), model directory, .safetensors or .gguf file"
+_FILES, *_ON_ACTIVATIONS = OPTIONS["activations"]["flags"]
+_OF_ACTIVATIONS = _FILES.help.replace(
+    "write an input scale per layer", "compare the stored input scales with those of these activations"
+)
+
+COMMANDS = {
+    "verify": Command(
+        _verify,
+        "Check the files of a checkpoint against its manifest, and its scales and configs against what"
+        " engines require. With --source, quantize the source again and compare every byte.",
+        {
+            "fp4kit verify Llama-NVFP4 --source Llama": "compare every byte with the original, quantized again",
+            "fp4kit verify Llama-NVFP4": "check the files and what engines require",
+            "fp4kit verify Llama-NVFP4 --source Llama --html report.html": "also write a report with charts",
+        },
+        [
+            path_flag("path", "DST", "directory or GGUF file of the quantized model"),
+            flag("--source", "compare with this original: the directory or GGUF file DST was made from", metavar="SRC"),
+            flag(
+                "--recipe",
+                "recipe of the quantized layers (default: the one recorded in DST). PATTERN=RECIPE gives the recipe of"
+                " the layers of SRC that match PATTERN, as in convert, and replaces the recorded patterns; repeatable",
+                action="append",
+                metavar="[PATTERN=]RECIPE",
+            ),
+            flag("--adapter", "the LoRA adapter that was merged into SRC", metavar="DIR"),
+            *flags_of("search", "ignore"),
+            flag("--html", "write a report with charts: one HTML file, readable offline", type=Path, metavar="FILE"),
+            flag(
+                "--tp",
+                "check that vLLM and SGLang can split every layer over N ranks without cutting a block",
+                type=int,
+                metavar="N",
+            ),
+            flag(
+                "--ep",
+                "N of these ranks share the experts, and each of them holds whole experts (--tp defaults to N)",
+                type=int,
+                metavar="N",
+            ),
+            _FILES._replace(help=_OF_ACTIVATIONS),
+            *_ON_ACTIVATIONS,
+            *(one._replace(section="") for one in WHERE),
+        ],
+        hints={"": "; did you mean --source {}?"},
+        parser={
+            "epilog": "Exit codes: 0 no errors, but there may be warnings; 1 errors, such as bytes that differ; 2 the"
+            " checkpoint cannot be read."
+        },
+    ),
+    "compare": Command(
+        _compare,
+        "Compare the configs, metadata, tensors and quantized layers of two checkpoints. Layers of a"
+        " model directory and a GGUF file are paired by llama.cpp's names. Exit codes: 0 equal, 1 different, 2 error.",
+        {
+            "fp4kit compare Llama-NVFP4 Llama-other": "show where two quantized models differ",
+            "fp4kit compare Llama Llama-NVFP4": "show what quantization changed",
+        },
+        [
+            path_flag("a", "A", "model directory, .safetensors or .gguf file, such as the original of B"),
+            path_flag("b", "B", "the model directory, .safetensors or .gguf file to compare with A"),
+            *flags_of("ignore"),
+        ],
+    ),
+    "parity": Command(
+        _parity,
+        "Compare codes, scales, values and products of two sides, layer by layer, and the values of other"
+        " tensors, such as norms and biases, if both sides have them. If they differ, print"
+        " the first step of the arithmetic that differs, the number of differences, one element step by step, and the"
+        " setting that would make the sides equal. fp4kit convert writes a contract into every model directory. Exit"
+        " codes: 0 everything that was compared is equal in every bit; 1 something differs, or a layer is on one"
+        " side only; 2 an error.",
+        {
+            "fp4kit parity train.json Llama-NVFP4 --weights Llama": "compare a trainer's contract with a checkpoint",
+            "fp4kit parity train.json rollout.json": "compare two contracts on random numbers",
+            "fp4kit parity train-logits.safetensors rollout-logits.safetensors": "compare logits bit by bit",
+        },
+        [
+            path_flag("train", "TRAIN", f"the side of the trainer: {_KINDS}"),
+            path_flag("rollout", "ROLLOUT", f"the side of the rollout engine: {_KINDS}"),
+            flag(
+                "--weights",
+                "the unquantized model. Contracts are applied to it, and it shows at which step of the arithmetic bytes"
+                " begin to differ (default: random numbers if both sides are contracts, otherwise none)",
+                metavar="SRC",
+            ),
+            flag(
+                "--inputs",
+                "file with the inputs of each layer, (tokens, K), for activations and products (default: random"
+                " numbers)",
+                metavar="FILE",
+            ),
+            flag(
+                "--kv",
+                "file with keys and values, (tokens, heads, head_dim), for KV cache recipes and layouts (default:"
+                " random)",
+                metavar="FILE",
+            ),
+            flag(
+                "--elements",
+                "elements per layer to compare, in evenly spaced rows (default: %(default)s)",
+                type=int,
+                default=1 << 18,
+                metavar="N",
+            ),
+            flag("--layers", "compare only N evenly spaced layers (default: all)", type=int, metavar="N"),
+            flag(
+                "--seconds",
+                "start no new layer or other tensor after S seconds, and say what was left out (default: no limit)",
+                type=float,
+                metavar="S",
+            ),
+        ],
+    ),
+    "reconcile": Command(
+        _reconcile,
+        "Repair an NVFP4 checkpoint in which the parts of a fused layer (q/k/v, gate/up) have different"
+        " tensor scales: give all parts the largest of these scales, and change their block scales accordingly.",
+        {
+            "fp4kit reconcile --dry-run Llama-NVFP4": "print which layers would change",
+            "fp4kit reconcile Llama-NVFP4 Llama-repaired": "write the repaired model",
+        },
+        [
+            path_flag("source", "SRC", "directory of the quantized model"),
+            path_flag("destination", "DST", "new directory; written only if something changes", nargs="?"),
+            *flags_of("ignore"),
+            flag("--dry-run", "print what would change, and write nothing", action="store_true"),
+        ],
+        writes=lambda args: Path(args.destination) if args.destination else None,
+        parser={"usage": "fp4kit reconcile SRC DST\n       fp4kit reconcile --dry-run SRC"},
+    ),
+}

@@ -207,7 +207,7 @@ def test_every_help_begins_with_examples_that_parse(capsys) -> None:
         assert main([*([name] if name else []), "--help"]) == 0
         text = capsys.readouterr().out
         assert re.match(r"usage: fp4kit .*?\n\nexamples:\n  fp4kit \S+", text, re.DOTALL), name
-        for example, _ in command.examples:
+        for example in command.examples:
             assert example.startswith(f"fp4kit {name}") and f"\n  {example}\n      " in text
             assert parser().parse_args(shlex.split(example)[1:]).func is not None
 

@@ -10,8 +10,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
+from fp4kit.arguments import Flag, flag
 from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WRITTEN
@@ -126,20 +127,6 @@ DEFAULTS = (
     "fp8-modelopt",
     GGUF_ONLY,
 )
-
-
-class Flag(NamedTuple):
-    """An option of a command. ``how`` are further arguments of argparse's add_argument."""
-
-    name: str
-    help: str
-    how: dict[str, Any]
-    section: str = ""
-
-
-def flag(name: str, help: str, section: str = "", **how: Any) -> Flag:
-    """Return a Flag."""
-    return Flag(name, help, how, section)
 
 
 def option(
