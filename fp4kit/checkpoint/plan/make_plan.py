@@ -22,7 +22,7 @@ from fp4kit.checkpoint.findings import findings_of_plan, lines_of
 from fp4kit.checkpoint.loaders import exclusions
 from fp4kit.checkpoint.loaders.requirements import consequence
 from fp4kit.checkpoint.model import closed_world, transforms
-from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, is_gguf_config, open_source, other_weights, scan
+from fp4kit.checkpoint.model.model_files import is_gguf_config, open_source, other_weights
 from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.weights import Weight, any_quantized, layer_names, weights_of
 from fp4kit.checkpoint.plan.other_models import (
@@ -30,8 +30,8 @@ from fp4kit.checkpoint.plan.other_models import (
     check_values_agree,
     recorded_recipe,
 )
-from fp4kit.checkpoint.plan.plan import Plan, ShardPlan, parts_of, recorded, shard_plan
-from fp4kit.checkpoint.plan.plan_facts import PlanFacts, carried, declaration_warnings, outcomes_of
+from fp4kit.checkpoint.plan.plan import Plan
+from fp4kit.checkpoint.plan.plan_facts import declaration_warnings
 from fp4kit.checkpoint.plan.request import (
     DEFAULTS,
     GGUF_ONLY,
@@ -44,7 +44,7 @@ from fp4kit.checkpoint.plan.request import (
 from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE
 from fp4kit.checkpoint.plan.source_layers import all_doubts, cache_troubles, missing_experts, wide_floats
 from fp4kit.checkpoint.selection.names import check_wrappers, partly_converted
-from fp4kit.checkpoint.selection.selection import UNSUPPORTED_STACK, Decision, no_multiple
+from fp4kit.checkpoint.selection.selection import UNSUPPORTED_STACK, no_multiple
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.storage.files import CheckpointError, listed, shown
 
@@ -171,110 +171,117 @@ def _by_default(request: Request, config: Mapping[str, Any], forms: list[Contain
     return next((one for one in found if _form(one, config) is not None), refused)
 
 
-def exclusions_of(facts: PlanFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (exclusion list, warnings about layers that loaders may treat wrongly)."""
-    # The exclusion list tells loaders which layers are unquantized, where they would expect quantized ones.
-    if facts.form is None:
-        return (), ()
+def _layers(plan: Plan) -> tuple[list[str], list[str]]:
+    """Return the names of the layers that are quantized in the output, and of those that exclusion lists name."""
     quantized = [
-        w for name, w in facts.weights.items() if name in facts.selected or (w.container and facts.stays_quantized(w))
+        w for name, w in plan.weights.items() if name in plan.selected or (w.container and plan.stays_quantized(w))
     ]
-    converted = [name for weight in quantized for name in layer_names(weight, facts.form, facts.config)]
     stay = {weight.tensor for weight in quantized}
-    kept = [name for name, found in facts.decisions.items() if found.listed and name not in stay]
-    modules = [facts.weights[name].name if name in facts.weights else name.removesuffix(".weight") for name in kept]
-    declared = LOADED.get(container_id(facts.form, facts.has_input_scale))
-    modules += [layer.name for layer in facts.split.values()]
-    warnings = [shown(line) for line in partly_converted(modules, set(converted))]
-    warnings += _kept_stacks(facts.decisions) + _restored_layers(facts)
-    warnings += _rows_of_other_length(facts)
+    kept = [name for name, found in plan.decisions.items() if found.listed and name not in stay]
+    modules = [plan.weights[name].name if name in plan.weights else name.removesuffix(".weight") for name in kept]
+    modules += [layer.name for layer in plan.split.values()]
+    return [name for weight in quantized for name in layer_names(weight, plan.form, plan.config)], modules
+
+
+def _exclusion_list(plan: Plan, quantized: list[str], kept: list[str]) -> tuple[str, ...]:
+    """Return the list that tells loaders which layers are unquantized, where they would expect quantized ones."""
+    declared = None if plan.form is None else LOADED.get(container_id(plan.form, plan.has_input_scale))
     # MIXED_PRECISION of Model-Optimizer lists the quantized layers, so it has no exclusion list.
-    listless = len(facts.forms) > 1 and facts.form.format == "modelopt"
-    if declared is None or declared.syntax is None or listless:
-        return (), tuple(warnings)
-    subtrees = sorted({found.subtree for found in facts.decisions.values() if found.subtree is not None})
-    ignore = exclusions.exclusion_list(declared.syntax, modules, subtrees, converted)
-    return ignore, tuple(warnings)
-
-
-def _rows_of_other_length(facts: PlanFacts) -> list[str]:
-    """Return warnings about layers that stay unquantized because their rows do not consist of whole blocks."""
-    assert facts.form is not None
-    rows: dict[str, list[str]] = defaultdict(list)
-    for name, weight in facts.weights.items():
-        found, form = facts.decisions.get(name), facts.form_of(weight.name)
-        assert form is not None
-        length = no_multiple(weight.shape, form.row_multiple)
-        if found is not None and found.reason == length:
-            dtype = "BF16" if weight.container is not None else facts.source.tensors[name][1].dtype
-            rows[f"{length}; {{}} {dtype}"].append(weight.name)
-    return [
-        f"{_several(names)}: {why.format('it stays' if len(names) == 1 else 'they stay')}"
-        for why, names in rows.items()
-    ]
-
-
-def decoded_layers(facts: PlanFacts) -> tuple[str, ...]:
-    """Return a note per reason, other than the user's choice and the length of rows, why quantized layers are
-    decoded.
-    """
-    if facts.form is None:
+    if declared is None or declared.syntax is None or (len(plan.forms) > 1 and plan.format == "modelopt"):
         return ()
+    subtrees = sorted({found.subtree for found in plan.decisions.values() if found.subtree is not None})
+    return exclusions.exclusion_list(declared.syntax, kept, subtrees, quantized)
+
+
+def _warnings(plan: Plan) -> Iterator[str]:
+    """Yield the warnings about a plan, except those of the scale search and of findings."""
+    source, weights = plan.source, [*plan.weights.values()]
+    declared = with_declaration(plan.config, source.hf_quant_config)
+    own = [file.name for file in source.files]
+    others = other_weights(source.root, own, plan.config) if source.ignored else ()
+    yield from (f"{shown(name)}: {why}; it is not converted" for name, why in others)
+    yield from _unmeasured(plan)
+    yield from all_doubts(weights, declared, source.tensors)
+    yield from missing_experts(weight.name for weight in weights)
+    yield from wide_floats(plan.others()) if plan.form is not None else ()
+    yield from closed_world.lost_tensor_scales(weights)
+    told = (item for item in plan.items if item.group == DOUBTFUL or item.why == closed_world.INTEGERS)
+    yield from closed_world.reasons(told)
+    if any_quantized(weights):
+        yield from _doubtful_magnitudes(plan, weights)
+        lost = lost_column_scales(plan.config, source.hf_quant_config, plan.weights)
+        yield from (lost,) if lost else ()
+    if plan.kv_cache.is_carried(plan.format):
+        yield from (f"{shown(name)}: {why}" for _, name, why in cache_troubles(source.tensors))
+    yield from declaration_warnings(plan.declarations, len(plan.kv_cache.tensors))
+
+
+def _warnings_on_layers(plan: Plan, quantized: list[str], kept: list[str]) -> Iterator[str]:
+    """Yield warnings about layers that stay unquantized, and that loaders may treat wrongly."""
+    yield from map(shown, partly_converted(kept, {*quantized}))
+    stacks = [name for name, found in plan.decisions.items() if found.reason.startswith(UNSUPPORTED_STACK)]
+    if stacks:
+        yield f"{_several(stacks)}: kept unquantized, because expert stacks of such names are not supported"
+    if plan.split:
+        why = "put together from mlx-lm's embed_q and unembed_out, whose blocks run along another axis"
+        yield f"{_several([layer.name for layer in plan.split.values()])}: {why}; unquantized in the output"
+    # Rows that do not consist of whole blocks.
+    rows: dict[str, list[str]] = defaultdict(list)
+    for name, weight in plan.weights.items():
+        found, length = plan.decisions.get(name), no_multiple(weight.shape, plan.form_of(weight.name).row_multiple)
+        if found is not None and found.reason == length:
+            dtype = "BF16" if weight.container is not None else plan.source.tensors[name][1].dtype
+            rows[f"{length}; {{}} {dtype}"].append(weight.name)
+    for why, names in rows.items():
+        yield f"{_several(names)}: {why.format('it stays' if len(names) == 1 else 'they stay')}"
+
+
+def _decoded_layers(plan: Plan) -> Iterator[str]:
+    """Yield a note per reason why quantized layers are decoded, except the user's choice and the length of rows."""
     names: dict[str, list[str]] = defaultdict(list)
-    for tensor, weight in facts.weights.items():
-        found = facts.decisions.get(tensor)
-        stays = weight.container is None or facts.has_codes(tensor) or facts.stays_quantized(weight)
+    for tensor, weight in plan.weights.items():
+        found = plan.decisions.get(tensor)
+        stays = weight.container is None or plan.has_codes(tensor) or plan.stays_quantized(weight)
         if stays or found is None or found.converted:
             continue
         if not ("--" in found.reason or "preset" in found.reason or found.reason.startswith("K = ")):
             names[found.reason].append(weight.name)
-    return tuple(
-        f"{_several(layers)}: quantized in the source, written in 16 bits: {shown(why)}"
-        for why, layers in names.items()
-    )
+    for why, layers in names.items():
+        yield f"{_several(layers)}: quantized in the source, written in 16 bits: {shown(why)}"
 
 
-def _restored_layers(facts: PlanFacts) -> list[str]:
-    """Return a list with one warning, which names the kv_b_proj layers that stay unquantized; [] if there are none."""
-    names = [layer.name for layer in facts.split.values()]
-    why = "put together from mlx-lm's embed_q and unembed_out, whose blocks run along another axis"
-    return [f"{_several(names)}: {why}; unquantized in the output"] if names else []
-
-
-def unmeasured(facts: PlanFacts, shards: Iterable[ShardPlan]) -> tuple[str, ...]:
-    """Return a tuple with one warning, which names the experts without an input scale; () if no expert lacks one."""
-    converted = (tensor for shard in shards for tensor in shard.tensors if tensor.name in facts.selected)
+def _unmeasured(plan: Plan) -> Iterator[str]:
+    """Yield one warning, which names the experts without an input scale; nothing if no expert lacks one."""
     pairs = [
         (piece.module, piece.form)
-        for tensor in converted
+        for tensor in plan.tensors
+        if tensor.name in plan.selected
         for piece in tensor.pieces
-        if piece.form is not None and facts.without_input_scale(facts.selected[tensor.name], piece)
+        if piece.form is not None and plan.without_input_scale(plan.selected[tensor.name], piece)
     ]
-    if not pairs:
-        return ()
-    names, form = [name for name, _ in pairs], pairs[0][1]
-    found = (
-        f"{engine}: {consequence(engine, container_id(form, True), names[0], form.suffixes[INPUT_SCALE])}"
-        for engine in ("vLLM", "SGLang")
-    )
-    return (
-        f"{len(names)} experts saw no token and get no input scale ({listed(names)}); {'; '.join(found)};"
-        " --unseen-experts layer gives them one",
-    )
+    if pairs:
+        names, form = [name for name, _ in pairs], pairs[0][1]
+        found = (
+            f"{engine}: {consequence(engine, container_id(form, True), names[0], form.suffixes[INPUT_SCALE])}"
+            for engine in ("vLLM", "SGLang")
+        )
+        yield (
+            f"{len(names)} experts saw no token and get no input scale ({listed(names)}); {'; '.join(found)};"
+            " --unseen-experts layer gives them one"
+        )
+
+
+def _doubtful_magnitudes(plan: Plan, weights: list[Weight]) -> Iterator[str]:
+    """Yield warnings about scales of the source whose magnitudes are wrong."""
+    for doubt in doubts_of(sampled_magnitudes(weights), reference_of(weights)):
+        if doubt.severity == "error" and not plan.request.allow_loss:
+            raise CheckpointError(f"{doubt.line}; --allow-loss converts the model as it is")
+        yield doubt.line
 
 
 def _several(layers: list[str]) -> str:
     """Return the text that names layers in a warning: one name, or the number of layers and the first few names."""
-    # ``layers`` must not be empty.
     return shown(layers[0]) if len(layers) == 1 else f"{len(layers)} layers ({listed(layers)})"
-
-
-def _kept_stacks(decisions: Mapping[str, Decision]) -> list[str]:
-    """Return a list with one warning about the stacks of experts that stay unquantized because of their names."""
-    kept = [name for name, found in decisions.items() if found.reason.startswith(UNSUPPORTED_STACK)]
-    return (
-        [f"{_several(kept)}: kept unquantized, because expert stacks of such names are not supported"] if kept else []
-    )
 
 
 @takes_options
@@ -381,111 +388,46 @@ def make_plan(
         if not any_quantized(weights.values()):
             closed_world.check_integers(items)
         check_declared(model, weights)
-        return _plan(PlanFacts(model, request, weights, items, matrices))
+        return _plan(model, request, weights, items, matrices)
     items = closed_world.check_model(model, weights, request.ignore)
     check_declared(model, weights)
     given = recipe_id is not None
     if codes is None:
         request = with_defaults(request, model.config, weights.values(), recorded_recipe(model), given)
-        return _plan(PlanFacts(model, request, weights, items))
+        return _plan(model, request, weights, items)
     donor = open_source(Path(codes))
     donors = weights_of(donor.tensors, donor.config)
     closed_world.check_model(donor, donors)
     request = with_defaults(request, model.config, donors.values(), recorded_recipe(donor), given)
     taken = borrow_codes(weights, model, donor)
     request = replace(request, codes=identity(donor), made_by=recorded_recipe(donor))
-    plan = _plan(PlanFacts(model, request, taken, items))
+    plan = _plan(model, request, taken, items)
     check_values_agree([tensor.name for tensor in plan.converted], weights, taken)
     return plan
 
 
-def _plan(facts: PlanFacts) -> Plan:
-    """Return the plan that follows from the decisions about a model, with all warnings."""
-    if not facts.selected and not facts.restored:
+def _plan(*decided: Any) -> Plan:
+    """Return the plan that follows from the arguments of PlanFacts, with all warnings."""
+    plan = Plan(*decided)
+    if not plan.selected and not plan.restored:
         raise CheckpointError(
             "0 tensors to convert: nothing in the source is quantized, so there is nothing to decode; use another"
             " format than bf16"
         )
-    shards = tuple(shard_plan(facts, file, *recorded(facts)) for file in facts.source.files)
-    if is_gguf_config(facts.config):
-        shards = (_joined(shards),)
-    if facts.request.split_max_size is not None:
-        parts_of(shards[0].outputs, {}, facts.request.split_max_size)  # raises if the limit is too small
-    _check_outputs(shards)
-    search = facts.request.search
-    found = () if search is None else search.check_layers(tensor for shard in shards for tensor in shard.tensors)
-    ignore, warnings = exclusions_of(facts)
-    warnings += found
-    names = {file.name for file in facts.source.files} | {INDEX, DIFFUSERS_INDEX}
-    auxiliary = scan(facts.source.root, names, keeps_layers=False)
-    own = [file.name for file in facts.source.files]
-    others = other_weights(facts.source.root, own, facts.config) if facts.source.ignored else ()
-    warnings += tuple(f"{shown(name)}: {why}; it is not converted" for name, why in others)
-    warnings += unmeasured(facts, shards)
-    form, has_scale = facts.form, facts.has_input_scale
-    format = "" if form is None else form.format
-    declared = with_declaration(facts.config, facts.source.hf_quant_config)
-    warnings += tuple(all_doubts(facts.weights.values(), declared, facts.source.tensors))
-    warnings += tuple(missing_experts(weight.name for weight in facts.weights.values()))
-    warnings += tuple(wide_floats(facts.others()) if facts.form is not None else ())
-    warnings += tuple(closed_world.lost_tensor_scales(facts.weights.values()))
-    told = (item for item in facts.items if item.group == DOUBTFUL or item.why == closed_world.INTEGERS)
-    warnings += tuple(closed_world.reasons(told))
-    warnings += _doubtful_magnitudes(facts)
-    if any_quantized(facts.weights.values()):
-        lost = lost_column_scales(facts.config, facts.source.hf_quant_config, facts.weights)
-        warnings += (lost,) if lost else ()
-    if facts.kv_cache.is_carried(format):
-        found_troubles = cache_troubles(facts.source.tensors)
-        warnings += tuple(f"{shown(name)}: {why}" for _, name, why in found_troubles)
-    outcomes = outcomes_of(facts)
-    warnings += tuple(declaration_warnings(outcomes, len(facts.kv_cache.tensors)))
-    plan = Plan(
-        facts.source,
-        facts.request,
-        form,
-        has_scale,
-        shards,
-        ignore,
-        warnings,
-        auxiliary,
-        facts.items,
-        facts.kv_cache if facts.kv_cache.is_carried(format) else None,
-        facts.input_amaxes,
-        facts.input_scaled,
-        facts.as_in_source,
-        decoded_layers(facts),
-        outcomes,
-        carried(facts),
-    )
-    issues = tuple(issue for issue in findings_of_plan(plan) if issue.text not in warnings)
-    return replace(plan, findings=issues, warnings=(*warnings, *(text for _, text in lines_of(issues))))
-
-
-def _doubtful_magnitudes(facts: PlanFacts) -> tuple[str, ...]:
-    """Return warnings about scales of the source whose magnitudes are wrong."""
-    weights = [*facts.weights.values()]
-    if not any_quantized(weights):
-        return ()
-    found = [*doubts_of(sampled_magnitudes(weights), reference_of(weights))]
-    certain = next((doubt for doubt in found if doubt.severity == "error"), None)
-    if certain is not None and not facts.request.allow_loss:
-        raise CheckpointError(f"{certain.line}; --allow-loss converts the model as it is")
-    return tuple(doubt.line for doubt in found)
-
-
-def _joined(shards: tuple[ShardPlan, ...]) -> ShardPlan:
-    """Return one plan for a split GGUF model, with the tensors of all its files."""
-    tensors = tuple(tensor for shard in shards for tensor in shard.tensors)
-    return ShardPlan(shards[0].name, tensors, shards[0].metadata)
-
-
-def _check_outputs(shards: Iterable[ShardPlan]) -> None:
-    """Raise CheckpointError if two output tensors have the same name, in one file or in two."""
     seen: set[str] = set()
-    for output in (output for shard in shards for output in shard.outputs):
+    for output in (output for file in plan.files for output in file.outputs):  # raises if split_max_size is too small
         if output.name in seen:
             raise CheckpointError(
                 f"{shown(output.name)}: two tensors would be written under this name; rename one in the source"
             )
         seen.add(output.name)
+    search = plan.request.search
+    searched = () if search is None else search.check_layers(plan.tensors)
+    if plan.form is not None:
+        layers = _layers(plan)
+        plan.ignore, plan.decoded = _exclusion_list(plan, *layers), tuple(_decoded_layers(plan))
+        plan.warnings = tuple(_warnings_on_layers(plan, *layers))
+    plan.warnings += (*searched, *_warnings(plan))
+    plan.findings = tuple(issue for issue in findings_of_plan(plan) if issue.text not in plan.warnings)
+    plan.warnings += tuple(text for _, text in lines_of(plan.findings))
+    return plan

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fp4kit import __version__
-from fp4kit.checkpoint.containers.config_entries import Item
 from fp4kit.checkpoint.containers.configs import (
     MIXED,
     awq_declarations,
@@ -65,11 +62,13 @@ from fp4kit.checkpoint.model.model_files import (
     AuxiliaryFiles,
     Source,
     is_gguf_config,
+    scan,
 )
 from fp4kit.checkpoint.model.weights import (
     Located,
     Piece,
     Weight,
+    cast_of,
     has_transposed_stacks,
     is_interleaved,
     located,
@@ -78,9 +77,9 @@ from fp4kit.checkpoint.model.weights import (
     unquantized_pieces,
 )
 from fp4kit.checkpoint.plan.other_models import recorded_include, recorded_patterns, recorded_recipe
-from fp4kit.checkpoint.plan.plan_facts import RECORDED, PlanFacts, producer_of
-from fp4kit.checkpoint.plan.request import Request, mixes_codes
-from fp4kit.checkpoint.plan.source_layers import KvCache
+from fp4kit.checkpoint.plan.plan_facts import RECORDED, Declared, PlanFacts, carried, outcomes_of, producer_of
+from fp4kit.checkpoint.plan.request import mixes_codes
+from fp4kit.checkpoint.plan.source_layers import Restored
 from fp4kit.checkpoint.selection.names import (
     INCLUDED,
     KEPT_CODES,
@@ -146,21 +145,6 @@ class OutputFile:
             found[output.name] = position
             position += nbytes_of(output.dtype, output.shape)
         return header, found, position
-
-
-def parts_of(outputs: tuple[OutputTensor, ...], metadata: Mapping[str, str], limit: int) -> tuple[OutputFile, ...]:
-    """Divide the tensors of a GGUF model into files of limited size, and return the files in order."""
-    slices = divide([output.nbytes for output in outputs], limit)
-    return tuple(
-        OutputFile(
-            name_of_part(i, len(slices)),
-            outputs[tensors],
-            metadata if i == 0 else {},
-            keys_of_part(i, len(slices), len(outputs)),
-            i == 0,
-        )
-        for i, tensors in enumerate(slices)
-    )
 
 
 def final_path(target: Path, name: str) -> Path:
@@ -243,54 +227,60 @@ class ShardPlan:
         return tuple(output for tensor in self.tensors for output in tensor.outputs)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(PlanFacts):
     """The plan of a whole conversion.
 
     Attributes:
         source: the model to read.
         request: what the user asked for.
+        config: the content of the model's config.json.
         form: the container to write, or one of them (see layers_of_forms); None to write unquantized tensors.
         has_input_scale: True if quantized layers in ``form`` have input scales. Experts that saw no token may lack one.
-        shards: the tensors to write, by source file.
         ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
         warnings: messages for the user; those about ``findings`` come last.
-        auxiliary: the other files of the model directory, such as tokenizers, to copy or to skip.
         items: everything in the source that may concern quantization (see checkpoint/containers/config_entries.py).
-        kv_cache: the quantized KV cache of the source, if the output keeps its scales; otherwise None.
+        kv_cache: the quantized KV cache of the source.
         input_amaxes: output layer -> amax of its inputs, for layers whose input scale is computed from activations.
         input_scaled: the names of the containers whose layers get an input scale.
         as_in_source: layer -> True if the source declares that it is unquantized, False if it only stores it so. These
             layers stay unquantized because the source, which has quantized layers, has them so (see Wishes.include).
         decoded: notes about quantized layers that are decoded although the user did not ask for it.
-        declarations: (name, "kept", "converted", "decoded" or "lost", reason) for each thing that the source declares
-            beside its weights (see source_declarations.py).
-        carried: entries of the source's declaration that the output repeats.
         findings: the faults that verify, and engines, would find in the output, as far as they are known.
+
+    Raises:
+        CheckpointError: if the source cannot be converted with this request.
     """
 
-    source: Source
-    request: Request
-    form: Container | None
-    has_input_scale: bool
-    shards: tuple[ShardPlan, ...]
-    ignore: tuple[str, ...]
-    warnings: tuple[str, ...]
-    auxiliary: AuxiliaryFiles
-    items: tuple[Item, ...] = ()
-    kv_cache: KvCache | None = None
-    input_amaxes: Mapping[str, np.float32] = field(default_factory=dict)
-    input_scaled: frozenset[str] = frozenset()
-    as_in_source: Mapping[str, bool] = field(default_factory=dict)
+    ignore: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     decoded: tuple[str, ...] = ()
-    declarations: tuple[tuple[str, str, str], ...] = ()
-    carried: Mapping[str, Any] = field(default_factory=dict)
     findings: tuple[Issue, ...] = ()
 
     def __repr__(self) -> str:
         """Return one line with the source, the output format and the number of converted tensors."""
         counts = f"{len(self.converted)} of {len(self.tensors)} tensors converted"
         return f"Plan({str(self.source.root)!r} to {self.format_name}; {counts})"
+
+    @lazy_property
+    def shards(self) -> tuple[ShardPlan, ...]:
+        """The tensors to write, by source file."""
+        shards = tuple(_shard(self, file) for file in self.source.files)
+        if not self.is_file:
+            return shards
+        return (replace(shards[0], tensors=tuple(tensor for shard in shards for tensor in shard.tensors)),)
+
+    @lazy_property
+    def auxiliary(self) -> AuxiliaryFiles:
+        """The other files of the model directory, such as tokenizers, to copy or to skip."""
+        names = {file.name for file in self.source.files} | {INDEX, DIFFUSERS_INDEX}
+        return scan(self.source.root, names, keeps_layers=False)
+
+    @lazy_property
+    def declarations(self) -> tuple[Declared, ...]:
+        """(name, "kept", "converted", "decoded" or "lost", reason) for each thing that the source declares beside its
+        weights.
+        """
+        return outcomes_of(self)
 
     @lazy_property
     def layers_of_forms(self) -> dict[Container, list[str]]:
@@ -311,16 +301,6 @@ class Plan:
         return list(dict.fromkeys(piece.module for piece in pieces if piece.weight.rotation))
 
     @property
-    def other_modules(self) -> list[str]:
-        """The names of all modules with output tensors, except the rotated layers. Each name occurs once.
-
-        A module's name is a tensor's name up to the last dot; "" for a tensor whose name has no dot.
-        """
-        names = (output.name.rpartition(".")[0] for tensor in self.tensors for output in tensor.outputs)
-        rotated = {*self.rotated_layers}
-        return list(dict.fromkeys(name for name in names if name not in rotated))
-
-    @property
     def is_mixed(self) -> bool:
         """True if layers are written in several containers that the config must tell apart.
 
@@ -328,7 +308,7 @@ class Plan:
         without AWQ counts as one container.
         """
         forms = {MODELOPT_NVFP4 if form is MODELOPT_AWQ else form for form in self.layers_of_forms}
-        return len(forms) > 1 and self.form is not None and self.form.format in MIXED
+        return len(forms) > 1 and self.format in MIXED
 
     @property
     def recipe(self) -> Recipe:
@@ -336,25 +316,13 @@ class Plan:
         return self.request.recipe
 
     @property
-    def carries_codes(self) -> bool:
-        """True if every quantized layer of the output keeps the codes of the source, so that no new codes are computed.
-
-        False if the output has no quantized layer, or if codes are copied from another model (--codes).
-        """
-        return self._actions == {RENAME} and not self.request.codes
-
-    @property
     def carries_some_codes(self) -> bool:
         """True if the output has codes whose recipe may differ from ``recorded`` and ``recorded_patterns``.
 
         See ``mixes_codes`` for the cases.
         """
-        return mixes_codes(self._actions, self.request, self.source)
-
-    @lazy_property
-    def _actions(self) -> set[str]:
-        """The actions that give the quantized layers of the output."""
-        return {one.action for one in self.converted if any(piece.form is not None for piece in one.pieces)}
+        actions = {one.action for one in self.converted if any(piece.form is not None for piece in one.pieces)}
+        return mixes_codes(actions, self.request, self.source)
 
     @property
     def recorded(self) -> str:
@@ -402,7 +370,7 @@ class Plan:
 
         It is also False if the output is a single safetensors file.
         """
-        return is_gguf_config(self.source.config)
+        return is_gguf_config(self.config)
 
     @property
     def is_split(self) -> bool:
@@ -412,16 +380,27 @@ class Plan:
     @lazy_property
     def files(self) -> tuple[OutputFile, ...]:
         """The output files: one per shard, or the parts of a GGUF model if the request sets split_max_size."""
-        if self.request.split_max_size is not None:
-            return parts_of(self.shards[0].outputs, self.shards[0].metadata, self.request.split_max_size)
-        return tuple(OutputFile(shard.name, shard.outputs, shard.metadata, {}) for shard in self.shards)
+        if self.request.split_max_size is None:
+            return tuple(OutputFile(shard.name, shard.outputs, shard.metadata, {}) for shard in self.shards)
+        (shard,) = self.shards
+        slices = divide([output.nbytes for output in shard.outputs], self.request.split_max_size)
+        return tuple(
+            OutputFile(
+                name_of_part(i, len(slices)),
+                shard.outputs[tensors],
+                shard.metadata if i == 0 else {},
+                keys_of_part(i, len(slices), len(shard.outputs)),
+                i == 0,
+            )
+            for i, tensors in enumerate(slices)
+        )
 
-    @property
+    @lazy_property
     def tensors(self) -> tuple[TensorPlan, ...]:
         """The plans of all tensors and weights, copied ones included, in the order of the source files."""
         return tuple(tensor for shard in self.shards for tensor in shard.tensors)
 
-    @property
+    @lazy_property
     def converted(self) -> tuple[TensorPlan, ...]:
         """The plans of all tensors and weights whose action is not "copy"."""
         return tuple(tensor for tensor in self.tensors if tensor.action != COPY)
@@ -434,7 +413,7 @@ class Plan:
         """
         if self.form is None:
             return "bf16"
-        return MIXED[self.form.format] if self.is_mixed else container_id(self.form, self.has_input_scale)
+        return MIXED[self.format] if self.is_mixed else container_id(self.form, self.has_input_scale)
 
     @property
     def bytes_in(self) -> int:
@@ -475,13 +454,9 @@ def _job(
         begin, count = piece.share(output.nbytes)
         targets.append(Target(output.part, path, at + begin, count, output.dtype))
     key = f"{piece.module}#{piece.number}"
-    group = (tensor.group or {}).get(piece.module, key)
-    request, search, recipe = plan.request, plan.request.search, tensor.recipe or plan.request.recipe
-    searched = (
-        ("", None)
-        if search is None or not search.supports(recipe)
-        else (search.objective, search.columns_of((piece.module, piece.weight), piece.expert))
-    )
+    search, recipe = plan.request.search, tensor.recipe or plan.recipe
+    if search is not None and not search.supports(recipe):
+        search = None
     input_amax = plan.input_amaxes.get(piece.module)
     return Job(
         key,
@@ -490,16 +465,17 @@ def _job(
         tuple(targets),
         piece.expert,
         piece.span,
-        group,
+        (tensor.group or {}).get(piece.module, key),
         recipe,
         piece.form,
-        request.input_scale,
-        request.nonfinite,
+        plan.request.input_scale,
+        plan.request.nonfinite,
         piece.transposed,
         device,
-        *searched,
+        "" if search is None else search.objective,
+        None if search is None else search.columns_of((piece.module, piece.weight), piece.expert),
         None if input_amax is None else float(input_amax),
-        request.adapter_scales if tensor.action == MERGE else "",
+        plan.request.adapter_scales if tensor.action == MERGE else "",
     )
 
 
@@ -516,158 +492,127 @@ _WORDS = {
 }
 
 
-def shard_plan(facts: PlanFacts, file: SafetensorsFile, recorded: str, patterns: list[list[str]]) -> ShardPlan:
+def _shard(plan: Plan, file: SafetensorsFile) -> ShardPlan:
     """Return the plan for one source file: what happens to its tensors, and the metadata of the output file."""
-    parts = (part_names(facts.weights.values()) - set(facts.weights)) | facts.left_out
-    parts |= facts.absorbed - set(facts.restored)
-    tensors = tuple(_tensor(facts, file, entry) for entry in file.entries if entry.name not in parts)
-    own = {**({RECIPE: recorded} if recorded else {}), VERSION: __version__}
-    if patterns:
-        own[PATTERNS] = json.dumps({"recipes": patterns})
-    if facts.form is not None and mixes_codes({*facts.actions.values()}, facts.request, facts.source):
+    parts = (part_names(plan.weights.values()) - set(plan.weights)) | plan.left_out
+    parts |= plan.absorbed - set(plan.restored)
+    tensors = tuple(_tensor(plan, file, entry) for entry in file.entries if entry.name not in parts)
+    own = {VERSION: __version__}
+    if plan.form is not None and plan.recorded:
+        own = {RECIPE: plan.recorded, **own}
+    if plan.form is not None and plan.recorded_patterns:
+        own[PATTERNS] = json.dumps({"recipes": plan.recorded_patterns})
+    if plan.form is not None and mixes_codes({*plan.actions.values()}, plan.request, plan.source):
         own[KEPT_CODES] = PARTLY_CARRIED
-    if is_gguf_config(facts.config) and facts.request.search is not None:
-        own[SCALE_SEARCH] = facts.request.search.words.removeprefix("searched by ")
-    include = facts.request.wishes.include
+    if plan.is_file and plan.request.search is not None:
+        own[SCALE_SEARCH] = plan.request.search.words.removeprefix("searched by ")
+    include = plan.request.wishes.include
     if include:
         own[INCLUDED] = json.dumps({"include": [*dict.fromkeys((*recorded_include([file]), *include))]})
-    taken_over = {} if is_gguf_config(facts.config) else {"format": "pt", **_kept_metadata(facts, file)}
-    for name in (RECIPE, PATTERNS, KEPT_CODES):
-        taken_over.pop(name, None)
-    if facts.form is not None and facts.form.format == mlx.FORMAT:
-        taken_over["format"] = mlx.FORMAT
-    return ShardPlan(file.name, tensors, {**taken_over, **own})
-
-
-def recorded(facts: PlanFacts) -> tuple[str, list[list[str]]]:
-    """Return the id of the recipe and the [pattern, recipe id] pairs to record in the output files."""
-    if facts.form is None:
-        return "", []
-    if set(facts.actions.values()) == {RENAME} and not facts.request.codes:
-        return recorded_recipe(facts.source), recorded_patterns(facts.source)
-    return facts.request.recorded, [[pattern, one.id] for pattern, one in facts.request.recipes]
-
-
-def _kept_metadata(facts: PlanFacts, file: SafetensorsFile) -> dict[str, str]:
-    """Return the metadata (key -> text) of a source file that the output keeps."""
-    quantized = {weight.name for weight in facts.weights.values() if weight.container is not None}
-    tensors = facts.source.tensors
-    return {
+    if plan.is_file:
+        return ShardPlan(file.name, tensors, own)
+    quantized = {weight.name for weight in plan.weights.values() if weight.container is not None}
+    kept = {
         key: text
         for key, text in file.metadata.items()
-        if not closed_world.describes_stored_layers(key, tensors, quantized)
+        if key not in (RECIPE, PATTERNS, KEPT_CODES)
+        and not closed_world.describes_stored_layers(key, plan.source.tensors, quantized)
     }
+    kept = {"format": "pt", **kept} | ({"format": mlx.FORMAT} if plan.format == mlx.FORMAT else {})
+    return ShardPlan(file.name, tensors, kept | own)
 
 
-def _tensor(facts: PlanFacts, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
+def _tensor(plan: Plan, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
     """Return the plan for one tensor of a file, or for the weight whose values or codes the tensor holds."""
-    if entry.name in facts.restored:
-        return _restored(facts, entry.name)
-    weight = facts.weights.get(entry.name)
-    if weight is not None and entry.name in facts.selected:
-        return _converted(facts, weight)
-    reason = facts.decisions[entry.name].reason if entry.name in facts.decisions else "not a weight"
+    name = entry.name
+    if name in plan.restored:
+        one = plan.restored[name]
+        return _planned(one, DEQUANTIZE, one.reason, one.pieces)
+    weight = plan.weights.get(name)
+    if weight is not None and name in plan.selected:
+        return _converted(plan, weight)
+    reason = plan.decisions[name].reason if name in plan.decisions else "not a weight"
     # If --codes gave a layer codes, but the layer is not converted, its own values are copied.
-    weight = None if facts.has_codes(entry.name) else weight
-    if weight is not None and weight.container is not None and not facts.stays_quantized(weight):
-        return _decoded(facts, weight, f"{reason}; decoded, because the output has another container")
+    weight = None if plan.has_codes(name) else weight
     if weight is not None and weight.container is not None:
+        if not plan.stays_quantized(weight):
+            return _decoded(plan, weight, f"{reason}; decoded, because the output has another container")
         if weight.update is not None:
             raise CheckpointError(
                 f"{shown(weight.name)}: the adapter has an update of this layer, which stays {weight.container};"
                 " leave the layer out of the adapter, or use --format bf16"
             )
-        return _copied_whole(facts, weight, reason)
+        found = pieces(weight, weight.container, plan.config, INPUT_SCALE in weight.parts)
+        return _planned(weight, RENAME, f"{reason}; as it is", found)
     if weight is not None and weight.update is not None:
-        return _decoded(facts, weight, f"{reason}; an adapter's update is added")
+        return _decoded(plan, weight, f"{reason}; an adapter's update is added")
     renamed = ""
-    if facts.form is not None and entry.name in facts.kv_cache.tensors:
-        renamed, reason = facts.kv_cache.name(entry.name, facts.form.format), "scale of the KV cache"
+    if plan.form is not None and name in plan.kv_cache.tensors:
+        renamed, reason = plan.kv_cache.name(name, plan.format), "scale of the KV cache"
     place = located(file, entry)
-    cast = None if facts.form is not None and facts.form.format == comfy.FORMAT else facts.cast_of(place)
+    may_be_cast = entry.dtype.startswith("F8") and plan.format != comfy.FORMAT
+    cast = cast_of(place, plan.weights.values()) if may_be_cast else None
     if cast is not None:
-        output = OutputTensor(entry.name, "BF16", entry.shape, VALUES)
-        piece = Piece(cast, 0, (0, cast.shape[0]), entry.name, None, (output,), cast.shape[0])
-        return TensorPlan(
-            entry.name, cast.dtype, entry.shape, DEQUANTIZE, f"{cast.dtype}: decoded", entry.nbytes, (piece,)
-        )
-    return TensorPlan(entry.name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), place, renamed=renamed)
+        output = OutputTensor(name, "BF16", entry.shape, VALUES)
+        piece = Piece(cast, 0, (0, cast.shape[0]), name, None, (output,), cast.shape[0])
+        return TensorPlan(name, cast.dtype, entry.shape, DEQUANTIZE, f"{cast.dtype}: decoded", entry.nbytes, (piece,))
+    return TensorPlan(name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), place, renamed=renamed)
 
 
-def _restored(facts: PlanFacts, tensor: str) -> TensorPlan:
-    """Return the plan for an unquantized layer or stack that is put together from several weights of the source."""
-    one = facts.restored[tensor]
-    nbytes = sum(weight.nbytes for weight in one.weights)
-    return TensorPlan(tensor, one.dtype, one.shape, DEQUANTIZE, one.reason, nbytes, tuple(one.pieces()))
+def _planned(one: Weight | Restored, action: str, reason: str, found: Iterable[Piece], **more: Any) -> TensorPlan:
+    """Return the plan for a weight, or for a layer that is put together from several weights."""
+    return TensorPlan(one.tensor, one.dtype, one.shape, action, reason, one.nbytes, tuple(found), **more)
 
 
-def _copied_whole(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
-    """Return the plan to write a quantized weight in its own container, with its own codes and scales."""
-    assert weight.container is not None
-    found = pieces(weight, weight.container, facts.config, INPUT_SCALE in weight.parts)
-    why = f"{reason}; as it is"
-    return TensorPlan(weight.tensor, weight.dtype, weight.shape, RENAME, why, weight.nbytes, tuple(found))
-
-
-def _decoded(facts: PlanFacts, weight: Weight, reason: str) -> TensorPlan:
+def _decoded(plan: Plan, weight: Weight, reason: str) -> TensorPlan:
     """Return the plan to decode a weight to BF16, or to write an unquantized one with its update in its own dtype."""
     form = weight.container
-    of_type = is_interleaved(facts.config) or (
-        form is not None and form.stack == "blocks" and has_transposed_stacks(facts.config)
+    of_type = is_interleaved(plan.config) or (
+        form is not None and form.stack == "blocks" and has_transposed_stacks(plan.config)
     )
     own_release = form is not None and form.suffixes[CODES] == ".blocks"
     transposed = len(weight.shape) == 3 and (weight.transposed or (of_type and not own_release))
-    found = tuple(unquantized_pieces(weight, "BF16" if form is not None else weight.dtype, transposed))
-    return TensorPlan(weight.tensor, weight.dtype, weight.shape, DEQUANTIZE, reason, weight.nbytes, found)
+    dtype = "BF16" if form is not None else weight.dtype
+    return _planned(weight, DEQUANTIZE, reason, unquantized_pieces(weight, dtype, transposed))
 
 
-def _converted(facts: PlanFacts, weight: Weight) -> TensorPlan:
+def _converted(plan: Plan, weight: Weight) -> TensorPlan:
     """Return the plan for a selected weight, to convert it, or to decode it if the output is unquantized."""
-    if facts.form is None:
+    if plan.form is None:
         words = ", an adapter's update is added" if weight.update is not None else ""
-        return _decoded(facts, weight, f"{weight.dtype}{': decoded' if weight.container is not None else ''}{words}")
-    action, form = facts.actions[weight.tensor], facts.form_of(weight.name)
-    assert form is not None
-    has_input_scale = form.name in facts.input_scaled
+        return _decoded(plan, weight, f"{weight.dtype}{': decoded' if weight.container is not None else ''}{words}")
+    action, form = plan.actions[weight.tensor], plan.form_of(weight.name)
+    has_input_scale = form.name in plan.input_scaled
     form = target_of(weight.container, form) if action == RENAME else form
-    found = tuple(
-        replace(piece, outputs=tuple(output for output in piece.outputs if output.part != INPUT_SCALE))
-        if facts.without_input_scale(weight, piece)
-        else piece
-        for piece in pieces(weight, form, facts.config, has_input_scale)
-    )
-    if weight.rotation is not None and weight is facts.matrix_holder:
-        found = tuple(_with_matrix(weight, piece) for piece in found)
-    if action == RENAME and is_rounded(weight):
-        found = tuple(_with_scales_of(weight, piece) for piece in found)
-    groups = {piece.module: facts.groups[piece.module] for piece in found if piece.module in facts.groups}
-    shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
-    made_by = facts.mixture.of(weight.name).recipe
+    found = [*pieces(weight, form, plan.config, has_input_scale)]
+    if weight.rotation is not None or plan.request.activations is not None or action == RENAME:
+        found = [replace(piece, outputs=tuple(_outputs(plan, weight, piece, action))) for piece in found]
+    groups = {piece.module: plan.groups[piece.module] for piece in found if piece.module in plan.groups}
+    made_by, search = plan.mixture.of(weight.name).recipe, plan.request.search
     words = "" if weight.rotation is None else f"rotated in blocks of {weight.rotation.size}, "
     shares = action == MERGE and weight.update is None
     words += "same codes, if merged layers keep the tensor scale" if shares else _WORDS[action]
     words += ", with an adapter's update" if weight.update is not None and action in (QUANTIZE, REQUANTIZE) else ""
-    words += f" by {made_by.id}" if facts.request.recipes and action in SEARCHED else ""
-    search = facts.request.search
+    words += f" by {made_by.id}" if plan.request.recipes and action in SEARCHED else ""
     words += "" if search is None or shares else search.words_for(action, made_by)
-    reason = f"{facts.decisions[weight.tensor].reason}: {words}{shared}"
-    about = (weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found)
-    return TensorPlan(*about, group=groups, recipe=made_by)
+    words += f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
+    reason = f"{plan.decisions[weight.tensor].reason}: {words}"
+    return _planned(weight, action, reason, found, group=groups, recipe=made_by)
 
 
-def _with_matrix(weight: Weight, piece: Piece) -> Piece:
-    """Return a copy of a piece that also writes the rotation matrix of its layer."""
-    assert weight.rotation is not None
-    shape = (weight.rotation.size, weight.rotation.size)
-    matrix = OutputTensor(transforms.matrix_name(piece.module), "F32", shape, ROTATION)
-    return replace(piece, outputs=(*piece.outputs, matrix))
-
-
-def _with_scales_of(weight: Weight, piece: Piece) -> Piece:
-    """Return a copy of a piece that writes scales in the dtype in which the source stores them."""
-    # Decoding rounds values to this dtype, so another dtype would change them.
-    kept = {part: weight.parts[part].entry.dtype for part in (SCALES, TENSOR_SCALE) if part in weight.parts}
-    return replace(piece, outputs=tuple(replace(one, dtype=kept.get(one.part, one.dtype)) for one in piece.outputs))
+def _outputs(plan: Plan, weight: Weight, piece: Piece, action: str) -> Iterator[OutputTensor]:
+    """Yield the tensors of a piece of a converted weight, with the model's rotation matrix if it is the first one."""
+    # Decoding rounds values to the dtype of the scales, so another dtype would change values that keep their codes.
+    kept = weight.parts if action == RENAME and is_rounded(weight) else {}
+    unmeasured = plan.without_input_scale(weight, piece)
+    for output in piece.outputs:
+        if output.part in (SCALES, TENSOR_SCALE) and output.part in kept:
+            yield replace(output, dtype=kept[output.part].entry.dtype)
+        elif output.part != INPUT_SCALE or not unmeasured:
+            yield output
+    if weight.rotation is not None and weight is next(one for one in plan.selected.values() if one.rotation):
+        shape = (weight.rotation.size, weight.rotation.size)
+        yield OutputTensor(transforms.matrix_name(piece.module), "F32", shape, ROTATION)
 
 
 def configs(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -675,12 +620,11 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if plan.source.has_index or len(plan.files) > 1:
         weight_map = {output.name: file.name for file in plan.files for output in file.outputs}
-        name = INDEX if DIFFUSERS_CLASS not in plan.source.config else DIFFUSERS_INDEX
+        name = INDEX if DIFFUSERS_CLASS not in plan.config else DIFFUSERS_INDEX
         found[name] = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
-    config = _without_float8(without_declarations(plan.source.config))
-    if plan.form is None:
-        return found | {CONFIG: config}
-    if plan.form.format == comfy.FORMAT:  # ComfyUI reads tags in the safetensors file, and no entry of config.json
+    config = _without_float8(without_declarations(plan.config))
+    # ComfyUI reads tags in the safetensors file, and no entry of config.json.
+    if plan.form is None or plan.format == comfy.FORMAT:
         return found | {CONFIG: config}
     own: dict[str, Any] = {
         "version": __version__,
@@ -693,18 +637,18 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     own |= {RECORDED: producer} if producer else {}
     if plan.request.search is not None:
         own["scale_search"] = plan.request.search.words.removeprefix("searched by ")
-    if plan.form.format == mlx.FORMAT:
+    if plan.format == mlx.FORMAT:
         config["quantization"] = mlx.declaration(plan.form)
         return found | {CONFIG: {**config, "quantization_config": {**config["quantization"], "fp4kit": own}}}
-    if plan.form.format == "deepseek-v4":
+    if plan.format == "deepseek-v4":
         config["expert_dtype"] = "fp4"
     if plan.is_mixed:
         declared, beside = mixed_declarations(plan.layers_of_forms, plan.ignore, plan.input_scaled, own)
     else:
         layers = plan.layers_of_forms.get(plan.form, [])
         declared, beside = declarations(plan.form, plan.ignore, plan.has_input_scale, own, layers)
-    if plan.form.format == "deepseek-v4":  # layers in FP8 stay as they are
-        tiles = declared_in(plan.source.config).get("weight_block_size")
+    if plan.format == "deepseek-v4":  # layers in FP8 stay as they are
+        tiles = declared_in(plan.config).get("weight_block_size")
         declared |= {"weight_block_size": tiles} if tiles else {}
     if MODELOPT_AWQ in plan.layers_of_forms and not plan.is_mixed:
         declared, beside = awq_declarations(declared, beside)
@@ -712,7 +656,10 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     if plan.rotated_layers:
         rotation = plan.request.rotation
         assert rotation is not None
-        transform = transforms.declaration(rotation, plan.rotated_layers, plan.other_modules)
+        names = (output.name.rpartition(".")[0] for tensor in plan.tensors for output in tensor.outputs)
+        rotated = plan.rotated_layers
+        others = [name for name in dict.fromkeys(names) if name not in {*rotated}]
+        transform = transforms.declaration(rotation, rotated, others)
         declared = {**declared, transforms.KEY: transform}
     config["quantization_config"] = declared
     return found | {CONFIG: config} | ({HF_QUANT_CONFIG: beside} if beside is not None else {})
@@ -733,17 +680,17 @@ def _without_float8(config: Mapping[str, Any]) -> dict[str, Any]:
 def _with_carried(
     plan: Plan, declared: dict[str, Any], beside: dict[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return both configs with the KV cache and the entries that are carried over from the source (Plan.carried)."""
-    settings = {key: value for key, value in plan.carried.items() if key != "input_activations"}
+    """Return both configs with the KV cache and the entries that are carried over from the source (see carried)."""
+    settings = carried(plan)
+    inputs = {"input_activations": settings.pop("input_activations")} if "input_activations" in settings else {}
     nested = dict(settings)
     declared = {**declared, **settings}
-    if plan.kv_cache is not None and plan.form is not None:
-        scheme, algorithm = plan.kv_cache.declaration(plan.form.format)
+    if plan.kv_cache.is_carried(plan.format):
+        scheme, algorithm = plan.kv_cache.declaration(plan.format)
         declared["kv_cache_scheme"] = scheme
         declared |= {"kv_cache_quant_algo": algorithm} if scheme is None and algorithm is not None else {}
         nested["kv_cache_quant_algo"] = algorithm
-    if "input_activations" in plan.carried:
-        inputs = {"input_activations": plan.carried["input_activations"]}
+    if inputs:
         declared["config_groups"] = {name: {**one, **inputs} for name, one in declared["config_groups"].items()}
     if beside is not None and nested:
         beside = {**beside, "quantization": {**beside["quantization"], **nested}}

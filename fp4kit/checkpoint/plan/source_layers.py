@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,60 +39,40 @@ Matrices = dict[tuple[str, int], Rows]  # (last part of the name, number of the 
 
 
 @dataclass(frozen=True)
-class ExpertStack:
-    """A stack of experts that is put together from separate matrices.
+class Restored:
+    """An unquantized layer or stack of experts that the output stores as one tensor, and the source as several weights.
 
     Attributes:
-        name: the name of the stack.
-        experts: for each expert, its matrices (one, or gate and up), whose rows follow each other in the stack.
+        name: the name of the layer or the stack.
+        shape: its shape, (N, K) or (E, N, K). A stack is stored as [E, K, N].
+        weights: the weights of the source, without duplicates. The plan lists the result under the first one.
+        reason: the reason that the plan shows.
+        pieces: the units of work that write the result.
     """
 
     name: str
-    experts: tuple[tuple[Rows, ...], ...]
-
-    @property
-    def reason(self) -> str:
-        """The text that the plan shows as the reason: the matrices are decoded and put together as this stack."""
-        return f"experts: decoded and put together as {self.name.rpartition('.')[2]}"
+    shape: tuple[int, ...]
+    weights: tuple[Weight, ...]
+    reason: str
+    pieces: tuple[Piece, ...]
 
     @property
     def tensor(self) -> str:
-        """The name of the source tensor with the first matrix's values or codes. The plan lists the stack under it."""
-        return self.experts[0][0].weight.tensor
+        """The name of the source tensor with the values or codes of the first weight."""
+        return self.weights[0].tensor
 
     @property
     def dtype(self) -> str:
-        """The dtype in which the source stores the first matrix: a safetensors dtype, or the name of its container."""
-        return self.experts[0][0].weight.dtype
+        """The dtype in which the source stores the first weight: a safetensors dtype, or the name of its container."""
+        return self.weights[0].dtype
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
-        """The source weights from which the stack is put together, without duplicates."""
-        found = {rows.weight.tensor: rows.weight for matrices in self.experts for rows in matrices}
-        return tuple(found.values())
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """The shape (E, N, K) of the stack, which is stored as [E, K, N]."""
-        rows = sum(end - begin for _, _, (begin, end) in self.experts[0])
-        return len(self.experts), rows, self.experts[0][0].weight.shape[-1]
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces (units of work) that write the stack: one per expert, transposed to [K, N]."""
-        # The stack is written in BF16 if the first matrix is quantized, otherwise in the dtype of that matrix.
-        experts, rows, columns = self.shape
-        first = self.experts[0][0].weight
-        dtype = "BF16" if first.container is not None else first.dtype
-        output = OutputTensor(self.name, dtype, (experts, columns, rows), VALUES)
-        for number, matrices in enumerate(self.experts):
-            one = matrices[0].weight
-            if len(matrices) > 1:
-                one = Weight(self.name, one.tensor, (rows, columns), one.container, one.parts, members=matrices)
-            at, span = (0, (0, rows)) if len(matrices) > 1 else matrices[0][1:]
-            yield Piece(one, at, span, self.name, None, (output,), experts * rows, number * rows, transposed=True)
+    def nbytes(self) -> int:
+        """The number of bytes of all weights."""
+        return sum(weight.nbytes for weight in self.weights)
 
 
-def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> dict[str, ExpertStack]:
+def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> dict[str, Restored]:
     """Return the stacks to put together from separate experts: tensor name -> stack; {} if there are none."""
     if family_of(config) not in (STACKED_MOE, LLAMA4):
         return {}
@@ -100,11 +80,8 @@ def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> d
     for weight in weights.values():
         for parent, leaf, expert, rows in _matrices(weight):
             modules[parent][leaf, expert] = rows
-    found = {}
-    for parent, matrices in modules.items():
-        for stack in _stacks(parent, matrices, config):
-            found[stack.tensor] = stack
-    return found
+    stacks = (stack for parent, matrices in modules.items() for stack in _stacks(parent, matrices, config))
+    return {stack.tensor: stack for stack in stacks}
 
 
 def _matrices(weight: Weight) -> Iterator[tuple[str, str, int, Rows]]:
@@ -121,7 +98,7 @@ def _matrices(weight: Weight) -> Iterator[tuple[str, str, int, Rows]]:
             yield f"{match[1]}.experts", match[2], expert, Rows(weight, expert, rows)
 
 
-def _stacks(parent: str, matrices: Matrices, config: Mapping[str, Any]) -> Iterator[ExpertStack]:
+def _stacks(parent: str, matrices: Matrices, config: Mapping[str, Any]) -> Iterator[Restored]:
     """Yield the stacks gate_up_proj and down_proj of a module, or nothing if they cannot be put together."""
     experts = 1 + max(expert for _, expert in matrices)
     text = config.get("text_config")
@@ -136,9 +113,28 @@ def _stacks(parent: str, matrices: Matrices, config: Mapping[str, Any]) -> Itera
     ((inner, hidden),) = sizes[0]
     if hidden in (inner, 2 * inner) and str(config.get("model_type", "")).startswith(_TRANSPOSED_ON_LOADING):
         return
-    halves = tuple((matrices["gate_proj", e], matrices["up_proj", e]) for e in range(experts))
-    yield ExpertStack(f"{parent}.gate_up_proj", halves)
-    yield ExpertStack(f"{parent}.down_proj", tuple((matrices["down_proj", e],) for e in range(experts)))
+    for leaf, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        yield _stack(f"{parent}.{leaf}", [tuple(matrices[part, e] for part in parts) for e in range(experts)])
+
+
+def _stack(name: str, experts: Sequence[tuple[Rows, ...]]) -> Restored:
+    """Return a stack of experts: for each, its matrices (one, or gate and up), whose rows follow each other."""
+    # The stack is written in BF16 if the first matrix is quantized, otherwise in the dtype of that matrix.
+    first, columns = experts[0][0].weight, experts[0][0].weight.shape[-1]
+    rows = sum(end - begin for _, _, (begin, end) in experts[0])
+    dtype = "BF16" if first.container is not None else first.dtype
+    output = OutputTensor(name, dtype, (len(experts), columns, rows), VALUES)
+    pieces = []
+    for number, matrices in enumerate(experts):
+        one, at, span = matrices[0]
+        if len(matrices) > 1:
+            one = Weight(name, one.tensor, (rows, columns), one.container, one.parts, members=matrices)
+            at, span = 0, (0, rows)
+        place = (len(experts) * rows, number * rows)
+        pieces.append(Piece(one, at, span, name, None, (output,), *place, transposed=True))
+    weights = {part.weight.tensor: part.weight for matrices in experts for part in matrices}
+    reason = f"experts: decoded and put together as {name.rpartition('.')[2]}"
+    return Restored(name, (len(experts), rows, columns), tuple(weights.values()), reason, tuple(pieces))
 
 
 _KEYS, _VALUES, _WHOLE = "embed_q", "unembed_out", "kv_b_proj"
@@ -146,68 +142,15 @@ _PARTNER = {_KEYS: _VALUES, _VALUES: _KEYS}
 Tensors = Mapping[str, tuple[SafetensorsFile, TensorEntry]]
 
 
-@dataclass(frozen=True)
-class SplitLayer:
-    """A kv_b_proj layer that the source stores as two stacks.
-
-    Attributes:
-        name: the name of kv_b_proj.
-        keys: the stack embed_q, [H, K, nope].
-        values: the stack unembed_out, [H, v, K].
-    """
-
-    name: str
-    keys: Weight
-    values: Weight
-
-    @property
-    def reason(self) -> str:
-        """The text that the plan shows as the reason: both stacks are decoded and put together as kv_b_proj."""
-        return "embed_q and unembed_out of mlx-lm: decoded and put together as kv_b_proj"
-
-    @property
-    def tensor(self) -> str:
-        """The name of the source tensor with the values or codes of embed_q. The plan lists the layer under it."""
-        return self.keys.tensor
-
-    @property
-    def dtype(self) -> str:
-        """The dtype in which the source stores embed_q: a safetensors dtype, or its container's name if quantized."""
-        return self.keys.dtype
-
-    @property
-    def weights(self) -> tuple[Weight, ...]:
-        """The two stacks: embed_q, then unembed_out."""
-        return self.keys, self.values
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of kv_b_proj, (H * (nope + v), K): H heads, each with nope rows for keys and v for values."""
-        heads, columns, nope = self.keys.shape
-        return heads * (nope + self.values.shape[1]), columns
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces (units of work) that write kv_b_proj: two per head, from embed_q and from unembed_out."""
-        dtype = next((weight.dtype for weight in self.weights if weight.container is None), "BF16")
-        output = OutputTensor(f"{self.name}.weight", dtype, self.shape, VALUES)
-        heads, columns, nope = self.keys.shape
-        height, total = self.values.shape[1], self.shape[0]
-        for head in range(heads):
-            first = head * (nope + height)
-            yield Piece(
-                self.keys, head, (0, columns), self.name, None, (output,), total, first, transposed=True, height=nope
-            )
-            yield Piece(self.values, head, (0, height), self.name, None, (output,), total, first + nope, height=height)
-
-
-def split_layers(tensors: Tensors, weights: Mapping[str, Weight]) -> dict[str, SplitLayer]:
+def split_layers(tensors: Tensors, weights: Mapping[str, Weight]) -> dict[str, Restored]:
     """Return a dict from tensor name to layer, for every kv_b_proj that is stored as two stacks; {} if there is
     none.
     """
     stacks = {weight.name: weight for weight in weights.values() if _leaf(weight.name) in _PARTNER}
     for name, (file, entry) in tensors.items():
         module = name.removesuffix(".weight")
-        if module != name and module not in stacks and _leaf(module) in _PARTNER and _is_plain_stack(entry):
+        is_plain = entry.dtype in FLOAT_DTYPES and len(entry.shape) == 3 and 0 not in entry.shape
+        if module != name and module not in stacks and _leaf(module) in _PARTNER and is_plain:
             stacks[module] = Weight(module, name, entry.shape, None, {VALUES: located(file, entry)})
     found = {}
     for name, weight in stacks.items():
@@ -219,9 +162,29 @@ def split_layers(tensors: Tensors, weights: Mapping[str, Weight]) -> dict[str, S
                 f" {_PARTNER[_leaf(name)]} is missing, so {_WHOLE} cannot be restored; download the model again"
             )
         if _leaf(name) == _KEYS:
-            _check_shapes(weight, partner)
-            found[weight.tensor] = SplitLayer(f"{parent}{_WHOLE}", weight, partner)
+            found[weight.tensor] = _kv_b_proj(f"{parent}{_WHOLE}", weight, partner)
     return found
+
+
+def _kv_b_proj(name: str, keys: Weight, values: Weight) -> Restored:
+    """Return the layer whose heads consist of rows for keys, embed_q [H, K, nope], and for values, [H, v, K]."""
+    if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != (values.shape[0], values.shape[2]):
+        raise CheckpointError(
+            f"{shown(keys.name)}: has shape {list(keys.shape)} and {_VALUES} {list(values.shape)}; [H, K, nope] and"
+            f" [H, v, K] are needed to restore {_WHOLE}; download the model again"
+        )
+    heads, columns, nope = keys.shape
+    height = values.shape[1]
+    total = heads * (nope + height)
+    dtype = next((weight.dtype for weight in (keys, values) if weight.container is None), "BF16")
+    outputs = (OutputTensor(f"{name}.weight", dtype, (total, columns), VALUES),)
+    pieces = []
+    for head in range(heads):
+        first = head * (nope + height)
+        of_keys = Piece(keys, head, (0, columns), name, None, outputs, total, first, transposed=True, height=nope)
+        pieces += [of_keys, Piece(values, head, (0, height), name, None, outputs, total, first + nope, height=height)]
+    reason = "embed_q and unembed_out of mlx-lm: decoded and put together as kv_b_proj"
+    return Restored(name, (total, columns), (keys, values), reason, tuple(pieces))
 
 
 def is_split(name: str) -> bool:
@@ -230,22 +193,7 @@ def is_split(name: str) -> bool:
 
 
 def _leaf(name: str) -> str:
-    """Return the part of a name after its last dot: "up_proj" for "mlp.up_proj". Without a dot, return the name."""
     return name.rpartition(".")[2]
-
-
-def _is_plain_stack(entry: TensorEntry) -> bool:
-    """Return whether a tensor can be an unquantized stack: a float dtype and three axes, none of length 0."""
-    return entry.dtype in FLOAT_DTYPES and len(entry.shape) == 3 and 0 not in entry.shape
-
-
-def _check_shapes(keys: Weight, values: Weight) -> None:
-    """Raise CheckpointError unless embed_q has the shape [H, K, nope] and unembed_out [H, v, K], with equal H and K."""
-    if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != (values.shape[0], values.shape[2]):
-        raise CheckpointError(
-            f"{shown(keys.name)}: has shape {list(keys.shape)} and {_VALUES} {list(values.shape)}; [H, K, nope] and"
-            f" [H, v, K] are needed to restore {_WHOLE}; download the model again"
-        )
 
 
 _CACHE_LEAVES = {"k_scale": "k_proj", "v_scale": "v_proj"}
@@ -278,11 +226,6 @@ class KvCache(NamedTuple):
         kind = self.scheme.get("num_bits"), self.scheme.get("type")
         return kind == (8, "float") and not self.scheme.get("dynamic")
 
-    @property
-    def is_declared(self) -> bool:
-        """True if the source declares a quantized KV cache or stores scales for one."""
-        return bool(self.scheme or self.algorithm or self.tensors)
-
     def declaration(self, format: str) -> tuple[Mapping[str, Any] | None, str | None]:
         """Return (kv_cache_scheme, kv_cache_quant_algo), which the config files of the output must declare."""
         if not self.is_carried(format):
@@ -296,7 +239,9 @@ class KvCache(NamedTuple):
     def is_carried(self, format: str) -> bool:
         """Return whether an output of the given format keeps the scales and the declaration of the KV cache."""
         undeclared = self.scheme is None and self.algorithm is None
-        return self.is_declared and format in CACHE_FORMATS and (format == self.format or self.is_fp8 or undeclared)
+        if format not in CACHE_FORMATS or (undeclared and not self.tensors):
+            return False
+        return format == self.format or self.is_fp8 or undeclared
 
     def reason(self, format: str, format_name: str) -> str:
         """Return the reason why an output of a format cannot keep the KV cache, for the user."""
@@ -359,7 +304,9 @@ def check_layers(selected: Mapping[str, Weight], others: Mapping[str, TensorEntr
     wrong.
     """
     plain = {weight.name: weight for weight in selected.values() if weight.container is None}
-    _check_stacks(plain)
+    shapes = {name: weight.shape for name, weight in plain.items()}
+    for trouble in filter(None, (stacks_trouble(name, shapes) for name in plain)):
+        raise CheckpointError(trouble)
     for name, entry in others.items():
         above = layer_above(name, plain)
         if above is not None and not is_known_beside(above[1], entry):
@@ -367,15 +314,6 @@ def check_layers(selected: Mapping[str, Weight], others: Mapping[str, TensorEntr
                 f"{shown(name)} ({entry.dtype} {list(entry.shape)}): lies beside a layer to quantize, and is not known;"
                 f" leave the layer as it is with --keep '{shown(above[0].name)}', or remove the tensor from the source"
             )
-
-
-def _check_stacks(plain: Mapping[str, Weight]) -> None:
-    """Raise CheckpointError if the shapes of the gate_up stack and the down stack of a module do not fit together."""
-    shapes = {name: weight.shape for name, weight in plain.items()}
-    for name in plain:
-        trouble = stacks_trouble(name, shapes)
-        if trouble:
-            raise CheckpointError(trouble)
 
 
 def stacks_trouble(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:

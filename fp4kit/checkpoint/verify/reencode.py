@@ -48,7 +48,7 @@ from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
 from fp4kit.checkpoint.plan.layer_recipes import first_match
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter, updates_of
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
-from fp4kit.checkpoint.plan.source_layers import ExpertStack, SplitLayer
+from fp4kit.checkpoint.plan.source_layers import Restored
 from fp4kit.checkpoint.selection.names import shared_amax_groups
 from fp4kit.checkpoint.verify.integrity import is_low, noise_of, zeros_of
 from fp4kit.formats import E4M3, E5M2
@@ -225,9 +225,7 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
             yield Check(weight, e, origin, job, why, settings.nonfinite is None)
 
 
-def checks_of_restored(
-    stored: Iterable[Weight], layers: Iterable[SplitLayer | ExpertStack], settings: Settings
-) -> Iterator[Check]:
+def checks_of_restored(stored: Iterable[Weight], layers: Iterable[Restored], settings: Settings) -> Iterator[Check]:
     """Yield Checks for the unquantized weights that a conversion put together from several weights of the source."""
     found = {weight.name: weight for weight in stored if weight.container is None}
     for layer in layers:
@@ -235,7 +233,7 @@ def checks_of_restored(
         if weight is None or weight.shape != layer.shape:
             continue
         place = weight.located
-        for piece in layer.pieces():
+        for piece in layer.pieces:
             target = Target(VALUES, place.file.path, *piece.share(place.entry.nbytes), place.entry.dtype)
             origin = Origin(piece.weight, piece.expert, piece.span)
             job = Job(

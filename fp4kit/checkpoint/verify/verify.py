@@ -30,7 +30,7 @@ from fp4kit.checkpoint.model.weights import Located, WeightRotation, any_quantiz
 from fp4kit.checkpoint.plan.layer_recipes import first_match
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter, patterns_in, recorded_include
 from fp4kit.checkpoint.plan.scale_search import Activations, ScaleSearch, recorded_search
-from fp4kit.checkpoint.plan.source_layers import ExpertStack, SplitLayer, expert_stacks, is_split, split_layers
+from fp4kit.checkpoint.plan.source_layers import expert_stacks, is_split, split_layers
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE
 from fp4kit.checkpoint.verify.integrity import (
     Issue,
@@ -371,7 +371,7 @@ class _SourceComparison:
         # The layers that a conversion to unquantized values may have put together from several weights.
         sources = decodable(original.tensors, original.config)
         sources = sources if settings.adapter is None else settings.adapter.attach(sources, original.config)
-        restored: list[SplitLayer | ExpertStack] = [*expert_stacks(sources, original.config).values()]
+        restored = [*expert_stacks(sources, original.config).values()]
         if not any(is_split(name) for name in model.tensors):
             restored += split_layers(original.tensors, sources).values()
         self.checks = (*checks, *checks_of_restored(rest, restored, settings))
