@@ -93,6 +93,19 @@ class Panel:
             yield label, count, sum(counts), count / max(counts)
 
 
+class Shown:
+    """A result that print() shows as text, and a notebook as HTML: the panels that its method _panels returns."""
+
+    def _panels(self) -> Iterable[Panel]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(panel.text() for panel in self._panels())
+
+    def _repr_html_(self) -> str:
+        return "".join(panel.html() for panel in self._panels())
+
+
 def share(count: int, total: int) -> str:
     """Return ``count / total`` as text: a percentage with three significant digits."""
     if not 0 < count < total:

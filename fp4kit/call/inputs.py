@@ -279,11 +279,12 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
     return given.view(np.uint8)
 
 
-def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
-    """Return an int seed unchanged. Raise ValueError unless it is from 0 to `most`."""
-    if not 0 <= seed <= most:
-        raise ValueError(f"{op}: seed is {seed}; needs 0 to 2^64 - {2**64 - most}")
-    return seed
+def check_seed(op: str, seed: Any, most: int = 2**64 - 1) -> int:
+    """Return a seed as an int. Raise ValueError unless it is from 0 to `most`."""
+    number = as_index(op, "seed", seed)
+    if not 0 <= number <= most:
+        raise ValueError(f"{op}: seed is {number}; needs 0 to 2^64 - {2**64 - most}")
+    return number
 
 
 def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
@@ -298,7 +299,7 @@ def parse_seed(op: str, seed: Any, x: Any, recipe: Recipe) -> Any:
             got = f"{seed.dtype} {seed.shape}"
             raise ValueError(f"{op}: seed is {got}; random bytes need uint8 {x.shape}, or pass an int")
         return seed
-    number = check_seed(op, as_index(op, "seed", seed))
+    number = check_seed(op, seed)
     if recipe.stochastic == "comfyui_nvfp4_cuda":
         raise ValueError(
             f"{op}: seed is {number}; {recipe.id} needs the numbers that torch.rand gives, because those of a seed"

@@ -7,10 +7,9 @@ each own a shard of a weight, as in ZeRO or FSDP.
 from __future__ import annotations
 
 import math
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fp4kit.arguments import as_float32, as_index
 from fp4kit.arrays.imports import import_arrays, on_device, to_device, to_host
@@ -40,17 +39,9 @@ from fp4kit.reference.tensor_rules import UNKNOWN, TensorScale, static_amax
 from fp4kit.types import Array, ArrayT, Objective, RecipeId, ScaleLayout
 
 
-@overload
-def amax(
-    x: np.ndarray, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None
-) -> npt.NDArray[np.float32]: ...
-@overload
-def amax(
-    x: ArrayT, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None
-) -> ArrayT: ...
 @with_threads
 @returns_in_library
-def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None) -> Any:
+def amax(x: ArrayT, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None) -> ArrayT:
     """Return the amax (the largest |x|) of the whole array, along axes, or of each block of a recipe.
 
         amax(x)                   float32 (): of the whole array

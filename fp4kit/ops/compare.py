@@ -15,7 +15,7 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.call.parse import fake_call
-from fp4kit.display import Panel, share
+from fp4kit.display import Panel, Shown, share
 from fp4kit.formats import Codebook, ElementFormat, IntegerOrFloat, bit_patterns
 from fp4kit.layouts import unpacked, unswizzle_scales
 from fp4kit.ops.quantize import dequantize, fake_quantize, quantize
@@ -154,7 +154,7 @@ WIDENED = tuple(np.dtype(t) for t in (np.float32, np.float16, *(getattr(ml_dtype
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Shown):
     """The result of fp4kit.compare: how the arrays a and b differ.
 
     A Comparison prints as a table. Its truth value is True if everything is equal.
@@ -208,7 +208,8 @@ class Comparison:
         return self.equal
 
     def __str__(self) -> str:
-        return "\n".join([self._title(), *(f"  {name:15}{text}".rstrip() for name, text in self._facts())])
+        (panel,) = self._panels()
+        return "\n".join([panel.title, *(f"  {name:15}{text}".rstrip() for name, text in panel.facts)])
 
     def _parts(self) -> dict[str, Count]:
         """Return the counts by the names that the table gives them."""
@@ -223,28 +224,24 @@ class Comparison:
         error = [f"max_error={self.max_error:.3g}, sqnr={self.sqnr:.4g}"] if self.values[0] else []
         return f"Comparison({', '.join([*counts, *error])})"
 
-    def _repr_html_(self) -> str:
-        """Return the table as HTML, which notebooks show."""
-        return Panel(self._title(), tuple(self._facts())).html()
-
-    def _title(self) -> str:
-        """Return the first line of the table: the names of a and b, and "equal in every bit" or "different"."""
-        return f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"
-
-    def _facts(self) -> Iterator[tuple[str, str]]:
-        """Yield the rows of the table, each as a pair (name, text)."""
+    def _panels(self) -> Iterator[Panel]:
+        """Yield the table: the names of a and b, the counts of the compared parts, and the largest and first error."""
+        facts = []
         for name, (differing, compared) in self._parts().items():
             if compared:
-                yield name, f"{differing:>11,} of {compared:>14,} differ  ({100 * differing / compared:.3g}%)"
+                share = 100 * differing / compared
+                facts.append((name, f"{differing:>11,} of {compared:>14,} differ  ({share:.3g}%)"))
         if self.first is not None:
             at, x, y = self.first
             # For codes, ulp would mislead, because 0 and the smallest code above it are about a billion ulp apart.
             distance = f"{self.max_ulp:,} ulp"
             if self.max_steps:
                 distance = f"{self.max_steps} step{'s' * (self.max_steps > 1)} of {self.element}"
-            yield "largest", f"{distance}, |a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB"
+            facts.append(("largest", f"{distance}, |a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB"))
             digits = 17 if x != y and f"{x:.9g}" == f"{y:.9g}" else 9
-            yield "first", f"at {at}: {x:.{digits}g} and {y:.{digits}g}"
+            facts.append(("first", f"at {at}: {x:.{digits}g} and {y:.{digits}g}"))
+        title = f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"
+        yield Panel(title, tuple(facts))
 
 
 @ieee("compare")
@@ -410,7 +407,7 @@ OP = "compare_recipes"
 
 
 @dataclass(frozen=True, eq=False)
-class RecipeComparison:
+class RecipeComparison(Shown):
     """The result of fp4kit.compare_recipes: how the results of several recipes differ. print() shows two tables.
 
     All attributes except `recipes` are arrays of shape (n, n) for n recipes. Entry [i, j] compares recipes i and j, and
@@ -444,39 +441,28 @@ class RecipeComparison:
     values: np.ndarray
     first: np.ndarray
 
-    def __str__(self) -> str:
-        """Return the table of _matrix (shares of differing codes), and below it the table of _pairs (all shares)."""
-        return f"{self._matrix().text()}\n{self._pairs().text()}"
-
     def __repr__(self) -> str:
         """Return one line with the number of recipes and of pairs whose values are all equal."""
         pairs = np.triu_indices(len(self.recipes), 1)
         equal = int((self.values[pairs] == 0).sum())
         return f"RecipeComparison({len(self.recipes)} recipes; {equal} of {len(pairs[0])} pairs have equal values)"
 
-    def _repr_html_(self) -> str:
-        """Return the two tables that print() shows as HTML, for notebooks."""
-        return self._matrix().html() + self._pairs().html()
-
-    def _matrix(self) -> Panel:
-        """Return a table of the shares of differing codes, with one row and one column per recipe."""
+    def _panels(self) -> Iterator[Panel]:
+        """Yield a matrix of the shares of differing codes, and a table of all shares with one row per pair."""
+        n = len(self.recipes)
         # The diagonal shows "-", and a pair whose codes cannot be compared shows "n/a".
+        matrix = [["-" if i == j else _percent(self.codes[i, j]) for j in range(n)] for i in range(n)]
         rows = tuple(
-            (f"{i + 1}  {id}", *("-" if i == j else _percent(self.codes[i, j]) for j in range(len(self.recipes))))
-            for i, id in enumerate(self.recipes)
+            (f"{i + 1}  {id}", *shares) for i, (id, shares) in enumerate(zip(self.recipes, matrix, strict=True))
         )
-        numbers = (str(i + 1) for i in range(len(self.recipes)))
-        return Panel("Codes that differ", columns=("recipe", *numbers), rows=rows)
-
-    def _pairs(self) -> Panel:
-        """Return a table with one row per pair of recipes."""
-        columns = ("recipes", "codes", "block scales", "tensor scales", "values", "first difference")
-        rows = []
-        for i, j in zip(*np.triu_indices(len(self.recipes), 1), strict=True):
-            parts = (self.codes, self.scales, self.tensor_scales, self.values)
+        yield Panel("Codes that differ", columns=("recipe", *(str(i + 1) for i in range(n))), rows=rows)
+        parts = (self.codes, self.scales, self.tensor_scales, self.values)
+        pairs = []
+        for i, j in zip(*np.triu_indices(n, 1), strict=True):
             first = "none" if self.first[i, j] is None else str(list(self.first[i, j]))
-            rows.append((f"{i + 1} and {j + 1}", *(_percent(part[i, j]) for part in parts), first))
-        return Panel("Shares that differ, per pair", columns=columns, rows=tuple(rows))
+            pairs.append((f"{i + 1} and {j + 1}", *(_percent(part[i, j]) for part in parts), first))
+        columns = ("recipes", "codes", "block scales", "tensor scales", "values", "first difference")
+        yield Panel("Shares that differ, per pair", columns=columns, rows=tuple(pairs))
 
 
 def _percent(fraction: float) -> str:
@@ -531,37 +517,40 @@ def compare_recipes(
     array: np.ndarray = to_host(imported)
     for r in chosen:
         fake_call(OP, array, r, axis, tensor_amax=None if r.tensor_scaling == "none" else tensor_amax)
-    results = [_result(array, r, axis, tensor_amax) for r in chosen]
+    results = [_parts_by(array, r, axis, tensor_amax) for r in chosen]
     n = len(chosen)
-    shares = np.zeros((4, n, n))
-    first = np.full((n, n), None, object)
+    shares, first = np.zeros((4, n, n)), np.full((n, n), None, object)
     for i, a in enumerate(results):
         for j, b in enumerate(results[:i]):
-            shares[:, i, j] = shares[:, j, i] = _shares(a, b)
-            first[i, j] = first[j, i] = _first(a, b)
+            differing = [_differing(*parts) for parts in zip(a, b, strict=True)]
+            found = [np.nan if where is None else np.count_nonzero(where) / max(where.size, 1) for where in differing]
+            shares[:, i, j] = shares[:, j, i] = found
+            # The first code that differs or, if codes are equal or cannot be compared, the first value.
+            where = next((where for where in differing[::3] if where is not None and where.any()), None)
+            if where is not None:
+                first[i, j] = first[j, i] = tuple(map(int, np.unravel_index(int(where.argmax()), where.shape)))
     codes, scales, tensor_scales, values = shares
     return RecipeComparison(tuple(r.id for r in chosen), codes, scales, tensor_scales, values, first)
 
 
-class _RecipeResult(NamedTuple):
-    """The codes, scales and values that one recipe gives for x. A recipe without codes has only values."""
+class _Part(NamedTuple):
+    """The codes, scales or values that a recipe gives for x. Parts of different formats cannot be compared."""
 
-    recipe: Recipe
-    values: np.ndarray
-    codes: np.ndarray | None = None
-    scales: np.ndarray | None = None
-    tensor_scales: np.ndarray | None = None
+    array: np.ndarray | None
+    format: Any = None
 
 
-def _result(x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> _RecipeResult:
-    """Return what a recipe gives for x."""
+def _parts_by(x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> tuple[_Part, _Part, _Part, _Part]:
+    """Return the codes, block scales, tensor scales and values that a recipe gives for x."""
     given = None if r.tensor_scaling == "none" else tensor_amax
     if r.fake_only:
-        return _RecipeResult(r, _bits(np.asarray(fake_quantize(x, r, axis=axis, tensor_amax=given), np.float32)))
+        values = np.asarray(fake_quantize(x, r, axis=axis, tensor_amax=given), np.float32)
+        return _Part(None), _Part(None), _Part(None), _Part(_bits(values))
     q: Quantized = quantize(x, r, axis=axis, tensor_amax=given)
     codes = np.moveaxis(unpacked(q.packed, r.element.packing), -1, q.axis)
     tensor_scales = None if q.tensor_scale is None else _bits(q.tensor_scale)
-    return _RecipeResult(r, _bits(dequantize(q, np.float32)), codes, q.block_scale, tensor_scales)
+    scales = _Part(q.block_scale, (r.element, r.scale, r.block_size))
+    return _Part(codes, r.element), scales, _Part(tensor_scales), _Part(_bits(dequantize(q, np.float32)))
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
@@ -569,34 +558,8 @@ def _bits(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), np.float32(np.nan), values).view(np.int32)
 
 
-def _shares(a: _RecipeResult, b: _RecipeResult) -> tuple[float, float, float, float]:
-    """Return the shares of codes, block scales, tensor scales and values that differ, each from 0 to 1."""
-    same_element = a.recipe.element == b.recipe.element
-    same_scale = same_element and a.recipe.scale == b.recipe.scale and a.recipe.block_size == b.recipe.block_size
-    return (
-        _share(a.codes, b.codes, same_element),
-        _share(a.scales, b.scales, same_scale),
-        _share(a.tensor_scales, b.tensor_scales),
-        _share(a.values, b.values),
-    )
-
-
-def _share(a: np.ndarray | None, b: np.ndarray | None, comparable: bool = True) -> float:
-    """Return the share of entries that differ between a and b, from 0 to 1."""
-    if not comparable or a is None or b is None or a.shape != b.shape:
-        return float("nan")
-    return np.count_nonzero(a != b) / max(a.size, 1)
-
-
-def _first(a: _RecipeResult, b: _RecipeResult) -> tuple[int, ...] | None:
-    """Return the index of the first element whose code differs, in row-major order."""
-    # If all codes are equal, or if they cannot be compared, return the index of the first value that differs.
-    # Codes cannot be compared if the element formats differ or if a recipe gives no codes.
-    pairs = [(a.values, b.values)]
-    if a.codes is not None and b.codes is not None and a.recipe.element == b.recipe.element:
-        pairs.insert(0, (a.codes, b.codes))
-    for one, other in pairs:
-        differs = one != other
-        if differs.any():
-            return tuple(map(int, np.unravel_index(int(differs.argmax()), differs.shape)))
-    return None
+def _differing(a: _Part, b: _Part) -> np.ndarray | None:
+    """Return a bool array that is True where two parts differ, or None if they cannot be compared."""
+    if a.array is None or b.array is None or a.format != b.format or a.array.shape != b.array.shape:
+        return None
+    return np.asarray(a.array != b.array)

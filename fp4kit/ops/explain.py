@@ -17,7 +17,7 @@ from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.call.parse import Call, QuantizeOptions, fake_call
-from fp4kit.display import Panel
+from fp4kit.display import Panel, Shown
 from fp4kit.ops.engines import run, specification
 from fp4kit.recipes import Recipe
 from fp4kit.reference.codec import Step, is_per_expert, show, traced
@@ -56,7 +56,7 @@ class ExplainedStep:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Shown):
     """The steps by which recipes quantize one element. print() shows a table with one column per recipe.
 
     Attributes:
@@ -107,18 +107,10 @@ class Explanation:
         common = set.intersection(*({step.name for step in steps} for steps in self.steps))
         return next((name for name in self.names if name in common and self._differs(name)), None)
 
-    def __str__(self) -> str:
-        """Return the steps as a table with one row per step."""
-        return self._panel().text()
-
     def __repr__(self) -> str:
         """Return one line with the index of the element and the result (the dequantized value) by each recipe."""
         ends = (f"{id}: {steps[-1].value:g}" for id, steps in zip(self.recipes, self.steps, strict=True))
         return f"Explanation(element {self.index}, {', '.join(ends)})"
-
-    def _repr_html_(self) -> str:
-        """Return the table as HTML, which notebooks show."""
-        return self._panel().html()
 
     def _column(self, i: int) -> dict[str, ExplainedStep]:
         """Return the steps of recipe number i, counted from 0, as {name of the step: step}."""
@@ -128,8 +120,8 @@ class Explanation:
         """Return whether the step `name` has different bits or different formats in two recipes that have it."""
         return len({(step.bits, step.format) for steps in self.steps for step in steps if step.name == name}) > 1
 
-    def _panel(self) -> Panel:
-        """Return the table that print() shows, with one row per step."""
+    def _panels(self) -> Iterable[Panel]:
+        """Yield the table that print() shows, with one row per step."""
         columns = [self._column(i) for i in range(len(self.recipes))]
         parting, rows, is_compared = self.parting, [], len(columns) > 1
         for name in self.names:
@@ -139,7 +131,7 @@ class Explanation:
             rows.append((name, *cells, *((mark,) if is_compared else ())))
         heads = [cell for id in self.recipes for cell in (id, "bits")]
         title = f"Element [{', '.join(map(str, self.index))}], step by step"
-        return Panel(title, columns=("step", *heads, *(("",) if is_compared else ())), rows=tuple(rows))
+        yield Panel(title, columns=("step", *heads, *(("",) if is_compared else ())), rows=tuple(rows))
 
 
 @ieee(OP)

@@ -19,7 +19,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.call.inputs import check_quantized
 from fp4kit.call.parse import check_float
-from fp4kit.display import Panel
+from fp4kit.display import Panel, Shown
 from fp4kit.formats import Codebook
 from fp4kit.host.engine import compute_tensor_amax
 from fp4kit.layouts import unpacked
@@ -229,7 +229,7 @@ class Variation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Identification:
+class Identification(Shown):
     """The result of identify: recipes ranked by how many bytes of a quantized array they reproduce.
 
     print() shows a verdict and a table with the ten best results. Iterating over an Identification yields all matches.
@@ -302,9 +302,9 @@ class Identification:
         """Return one line: Identification(the verdict)."""
         return f"Identification({self.verdict})"
 
-    def _repr_html_(self) -> str:
-        """Return the verdict and the table as HTML, which notebooks show."""
-        return Panel(self.verdict, columns=_COLUMNS, rows=tuple(self._rows())).html()
+    def _panels(self) -> Iterator[Panel]:
+        """Yield the verdict with the table."""
+        yield Panel(self.verdict, columns=_COLUMNS, rows=tuple(self._rows()))
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield the rows of the table, each as four texts: recipe, bytes equal, codes differ, scales differ."""

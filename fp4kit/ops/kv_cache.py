@@ -14,7 +14,7 @@ from fp4kit.arrays.imports import import_arrays, on_device, to_host
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call.inputs import check_values_dtype
 from fp4kit.call.parse import check_float
-from fp4kit.display import Panel
+from fp4kit.display import Panel, Shown
 from fp4kit.formats import E2M1, FLOATS, NVFP4
 from fp4kit.layouts import check_bytes
 from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVLayout, KVLayoutName, KVParts, PageShape, as_layout, check_slots
@@ -243,7 +243,7 @@ class KVMatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KVIdentification:
+class KVIdentification(Shown):
     """The result of identify_kv: candidate layouts of a KV cache, ranked by the errors of keys and values.
 
     print() shows a verdict and a table with one row per match.
@@ -302,20 +302,14 @@ class KVIdentification:
             return f"the pages fit {assumed.layout} ({_errors(assumed)}) less well than {found}"
         return f"the pages are not {assumed.layout} ({_errors(assumed)}) but {found}"
 
-    def __str__(self) -> str:
-        return Panel(self.verdict, columns=_COLUMNS, rows=self._rows()).text()
-
     def __repr__(self) -> str:
         """Return one line: KVIdentification(the verdict)."""
         return f"KVIdentification({self.verdict})"
 
-    def _repr_html_(self) -> str:
-        """Return the verdict and the table as HTML, which notebooks show."""
-        return Panel(self.verdict, columns=_COLUMNS, rows=self._rows()).html()
-
-    def _rows(self) -> tuple[tuple[str, str, str, str], ...]:
-        """Return the rows of the table, one per match: layout, error of keys, error of values, and fault or "-"."""
-        return tuple((m.layout, f"{m.key_error:.3f}", f"{m.value_error:.3f}", m.fault or "-") for m in self.matches)
+    def _panels(self) -> Iterator[Panel]:
+        """Yield the table, one row per match: layout, error of keys, error of values, and fault or "-"."""
+        rows = ((m.layout, f"{m.key_error:.3f}", f"{m.value_error:.3f}", m.fault or "-") for m in self.matches)
+        yield Panel(self.verdict, columns=_COLUMNS, rows=tuple(rows))
 
 
 def identify_kv(

@@ -29,9 +29,9 @@ from fp4kit.call.matmul import (
     rows_call,
     scale_decoding_of,
 )
-from fp4kit.display import Panel
+from fp4kit.display import Panel, Shown
 from fp4kit.layouts import unpack
-from fp4kit.ops.engines import convert_and_call, run, with_threads
+from fp4kit.ops.engines import run, with_threads
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import Quantized
@@ -127,7 +127,7 @@ def matmul(
         >>> fp4kit.matmul(q, q, unit="sm100").shape
         (32, 32)
     """
-    return convert_and_call(_matmul, a, b, unit, out_dtype, alpha, c)
+    return _matmul(a, b, unit, out_dtype, alpha, c)
 
 
 def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
@@ -302,7 +302,7 @@ _CHUNK = 1 << 20  # values of y per step; a step holds about nine float64 arrays
 
 
 @dataclass(frozen=True)
-class ErrorBudget:
+class ErrorBudget(Shown):
     """The error of a quantized matrix product, split by source, as signal-to-noise ratios. print() shows a table.
 
     fp4kit.error_budget returns an ErrorBudget, and its documentation defines each ratio. All ratios are in dB. A larger
@@ -339,34 +339,29 @@ class ErrorBudget:
     out_dtype: str
     shape: tuple[int, int, int]
 
-    def __str__(self) -> str:
-        return self._panel().text()
-
     def __repr__(self) -> str:
         """Return one line with all ratios except interaction."""
         names = ("weight", "activation", "quantization", "accumulation", "rounding", "total")
         return f"ErrorBudget({', '.join(f'{name}={getattr(self, name):.2f}' for name in names)} dB)"
 
-    def _repr_html_(self) -> str:
-        """Return the table as HTML, which notebooks show."""
-        return self._panel().html()
+    def _sources(self) -> dict[str, float]:
+        """Return {source of error: its ratio}, with the sums "= quantization" and "= total" below their parts."""
+        return {
+            f"weight, {self.recipe_w}": self.weight,
+            f"activation, {self.recipe_x}": self.activation,
+            "interaction of both": self.interaction,
+            "= quantization": self.quantization,
+            f"accumulation, {self.unit}": self.accumulation,
+            f"rounding to {self.out_dtype}": self.rounding,
+            "= total": self.total,
+        }
 
-    def _panel(self) -> Panel:
-        """Return the table: one row per source of error, and the two sums quantization and total."""
+    def _panels(self) -> Iterator[Panel]:
+        """Yield the table: one row per source of error, and the two sums quantization and total."""
         M, N, K = self.shape
-        sources = (
-            (f"weight, {self.recipe_w}", self.weight),
-            (f"activation, {self.recipe_x}", self.activation),
-            ("interaction of both", self.interaction),
-            ("= quantization", self.quantization),
-            (f"accumulation, {self.unit}", self.accumulation),
-            (f"rounding to {self.out_dtype}", self.rounding),
-            ("= total", self.total),
-        )
-        rows = tuple((name, f"{ratio:.2f} dB", f"{10 ** (-ratio / 20):.2e}") for name, ratio in sources)
-        return Panel(
-            f"Error budget of x w^T, {M} x {N}, K = {K}", columns=("source", "SQNR", "relative error"), rows=rows
-        )
+        title, columns = f"Error budget of x w^T, {M} x {N}, K = {K}", ("source", "SQNR", "relative error")
+        rows = ((name, f"{ratio:.2f} dB", f"{10 ** (-ratio / 20):.2e}") for name, ratio in self._sources().items())
+        yield Panel(title, columns=columns, rows=tuple(rows))
 
 
 @ieee(BUDGET)

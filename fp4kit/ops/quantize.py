@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, overload
 
-from fp4kit.arguments import as_flag, as_index, is_one_of
+from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import library_of, mark_written, numpy_dtype, returns_in_library
 from fp4kit.call.inputs import check_quantized, check_seed, check_values_dtype, clip_amax, reshape_clip_amax
@@ -18,7 +18,7 @@ from fp4kit.call.parse import (
     fake_call,
     quantize_call,
 )
-from fp4kit.ops.engines import convert_and_call, find, new_cached_call, run, run_call, run_first, with_threads
+from fp4kit.ops.engines import find, new_cached_call, run, run_call, run_first, with_threads
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.rules import FAKE_RULES
@@ -153,7 +153,7 @@ def quantize(
                     " alone determine the codes; leave one of them out"
                 )
         scales = {"block_scale": block_scale, "tensor_scale": tensor_scale}
-    q = convert_and_call(_quantize, x, recipe, axis, options, key, out=out, **amaxes, **scales)
+    q = _quantize(x, recipe, axis, options, key, out=out, **amaxes, **scales)
     return q if out is None else mark_written(out)
 
 
@@ -214,14 +214,14 @@ def quantize_both(
     op = "quantize_both"
     if getattr(seed, "ndim", 0):
         raise TypeError(f"{op}: seed is an array; needs an int, because random bytes cannot serve both directions")
-    seed = None if seed is None else check_seed(op, as_index(op, "seed", seed), 2**64 - 2)  # columns use seed + 1
+    seed = None if seed is None else check_seed(op, seed, 2**64 - 2)  # columns use seed + 1
     key = cached = None
     if hadamard is False and seed is None:
         key, cached = find(op, (x, tensor_amax), recipe, scale_layout, rounding)
     if cached is not None:
         return cached(x, tensor_amax, None)
     options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
-    return convert_and_call(_quantize_both, x, recipe, options, key, tensor_amax)
+    return _quantize_both(x, recipe, options, key, tensor_amax)
 
 
 @returns_in_library
@@ -292,7 +292,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
     key, cached = find("dequantize", (q, out), dtype)
     values = cached(q, out) if cached and are_disjoint(q, out) else None
     if values is None:
-        values = convert_and_call(_dequantize, q, dtype, None if cached else key, out=out)
+        values = _dequantize(q, dtype, None if cached else key, out=out)
     return values if out is None else mark_written(out)
 
 
@@ -367,7 +367,7 @@ def fake_quantize(
     check_rounding("fake_quantize", recipe_of("fake_quantize", recipe), rounding, seed)
     options = QuantizeOptions(rounding=rounding, seed=seed)
     amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
-    return convert_and_call(_fake_quantize, x, recipe, axis, options, key, **amaxes)
+    return _fake_quantize(x, recipe, axis, options, key, **amaxes)
 
 
 @returns_in_library

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,13 @@ from fp4kit.arguments import as_index, as_shape
 from fp4kit.arrays.imports import import_arrays, on_device
 from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call.inputs import check_quantized, check_seed
-from fp4kit.call.parse import Rotation, check_hadamard_size, hadamard_call, matrix_call, square_block
+from fp4kit.call.parse import check_hadamard_size, hadamard_call, matrix_call, square_block
 from fp4kit.ops.engines import find, new_cached_call, run, run_first, with_threads
 from fp4kit.quantized.container import Quantized
 from fp4kit.reference import stochastic as specification
 from fp4kit.types import ArrayT, ScaleLayout
+
+ScalesT = TypeVar("ScalesT")  # a Quantized, or an array of scales
 
 
 @returns_in_library
@@ -43,7 +45,8 @@ def pack(codes: Any) -> Any:
         >>> fp4kit.pack(np.uint8([[1, 2, 3, 15]]))
         array([[ 33, 243]], dtype=uint8)
     """
-    array = _bytes("pack", codes)
+    (array,) = import_arrays("pack", codes=codes)
+    layouts.check_bytes("pack", array)
     layouts.check_pairs(array.shape)
     return run("pack", "pack", on_device(array), array)
 
@@ -67,25 +70,12 @@ def unpack(packed: Any) -> Any:
         >>> fp4kit.unpack(np.uint8([[0x21, 0xF3]]))
         array([[ 1,  2,  3, 15]], dtype=uint8)
     """
-    array = _bytes("unpack", packed)
+    (array,) = import_arrays("unpack", codes=packed)
+    layouts.check_bytes("unpack", array)
     return run("unpack", "unpack", on_device(array), array)
 
 
-def _bytes(op: str, array: Any) -> Any:
-    """Return an array of codes, of any library, as a NumPy or CuPy array without a copy."""
-    (array,) = import_arrays(op, codes=array)
-    if array.dtype != np.uint8:
-        raise TypeError(f"{op}: codes are {array.dtype}; needs uint8")
-    if array.ndim == 0:
-        raise ValueError(f"{op}: codes are 0-d; needs at least one axis")
-    return array
-
-
-@overload
-def swizzle(q_or_scales: Quantized, layout: ScaleLayout) -> Quantized: ...
-@overload
-def swizzle(q_or_scales: ArrayT, layout: ScaleLayout) -> ArrayT: ...
-def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
+def swizzle(q_or_scales: ScalesT, layout: ScaleLayout) -> ScalesT:
     """Convert block scales to another layout, such as the tiled layout that Blackwell's matrix instructions read.
 
     Args:
@@ -126,7 +116,7 @@ def _swizzle_scales(scales: Any, layout: str) -> Any:
     return change_layout(scales, "linear", layout, scales.shape)
 
 
-def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
+def _change(op: str, q: Quantized, layout: ScaleLayout) -> Any:
     """Return q with its block scales in the given layout."""
     key, cached = find(op, (q,), layout)
     return _change_fully(q, op, layout, key) if cached is None else cached(q)
@@ -153,15 +143,7 @@ def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -
     return result
 
 
-@overload
-def unswizzle(
-    q_or_scales: Quantized, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None
-) -> Quantized: ...
-@overload
-def unswizzle(
-    q_or_scales: ArrayT, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None
-) -> ArrayT: ...
-def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None) -> Any:
+def unswizzle(q_or_scales: ScalesT, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None) -> ScalesT:
     """Convert block scales back to linear layout: the inverse of swizzle.
 
     Args:
@@ -344,8 +326,9 @@ def hadamard(
     if seed is not None:
         if signs is not None:
             raise ValueError("hadamard: both signs and seed are given; needs one of them, because a seed makes signs")
-        signs = random_signs(check_hadamard_size("hadamard", size), _seed("hadamard", seed))
-    return _rotated(hadamard_call("hadamard", x, size, axis, signs, inverse))
+        signs = random_signs(check_hadamard_size("hadamard", size), check_seed("hadamard", seed))
+    call = hadamard_call("hadamard", x, size, axis, signs, inverse)
+    return run("rotate", "rotate", on_device(call.x), call)
 
 
 @with_threads
@@ -398,7 +381,8 @@ def rotate(
         >>> fp4kit.rotate(np.float32([1, 2, 3, 4]), swap)
         array([2., 1., 4., 3.], dtype=float32)
     """
-    return _rotated(matrix_call("rotate", x, matrices, axis, signs, inverse))
+    call = matrix_call("rotate", x, matrices, axis, signs, inverse)
+    return run("rotate", "rotate", on_device(call.x), call)
 
 
 def random_signs(size: int, seed: int) -> npt.NDArray[np.int8]:
@@ -424,12 +408,4 @@ def random_signs(size: int, seed: int) -> npt.NDArray[np.int8]:
     count = as_index("random_signs", "size", size)
     if count < 0:
         raise ValueError(f"random_signs: size is {count}; needs 0 or more")
-    return specification.random_signs(count, _seed("random_signs", seed))
-
-
-def _seed(op: str, seed: Any) -> int:
-    return check_seed(op, as_index(op, "seed", seed))
-
-
-def _rotated(call: Rotation) -> Any:
-    return run("rotate", "rotate", on_device(call.x), call)
+    return specification.random_signs(count, check_seed("random_signs", seed))

@@ -159,20 +159,12 @@ def product(budget: ErrorBudget, *, ax: Any = None) -> Any:
     """
     if not isinstance(budget, ErrorBudget):
         raise TypeError(f"plot.product: budget is {type(budget).__name__}; needs the result of fp4kit.error_budget")
-    sources = {
-        f"weight, {budget.recipe_w}": budget.weight,
-        f"activation, {budget.recipe_x}": budget.activation,
-        "interaction": budget.interaction,
-        "quantization (sum)": budget.quantization,
-        f"accumulation, {budget.unit}": budget.accumulation,
-        f"rounding to {budget.out_dtype}": budget.rounding,
-        "total (sum)": budget.total,
-    }
-    errors = [10 ** (-ratio / 20) for ratio in sources.values()]
+    errors = [10 ** (-ratio / 20) for ratio in budget._sources().values()]
+    names = [name.removeprefix("= ") + " (sum)" * name.startswith("= ") for name in budget._sources()]
     ax = axes(ax, 8, 3.2)
     labels = ["none" if error == 0 else f"{error:.1e}" for error in errors]
-    _draw_bars(ax, errors, labels, [name.endswith("(sum)") for name in sources], GREY)
-    ax.set_yticks(np.arange(len(errors)), list(sources))
+    _draw_bars(ax, errors, labels, [name.endswith("(sum)") for name in names], GREY)
+    ax.set_yticks(np.arange(len(errors)), names)
     smallest = min([error for error in errors if error > 0], default=1e-8)
     ax.set(xscale="log", xlim=(smallest / 3, max([*errors, smallest]) * 8))
     ax.set_xlabel("relative error of the product (hatched: sums)")
