@@ -1,32 +1,21 @@
 """Compare one layer of two sides, and explain the first step that differs.
+
 A side is the trainer or the rollout engine of fp4kit.parity. A step is a stage of its arithmetic, such as the tensor
-scale, the block scale or the code. Weights are a Quantized or, for a side without codes, an array of values.
+scale, the block scale or the code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
+from fp4kit.contract import sides as side_rows
 from fp4kit.contract.schema import Contract, ContractDiff, only_decoding, recipe_difference
-from fp4kit.contract.sides import (
-    Arithmetic,
-    FirstStep,
-    Making,
-    Side,
-    StepName,
-    Weights,
-    differing_bits,
-    first_place,
-    first_step,
-    has_nan,
-    made,
-    values_of,
-)
+from fp4kit.contract.sides import NO_CONTRACT, Arithmetic, Matrix, Rows, Side, StepName, differing_bits, first_place
 from fp4kit.display import Panel
 from fp4kit.layouts import unpack, unpacked
 from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVParts, PageShape
@@ -34,8 +23,10 @@ from fp4kit.ops.compare import Count
 from fp4kit.ops.explain import Explanation, explain
 from fp4kit.ops.matmul import matmul
 from fp4kit.ops.quantize import dequantize, quantize
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 
+Kind: TypeAlias = Literal["weight", "input", "kv cache", "other tensor", "tensor"]
 # kind of a LayerParity -> noun in texts; others are layers
 _NOUNS = {"input": "input", "kv cache": "KV cache", "other tensor": "other tensor"}
 COLUMNS = ("layer", "codes", "block scales", "values", "products", "first step that differs")
@@ -75,7 +66,7 @@ class LayerParity:
     """
 
     name: str
-    kind: Literal["weight", "input", "kv cache", "other tensor", "tensor"]
+    kind: Kind
     elements: int
     total: int
     codes: Count = (0, 0)
@@ -200,18 +191,18 @@ class Parity:
             values = sum(layer.values[0] for layer in self.differing), sum(layer.values[1] for layer in self.layers)
             parts = [
                 f"codes and scales are equal in all layers; {values[0]:,} of {values[1]:,} values differ by rounding,"
-                f" in {len(self.differing):,} layer{_s(len(self.differing))}, because the sides decode in another order"
-                " or from a reciprocal"
+                f" in {counted(len(self.differing), 'layer')}, because the sides decode in another order or from a"
+                " reciprocal"
             ]
         elif self.differing:
-            differing = [f"{n:,} of {total:,} {noun}{_s(total)}" for noun, (n, total) in counts.items() if n]
+            differing = [f"{n:,} of {counted(total, noun)}" for noun, (n, total) in counts.items() if n]
             parts = [f"{_joined(differing)} differ"]
         else:
-            equal = [f"{total:,} {noun}{_s(total)}" for noun, (_, total) in counts.items()]
+            equal = [counted(total, noun) for noun, (_, total) in counts.items()]
             parts = [f"{_joined(equal)} {'is' if len(self.layers) == 1 else 'are'} equal in every bit"]
         if self.missing:
-            count = len(self.missing)
-            parts.append(f"{count:,} layer{_s(count)} {'is' if count == 1 else 'are'} on one side only")
+            verb = "is" if len(self.missing) == 1 else "are"
+            parts.append(f"{counted(len(self.missing), 'layer')} {verb} on one side only")
         if self.exclusions:
             parts.append("engines would not leave the same layers unquantized")
         return "; ".join(filter(None, (*parts, self.sampled)))
@@ -251,9 +242,9 @@ class Parity:
         return Panel(title, columns=COLUMNS, rows=self.rows())
 
 
-def _s(count: int) -> str:
-    """Return the ending of a plural noun for a count: "" for one, otherwise "s"."""
-    return "" if count == 1 else "s"
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, such as "1 layer" or "3 layers"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _joined(texts: list[str]) -> str:
@@ -265,130 +256,97 @@ _SIGNS = " with signs "  # what stands between the size and the signs in the tex
 _SHOWN = 4  # smallest number of signs that messages show
 
 
-class ComparedRows(NamedTuple):
-    """The compared rows of one layer on one side.
-
-    label: the name of the side.
-    part: the compared rows.
-    making: how the side made these rows: recipe, tensor amax and order of the bytes, as far as known.
-    x: the same rows of the unquantized weight, after the side's Hadamard transform if the side quantizes the layer;
-        None if the weight is unknown.
-    container: the container whose loaders decode the codes; None if the side's contract names none.
-    """
-
-    label: str
-    part: Weights
-    making: Making
-    x: np.ndarray | None = None
-    container: str | None = None
-
-
-def compare_layer(
-    name: str,
-    kind: Literal["weight", "input", "kv cache", "other tensor", "tensor"],
-    sides: tuple[ComparedRows, ComparedRows],
-    rows: np.ndarray,
-    total: int,
-) -> LayerParity:
-    """Return a LayerParity with the counts of codes, scales, tensor scales and values in which two sides differ."""
+def compare_layer(name: str, kind: Kind, sides: tuple[Rows, Rows], rows: np.ndarray, total: int) -> LayerParity:
+    """Compare the rows of one layer on two sides, and explain the first step that differs."""
     a, b = sides
-    codes, scales, tensor_scales, affected, other_scales = _differences(a.part, b.part)
-    value_a, value_b = values_of(a.part, b.part), values_of(b.part, a.part)
-    values = differing_bits(value_a, value_b)
-    counts = codes, scales, tensor_scales, (int(values.sum()), values.size)
-    found = LayerParity(name, kind, values.size, total, *counts, same_codes=_same_codes(a.part, b.part, codes, scales))
-    if not any(count for count, _ in counts):
+    values = side_rows.values_of(a.part, b.part), side_rows.values_of(b.part, a.part)
+    masks = {**_differing_parts(a.part, b.part), "values": differing_bits(*values)}
+    counts: dict[str, Any] = {part: (int(mask.sum()), mask.size) for part, mask in masks.items()}
+    found = LayerParity(name, kind, values[0].size, total, **counts, same_codes=_same_codes(a.part, b.part, counts))
+    if not any(count for count, _ in counts.values()):
         return found
-    affected |= values
+    affected, other_scales = masks["values"], np.zeros(values[0].shape, bool)
+    if "codes" in masks:
+        affected = affected | masks["codes"]
+    if "scales" in masks and isinstance(a.part, Quantized):
+        other_scales = np.repeat(masks["scales"], a.part.recipe.block_size, axis=1)
+    affected = affected | other_scales
     affected = affected if affected.any() else np.ones_like(affected)
-    return _explained(found, sides, rows, (affected, other_scales), (value_a, value_b))
+    return _explained(found, sides, rows, (affected, other_scales), values)
 
 
 _NEAR = 2  # float32 ulp between a tensor scale and the reciprocal of its stored, rounded reciprocal
 
 
-def _same_codes(a: Weights, b: Weights, codes: Count, scales: Count) -> bool:
+def _same_codes(a: Matrix, b: Matrix, counts: Mapping[str, Count]) -> bool:
     """Return whether two sides store equal codes and scales, so that only the rounding of decoded values may differ."""
-    if a.q is None or b.q is None or codes[0] or not codes[1] or scales[0]:
+    codes, scales = counts.get("codes", (0, 0)), counts.get("scales", (0, 0))
+    if not (isinstance(a, Quantized) and isinstance(b, Quantized)) or codes[0] or not codes[1] or scales[0]:
         return False
-    if not scales[1] and not (a.q.block_scale is None and b.q.block_scale is None):
+    if not scales[1] and not (a.block_scale is None and b.block_scale is None):
         return False
-    p, q = a.q.tensor_scale, b.q.tensor_scale
+    p, q = a.tensor_scale, b.tensor_scale
     if p is None or q is None or np.shape(p) != np.shape(q):
         return p is None and q is None
     x, y = np.asarray(p, np.float32), np.asarray(q, np.float32)
     return bool(np.all(np.abs(x - y) <= _NEAR * np.spacing(np.maximum(np.abs(x), np.abs(y)))))
 
 
-def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarray, np.ndarray]:
-    """Return the counts of codes, block scales and tensor scales, then two masks: affected elements, other scales."""
-    codes = scales = tensor_scales = (0, 0)
-    shape = a.values.shape if a.q is None else a.q.shape  # type: ignore[union-attr]
-    affected, other_scales = np.zeros(shape, bool), np.zeros(shape, bool)
-    if a.q is None or b.q is None:
-        return codes, scales, tensor_scales, affected, other_scales
-    r, s = a.q.recipe, b.q.recipe
+def _differing_parts(a: Matrix, b: Matrix) -> dict[str, np.ndarray]:
+    """Return masks of differing codes, scales and tensor_scales, for the parts that both sides store alike."""
+    found: dict[str, np.ndarray] = {}
+    if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
+        return found
+    r, s = a.recipe, b.recipe
     if r.element == s.element:
-        differs = unpacked(a.q.packed, r.element.packing) != unpacked(b.q.packed, s.element.packing)
-        codes, affected = (int(differs.sum()), differs.size), affected | differs
-    p, q = a.q.block_scale, b.q.block_scale
+        found["codes"] = unpacked(a.packed, r.element.packing) != unpacked(b.packed, s.element.packing)
+    p, q = a.block_scale, b.block_scale
     if p is not None and q is not None and r.scale == s.scale and p.shape == q.shape:
-        differs = p != q
-        scales = int(differs.sum()), differs.size
-        other_scales = np.repeat(differs, r.block_size, axis=1)
-        affected = affected | other_scales
-    p, q = a.q.tensor_scale, b.q.tensor_scale
+        found["scales"] = p != q
+    p, q = a.tensor_scale, b.tensor_scale
     if p is not None and q is not None and np.shape(p) == np.shape(q):
-        differs = differing_bits(np.asarray(p), np.asarray(q))
-        tensor_scales = int(differs.sum()), differs.size
-    return codes, scales, tensor_scales, affected, other_scales
+        found["tensor_scales"] = differing_bits(np.asarray(p), np.asarray(q))
+    return found
 
 
 def _explained(
     found: LayerParity,
-    sides: tuple[ComparedRows, ComparedRows],
+    sides: tuple[Rows, Rows],
     rows: np.ndarray,
     masks: tuple[np.ndarray, np.ndarray],
     values: tuple[np.ndarray, np.ndarray],
 ) -> LayerParity:
     """Explain a difference: return a copy of ``found`` that also has the first step that differs and its cause."""
     (a, b), (affected, other_scales) = sides, masks
-    wrong = [(one.making.step, f"{one.label}: {one.making.wrong}") for one in sides if one.making.wrong]
-    setting = [text for _, text in wrong]
-    p, q = a.making.arithmetic, b.making.arithmetic
+    wrong = [one.step for one in sides if one.wrong]
+    setting = [f"{one.label}: {one.wrong}" for one in sides if one.wrong]
+    p, q = a.how, b.how
     first = None
     if p is not None and q is not None and a.x is not None and b.x is not None:
         setting += _settings((a.label, b.label), (p, q), (a.container, b.container))
-        untraced = wrong or has_nan(p.amax) or has_nan(q.amax)  # quantize, which is traced, rejects NaN
-        first = None if untraced else first_step((a.x, b.x), p, q, affected, other_scales)
+        untraced = wrong or side_rows.has_nan(p.amax) or side_rows.has_nan(q.amax)  # quantize, traced, rejects NaN
+        first = None if untraced else side_rows.first_step((a.x, b.x), p, q, affected, other_scales)
     if first is None:
-        step, count = wrong[0][0] if wrong else None, int(affected.sum())
-        if step is None:
-            step = _step_by_parts(found, a.part, b.part)
-            setting += [f"{one.label}: {one.making.nearest}" for one in sides if one.making.nearest and not wrong]
-            if (a.part.q is None) != (b.part.q is None) and not setting:
-                setting.append(f"{a.label if a.part.q is None else b.label} has values instead of codes")
-        first = FirstStep(step, "", count, count, first_place(affected), ((step, count),))
-    at = first.place
+        count = int(affected.sum())
+        step = wrong[0] if wrong else _step_by_parts(found, a.part, b.part)
+        if not wrong:
+            setting += [f"{one.label}: {one.nearest}" for one in sides if one.nearest]
+        with_values = [one.label for one in sides if not isinstance(one.part, Quantized)]
+        if len(with_values) == 1 and not setting:
+            setting.append(f"{with_values[0]} has values instead of codes")
+        facts: dict[str, Any] = {"step": step, "count": count, "examined": count, "steps": ((step, count),)}
+        first = first_place(affected), facts
+    at, facts = first
     element = f"element [{int(rows[at[0]])}, {at[1]}]: " + " and ".join(
         f"{one.label} {value[at]!s}{_code_text(one.part, at)}" for one, value in zip(sides, values, strict=True)
     )
-    return replace(
-        found,
-        step=first.step,
-        result=first.name,
-        count=first.elements,
-        examined=first.examined,
-        steps=first.steps,
-        element=element,
-        setting="; ".join(setting),
-        worked=None if wrong else _worked(sides, at, int(rows[at[0]])),
-    )
+    worked = None if wrong else _worked(sides, at, int(rows[at[0]]))
+    return replace(found, **facts, element=element, setting="; ".join(setting), worked=worked)
 
 
-def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
+def _step_by_parts(found: LayerParity, a: Matrix, b: Matrix) -> StepName:
     """Return the step that makes the first stored part that differs."""
-    if a.q is None or b.q is None:
+    if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
         return "value"
     if found.tensor_scales[0]:
         return "tensor scale"
@@ -397,36 +355,27 @@ def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
 
 def _settings(
     labels: tuple[str, str], sides: tuple[Arithmetic, Arithmetic], containers: tuple[str | None, str | None]
-) -> list[str]:
-    """Return one text per setting in which two sides differ: recipe or container, Hadamard transform and tensor
-    amax.
-    """
-    (a, b), texts = sides, []
+) -> Iterator[str]:
+    """Yield one text per setting in which two sides differ: recipe or container, Hadamard transform, tensor amax."""
+    a, b = sides
     if a.recipe != b.recipe:
         what = ", ".join(recipe_difference(a.recipe, b.recipe))
         setting, values = "recipe", (a.recipe.id, b.recipe.id)
         if a.recipe.id == b.recipe.id and containers[0] != containers[1] and only_decoding(a.recipe, b.recipe):
             setting, values = "container", (containers[0] or "none", containers[1] or "none")
         both = f"{values[0]} in {labels[0]} and {values[1]} in {labels[1]}"
-        texts.append(f"{setting} {both} ({what}); use one {setting} on both sides")
+        yield f"{setting} {both} ({what}); use one {setting} on both sides"
     if a.transform != b.transform:
         one, other = _shown_transforms(a.transform or "none", b.transform or "none")
-        texts.append(f"hadamard is {one} in {labels[0]} and {other} in {labels[1]}; use one on both sides")
-    return texts + _amax_settings(labels, a, b)
-
-
-def _amax_settings(labels: tuple[str, str], a: Arithmetic, b: Arithmetic) -> list[str]:
-    """Return a list with one text that says which tensor amax each side uses; [] if the amaxes do not differ."""
+        yield f"hadamard is {one} in {labels[0]} and {other} in {labels[1]}; use one on both sides"
     if a.amax is None or b.amax is None or a.recipe.tensor_scaling != b.recipe.tensor_scaling:
-        return []
+        return
     other_group = bool(a.layers and b.layers and a.layers != b.layers)
-    equal = np.shape(a.amax) == np.shape(b.amax) and not differing_bits(a.amax, b.amax).any()
-    if equal or (a.transform != b.transform and not other_group):
-        return []
-    uses = [f"{label} uses {_amax_text(one)}" for label, one in zip(labels, (a, b), strict=True)]
-    advice = "; let the same layers share an amax (shared_amax)" if other_group else ""
-    advice = "; use the same input scales on both sides (input_scales)" if a.static or b.static else advice
-    return [f"tensor amax: {' and '.join(uses)}{advice}"]
+    if not side_rows.same(a.amax, b.amax) and (a.transform == b.transform or other_group):
+        uses = [f"{label} uses {_amax_text(one)}" for label, one in zip(labels, (a, b), strict=True)]
+        advice = "; let the same layers share an amax (shared_amax)" if other_group else ""
+        advice = "; use the same input scales on both sides (input_scales)" if a.static or b.static else advice
+        yield f"tensor amax: {' and '.join(uses)}{advice}"
 
 
 def _shown_transforms(a: str, b: str) -> tuple[str, str]:
@@ -451,59 +400,51 @@ def _amax_text(one: Arithmetic) -> str:
     return f"{amax}, {'its own' if one.layers else 'which its tensor scale implies'}"
 
 
-def _worked(sides: tuple[ComparedRows, ComparedRows], at: tuple[int, int], row: int) -> Explanation | None:
+def _worked(sides: tuple[Rows, Rows], at: tuple[int, int], row: int) -> Explanation | None:
     """Compute one element step by step on both sides, and return the steps for display."""
     steps, names = [], []
     for one in sides:
-        arithmetic = one.making.arithmetic
-        if arithmetic is None or one.x is None or has_nan(arithmetic.amax):
+        if one.how is None or one.x is None or side_rows.has_nan(one.how.amax):
             return None
-        steps.append(explain(one.x, arithmetic.recipe, at, tensor_amax=arithmetic.amax).steps[0])
-        names.append(f"{one.label} {arithmetic.recipe.id}")
+        steps.append(explain(one.x, one.how.recipe, at, tensor_amax=one.how.amax).steps[0])
+        names.append(f"{one.label} {one.how.recipe.id}")
     return Explanation((row, at[1]), tuple(names), tuple(steps))
 
 
-def _code_text(part: Weights, at: tuple[int, int]) -> str:
+def _code_text(q: Matrix, at: tuple[int, int]) -> str:
     """Return the code and the block scale of an element as text; "" for values without codes."""
-    if part.q is None:
+    if not isinstance(q, Quantized):
         return ""
-    r = part.q.recipe
-    code = int(unpacked(part.q.packed[at[0]], r.element.packing)[at[1]])
-    if part.q.block_scale is None:
-        return f" (code 0x{code:x})"
-    return f" (code 0x{code:x}, block scale 0x{int(part.q.block_scale[at[0], at[1] // r.block_size]):02x})"
+    code = int(unpacked(q.packed[at[0]], q.recipe.element.packing)[at[1]])
+    scale = None if q.block_scale is None else int(q.block_scale[at[0], at[1] // q.recipe.block_size])
+    return f" (code 0x{code:x})" if scale is None else f" (code 0x{code:x}, block scale 0x{scale:02x})"
 
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INPUTS_DIFFER = "the inputs are quantized differently; see the inputs"
 
 
-def why_no_products(contract: Contract | None) -> str:
+def why_no_products(contract: Contract) -> str:
     """Return the reason why the contract of a side does not say how products are computed; "" if it does."""
-    if contract is None:
+    if contract is NO_CONTRACT:
         return "no contract states the matrix unit"
-    if "unit" in contract.unknown or contract.unit is None:
+    if contract.unit is None:
         return "the contract states no matrix unit"
     return "the recipe of activations is unknown" if "activations" in contract.unknown else ""
 
 
-def _decoded(one: Weights) -> np.ndarray:
-    """Return the values of a matrix: decoded to bfloat16 if it has codes, otherwise its array, unchanged."""
-    return np.asarray(one.values if one.q is None else dequantize(one.q, BFLOAT16))
-
-
-def products(side: Side, inputs: np.ndarray, weights: Weights, quantized: bool, layer: str = "") -> np.ndarray:
+def products(side: Side, inputs: np.ndarray, weights: Matrix, quantized: bool, layer: str = "") -> np.ndarray:
     """Multiply inputs (tokens, K) by weights (N, K) as the matrix unit of a side's contract does."""
-    contract = side.contract
-    assert contract is not None and contract.unit is not None
+    unit, recipe = side.contract.unit, side.contract.activations
+    assert unit is not None
     inputs = side.transformed(inputs) if quantized else inputs
-    recipe = contract.activations if quantized else None
-    amax = None if recipe is None else side.input_amax(layer, recipe, inputs.dtype)
-    if recipe is None or recipe.fake_only or weights.q is None:
-        left = Weights(None, inputs) if recipe is None else made(inputs, recipe, amax)
-        operands = [_decoded(one).astype(BFLOAT16) for one in (left, weights)]
-        return np.asarray(matmul(*operands, unit=contract.unit))
-    return np.asarray(matmul(made(inputs, recipe, amax).q, weights.q, unit=contract.unit))
+    left: Matrix = inputs
+    if quantized and recipe is not None:
+        left = side_rows.made(inputs, recipe, side.input_amax(layer, recipe, inputs.dtype))
+    if isinstance(left, Quantized) and isinstance(weights, Quantized):
+        return np.asarray(matmul(left, weights, unit=unit))
+    decoded = (dequantize(one, BFLOAT16) if isinstance(one, Quantized) else one for one in (left, weights))
+    return np.asarray(matmul(*(np.asarray(one).astype(BFLOAT16) for one in decoded), unit=unit))
 
 
 def with_products(

@@ -17,41 +17,13 @@ import numpy as np
 
 from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
-from fp4kit.contract.compare_layer import (
-    INPUTS_DIFFER,
-    ComparedRows,
-    LayerParity,
-    Parity,
-    compare_layer,
-    compare_layouts,
-    products,
-    why_no_products,
-    with_products,
-)
+from fp4kit.contract import compare_layer
+from fp4kit.contract import sides as side_rows
+from fp4kit.contract.compare_layer import INPUTS_DIFFER, Kind, LayerParity, Parity, counted
 from fp4kit.contract.schema import Contract
-from fp4kit.contract.sides import (
-    OP,
-    Arithmetic,
-    Making,
-    Side,
-    Weights,
-    amax_of,
-    array_of,
-    as_loaded,
-    as_weights,
-    largest,
-    made,
-    making_of,
-    orders,
-    rows_of,
-    same,
-    side_of,
-    source_of,
-    stacks_in,
-    unstacked,
-    zeros_making,
-)
+from fp4kit.contract.sides import NO_CONTRACT, OP, Arithmetic, Matrix, Rows, Side, array_of, rows_of, same
 from fp4kit.formats import FLOATS
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.storage.files import listed
 
@@ -162,15 +134,10 @@ def parity(
         raise TypeError(f"{OP}: seconds is {seconds!r:.60}; needs a number or None")
     if seconds is not None and not seconds >= 0:
         raise ValueError(f"{OP}: seconds is {seconds:g}; needs 0 or more")
-    sides = side_of("train", train), side_of("rollout", rollout)
-    source = source_of("weights", weights)
-    others: Mapping[str, Any] = getattr(source, "others", {})
-    stacks = {*stacks_in(source, True), *(name for side in sides for name in stacks_in(side.stored, False))}
-    for side in sides:
-        side.stored = None if side.stored is None else unstacked(side.stored, stacks)
-    source = None if source is None else unstacked(source, stacks)
-    check = _Check(sides, source, source_of("inputs", inputs), elements, others)
-    return check.run(layers, seconds, source_of("kv", kv))
+    sides = side_rows.side_of("train", train), side_rows.side_of("rollout", rollout)
+    source = side_rows.source_of("weights", weights)
+    check = _Check(sides, source, side_rows.source_of("inputs", inputs), elements)
+    return check.run(layers, seconds, side_rows.source_of("kv", kv))
 
 
 class _Check:
@@ -179,10 +146,6 @@ class _Check:
     If a side stores no tensors and has no input scales, it uses the input scales of the other side. If ``source`` is
     None and both sides are contracts, random weights are used.
 
-    Raises ValueError if ``source`` is None and a side without tensors has to quantize weights, unless both sides are
-    contracts. Also raises it if a contract alone does not determine codes (see Side.check).
-
-    sides: the trainer and the rollout.
     source: the unquantized weights by layer, or None.
     inputs: the inputs of layers, or None for random inputs.
     elements: how many elements per layer are compared.
@@ -195,24 +158,29 @@ class _Check:
         source: Mapping[str, Any] | None,
         inputs: Mapping[str, Any] | None,
         elements: int,
-        others: Mapping[str, Any],
     ) -> None:
-        self.sides, self.source, self.inputs, self.elements, self.others = sides, source, inputs, elements, others
+        self.sides, self.inputs, self.elements = sides, inputs, elements
+        self.labels = sides[0].label, sides[1].label
+        self.others: Mapping[str, Any] = getattr(source, "others", {})
         self.notes: dict[str, None] = {}
         self.amaxes: dict[Any, Any] = {}
+        stacks = side_rows.stacks_in(source, True).union(*(side_rows.stacks_in(side.stored, False) for side in sides))
+        self.source = None if source is None else side_rows.unstacked(source, stacks)
         for side, other in (sides, sides[::-1]):
             side.check()
-            if not side.input_scales and side.stored is None:
+            if side.stored is not None:
+                side.stored = side_rows.unstacked(side.stored, stacks)
+            elif not side.input_scales:
                 side.input_scales = other.input_scales
         if source is None and all(side.stored is None and side.function is None for side in sides):
-            known = [side.contract for side in sides if side.contract is not None]
-            patterns = _patterns(known)
-            self.source = _drawn(known, patterns)
+            contracts = [side.contract for side in sides]
+            patterns = _patterns(contracts)
+            self.source = _drawn(contracts, patterns)
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in self.source):
                     self.notes[f"layers of the pattern {pattern!r}, which no random layer matches"] = None
-        elif source is None and any(side.makes for side in sides):
-            label = next(side.label for side in sides if side.makes)
+        elif source is None and any(side.stored is None for side in sides):
+            label = next(side.label for side in sides if side.stored is None)
             way = "pass the unquantized model as weights= or --weights"
             raise ValueError(f"{OP}: {label} quantizes weights, but none are given; {way}")
 
@@ -229,10 +197,12 @@ class _Check:
                 self.notes[f"{len(chosen) - i:,} layers, because {seconds:g} s had passed: {listed(chosen[i:])}"] = None
                 break
             found.append(self._layer(name))
-        sampled = self._sampled(found, len(names))
+        layers = f"{len(found):,} of " * (len(found) < len(names)) + counted(len(names), "layer")
+        elements, total = sum(one.elements for one in found), sum(one.total for one in found)
+        sampled = f"compared {elements:,} of {total:,} elements in {layers}"
         found += [*others, *self._of_inputs(), *self._of_kv(kv)]
         a, b = (side.contract for side in self.sides)
-        diff = None if a is None or b is None else a.diff(b)
+        diff = None if a is NO_CONTRACT or b is NO_CONTRACT else a.diff(b)
         return Parity(tuple(found), diff, tuple(missing), tuple(self.notes), sampled, tuple(self._exclusions(names)))
 
     def _exclusions(self, names: Collection[str]) -> Iterator[str]:
@@ -261,12 +231,12 @@ class _Check:
             if name not in own and name not in side.others  # _of_others compares these
         ]
         lacking = "the sides have no layer in common"
-        if any(side.makes for side in self.sides) and stored:
+        if len(stored) == 1:
             assert self.source is not None
             lacking = "no layer of the sides has an unquantized weight" if names else lacking
             absent = [name for name in names if name not in self.source]
             if absent:
-                count = f"{len(absent):,} layer{'s' * (len(absent) != 1)}"
+                count = counted(len(absent), "layer")
                 self.notes[f"{count} without an unquantized weight: {listed(absent)}"] = None
             names = [name for name in names if name in self.source]
         only_others = not first and not last and all(side.others for side in self.sides)
@@ -288,32 +258,33 @@ class _Check:
     def _layer(self, name: str) -> LayerParity:
         """Compare one layer of both sides, and return a LayerParity."""
         x = self._x(name)
-        weight = None if self.source is None or name not in self.source else self.source[name]
-        alone = [side for side in self.sides if side.stored is None and side.function is None]
-        wholes = [None if side in alone else side.weights_of(name, weight) for side in self.sides]
-        shapes = {_shape(w) for w in wholes if w is not None} | ({x.shape} if x is not None else set())
+        weight = None if self.source is None else self.source.get(name)
+        wholes = [side.given(name, weight) for side in self.sides]
+        alone = [side.label for side, whole in zip(self.sides, wholes, strict=True) if whole is None]
+        shapes = {whole.shape for whole in (*wholes, x) if whole is not None}
         if len(shapes) > 1:
             raise ValueError(f"{OP}: {name} has the shapes {' and '.join(map(str, sorted(shapes)))}; needs one shape")
         (shape,) = shapes
-        if len(shape) != 2 or any(w is not None and w.q is None and w.values is None for w in wholes):
+        if len(shape) != 2:
             if alone:
                 raise ValueError(
-                    f"{OP}: {name} has the shape {shape}; needs a matrix, because {alone[0].label} has only a contract"
+                    f"{OP}: {name} has the shape {shape}; needs a matrix, because {alone[0]} has only a contract"
                 )
-            return self._tensor(name, [w for w in wholes if w is not None])
+            return self._tensor(name, [whole for whole in wholes if whole is not None])
         if 0 in shape:
             raise ValueError(f"{OP}: {name} has the shape {shape}; needs at least one element")
-        recipes = [side.recipe_of(name, None if w is None else w.q) for side, w in zip(self.sides, wholes, strict=True)]
+        recipes = [side.recipe_of(name, whole) for side, whole in zip(self.sides, wholes, strict=True)]
         rows = self._rows(shape, [r for r in recipes if r is not None])
         part = None if x is None else np.ascontiguousarray(x[rows])
         compared, plain = [], []
         for i, (side, r) in enumerate(zip(self.sides, recipes, strict=True)):
             own = part if part is None or r is None else side.transformed(part)
             compared.append(self._compared(i, name, wholes[i], own, rows, recipes))
-            values = compared[i].part.values
-            plain.append(r is None and values is not None and (part is None or same(values, part)))
-        kind: Any = "tensor" if all(side.contract is None for side in self.sides) and all(plain) else "weight"
-        found = compare_layer(name, kind, (compared[0], compared[1]), rows, shape[0] * shape[1])
+            values = compared[i].part
+            plain.append(r is None and isinstance(values, np.ndarray) and (part is None or same(values, part)))
+        are_tensors = all(side.contract is NO_CONTRACT for side in self.sides) and all(plain)
+        kind: Kind = "tensor" if are_tensors else "weight"
+        found = compare_layer.compare_layer(name, kind, (compared[0], compared[1]), rows, shape[0] * shape[1])
         if found.step == "value" and plain[0] != plain[1]:
             found = self._half_quantized(found, plain, recipes)
         return self._with_products(found, name, compared, recipes, shape)
@@ -324,17 +295,14 @@ class _Check:
         """Return a copy of ``found`` with the step "quantization" and a text that says which side does not quantize."""
         at = 0 if plain[0] else 1
         other = recipes[1 - at]
-        text = f"{self.sides[at].label} does not quantize this layer, and {self.sides[1 - at].label} does"
+        text = f"{self.labels[at]} does not quantize this layer, and {self.labels[1 - at]} does"
         way = f"; quantize it by {other.id}, or exclude it on both sides" if other else ""
         return replace(found, step="quantization", setting=text + way)
 
-    def _tensor(self, name: str, wholes: Sequence[Weights]) -> LayerParity:
+    def _tensor(self, name: str, wholes: Sequence[Matrix], kind: Kind = "tensor") -> LayerParity:
         """Compare the values of two tensors that are not matrices, such as logits of three axes, as one row each."""
-        flat = [_values(w).reshape(1, -1) for w in wholes]
-        a, b = (
-            ComparedRows(one.label, Weights(None, x), Making(None)) for one, x in zip(self.sides, flat, strict=True)
-        )
-        return compare_layer(name, "tensor", (a, b), np.zeros(1, np.intp), flat[0].size)
+        a, b = (Rows(label, _values(whole).reshape(1, -1)) for label, whole in zip(self.labels, wholes, strict=True))
+        return compare_layer.compare_layer(name, kind, (a, b), np.zeros(1, np.intp), np.size(a.part))
 
     def _rows(self, shape: tuple[int, ...], recipes: Sequence[Recipe]) -> np.ndarray:
         """Return the ascending indices of the rows to compare, which hold at least ``self.elements`` elements."""
@@ -352,59 +320,52 @@ class _Check:
         self,
         i: int,
         name: str,
-        whole: Weights | None,
+        whole: Matrix | None,
         x: np.ndarray | None,
         rows: np.ndarray,
         recipes: Sequence[Recipe | None],
-    ) -> ComparedRows:
+    ) -> Rows:
         """Return the compared rows of side i, and how that side made them."""
         side, recipe = self.sides[i], recipes[i]
-        container = None if side.contract is None else side.contract.container
+        container = side.contract.container
         if whole is None:
             assert x is not None
             if recipe is None:
-                return ComparedRows(side.label, Weights(None, x), Making(None), x)
+                return Rows(side.label, x, x)
             one = self._arithmetic(side, name, recipe, self._group(side, name), rows)
-            zeros = None if container is None else zeros_making(one, x)
-            if zeros is not None:
-                return ComparedRows(side.label, Weights(zeros.part, None), zeros.making, x, container)
-            return ComparedRows(side.label, made(x, one.recipe, one.amax), Making(one), x, container)
-        if whole.q is not None:
-            whole = Weights(as_loaded(replace(whole.q, recipe=side.decoding(whole.q.recipe))), None)
+            found = Rows(side.label, side_rows.made(x, one.recipe, one.amax), x, one, container=container)
+            zeros = None if container is None else side_rows.as_zeros(found, one, x)
+            return zeros or found
+        if isinstance(whole, Quantized):
+            whole = side_rows.as_loaded(replace(whole, recipe=side.decoding(whole.recipe)))
         part = rows_of(whole, rows)
-        if x is None or (whole.q is None and recipe is None and side.function is None and side.contract is not None):
-            return ComparedRows(side.label, part, self._order_without_source(i, name, whole))
-        likely = [r for r in (recipe, recipes[1 - i]) if r is not None]
+        is_plain = isinstance(whole, np.ndarray) and recipe is None and side.function is None
+        if x is None or (is_plain and side.contract is not NO_CONTRACT):
+            return self._order_without_source(Rows(side.label, part), i, name, whole)
+        groups = dict.fromkeys((self._group(side, name), (name,), self._group(self.sides[1 - i], name)))
+        tried = [
+            self._arithmetic(side, name, r, group, rows)
+            for r in (recipe, recipes[1 - i])
+            if r is not None and side_rows.fits(part, r)
+            for group in groups
+        ]
+        return side_rows.with_making(Rows(side.label, part, x, container=container), x, whole, rows, tried)
 
-        def candidates(r: Recipe) -> Iterator[Arithmetic]:
-            groups = [self._group(one, name) for one in (side, self.sides[1 - i])]
-            for group in dict.fromkeys((groups[0], (name,), groups[1])):
-                yield self._arithmetic(side, name, r, group, rows)
-
-        return ComparedRows(side.label, part, making_of(whole, x, rows, likely, candidates), x, container)
-
-    def _order_without_source(self, i: int, name: str, whole: Weights) -> Making:
-        """Find out in which wrong order the rollout stores the trainer's bytes, and return a Making that names it."""
-        other = self.sides[1 - i]
-        if i == 0 or whole.q is None or other.stored is None:
-            return Making(None)
-        right = other.weights_of(name, None).q
-        if right is None:
-            return Making(None)
-        other_codes = right.recipe.element == whole.q.recipe.element and not np.array_equal(
-            right.packed, whole.q.packed
-        )
-        if not other_codes and same(right.block_scale, whole.q.block_scale):
-            return Making(None)
-        for step, wrong, q in orders(whole.q):
+    def _order_without_source(self, found: Rows, i: int, name: str, whole: Matrix) -> Rows:
+        """Return ``found`` with the wrong order in which the rollout stores the trainer's bytes, if it does."""
+        right = self.sides[1 - i].given(name, None) if i and self.sides[1 - i].stored is not None else None
+        if not (isinstance(right, Quantized) and isinstance(whole, Quantized)):
+            return found
+        other_codes = right.recipe.element == whole.recipe.element and not np.array_equal(right.packed, whole.packed)
+        if not other_codes and same(right.block_scale, whole.block_scale):
+            return found
+        for step, wrong, q in side_rows.orders(whole):
             if np.array_equal(q.packed, right.packed) and same(q.block_scale, right.block_scale):
-                return Making(None, "code" if step == "code" else "block scale", wrong)
-        return Making(None)
+                return replace(found, step=step, wrong=wrong)
+        return found
 
     def _group(self, side: Side, name: str) -> tuple[str, ...]:
         """Return the names of the layers that share one tensor amax, including ``name``, by the contract of a side."""
-        if side.contract is None or "shared_amax" in side.contract.unknown:
-            return (name,)
         return side.contract.group_of(name, self.source or {})
 
     def _arithmetic(self, side: Side, name: str, r: Recipe, group: tuple[str, ...], rows: np.ndarray) -> Arithmetic:
@@ -412,68 +373,52 @@ class _Check:
         # The recipe in the result has the side's decode rule, and amaxes are measured after the side's Hadamard
         # transform.
         shared = group if r.tensor_scaling == "tensor" else (name,)
-        amax = largest(self._amax(side, layer, r) for layer in shared)
+        amax = side_rows.largest(self._amax(side, layer, r) for layer in shared)
         rows_of_amax = amax if amax is None or not amax.ndim else amax[rows]
         return Arithmetic(side.decoding(r), rows_of_amax, shared, side.transform)
 
     def _amax(self, side: Side, layer: str, r: Recipe) -> Any:
         """Return the tensor amaxes of a whole layer after the side's Hadamard transform, for a recipe."""
-        # The layer must have an unquantized weight.
-        contract = side.contract
-        transform = None if contract is None else (contract.hadamard, contract.hadamard_signs)
-        key = layer, r.tensor_scaling, r.amax_nan, r.flush, transform
+        key = layer, r.tensor_scaling, r.amax_nan, r.flush, side.transform
         if key not in self.amaxes:
             x = self._x(layer)
             assert x is not None
-            self.amaxes[key] = amax_of(side.transformed(x), r)
+            self.amaxes[key] = side_rows.amax_of(side.transformed(x), r)
         return self.amaxes[key]
 
     def _with_products(
         self,
         found: LayerParity,
         name: str,
-        compared: Sequence[ComparedRows],
+        compared: Sequence[Rows],
         recipes: Sequence[Recipe | None],
         shape: tuple[int, ...],
     ) -> LayerParity:
         """Multiply the layer by inputs on both sides, and return the result with the counts of differing products."""
         # The products cannot be computed if a side has no contract that states how, or if its matrix unit has no
         # instruction for the operands.
-        units = []
         for side in self.sides:
-            if why := why_no_products(side.contract):
+            if why := compare_layer.why_no_products(side.contract):
                 self.notes[f"products: {side.label}: {why}"] = None
                 return found
-            assert side.contract is not None and side.contract.unit is not None
-            units.append(side.contract.unit)
-        inputs = self._input(name, shape[1])
-        results = []
+        inputs, limit = self._input(name, shape[1]), np.arange(_PRODUCT_ROWS)
+        results, quantizers = [], []
         for side, one, recipe in zip(self.sides, compared, recipes, strict=True):
-            limit = np.arange(min(_PRODUCT_ROWS, _shape(one.part)[0]))
+            part = rows_of(one.part, limit[: one.part.shape[0]])
             try:
-                results.append(products(side, inputs, rows_of(one.part, limit), recipe is not None, name))
+                results.append(compare_layer.products(side, inputs, part, recipe is not None, name))
             except ValueError as error:
                 self.notes[f"products: {one.label}: {error}"] = None
                 return found
-        labels = self.sides[0].label, self.sides[1].label
-        settings = [_operands(compared)]
+            quantizers.append(() if recipe is None else _input_quantizer(side, name, inputs))
+        settings, units = [_operands(compared)], [side.contract.unit for side in self.sides if side.contract.unit]
         if units[0] != units[1]:
-            both = " and ".join(f"{unit.id} in {label}" for unit, label in zip(units, labels, strict=True))
+            both = " and ".join(f"{unit.id} in {label}" for unit, label in zip(units, self.labels, strict=True))
             settings.insert(0, f"unit {both}; use one unit on both sides")
-        if self._quantizes_inputs(0, name, inputs, recipes[0]) != self._quantizes_inputs(1, name, inputs, recipes[1]):
+        if quantizers[0] != quantizers[1]:
             settings.append(INPUTS_DIFFER)
-        return with_products(found, results[0], results[1], "; ".join(filter(None, settings)), labels)
-
-    def _quantizes_inputs(self, i: int, name: str, x: np.ndarray, recipe: Recipe | None) -> tuple[Any, ...]:
-        """Return what side i quantizes the inputs of a layer with: (recipe, static amax, transform)."""
-        # The static amax is None if the amax is measured.
-        side = self.sides[i]
-        assert side.contract is not None
-        if recipe is None:
-            return ()
-        activations = side.contract.activations
-        amax = None if activations is None else side.input_amax(name, activations, x.dtype)
-        return activations, None if amax is None else float(amax), side.transform
+        text = "; ".join(filter(None, settings))
+        return compare_layer.with_products(found, results[0], results[1], text, self.labels)
 
     def _input(self, name: str, columns: int) -> np.ndarray:
         """Return the inputs of a layer as an array (tokens, K)."""
@@ -488,57 +433,63 @@ class _Check:
         """Compare the tensors of checkpoints that are no layers, such as norms and biases."""
         # A side may also store such a tensor as a layer.
         of_sides = [
-            (self.others, self.source or {}) if side.makes else (side.others, side.stored or {}) for side in self.sides
+            (self.others, self.source or {}) if side.stored is None else (side.others, side.stored)
+            for side in self.sides
         ]
         lacking: dict[str, list[str]] = {}
         names = list(dict.fromkeys(name for side in self.sides for name in side.others))
         for i, name in enumerate(names):
             if end is not None and time.monotonic() > end:
-                self.notes[f"{_tensors(names[i:])} besides the layers, because the time had passed"] = None
+                self.notes[f"{counted(len(names) - i, 'tensor')} besides the layers, because the time had passed"] = (
+                    None
+                )
                 break
             a, b = (
-                next((as_weights(f"{side.label}: {name}", place[name]) for place in places if name in place), None)
+                next(
+                    (side_rows.as_matrix(f"{side.label}: {name}", place[name]) for place in places if name in place),
+                    None,
+                )
                 for side, places in zip(self.sides, of_sides, strict=True)
             )
             if a is not None and b is not None:
                 yield self._compared_other(name, a, b)
             else:
-                lacking.setdefault(self.sides[1 if b is None else 0].label, []).append(name)
+                lacking.setdefault(self.labels[b is None], []).append(name)
         for label, absent in lacking.items():
-            self.notes[f"{_tensors(absent)} besides the layers, which {label} does not have: {listed(absent)}"] = None
+            count = counted(len(absent), "tensor")
+            self.notes[f"{count} besides the layers, which {label} does not have: {listed(absent)}"] = None
 
-    def _compared_other(self, name: str, a: Weights, b: Weights) -> LayerParity:
+    def _compared_other(self, name: str, a: Matrix, b: Matrix) -> LayerParity:
         """Compare a tensor of both sides that is no layer, by its values."""
         x, y = _values(a), _values(b)
-        same_shape = x.shape == y.shape or x.size == y.size == 1
-        if same_shape and x.dtype == y.dtype and np.array_equal(_bytes(x), _bytes(y)):
-            return LayerParity(name, "other tensor", x.size, x.size, values=(0, x.size))
-        if same_shape and x.dtype in FLOATS and y.dtype in FLOATS:
-            return replace(self._tensor(name, (a, b)), kind="other tensor")
-        label, other = (side.label for side in self.sides)
         found = LayerParity(name, "other tensor", x.size, x.size)
-        if not same_shape:
-            return replace(found, step="value", setting=f"{label} has the shape {x.shape}, and {other} {y.shape}")
+        if x.shape != y.shape and not x.size == y.size == 1:
+            shapes = f"{self.labels[0]} has the shape {x.shape}, and {self.labels[1]} {y.shape}"
+            return replace(found, step="value", setting=shapes)
+        if x.dtype == y.dtype and np.array_equal(_bytes(x), _bytes(y)):
+            return replace(found, values=(0, x.size))
+        if x.dtype in FLOATS and y.dtype in FLOATS:
+            return self._tensor(name, (a, b), "other tensor")
         numbers = list(zip(x.reshape(-1).tolist(), y.reshape(-1).tolist(), strict=True))
         differing = [i for i, (p, q) in enumerate(numbers) if p != q and (p == p or q == q)]  # NaN equals NaN
-        found = replace(found, values=(len(differing), x.size))
+        count, found = len(differing), replace(found, values=(len(differing), x.size))
         if not differing:
             return found
         p, q = numbers[differing[0]]
-        text = f"element {differing[0]:,} of {x.size:,}: {label} {p} and {other} {q}"
-        return replace(found, step="value", count=len(differing), examined=len(differing), element=text)
+        text = f"element {differing[0]:,} of {x.size:,}: {self.labels[0]} {p} and {self.labels[1]} {q}"
+        return replace(found, step="value", count=count, examined=count, element=text)
 
     def _of_inputs(self) -> Iterator[LayerParity]:
         """Quantize inputs on both sides, and yield one comparison per input."""
         tensors = self.inputs or {"drawn": self._input("drawn", _DRAWN[1])}
         found = [*self._by_setting("activations", "input", tensors)]
-        lacking = []
-        for side in self.sides if found else ():
-            assert side.contract is not None
-            is_static = side.contract.input_scales == "static"
-            absent = (name for name in tensors if name not in side.input_scales)
-            if is_static and any(self._input_recipe(side, "activations", name) for name in absent):
-                lacking.append(side.label)
+        lacking = [
+            side.label
+            for side in self.sides
+            if found and side.contract.input_scales == "static"
+            for absent in [[name for name in tensors if name not in side.input_scales]]
+            if any(self._input_recipe(side, "activations", name) for name in absent)
+        ]
         if lacking:
             text = f"stored input scales of {' and '.join(lacking)}; inputs are compared with their own amax"
             self.notes[text] = None
@@ -548,18 +499,20 @@ class _Check:
         """Quantize keys and values by the recipe of each side's KV cache, and yield one comparison per array."""
         tensors = kv or {"drawn": self._input("drawn", _HEAD_DIM)}
         yield from self._by_setting("kv_cache", "kv cache", tensors)
-        contracts = [side.contract for side in self.sides]
-        layouts = [None if one is None or "kv_layout" in one.unknown else one.kv_layout for one in contracts]
-        recipe = None if contracts[0] is None else contracts[0].kv_cache
-        if layouts[0] is not None and layouts[1] is not None and recipe is not None and layouts[0] != layouts[1]:
+        a, b = (side.contract for side in self.sides)
+        if (
+            a.kv_layout is not None
+            and b.kv_layout is not None
+            and a.kv_cache is not None
+            and a.kv_layout != b.kv_layout
+        ):
             own = {} if kv is None else {name: array_of(f"kv: {name}", x) for name, x in kv.items()}
-            yield from compare_layouts(layouts[0], layouts[1], recipe, (self.sides[0].label, self.sides[1].label), own)
+            yield from compare_layer.compare_layouts(a.kv_layout, b.kv_layout, a.kv_cache, self.labels, own)
 
-    def _by_setting(self, setting: str, kind: Any, tensors: Mapping[str, Any]) -> Iterator[LayerParity]:
+    def _by_setting(self, setting: str, kind: Kind, tensors: Mapping[str, Any]) -> Iterator[LayerParity]:
         """Quantize tensors on both sides, by the recipes in one setting of the contracts, and yield the comparisons."""
         contracts = [side.contract for side in self.sides]
-        is_known = all(one is not None and setting not in one.unknown for one in contracts)
-        if not is_known or not any(getattr(one, setting) for one in contracts):
+        if any(setting in one.unknown for one in contracts) or not any(getattr(one, setting) for one in contracts):
             return
         for name, given in tensors.items():
             recipes = [self._input_recipe(side, setting, name) for side in self.sides]
@@ -567,28 +520,21 @@ class _Check:
             rows = self._rows(x.shape, [r for r in recipes if r is not None])
             sides = self.sides if kind == "input" else [Side(side.label) for side in self.sides]
             compared = [_quantized(side, name, x, rows, r) for side, r in zip(sides, recipes, strict=True)]
-            found = compare_layer(name, kind, (compared[0], compared[1]), rows, x.size)
+            found = compare_layer.compare_layer(name, kind, (compared[0], compared[1]), rows, x.size)
             plain = [r is None for r in recipes]
             yield self._half_quantized(found, plain, recipes) if plain[0] != plain[1] and not found.equal else found
 
     def _input_recipe(self, side: Side, setting: str, name: str) -> Recipe | None:
         """Return the recipe by which a side quantizes an input, keys or values; None if it leaves them unquantized."""
         one = side.contract
-        assert one is not None
         of_layer = setting == "activations" and bool(self.inputs) and "weights" not in one.unknown
         found: Recipe | None = None if of_layer and one.recipe_of(name) is None else getattr(one, setting)
         return found
 
-    def _sampled(self, found: Sequence[LayerParity], count: int) -> str:
-        """Return what was compared, such as "compared 18,432 of 18,432 elements in 3 layers"."""
-        layers = f"{len(found):,} of {count:,} layers" if len(found) < count else f"{count:,} layer{'s' * (count != 1)}"
-        elements, total = sum(one.elements for one in found), sum(one.total for one in found)
-        return f"compared {elements:,} of {total:,} elements in {layers}"
-
 
 def _unquantized(side: Side, engine: str, names: Collection[str]) -> Mapping[str, bool]:
     """Return layer -> whether an engine leaves it unquantized on a side, for the layers for which this is known."""
-    if side.unquantized or side.contract is None or not side.makes or "weights" in side.contract.unknown:
+    if side.unquantized or side.stored is not None or "weights" in side.contract.unknown:
         return {name: left for name, left in side.unquantized.get(engine, {}).items() if name in names}
     return {name: side.contract.recipe_of(name) is None for name in names}
 
@@ -601,34 +547,35 @@ def _matrix(what: str, given: Any) -> np.ndarray:
     return x.reshape(-1, x.shape[-1])
 
 
-def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe | None) -> ComparedRows:
+def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe | None) -> Rows:
     """Return some rows of an array as a side quantizes them by a recipe."""
     if r is None:
-        return ComparedRows(side.label, Weights(None, x[rows]), Making(None), x[rows])
+        return Rows(side.label, x[rows], x[rows])
     x = side.transformed(x)
     static = side.input_amax(name, r, x.dtype)
-    amax = amax_of(x, r) if static is None else static
+    amax = side_rows.amax_of(x, r) if static is None else static
     rows_of_amax = amax if amax is None or not amax.ndim else amax[rows]
     one = Arithmetic(r, rows_of_amax, (name,) if static is None else (), side.transform, static is not None)
     part = np.ascontiguousarray(x[rows])
-    return ComparedRows(side.label, made(part, r, one.amax), Making(one), part)
+    return Rows(side.label, side_rows.made(part, r, one.amax), part, one)
 
 
-def _operands(compared: Sequence[ComparedRows]) -> str:
+def _input_quantizer(side: Side, name: str, x: np.ndarray) -> tuple[Any, ...]:
+    """Return what a side quantizes the inputs of a layer with: (recipe, static amax or None, transform)."""
+    activations = side.contract.activations
+    amax = None if activations is None else side.input_amax(name, activations, x.dtype)
+    return activations, None if amax is None else float(amax), side.transform
+
+
+def _operands(compared: Sequence[Rows]) -> str:
     """Return a text that explains differing products if one side multiplies values and the other side codes."""
-    a, b = compared
-    if (a.part.q is None) == (b.part.q is None):
+    values, codes = ([one for one in compared if isinstance(one.part, kind)] for kind in (np.ndarray, Quantized))
+    if not values or not codes:
         return ""
-    values, codes = (a, b) if a.part.q is None else (b, a)
     return (
-        f"{values.label} has values, which are multiplied as bfloat16, and {codes.label} multiplies codes; multiply"
-        " codes on both sides"
+        f"{values[0].label} has values, which are multiplied as bfloat16, and {codes[0].label} multiplies codes;"
+        " multiply codes on both sides"
     )
-
-
-def _tensors(names: Sequence[str]) -> str:
-    """Return a count of tensors as text, such as "1 tensor" or "3 tensors"."""
-    return f"{len(names):,} tensor{'s' * (len(names) != 1)}"
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:
@@ -636,14 +583,9 @@ def _bytes(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
-def _shape(w: Weights) -> tuple[int, ...]:
-    """Return the shape of the matrix in w: the unpacked shape of its Quantized, or the shape of its array."""
-    return w.q.shape if w.q is not None else np.asarray(w.values).shape
-
-
-def _values(w: Weights) -> np.ndarray:
-    """Return the values in w as an array: the array itself, or those of its Quantized, decoded to float32."""
-    return np.asarray(w.values if w.q is None else w.q.dequantize(np.float32))
+def _values(matrix: Matrix) -> np.ndarray:
+    """Return an array itself, or the values of a Quantized, decoded to float32."""
+    return np.asarray(matrix.dequantize(np.float32) if isinstance(matrix, Quantized) else matrix)
 
 
 def _patterns(contracts: Sequence[Contract]) -> list[str]:

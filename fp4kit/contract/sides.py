@@ -1,5 +1,4 @@
 """Define Side: one side of fp4kit.parity (trainer or rollout engine), which gives the codes or values of a layer.
-Weights are a Quantized or, for a side without codes, an array of values.
 
 A side is described by a Contract, by tensors, by a function, or by a Contract together with tensors or a function.
 """
@@ -15,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.contract.schema import Contract
+from fp4kit.contract.schema import SETTINGS, Contract
 from fp4kit.formats import FLT_MAX, FLT_MIN, bit_patterns
 from fp4kit.layouts import padded_shape, swizzle_scales, unswizzle_scales
 from fp4kit.lazy import FUNCTIONS
@@ -35,29 +34,17 @@ from fp4kit.reference.tensor_rules import UNKNOWN, covered_range, static_amax
 
 OP = "parity"
 Amax: TypeAlias = "np.ndarray | None"
+Matrix: TypeAlias = "Quantized | np.ndarray"
+"""A matrix of one side: its codes and scales or, for a side without codes, its values."""
+NO_CONTRACT = Contract(unknown=SETTINGS)  # of a side for which none is given
 # signs of Transformer Engine's transforms -> their sign masks
 _MASKS = {None: 0, "".join("-" if TE_SIGN_MASK >> i & 1 else "+" for i in range(HADAMARD_BLOCK)): TE_SIGN_MASK}
 _WEIGHT = ".weight"
 _DIVIDES = "compressed-tensors"  # containers that store the tensor scale as a divisor
 
 
-class Weights(NamedTuple):
-    """One matrix of one side. One of the two fields is None.
-
-    q: the codes and scales, as a Quantized.
-    values: the values, as an array.
-    """
-
-    q: Quantized | None
-    values: np.ndarray | None
-
-
 class InputScale(NamedTuple):
-    """The static input scale of a layer as a checkpoint stores it.
-
-    value: the stored number.
-    divides: True if it divides on decode, False if it multiplies.
-    """
+    """The static input scale of a layer as a checkpoint stores it; ``divides`` says whether it divides on decode."""
 
     value: np.float32
     divides: bool
@@ -67,8 +54,8 @@ class Side:
     """One side of a parity check, which gives the codes or values of layers.
 
     label: the name of the side in messages, "train" or "rollout".
-    contract: the settings of the side; None if none are known.
-    stored: layer -> Quantized or array; None if the side has no tensors.
+    contract: the settings of the side; NO_CONTRACT if none are given.
+    stored: layer -> Quantized or array; None if the side computes codes or values from unquantized weights.
     function: called with a layer's name and its weight, returns a Quantized or an array; None if the side has none.
     input_scales: layer -> InputScale, taken from `stored`; empty if `stored` has no input scales.
     others: the tensors of a checkpoint that are no layers, such as norms and biases, taken from `stored`.
@@ -79,7 +66,7 @@ class Side:
     def __init__(
         self,
         label: str,
-        contract: Contract | None = None,
+        contract: Contract = NO_CONTRACT,
         stored: Mapping[str, Any] | None = None,
         function: Callable[[str, Any], Any] | None = None,
     ) -> None:
@@ -88,57 +75,46 @@ class Side:
         self.others: Mapping[str, Any] = getattr(stored, "others", {})
         self.unquantized: Mapping[str, Mapping[str, bool]] = getattr(stored, "unquantized", {})
 
-    @property
-    def makes(self) -> bool:
-        """True if the side computes codes or values from unquantized weights; False if it stores tensors."""
-        return self.stored is None
-
-    def recipe_of(self, layer: str, q: Quantized | None) -> Recipe | None:
+    def recipe_of(self, layer: str, matrix: Matrix | None) -> Recipe | None:
         """Return the recipe of a layer's weight, or None if the layer is unquantized or its recipe is unknown."""
-        if self.contract is not None and "weights" not in self.contract.unknown:
+        if "weights" not in self.contract.unknown:
             return self.contract.recipe_of(layer)
-        return None if q is None else q.recipe
+        return matrix.recipe if isinstance(matrix, Quantized) else None
 
     def decoding(self, r: Recipe) -> Recipe:
         """Return r with the decode rule of loaders if the contract names a container, otherwise r itself."""
-        container = None if self.contract is None else self.contract.container
+        container = self.contract.container
         if container is None or r.fake_only:
             return r
         return as_stored(r, container.startswith(_DIVIDES) and r.scale is not None)
 
-    def weights_of(self, layer: str, x: np.ndarray | None) -> Weights:
-        """Return the matrix that the side stores for a layer or, without stored tensors, that its function returns."""
-        # The side must have stored tensors or a function.
+    def given(self, layer: str, x: Any) -> Matrix | None:
+        """Return the matrix that the side stores, or that its function returns; None if it has only a contract."""
+        what = f"{self.label}: {layer}"
         if self.stored is not None:
-            return as_weights(f"{self.label}: {layer}", self.stored[layer])
-        assert self.function is not None
-        return as_weights(f"{self.label}: {layer}", self.function(layer, x))
+            return as_matrix(what, self.stored[layer])
+        return None if self.function is None else as_matrix(what, self.function(layer, x))
 
     @property
     def transform(self) -> str:
         """The size and the signs of the contract's Hadamard transform in words, such as "32 without signs"."""
-        contract = self.contract
-        if contract is None or contract.hadamard is None:
-            return ""
-        signs = contract.hadamard_signs
-        return f"{contract.hadamard} " + (f"with signs {signs}" if signs else "without signs")
+        size, signs = self.contract.hadamard, self.contract.hadamard_signs
+        return "" if size is None else f"{size} " + (f"with signs {signs}" if signs else "without signs")
 
     def transformed(self, x: np.ndarray) -> np.ndarray:
         """Return a matrix after the Hadamard transform of the contract; x itself if the contract has no transform."""
-        contract = self.contract
-        if contract is None or contract.hadamard is None:
+        size, signs = self.contract.hadamard, self.contract.hadamard_signs
+        if size is None:
             return x
-        size, signs = contract.hadamard, contract.hadamard_signs
         if size == HADAMARD_BLOCK and signs in _MASKS:
             return hadamard_blocks(x, _MASKS[signs])
         return np.asarray(hadamard(x, size, signs=None if signs is None else [1 if s == "+" else -1 for s in signs]))
 
     def input_amax(self, layer: str, recipe: Recipe, dtype: np.dtype) -> np.ndarray | None:
         """Return the tensor amax from which a recipe of activations computes the stored input scale of a layer."""
-        if self.contract is None or self.contract.input_scales != "static" or recipe.tensor_scaling != "tensor":
-            return None
         scale = self.input_scales.get(layer)
-        if scale is None or not 0 < scale.value < np.inf:
+        is_static = self.contract.input_scales == "static" and recipe.tensor_scaling == "tensor"
+        if not is_static or scale is None or not 0 < scale.value < np.inf:
             return None
         found = static_amax(scale.value, recipe, dtype, scale.divides)
         if found != UNKNOWN:
@@ -149,12 +125,10 @@ class Side:
 
     def check(self) -> None:
         """Raise ValueError if the side has only a contract, and this contract does not determine codes alone."""
-        contract = self.contract
-        if contract is None or not self.makes or self.function is not None:
-            return
-        why = f"searches block scales ({contract.scale_search})" if contract.scale_search is not None else ""
-        why = "does not know the recipe of weights" if "weights" in contract.unknown else why
-        if why:
+        search = self.contract.scale_search
+        why = "" if search is None else f"searches block scales ({search})"
+        why = "does not know the recipe of weights" if "weights" in self.contract.unknown else why
+        if why and self.stored is None and self.function is None:
             raise ValueError(
                 f"{OP}: {self.label}: the contract {why}, so it does not determine codes alone; give the checkpoint"
             )
@@ -169,16 +143,17 @@ def side_of(label: str, given: Any) -> Side:
                 f"{OP}: {label} is a pair of two contracts; needs one contract, or a pair of a Contract and tensors, a"
                 " model or a function"
             )
-        return Side(label, given[0], side.stored, side.function)
+        side.contract = given[0]
+        return side
     if isinstance(given, Contract):
         return Side(label, given)
     if isinstance(given, (str, Path)):
         contract, stored = FUNCTIONS["parity.open"](given)
-        return Side(label, contract, stored)
+        return Side(label, contract or NO_CONTRACT, stored)
     if isinstance(given, Mapping):
-        return Side(label, None, by_layer(given))
+        return Side(label, stored=by_layer(given))
     if callable(given):
-        return Side(label, None, None, given)
+        return Side(label, function=given)
     raise TypeError(
         f"{OP}: {label} is a {type(given).__name__}; needs a Contract, a path, a mapping of tensors, a function, or a"
         " pair of a Contract and one of the others"
@@ -209,14 +184,14 @@ def by_layer(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name.removesuffix(_WEIGHT): tensors[name] for name in tensors}
 
 
-def as_weights(what: str, given: Any) -> Weights:
-    """Convert a Quantized or an array of any library to Weights in host memory, with linear block scales."""
-    if isinstance(given, Quantized):
-        q = on_host(given, OP)
-        if q.axis != len(q.shape) - 1:
-            raise ValueError(f"{OP}: {what} is quantized along axis {q.axis}; needs the last axis")
-        return Weights(q if q.scale_layout == "linear" else unswizzle(q), None)
-    return Weights(None, array_of(what, given))
+def as_matrix(what: str, given: Any) -> Matrix:
+    """Convert a Quantized or an array of any library to one in host memory, with linear block scales."""
+    if not isinstance(given, Quantized):
+        return array_of(what, given)
+    q = on_host(given, OP)
+    if q.axis != len(q.shape) - 1:
+        raise ValueError(f"{OP}: {what} is quantized along axis {q.axis}; needs the last axis")
+    return q if q.scale_layout == "linear" else unswizzle(q)
 
 
 def array_of(what: str, given: Any) -> np.ndarray:
@@ -251,14 +226,13 @@ def as_loaded(q: Quantized) -> Quantized:
     return replace(q, tensor_scale=np.asarray(scale), tensor_amax=None)
 
 
-def made(x: np.ndarray, recipe: Recipe, amax: Amax) -> Weights:
-    """Quantize some rows of a matrix with tensor amaxes of the whole matrix, and return a Quantized in Weights."""
+def made(x: np.ndarray, recipe: Recipe, amax: Amax) -> Matrix:
+    """Quantize some rows of a matrix with tensor amaxes of the whole matrix."""
     if recipe.fake_only:
-        return Weights(None, faked(x, recipe, amax))
+        return faked(x, recipe, amax)
     x, amax, added = _with_measured_nan(x, recipe, amax)
     q: Quantized = quantize(x, recipe, tensor_amax=amax)
-    q = box_of(q, (slice(added, len(x)), slice(0, x.shape[1]))) if added else q
-    return Weights(as_loaded(q), None)
+    return as_loaded(box_of(q, (slice(added, len(x)), slice(0, x.shape[1]))) if added else q)
 
 
 def faked(x: np.ndarray, recipe: Recipe, amax: Amax) -> np.ndarray:
@@ -274,9 +248,8 @@ def has_nan(amax: Amax) -> bool:
 
 def _with_measured_nan(x: np.ndarray, recipe: Recipe, amax: Amax) -> tuple[np.ndarray, Amax, int]:
     """Return (x, amax, added) with which quantize computes what the given amax means, also if it is NaN."""
-    # If there is one amax for the whole matrix, a block of NaN rows is put before x, because the given rows may have no
-    # NaN.
-    # ``added`` is the number of these rows, which the caller removes from the result; otherwise 0.
+    # If there is one amax for the whole matrix, ``added`` rows of NaN are put before x, because the given rows may have
+    # no NaN. The caller removes them from the result.
     if amax is None or not has_nan(amax):
         return x, amax, 0
     if amax.ndim:
@@ -292,10 +265,9 @@ def largest(amaxes: Iterable[Amax]) -> Amax:
 
 
 def stacks_in(tensors: Mapping[str, Any] | None, arrays: bool) -> set[str]:
-    """Return the names of the stacks in a dict of tensors."""
-    if not isinstance(tensors, dict):
-        return set()
-    kinds = {name: t for name, t in tensors.items() if arrays or isinstance(t, Quantized)}
+    """Return the names of the stacks in a dict of tensors: Quantized and, on request, arrays of three axes."""
+    given = tensors if isinstance(tensors, dict) else {}
+    kinds = {name: t for name, t in given.items() if arrays or isinstance(t, Quantized)}
     return {name for name, t in kinds.items() if len(getattr(t, "shape", ())) == 3}
 
 
@@ -326,10 +298,14 @@ def matrix_of(q: Quantized, e: int) -> Quantized:
     return replace(part, **parts, shape=q.shape[1:], axis=q.axis - 1)
 
 
-_LAYOUTS = ("swizzled_128x4", "swizzled_8x4")
+StepName: TypeAlias = Literal[
+    "quantization", "amax", "tensor scale", "block scale", "quotient", "tie", "code", "decode", "value", "product"
+]
+"""The steps of the arithmetic, in their order. "quantization": only one side quantizes. "tie": the quotients are equal
+and lie in the middle between two codes. "value": values differ, and nothing is known about the steps before."""
 
 
-def orders(q: Quantized) -> Iterator[tuple[str, str, Quantized]]:
+def orders(q: Quantized) -> Iterator[tuple[StepName, str, Quantized]]:
     """Yield (step, what is wrong, copy of q in the right order) for each wrong order in which q may be stored."""
     scales = list(_scale_orders(q))
     for text, one in scales:
@@ -346,7 +322,7 @@ def _scale_orders(q: Quantized) -> Iterator[tuple[str, Quantized]]:
     stored = q.block_scale
     if stored is None:
         return
-    for layout in _LAYOUTS:
+    for layout in ("swizzled_128x4", "swizzled_8x4"):
         if padded_shape(stored.shape, layout) == stored.shape:
             linear = unswizzle_scales(stored, layout, stored.shape)
             text = f"the block scales are in the layout {layout}, but are read as linear; pass scale_layout={layout!r}"
@@ -356,45 +332,15 @@ def _scale_orders(q: Quantized) -> Iterator[tuple[str, Quantized]]:
             yield text, replace(q, block_scale=swizzled)
 
 
-StepName: TypeAlias = Literal[
-    "quantization",
-    "amax",
-    "tensor scale",
-    "block scale",
-    "quotient",
-    "tie",
-    "code",
-    "decode",
-    "value",
-    "product",
-]
-"""The steps of the arithmetic, in their order. "quantization": only one side quantizes. "tie": the quotients are equal
-and lie in the middle between two codes. "value": values differ, and nothing is known about the steps before."""
-
-_ORDER: tuple[StepName, ...] = ("amax", "tensor scale", "block scale", "quotient", "code", "decode")
-# beginning of a recorded name -> step; the first entry that fits the name decides
-_STEPS = (
-    ("tensor amax", "amax"),
-    ("block amax", "amax"),
-    ("tensor", "tensor scale"),
-    ("amax", "block scale"),
-    ("log2", "block scale"),
-    ("exponent", "block scale"),
-    ("block scale", "block scale"),
-    ("error", "block scale"),
-    ("factor", "quotient"),
-    ("scaled", "quotient"),
-    ("element *", "quotient"),
-    ("element /", "quotient"),
-    ("code before", "code"),
-    ("value before", "code"),
-    ("value scaled", "code"),
-    ("code", "code"),
-    ("element value", "decode"),
-    ("magnitude", "decode"),
-    ("decoded", "decode"),
-    ("result", "decode"),
-)
+# step -> beginnings of the names of its results; the first that fits a name decides
+_STEPS: dict[StepName, tuple[str, ...]] = {
+    "amax": ("tensor amax", "block amax"),
+    "tensor scale": ("tensor",),
+    "block scale": ("amax", "log2", "exponent", "block scale", "error"),
+    "quotient": ("factor", "scaled", "element *", "element /"),
+    "code": ("code", "value before", "value scaled"),
+    "decode": ("element value", "magnitude", "decoded", "result"),
+}
 _QUOTIENTS = ("element * factor", "element / factor")
 # step -> names of its final result. Other results of the step affect the decoded value only through the final result.
 _ENDS = {"block scale": ("block scale",), "quotient": ("code", "code of the magnitude"), "code": ("code",)}
@@ -404,7 +350,6 @@ _MOST_WINDOWS = 8  # largest number of parts of a layer whose steps are recorded
 class Arithmetic(NamedTuple):
     """Everything that determines the codes of a layer: recipe, tensor amaxes and transform.
 
-    recipe: the recipe.
     amax: the tensor amaxes, of shape () for one amax or (N,) for one per row; None if the recipe needs none.
     layers: the layers that share ``amax``, which is the largest of their amaxes; () if it was derived from stored
         scales.
@@ -419,37 +364,15 @@ class Arithmetic(NamedTuple):
     static: bool = False
 
 
-class FirstStep(NamedTuple):
-    """The first step of the arithmetic that differs between two sides.
-
-    step: the name of the step.
-    name: the name of the recorded result, such as "block amax".
-    elements: the number of affected elements whose first difference is at this step.
-    examined: the number of affected elements whose steps were compared.
-    place: the row and column of one element whose first difference is at this step.
-    steps: (step, number of affected elements whose first difference is there) pairs, in the order of the steps.
-    """
-
-    step: StepName
-    name: str
-    elements: int
-    examined: int
-    place: tuple[int, int]
-    steps: tuple[tuple[StepName, int], ...]
-
-
-@dataclass(frozen=True)
-class _RecordedStep:
-    """The result of one step of the arithmetic, with one entry per element (m, k).
-
-    bits: the bit patterns of the result.
-    format: the name of the format or dtype of the bits.
-    numbers: the numbers that the bits stand for, float64.
-    """
+class _Result(NamedTuple):
+    """The recorded result of one step, one entry per element (m, k): bits in a format or dtype, and their values."""
 
     bits: np.ndarray
     format: str
     numbers: np.ndarray
+
+
+_Results: TypeAlias = "dict[str, _Result]"
 
 
 def first_place(mask: np.ndarray) -> tuple[int, int]:
@@ -460,25 +383,28 @@ def first_place(mask: np.ndarray) -> tuple[int, int]:
 
 def first_step(
     x: tuple[np.ndarray, np.ndarray], a: Arithmetic, b: Arithmetic, affected: np.ndarray, scales: np.ndarray
-) -> FirstStep | None:
-    """Return the earliest step that differs for the affected elements; None if no recorded step differs."""
+) -> tuple[tuple[int, int], dict[str, Any]] | None:
+    """Return the earliest step that differs for the affected elements; None if no recorded step differs.
+
+    That is (row and column of one such element, the fields of a LayerParity that describe the step).
+    """
     found: dict[tuple[int, StepName, str], list[tuple[int, tuple[int, int]]]] = {}
-    traced_count = 0
+    examined = 0
     for rows, columns in _windows(affected, scales, a.recipe, b.recipe):
         part = affected[rows, columns]
-        traced_count += int(part.sum())
+        examined += int(part.sum())
         recorded = [_recorded(each, one, rows, columns) for each, one in zip(x, (a, b), strict=True)]
         for order, step, name, mask in _differing(recorded[0], recorded[1], part):
             i, j = first_place(mask)
             found.setdefault((order, step, name), []).append((int(mask.sum()), (rows.start + i, columns.start + j)))
     if not found:
         return None
-    order, step, name = min(found)
     totals: dict[StepName, int] = {}
     for key in sorted(found):
         totals[key[1]] = totals.get(key[1], 0) + sum(count for count, _ in found[key])
-    place = found[order, step, name][0][1]
-    return FirstStep(step, name, totals[step], traced_count, place, tuple(totals.items()))
+    _, step, name = first = min(found)
+    facts = {"step": step, "result": name, "count": totals[step], "examined": examined, "steps": tuple(totals.items())}
+    return found[first][0][1], facts
 
 
 def _windows(affected: np.ndarray, scales: np.ndarray, a: Recipe, b: Recipe) -> list[tuple[slice, slice]]:
@@ -502,22 +428,25 @@ def _windows(affected: np.ndarray, scales: np.ndarray, a: Recipe, b: Recipe) -> 
     return chosen
 
 
-def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> dict[str, _RecordedStep]:
+def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> _Results:
     """Quantize and decode a part of x, and return the result of each step in order, as {name of the result: result}."""
     part = np.ascontiguousarray(x[rows, columns])
     amax = one.amax if one.amax is None or not one.amax.ndim else one.amax[rows]
     with specification(), np.errstate(all="ignore"), traced() as steps:
-        q, _ = made(part, one.recipe, amax)
-        if q is not None:
+        q = made(part, one.recipe, amax)
+        if isinstance(q, Quantized):
             dequantize(q, part.dtype)
-    found: dict[str, _RecordedStep] = {}
+    found: _Results = {}
     for step in steps:
         spread = _per_element(step.result, part.shape, one.recipe)
         name = "scaled element" if step.name in _QUOTIENTS else step.name
         if spread is not None and (name not in found or name == "code"):
             format = step.result.dtype.name if step.format is None else step.format.name
             numbers = spread if step.format is None else step.format.values[spread.astype(np.int64)]
-            found[name] = _RecordedStep(_bits(spread), format, np.asarray(numbers, np.float64))
+            if spread.dtype.kind not in "iub":
+                one_nan = np.where(np.isnan(spread), np.full_like(spread, np.nan), spread)
+                spread = bit_patterns(one_nan)
+            found[name] = _Result(spread, format, np.asarray(numbers, np.float64))
     return found
 
 
@@ -537,26 +466,16 @@ def _per_element(result: np.ndarray, shape: tuple[int, int], r: Recipe) -> np.nd
     return np.broadcast_to(flat[:, None], (m, k)) if flat.size == m else None
 
 
-def _bits(values: np.ndarray) -> np.ndarray:
-    """Return the bit patterns of values, with one pattern for all NaN."""
-    if values.dtype.kind in "iub":
-        return values
-    return bit_patterns(np.where(np.isnan(values), np.full_like(values, np.nan), values))
-
-
-def _differing(
-    a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], affected: np.ndarray
-) -> Iterator[tuple[int, StepName, str, np.ndarray]]:
+def _differing(a: _Results, b: _Results, affected: np.ndarray) -> Iterator[tuple[int, StepName, str, np.ndarray]]:
     """Yield (order, step, name, mask) for each recorded result in which the sides differ, in the order of the steps."""
     left = affected.copy()
     leads_to = {step: _differs(a, b, names) for step, names in _ENDS.items()}
-    for order, step in enumerate(_ORDER):
+    for order, step in enumerate(_STEPS):
         of_step = [[name for name in one if _step(name) == step] for one in (a, b)]
-        names = [name for name in of_step[0] if name in b]
-        for name in names:
-            differs = _differs(a, b, (name,))
+        for name in (name for name in of_step[0] if name in b):
+            differs = left & _differs(a, b, (name,))
             end = leads_to.get(step)
-            differs = left & differs if end is None else left & differs & end
+            differs = differs if end is None else differs & end
             left &= ~differs
             if name == "code":
                 ties = differs & _ties(a, b)
@@ -571,7 +490,7 @@ def _differing(
             return
 
 
-def _differs(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], names: tuple[str, ...]) -> Any:
+def _differs(a: _Results, b: _Results, names: tuple[str, ...]) -> Any:
     """Return a mask (m, k) of the elements for which a recorded result differs between the sides."""
     name = next((name for name in names if name in a and name in b), None)
     if name is None:
@@ -584,10 +503,10 @@ def _differs(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep], names: tu
 
 def _step(name: str) -> str:
     """Return the name of the step that gives a recorded result, such as "quotient"; "" if no step gives it."""
-    return next((step for start, step in _STEPS if name.startswith(start)), "")
+    return next((step for step, starts in _STEPS.items() if name.startswith(starts)), "")
 
 
-def _ties(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep]) -> np.ndarray:
+def _ties(a: _Results, b: _Results) -> np.ndarray:
     """Return a bool mask (m, k) of elements whose quotients are equal and midway between the values of both codes."""
     x, y = a["code"], b["code"]
     last = next((name for name in reversed(a) if _step(name) == "quotient" and name in b), None)
@@ -597,101 +516,97 @@ def _ties(a: dict[str, _RecordedStep], b: dict[str, _RecordedStep]) -> np.ndarra
     return (a[last].bits == b[last].bits) & (a[last].numbers == middle)
 
 
-class Making(NamedTuple):
-    """How one side made the stored codes or values of a layer, as far as fp4kit could find out.
+@dataclass(frozen=True)
+class Rows:
+    """The compared rows of one layer on one side, and how the side made them, as far as fp4kit could find out.
 
-    arithmetic: the recipe, tensor amax and transform that give the bytes; None if nothing that was tried gives them.
+    label: the name of the side.
+    part: the compared rows.
+    x: the same rows of the unquantized weight, after the side's Hadamard transform if the side quantizes the layer;
+        None if the weight is unknown.
+    how: the recipe, tensor amax and transform that give the bytes; None if nothing that was tried gives them.
     step, wrong: the step at which the stored bytes are wrong, and a text that says how; None and "" if they are right.
-    nearest: the nearest recipe in words, if arithmetic is None and recipes were compared; otherwise "".
+    nearest: the nearest recipe in words, if ``how`` is None and recipes were compared; otherwise "".
+    container: the container whose loaders decode the codes; None if the side's contract names none.
     """
 
-    arithmetic: Arithmetic | None
+    label: str
+    part: Matrix
+    x: np.ndarray | None = None
+    how: Arithmetic | None = None
     step: StepName | None = None
     wrong: str = ""
     nearest: str = ""
+    container: str | None = None
 
 
-def rows_of(w: Weights, rows: np.ndarray) -> Weights:
-    """Return some rows of a matrix as Weights."""
-    return Weights(None if w.q is None else quantized_rows(w.q, rows), None if w.values is None else w.values[rows])
+def rows_of(matrix: Any, rows: np.ndarray) -> Any:
+    """Return some rows of a Quantized or an array."""
+    if not isinstance(matrix, Quantized):
+        return matrix[rows]
+    parts = {name: a if a is None or not np.ndim(a) else a[rows] for name, a in matrix.parts().items()}
+    return replace(matrix, **parts, shape=(len(rows), matrix.shape[1]))
 
 
-def quantized_rows(q: Quantized, rows: np.ndarray) -> Quantized:
-    """Return some rows of a Quantized as a Quantized."""
-
-    parts = {name: a if a is None or not np.ndim(a) else a[rows] for name, a in q.parts().items()}
-    return replace(q, **parts, shape=(len(rows), q.shape[1]))
-
-
-def making_of(
-    whole: Weights,
-    x: np.ndarray,
-    rows: np.ndarray,
-    recipes: Sequence[Recipe],
-    candidates: Callable[[Recipe], Iterator[Arithmetic]],
-) -> Making:
-    """Find out how the bytes of a layer were made from its unquantized weight."""
-    part = rows_of(whole, rows)
-    tried = [one for r in recipes for one in candidates(r) if _fits(part, r)]
+def with_making(found: Rows, x: np.ndarray, whole: Matrix, rows: np.ndarray, tried: Sequence[Arithmetic]) -> Rows:
+    """Find out how the bytes of a layer were made from its unquantized weight: return ``found`` with that."""
+    part = found.part
     for one in tried:
         if _gives(one, x, part):
-            return Making(one)
-    if part.q is None:
-        return _fake_making(part, x, tried)
+            return replace(found, how=one)
+    if not isinstance(part, Quantized):
+        return _fake_making(found, x, part, tried)
     for one in tried:
-        zeros = zeros_making(one, x)
-        if zeros is not None and _equal(zeros.part, part.q):
-            return zeros.making
-    for step, wrong, q in orders(whole.q) if whole.q is not None else ():
-        right = Weights(quantized_rows(q, rows), None)
+        zeros = as_zeros(replace(found, how=one), one, x)
+        if zeros is not None and _equal(zeros.part, part):
+            return zeros
+    for step, wrong, q in orders(whole) if isinstance(whole, Quantized) else ():
+        right = rows_of(q, rows)
         for one in tried:
             if _gives(one, x, right):
-                return Making(one, "code" if step == "code" else "block scale", wrong)
-    return _identified(part.q, x)
+                return replace(found, how=one, step=step, wrong=wrong)
+    verdict = identify(part, x)
+    for r in (RECIPES.get(id, part.recipe) for id in verdict.exact):
+        for amax in CandidateAmaxes(part, x).for_recipe(r):
+            one = Arithmetic(r, None if amax is None else np.asarray(amax, np.float32))
+            if _gives(one, x, part):
+                return replace(found, how=one)
+    return replace(found, nearest=verdict.verdict)
 
 
-def _fits(part: Weights, r: Recipe) -> bool:
-    """Return whether quantizing by a recipe gives codes in the formats of a Quantized: element, scale and block
-    size.
-    """
-    if part.q is None:
+def fits(part: Matrix, r: Recipe) -> bool:
+    """Return whether quantizing by a recipe gives codes in the formats of a Quantized. Values fit every recipe."""
+    if not isinstance(part, Quantized):
         return True
-    own = part.q.recipe
+    own = part.recipe
     return not r.fake_only and (r.element, r.scale, r.block_size) == (own.element, own.scale, own.block_size)
 
 
-def _gives(one: Arithmetic, x: np.ndarray, part: Weights) -> bool:
+def _gives(one: Arithmetic, x: np.ndarray, part: Matrix) -> bool:
     """Return whether quantizing x with an Arithmetic reproduces every bit of the compared rows of a side."""
     found = made(x, one.recipe, one.amax)
-    if part.q is None or found.q is None:
-        return same(values_of(found, part), values_of(part, found))
-    return _equal(found.q, part.q)
+    if isinstance(part, Quantized) and isinstance(found, Quantized):
+        return _equal(found, part)
+    return same(values_of(found, part), values_of(part, found))
 
 
-def _equal(a: Quantized, b: Quantized) -> bool:
+def _equal(a: Matrix, b: Matrix) -> bool:
     """Return whether two Quantized have the same codes, block scales and tensor scales in every bit."""
     return all(same(getattr(a, name), getattr(b, name)) for name in ("packed", "block_scale", "tensor_scale"))
 
 
-class ZeroRows(NamedTuple):
-    """Some rows of a layer of zeros as convert stores them, with how they were made."""
-
-    part: Quantized
-    making: Making
-
-
-def zeros_making(one: Arithmetic, x: np.ndarray) -> ZeroRows | None:
-    """Return some rows of a layer of zeros as convert stores them: block scales 0 and tensor scale 1 (of_zeros)."""
+def as_zeros(found: Rows, one: Arithmetic, x: np.ndarray) -> Rows | None:
+    """Return the rows of a layer of zeros as convert stores them: block scales 0 and tensor scale 1 (of_zeros)."""
     if one.recipe.fake_only or one.recipe.tensor_scaling != "tensor" or one.amax is None or one.amax.any():
         return None
-    q = made(x, one.recipe, one.amax).q
-    assert q is not None
+    q = made(x, one.recipe, one.amax)
+    assert isinstance(q, Quantized)
     zeros = of_zeros(q)
     step: StepName = "block scale" if same(q.tensor_scale, zeros.tensor_scale) else "tensor scale"
     wrong = (
         "stores a layer of zeros as convert does, with block scales 0 and tensor scale 1, not with its recipe's scales"
     )
-    return ZeroRows(zeros, Making(one, step, wrong))
+    return replace(found, part=zeros, step=step, wrong=wrong)
 
 
 def same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
@@ -701,35 +616,23 @@ def same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
     return np.shape(a) == np.shape(b) and not differing_bits(np.asarray(a), np.asarray(b)).any()
 
 
-def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> Making:
+def _fake_making(found: Rows, x: np.ndarray, part: np.ndarray, tried: Sequence[Arithmetic]) -> Rows:
     """Find a recipe whose fake_quantize gives the values of a side, although its decoded codes do not."""
     for one in tried:
-        if not one.recipe.fake_only and part.values is not None:
+        if not one.recipe.fake_only:
             values = faked(x, one.recipe, one.amax)
-            if same(values.astype(np.float32), part.values.astype(np.float32)):
+            if same(values.astype(np.float32), part.astype(np.float32)):
                 wrong = f"values are those of fake_quantize of {one.recipe.id}, which differ from its decoded codes"
-                return Making(one, "decode", wrong)
-    return Making(None)
+                return replace(found, how=one, step="decode", wrong=wrong)
+    return found
 
 
-def _identified(q: Quantized, x: np.ndarray) -> Making:
-    """Return a Making with a recipe and a tensor amax that give every byte of q."""
-    found = identify(q, x)
-    for r in (RECIPES.get(id, q.recipe) for id in found.exact):
-        for amax in CandidateAmaxes(q, x).for_recipe(r):
-            one = Arithmetic(r, None if amax is None else np.asarray(amax, np.float32))
-            if _gives(one, x, Weights(q, None)):
-                return Making(one)
-    return Making(None, nearest=found.verdict)
-
-
-def values_of(one: Weights, other: Weights) -> np.ndarray:
+def values_of(one: Matrix, other: Matrix) -> np.ndarray:
     """Return the values of one side for a comparison with the other side."""
-    if one.q is None:
-        assert one.values is not None
-        return one.values.astype(np.float32) if one.values.dtype.itemsize < 4 else one.values
-    dtype = np.dtype(np.float32) if other.values is None or other.values.dtype.itemsize >= 4 else other.values.dtype
-    return np.asarray(dequantize(one.q, dtype)).astype(np.float32)
+    if not isinstance(one, Quantized):
+        return one.astype(np.float32) if one.dtype.itemsize < 4 else one
+    is_narrow = not isinstance(other, Quantized) and other.dtype.itemsize < 4
+    return np.asarray(dequantize(one, other.dtype if is_narrow else np.dtype(np.float32))).astype(np.float32)
 
 
 def differing_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ import pytest
 import fp4kit
 from fp4kit import Contract, parity
 from fp4kit.contract.compare_layer import products, why_no_products
-from fp4kit.contract.sides import Side, Weights, differing_bits, same
+from fp4kit.contract.sides import NO_CONTRACT, Side, differing_bits, same
 from fp4kit.formats import bit_patterns
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVParts, PageShape
@@ -594,14 +594,14 @@ def test_products_approximate_those_of_values(transform, activations):
     side = Side("train", Contract("nvfp4-te", activations=activations, unit="sm100", **transform))
     q = fp4kit.quantize(side.transformed(ROWS), "nvfp4-te")
     exact = X @ ROWS.T
-    for weights in (Weights(q, None), Weights(None, q.dequantize(np.float32))):
+    for weights in (q, q.dequantize(np.float32)):
         found = products(side, X, weights, quantized=True)
         assert found.dtype == np.float32 and np.linalg.norm(found - exact) < 0.2 * np.linalg.norm(exact)
-    assert np.linalg.norm(products(side, X, Weights(None, ROWS), False) - exact) < 0.02 * np.linalg.norm(exact)
+    assert np.linalg.norm(products(side, X, ROWS, False) - exact) < 0.02 * np.linalg.norm(exact)
 
 
 def test_why_products_are_unknown():
-    assert why_no_products(None) == "no contract states the matrix unit"
+    assert why_no_products(NO_CONTRACT) == "no contract states the matrix unit"
     assert why_no_products(Contract()) == "the contract states no matrix unit"
     assert why_no_products(Contract(unit="sm100", unknown=("activations",))) == "the recipe of activations is unknown"
     assert why_no_products(Contract(unit="sm100")) == ""

@@ -14,7 +14,7 @@ from fp4kit.checkpoint import CheckpointError, convert
 from fp4kit.cli import main
 from fp4kit.contract.compare_layer import products
 from fp4kit.contract.schema import FILE
-from fp4kit.contract.sides import Weights, side_of
+from fp4kit.contract.sides import side_of
 from fp4kit.evidence.testing import assert_same_bits
 
 RNG = np.random.default_rng(0)
@@ -73,7 +73,7 @@ def test_stored_input_scales_are_applied(models, tmp_path, container, recipe):
     w = fp4kit.open_checkpoint(tmp_path / "served")[layer]
     stated = {layer: np.asarray(fp4kit.matmul(q, w, unit="exact"))}
     side = side_of("rollout", served)
-    assert_same_bits(products(side, x[layer], Weights(w, None), True, layer), stated[layer])
+    assert_same_bits(products(side, x[layer], w, True, layer), stated[layer])
 
 
 def test_two_checkpoints_without_weights(models, tmp_path):
