@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,7 +16,7 @@ from fp4kit.recipes import Recipe, recipe_of, serialization
 from fp4kit.recipes.table import is_listed, recipe
 from fp4kit.reference.stochastic import HADAMARD_BLOCK
 from fp4kit.storage.files import CheckpointError, dump_object, load_object, shown, whole_file, write_file
-from fp4kit.training.settings import FakeQuantSettings
+from fp4kit.training.settings import FLAGS, FakeQuantSettings
 from fp4kit.units import KINDS, UNITS, Unit, unit_of
 from fp4kit.units import from_spec as unit_from_spec
 from fp4kit.units import to_spec as unit_spec
@@ -70,8 +70,7 @@ def difference(a: Any, b: Any) -> str:
             return f"only the first has {setting_text(only_a)}; only the second has {setting_text(only_b)}"
         return "other order"
     if isinstance(a, Unit) and isinstance(b, Unit) and a.id == b.id:
-        differing = [f.name for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)]
-        return f"{a.id} with other values of {', '.join(differing)}"
+        return f"{a.id} with other values of {', '.join(_differing(a, b))}"
     return f"{setting_text(a)} and {setting_text(b)}"
 
 
@@ -82,18 +81,22 @@ def _are_variants(a: Any, b: Any) -> bool:
     return isinstance(a[1], Recipe) and isinstance(b[1], Recipe) and a[1].id == b[1].id
 
 
+def _differing(a: Any, b: Any) -> list[str]:
+    """Return the names of the fields in which two recipes or two units differ."""
+    return [one.name for one in fields(a) if getattr(a, one.name) != getattr(b, one.name)]
+
+
 def only_decoding(a: Recipe, b: Recipe) -> bool:
     """Return whether all fields that determine bits are equal in two recipes, except those about decoding."""
-    names = {one.name for one in fields(a) if getattr(a, one.name) != getattr(b, one.name)}
-    return names <= {*_PROSE, *_ONLY_DECODING}
+    return {*_differing(a, b)} <= {*_PROSE, *_ONLY_DECODING}
 
 
 def recipe_difference(a: Recipe, b: Recipe) -> list[str]:
     """Return texts that say how two recipes differ, for a message."""
     found = [
-        f"{_NAMES.get(one.name, one.name.replace('_', ' '))} {_value(a, one.name)} and {_value(b, one.name)}"
-        for one in fields(a)
-        if one.name not in _PROSE and getattr(a, one.name) != getattr(b, one.name)
+        f"{_NAMES.get(name, name.replace('_', ' '))} {_value(a, name)} and {_value(b, name)}"
+        for name in _differing(a, b)
+        if name not in _PROSE
     ]
     if not found:
         found = ["equal arithmetic under two names"]
@@ -107,9 +110,7 @@ def recipe_difference(a: Recipe, b: Recipe) -> list[str]:
 def _value(r: Recipe, name: str) -> str:
     """Return the value of the field ``name`` of a recipe as text; "none" for None and ""."""
     value = getattr(r, name)
-    if name in ("element", "scale"):
-        return "none" if value is None else str(value.name)
-    return "none" if value in (None, "") else str(value)
+    return "none" if value in (None, "") else str(value.name if name in ("element", "scale") else value)
 
 
 def _entry(value: Any) -> str:
@@ -317,65 +318,56 @@ class Contract:
     inferred: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        for name in _RECIPES:
-            given: Any = getattr(self, name)
-            object.__setattr__(self, name, None if given is None else recipe_of(OP, given))
+        recipes: dict[str, Any] = {name: getattr(self, name) for name in _RECIPES}
+        values: dict[str, Any] = {name: None if r is None else recipe_of(OP, r) for name, r in recipes.items()}
         pairs = _entries("patterns", self.patterns)
         for pair in pairs:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise TypeError(f"{OP}: patterns has {pair!r:.60}; needs pairs of a layer pattern and a recipe")
-        patterns = [(as_word(OP, "a pattern", one), None if r is None else recipe_of(OP, r)) for one, r in pairs]
-        object.__setattr__(self, "patterns", tuple(patterns))
-        object.__setattr__(self, "excluded", tuple(sorted({*_words("excluded", self.excluded)})))
+        values["patterns"] = tuple(
+            (as_word(OP, "a pattern", one), None if r is None else recipe_of(OP, r)) for one, r in pairs
+        )
+        values["excluded"] = tuple(sorted({*_words("excluded", self.excluded)}))
         groups = (_words("a group of shared_amax", group) for group in _entries("shared_amax", self.shared_amax))
-        object.__setattr__(self, "shared_amax", tuple(sorted(tuple(sorted(group)) for group in groups)))
-        object.__setattr__(self, "unit", None if self.unit is None else unit_of(OP, self.unit))
-        if self.input_scales is not None and not is_one_of(self.input_scales, INPUT_SCALES):
-            raise ValueError(f"{OP}: input_scales is {self.input_scales!r:.60}; needs 'dynamic', 'static' or None")
+        values["shared_amax"] = tuple(sorted(tuple(sorted(group)) for group in groups))
+        values["unit"] = None if self.unit is None else unit_of(OP, self.unit)
+        values["hadamard"] = None if self.hadamard is None else as_index(OP, "hadamard", self.hadamard)
         if self.kv_layout is not None:
             as_layout(OP, self.kv_layout)
-        for name in ("scale_search", "container"):
+        for name in ("scale_search", "container", "hadamard_signs"):
             if getattr(self, name) is not None:
                 as_word(OP, name, getattr(self, name))
+        values["unknown"] = _words("unknown", self.unknown)
+        values["inferred"] = tuple(_words("a pair of inferred", one) for one in _entries("inferred", self.inferred))
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        for fault in self._faults():
+            if fault:
+                raise ValueError(f"{OP}: {fault}")
+        object.__setattr__(self, "unknown", tuple(name for name in SETTINGS if name in self.unknown))
+
+    def _faults(self) -> Iterator[str | bool]:
+        """Yield a text per rule that the values break, and False for the other rules."""
+        is_known = self.input_scales is None or is_one_of(self.input_scales, INPUT_SCALES)
+        yield not is_known and f"input_scales is {self.input_scales!r:.60}; needs 'dynamic', 'static' or None"
         names = [name for group in self.shared_amax for name in group]
         for group in self.shared_amax:
-            if twice := [name for name in group if names.count(name) > 1]:
-                raise ValueError(f"{OP}: shared_amax has {twice[0]!r} twice; needs each leaf name once")
-            if len(group) < 2:
-                raise ValueError(f"{OP}: shared_amax has the group {group!r}; needs two or more leaf names per group")
-        self._check_hadamard()
-        self._check_unknown()
-
-    def _check_hadamard(self) -> None:
-        """Raise TypeError or ValueError unless hadamard is None or a supported size, and hadamard_signs fits
-        hadamard.
-        """
-        # hadamard is stored as an int. hadamard_signs must be None, or text with one sign, + or -, per element of the
-        # transform.
+            twice = [name for name in group if names.count(name) > 1]
+            yield bool(twice) and f"shared_amax has {twice[0]!r} twice; needs each leaf name once"
+            yield len(group) < 2 and f"shared_amax has the group {group!r}; needs two or more leaf names per group"
         size, signs = self.hadamard, self.hadamard_signs
-        if size is not None:
-            size = as_index(OP, "hadamard", size)
-            object.__setattr__(self, "hadamard", size)
-            if not HADAMARD_BLOCK <= size <= 512 or size & (size - 1):
-                raise ValueError(f"{OP}: hadamard is {size}; needs 16, 32, 64, 128, 256, 512 or None")
-        if signs is not None and (as_word(OP, "hadamard_signs", signs).strip("+-") or len(signs) != (size or 0)):
-            needed = f"{size} of the characters + and -" if size else "None, because hadamard is None"
-            raise ValueError(f"{OP}: hadamard_signs is {signs!r:.60}; needs {needed}")
-
-    def _check_unknown(self) -> None:
-        """Check the fields ``unknown`` and ``inferred``, and store them as tuples."""
-        unknown = _words("unknown", self.unknown)
-        inferred = tuple(_words("a pair of inferred", pair) for pair in _entries("inferred", self.inferred))
-        if any(len(pair) != 2 for pair in inferred):
-            raise ValueError(f"{OP}: inferred is {inferred!r:.60}; needs pairs of a setting and how it was found")
-        object.__setattr__(self, "inferred", inferred)
-        for name in (*unknown, *(name for name, _ in inferred)):
-            if name not in SETTINGS:
-                raise ValueError(f"{OP}: {name!r:.60} is not a setting; needs one of {', '.join(SETTINGS)}")
-        object.__setattr__(self, "unknown", tuple(sorted({*unknown}, key=SETTINGS.index)))
+        fits = size is None or (HADAMARD_BLOCK <= size <= 512 and not size & (size - 1))
+        yield not fits and f"hadamard is {size}; needs 16, 32, 64, 128, 256, 512 or None"
+        needed = f"{size} of the characters + and -" if size else "None, because hadamard is None"
+        fits = signs is None or (not signs.strip("+-") and len(signs) == (size or 0))
+        yield not fits and f"hadamard_signs is {signs!r:.60}; needs {needed}"
+        is_pair = all(len(pair) == 2 for pair in self.inferred)
+        yield not is_pair and f"inferred is {self.inferred!r:.60}; needs pairs of a setting and how it was found"
+        for name in (*self.unknown, *(name for name, _ in self.inferred)):
+            yield name not in SETTINGS and f"{name!r:.60} is not a setting; needs one of {', '.join(SETTINGS)}"
         for name in self.unknown:
-            if getattr(self, name) not in (None, ()):
-                raise ValueError(f"{OP}: {name} has a value, but is listed as unknown; remove it from unknown")
+            is_stated = getattr(self, name) not in (None, ())
+            yield is_stated and f"{name} has a value, but is listed as unknown; remove it from unknown"
 
     @classmethod
     def of(cls, path: str | Path, *, source: str | Path | None = None) -> Contract:
@@ -479,17 +471,15 @@ class Contract:
             >>> fp4kit.Contract(patterns=[("*.experts.*", "int4-qat")]).environment()["OPEN_TRAINING_INT4_GROUP_SIZE"]
             '128'
         """
+        recipes = {recipe for _, recipe in self.patterns}
         others = any(map(self.recipe_of, _NO_EXPERTS))
-        for flags in _FLAGS:
-            recipes = {recipe for _, recipe in self.patterns}
-            own = self.from_environment(dict.fromkeys(flags[:1], "1")).patterns[0][1]
-            if self.weights is None and len(recipes) == 1 and own is not None:
-                (recipe,) = recipes
-                if recipe and recipe.block and recipe.block_rows == 1 and recipe == replace(own, block=recipe.block):
-                    found = {other[0]: "0" for other in _FLAGS} | {flags[0]: "1", flags[1]: str(recipe.block_size)}
-                    chosen = self.from_environment(found).patterns[0][1]
-                    if any(self.recipe_of(name) == chosen for name in _EXPERTS) and not others:
-                        return found
+        own = recipes.pop() if self.weights is None and len(recipes) == 1 and not others else None
+        for flag, (id, size, _) in FLAGS.items():
+            if own and own.block and own.block_rows == 1 and own == replace(recipe(id), block=own.block):
+                found = dict.fromkeys(FLAGS, "0") | {flag: "1", size: str(own.block_size)}
+                chosen = self.from_environment(found).patterns[0][1]
+                if any(self.recipe_of(name) == chosen for name in _EXPERTS):
+                    return found
         raise ValueError(
             f"{OP}: no flag selects this contract; needs weights=None and patterns that quantize routed experts alone,"
             " by mxfp4-flashinfer or int4-qat"
@@ -684,13 +674,6 @@ class Contract:
 # {leaf name of an expert's layer in Mixtral: usual leaf name}
 EXPERT_LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 SETTINGS = tuple(one.name for one in fields(Contract) if one.name not in _ABOUT)
-# The names of the environment variables per format: (flag, block size).
-_FLAGS = (
-    ("OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG", "OPEN_TRAINING_MXFP4_BLOCK_SIZE"),
-    ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"),
-)
-
-
 # names of routed experts, and of other layers, by which `environment` checks what a contract quantizes
 _EXPERTS = ("model.layers.3.mlp.experts.0.up_proj", "decoder.layers.3.mlp.experts.linear_fc1")
 _NO_EXPERTS = ("model.layers.3.mlp.up_proj", "model.layers.3.self_attn.q_proj", "lm_head")

@@ -16,6 +16,11 @@ from fp4kit.recipes import Recipe, recipe_of
 
 # Weights of routed experts, as Megatron (linear_fc1.weight3) and Hugging Face (3.gate_proj.weight) name them.
 EXPERT_WEIGHTS = ("*.experts.*.weight", "*.experts.*.weight[0-9]*")
+# flag in the environment -> (recipe, the variable with its block size, the default of that)
+FLAGS = {
+    "OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG": ("mxfp4-flashinfer", "OPEN_TRAINING_MXFP4_BLOCK_SIZE", 32),
+    "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": ("int4-qat", "OPEN_TRAINING_INT4_GROUP_SIZE", 128),
+}
 
 
 def are_words(given: Any) -> bool:
@@ -112,16 +117,14 @@ class FakeQuantSettings:
             Megatron.
         """
         env = os.environ if environ is None else as_mapping("from_environment", "environ", environ)
-        mxfp4, int4 = (_flag(env, f"OPEN_TRAINING_{kind}_FAKE_QAT_FLAG") for kind in ("MXFP4", "INT4"))
-        sizes = (_size(env, "OPEN_TRAINING_MXFP4_BLOCK_SIZE", 32), _size(env, "OPEN_TRAINING_INT4_GROUP_SIZE", 128))
-        if mxfp4 and int4:
+        flags = [_flag(env, flag) for flag in FLAGS]
+        choices = [(recipe, _size(env, variable, size)) for recipe, variable, size in FLAGS.values()]
+        chosen: list[tuple[str | None, int | None]] = [one for one, on in zip(choices, flags, strict=True) if on]
+        if len(chosen) > 1:
             raise ValueError(
-                "from_environment: OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG and OPEN_TRAINING_INT4_FAKE_QAT_FLAG are both "
-                "'1'; weights have one format: set one of them to 0"
+                f"from_environment: {' and '.join(FLAGS)} are both '1'; weights have one format: set one of them to 0"
             )
-        if not mxfp4 and not int4:
-            return cls(None, None, parameters, exclude, pass_through)
-        recipe, size = ("mxfp4-flashinfer", sizes[0]) if mxfp4 else ("int4-qat", sizes[1])
+        recipe, size = chosen[0] if chosen else (None, None)
         return cls(recipe, size, parameters, exclude, pass_through)
 
     @property
