@@ -279,20 +279,22 @@ class Totals:
     """The totals that were collected for the experts of a layer. A layer without experts counts as one expert.
 
     Attributes:
+        columns: K, the number of inputs per token.
         amax: uint32 (experts,), the bit patterns of the largest inputs; 0 if there was no nonzero input.
         tokens: int64 (experts,), the number of inputs (rows).
         histogram: int64 (experts, 512), the number of nonzero blocks per bin of block amaxes; None to count no blocks.
     """
 
+    columns: int
     amax: Any
     tokens: Any
     histogram: Any
 
     @classmethod
-    def empty(cls, experts: int, histogram: bool, xp: Any = np) -> Totals:
+    def empty(cls, columns: int, experts: int, histogram: bool, xp: Any = np) -> Totals:
         """Return totals of zero, to which inputs can be added."""
         counts = xp.zeros((experts, BINS), xp.int64) if histogram else None
-        return cls(xp.zeros(experts, xp.uint32), xp.zeros(experts, xp.int64), counts)
+        return cls(columns, xp.zeros(experts, xp.uint32), xp.zeros(experts, xp.int64), counts)
 
     def include(self, blocks: Any, expert: Any) -> None:
         """Add the inputs of one call of the layer to these totals, in place."""
@@ -326,55 +328,27 @@ class Totals:
     def on_host(self) -> Totals:
         """Return a copy of these totals in host memory, as NumPy arrays."""
         parts = (self.amax, self.tokens, self.histogram)
-        return Totals(*(None if part is None else np.array(imports.to_host(part)) for part in parts))
+        return Totals(self.columns, *(None if part is None else np.array(imports.to_host(part)) for part in parts))
+
+    def expert(self, i: int) -> Totals:
+        """Return the totals of one expert, which share the memory of these."""
+        parts = (self.amax, self.tokens, self.histogram)
+        return Totals(self.columns, *(None if part is None else part[i : i + 1] for part in parts))
 
 
 ENTRY, VERSION = "fp4kit_activations", 1
 _DTYPES = {"amax": np.float32, "tokens": np.int64, "columns": np.int64, "bins": np.int32, "counts": np.int64}
 
 
-class CollectedInputs(NamedTuple):
-    """The totals that were collected for one layer or expert.
-
-    Attributes:
-        columns: K, the number of inputs per token.
-        amax: the largest magnitude of the inputs; 0 if there was none.
-        tokens: the number of tokens.
-        histogram: int64 (512,), the number of nonzero blocks per bin; None if not collected.
-    """
-
-    columns: int
-    amax: np.float32
-    tokens: int
-    histogram: npt.NDArray[np.int64] | None
-
-    def totals(self) -> Totals:
-        """Return this entry as Totals with one expert, which a Collector can add to its own Totals."""
-        histogram = None if self.histogram is None else self.histogram[None]
-        return Totals(np.array([self.amax]).view(np.uint32), np.array([self.tokens], np.int64), histogram)
-
-    @ieee("Collector")
-    def plus(self, other: CollectedInputs, op: str) -> CollectedInputs:
-        """Return a new entry for the inputs of both entries: the larger amax, and sums of the tokens and histograms."""
-        if self.columns != other.columns:
-            raise ValueError(
-                f"{op} has {self.columns} and {other.columns} columns; needs one number of columns per layer"
-            )
-        histogram = None
-        if self.histogram is not None and other.histogram is not None:
-            histogram = self.histogram + other.histogram
-        return CollectedInputs(self.columns, max(self.amax, other.amax), self.tokens + other.tokens, histogram)
-
-
-def encode(entries: Mapping[str, CollectedInputs], histogram: bool) -> bytes:
-    """Return the bytes of a safetensors file with the entries, from which ``decode`` returns equal entries."""
+def encode(entries: Mapping[str, Totals], histogram: bool) -> bytes:
+    """Return the bytes of a safetensors file with entries of one expert each, from which ``decode`` returns them."""
     found = list(entries.values())
     counted = [entry.histogram for entry in found if entry.histogram is not None]
     table = np.array(counted, np.int64).reshape(-1, BINS)
     bins = np.argwhere(table)
     arrays: dict[str, npt.NDArray[Any]] = {
-        "amax": np.array([entry.amax for entry in found], np.float32),
-        "tokens": np.array([entry.tokens for entry in found], np.int64),
+        "amax": np.array([entry.amax[0] for entry in found], np.uint32).view(np.float32),
+        "tokens": np.array([entry.tokens[0] for entry in found], np.int64),
         "columns": np.array([entry.columns for entry in found], np.int64),
         "bins": np.ascontiguousarray(bins.astype(np.int32)),
         "counts": table[tuple(bins.T)],
@@ -384,8 +358,8 @@ def encode(entries: Mapping[str, CollectedInputs], histogram: bool) -> bytes:
 
 
 @ieee("Collector")
-def decode(data: bytes, label: str) -> tuple[dict[str, CollectedInputs], bool]:
-    """Return ({layer: CollectedInputs}, whether they have histograms) from the bytes of a file."""
+def decode(data: bytes, label: str) -> tuple[dict[str, Totals], bool]:
+    """Return ({layer: its totals}, whether they have histograms) from the bytes of a file."""
     text = None
     try:
         arrays = load(data)
@@ -403,7 +377,13 @@ def decode(data: bytes, label: str) -> tuple[dict[str, CollectedInputs], bool]:
     fault = _fault(arrays, facts)
     if fault:
         raise ValueError(f"{label}: is damaged: {fault}; collect again, or take another copy of the file")
-    return _entries(arrays, facts), facts["histogram"]
+    table = np.zeros((len(facts["layers"]), BINS), np.int64)
+    table[tuple(arrays["bins"].T)] = arrays["counts"]
+    amax, histogram = arrays["amax"].view(np.uint32), table if facts["histogram"] else None
+    columns = arrays["columns"].tolist()
+    return {
+        name: Totals(columns[i], amax, arrays["tokens"], histogram).expert(i) for i, name in enumerate(facts["layers"])
+    }, facts["histogram"]
 
 
 def _fault(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> str:
@@ -434,17 +414,6 @@ def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> It
     yield not (inside and once and (arrays["counts"] > 0).all()) and "a histogram entry is out of range"
     with_blocks = np.isin(np.arange(len(amax)), bins[:, 0])
     yield histogram and (with_blocks != (amax > 0)).any() and "its histograms do not belong to its amaxes"
-
-
-def _entries(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> dict[str, CollectedInputs]:
-    """Return {layer: CollectedInputs} from the contents of a file, in the order of the file's names."""
-    table = np.zeros((len(facts["layers"]), BINS), np.int64)
-    table[tuple(arrays["bins"].T)] = arrays["counts"]
-    found = {}
-    for i, name in enumerate(facts["layers"]):
-        columns, tokens = int(arrays["columns"][i]), int(arrays["tokens"][i])
-        found[name] = CollectedInputs(columns, arrays["amax"][i], tokens, table[i] if facts["histogram"] else None)
-    return found
 
 
 AmaxRule = Literal["max", "headroom"]
@@ -578,7 +547,7 @@ class Collector:
 
         Raises ValueError in the cases in which the method ``columns`` raises it.
         """
-        return {name: entry.tokens for name, entry in self._entries("tokens").items()}
+        return {name: int(entry.tokens[0]) for name, entry in self._entries("tokens").items()}
 
     def amaxes(self, rule: AmaxRule | Headroom = "max", *, unseen: Unseen = "error") -> dict[str, np.float32]:
         """Return the amax of the inputs of each layer.
@@ -622,19 +591,15 @@ class Collector:
         columns raises it.
         """
         chosen = rule_of("amaxes", rule)
-        entries = self._entries("amaxes")
+        largest = {name: (entry, entry.amax.view(np.float32)[0]) for name, entry in self._entries("amaxes").items()}
         if chosen is None:
-            return {name: entry.amax for name, entry in entries.items()}
+            return {name: amax for name, (_, amax) in largest.items()}
         if not self.histogram:
             raise ValueError(
                 "amaxes: the rule headroom needs histograms, which were not collected; collect with"
                 " Collector(histogram=True), or use the rule max"
             )
-        return {
-            name: chosen.amax(entry.histogram, entry.amax)
-            for name, entry in entries.items()
-            if entry.histogram is not None
-        }
+        return {name: chosen.amax(entry.histogram[0], amax) for name, (entry, amax) in largest.items()}
 
     def input_scales(self, rule: AmaxRule | Headroom = "max", *, unseen: Unseen = "error") -> dict[str, np.float32]:
         """Return the input scale of each layer, which multiplies on decode: ``amax / (6 * 448)``.
@@ -788,33 +753,36 @@ class Collector:
         places, experts = self._totals[key], key[1] or 1
         device = like.device.id if on_device(like) else None
         if device not in places:
-            places[device] = Totals.empty(experts, self.histogram, np if device is None else imports.cupy())
+            xp = np if device is None else imports.cupy()
+            places[device] = Totals.empty(self._columns[key[0]], experts, self.histogram, xp)
         return places[device]
 
-    def _entries(self, op: str) -> dict[str, CollectedInputs]:
-        """Return {layer: CollectedInputs} of everything collected on all devices, sorted by name."""
-        found: dict[str, CollectedInputs] = {}
+    def _entries(self, op: str) -> dict[str, Totals]:
+        """Return {layer: its totals} of everything collected on all devices, sorted by name, one expert each."""
+        found: dict[str, Totals] = {}
         for (name, experts), places in self._totals.items():
-            whole = Totals.empty(experts or 1, self.histogram)
+            whole = Totals.empty(self._columns[name], experts or 1, self.histogram)
             for totals in places.values():
                 whole.add(totals.on_host())
             if (whole.amax > LARGEST).any():
                 raise ValueError(f"{op}: {name}: its inputs hold NaN or infinity; needs finite inputs")
             for i in range(experts or 1):
                 layer = name if experts is None else expert_name(op, name, i)
-                histogram = None if whole.histogram is None else whole.histogram[i]
-                one = CollectedInputs(
-                    self._columns[name], whole.amax[i].view(np.float32), int(whole.tokens[i]), histogram
-                )
-                found[layer] = one if layer not in found else found[layer].plus(one, f"{op}: {layer}")
+                one = whole.expert(i)
+                known = found.setdefault(layer, one)
+                if known.columns != one.columns:
+                    raise ValueError(
+                        f"{op}: {layer} has {known.columns} and {one.columns} columns; needs one number of columns per"
+                        " layer"
+                    )
+                if known is not one:
+                    known.add(one)
         return dict(sorted(found.items()))
 
-    def _include(self, entries: Mapping[str, CollectedInputs], op: str) -> None:
+    def _include(self, entries: Mapping[str, Totals], op: str) -> None:
         """Add the entries of another collector or of a saved file to this collector, to its totals on the host."""
         for name, entry in entries.items():
-            places = self._totals[self._key(op, name, entry.columns, None)]
-            whole = places.setdefault(None, Totals.empty(1, self.histogram))
-            whole.add(entry.totals())
+            self._on(self._key(op, name, entry.columns, None), entry.amax).add(entry)
 
 
 def filled(op: str, amaxes: Mapping[str, np.float32], unseen: str) -> dict[str, np.float32]:
