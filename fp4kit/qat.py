@@ -10,7 +10,7 @@ import difflib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -22,7 +22,6 @@ from fp4kit.checkpoint.selection.names import adapter_tensor, partly_converted, 
 from fp4kit.checkpoint.selection.selection import (
     CONV1D,
     Candidate,
-    Decision,
     Selector,
     Wishes,
     conv1d_wildcard,
@@ -44,7 +43,7 @@ _PRESET = " (preset linear)"
 
 @dataclass(frozen=True)
 class TrainedWeight:
-    """A parameter of a model in training.
+    """A parameter of a model in training and, in a plan, the decision on it.
 
     Attributes:
         name: the name of the parameter in the model.
@@ -55,6 +54,11 @@ class TrainedWeight:
         kind: "stack" for a stack of experts, "convolution" for the weight of a convolution, "embedding" for the weight
             of an embedding, "conv1d" for the weight of Conv1D of transformers, and "matrix" for every other parameter,
             also for a bias.
+        axis: the axis in the model along which blocks run, from the end: -1, or -2 for (K, N) and (E, K, N).
+        module, leaf: the module that holds the parameter, and its name there; None and "" for JAX.
+        quantized: True if the parameter is fake-quantized.
+        reason: why the parameter is quantized or not, in words for the user.
+        group: the name of the fused layers with which it shares a tensor amax; "" if it shares none.
     """
 
     name: str
@@ -62,6 +66,17 @@ class TrainedWeight:
     shape: tuple[int, ...]
     dtype: str
     kind: ParameterKind = "matrix"
+    axis: int = -1
+    module: Any = field(default=None, repr=False)
+    leaf: str = ""
+    quantized: bool = False
+    reason: str = ""
+    group: str = ""
+
+    @property
+    def layer(self) -> str:
+        """The name of the layer that the parameter belongs to, as the converter names it."""
+        return unwrapped(self.saved).removesuffix(".weight")
 
 
 @dataclass(frozen=True)
@@ -69,23 +84,25 @@ class QatChoice:
     """The user's choices for a plan: the recipe, and which parameters to quantize.
 
     Attributes:
+        op: the function that the user called, with which messages begin.
         recipe: the recipe by which codes and scales are computed.
         format: the output format of `fp4kit convert` in which the model will be served; None for the format that
             convert would choose.
+        config: the content of the model's config.json; None if the model has no config.
+        served_dtype: the dtype to which loaders decode the weights; None for that of each parameter.
         parameters: wildcards of parameter names. Other parameters stay unquantized.
         exclude: wildcards of parameters that stay unquantized.
         include: wildcards of parameters that are quantized although the converter leaves them unquantized.
-        config: the content of the model's config.json; None if the model has no config.
-        served_dtype: the dtype to which loaders decode the weights; None for that of each parameter.
     """
 
+    op: str
     recipe: Recipe
-    format: str | None = None
+    format: str | None
+    config: Mapping[str, Any] | None
+    served_dtype: str | None
     parameters: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
-    config: Mapping[str, Any] | None = None
-    served_dtype: str | None = None
 
     @classmethod
     def of(
@@ -101,27 +118,7 @@ class QatChoice:
         dtype = None if served_dtype is None else str(getattr(served_dtype, "__name__", served_dtype))
         if dtype is not None and (dtype := dtype.removeprefix("torch.")) not in _SAFETENSORS:
             raise ValueError(f"{op}: served_dtype is {served_dtype!r:.60}; needs one of {', '.join(_SAFETENSORS)}")
-        given = {name: tuple(given) for name, given in patterns.items()}
-        return cls(found, format, config=config, served_dtype=dtype, **given)
-
-
-@dataclass(frozen=True)
-class ParameterPlan:
-    """The decision on one parameter: whether it is fake-quantized, and why.
-
-    Attributes:
-        name: the name of the parameter.
-        shape: its shape, as in TrainedWeight.
-        quantized: True if the parameter is fake-quantized.
-        reason: why the parameter is quantized or not, in words for the user.
-        group: the name of the fused layers with which it shares a tensor amax; "" if it shares none.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    quantized: bool
-    reason: str
-    group: str = ""
+        return cls(op, found, format, config, dtype, **{name: tuple(given) for name, given in patterns.items()})
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ class QatPlan:
     Attributes:
         recipe: the recipe to pass to fake_quantize, which then returns the values that are served.
         format: the format of `fp4kit convert` for which the values hold; "" if no format stores the recipe.
-        rows: one ParameterPlan per parameter of the model.
+        rows: the parameters of the model, with their decisions.
         shares: True if every parameter of a group needs the largest amax of the group.
         note: why there is no format; "" if there is one.
         served_dtype: the dtype to which the values are rounded; None for that of each parameter.
@@ -140,57 +137,54 @@ class QatPlan:
 
     recipe: Recipe
     format: str
-    rows: tuple[ParameterPlan, ...]
+    rows: tuple[TrainedWeight, ...]
     shares: bool
     note: str = field(default="", repr=False)
     served_dtype: str | None = None
     warns_of_float32: bool = False
 
     @property
+    def selected(self) -> list[TrainedWeight]:
+        """The parameters to fake-quantize."""
+        return [row for row in self.rows if row.quantized]
+
+    @property
     def names(self) -> list[str]:
         """The names of the parameters to fake-quantize."""
-        return [row.name for row in self.rows if row.quantized]
+        return [row.name for row in self.selected]
 
-    def members(self, name: str) -> list[str]:
-        """Return the names of the parameters that share a tensor amax with the fake-quantized parameter `name`."""
-        # The plan must have a parameter of this name.
-        group = next(row.group for row in self.rows if row.name == name)
-        return [row.name for row in self.rows if group and row.group == group] or [name]
+    def members(self, row: TrainedWeight) -> list[TrainedWeight]:
+        """Return the parameters that share a tensor amax with a fake-quantized one, itself included."""
+        return [one for one in self.rows if row.group and one.group == row.group] or [row]
 
 
-def make_plan(op: str, weights: Sequence[TrainedWeight], choice: QatChoice) -> QatPlan:
-    """Return the plan for the parameters of a model, with one row per parameter in the order of ``weights``."""
-    _check_patterns(op, [weight.name for weight in weights], choice)
+def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
+    """Return the plan for the parameters of a model, in the order of ``weights``."""
+    _check_patterns(choice, [weight.name for weight in weights])
     form, note = _form_for(choice)
-    stored = choice.recipe if form is None else as_stored(choice.recipe, form.divides)
-    decisions = {weight.name: decision for weight, decision in _decisions(op, weights, choice, form)}
-    selected = [weight for weight in weights if decisions[weight.name].converted]
+    rows = list(_decided(choice, weights, form))
+    selected = [row for row in rows if row.quantized]
     if not selected:
         way_out = "pass include=, or correct the wildcards"
-        if "weight" in decisions:  # only weights of named layers are selected by default
+        if any(row.name == "weight" for row in rows):  # only weights of named layers are selected by default
             way_out = "'weight' belongs to no named layer; pass include=('weight',)"
         # Parameters that `parameters` does not match come last, because that reason is the least informative.
-        ordered = sorted(decisions.items(), key=lambda item: item[1].reason.startswith(_UNNAMED))
-        reasons = "; ".join(f"{name} ({decision.reason})" for name, decision in ordered[:3])
-        raise ValueError(f"{op}: no parameter is left to quantize: {reasons}; {way_out}")
-    for weight in selected:
-        _check_stack(op, weight, choice, form)
-        _check_served_dtype(op, weight, choice)
+        ordered = sorted(rows, key=lambda row: row.reason.startswith(_UNNAMED))
+        reasons = "; ".join(f"{row.name} ({row.reason})" for row in ordered[:3])
+        raise ValueError(f"{choice.op}: no parameter is left to quantize: {reasons}; {way_out}")
+    for fault in (fault for row in selected for fault in _faults(choice, row, form)):
+        if fault:
+            raise ValueError(f"{choice.op}: {fault}")
     shares = form.has_tensor_scale if form is not None else choice.recipe.tensor_scaling == "tensor"
-    groups = shared_amax_groups(map(layer_of, selected)) if shares else {}
-    _warn_of_halves(op, weights, selected)
-    rows = []
-    for w in weights:
-        d = decisions[w.name]
-        group = groups.get(layer_of(w), "") if d.converted else ""
-        rows.append(ParameterPlan(w.name, w.shape, d.converted, d.reason.removesuffix(_PRESET), group))
-    rounded = form is not None and choice.served_dtype is None and any(w.dtype == "float32" for w in selected)
-    return QatPlan(stored, "" if form is None else form.format, tuple(rows), shares, note, choice.served_dtype, rounded)
-
-
-def layer_of(weight: TrainedWeight) -> str:
-    """Return the name of the layer that a parameter belongs to, as the converter names it."""
-    return unwrapped(weight.saved).removesuffix(".weight")
+    groups = shared_amax_groups(row.layer for row in selected) if shares else {}
+    _warn_of_halves(choice.op, rows)
+    rows = [
+        replace(row, reason=row.reason.removesuffix(_PRESET), group=groups.get(row.layer, "") if row.quantized else "")
+        for row in rows
+    ]
+    rounded = form is not None and choice.served_dtype is None and any(row.dtype == "float32" for row in selected)
+    stored, format = (choice.recipe, "") if form is None else (as_stored(choice.recipe, form.divides), form.format)
+    return QatPlan(stored, format, tuple(rows), shares, note, choice.served_dtype, rounded)
 
 
 def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
@@ -203,92 +197,86 @@ def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
         return None, str(error)
 
 
-def _decisions(
-    op: str, weights: Sequence[TrainedWeight], choice: QatChoice, form: Container | None
-) -> Iterable[tuple[TrainedWeight, Decision]]:
+def _decided(choice: QatChoice, weights: Sequence[TrainedWeight], form: Container | None) -> Iterator[TrainedWeight]:
     """Yield each parameter with the decision whether it is quantized: the user's, otherwise the converter's."""
     multiple = choice.recipe.length_multiple if form is None else form.row_multiple
     facts = model_facts(choice.config or {})
     selector = Selector(Wishes(preset="experts" if experts_only(form) else "linear"), multiple)
     for weight in weights:
         name, dtype = unwrapped(weight.saved), _SAFETENSORS.get(weight.dtype, weight.dtype)
-        decision = selector.decide(Candidate(name, layer_of(weight), dtype, weight.shape, facts))
+        decision = selector.decide(Candidate(name, weight.layer, dtype, weight.shape, facts))
         is_conv1d = is_transposed(decision.reason) or weight.kind == "conv1d"
+        leaf = conv1d_wildcard(weight.layer.rpartition(".")[2]).removesuffix("*") + "*"
+        no_conv1d = f"is stored transposed; {CONV1D}; to leave it unquantized, pass exclude=('*.{leaf}',)"
         if any(fnmatchcase(weight.name, pattern) for pattern in choice.include):
-            if is_conv1d:
-                raise ValueError(f"{op}: include= names {weight.name}, which {_no_conv1d(weight)}")
-            _check_included(op, weight, multiple)
-            yield weight, Decision(True, "include")
+            for fault in _include_faults(weight, multiple, no_conv1d if is_conv1d else ""):
+                if fault:
+                    raise ValueError(f"{choice.op}: include= names {weight.name}, {fault}")
+            yield replace(weight, quantized=True, reason="include")
             continue
         pattern = next((p for p in choice.exclude if fnmatchcase(weight.name, p)), None)
+        quantized, reason = False, decision.reason
         if pattern is not None:
-            yield weight, Decision(False, f"exclude {pattern!r}")
+            reason = f"exclude {pattern!r}"
         elif not any(fnmatchcase(weight.name, p) for p in choice.parameters):
-            yield weight, Decision(False, f"{_UNNAMED}{choice.parameters!r}")
+            reason = f"{_UNNAMED}{choice.parameters!r}"
         elif weight.kind == "convolution" and choice.config is not None:
-            yield weight, Decision(False, "convolution, which fp4kit convert leaves unquantized")
-        else:
-            if is_conv1d:
-                raise ValueError(f"{op}: {weight.name} {_no_conv1d(weight)}")
-            if decision.converted and weight.dtype not in _SAFETENSORS:
-                decision = replace(decision, converted=False, reason=f"dtype {weight.dtype}")
-            if decision.converted and weight.kind == "embedding":
-                why = f"embedding; fp4kit convert needs --keep {layer_of(weight)!r}"
-                decision = replace(decision, converted=False, reason=why)
-            if decision.converted and weight.kind == "convolution":
-                decision = replace(decision, reason="convolution; fp4kit convert leaves it unquantized")
-            yield weight, decision
+            reason = "convolution, which fp4kit convert leaves unquantized"
+        elif is_conv1d:
+            raise ValueError(f"{choice.op}: {weight.name} {no_conv1d}")
+        elif decision.converted and weight.dtype not in _SAFETENSORS:
+            reason = f"dtype {weight.dtype}"
+        elif decision.converted and weight.kind == "embedding":
+            reason = f"embedding; fp4kit convert needs --keep {weight.layer!r}"
+        elif decision.converted:
+            quantized = True
+            if weight.kind == "convolution":
+                reason = "convolution; fp4kit convert leaves it unquantized"
+        yield replace(weight, quantized=quantized, reason=reason)
 
 
-def _no_conv1d(weight: TrainedWeight) -> str:
-    """Return text for an error message about the weight of Conv1D of transformers, as in GPT-2."""
-    leaf = conv1d_wildcard(layer_of(weight).rpartition(".")[2]).removesuffix("*") + "*"
-    return f"is stored transposed; {CONV1D}; to leave it unquantized, pass exclude=('*.{leaf}',)"
-
-
-def _check_included(op: str, weight: TrainedWeight, multiple: int) -> None:
-    """Raise ValueError if a parameter that the user includes cannot be quantized."""
+def _include_faults(weight: TrainedWeight, multiple: int, no_conv1d: str) -> Iterator[str | bool]:
+    """Yield a text per reason why a parameter that the user includes cannot be quantized, and False otherwise."""
+    yield bool(no_conv1d) and f"which {no_conv1d}"
     adapter = adapter_tensor(weight.saved)
     if adapter is not None:
-        raise ValueError(
-            f"{op}: include= names {weight.name}, a tensor of an adapter ({adapter.kind}), which is never quantized;"
-            " correct the wildcard"
+        yield f"a tensor of an adapter ({adapter.kind}), which is never quantized; correct the wildcard"
+    yield len(weight.shape) < 2 and f"which has shape {weight.shape}; needs two dimensions"
+    yield weight.shape[-1] % multiple > 0 and f"whose {no_multiple(weight.shape, multiple)}"
+
+
+def _faults(choice: QatChoice, weight: TrainedWeight, form: Container | None) -> Iterator[str | bool]:
+    """Yield a text per reason why fake quantization cannot give the values that are served, and False otherwise."""
+    if weight.kind == "stack" and form is not None:
+        matrix = Weight(weight.layer, weight.saved, weight.shape, None, {})
+        parts = len(layer_names(matrix, form, choice.config or {})) // weight.shape[0]
+        yield (
+            parts > 1
+            and weight.shape[1] // parts % choice.recipe.block_rows > 0
+            and (
+                f"{weight.name} holds gate and up of {weight.shape[1] // parts} rows each, and blocks of"
+                f" {choice.recipe.id} have {choice.recipe.block_rows} rows; use a recipe with blocks of one row"
+            )
         )
-    if len(weight.shape) < 2:
-        raise ValueError(f"{op}: include= names {weight.name}, which has shape {weight.shape}; needs two dimensions")
-    if weight.shape[-1] % multiple:
-        raise ValueError(f"{op}: include= names {weight.name}, whose {no_multiple(weight.shape, multiple)}")
-
-
-def _check_stack(op: str, weight: TrainedWeight, choice: QatChoice, form: Container | None) -> None:
-    """Raise an error if fake quantization of a stack of experts cannot give the values that the converter stores."""
-    if weight.kind != "stack" or form is None:
-        return
-    matrix = Weight(layer_of(weight), weight.saved, weight.shape, None, {})
-    parts = len(layer_names(matrix, form, choice.config or {})) // weight.shape[0]
-    if parts > 1 and weight.shape[1] // parts % choice.recipe.block_rows:
-        raise ValueError(
-            f"{op}: {weight.name} holds gate and up of {weight.shape[1] // parts} rows each, and blocks of"
-            f" {choice.recipe.id} have {choice.recipe.block_rows} rows; use a recipe with blocks of one row"
-        )
-
-
-def _check_served_dtype(op: str, weight: TrainedWeight, choice: QatChoice) -> None:
-    """Raise ValueError if the dtype of a parameter cannot hold all values of the dtype to which loaders decode."""
-    if choice.served_dtype not in (None, weight.dtype) and weight.dtype != "float32":
-        raise ValueError(
-            f"{op}: {weight.name} is {weight.dtype}, which cannot hold values of served_dtype={choice.served_dtype!r};"
+    yield (
+        choice.served_dtype not in (None, weight.dtype)
+        and weight.dtype != "float32"
+        and (
+            f"{weight.name} is {weight.dtype}, which cannot hold values of served_dtype={choice.served_dtype!r};"
             f" train it in float32 or {choice.served_dtype}, or pass served_dtype={weight.dtype!r}"
         )
+    )
 
 
-def _check_patterns(op: str, names: Sequence[str], choice: QatChoice) -> None:
+def _check_patterns(choice: QatChoice, names: Sequence[str]) -> None:
     """Raise ValueError if a wildcard of the user's choice matches no parameter."""
     for argument in ("parameters", "exclude", "include"):
         for pattern in getattr(choice, argument):
             if not any(fnmatchcase(name, pattern) for name in names):
                 near = similar(names, [pattern])
-                raise ValueError(f"{op}: {argument}={pattern!r} matches no parameter; {near}; correct the wildcard")
+                raise ValueError(
+                    f"{choice.op}: {argument}={pattern!r} matches no parameter; {near}; correct the wildcard"
+                )
 
 
 def similar(names: Sequence[str], patterns: Iterable[str]) -> str:
@@ -298,15 +286,15 @@ def similar(names: Sequence[str], patterns: Iterable[str]) -> str:
     return f"its parameters are {', '.join(map(repr, shown))}" + (", ..." if len(names) > len(shown) else "")
 
 
-def _warn_of_halves(op: str, weights: Sequence[TrainedWeight], selected: Sequence[TrainedWeight]) -> None:
+def _warn_of_halves(op: str, rows: Sequence[TrainedWeight]) -> None:
     """Warn about every fused layer of which some parameters are quantized and others are not."""
-    matrices = [
-        weight
-        for weight in weights
-        if weight.kind in ("matrix", "stack") and len(weight.shape) > 1 and adapter_tensor(weight.saved) is None
+    kept = [
+        row.layer
+        for row in rows
+        if row.kind in ("matrix", "stack") and len(row.shape) > 1 and adapter_tensor(row.saved) is None
+        if not row.quantized
     ]
-    kept = [layer_of(weight) for weight in matrices if weight not in selected]
-    for line in partly_converted(kept, {layer_of(weight) for weight in selected}):
+    for line in partly_converted(kept, {row.layer for row in rows if row.quantized}):
         warnings.warn(f"{op}: {line}", stacklevel=4)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 
@@ -18,18 +18,6 @@ from fp4kit.training.settings import naming
 from fp4kit.types import RecipeId
 
 _OP = "fake_quantize_model"
-
-
-class _Leaf(NamedTuple):
-    """An array in a pytree of parameters.
-
-    Attributes:
-        weight: the name, shape and other properties of the array that decide whether it is quantized.
-        axis: the axis of the array along which blocks run, counted from the end: -1 or -2.
-    """
-
-    weight: TrainedWeight
-    axis: int
 
 
 class ServedParams:
@@ -44,10 +32,9 @@ class ServedParams:
         plan: the plan, with one row per array.
     """
 
-    def __init__(self, leaves: Sequence[_Leaf], plan: QatPlan, pass_through: bool) -> None:
-        self.plan, self.names = plan, plan.names
-        self._leaves, self._pass_through = leaves, pass_through
-        self._members = {name: plan.members(name) for name in plan.names}
+    def __init__(self, plan: QatPlan, pass_through: bool) -> None:
+        self.plan, self.names, self._pass_through = plan, plan.names, pass_through
+        self._members = {row.name: [one.name for one in plan.members(row)] for row in plan.selected}
 
     def __str__(self) -> str:
         """Return the table as text."""
@@ -56,30 +43,27 @@ class ServedParams:
     def __call__(self, params: Any) -> Any:
         """Return a new pytree like params, in which served values (fake-quantized weights) replace the weights."""
         arrays, structure = jax.tree.flatten(params)
-        if len(arrays) != len(self._leaves):
-            raise ValueError(f"ServedParams: params has {len(arrays)} arrays; needs {len(self._leaves)}, as planned")
-        by_name = {leaf.weight.name: array for leaf, array in zip(self._leaves, arrays, strict=True)}
-        kinds = {leaf.weight.name: leaf.weight.kind for leaf in self._leaves}
+        rows = self.plan.rows
+        if len(arrays) != len(rows):
+            raise ValueError(f"ServedParams: params has {len(arrays)} arrays; needs {len(rows)}, as planned")
         amaxes = {}
-        for members in self._members.values() if self.plan.shares else ():
-            for name in members:
-                if name not in amaxes:
-                    amaxes[name] = _largest(by_name[name], kinds[name] == "stack")
-        values = [self._values(leaf, by_name[leaf.weight.name], amaxes) for leaf in self._leaves]
+        if self.plan.shares:
+            pairs = ((row, w) for row, w in zip(rows, arrays, strict=True) if row.quantized)
+            amaxes = {row.name: _largest(w, row.kind == "stack") for row, w in pairs}
+        values = [self._values(row, w, amaxes) for row, w in zip(rows, arrays, strict=True)]
         return jax.tree.unflatten(structure, values)
 
-    def _values(self, leaf: _Leaf, w: Any, amaxes: Mapping[str, Any]) -> Any:
+    def _values(self, row: TrainedWeight, w: Any, amaxes: Mapping[str, Any]) -> Any:
         """Return the served values of one array, or the array itself if the plan leaves it unquantized."""
-        members = self._members.get(leaf.weight.name)
-        if members is None:
+        if not row.quantized:
             return w
         amax = None
         if self.plan.shares:
-            amax = jax.numpy.stack([amaxes[name] for name in members]).max(0)
+            amax = jax.numpy.stack([amaxes[name] for name in self._members[row.name]]).max(0)
             amax = jax.numpy.where(amax == 0, 1, amax)  # zeros have no usable scale; they stay zeros
-        with naming(leaf.weight.name):
+        with naming(row.name):
             values = fake_quantize(
-                w, self.plan.recipe, axis=leaf.axis, tensor_amax=amax, pass_through=self._pass_through
+                w, self.plan.recipe, axis=row.axis, tensor_amax=amax, pass_through=self._pass_through
             )
         served = self.plan.served_dtype
         return values if served in (None, str(values.dtype)) else _rounded(values, served)
@@ -160,12 +144,12 @@ def fake_quantize_model(
     leaves = [_leaf(path, array) for path, array in jax.tree_util.tree_flatten_with_path(params)[0]]
     wildcards = {"parameters": parameters, "exclude": exclude, "include": include}
     choice = QatChoice.of(_OP, recipe, format, config, served_dtype, **wildcards)
-    served = ServedParams(leaves, make_plan(_OP, [leaf.weight for leaf in leaves], choice), pass_through)
+    served = ServedParams(make_plan(choice, leaves), pass_through)
     jax.eval_shape(served, params)
     return served
 
 
-def _leaf(path: Sequence[Any], array: Any) -> _Leaf:
+def _leaf(path: Sequence[Any], array: Any) -> TrainedWeight:
     """Return the description of an array of a pytree: its names, shape, dtype and kind, and the axis of its blocks."""
     parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
     if parts[1:] and parts[-1] == "value" and isinstance(path[-1], jax.tree_util.GetAttrKey):
@@ -176,13 +160,13 @@ def _leaf(path: Sequence[Any], array: Any) -> _Leaf:
     shape, dtype = tuple(array.shape), str(array.dtype)
     stack, kernel = len(shape) == 3 and "experts" in parts[:-1], leaf == "kernel"
     saved = ".".join(part for part in parts if part != "base_module")  # nnx.LoRA calls the layer inside it so
-    parent = saved.rpartition(".")[0]
+    parent, kind = saved.rpartition(".")[0], _KIND[stack]
     if kernel and (stack or len(shape) == 2):
         turned = (*shape[:-2], shape[-1], shape[-2])
-        return _Leaf(TrainedWeight(name, parent if stack else f"{parent}.weight", turned, dtype, _KIND[stack]), -2)
+        return TrainedWeight(name, parent if stack else f"{parent}.weight", turned, dtype, kind, -2)
     if leaf == "embedding" and len(shape) == 2:
-        return _Leaf(TrainedWeight(name, f"{parent}.weight", shape, dtype, "embedding"), -1)
-    return _Leaf(TrainedWeight(name, saved, shape, dtype, _KIND[stack]), -1)
+        saved, kind = f"{parent}.weight", "embedding"
+    return TrainedWeight(name, saved, shape, dtype, kind)
 
 
 _KIND: dict[bool, Any] = {False: "matrix", True: "stack"}

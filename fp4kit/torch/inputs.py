@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,10 +16,11 @@ from fp4kit.arguments import as_float32
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.calibration import Collector
 from fp4kit.checkpoint.plan.scale_search import Activations
+from fp4kit.qat import TrainedWeight
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.serialization import from_spec, to_spec
 from fp4kit.torch.functions import fake_quantize
-from fp4kit.torch.parameters import ParameterPlace, Renamed, largest, renaming_of
+from fp4kit.torch.parameters import Renamed, largest, renaming_of
 
 _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _PRODUCTS = {
@@ -78,7 +78,8 @@ def collect(model: torch.nn.Module, *, histogram: bool = True) -> Iterator[Colle
     _check_not_compiled(model)
     root: Any = model.module if isinstance(model, _WRAPPERS) else model
     collector, renamed = Collector(histogram=histogram), renaming_of(root)
-    linears = [(name, module) for name, module in root.named_modules() if _is_linear(module)]
+    modules = ((name, one) for name, one in root.named_modules() if isinstance(one, torch.nn.Linear))
+    linears = [(name, module) for name, module in modules if module.weight.ndim == 2]
     stacks = _stacks_of(root, renamed)
     if not linears and not stacks:
         raise ValueError("collect: the model has no torch.nn.Linear and no stack of experts; nothing can be collected")
@@ -105,11 +106,6 @@ def _check_not_compiled(model: torch.nn.Module) -> None:
             )
 
 
-def _is_linear(module: torch.nn.Module) -> bool:
-    """Return whether a module is a torch.nn.Linear (or an instance of a subclass) whose weight has two axes."""
-    return isinstance(module, torch.nn.Linear) and module.weight.ndim == 2
-
-
 def _layers(names: Sequence[str], name: str) -> tuple[str, ...]:
     """Return the names that a layer has in the checkpoint, without duplicates."""
     return tuple(dict.fromkeys(n.removesuffix(".weight") for n in names)) or (name,)
@@ -118,8 +114,11 @@ def _layers(names: Sequence[str], name: str) -> tuple[str, ...]:
 def _hook(
     collector: Collector, layers: Sequence[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Collect the inputs of a linear layer."""
-    x = args[0] if args else kwargs["input"]
+    _collect(collector, layers, args[0] if args else kwargs["input"])
+
+
+def _collect(collector: Collector, layers: Sequence[str], x: torch.Tensor) -> None:
+    """Collect the inputs x of one layer or expert under each of its names."""
     for layer in layers:
         collector.collect(layer, x.detach())
 
@@ -141,18 +140,13 @@ def _stacks_of(model: torch.nn.Module, renamed: Renamed) -> dict[int, list[_Stac
     for name, parameter in model.named_parameters():
         if parameter.ndim != 3 or "experts" not in name.split(".")[:-1] or not parameter.is_floating_point():
             continue
-        layers = _expert_layers(renamed(name, parameter), name, len(parameter))
+        saved, experts = renamed(name, parameter), range(len(parameter))
+        separate = [tuple(n for n in saved if f".experts.{e}." in f".{n}") for e in experts]
+        parent, _, leaf = (saved[0] if len(saved) == 1 else name).removesuffix(".weight").rpartition("experts.")
+        stacked = ((f"{parent}experts.{e}.{leaf}",) for e in experts)
+        layers = tuple(_layers(names, name) for names in separate) if all(separate) else tuple(stacked)
         found.setdefault(parameter.untyped_storage().data_ptr(), []).append(_Stack(parameter, layers))
     return found
-
-
-def _expert_layers(saved: Sequence[str], name: str, experts: int) -> tuple[tuple[str, ...], ...]:
-    """Return, for each expert of a stack, the names of its layers in the checkpoint."""
-    separate = [tuple(n for n in saved if f".experts.{e}." in f".{n}") for e in range(experts)]
-    if all(separate):
-        return tuple(_layers(names, name) for names in separate)
-    parent, _, leaf = (saved[0] if len(saved) == 1 else name).removesuffix(".weight").rpartition("experts.")
-    return tuple((f"{parent}experts.{e}.{leaf}",) for e in range(experts))
 
 
 class _Products(TorchFunctionMode):
@@ -179,43 +173,29 @@ class _Products(TorchFunctionMode):
 
     def _see(self, x: Any, weight: Any) -> None:
         """Collect x, the inputs that a matrix product multiplies, if ``weight`` is a view of a stack of experts."""
-        # Rows of x[i] that are all zero are left out, because these tokens are routed elsewhere.
         if not isinstance(weight, torch.Tensor) or weight.ndim not in (2, 3) or not self._stacks:
             return
         for parameter, layers in self._stacks.get(weight.untyped_storage().data_ptr(), ()):
             first, rest = divmod(int(weight.storage_offset() - parameter.storage_offset()), parameter.stride(0))
             if rest or not 0 <= first < len(layers):
                 continue
-            self._add(layers, x.shape[-1])
+            if id(layers) not in self._added:
+                self._added.add(id(layers))
+                for layer in (layer for group in layers for layer in group):
+                    self._collector.add_layer(layer, x.shape[-1])
             if weight.ndim == 2:
-                self._collect(layers[first], x)
-            else:
-                for inputs, group in zip(x, layers[first:], strict=False):
-                    self._collect(group, _routed(inputs))
-
-    def _add(self, layers: tuple[tuple[str, ...], ...], columns: int) -> None:
-        """Add the layers of all experts in a stack to the Collector."""
-        if id(layers) not in self._added:
-            self._added.add(id(layers))
-            for layer in (layer for group in layers for layer in group):
-                self._collector.add_layer(layer, columns)
-
-    def _collect(self, layers: Sequence[str], x: torch.Tensor) -> None:
-        """Collect the inputs x of one expert under each name in ``layers``."""
-        for layer in layers:
-            self._collector.collect(layer, x.detach())
+                _collect(self._collector, layers[first], x)
+                continue
+            for inputs, group in zip(x, layers[first:], strict=False):
+                rows = inputs.reshape(-1, inputs.shape[-1])
+                routed = (rows != 0).any(dim=-1)  # other tokens are routed elsewhere
+                _collect(self._collector, group, rows[routed])
 
 
 def _factors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Return both factors of a call to a function of _PRODUCTS, such as F.linear."""
     second = next((kwargs[name] for name in ("weight", "other", "mat2") if name in kwargs), None)
     return args[0] if args else kwargs.get("input"), args[1] if len(args) > 1 else second
-
-
-def _routed(inputs: torch.Tensor) -> torch.Tensor:
-    """Return the rows of an expert's inputs that are not all zero, as a matrix: the tokens routed to the expert."""
-    rows = inputs.reshape(-1, inputs.shape[-1])
-    return rows[(rows != 0).any(dim=-1)]
 
 
 @contextmanager
@@ -267,35 +247,22 @@ class InputHook:
         return type(x).from_local(values, x.device_mesh, x.placements, run_check=False, **shape)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The hooks that fake-quantize the inputs of linear layers.
-
-    Attributes:
-        hooks: {name of a layer's weight: hook of the layer}.
-        layers: the names of these layers, as a checkpoint names them.
-    """
-
-    hooks: Mapping[str, InputHook]
-    layers: tuple[str, ...]
-
-    @classmethod
-    def of(cls, op: str, places: Sequence[ParameterPlace], recipe: str | Recipe | None, amaxes: Any) -> Inputs:
-        """Return Inputs with one hook per torch.nn.Linear in `places`, or without hooks if the recipe is None."""
-        if recipe is None:
-            if amaxes is not None:
-                raise TypeError(f"{op}: input_amaxes are given without activations; pass activations='nvfp4-te' too")
-            return cls({}, ())
-        r = recipe_of(op, recipe)
-        linear = [p for p in places if p.leaf == "weight" and isinstance(p.module, torch.nn.Linear)]
-        if not linear:
-            raise ValueError(f"{op}: activations={r.id!r}, but no torch.nn.Linear is fake-quantized; leave it out")
-        layers = {p.weight.saved.removesuffix(".weight"): int(p.weight.shape[-1]) for p in linear}
-        found: Mapping[str, Any] = {} if amaxes is None else _amaxes(op, r, amaxes).of_layers(layers)
-        names = {p.weight.name: p.weight.saved.removesuffix(".weight") for p in linear}
-        spec = to_spec(r)
-        hooks = {name: InputHook(spec, float(found[of]) if of in found else None) for name, of in names.items()}
-        return cls(hooks, tuple(layers))
+def input_hooks(
+    op: str, weights: Sequence[TrainedWeight], recipe: str | Recipe | None, amaxes: Any
+) -> list[tuple[TrainedWeight, InputHook]]:
+    """Return a hook for the layer of each weight that is a torch.nn.Linear; [] if the recipe is None."""
+    if recipe is None:
+        if amaxes is not None:
+            raise TypeError(f"{op}: input_amaxes are given without activations; pass activations='nvfp4-te' too")
+        return []
+    r = recipe_of(op, recipe)
+    linear = [one for one in weights if one.leaf == "weight" and isinstance(one.module, torch.nn.Linear)]
+    if not linear:
+        raise ValueError(f"{op}: activations={r.id!r}, but no torch.nn.Linear is fake-quantized; leave it out")
+    layers = {one.saved.removesuffix(".weight"): int(one.shape[-1]) for one in linear}
+    found: Mapping[str, Any] = {} if amaxes is None else _amaxes(op, r, amaxes).of_layers(layers)
+    spec, numbers = to_spec(r), {name: float(amax) for name, amax in found.items()}
+    return [(one, InputHook(spec, numbers.get(one.saved.removesuffix(".weight")))) for one in linear]
 
 
 def _amaxes(op: str, recipe: Recipe, given: Any) -> Activations:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.checkpoint.selection.names import adapter_tensor
 from fp4kit.checkpoint.selection.selection import CONV1D
-from fp4kit.qat import QatChoice, QatPlan, QuantizedNames, ServedDtype, layer_of, make_plan, similar
+from fp4kit.qat import QatChoice, QatPlan, QuantizedNames, ServedDtype, TrainedWeight, make_plan, similar
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.serialization import to_spec
 from fp4kit.torch.adapters import (
@@ -31,12 +31,10 @@ from fp4kit.torch.adapters import (
     pending,
     restore,
 )
-from fp4kit.torch.inputs import Inputs, add_hook, remove_hook
+from fp4kit.torch.inputs import add_hook, input_hooks, remove_hook
 from fp4kit.torch.operators import check_fake
 from fp4kit.torch.parameters import (
     FakeQuantized,
-    Form,
-    ParameterPlace,
     ServedWeight,
     check_kind,
     config_of,
@@ -45,8 +43,8 @@ from fp4kit.torch.parameters import (
     keep_names,
     parameters_of,
     parts_of,
-    places_of,
     release_names,
+    weights_of,
 )
 from fp4kit.training.settings import EXPERT_WEIGHTS, FakeQuantSettings, naming
 from fp4kit.types import RecipeId
@@ -176,9 +174,12 @@ def fake_quantize_model(
         return _by_settings(model, given)
     if not isinstance(given, (str, Recipe)):
         raise TypeError(f"{OP}: recipe is {given!r:.60}; needs a recipe id, such as 'nvfp4-te', or a Recipe")
+    pass_through, adapters = as_flag(OP, "pass_through", pass_through), adapters_of(OP, adapters)
+    _check_not_fsdp(model)
+    config = config_of(model) if config is None else config
     wildcards = {"parameters": parameters, "exclude": exclude, "include": include}
-    inputs = activations, input_amaxes
-    return fake_quantize_served(model, given, format, wildcards, config, pass_through, inputs, adapters, served_dtype)
+    choice = QatChoice.of(OP, given, format, config, served_dtype, **wildcards)
+    return _by_plan(model, choice, pass_through, (activations, input_amaxes), adapters)
 
 
 def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[str]:
@@ -264,116 +265,82 @@ OP = "fake_quantize_model"
 Kept = Literal["original", "quantized"]
 
 
-def fake_quantize_served(
+def _by_plan(
     model: torch.nn.Module,
-    recipe: str | Recipe,
-    format: str | None,
-    patterns: Mapping[str, Collection[str]],
-    config: Any,
+    choice: QatChoice,
     pass_through: bool,
     inputs: tuple[Any, Any],
-    adapters: Any = "base",
-    served_dtype: Any = None,
+    adapters: Adapters,
 ) -> QuantizedNames:
     """Implement fake_quantize_model for a recipe."""
-    pass_through, adapters = as_flag(OP, "pass_through", pass_through), adapters_of(OP, adapters)
-    _check_not_fsdp(model)
-    config = config_of(model) if config is None else config
-    places = {place.weight.name: place for place in places_of(model)}
-    choice = QatChoice.of(OP, recipe, format, config, served_dtype, **patterns)
-    plan = make_plan(OP, [place.weight for place in places.values()], choice)
-    forms = {name: _form(places[name], plan, pass_through, adapters == "merged") for name in plan.names}
-    for name, form in forms.items():
-        _check(places[name], form, plan)
-    layers = adapter_layers_around(OP, model, {id(places[name].module): name for name in plan.names}, adapters)
+    weights = weights_of(model)
+    plan = make_plan(choice, weights)
+    for weight in plan.selected:
+        _check(weight, plan)
+    names = {id(weight.module): weight.name for weight in plan.selected}
+    layers = adapter_layers_around(OP, model, names, adapters)
     if adapters == "merged":
-        _check_all_merged(places, plan, layers)
-        plan = _naming_merged(plan, places, layers)
-    quantized_inputs = Inputs.of(OP, [places[name] for name in plan.names], *inputs)
-    _register(places, forms, plan)
+        plan = _with_adapters(plan, {id(base) for _, base in layers})
+    hooks = input_hooks(OP, plan.selected, *inputs)
+    orders: dict[int, list[str]] = defaultdict(list)
+    for weight in weights:
+        orders[id(weight.module)].append(weight.leaf)
+    for weight in plan.selected:
+        part = ServedWeight(weight, plan, pass_through, adapters == "merged")
+        if not parametrize.is_parametrized(weight.module, weight.leaf):
+            keep_names(weight.module, weight.leaf, tuple(orders[id(weight.module)]))
+        parametrize.register_parametrization(weight.module, weight.leaf, part, unsafe=True)
     for layer, base in layers:
         attach(layer, fake_quantizing(base))
-    for place, hook in quantized_inputs.hooks.items():
-        add_hook(places[place].module, hook)
-    return QuantizedNames(plan, quantized_inputs.layers)
+    for weight, hook in hooks:
+        add_hook(weight.module, hook)
+    return QuantizedNames(plan, tuple(dict.fromkeys(weight.saved.removesuffix(".weight") for weight, _ in hooks)))
 
 
-def _check_all_merged(
-    places: Mapping[str, ParameterPlace], plan: QatPlan, layers: Sequence[tuple[torch.nn.Module, torch.nn.Module]]
-) -> None:
-    """Raise TypeError if a parameter to fake-quantize has an adapter that no adapter layer of PEFT merges into it."""
-    merged = {id(base) for _, base in layers}
-    adapted = {}
-    for place in places.values():
-        found = adapter_tensor(place.weight.saved)
+def _with_adapters(plan: QatPlan, merged: Collection[int]) -> QatPlan:
+    """Return a plan whose reasons say which parameters have adapters; ``merged`` are the ids of layers with one.
+
+    Raise TypeError if a parameter to fake-quantize has an adapter that no adapter layer of PEFT merges into it.
+    """
+    adapted, rows = {}, []
+    for row in plan.rows:
+        found = adapter_tensor(row.saved)
         if found is not None:
-            adapted[found.layer] = found.kind, place.weight.name
-    for name in plan.names:
-        kind, tensor = adapted.get(layer_of(places[name].weight), ("", ""))
-        if kind and id(places[name].module) not in merged:
+            adapted[found.layer] = found.kind, row.name
+    for row in plan.rows:
+        if row.quantized and id(row.module) in merged:
+            row = replace(row, reason=f"{row.reason}, with its adapter merged")
+        elif row.quantized and row.layer in adapted:
+            kind, tensor = adapted[row.layer]
             raise TypeError(
-                f"{OP}: adapters='merged' needs LoRA layers of PEFT, and {tensor} ({kind}) is not merged into {name};"
-                f" pass adapters='base', or exclude=({name!r},)"
+                f"{OP}: adapters='merged' needs LoRA layers of PEFT, and {tensor} ({kind}) is not merged into"
+                f" {row.name}; pass adapters='base', or exclude=({row.name!r},)"
             )
-
-
-def _naming_merged(
-    plan: QatPlan, places: Mapping[str, ParameterPlace], layers: Sequence[tuple[torch.nn.Module, torch.nn.Module]]
-) -> QatPlan:
-    """Return the plan with "with its adapter merged" in the reason of each parameter whose layer has an adapter."""
-    merged = {id(base) for _, base in layers}
-    rows = (
-        replace(row, reason=f"{row.reason}, with its adapter merged")
-        if row.quantized and id(places[row.name].module) in merged
-        else row
-        for row in plan.rows
-    )
+        rows.append(row)
     return replace(plan, rows=tuple(rows))
 
 
-def _register(places: Mapping[str, ParameterPlace], forms: Mapping[str, Form], plan: QatPlan) -> None:
-    """Register a ServedWeight on each parameter to fake-quantize, and hooks that keep its name in state dicts."""
-    orders: dict[int, list[str]] = defaultdict(list)
-    for place in places.values():
-        orders[id(place.module)].append(place.leaf)
-    for name, form in forms.items():
-        place = places[name]
-        group = [(places[member].module, places[member].leaf) for member in plan.members(name)]
-        if not parametrize.is_parametrized(place.module, place.leaf):
-            keep_names(place.module, place.leaf, tuple(orders[id(place.module)]))
-        parametrize.register_parametrization(place.module, place.leaf, ServedWeight(name, form, group), unsafe=True)
-
-
-def _form(place: ParameterPlace, plan: QatPlan, pass_through: bool, merged: bool) -> Form:
-    """Return the Form (recipe, axis, gradient) by which a plan fake-quantizes the parameter at a place of the model."""
-    axis = -2 if place.transposed else -1
-    served = None if plan.served_dtype is None else getattr(torch, plan.served_dtype)
-    dtype = held_tensor(place.module, place.leaf).dtype
-    return Form(to_spec(plan.recipe), place.weight.kind, axis, plan.shares, pass_through, dtype, merged, served)
-
-
-def _check(place: ParameterPlace, form: Form, plan: QatPlan) -> None:
-    """Raise ValueError or TypeError if the parameter at a place of the model cannot be fake-quantized."""
-    name, shape = place.weight.name, place.weight.shape
-    for part in parts_of(place.module, place.leaf):
+def _check(weight: TrainedWeight, plan: QatPlan) -> None:
+    """Raise ValueError or TypeError if a parameter cannot be fake-quantized."""
+    for part in parts_of(weight.module, weight.leaf):
         if isinstance(part, (ServedWeight, FakeQuantized)):
             raise ValueError(
-                f"{OP}: {name} is already fake-quantized; leave it out with exclude=, or call"
+                f"{OP}: {weight.name} is already fake-quantized; leave it out with exclude=, or call"
                 " fp4kit.torch.remove_fake_quantization first"
             )
-    parameter = held_tensor(place.module, place.leaf)
-    matrix = torch.empty(shape, dtype=parameter.dtype, device="meta")
-    amax = torch.empty(shape[:1] if form.kind == "stack" else (), device="meta") if form.shares else None
-    with naming(name):
-        check_fake("fake_quantize", matrix, form.recipe, -1, amax)
+    parameter = held_tensor(weight.module, weight.leaf)
+    matrix = torch.empty(weight.shape, dtype=parameter.dtype, device="meta")
+    amax = torch.empty(weight.shape[:1] if weight.kind == "stack" else (), device="meta") if plan.shares else None
+    with naming(weight.name):
+        check_fake("fake_quantize", matrix, to_spec(plan.recipe), -1, amax)
     if is_distributed(parameter):
-        _check_shards(name, parameter, place, plan.recipe)
+        _check_shards(weight, parameter, plan.recipe)
 
 
-def _check_shards(name: str, parameter: Any, place: ParameterPlace, recipe: Recipe) -> None:
+def _check_shards(weight: TrainedWeight, parameter: Any, recipe: Recipe) -> None:
     """Raise ValueError if the shards of a DTensor do not suit the recipe."""
-    columns = parameter.ndim - (2 if place.transposed else 1)
-    rows = parameter.ndim - (1 if place.transposed else 2)
+    name, columns = weight.name, parameter.ndim + weight.axis
+    rows = parameter.ndim - (1 if weight.axis == -2 else 2)
     needed = {columns: recipe.block_size, rows: recipe.block_rows}
     for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
         if placement.is_partial():

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
 from fp4kit.arrays.imports import is_distributed
-from fp4kit.qat import ParameterKind, TrainedWeight
+from fp4kit.qat import ParameterKind, QatPlan, TrainedWeight
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.serialization import from_spec, to_spec
 from fp4kit.torch.adapters import FakeQuantizing
@@ -25,69 +25,37 @@ Renamed = Callable[[str, torch.Tensor], tuple[str, ...]]
 
 
 def renaming_of(model: torch.nn.Module) -> Renamed:
-    """Return a function that takes (name in the model, parameter) and returns the parameter's names in the
-    checkpoint.
-    """
+    """Return a function that takes (name in the model, parameter) and returns its names in the checkpoint."""
     library = sys.modules.get("transformers.core_model_loading")
     convert = getattr(library, "revert_weight_conversion", None)
-    if convert is None or not hasattr(model, "save_pretrained"):
-        return lambda name, parameter: (name,)
-    return lambda name, parameter: _converted(convert, model, name, parameter)
 
+    def renamed(name: str, parameter: torch.Tensor) -> tuple[str, ...]:
+        if convert is None or not hasattr(model, "save_pretrained"):
+            return (name,)
+        try:
+            return tuple(convert(model, {name: torch.empty_like(parameter, device="meta")})) or (name,)
+        except (KeyError, ValueError, RuntimeError):  # a conversion that needs other parameters as well
+            return (name,)
 
-def _converted(
-    convert: Callable[[Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]],
-    model: torch.nn.Module,
-    name: str,
-    parameter: torch.Tensor,
-) -> tuple[str, ...]:
-    """Return the names that ``convert``, transformers' conversion of a state dict, gives to one parameter."""
-    try:
-        return tuple(convert(model, {name: torch.empty_like(parameter, device="meta")})) or (name,)
-    except (KeyError, ValueError, RuntimeError):  # a conversion that needs other parameters as well
-        return (name,)
+    return renamed
 
 
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
-class ParameterPlace(NamedTuple):
-    """The place of a parameter in a model: the module that holds it, and its name there.
-
-    Attributes:
-        module: the module that holds it.
-        leaf: the name of the parameter in the module.
-        weight: the names, shape, dtype and kind of the parameter, from which the plan decides.
-        transposed: True for a stack of experts that is stored as (E, K, N).
-    """
-
-    module: torch.nn.Module
-    leaf: str
-    weight: TrainedWeight
-    transposed: bool = False
-
-
 def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
     """Yield (full name, module, name within the module) for every parameter, such as ("0.weight", model[0],
     "weight").
     """
-    parametrizing_modules = {
-        id(part) for module in model.modules() if parametrize.is_parametrized(module) for part in _holders(module)
-    }
+    holders: Iterator[Any] = (m.parametrizations for m in model.modules() if parametrize.is_parametrized(m))
+    skipped = {id(part) for holder in holders for part in holder.modules()}  # they would yield parameters twice
     for prefix, module in model.named_modules(remove_duplicate=False):
-        if id(module) in parametrizing_modules:
+        if id(module) in skipped:
             continue
         leaves = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
         parametrizations: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
         yield from ((f"{prefix}.{leaf}" if prefix else leaf, module, leaf) for leaf in (*leaves, *parametrizations))
-
-
-def _holders(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the modules that PyTorch adds to `module` to hold its parametrizations."""
-    # parameters_of skips these modules, so that it yields each parametrized parameter once.
-    found: Any = module.parametrizations
-    return found.modules()
 
 
 def held_tensor(module: torch.nn.Module, leaf: str) -> torch.Tensor:
@@ -109,27 +77,21 @@ def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
     return config if isinstance(config, Mapping) else None
 
 
-def places_of(model: torch.nn.Module) -> list[ParameterPlace]:
-    """Return a ParameterPlace for every parameter of a model."""
+def weights_of(model: torch.nn.Module) -> list[TrainedWeight]:
+    """Return the description of every parameter of a model."""
     renamed, found = renaming_of(model), {}
     for name, module, leaf in parameters_of(model):
         if (id(module), leaf) not in found:
             parameter = held_tensor(module, leaf)
             saved = renamed(name, parameter) if parameter.ndim > 1 else (name,)
-            found[id(module), leaf] = _place(name, saved[0] if len(saved) == 1 else name, module, leaf, parameter)
+            shape, kind, axis = tuple(parameter.shape), _kind(name, module, leaf, parameter), -1
+            if kind == "convolution":
+                shape = shape[0], parameter[0].numel()
+            elif kind == "stack" and _is_transposed(module):
+                shape, axis = (shape[0], shape[2], shape[1]), -2
+            dtype, saved_name = str(parameter.dtype).removeprefix("torch."), saved[0] if len(saved) == 1 else name
+            found[id(module), leaf] = TrainedWeight(name, saved_name, shape, dtype, kind, axis, module, leaf)
     return list(found.values())
-
-
-def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> ParameterPlace:
-    """Return the ParameterPlace of one parameter."""
-    shape, kind, transposed = tuple(parameter.shape), _kind(name, module, leaf, parameter), False
-    if kind == "convolution":
-        shape = shape[0], parameter[0].numel()
-    elif kind == "stack":
-        transposed = _is_transposed(module)
-        shape = (shape[0], shape[2], shape[1]) if transposed else shape
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return ParameterPlace(module, leaf, TrainedWeight(name, saved, shape, dtype, kind), transposed)
 
 
 def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> ParameterKind:
@@ -168,17 +130,12 @@ def _is_transposed(module: torch.nn.Module) -> bool:
 _MARK = "_fp4kit_state_hooks"
 
 
-def _held(leaf: str) -> str:
-    """Return the name under which PyTorch stores the parametrized parameter `leaf` in a module's state dict."""
-    return f"parametrizations.{leaf}.original"
-
-
 def keep_names(module: torch.nn.Module, leaf: str, order: tuple[str, ...]) -> None:
     """Add hooks to a module, so that its state dict does not change when its parameter `leaf` is parametrized."""
-    save = module._register_state_dict_hook(_Save(leaf, order))
-    load = _Load(leaf)
-    before = module.register_load_state_dict_pre_hook(load)
-    after = module.register_load_state_dict_post_hook(load.rename_missing)
+    hooks = _StateHooks(leaf, order)
+    save = module._register_state_dict_hook(hooks.save)
+    before = module.register_load_state_dict_pre_hook(hooks.load)
+    after = module.register_load_state_dict_post_hook(hooks.rename_missing)
     module.__dict__.setdefault(_MARK, {})[leaf] = order, save, before, after
 
 
@@ -192,48 +149,33 @@ def release_names(module: torch.nn.Module, leaf: str) -> None:
             module._parameters[name] = module._parameters.pop(name)
 
 
-class _Save:
-    """A hook that runs when a state dict is made: it gives the parametrized parameter its plain name, such as "weight".
-
-    The module's own entries keep their usual order.
-    """
+class _StateHooks:
+    """Hooks of a module that give its parametrized parameter its plain name, such as "weight", in state dicts."""
 
     def __init__(self, leaf: str, order: tuple[str, ...]) -> None:
-        self._leaf, self._order = leaf, order
+        self._leaf, self._order, self._prefix = leaf, order, ""
+        self._held = f"parametrizations.{leaf}.original"  # the name under which PyTorch stores the parameter
 
-    def __call__(self, module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Rename the parameter in ``state`` in place, as a hook of Module.state_dict."""
-        held = prefix + _held(self._leaf)
-        if held not in state:
+    def save(self, module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Rename the parameter in ``state`` in place. The module's own entries keep their usual order."""
+        if prefix + self._held not in state:
             return
-        state[prefix + self._leaf] = state.pop(held)
+        state[prefix + self._leaf] = state.pop(prefix + self._held)
         own = {prefix + name for name in self._order}
         moved = [name for name in state if name in own]
         later = [name for name in state if name.startswith(prefix) and name not in own]
         for name in (*sorted(moved, key=[prefix + one for one in self._order].index), *later):
             state[name] = state.pop(name)
 
-
-class _Load:
-    """A hook that runs before a state dict is loaded, to accept the plain name of the parametrized parameter.
-
-    If the state dict has the plain name, such as "weight", the hook renames it to the name under which the module now
-    holds the parameter.
-    """
-
-    def __init__(self, leaf: str) -> None:
-        self._leaf, self._prefix = leaf, ""
-
-    def __call__(self, module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Rename the parameter in ``state`` in place, as a hook of Module.load_state_dict."""
+    def load(self, module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Rename the parameter in ``state`` in place, if it has its plain name."""
         self._prefix = prefix
         if prefix + self._leaf in state:
-            state[prefix + _held(self._leaf)] = state.pop(prefix + self._leaf)
+            state[prefix + self._held] = state.pop(prefix + self._leaf)
 
     def rename_missing(self, module: Any, incompatible: Any) -> None:
-        """Give the parameter its plain name in incompatible.missing_keys, as a hook that runs after the loading."""
-        held = self._prefix + _held(self._leaf)
-        missing = incompatible.missing_keys
+        """Give the parameter its plain name in incompatible.missing_keys after the loading."""
+        held, missing = self._prefix + self._held, incompatible.missing_keys
         missing[:] = [self._prefix + self._leaf if name == held else name for name in missing]
 
 
@@ -290,58 +232,37 @@ def check_kind(op: str, name: str, value: Any, kind: type) -> None:
     raise TypeError(text)
 
 
-class Form(NamedTuple):
-    """The recipe, axis and gradient by which a parameter is fake-quantized.
-
-    Attributes:
-        recipe: the recipe as the string that recipes.to_string.to_spec returns. Its values are decoded as the loaders
-            of the checkpoint decode them.
-        kind: "matrix", "stack" or "convolution".
-        axis: the axis along which blocks run, from the end: -1, or -2 for a stack of experts stored as (E, K, N). The
-            filters of a convolution are flattened first.
-        shares: True if the recipe has one tensor scale per matrix, so that an amax is needed.
-        pass_through: True if the gradient passes unchanged; False if it is set to 0 where |w| > amax.
-        dtype: the dtype of the parameter in the model; None if it is that of every call.
-        merged_adapters: True to fake-quantize the weight with its active LoRA adapter, as the merged weight is served.
-        served_dtype: the dtype to which the values are rounded, as loaders do; None for that of the parameter.
-    """
-
-    recipe: str
-    kind: str = "matrix"
-    axis: int = -1
-    shares: bool = True
-    pass_through: bool = True
-    dtype: torch.dtype | None = None
-    merged_adapters: bool = False
-    served_dtype: torch.dtype | None = None
-
-
 class ServedWeight(FakeQuantizing):
     """A parametrization that gives a layer, in place of its weight, the values that a converted checkpoint will serve.
 
     The optimizer still updates the original weight.
 
     Args:
-        name: the name of the parameter in the model.
-        form: the Form in which the parameter is fake-quantized.
-        group: (module, name within the module) of every parameter that shares the amax, this parameter included.
+        weight: the parameter, with its decision in the plan.
+        plan: the plan, whose recipe decodes values as the loaders of the checkpoint do.
+        pass_through: True if the gradient passes unchanged; False if it is set to 0 where |w| > amax.
+        merged_adapters: True to fake-quantize the weight with its active LoRA adapter, as the merged weight is served.
     """
 
-    def __init__(self, name: str, form: Form, group: Sequence[tuple[torch.nn.Module, str]]) -> None:
+    def __init__(self, weight: TrainedWeight, plan: QatPlan, pass_through: bool, merged_adapters: bool) -> None:
         super().__init__()
-        self.name, self.form, self.merged_adapters = name, form, form.merged_adapters
-        self._group = list(group)  # a list of tuples, so that PyTorch registers none of these modules as a child
+        self.name, self.pass_through, self.merged_adapters = weight.name, pass_through, merged_adapters
+        self._kind, self._axis, self._dtype = weight.kind, weight.axis, getattr(torch, weight.dtype)
+        self._recipe, self._shares = to_spec(plan.recipe), plan.shares
+        self._served_dtype = None if plan.served_dtype is None else getattr(torch, plan.served_dtype)
+        # a list of tuples, so that PyTorch registers none of these modules as a child
+        self._group = [(one.module, one.leaf) for one in plan.members(weight)]
 
     def extra_repr(self) -> str:
         """Return the text that print(model) shows: name, recipe, and the number of weights that share one amax."""
-        return f"{self.name!r}, {from_spec(self.form.recipe).id}, one amax for {len(self._group)}"
+        return f"{self.name!r}, {from_spec(self._recipe).id}, one amax for {len(self._group)}"
 
     def forward(self, w: Tensor) -> Tensor:
         """Return the weight that the layer computes with: the values that a loader of the checkpoint decodes."""
         if self.is_paused:
             return w
         w = self.with_adapter(w)
-        amax = self._amax(w) if self.form.shares else None
+        amax = self._amax(w) if self._shares else None
         if not is_distributed(w):
             return self._values(w, amax)
         sharded: Any = w
@@ -354,32 +275,28 @@ class ServedWeight(FakeQuantizing):
         """Return the served values of the plain tensor w."""
         if not w.numel():
             return w
-        matrix = w.flatten(1) if self.form.kind == "convolution" else w
+        matrix = w.flatten(1) if self._kind == "convolution" else w
         given = None if amax is None else torch.where(amax == 0, 1, amax)  # zeros have no usable scale; they stay zeros
         with naming(self.name):
             values = fake_quantize(
-                matrix, self.form.recipe, axis=self.form.axis, tensor_amax=given, pass_through=self.form.pass_through
+                matrix, self._recipe, axis=self._axis, tensor_amax=given, pass_through=self.pass_through
             )
-        if self.form.served_dtype not in (None, values.dtype):
-            values = _Rounded.apply(values, self.form.served_dtype)
+        if self._served_dtype not in (None, values.dtype):
+            values = _Rounded.apply(values, self._served_dtype)
         return values.view(w.shape)
 
     def _amax(self, w: Tensor) -> Tensor:
         """Return the largest |w| over w and the other weights of its group: float32 (), or (E,) for a stack of
         experts.
         """
-        stack, is_cast = self.form.kind == "stack", self.form.dtype not in (None, w.dtype)
+        stack, is_cast = self._kind == "stack", self._dtype != w.dtype
         found = largest(w, stack)
         for module, leaf in self._group:
-            if not self._is_own(module, leaf):
+            if not any(part is self for part in parts_of(module, leaf)):
                 with torch.no_grad():
                     other = largest(unquantized(module, leaf), stack)
                 found = torch.maximum(found, other.to(w.dtype).float() if is_cast else other)
         return found
-
-    def _is_own(self, module: torch.nn.Module, leaf: str) -> bool:
-        """Return whether this object is one of the parametrizations of the parameter `leaf` of `module`."""
-        return any(part is self for part in parts_of(module, leaf))
 
 
 class _Rounded(torch.autograd.Function):
@@ -387,16 +304,14 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rounded values of x in the dtype of x."""
         return x.to(dtype).to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save nothing: the gradient is that of the identity."""
+        pass
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient unchanged."""
         return gradient, None
 
 
