@@ -72,10 +72,9 @@ def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype,
 
 def check_quantized_out(call: Any) -> None:
     """Raise an error unless the result of a call can be written to call.out, a Quantized."""
-    op, out, r = call.op, call.out, call.recipe
+    op, out = call.op, call.out
     check_is_quantized(op, out, "out")
-    wanted = {"recipe": r, "shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "scale_layout": call.layout}
-    for name, value in wanted.items():
+    for name, value in result_fields(call).items():
         if getattr(out, name) != value:
             text = repr if name == "recipe" else str  # str(recipe) takes many lines
             raise ValueError(f"{op}: out has {name} {text(getattr(out, name))}; needs {text(value)}")
@@ -94,6 +93,18 @@ def check_quantized_out(call: Any) -> None:
     names = ("block_amax", "block_scale", "tensor_scale", "tensor_amax")
     inputs = {"x": call.x, "seed": call.random} | {name: getattr(call, name) for name in names}
     check_disjoint(op, inputs, outputs)
+
+
+def result_fields(call: Any) -> dict[str, Any]:
+    """Return the fields of a call's result that are not arrays, as {name: value}."""
+    x = call.x
+    return {
+        "recipe": call.recipe,
+        "shape": x.shape,
+        "dtype": x.dtype,
+        "axis": call.axis,
+        "scale_layout": call.layout,
+    }
 
 
 def part_specs(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:

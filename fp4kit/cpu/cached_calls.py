@@ -18,11 +18,12 @@ import numpy as np
 from fp4kit.arithmetic import is_ieee
 from fp4kit.arrays import returns
 from fp4kit.arrays.returns import giver
+from fp4kit.call.outputs import part_specs, result_fields
 from fp4kit.call.parse import Call
 from fp4kit.cpu.codec import are_looked_up, check_array, decode_call, encode_call, kernels_of, tensors_of
 from fp4kit.cpu.coverage import tensor_key
 from fp4kit.cpu.library import ELEMENTS_PER_CALL, EncodeCall, address, functions, threads_for
-from fp4kit.quantized.container import Quantized, assembled, packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.quantized.container import PARTS, Quantized, assembled
 from fp4kit.recipes.schema import faking
 
 # Results of MIN_BYTES to MAX_BYTES are in memory that is aligned to huge pages, and is kept for the next result when
@@ -50,28 +51,20 @@ class _Owner:
 
 
 def reusable_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialized array of this shape and dtype."""
+    """Return an uninitialized array of this shape and dtype, in the kept memory if that fits."""
     nbytes = prod(shape) * dtype.itemsize
     if not MIN_BYTES <= nbytes <= MAX_BYTES:
         return np.empty(shape, dtype)
-    memory: np.ndarray = np.asarray(_Owner(_memory(nbytes)))
-    return memory[:nbytes].view(dtype).reshape(shape)
-
-
-def _memory(nbytes: int) -> np.ndarray:
-    """Return a byte array of at least nbytes: the kept memory if it fits, otherwise new memory."""
     try:
         found = _kept.pop()  # atomic: no other thread gets this memory
     except IndexError:
-        return _new_memory(nbytes)
-    return found if nbytes <= found.size <= 2 * nbytes else _new_memory(nbytes)
-
-
-def _new_memory(nbytes: int) -> np.ndarray:
-    """Return new memory: an uninitialized byte array (nbytes,) that begins at a multiple of HUGE_PAGE (2 MiB)."""
-    memory = np.empty(nbytes + HUGE_PAGE, np.uint8)
-    first = -memory.ctypes.data % HUGE_PAGE
-    return memory[first : first + nbytes]
+        found = np.empty(0, np.uint8)
+    if not nbytes <= found.size <= 2 * nbytes:
+        found = np.empty(nbytes + HUGE_PAGE, np.uint8)
+        first = -found.ctypes.data % HUGE_PAGE
+        found = found[first : first + nbytes]
+    memory: np.ndarray = np.asarray(_Owner(found))
+    return memory[:nbytes].view(dtype).reshape(shape)
 
 
 _FLOAT32 = np.dtype(np.float32)
@@ -88,8 +81,7 @@ class ArrayAccess(NamedTuple):
         is_float32: is_float32(array) returns True for a contiguous, aligned float32 array, which the C library can read
             in place.
         to_bytes: to_bytes(array) returns the bytes of the array's elements in row-major order.
-        move_last: move_last(array, axis) returns a view whose last axis is moved to `axis`, or the array itself if
-            `axis` is already the last one.
+        moveaxis: moveaxis(array, source, target) returns a view with one axis moved, as np.moveaxis does.
         result: result(array) converts an array from a maker to the array that the caller gets. The field is None if no
             conversion is needed.
     """
@@ -98,7 +90,7 @@ class ArrayAccess(NamedTuple):
     maker: Callable[[tuple[int, ...], np.dtype, bool], Callable[[], Any]]
     is_float32: Callable[[Any], bool]
     to_bytes: Callable[[Any], bytes]
-    move_last: Callable[[Any, int], Any]
+    moveaxis: Callable[[Any, int, int], Any]
     result: Callable[[Any], Any] | None
 
     def amax_pointer(self, amax: Any) -> Any:
@@ -125,12 +117,7 @@ def _numpy_maker(shape: tuple[int, ...], dtype: np.dtype, reused: bool) -> Calla
     return partial(reusable_empty if reused else np.empty, shape, dtype)
 
 
-def _move_last(a: Any, axis: int) -> Any:
-    """Return a view of an array with the last axis moved to `axis`, or the array itself if `axis` is the last one."""
-    return a if axis == a.ndim - 1 else np.moveaxis(a, -1, axis)
-
-
-NUMPY = ArrayAccess(address, _numpy_maker, _is_float32, np.ndarray.tobytes, _move_last, None)
+NUMPY = ArrayAccess(address, _numpy_maker, _is_float32, np.ndarray.tobytes, np.moveaxis, None)
 
 
 @cache
@@ -138,43 +125,32 @@ def _torch() -> ArrayAccess:
     """Return the ArrayAccess for PyTorch tensors in host memory."""
     pointer, float32 = returns.address(), returns.dtype_named("float32")
 
-    def address_of(a: Any) -> int | None:
-        return None if a is None else pointer(a)
-
     def maker(shape: tuple[int, ...], dtype: np.dtype, reused: bool) -> Callable[[], Any]:
         if reused and prod(shape) * dtype.itemsize >= MIN_BYTES:
             return lambda: returns.tensor_of(reusable_empty(shape, dtype))
         return returns.maker(returns.host_device(), shape, dtype, False)
 
-    def is_float32(a: Any) -> bool:
-        return bool(a.dtype is float32 and a.is_contiguous() and not pointer(a) % _FLOAT32.alignment)
-
-    def to_bytes(a: Any) -> bytes:
-        return bytes(a.detach().numpy().tobytes())
-
-    def move_last(a: Any, axis: int) -> Any:
-        return a if axis == a.ndim - 1 else a.movedim(-1, axis)
-
-    return ArrayAccess(address_of, maker, is_float32, to_bytes, move_last, None)
+    return ArrayAccess(
+        address=lambda a: None if a is None else pointer(a),
+        maker=maker,
+        is_float32=lambda a: a.dtype is float32 and a.is_contiguous() and not pointer(a) % _FLOAT32.alignment,
+        to_bytes=lambda a: a.detach().numpy().tobytes(),
+        moveaxis=lambda a, source, target: a.movedim(source, target),
+        result=None,
+    )
 
 
 def _jax(like: Any) -> ArrayAccess:
-    """Return the ArrayAccess for JAX arrays in host memory."""
-
-    def address_of(a: Any) -> int | None:
-        return address(a if a is None else np.asarray(a))
-
-    def is_float32(a: Any) -> bool:
-        return _is_float32(np.asarray(a))
-
-    def to_bytes(a: Any) -> bytes:
-        return np.asarray(a).tobytes()
-
-    return ArrayAccess(address_of, _numpy_maker, is_float32, to_bytes, _move_last, giver(like))
+    """Return the ArrayAccess for JAX arrays in host memory. New arrays are NumPy arrays, which `result` converts."""
+    return NUMPY._replace(
+        address=lambda a: address(a if a is None else np.asarray(a)),
+        is_float32=lambda a: _is_float32(np.asarray(a)),
+        to_bytes=lambda a: np.asarray(a).tobytes(),
+        result=giver(like),
+    )
 
 
 MAX_TENSORS = 1 << 12  # the most tensor scales of a cached dequantize, because every call reads them in Python
-_UINT8 = np.dtype(np.uint8)
 PreparedCall = Callable[..., Any]  # repeats a call: takes its arrays, and returns the result or None
 
 
@@ -183,27 +159,19 @@ def _is_whole(*arrays: Any) -> bool:
     return all(a is None or (a.size and a.flags.c_contiguous and a.flags.aligned) for a in arrays)
 
 
-def _matrix(call: Call) -> np.ndarray | None:
-    """Return a view of a call's array as one matrix (rows, K), in which each row is quantized."""
-    moved, r = call.moved, call.recipe
-    if not 0 < moved.size <= ELEMENTS_PER_CALL or (
-        moved.ndim > 2 and not (moved.flags.c_contiguous and r.block_rows == 1)
-    ):
-        return None
-    matrix: np.ndarray = moved.reshape(-1, moved.shape[-1])
-    covered = 1 if call.tensor_amax is None or r.tensor_scaling != "tensor" else call.tensor_amax.size
-    return matrix if covered == 1 else None
-
-
 def _matrix_call(call: Call, packed_step: int, scales_step: int) -> tuple[EncodeCall, int] | None:
     """Return the prototype of a call (the C function's arguments without addresses) and the index of its tensor rule,
     which is -1 for a recipe without tensor scales. Return None if the library does not support the call.
     """
-    r, x = call.recipe, _matrix(call)
+    r, moved = call.recipe, call.moved
     is_plain = all(a is None for a in (call.random, call.mask, call.block_amax)) and not r.search
-    if x is None or not is_plain or r.tensor_scaling == "block" or r.is_custom:
+    is_one_matrix = moved.ndim <= 2 or (moved.flags.c_contiguous and r.block_rows == 1)
+    has_one_amax = call.tensor_amax is None or r.tensor_scaling != "tensor" or call.tensor_amax.size == 1
+    if not (is_plain and is_one_matrix and has_one_amax and 0 < moved.size <= ELEMENTS_PER_CALL):
         return None
-    key, found = tensor_key(r), functions()
+    if r.tensor_scaling == "block" or r.is_custom:
+        return None
+    x, key, found = moved.reshape(-1, moved.shape[-1]), tensor_key(r), functions()
     tensor_rule = -1 if key is None else found.fp4kit_tensor_rule(key.encode())
     kernels = kernels_of(r)
     check_array(x)
@@ -220,30 +188,22 @@ def quantize(call: Call, x: Any, given: Any, both: bool = False) -> PreparedCall
     It takes (x, tensor_amax, out), where tensor_amax is None if the library computes it. If the library cannot compute
     the result, `out` may be partly overwritten.
     """
-    r, out, shape = call.recipe, call.out, call.moved.shape
-    parts = () if out is None else (out.packed, out.block_scale, out.tensor_scale, out.tensor_amax)
-    if both or call.layout != "linear" or not _is_whole(*parts):
+    out, specs = call.out, part_specs(call)
+    if both or call.layout != "linear" or not (out is None or _is_whole(*out.parts().values())):
         return None
-    packed, scales = packed_shape(shape, r), None if r.scale is None else scale_shape(shape, r)
-    matrix_call = _matrix_call(call, packed[-1], 0 if scales is None else scales[-1])
-    if matrix_call is None:
+    steps = (specs[name][0][-1] if name in specs else 0 for name in ("packed", "block_scale"))
+    if (matrix_call := _matrix_call(call, *steps)) is None:
         return None
-    (prototype, tensor_rule), access, tensors = matrix_call, access_to(x), None
-    if tensor_rule >= 0:
-        tensors = tensor_amax_shape(shape, r) if call.tensor_amax is None else call.tensor_amax.shape
-    shapes = {"packed": packed, "block_scale": scales, "tensor_scale": tensors, "tensor_amax": tensors}
-    codes = ("packed", "block_scale")
-    kinds = {name: _UINT8 if name in codes else _FLOAT32 for name in shapes}
-    new = {name: access.maker(made, kinds[name], False) for name, made in shapes.items() if made is not None}
-    fields = {"shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r, "scale_layout": "linear"}
-    fields |= {name: None for name in shapes if name not in new}
+    (prototype, tensor_rule), access = matrix_call, access_to(x)
+    new = {name: access.maker(*spec, False) for name, spec in specs.items()}
+    fields = dict.fromkeys(PARTS) | result_fields(call)
     library, size, address, has_tensor = functions().fp4kit_quantize, call.x.size, access.address, tensor_rule >= 0
 
     def run(x: Any, given: Any, out: Quantized | None) -> Quantized | None:
         amax = None if given is None else access.amax_pointer(given)
         if not is_ieee() or (given is not None and amax is None):
             return None
-        q = assembled({name: make() for name, make in new.items()} | fields) if out is None else out
+        q = assembled(fields | {name: make() for name, make in new.items()}) if out is None else out
         tensor = (address(q.tensor_scale), address(q.tensor_amax)) if has_tensor else (None, None)
         packed, scales, threads = address(q.packed), address(q.block_scale), threads_for(size)
         if library(prototype, address(x), amax, packed, scales, *tensor, tensor_rule, threads):
@@ -255,7 +215,7 @@ def quantize(call: Call, x: Any, given: Any, both: bool = False) -> PreparedCall
 
 def _moved_result(access: ArrayAccess, values: Any, axis: int) -> Any:
     """Return new values as the caller gets them: the last axis moved to `axis`, as an array of the caller's library."""
-    moved = access.move_last(values, axis)
+    moved = values if axis == values.ndim - 1 else access.moveaxis(values, -1, axis)
     return moved if access.result is None else access.result(moved)
 
 

@@ -50,7 +50,7 @@ from fp4kit.reference import quantize as specification
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import spread_rows
 from fp4kit.reference.quantize import EncodeOptions
-from fp4kit.reference.stochastic import GivenNumbers, RandomNumbers, RandomStream
+from fp4kit.reference.stochastic import GivenNumbers, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, stored_tensor_scale, tensor_scale
 
 TILE_ELEMENTS = 1 << 15  # the approximate number of elements of a tile
@@ -106,6 +106,9 @@ def check_array(x: np.ndarray) -> None:
         raise Declined("the CPU engine needs aligned elements")
 
 
+Cut = tuple[slice, slice]  # some rows and some columns of a matrix
+
+
 class Tiles(NamedTuple):
     """The division of a matrix of `rows` x `columns` into tiles of at most `tile_rows` x `tile_columns`.
 
@@ -119,12 +122,12 @@ class Tiles(NamedTuple):
     tile_columns: int
 
     @classmethod
-    def of(cls, x: np.ndarray, block: int, block_rows: int, gathered: bool) -> Tiles:
+    def of(cls, x: np.ndarray, block: int, block_rows: int, hadamard: int | None = None) -> Tiles:
         """Return a division of the matrix x (M, K) into tiles of whole blocks, with the shape that is read fastest."""
         # Tiles are as wide as possible, because the processor does not prefetch rows of half a page, and encoding such
         # rows takes twice as long.
-        M, K = x.shape
-        step = lcm(block, SEGMENT)
+        (M, K), step = x.shape, lcm(block, SEGMENT)
+        gathered = x.strides[1] != x.itemsize or hadamard is not None
         max_columns = TILE_ELEMENTS if block_rows == 1 else max(2 * TILE_ELEMENTS // block_rows, PANEL_COLUMNS)
         tile_columns = max(min(TILE_COLUMNS if gathered else max_columns, K) // step, 1) * step
         if gathered:
@@ -133,7 +136,7 @@ class Tiles(NamedTuple):
             rows_of_blocks = max(TILE_ELEMENTS // (min(tile_columns, K) * block_rows), 1)
         return cls(M, K, rows_of_blocks * block_rows, tile_columns)
 
-    def slabs(self, cost: int = 1) -> Iterator[tuple[slice, slice]]:
+    def slabs(self, cost: int = 1) -> Iterator[Cut]:
         """Yield the slabs of the matrix as (rows, columns)."""
         max_elements = ELEMENTS_PER_CALL // cost
         across = max(max_elements // self.tile_rows // self.tile_columns, 1) * self.tile_columns
@@ -142,7 +145,7 @@ class Tiles(NamedTuple):
             for column in range(0, self.columns, across):
                 yield slice(row, min(row + down, self.rows)), slice(column, min(column + across, self.columns))
 
-    def tiles(self, rows: slice, columns: slice) -> Iterator[tuple[slice, slice]]:
+    def tiles(self, rows: slice, columns: slice) -> Iterator[Cut]:
         """Yield the tiles of a slab in the library's order: from left to right, then from top to bottom."""
         for row in range(rows.start, rows.stop, self.tile_rows):
             for column in range(columns.start, columns.stop, self.tile_columns):
@@ -155,7 +158,7 @@ class Tiles(NamedTuple):
         """Return the number of tiles in a slab. rows, columns: the slab."""
         return -(-(rows.stop - rows.start) // self.tile_rows) * -(-(columns.stop - columns.start) // self.tile_columns)
 
-    def marked(self, rows: slice, columns: slice, marks: np.ndarray) -> Iterator[tuple[slice, slice]]:
+    def marked(self, rows: slice, columns: slice, marks: np.ndarray) -> Iterator[Cut]:
         """Yield the tiles of a slab that the library has marked, because it cannot compute them."""
         if marks.any():
             yield from (tile for tile, mark in zip(self.tiles(rows, columns), marks, strict=True) if mark)
@@ -167,22 +170,12 @@ def source(x: np.ndarray, hadamard: int | None = None) -> SourceMatrix:
     return SourceMatrix(address(x), *x.shape, *steps, -1 if hadamard is None else hadamard)
 
 
-class _Scales(NamedTuple):
-    """The scales that are known before a matrix is encoded.
-
-    tensor: its tensor scale. block_amax: calibrated block amaxes; None if the library computes them. factors: the
-    factors by which the elements of each block are encoded; None if the library computes them.
-    """
-
-    tensor: TensorScale
-    block_amax: np.ndarray | None = None
-    factors: np.ndarray | None = None
-
-
-def encode_call(x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: int) -> EncodeCall:
+def encode_call(
+    x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: int, hadamard: int | None = None
+) -> EncodeCall:
     """Return a prototype: an EncodeCall for matrices with the shape, strides and dtype of x, but without addresses."""
-    tiles = Tiles.of(x, kernels.block, kernels.block_rows, gathered=x.strides[1] != x.itemsize)
-    matrix = source(x)
+    tiles = Tiles.of(x, kernels.block, kernels.block_rows, hadamard)
+    matrix = source(x, hadamard)
     matrix.data = None
     min_factor, max_factor = kernels.kept[INPUTS[x.dtype]]
     return EncodeCall(
@@ -211,22 +204,18 @@ def quantize_matrix(
     options: EncodeOptions,
 ) -> None:
     """Quantize a matrix x (M, K), and write its codes into packed and its block scales into scales."""
-    tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
-    given = _Scales(tensor, options.block_amax)
+    tensor, factors = tensor_scale(amax, recipe, x.dtype).columns(recipe), None
     if recipe.tensor_scaling == "block":
         factors = tensor.decode if recipe.apply == "divide" else tensor.encode
-        given = _Scales(TensorScale(*(part[:1, :1] for part in tensor)), options.block_amax, factors)
-    recipe = with_row_blocks(recipe)
-    for rows, columns in _encode(x, recipe, kernels_of(recipe), given, packed, scales, options):
-        blocks = blocks_of(columns, recipe)
-        specification.quantize_matrix(
-            x[rows, columns],
-            recipe,
-            _cut(amax, rows, blocks),
-            packed[rows, bytes_of(columns, recipe)],
-            None if scales is None else scales[rows, blocks],
-            cut_options(options, rows, columns, recipe),
-        )
+        tensor = TensorScale(*(part[:1, :1] for part in tensor))
+    r = with_row_blocks(recipe)
+    for tile in _encode(x, r, kernels_of(r), packed, scales, options, tensor, factors):
+        elements, codes, block_scales = _cut(r, tile, x, packed, scales)
+        part = amax
+        if amax is not None and amax.size > 1:
+            rows, blocks = tile[0], blocks_of(tile[1], r)
+            part = amax[rows] if amax.ndim == 1 or amax.shape[1] == 1 else amax[rows, blocks]
+        specification.quantize_matrix(elements, r, part, codes, block_scales, cut_options(options, *tile, r))
 
 
 @np.errstate(all="ignore")
@@ -241,56 +230,41 @@ def encode_matrix(
     """Encode a matrix x (M, K) under given scales, and write its codes into packed."""
     if (reason := not_encoded_under_scales(recipe)) is not None:
         raise Declined(f"{recipe.id} has {reason}")
-    kernels = kernels_of(recipe)._replace(block_rule=-1, block_rows=1)
-    for rows in _row_slices(x.shape, recipe.block_rows):
-        part = TensorScale(*(a[rows] if a.ndim and len(a) > 1 else a for a in (np.asarray(p) for p in tensor)))
-        cut = cut_options(options, rows, slice(0, x.shape[1]), recipe)
-        _encode_rows(x[rows], recipe, kernels, part, None if scales is None else scales[rows], packed[rows], cut)
-
-
-def _encode_rows(
-    x: np.ndarray,
-    r: Recipe,
-    kernels: Kernels,
-    tensor: TensorScale,
-    scales: np.ndarray | None,
-    packed: np.ndarray,
-    options: EncodeOptions,
-) -> None:
-    """Encode some rows of a matrix under given scales, and write their codes into packed."""
-    given = _given_scales(x, r, tensor, scales, options.hadamard)
-    height = r.block_rows
-    for tile_rows, columns in _encode(x, r, kernels, given, packed, None, options):
-        # Whole blocks, because a tile may end within a block, whose amax some rules read.
-        rows = slice(tile_rows.start // height * height, -(-tile_rows.stop // height) * height)
-        blocks = blocks_of(columns, r)
-        part = tensor.columns(r).cut(rows, blocks)
-        specification.encode_matrix(
-            x[rows, columns],
-            r,
-            part if r.tensor_scaling == "block" else TensorScale(*(p[:, 0] for p in part)),
-            None if scales is None else scales[rows, blocks],
-            packed[rows, bytes_of(columns, r)],
-            cut_options(options, rows, columns, r),
+    kernels, height = kernels_of(recipe)._replace(block_rule=-1, block_rows=1), recipe.block_rows
+    for part in _row_slices(x.shape, height):
+        elements, codes, given = x[part], packed[part], None if scales is None else scales[part]
+        of_rows = TensorScale(*(a[part] if a.ndim and len(a) > 1 else a for a in map(np.asarray, tensor))).columns(
+            recipe
         )
-    if four_over_six.leaves_zero_blocks(r):
-        zero = four_over_six.is_zero_block(_amax_by_row(x, r, options.hadamard))
-        packed[np.repeat(zero, r.element.packing.length(r.block_size), axis=1)] = 0
+        cut = cut_options(options, part, slice(0, x.shape[1]), recipe)
+        factors = _given_factors(elements, recipe, of_rows, given, options.hadamard)
+        first = TensorScale(*(p[:, :1] for p in of_rows))
+        for rows, columns in _encode(elements, recipe, kernels, codes, None, cut, first, factors):
+            # Whole blocks, because a tile may end within a block, whose amax some rules read.
+            tile = slice(rows.start // height * height, -(-rows.stop // height) * height), columns
+            tile_x, tile_codes, tile_scales = _cut(recipe, tile, elements, codes, given)
+            scale = of_rows.cut(tile[0], blocks_of(columns, recipe))
+            if recipe.tensor_scaling != "block":
+                scale = TensorScale(*(p[:, 0] for p in scale))
+            rest = cut_options(cut, *tile, recipe)
+            specification.encode_matrix(tile_x, recipe, scale, tile_scales, tile_codes, rest)
+        if four_over_six.leaves_zero_blocks(recipe):
+            zero = four_over_six.is_zero_block(_amax_by_row(elements, recipe, options.hadamard))
+            codes[np.repeat(zero, recipe.element.packing.length(recipe.block_size), axis=1)] = 0
 
 
-def _given_scales(
+def _given_factors(
     x: np.ndarray, r: Recipe, tensor: TensorScale, scales: np.ndarray | None, hadamard: int | None
-) -> _Scales:
-    """Return the _Scales for encoding a matrix under given block scales and a given tensor scale."""
-    tensor = tensor.columns(r)
+) -> np.ndarray | None:
+    """Return the factors for encoding each block under given scales; None if they are those of the tensor scale."""
     if r.block_rule is None or scales is None:
-        of_tensor = tensor.decode if r.apply == "divide" else tensor.encode
-        return _Scales(TensorScale(*(p[:, :1] for p in tensor)), factors=of_tensor if of_tensor.shape[1] > 1 else None)
+        factors = tensor.decode if r.apply == "divide" else tensor.encode
+        return factors if factors.shape[1] > 1 else None
     if r.four_over_six:
         factors = four_over_six.factor_of(scales, tensor, r)
     else:
         factors = BLOCK_RULES[r.block_rule].factor(scales, _amax_by_row(x, r, hadamard), tensor, r, x.dtype)
-    return _Scales(TensorScale(*(p[:, :1] for p in tensor)), factors=np.broadcast_to(factors, scales.shape))
+    return np.broadcast_to(factors, scales.shape)
 
 
 def _amax_by_row(x: np.ndarray, r: Recipe, hadamard: int | None) -> np.ndarray:
@@ -299,89 +273,53 @@ def _amax_by_row(x: np.ndarray, r: Recipe, hadamard: int | None) -> np.ndarray:
     return np.repeat(block_amax(elements, r), r.block_rows, axis=0)[: len(x)]
 
 
+def tensor_rows(tensor: TensorScale, rows: int) -> tuple[list[np.ndarray], bool]:
+    """Return (parts, step): the parts of a TensorScale as contiguous float32 vectors, with one entry or one per row."""
+    parts = [np.ascontiguousarray(part, np.float32).reshape(-1) for part in tensor]
+    step = max(part.size for part in parts) > 1
+    return [np.ascontiguousarray(np.broadcast_to(part, rows if step else 1)) for part in parts], step
+
+
 def _encode(
     x: np.ndarray,
     r: Recipe,
     kernels: Kernels,
-    given: _Scales,
     packed: np.ndarray,
     scales: np.ndarray | None,
     options: EncodeOptions,
-) -> Iterator[tuple[slice, slice]]:
-    """Encode a matrix by the library, and yield the rows and columns of each tile that the library cannot encode."""
+    scale: TensorScale,
+    factors: np.ndarray | None,
+) -> Iterator[Cut]:
+    """Encode a matrix by the library, and yield the rows and columns of each tile that the library cannot encode.
+
+    factors: the factors by which the elements of each block are encoded; None if the library computes them.
+    """
     # The caller must encode these tiles by the specification.
-    tiles = Tiles.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)
-    tensor = [np.ascontiguousarray(part.reshape(-1), np.float32) for part in given.tensor]
-    step = max(part.size for part in tensor) > 1
-    if step:
-        tensor = [np.ascontiguousarray(np.broadcast_to(part, x.shape[0])) for part in tensor]
-    factors, amax = (
-        None if a is None else np.ascontiguousarray(a, np.float32) for a in (given.factors, given.block_amax)
-    )
+    call = encode_call(x, kernels, packed.strides[0], 0 if scales is None else scales.strides[0], options.hadamard)
+    tiles, (tensor, step) = Tiles(len(x), x.shape[1], call.tile_rows, call.tile_columns), tensor_rows(scale, len(x))
+    of_blocks = [None if a is None else np.ascontiguousarray(a, np.float32) for a in (options.block_amax, factors)]
+    call.tensor_step = int(step)
+    call.block_step = next((a.strides[0] // 4 for a in of_blocks if a is not None), 0)
     for rows, columns in tiles.slabs():
         needs_fallback = np.zeros(tiles.count_tiles(rows, columns), np.uint8)
         blocks = slice(rows.start // kernels.block_rows, -(-rows.stop // kernels.block_rows)), blocks_of(columns, r)
-        cut_factors, cut_amax = (None if a is None else a[blocks] for a in (factors, amax))
-        cut_tensor = [part[rows] if step else part for part in tensor]
-        codes, cut = packed[rows, bytes_of(columns, r)], x[rows, columns]
-        scale_rows = None if scales is None else scales[rows, blocks_of(columns, r)]
-        random = _RandomBytes.of(options.random, rows, columns)
-        call = EncodeCall(
-            source(cut, options.hadamard),
-            *map(address, cut_tensor),
-            int(step),
-            address(cut_amax),
-            address(cut_factors),
-            next((a.strides[0] // 4 for a in (cut_amax, cut_factors) if a is not None), 0),
-            *kernels.kept[INPUTS[x.dtype]],
-            address(random.array),
-            0 if random.array is None else random.array.strides[0],
-            *random[1:],
-            address(codes),
-            address(scale_rows),
-            codes.strides[0],
-            0 if scale_rows is None else scale_rows.strides[0],
-            address(needs_fallback),
-            tiles.tile_rows,
-            tiles.tile_columns,
-            INPUTS[x.dtype],
-            kernels.block_rule,
-            kernels.element,
-            kernels.block,
-            kernels.block_rows,
-            threads_for(cut.size),
-        )
+        cut, *outputs = _cut(r, (rows, columns), x, packed, scales)
+        call.x, call.threads = source(cut, options.hadamard), threads_for(cut.size)
+        call.encode, call.decode, call.amax = (address(part[rows] if step else part) for part in tensor)
+        call.block_amax, call.factors = (None if a is None else address(a[blocks]) for a in of_blocks)
+        call.packed, call.scales, call.needs_fallback = map(address, (*outputs, needs_fallback))
+        random = None if options.random is None else options.random.cut(rows, columns)
+        if isinstance(random, RandomStream):
+            call.seed = ctypes.pointer(ctypes.c_uint64(random.seed))
+            call.stream_first, call.stream_stride = random.first, random.K
+        elif isinstance(random, GivenNumbers):
+            numbers = np.ascontiguousarray(random.numbers)
+            call.random, call.random_step = address(numbers), numbers.strides[0]
         if kernels.own is None:
             functions().fp4kit_encode(ctypes.byref(call))
         else:
             functions().fp4kit_encode_own(ctypes.byref(call), ctypes.byref(kernels.own.struct))
         yield from tiles.marked(rows, columns, needs_fallback)
-
-
-class _RandomBytes(NamedTuple):
-    """The random bytes of a slab for stochastic rounding, in the order of EncodeCall's fields.
-
-    For nearest rounding, array and seed are None.
-
-    array: the bytes that the caller passed, or None if a seed was passed. seed: a pointer to the seed of the stream
-    that generates the bytes, or None if bytes were passed.
-    first, stride: the slab's first element is element `first` of the stream, and its rows are `stride` elements apart.
-    """
-
-    array: np.ndarray | None = None
-    seed: Any = None
-    first: int = 0
-    stride: int = 0
-
-    @classmethod
-    def of(cls, random: RandomNumbers | None, rows: slice, columns: slice) -> _RandomBytes:
-        """Return the random bytes of some rows and columns of a matrix, or an empty _RandomBytes for nearest
-        rounding.
-        """
-        part = None if random is None else random.cut(rows, columns)
-        if isinstance(part, RandomStream):
-            return cls(None, ctypes.pointer(ctypes.c_uint64(part.seed)), part.first, part.K)
-        return cls(np.ascontiguousarray(part.numbers)) if isinstance(part, GivenNumbers) else cls()
 
 
 # ---- amaxes ----
@@ -419,7 +357,7 @@ def largest(
     x: np.ndarray, out: np.ndarray | None = None, block: int = SEGMENT, block_rows: int = 1, hadamard: int | None = None
 ) -> np.float32 | None:
     """Return the largest magnitude of a matrix, or None if an element is NaN or infinite."""
-    tiles = Tiles.of(x, block, block_rows, x.strides[1] != x.itemsize or hadamard is not None)
+    tiles = Tiles.of(x, block, block_rows, hadamard)
     input_kind, amax_bits = INPUTS[x.dtype], 0
     for rows, columns in tiles.slabs():
         cut = x[rows, columns]
@@ -428,8 +366,7 @@ def largest(
             source(cut, hadamard),
             address(target),
             0 if out is None else out.strides[0] // 4,
-            tiles.tile_rows,
-            tiles.tile_columns,
+            *tiles[2:],
             input_kind,
             block,
             block_rows,
@@ -466,16 +403,11 @@ def blocks_of(columns: slice, r: Recipe) -> slice:
     return slice(columns.start // r.block_size, columns.stop // r.block_size)
 
 
-def bytes_of(columns: slice, r: Recipe) -> slice:
-    """Return the slice of a row's packed bytes that hold the codes of some columns."""
-    return slice(*map(r.element.packing.length, (columns.start, columns.stop)))
-
-
-def _cut(amax: np.ndarray | None, rows: slice, blocks: slice) -> np.ndarray | None:
-    """Return the tensor amaxes of some rows and blocks of a matrix, as a view."""
-    if amax is None or amax.size == 1:
-        return amax
-    return amax[rows] if amax.ndim == 1 or amax.shape[1] == 1 else amax[rows, blocks]
+def _cut(r: Recipe, cut: Cut, x: np.ndarray, packed: np.ndarray, scales: np.ndarray | None) -> list[Any]:
+    """Return the parts of x, packed and scales that belong to some rows and columns of a matrix, as views."""
+    rows, columns = cut
+    codes = slice(*map(r.element.packing.length, (columns.start, columns.stop)))
+    return [x[rows, columns], packed[rows, codes], None if scales is None else scales[rows, blocks_of(columns, r)]]
 
 
 def cut_options(options: EncodeOptions, rows: slice, columns: slice, r: Recipe) -> EncodeOptions:
@@ -511,60 +443,32 @@ def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
     """Decode the packed codes of a matrix, and write the values into out (M, K), rounded to the dtype of out."""
-    tensor, packed = _spread(tensor.columns(recipe)), _in_rows(packed)
-    scales = None if scales is None else _in_rows(scales)
-    for rows, columns in _decode(packed, scales, recipe, tensor, out):
-        blocks = blocks_of(columns, recipe)
-        decode_specification.dequantize_matrix(
-            packed[rows, bytes_of(columns, recipe)],
-            None if scales is None else scales[rows, blocks],
-            recipe,
-            tensor.cut(rows, blocks),
-            out[rows, columns],
-        )
-
-
-def _in_rows(bytes_: np.ndarray) -> np.ndarray:
-    """Return an array of bytes whose rows are contiguous, as the library needs: the array itself, or else a copy."""
-    return bytes_ if bytes_.strides[-1] == 1 else np.ascontiguousarray(bytes_)
-
-
-def _spread(tensor: TensorScale) -> TensorScale:
-    """Return a TensorScale whose parts are contiguous float32 arrays of one shape, to which they are broadcast."""
-    return TensorScale(*(np.ascontiguousarray(part, np.float32) for part in np.broadcast_arrays(*tensor)))
-
-
-def _decode(
-    packed: np.ndarray, scales: np.ndarray | None, r: Recipe, tensor: TensorScale, out: np.ndarray
-) -> Iterator[tuple[slice, slice]]:
-    """Decode a matrix by the library into out."""
-    # The caller must decode these tiles by the specification.
+    parts = np.broadcast_arrays(*tensor.columns(recipe))
+    tensor = TensorScale(*(np.ascontiguousarray(part, np.float32) for part in parts))
+    # The library needs rows of contiguous bytes.
+    packed = packed if packed.strides[-1] == 1 else np.ascontiguousarray(packed)
+    scales = scales if scales is None or scales.strides[-1] == 1 else np.ascontiguousarray(scales)
     steps = out.strides[0] // out.itemsize, packed.strides[0], 0 if scales is None else scales.strides[0]
-    call = decode_call(out.shape, out.dtype, r, *steps)
-    tiles, own = (
-        Tiles(call.rows, call.columns, call.tile_rows, call.tile_columns),
-        tables_of(r) if r.is_custom else None,
+    call, own = decode_call(out.shape, out.dtype, recipe, *steps), tables_of(recipe) if recipe.is_custom else None
+    row_step, block_step = (
+        step // 4 if size > 1 else 0 for step, size in zip(tensor.decode.strides, tensor.decode.shape, strict=True)
     )
+    call.row_step, call.block_step = row_step, block_step
+    tiles = Tiles(call.rows, call.columns, call.tile_rows, call.tile_columns)
     for rows, columns in tiles.slabs():
-        needs_fallback, blocks = np.zeros(tiles.count_tiles(rows, columns), np.uint8), blocks_of(columns, r)
-        cut, codes, values = tensor.cut(rows, blocks), packed[rows, bytes_of(columns, r)], out[rows, columns]
-        _set_tensor(call, cut)
-        call.packed, call.scales = address(codes), address(None if scales is None else scales[rows, blocks])
-        call.out, call.needs_fallback = address(values), address(needs_fallback)
-        (call.rows, call.columns), call.threads = values.shape, threads_for(values.size, are_looked_up(r))
+        needs_fallback = np.zeros(tiles.count_tiles(rows, columns), np.uint8)
+        values, *codes = _cut(recipe, (rows, columns), out, packed, scales)
+        call.packed, call.scales, call.out, call.needs_fallback = map(address, (*codes, values, needs_fallback))
+        call.encode, call.decode, call.amax = map(address, tensor.cut(rows, blocks_of(columns, recipe)))
+        (call.rows, call.columns), call.threads = values.shape, threads_for(values.size, are_looked_up(recipe))
         if own is None:
             functions().fp4kit_decode(ctypes.byref(call))
         else:
             functions().fp4kit_decode_own(ctypes.byref(call), ctypes.byref(own.struct))
-        yield from tiles.marked(rows, columns, needs_fallback)
-
-
-def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
-    """Set the fields of a DecodeCall for its tensor scales."""
-    call.encode, call.decode, call.amax = map(address, tensor)
-    rows, blocks = tensor.decode.shape
-    row_step, block_step = (step // 4 for step in tensor.decode.strides)
-    call.row_step, call.block_step = row_step if rows > 1 else 0, block_step if blocks > 1 else 0
+        for tile in tiles.marked(rows, columns, needs_fallback):
+            part, codes, block_scales = _cut(recipe, tile, out, packed, scales)
+            scale = tensor.cut(tile[0], blocks_of(tile[1], recipe))
+            decode_specification.dequantize_matrix(codes, block_scales, recipe, scale, part)
 
 
 @lru_cache(64)

@@ -8,7 +8,7 @@ For calls that the library does not support, the functions raise Declined. In th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ from fp4kit.call.matmul import (
 from fp4kit.call.parse import Call, Declined, Rotation
 from fp4kit.call.search_scales import Search
 from fp4kit.cpu import codec, coverage
-from fp4kit.cpu.coverage import not_faked, not_searched
 from fp4kit.cpu.library import (
     ELEMENTS_PER_CALL,
     ProductCall,
@@ -78,7 +77,7 @@ _FUNCTIONS = reference.MatrixFunctions(
 
 def quantize(call: Call) -> Quantized:
     """Quantize the array of a call."""
-    _check(call, None if not_searched(call.recipe) or not call.recipe.search else 0)
+    _check(call, None if coverage.not_searched(call.recipe) or not call.recipe.search else 0)
     return reference.quantize(call, _FUNCTIONS)
 
 
@@ -126,7 +125,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray
 def fake_quantize(call: Call) -> np.ndarray:
     """Return the fake-quantized values of a call, in a new array with the shape and dtype of call.x."""
     # The array is quantized and dequantized, FAKE_ELEMENTS (2^22) elements at a time, so that codes take little memory.
-    if (reason := not_faked(call.recipe)) is not None:
+    if (reason := coverage.not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
     _check(call)
     call = call._replace(recipe=faking(call.recipe))
@@ -199,7 +198,9 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     if axis is not None or not x.size:
         raise Declined("the CPU engine computes amaxes only of whole arrays that are not empty")
     codec.check_array(x)
-    found = codec.largest(x.reshape(1, -1) if x.flags.c_contiguous else _as_matrix(x))
+    if x.ndim > 2 and not x.flags.c_contiguous:
+        raise Declined("the CPU engine supports non-contiguous arrays only up to two dimensions")
+    found = codec.largest(x.reshape(1, -1) if x.ndim < 2 or x.flags.c_contiguous else x)
     return reference.plain_amax(x, axis) if found is None else np.asarray(found)
 
 
@@ -213,27 +214,15 @@ def search_scales(search: Search) -> np.ndarray:
     return reference.search_scales(search, _FUNCTIONS)
 
 
-def _as_matrix(x: np.ndarray) -> np.ndarray:
-    """Return an array as a matrix: a 0-d or 1-d array as one row, a 2-d array itself."""
-    if x.ndim > 2:
-        raise Declined("the CPU engine supports non-contiguous arrays only up to two dimensions")
-    return x.reshape(1, -1) if x.ndim < 2 else x
-
-
-def _declining(name: str) -> Any:
-    """Return a function, of any arguments, that raises Declined: the engine does not have the operation `name`."""
+def __getattr__(name: str) -> Any:
+    """Return a function that raises Declined, for an operation of host/engine.py that this module does not define."""
+    if name not in reference.__all__:
+        raise AttributeError(name)
 
     def declined(*arguments: Any) -> Any:
         raise Declined(f"the CPU engine does not implement {name}")
 
     return declined
-
-
-def __getattr__(name: str) -> Any:
-    """Return a function that raises Declined, for an operation of host/engine.py that this module does not define."""
-    if name in reference.__all__:
-        return _declining(name)
-    raise AttributeError(name)
 
 
 class _Cut(NamedTuple):
@@ -245,32 +234,31 @@ class _Cut(NamedTuple):
 
     first: int
     last: int
-    row: int
-    rows: int
+    row: int = 0
+    rows: int = 0
 
+    @classmethod
+    def of(cls, length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
+        """Return the _Cut of a shard of `length` elements that begins at element `start` of a matrix (M, K) = shape."""
+        M, K = shape
+        row = -(-start // (K * height)) * height if length else 0
+        end = (start + length) // K if length else 0
+        end = end if end == M else end // height * height
+        return cls(row * K - start, end * K - start, row, end - row) if end > row else cls(length, length)
 
-def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
-    """Return the _Cut of a shard of `length` elements that begins at element `start` of a matrix (M, K) = shape."""
-    M, K = shape
-    if not length:
-        return _Cut(0, 0, 0, 0)
-    row = -(-start // (K * height)) * height
-    end = (start + length) // K
-    end = end if end == M else end // height * height
-    if end <= row:  # no whole row of blocks
-        return _Cut(length, length, 0, 0)
-    return _Cut(row * K - start, end * K - start, row, end - row)
+    def blocks(self, r: Recipe) -> slice:
+        """Return the slice of the matrix's rows of blocks in this part."""
+        return slice(self.row // r.block_rows, -(-(self.row + self.rows) // r.block_rows))
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
     """Return the amax of every block of a matrix, counting only the elements of one shard (see ops/amax.py)."""
     codec.kernels_of(r)
     codec.check_array(shard)
-    cut = _cut(len(shard), start, shape, r.block_rows)
+    cut = _Cut.of(len(shard), start, shape, r.block_rows)
     out = partial_specification.partial_amax(shard[: cut.first], shape, start, r)
     if cut.rows:
-        rows = slice(cut.row // r.block_rows, -(-(cut.row + cut.rows) // r.block_rows))
-        out[rows] = codec.block_amax(shard[cut.first : cut.last].reshape(cut.rows, shape[1]), r)
+        out[cut.blocks(r)] = codec.block_amax(shard[cut.first : cut.last].reshape(cut.rows, shape[1]), r)
     if cut.last < len(shard):
         tail = partial_specification.partial_amax(shard[cut.last :], shape, start + cut.last, r)
         first = (start + cut.last) // shape[1] // r.block_rows
@@ -284,20 +272,19 @@ def _cast_shard(
     amax: np.ndarray,
     shape: tuple[int, int],
     start: int,
-    recipe: Recipe,
+    r: Recipe,
     tensor_amax: np.ndarray | None,
 ) -> None:
     """Write the codes of a shard's elements into out, the packed codes of a matrix, and change no other code of out."""
-    cut = _cut(len(shard), start, shape, recipe.block_rows)
+    cut, common = _Cut.of(len(shard), start, shape, r.block_rows), (r, tensor_amax)
     if out.strides[1] != 1:  # the library writes rows of contiguous bytes only
-        cut = _Cut(len(shard), len(shard), 0, 0)
-    partial_specification.partial_cast(shard[: cut.first], out, amax, shape, start, recipe, tensor_amax)
+        cut = _Cut(len(shard), len(shard))
+    partial_specification.partial_cast(shard[: cut.first], out, amax, shape, start, *common)
     if cut.rows:
-        x = shard[cut.first : cut.last].reshape(cut.rows, shape[1])
-        blocks = amax[cut.row // recipe.block_rows : -(-(cut.row + cut.rows) // recipe.block_rows)]
-        codec.quantize_matrix(x, recipe, tensor_amax, out[cut.row : cut.row + cut.rows], None, EncodeOptions(blocks))
+        x, options = shard[cut.first : cut.last].reshape(cut.rows, shape[1]), EncodeOptions(amax[cut.blocks(r)])
+        codec.quantize_matrix(x, *common, out[cut.row : cut.row + cut.rows], None, options)
     if cut.last < len(shard):
-        partial_specification.partial_cast(shard[cut.last :], out, amax, shape, start + cut.last, recipe, tensor_amax)
+        partial_specification.partial_cast(shard[cut.last :], out, amax, shape, start + cut.last, *common)
 
 
 TERMS_PER_CALL = 1 << 30  # multiplications per call to the library; Python can handle Ctrl-C between calls
@@ -329,51 +316,34 @@ def _run(parts: list[ProductCall], terms: int) -> None:
 
 def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[ProductCall]:
     """Yield the parts of a call, which together compute its result."""
-    prototype = _prototype(call)
+    adder, *fields = addition_of(call)
+    part = ProductCall(length=call.a.k, output=codec.INPUTS[call.out_dtype], adder=ADDERS.index(adder))
+    for name, value in zip(Addition._fields[1:], fields, strict=True):
+        setattr(part, name, value)
     batch, M, N = call.shape
     rows = max(TERMS_PER_CALL // max(N * call.a.k, 1), 1)
     for i in range(batch):
-        prototype.b, prototype.columns = _operand(call.b, i, 0), N
+        part.b, part.columns = _operand(call.b, i, 0), N
         for start in range(0, M, rows):
-            part = out[i, start : start + rows]
-            prototype.a, prototype.rows = _operand(call.a, i, start), len(part)
-            prototype.c = None if call.c is None else address(call.c[i, start:])
-            prototype.out = address(part)
-            yield ProductCall.from_buffer_copy(prototype)
-
-
-def _prototype(call: MatmulCall) -> ProductCall:
-    """Return a ProductCall with the fields that all parts of a call share."""
-    adder, *fields = addition_of(call)
-    names = Addition._fields[1:]
-    product = ProductCall(length=call.a.k, output=codec.INPUTS[call.out_dtype], adder=ADDERS.index(adder))
-    for name, value in zip(names, fields, strict=True):
-        setattr(product, name, value)
-    return product
+            target = out[i, start : start + rows]
+            part.a, part.rows = _operand(call.a, i, start), len(target)
+            part.c = None if call.c is None else address(call.c[i, start:])
+            part.out = address(target)
+            yield ProductCall.from_buffer_copy(part)
 
 
 @lru_cache
-def _element_tables(element: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return two float64 arrays with one entry per code of an element format: the value, and 2^exponent of it."""
-    return _tables(decoding_of(element))
-
-
-@lru_cache
-def _scale_tables(scale: ElementFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Return two float64 arrays with one entry per code of a scale format: the magnitude, and 2^exponent of it."""
-    return _tables(scale_decoding_of(scale))
-
-
 @np.errstate(all="ignore")
-def _tables(decoding: Decoding) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays with one entry per code: its value, and 2^exponent of the value, as float64."""
+def _tables(decode: Callable[[Any], Decoding], form: str | ElementFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Return two float64 arrays with one entry per code of a format: its value, and 2^exponent of the value."""
+    decoding = decode(form)
     return decoding.values, np.ldexp(1.0, as_terms(*decoding).exponent)
 
 
 def _operand(x: Operand, i: int, start: int) -> ProductOperand:
     """Return matrix i of an operand from row `start` on, in the form that the library takes."""
     i = min(i, x.codes.shape[0] - 1)
-    values, powers = _element_tables(x.element)
+    values, powers = _tables(decoding_of, x.element)
     operand = ProductOperand(
         values=address(values),
         powers=address(powers),
@@ -383,7 +353,7 @@ def _operand(x: Operand, i: int, start: int) -> ProductOperand:
         block=x.block,
     )
     if x.scales is not None and x.scale is not None:
-        operand.scale_values, operand.scale_powers = map(address, _scale_tables(x.scale))
+        operand.scale_values, operand.scale_powers = map(address, _tables(scale_decoding_of, x.scale))
         operand.scales, operand.scales_step = address(x.scales[i, start:]), x.scales.strides[1]
     if x.factor is not None:
         operand.factors, operand.factors_step = address(x.factor[i, start:]), x.factor.strides[1] // 4

@@ -10,7 +10,7 @@ import numpy as np
 
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import BLOCK_COLUMNS, Search
-from fp4kit.cpu.codec import INPUTS, Tiles, blocks_of, decoder_of, kernels_of, source
+from fp4kit.cpu.codec import INPUTS, Tiles, blocks_of, decoder_of, kernels_of, source, tensor_rows
 from fp4kit.cpu.coverage import not_searched, rule_key
 from fp4kit.cpu.library import SearchFactorsCall, SearchQuestCall, SearchScalesCall, address, functions, threads_for
 from fp4kit.recipes import Recipe, rules
@@ -34,24 +34,22 @@ def search_factors(
     factors = np.asarray(factors_specification.FACTORS[recipe.search], np.float32)
     kernels, decoder = kernels_of(recipe), decoder_of(searching(recipe), np.dtype(np.float32))
     factors_by_code = not rules.BLOCK_RULES[recipe.block_rule or ""].reads_amax
-    tensor = [np.ascontiguousarray(part, np.float32).reshape(-1) for part in tensor_scale(amax, recipe, x.dtype)]
-    step, cost = int(max(part.size for part in tensor) > 1), 1 + len(factors) // _CANDIDATES_PER_COST
-    tensor = [np.ascontiguousarray(np.broadcast_to(part, len(x) if step else 1)) for part in tensor]
-    tiles = Tiles.of(x, recipe.block_size, 1, x.strides[1] != x.itemsize or hadamard is not None)
+    tensor, step = tensor_rows(tensor_scale(amax, recipe, x.dtype), len(x))
+    cost = 1 + len(factors) // _CANDIDATES_PER_COST
+    tiles = Tiles.of(x, recipe.block_size, 1, hadamard)
     for rows, columns in tiles.slabs(cost):
         cut, found = x[rows, columns], out[rows, blocks_of(columns, recipe)]
         needs_fallback = np.zeros(tiles.count_tiles(rows, columns), np.uint8)
-        tensor_rows = [part[rows] if step else part for part in tensor]
         call = SearchFactorsCall(
             source(cut, hadamard),
-            *map(address, (*tensor_rows, factors)),
+            *(address(part[rows] if step else part) for part in tensor),
+            address(factors),
             step,
             len(factors),
             address(found),
             out.strides[0] // out.itemsize,
             address(needs_fallback),
-            tiles.tile_rows,
-            tiles.tile_columns,
+            *tiles[2:],
             INPUTS[x.dtype],
             kernels.block_rule,
             kernels.element,
@@ -71,15 +69,14 @@ def search_quest(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe
     """Compute QuEST's block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix
     does.
     """
-    tiles = Tiles.of(x, recipe.block_size, 1, x.strides[1] != x.itemsize or hadamard is not None)
+    tiles = Tiles.of(x, recipe.block_size, 1, hadamard)
     for rows, columns in tiles.slabs(1):
         cut, found = x[rows, columns], out[rows, blocks_of(columns, recipe)]
         call = SearchQuestCall(
             source(cut, hadamard),
             address(found),
             out.strides[0] // out.itemsize,
-            tiles.tile_rows,
-            tiles.tile_columns,
+            *tiles[2:],
             INPUTS[x.dtype],
             recipe.block_size,
             recipe.element.emax,
@@ -109,7 +106,7 @@ def search_matrix(
     rule, (lower, upper) = rule_of(r, terms.offsets), terms.offsets or (0, 0)
     candidates = _candidates(np.float32(amax.reshape(())), r, terms)
     counted = np.zeros(1, np.uint64) if unproven is None else unproven
-    tiles = Tiles.of(x, BLOCK_COLUMNS, r.block_rows, x.strides[1] != x.itemsize)
+    tiles = Tiles.of(x, BLOCK_COLUMNS, r.block_rows)
     for rows, columns in tiles.slabs(cost):
         cut, blocks = x[rows, columns], slice(columns.start // BLOCK_COLUMNS, columns.stop // BLOCK_COLUMNS)
         weights = None if terms.weights is None else terms.weights[columns]
@@ -122,8 +119,7 @@ def search_matrix(
             address(out[rows, blocks]),
             out.strides[0] // out.itemsize,
             address(counted),
-            tiles.tile_rows,
-            tiles.tile_columns,
+            *tiles[2:],
             lower,
             upper,
             terms.power,

@@ -17,63 +17,145 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arrays import imports, returns
+from fp4kit.call.outputs import part_specs, result_fields
 from fp4kit.call.parse import Call
+from fp4kit.cuda import matrix
 from fp4kit.cuda.amax import tensor_amax_operands
-from fp4kit.cuda.dispatch import Arguments, LaunchRequest, check_formats, find_kernel
+from fp4kit.cuda.dispatch import LaunchRequest, check_formats, find_kernel
 from fp4kit.cuda.launch import Launch, aligned
 from fp4kit.cuda.layouts import SQUARE_BLOCKS, swizzle_launch, transpose_launch
-from fp4kit.cuda.matrix import (
-    Matrix,
-    amax_launch,
-    dequantize_launch,
-    has_aligned_runs,
-    implies_amaxes,
-    launch_request,
-    matrix_count,
-    quantize_launch,
-    with_kernel_amax,
-)
+from fp4kit.cuda.matrix import launch_request
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import PARTS, Quantized, assembled, tensor_amax_shape, wanted_parts
 from fp4kit.recipes import Recipe
 
 PreparedCall = Callable[..., Any]  # repeats a call: takes its arrays, and returns the result
+FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
 
 
-class QuantizedResult(NamedTuple):
-    """The instructions by which a cached call builds a Quantized from new arrays.
+class NewArray(NamedTuple):
+    """The description of an array that a call allocates.
 
     Attributes:
-        fields: the field values of the Quantized, with None as a placeholder for each array.
-        names: the names of the arrays to allocate. If the recipe has a tensor scale, the last one is "tensor_amax".
-        wanted: the descriptions of these arrays.
+        shape: the shape of the array.
+        dtype: its NumPy dtype, also for a PyTorch tensor.
+        zeros: True to fill the array with zeros; False to leave it uninitialized.
     """
 
-    fields: dict[str, Any]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    zeros: bool = False
+
+
+class _Outputs(NamedTuple):
+    """What a call writes: one entry of the first three fields per new array. A computed amax is the last array.
+
+    names: the fields of `out` that are used in place of new arrays.
+    arguments: the names of the kernel's arguments.
+    build: build(arrays) returns the result, from a list that begins with the new arrays.
+    """
+
     names: tuple[str, ...]
-    wanted: tuple[NewArray, ...]
+    new: tuple[NewArray, ...]
+    arguments: tuple[str, ...]
+    build: Callable[[list[Any]], Any]
 
-    @classmethod
-    def of(cls, call: Call, axis: int) -> QuantizedResult:
-        """Return the instructions for the result of a call to quantize, with blocks along `axis`."""
-        shape, r = call.x.shape, call.recipe
-        _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
-        fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
-        amax_shape = tensor_amax_shape(shape, r) if call.tensor_amax is None else call.tensor_amax.shape
-        wanted = {"packed": NewArray(packed, UINT8)}
-        if scales is not None:
-            wanted["block_scale"] = NewArray(scales, UINT8, zeros=call.layout != "linear")
-        if r.tensor_scaling != "none":
-            wanted["tensor_scale"] = wanted["tensor_amax"] = NewArray(amax_shape, FLOAT32)
-        return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()))
 
-    def make(self, arrays: list[Any]) -> Quantized:
-        """Return a new Quantized that holds the given arrays, without a copy."""
-        q = assembled(self.fields)
+# Maps the fields of a Quantized to the names of the kernels' arguments.
+_KERNEL_NAMES = {"packed": "packed", "block_scale": "scales", "tensor_scale": "tensor_scale"}
+
+
+def _codes(call: Call, amax: str, prefix: str = "") -> _Outputs:
+    """Return the _Outputs of a call to quantize. `amax` is the name of the kernel's argument for the tensor_amax."""
+    specs, fields = part_specs(call), dict.fromkeys(PARTS) | result_fields(call)
+    new = [NewArray(*spec, name == "block_scale" and call.layout != "linear") for name, spec in specs.items()]
+    arguments = (amax if name == "tensor_amax" else prefix + _KERNEL_NAMES[name] for name in specs)
+
+    def build(arrays: list[Any]) -> Quantized:
+        q = assembled(fields)
         parts = q.__dict__
-        for name, array in zip(self.names, arrays):  # noqa: B905 - further arrays belong to the rowwise result
+        for name, array in zip(specs, arrays):  # noqa: B905 - further arrays belong to the rowwise result
             parts[name] = array
         return q
+
+    return _Outputs(tuple(specs), tuple(new), tuple(arguments), build)
+
+
+def quantize(call: Call, x: Any, given: Any, both: bool = False) -> PreparedCall | None:
+    """Return the call that repeats a parsed call to quantize, or None. It takes (x, tensor_amax, out or None)."""
+    last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
+    if not (columns or call.axis == last) or (columns and call.recipe.tensor_scaling == "row"):
+        return None
+    # The kernel writes the amax that it computes, or a copy of the caller's amax, into the tensor_amax of each result.
+    written = "tensor_amax" if _computes_amax(call) else "amax_out"
+    request, row = launch_request(call, columns=columns), _codes(call._replace(axis=last, moved=call.x), written)
+    if not columns:
+        return _repeated(call, x, given, request, row)
+    column = _codes(call, "column_amax_out" if both else written, "column_")
+    if not both:
+        return _repeated(call, x, given, request, column)
+    count = len(column.new)
+
+    def build(arrays: list[Any]) -> tuple[Quantized, Quantized]:
+        return row.build(arrays[count:]), column.build(arrays)
+
+    outputs = _Outputs((), column.new + row.new, column.arguments + row.arguments, build)
+    return _repeated(call, x, given, request, outputs)
+
+
+def fake_quantize(call: Call, x: Any, given: Any) -> PreparedCall | None:
+    """Return the call that repeats a parsed call to fake_quantize, or None. It takes (x, tensor_amax)."""
+    if call.axis != call.x.ndim - 1:
+        return None
+    outputs = _Outputs((), (NewArray(call.x.shape, call.x.dtype),), ("values",), itemgetter(0))
+    if _computes_amax(call):
+        amax = NewArray(tensor_amax_shape(call.x.shape, call.recipe), FLOAT32)
+        outputs = outputs._replace(new=(*outputs.new, amax), arguments=("values", "tensor_amax"))
+    return _repeated(call, x, given, launch_request(call, values=True), outputs)
+
+
+def _computes_amax(call: Call) -> bool:
+    """Return True if a call computes an amax: the recipe has a tensor scale, and the caller passed no amax."""
+    return call.recipe.tensor_scaling != "none" and call.tensor_amax is None
+
+
+def _repeated(call: Call, x: Any, given: Any, request: LaunchRequest, outputs: _Outputs) -> PreparedCall | None:
+    """Return the call that quantizes or fake-quantizes one matrix. It takes (x, tensor_amax, out or None)."""
+    choice, library, amax = find_kernel(request), library_of(x), call.tensor_amax
+    if (
+        choice is None
+        or not _is_one_matrix(call.x, call.recipe, request.shape[0], amax)
+        or (amax is not None and library.address(given) != amax.data.ptr)  # the parsed call holds a contiguous copy
+        or matrix.matrix_count(call, request, amax) != 1
+    ):
+        return None
+    request = matrix.with_kernel_amax(call, request, call.x)
+    aligned_runs = matrix.has_aligned_runs(matrix.Matrix(call.x), request)  # a new array of values will be aligned
+    launch = matrix.quantize_launch(choice, request, aligned_runs, call.x.device.id)
+    find_amax: Launch | None = None
+    by_row = False
+    if _computes_amax(call) and not request.finds_amax:
+        operands = tensor_amax_operands(call.x, call.recipe)
+        find_amax, by_row = matrix.amax_launch(*operands), operands[2]
+    # The last two addresses are the caller's tensor_amax, and 0 for arguments without an array. The order is reversed,
+    # so that a new tensor_amax overrides the caller's.
+    known = {name: i for i, name in reversed(tuple(enumerate(("x", *outputs.arguments, "tensor_amax", ""))))}
+    pick = itemgetter(*(known.get(name, known[""]) for name in (*choice.arguments.pointers, *choice.arguments.words)))
+    new, (names, _, _, build) = library.maker(outputs.new), outputs
+    address, clear, current_stream = library.address, library.clear, library.stream
+
+    def run(x: Any, given: Any, out: Quantized | None = None) -> Any:
+        stream = current_stream()
+        arrays = new() if out is None else [getattr(out, name) for name in names]
+        addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
+        if find_amax is not None:
+            if not by_row:  # the kernel only raises a tensor amax, but overwrites row amaxes
+                clear(arrays[-1], stream)
+            find_amax(addresses[0], address(arrays[-1]), stream=stream)
+        launch(*pick(addresses), stream=stream)
+        return build(arrays) if out is None else out
+
+    return run
 
 
 def _is_one_matrix(x: Any, r: Recipe, rows: int, amax: Any) -> bool:
@@ -83,176 +165,25 @@ def _is_one_matrix(x: Any, r: Recipe, rows: int, amax: Any) -> bool:
     return amax is None or (amax.flags.c_contiguous and amax.size == (rows if r.tensor_scaling == "row" else 1))
 
 
-def _is_in_place(call: Call, library: DeviceArrayAccess, given: Any) -> bool:
-    """Return True if the call's tensor_amax is None or the caller's array itself, not a contiguous copy of it."""
-    return call.tensor_amax is None or library.address(given) == call.tensor_amax.data.ptr
+def _are_contiguous_here(*arrays: Any) -> bool:
+    """Return True if kernels can read arrays in place: if each is nonempty, contiguous and on the current device."""
+    device = imports.cupy().cuda.runtime.getDevice()
+    return all(a.size and a.flags.c_contiguous and a.device.id == device for a in arrays)
 
 
-class AmaxStep(NamedTuple):
-    """The step of a cached call that computes the tensor amax or row amaxes by a separate launch.
-
-    Attributes:
-        launch: the launch that computes the amax.
-        by_row: True if the launch computes one amax per row.
-    """
-
-    launch: Launch
-    by_row: bool = False
-
-    def find(self, library: DeviceArrayAccess, x: int, amax: Any, stream: Any) -> None:
-        """Launch the kernel that writes the tensor amax or row amaxes of x to `amax`."""
-        # A tensor amax is first set to 0, because the kernel only raises it.
-        # Row amaxes are not, because the kernel overwrites them.
-        if not self.by_row:
-            library.clear(amax, stream)
-        self.launch(x, library.address(amax), stream=stream)
-
-
-def _computes_amax(call: Call) -> bool:
-    """Return True if a call computes an amax: the recipe has a tensor scale, and the caller passed no amax."""
-    return call.recipe.tensor_scaling != "none" and call.tensor_amax is None
-
-
-def _amax_step(call: Call, request: LaunchRequest) -> AmaxStep | None:
-    """Return the AmaxStep of a call, or None if no separate launch computes an amax."""
-    x, r = call.x, call.recipe
-    if request.finds_amax or not _computes_amax(call):
+def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> PreparedCall | None:
+    """Return the call that repeats a call to dequantize, or None. It takes (q, out or None)."""
+    r, shape = q.recipe, (prod(q.shape[:-1]), q.shape[-1])
+    is_one_matrix = _is_one_matrix(q.packed, r, shape[0], q.tensor_scale) and q.axis == len(q.shape) - 1
+    is_joined = len(q.shape) <= 2 or q.scale_layout == "linear"
+    arrays = [a for a in (q.packed, q.block_scale, out) if a is not None]
+    is_in_order = all(a.flags.c_contiguous and aligned(a, 16) for a in arrays)
+    if matrix.implies_amaxes(r) or not is_one_matrix or not is_joined or not is_in_order:
         return None
-    operand, counted, by_row = tensor_amax_operands(x, r)
-    rows, columns = operand.shape if by_row else (1, x.size)
-    aligned_runs = aligned(x, columns * x.dtype.itemsize if by_row else 16)
-    return AmaxStep(amax_launch(x.dtype, counted, by_row, aligned_runs, rows, columns, x.device.id), by_row)
-
-
-# Maps the fields of a Quantized to the names of the kernels' arguments.
-_KERNEL_NAMES = {"packed": "packed", "block_scale": "scales", "tensor_scale": "tensor_scale"}
-# The last two addresses of every cached call: the caller's tensor_amax, and 0 for kernel arguments without an array.
-_GIVEN = ("tensor_amax", "")
-
-
-def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
-    """Return a function that puts addresses into the order of a kernel's arguments."""
-    # The order is reversed, so that a new tensor_amax overrides the caller's.
-    known = {name: i for i, name in reversed(tuple(enumerate(("x", *new, *_GIVEN))))}
-    return itemgetter(*(known.get(name, known[""]) for name in (*arguments.pointers, *arguments.words)))
-
-
-def _kernel_names(result: QuantizedResult, amax: str, prefix: str = "") -> list[str]:
-    """Return the names of the kernel's arguments for the arrays of a result, such as "packed" and "scales"."""
-    return [amax if name == "tensor_amax" else prefix + _KERNEL_NAMES[name] for name in result.names]
-
-
-def quantize_call(
-    library: DeviceArrayAccess,
-    amax: AmaxStep | None,
-    launch: Launch,
-    arguments: Arguments,
-    row: QuantizedResult | None,
-    column: QuantizedResult | None,
-    computes_amax: bool,
-) -> PreparedCall:
-    """Return the call that repeats quantize or quantize_both for one matrix. It takes (x, tensor_amax, out or None).
-
-    library: the functions that handle arrays of the caller's library.
-    amax: the step that computes the tensor amax; None if no separate launch computes it.
-    launch, arguments: the prepared launch of the kernel that quantizes, and the names of its arguments.
-    row, column: the instructions for the rowwise and the columnwise result; None without one.
-    """
-    names: list[str] = []
-    # If there is a tensor_amax, it is the last array of each result. The kernel writes the computed amax, or a copy of
-    # the caller's amax, into it.
-    written = "tensor_amax" if computes_amax else "amax_out"
-    if column is not None:
-        names += _kernel_names(column, written if row is None else "column_amax_out", "column_")
-    if row is not None:
-        names += _kernel_names(row, written)
-    new = library.maker([array for result in (column, row) if result is not None for array in result.wanted])
-    pick, address, current_stream = _argument_picker(arguments, names), library.address, library.stream
-    one: Any = column if row is None else row  # the only result, unless this is a call to quantize_both
-
-    def run(x: Any, given: Any, out: Quantized | None) -> Any:
-        stream = current_stream()
-        # Only quantize has an `out`.
-        arrays = new() if out is None else [getattr(out, name) for name in one.names]
-        addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
-        if amax is not None:
-            amax.find(library, addresses[0], arrays[-1], stream)
-        launch(*pick(addresses), stream=stream)
-        if out is not None:
-            return out
-        if row is None or column is None:
-            return one.make(arrays)
-        return row.make(arrays[len(column.names) :]), column.make(arrays)
-
-    return run
-
-
-def quantize(call: Call, x: Any, given: Any, both: bool = False) -> PreparedCall | None:
-    """Return the call that repeats a parsed call to quantize, or None."""
-    last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
-    request = launch_request(call, columns=columns)
-    choice = find_kernel(request) if columns or call.axis == last else None
-    library = library_of(x)
-    if (
-        choice is None
-        or (columns and call.recipe.tensor_scaling == "row")
-        or not _is_one_matrix(call.x, call.recipe, request.shape[0], call.tensor_amax)
-        or not _is_in_place(call, library, given)
-        or matrix_count(call, request, call.tensor_amax) != 1
-    ):
-        return None
-    request = with_kernel_amax(call, request, call.x)
-    launch = quantize_launch(choice, request, has_aligned_runs(Matrix(call.x), request), call.x.device.id)
-    row = QuantizedResult.of(call, last) if both or not columns else None
-    column = QuantizedResult.of(call, call.axis) if columns else None
-    step = _amax_step(call, request)
-    return quantize_call(library, step, launch, choice.arguments, row, column, _computes_amax(call))
-
-
-def fake_quantize_call(
-    library: DeviceArrayAccess, amax: AmaxStep | None, launch: Launch, arguments: Arguments, wanted: list[NewArray]
-) -> PreparedCall:
-    """Return the call that repeats fake_quantize for one matrix. It takes (x, tensor_amax or None).
-
-    wanted: the new arrays: the values and, if the call computes the amax, the amax. The others: see quantize_call.
-    """
-    pick, new = _argument_picker(arguments, ("values", "tensor_amax")[: len(wanted)]), library.maker(wanted)
-    address, current_stream = library.address, library.stream
-
-    def run(x: Any, given: Any) -> Any:
-        arrays, stream = new(), current_stream()
-        addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
-        if amax is not None:
-            amax.find(library, addresses[0], arrays[1], stream)
-        launch(*pick(addresses), stream=stream)
-        return arrays[0]
-
-    return run
-
-
-def fake_quantize(call: Call, x: Any, given: Any) -> PreparedCall | None:
-    """Return the call that repeats a parsed call to fake_quantize, or None."""
-    request, library = launch_request(call, values=True), library_of(x)
-    is_one_matrix = (
-        call.axis == call.x.ndim - 1
-        and _is_one_matrix(call.x, call.recipe, request.shape[0], call.tensor_amax)
-        and _is_in_place(call, library, given)
-    )
-    choice = find_kernel(request)
-    if choice is None or not is_one_matrix or matrix_count(call, request, call.tensor_amax) != 1:
-        return None
-    request = with_kernel_amax(call, request, call.x)
-    aligned_runs = has_aligned_runs(Matrix(call.x), request)  # the new array of values will be aligned
-    launch = quantize_launch(choice, request, aligned_runs, call.x.device.id)
-    step, arrays = _amax_step(call, request), [NewArray(call.x.shape, call.x.dtype)]
-    if _computes_amax(call):
-        arrays.append(NewArray(tensor_amax_shape(call.x.shape, call.recipe), FLOAT32))
-    return fake_quantize_call(library, step, launch, choice.arguments, arrays)
-
-
-def dequantize_call(library: DeviceArrayAccess, launch: Launch, wanted: NewArray) -> PreparedCall:
-    """Return the call that repeats dequantize for one matrix. It takes (q, out or None)."""
-    address, current_stream, new = library.address, library.stream, library.maker([wanted])
+    check_formats(r)
+    launch = matrix.dequantize_launch(r, q.scale_layout, q.dtype, dtype, shape, q.packed.device.id)
+    library = library_of(given.packed)
+    address, current_stream, new = library.address, library.stream, library.maker([NewArray(q.shape, dtype)])
 
     def run(q: Quantized, out: Any) -> Any:
         stream = current_stream()
@@ -271,40 +202,6 @@ def dequantize_call(library: DeviceArrayAccess, launch: Launch, wanted: NewArray
     return run
 
 
-def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> PreparedCall | None:
-    """Return the call that repeats a call to dequantize, or None."""
-    r = q.recipe
-    shape = prod(q.shape[:-1]), q.shape[-1]
-    is_one_matrix = _is_one_matrix(q.packed, r, shape[0], q.tensor_scale) and q.axis == len(q.shape) - 1
-    is_joined = len(q.shape) <= 2 or q.scale_layout == "linear"
-    arrays = [a for a in (q.packed, q.block_scale, out) if a is not None]
-    is_in_order = all(a.flags.c_contiguous and aligned(a, 16) for a in arrays)
-    if implies_amaxes(r) or not is_one_matrix or not is_joined or not is_in_order:
-        return None
-    check_formats(r)
-    launch = dequantize_launch(r, q.scale_layout, q.dtype, dtype, shape, q.packed.device.id)
-    return dequantize_call(library_of(given.packed), launch, NewArray(q.shape, dtype))
-
-
-def move_call(library: DeviceArrayAccess, launch: Launch, wanted: dict[str, NewArray], **fields: Any) -> PreparedCall:
-    """Return the call that repeats transpose, swizzle or unswizzle, which copy arrays of q in another order.
-
-    It takes q and returns a Quantized, which shares with q the arrays that are not in `wanted`.
-
-    wanted: the arrays that are new in the result.
-    fields: the other fields in which the result differs.
-    """
-    address, current_stream, new = library.address, library.stream, library.maker([*wanted.values()])
-
-    def run(q: Quantized) -> Quantized:
-        stream = current_stream()
-        made, old = dict(zip(wanted, new(), strict=True)), vars(q)
-        launch(*(address(old[name]) for name in made), *map(address, made.values()), stream=stream)
-        return assembled({**old, **fields, **made})
-
-    return run
-
-
 def transpose(q: Quantized, given: Quantized, axis: int) -> PreparedCall | None:
     """Return the call that repeats a call to transpose, or None."""
     if q.recipe.block_size not in SQUARE_BLOCKS or not _are_contiguous_here(q.packed, q.block_scale):
@@ -312,8 +209,7 @@ def transpose(q: Quantized, given: Quantized, axis: int) -> PreparedCall | None:
     *lead, M, K = q.moved_shape
     launch = transpose_launch(q.packed, q.block_scale, q.recipe, q.scale_layout, None, None, (prod(lead), M, K))
     _, packed, scales, _ = wanted_parts(q.shape, axis, q.recipe, q.scale_layout)
-    wanted = {"packed": NewArray(packed, UINT8), "block_scale": NewArray(scales or (), UINT8)}
-    return move_call(library_of(given.packed), launch, wanted, axis=axis)
+    return _moved(given.packed, launch, {"packed": packed, "block_scale": scales or ()}, axis=axis)
 
 
 def swizzle(q: Quantized, given: Quantized, layout: str) -> PreparedCall | None:
@@ -322,34 +218,30 @@ def swizzle(q: Quantized, given: Quantized, layout: str) -> PreparedCall | None:
         return None
     *lead, R, C = q.scale_shape
     launch = swizzle_launch(q.block_scale, q.scale_layout, None, layout, (prod(lead), R, C))
-    wanted = {"block_scale": NewArray(padded_shape(q.scale_shape, layout), UINT8)}
-    return move_call(library_of(given.block_scale), launch, wanted, scale_layout=layout)
+    return _moved(given.block_scale, launch, {"block_scale": padded_shape(q.scale_shape, layout)}, scale_layout=layout)
 
 
-def _are_contiguous_here(*arrays: Any) -> bool:
-    """Return True if kernels can read arrays in place: if each is nonempty, contiguous and on the current device."""
-    device = imports.cupy().cuda.runtime.getDevice()
-    return all(a.size and a.flags.c_contiguous and a.device.id == device for a in arrays)
+def _moved(like: Any, launch: Launch, shapes: dict[str, tuple[int, ...]], **fields: Any) -> PreparedCall:
+    """Return the call that copies arrays of a Quantized in another order. It takes q and returns a Quantized.
+
+    shapes: the shapes of the new arrays; q and the result share all others. fields: the other fields that differ.
+    """
+    library = library_of(like)
+    new = library.maker([NewArray(shape, UINT8) for shape in shapes.values()])
+    address, current_stream = library.address, library.stream
+
+    def run(q: Quantized) -> Quantized:
+        stream = current_stream()
+        made, old = dict(zip(shapes, new(), strict=True)), vars(q)
+        launch(*(address(old[name]) for name in made), *map(address, made.values()), stream=stream)
+        return assembled({**old, **fields, **made})
+
+    return run
 
 
-FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
 # The most bytes of arrays that share one allocation. It is small, because each array keeps the whole allocation alive.
 _MAX_SHARED_BYTES = 1 << 20
 _ALIGNMENT = 256  # bytes; arrays in a shared allocation begin at its multiples, as separate allocations do
-
-
-class NewArray(NamedTuple):
-    """The description of an array that a call allocates.
-
-    Attributes:
-        shape: the shape of the array.
-        dtype: its NumPy dtype, also for a PyTorch tensor.
-        zeros: True to fill the array with zeros; False to leave it uninitialized.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    zeros: bool = False
 
 
 class DeviceArrayAccess(NamedTuple):

@@ -67,7 +67,7 @@ class Arguments(NamedTuple):
     @property
     def struct(self) -> np.dtype:
         """Return the NumPy dtype of the struct of all arguments."""
-        return struct_of((*self.pointers, *self.words), self.sizes)
+        return struct_of(" ".join((*self.pointers, *self.words)), " ".join(self.sizes))
 
 
 # All kernels except quantize_columns take these arguments.

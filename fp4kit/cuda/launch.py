@@ -43,9 +43,7 @@ def architecture_of(device: int) -> str:
 
 
 def resident_blocks(device: int) -> int:
-    """Return how many thread blocks of THREADS (256) threads a device can run at once, limited only by their
-    threads.
-    """
+    """Return how many thread blocks of THREADS (256) threads a device can run at once, limited only by threads."""
     return multiprocessors(device) * (MAX_THREADS // THREADS)
 
 
@@ -171,11 +169,18 @@ class Launch:
         return True
 
 
+@cache
+def struct_of(pointers: str, sizes: str = "", floats: str = "") -> np.dtype:
+    """Return the dtype of a struct of kernel arguments: addresses, integers and float64 numbers, of 8 bytes each."""
+    kinds = ((pointers, "u8"), (sizes, "i8"), (floats, "f8"))
+    return np.dtype([(name, kind) for names, kind in kinds for name in names.split()])
+
+
 class LaunchRow(NamedTuple):
     """How one kernel is launched: a row of LAUNCHES.
 
     Attributes:
-        arguments: the dtype of the struct of its arguments.
+        names: the names of its arguments: pointers, integers and float64 numbers, separated by bars.
         traits: the names of the types and constants that its instantiation defines, in order.
         limit: the most thread blocks per multiprocessor.
         threads: the number of threads per thread block.
@@ -183,31 +188,17 @@ class LaunchRow(NamedTuple):
         entry: the name of the kernel in this file, without the suffix "_kernel"; "" if it is the name of the row.
     """
 
-    arguments: np.dtype
-    traits: tuple[str, ...]
-    limit: int
-    threads: int
-    file: str
-    entry: str
+    names: str
+    traits: str = ""
+    limit: int = BLOCKS_PER_SM
+    threads: int = THREADS
+    file: str = ""
+    entry: str = ""
 
-
-def struct_of(pointers: Sequence[str], sizes: Sequence[str], floats: Sequence[str] = ()) -> np.dtype:
-    """Return the dtype of a struct of kernel arguments: addresses, integers and float64 numbers, of 8 bytes each."""
-    kinds = ((pointers, "u8"), (sizes, "i8"), (floats, "f8"))
-    return np.dtype([(name, kind) for names, kind in kinds for name in names])
-
-
-def _row(
-    arguments: str,
-    traits: str = "",
-    limit: int = BLOCKS_PER_SM,
-    threads: int = THREADS,
-    file: str = "",
-    entry: str = "",
-) -> LaunchRow:
-    """Return a LaunchRow. `arguments` are the names of pointers, integers and float64 numbers, separated by bars."""
-    struct = struct_of(*(names.split() for names in arguments.split("|")))
-    return LaunchRow(struct, tuple(traits.split()), limit, threads, file, entry)
+    @property
+    def arguments(self) -> np.dtype:
+        """Return the dtype of the struct of the kernel's arguments."""
+        return struct_of(*self.names.split("|"))
 
 
 _KEEP = "source source_scales extent packed scales tensor_scale tensor_amax | blocks source_block"
@@ -228,49 +219,51 @@ _PARTIAL_BLOCKS = 64
 # request, and those of matmul.py. The .cu file of a kernel describes its arguments and traits. A row "clip sm_80" holds
 # for this architecture alone; its `file` must be given.
 LAUNCHES = {
-    "amax": _row("x amax | rows columns", "Input kCounted kAligned"),
-    "amax_columns": _row("x amax | matrices rows columns lanes tile_rows", "Input kAligned", UNLIMITED),
-    "amax_hadamard": _row("x amax | rows columns", "Input kCounted kAligned"),
-    "amax_rows": _row("x amax | rows columns", "Input kCounted kAligned", file="amax"),
-    "clip": _row("grad x amax out | count covered", "Input Gradient kAligned", UNLIMITED),
-    "count_changed": _row("x y changed largest | count"),
-    "dequantize": _row("packed scales values tensor_scale tensor_amax | rows columns ahead", "Input Output", UNLIMITED),
-    "hadamard_columns": _row("x out signs | outer length inner", "Input kHasSigns kIsInverse"),
-    "hadamard_rows": _row("x out signs | count length", "Input kHasSigns kIsInverse"),
-    "implied_amax": _row("tensor_scale tensor_amax amax | count", "Input"),
-    "least_losses": _row(_LOSSES, _LOSS_TRAITS, file="search_amaxes"),
-    "pack_codes": _row("in out | bytes", "kAligned", UNLIMITED),
-    "partial_amax": _row(
+    "amax": LaunchRow("x amax | rows columns", "Input kCounted kAligned"),
+    "amax_columns": LaunchRow("x amax | matrices rows columns lanes tile_rows", "Input kAligned", UNLIMITED),
+    "amax_hadamard": LaunchRow("x amax | rows columns", "Input kCounted kAligned"),
+    "amax_rows": LaunchRow("x amax | rows columns", "Input kCounted kAligned", file="amax"),
+    "clip": LaunchRow("grad x amax out | count covered", "Input Gradient kAligned", UNLIMITED),
+    "count_changed": LaunchRow("x y changed largest | count"),
+    "dequantize": LaunchRow(
+        "packed scales values tensor_scale tensor_amax | rows columns ahead", "Input Output", UNLIMITED
+    ),
+    "hadamard_columns": LaunchRow("x out signs | outer length inner", "Input kHasSigns kIsInverse"),
+    "hadamard_rows": LaunchRow("x out signs | count length", "Input kHasSigns kIsInverse"),
+    "implied_amax": LaunchRow("tensor_scale tensor_amax amax | count", "Input"),
+    "least_losses": LaunchRow(_LOSSES, _LOSS_TRAITS, file="search_amaxes"),
+    "pack_codes": LaunchRow("in out | bytes", "kAligned", UNLIMITED),
+    "partial_amax": LaunchRow(
         "values block_amax tensor_amax | start end rows columns block_at tensor_at", "Input", _PARTIAL_BLOCKS
     ),
-    "partial_cast": _row(
+    "partial_cast": LaunchRow(
         "values packed factors tensor_amax | start end columns run_at factor_at tensor_at", "Input", _PARTIAL_BLOCKS
     ),
-    "partial_place": _row("from to | start end from_at to_at", "Input", _PARTIAL_BLOCKS),
-    "partial_scales": _row(
+    "partial_place": LaunchRow("from to | start end from_at to_at", "Input", _PARTIAL_BLOCKS),
+    "partial_scales": LaunchRow(
         "block_amax tensor_amax factors scales tensor_scale | rows columns block_at factor_at scale_at tensor_at",
         "Input kLayout",
         _PARTIAL_BLOCKS,
     ),
-    "requantize_amax": _row(_KEEP, "Input kUnsignedZero", file="requantize"),
-    "requantize_keep": _row(_KEEP, "Input kUnsignedZero", file="requantize"),
-    "requantize_range": _row(_KEEP, "Input kUnsignedZero", file="requantize"),
-    "rotate": _row(
+    "requantize_amax": LaunchRow(_KEEP, "Input kUnsignedZero", file="requantize"),
+    "requantize_keep": LaunchRow(_KEEP, "Input kUnsignedZero", file="requantize"),
+    "requantize_range": LaunchRow(_KEEP, "Input kUnsignedZero", file="requantize"),
+    "rotate": LaunchRow(
         "x out signs matrices | outer length inner matrix_step",
         "Input kContiguous kHasSigns kHasMatrices kIsInverse",
     ),
-    "row_losses": _row(_LOSSES, _LOSS_TRAITS, file="search_amaxes"),
-    "search": _row(_SEARCH, "Input kAligned kWeighted kAll kEight", SEARCH_BLOCKS, SEARCH_THREADS),
-    "search_factors": _row("x tensor_amax block_amax | rows columns", "Input kAligned", 8),
-    "search_full": _row(
+    "row_losses": LaunchRow(_LOSSES, _LOSS_TRAITS, file="search_amaxes"),
+    "search": LaunchRow(_SEARCH, "Input kAligned kWeighted kAll kEight", SEARCH_BLOCKS, SEARCH_THREADS),
+    "search_factors": LaunchRow("x tensor_amax block_amax | rows columns", "Input kAligned", 8),
+    "search_full": LaunchRow(
         f"{_SEARCH} | power", "Input kAligned kWeighted kHessian kMagnitudes kLargest kPowers kFromFloor"
     ),
-    "search_hessian": _row(_SEARCH, "Input kAligned", 8),
-    "search_quest": _row("x tensor_amax block_amax | rows columns", "Input kAligned", 8),
-    "search_weighted": _row(_SEARCH, "Input kAligned kWeighted kAll kEight", 8, file="search", entry="search"),
-    "swizzle": _row("in out | matrices rows columns", "kFrom kTo kQuads", UNLIMITED),
-    "transpose": _row("codes scales codes_out scales_out | matrices rows columns", "kAligned", UNLIMITED),
-    "unpack_codes": _row("in out | bytes", "kAligned", UNLIMITED, file="pack_codes"),
+    "search_hessian": LaunchRow(_SEARCH, "Input kAligned", 8),
+    "search_quest": LaunchRow("x tensor_amax block_amax | rows columns", "Input kAligned", 8),
+    "search_weighted": LaunchRow(_SEARCH, "Input kAligned kWeighted kAll kEight", 8, file="search", entry="search"),
+    "swizzle": LaunchRow("in out | matrices rows columns", "kFrom kTo kQuads", UNLIMITED),
+    "transpose": LaunchRow("codes scales codes_out scales_out | matrices rows columns", "kAligned", UNLIMITED),
+    "unpack_codes": LaunchRow("in out | bytes", "kAligned", UNLIMITED, file="pack_codes"),
 }
 
 
@@ -297,7 +290,7 @@ def function_of(
 def row_function(kernel: str, device: int, struct: str, *traits: Trait, small: bool | None = None) -> Any:
     """Return the compiled kernel of a row of LAUNCHES, with the values of its traits, as a CuPy function."""
     row = row_of(kernel, device)
-    values = tuple(zip(row.traits, traits, strict=True))
+    values = tuple(zip(row.traits.split(), traits, strict=True))
     return function_of(row.file or kernel, row.entry or kernel, device, struct, values, small)
 
 
@@ -381,13 +374,14 @@ def is_small(members: Sequence[Any]) -> bool:
     return len(members) <= SMALL_GROUP
 
 
-def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np.ndarray:
+def piece_counts(elements: Any, device: int, most: int = MAX_PIECE) -> np.ndarray:
     """Return the number of pieces into which the work on each tensor of a group is divided: an int64 array."""
     # The largest size is chosen so that the group has about 20 pieces per multiprocessor (PIECES_PER_MULTIPROCESSOR),
     # but it is at least MIN_PIECE (8192) and at most `most` elements.
-    check_count(int(elements.max()))
-    share = int(elements.sum()) // (multiprocessors(device) * PIECES_PER_MULTIPROCESSOR)
-    return np.maximum(-(-elements // int(np.clip(share, MIN_PIECE, most))), 1)
+    counts = np.asarray(elements)
+    check_count(int(counts.max()))
+    share = int(counts.sum()) // (multiprocessors(device) * PIECES_PER_MULTIPROCESSOR)
+    return np.maximum(-(-counts // int(np.clip(share, MIN_PIECE, most))), 1)
 
 
 def group_table(members: np.ndarray) -> np.ndarray:
@@ -415,3 +409,19 @@ def prepare_group(
         table = imports.cupy().asarray(group_table(members))
         group = np.array([(table.data.ptr, len(members), total)], _GROUP)
     return GroupedLaunch(function, total, group.view(np.dtype((np.void, group.itemsize))), (table, held))
+
+
+def prepare_rows(
+    kernel: str,
+    device: int,
+    struct: str,
+    traits: tuple[Trait, ...],
+    members: Sequence[tuple[int, ...]],
+    aligned_runs: ArrayLike,
+    pieces: np.ndarray,
+    held: Any,
+) -> GroupedLaunch:
+    """Return the prepared launch of a row of LAUNCHES over a group, with the arguments of each member as a tuple."""
+    function = row_function(kernel, device, struct, *traits, small=is_small(members))
+    arguments = np.array(members, row_of(kernel, device).arguments)
+    return prepare_group(function, arguments, aligned_runs, pieces, held, is_small(members))

@@ -7,7 +7,7 @@ on dtypes, shapes and alignment.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from fp4kit.cuda.dispatch import (
 )
 from fp4kit.cuda.launch import (
     CACHE_SIZE,
-    LAUNCHES,
     MAX_PIECE,
     MIN_PIECE,
     THREADS,
@@ -43,9 +42,9 @@ from fp4kit.cuda.launch import (
     is_small,
     piece_counts,
     prepare_group,
+    prepare_rows,
     prepared,
     resident_blocks,
-    row_function,
 )
 from fp4kit.formats import E4M3
 from fp4kit.layouts import padded_shape
@@ -147,8 +146,8 @@ def dequantize_launch(
         layout != "linear" and r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
     )
     blocks = value_blocks(rows, columns, dtype, MORE_VALUE_RUNS if prepares_tables else VALUE_RUNS)
-    sizes, struct = (rows, columns, resident_blocks(device)), recipe_struct(decoding(r, dtype), layout)
-    return prepared("dequantize", blocks, sizes, device, (original, dtype), struct)
+    sizes = rows, columns, resident_blocks(device)
+    return prepared("dequantize", blocks, sizes, device, (original, dtype), recipe_struct(decoding(r, dtype), layout))
 
 
 def implies_amaxes(r: Recipe) -> bool:
@@ -178,39 +177,32 @@ def dequantize_matrix(
     launch(*map(address, (packed, scales, values, tensor_scale, amax)))
 
 
+@cache
 def transform_struct(mask: int | None) -> str:
     """Return the text of the C++ struct Transform, which tells an amax kernel whether to apply a Hadamard transform."""
     text = f"struct Transform {{ static constexpr bool kHadamard = {str(mask is not None).lower()}; "
     return text + f"static constexpr u32 kSignMask = {mask or 0}u; }};"
 
 
-@lru_cache(CACHE_SIZE)
-def amax_launch(
-    dtype: np.dtype,
-    counted: str,
-    by_row: bool,
-    aligned_runs: bool,
-    rows: int,
-    columns: int,
-    device: int,
-    mask: int | None = None,
-) -> Launch:
+def amax_launch(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = None) -> Launch:
     """Return the prepared launch that computes the amax of a matrix or, if by_row is True, one amax per row."""
     # If by_row is False, the result must hold 0 before, because the kernel only raises it.
+    (rows, columns), run_bytes = _amax_shape(x, by_row)
     work = min(rows, -(-rows * columns // (4 * THREADS))) if by_row else -(-columns // (16 * THREADS))
-    traits = (dtype, f"AmaxInput::{counted}", aligned_runs)
+    traits = (x.dtype, f"AmaxInput::{counted}", aligned(x, run_bytes))
     kernel = "amax_rows" if by_row else "amax"
-    return prepared(kernel, work, (rows, columns), device, traits, transform_struct(mask))
+    return prepared(kernel, work, (rows, columns), x.device.id, traits, transform_struct(mask))
+
+
+def _amax_shape(x: Any, by_row: bool) -> tuple[tuple[int, int], int]:
+    """Return (the rows and columns that an amax kernel is told, the bytes between runs that must be aligned)."""
+    return (x.shape, x.shape[1] * x.dtype.itemsize) if by_row else ((1, x.size), 16)
 
 
 def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = None) -> Any:
     """Return the largest magnitude of a contiguous array, float32 (), or of each row of a matrix, float32 (M,)."""
-    cupy = imports.cupy()
-    rows, columns = x.shape if by_row else (1, x.size)
-    aligned_runs = aligned(x, columns * x.dtype.itemsize if by_row else 16)
-    launch = amax_launch(x.dtype, counted, by_row, aligned_runs, rows, columns, x.device.id, mask)
-    out = cupy.zeros(rows if by_row else (), np.float32)
-    launch(x.data.ptr, out.data.ptr)
+    out = imports.cupy().zeros(x.shape[0] if by_row else (), np.float32)
+    amax_launch(x, counted, by_row, mask)(x.data.ptr, out.data.ptr)
     return out
 
 
@@ -252,7 +244,7 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
     function = function_of(choice.kernel, choice.kernel, device, kernel_structs(requests[0]), traits, small)
     # If a piece has little setup, small pieces are best.
     simple = small and not has_table(r) and r.tensor_scaling != "row"
-    pieces = piece_counts(np.array([m.x.size for m in matrices]), device, MIN_PIECE if simple else MAX_PIECE)
+    pieces = piece_counts([m.x.size for m in matrices], device, MIN_PIECE if simple else MAX_PIECE)
     return prepare_group(function, arguments, aligned_runs, pieces, tuple(matrices), small)
 
 
@@ -261,20 +253,12 @@ def amax_group(
 ) -> GroupedLaunch:
     """Return a prepared launch that computes the amax of each array in xs, as amax does."""
     # If by_row is False, outs must hold zeros before each launch.
-    kernel = "amax_rows" if by_row else "amax"
-    shapes = [x.shape if by_row else (1, x.size) for x in xs]
-    aligned_runs = [
-        aligned(x, shape[1] * x.dtype.itemsize if by_row else 16) for x, shape in zip(xs, shapes, strict=True)
-    ]
-    arguments = np.array(
-        [(address(x), address(out), *shape) for x, out, shape in zip(xs, outs, shapes, strict=True)],
-        LAUNCHES[kernel].arguments,
-    )
-    device, small = xs[0].device.id, is_small(xs)
+    kernel, device, shapes = "amax_rows" if by_row else "amax", xs[0].device.id, [_amax_shape(x, by_row) for x in xs]
+    aligned_runs = [aligned(x, run_bytes) for x, (_, run_bytes) in zip(xs, shapes, strict=True)]
+    members = [(address(x), address(out), *shape) for x, out, (shape, _) in zip(xs, outs, shapes, strict=True)]
     traits = (xs[0].dtype, f"AmaxInput::{counted}", all(aligned_runs))
-    function = row_function(kernel, device, transform_struct(mask), *traits, small=small)
-    pieces = piece_counts(np.array([x.size for x in xs]), device)
-    return prepare_group(function, arguments, aligned_runs, pieces, (tuple(xs), tuple(outs)), small)
+    pieces = piece_counts([x.size for x in xs], device)
+    return prepare_rows(kernel, device, transform_struct(mask), traits, members, aligned_runs, pieces, (xs, outs))
 
 
 class Clip(NamedTuple):
@@ -289,14 +273,10 @@ class Clip(NamedTuple):
 def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
     """Return a prepared launch that clips all gradients in `clips` as clip_gradient does."""
     aligned_runs = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
-    arguments = np.array(
-        [(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], LAUNCHES["clip"].arguments
-    )
-    first = clips[0]
-    device, small = first.x.device.id, is_small(clips)
-    function = row_function("clip", device, "", first.x.dtype, first.grad.dtype, all(aligned_runs), small=small)
-    pieces = piece_counts(np.array([c.x.size for c in clips]), device, MIN_PIECE)
-    return prepare_group(function, arguments, aligned_runs, pieces, tuple(clips), small)
+    members, first = [(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], clips[0]
+    device, traits = first.x.device.id, (first.x.dtype, first.grad.dtype, all(aligned_runs))
+    pieces = piece_counts([c.x.size for c in clips], device, MIN_PIECE)
+    return prepare_rows("clip", device, "", traits, members, aligned_runs, pieces, clips)
 
 
 # In arrays of up to this many elements, the quantize kernel itself computes the amaxes (with_kernel_amax). For a tensor

@@ -33,9 +33,8 @@ from fp4kit.cuda.launch import (
     as_aligned,
     check_count,
     grid,
-    is_small,
     piece_counts,
-    prepare_group,
+    prepare_rows,
     prepared,
     row_function,
 )
@@ -188,17 +187,12 @@ def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int |
 def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> GroupedLaunch:
     """Return one prepared launch that finds the best block amaxes of all matrices in `group`."""
     # The recipe must support the pruned search (_is_pruned).
-    xs, outs, amaxes = zip(*group, strict=True)
-    device, aligned_runs, small = xs[0].device.id, [aligned(x, 16) for x in xs], is_small(xs)
-    arguments = np.zeros(len(xs), LAUNCHES["search"].arguments)
-    for name, arrays in (("x", xs), ("tensor_amax", amaxes), ("block_amax", outs)):
-        arguments[name] = [address(array) for array in arrays]
-    arguments["rows"], arguments["columns"] = zip(*(x.shape for x in xs), strict=True)
-    arguments["lower"], arguments["upper"] = _ALL_OFFSETS
-    traits = (xs[0].dtype, all(aligned_runs), False, *_candidate_traits(*_ALL_OFFSETS))
-    function = row_function("search", device, recipe_struct(r, sign_mask=mask), *traits, small=small)
-    pieces = piece_counts(np.array([x.size for x in xs]), device)
-    launch = prepare_group(function, arguments, aligned_runs, pieces, tuple(group), small)
+    first, device = group[0][0], group[0][0].device.id
+    aligned_runs = [aligned(x, 16) for x, _, _ in group]
+    members = [(address(x), address(amax), 0, address(out), 0, *x.shape, *_ALL_OFFSETS) for x, out, amax in group]
+    traits = (first.dtype, all(aligned_runs), False, *_candidate_traits(*_ALL_OFFSETS))
+    pieces, struct = piece_counts([x.size for x, _, _ in group], device), recipe_struct(r, sign_mask=mask)
+    launch = prepare_rows("search", device, struct, traits, members, aligned_runs, pieces, tuple(group))
     return replace(launch, grid=grid(launch.grid, device, SEARCH_BLOCKS), threads=SEARCH_THREADS)
 
 

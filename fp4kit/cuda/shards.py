@@ -8,14 +8,14 @@ matrices, all arrays of one kind are in one buffer; arguments such as block_at s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Declined, Partition, amax_shape, declined_as_error
 from fp4kit.cuda import matrix
-from fp4kit.cuda.compiler import Trait, recipe_struct
+from fp4kit.cuda.compiler import recipe_struct
 from fp4kit.cuda.dispatch import LaunchRequest, kernel_for
 from fp4kit.cuda.launch import (
     LAUNCHES,
@@ -24,10 +24,9 @@ from fp4kit.cuda.launch import (
     address,
     function_of,
     grid,
-    is_small,
     piece_counts,
     prepare_group,
-    row_function,
+    prepare_rows,
 )
 from fp4kit.cuda.layouts import transpose_struct, wide_copies, work_blocks
 from fp4kit.layouts import padded_shape
@@ -54,8 +53,7 @@ def partial_arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
 
 def _partial_function(kernel: str, r: Recipe, dtype: np.dtype, entry: str, device: int, layout: str = "linear") -> Any:
     """Return a compiled partial kernel, which its file has for one matrix and for a group, as a CuPy function."""
-    names = LAUNCHES[kernel].traits
-    values: tuple[tuple[str, Trait], ...] = (("Input", dtype), ("kLayout", f"ScaleLayout::{layout}"))[: len(names)]
+    values = tuple(zip(LAUNCHES[kernel].traits.split(), (dtype, f"ScaleLayout::{layout}"), strict=False))
     return function_of(kernel, entry, device, recipe_struct(r), values)
 
 
@@ -131,62 +129,22 @@ def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: R
     launch_partial("partial_amax", r, x.dtype, table, last - first, x.device.id)
 
 
-def factor_rows(start: int, end: int, shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
-    """Return the range (first, last) of the rows of blocks that contain the elements [start, end) of a matrix."""
-    K = shape[1]
-    return start // K // r.block_rows, _ceil_div(_ceil_div(end, K), r.block_rows)
-
-
-def cast_shard(
-    x: Any, packed: Any, block_amax: Any, tensor_amax: Any, factors: Any, shape: tuple[int, int], start: int, r: Recipe
-) -> None:
-    """Write the codes of a shard into `packed`, the packed codes of the whole matrix, and change no other code."""
-    M, K = shape
-    end, device = start + x.size, x.device.id
-    first, last = factor_rows(start, end, shape, r)
-    wide = K // r.block_size
-    amaxes = {"block_amax": block_amax, "tensor_amax": 0 if tensor_amax is None else tensor_amax}
-    rows = min(last * r.block_rows, M) - first * r.block_rows
-    table = partial_arguments("partial_scales", **amaxes, factors=factors, rows=rows, columns=K, block_at=first * wide)
-    launch_partial("partial_scales", r, x.dtype, table, (last - first) * wide, device)
-    places = {"start": start, "end": end, "columns": K, "factor_at": -first * wide}
-    pointers = {"values": x, "packed": packed, "factors": factors, "tensor_amax": amaxes["tensor_amax"]}
-    table = partial_arguments("partial_cast", **pointers, **places)
-    launch_partial("partial_cast", r, x.dtype, table, run_count(start, end), device)
-
-
 WHOLE_CODES, WORD_SCALES = 1, 2  # flags in a member's `aligned`, see compiler.GROUPED
 
 
-class TransposeMatrix(NamedTuple):
-    """One matrix to transpose: the arrays of codes and scales, all contiguous.
-
-    codes, scales: the codes and the block scales of the matrix.
-    out, scales_out: the arrays for the codes and the block scales of its transposed copy.
-    shape: the rows and columns of the matrix.
-    """
-
-    codes: Any
-    scales: Any
-    out: Any
-    scales_out: Any
-    shape: tuple[int, int]
+# (codes, scales, codes of the transposed copy, its scales, shape (M, K)) of a matrix: four contiguous arrays
+TransposeMatrix = tuple[Any, Any, Any, Any, tuple[int, int]]
 
 
 def transpose_group(matrices: Sequence[TransposeMatrix], r: Recipe) -> GroupedLaunch:
     """Return a prepared launch that transposes the codes and scales of all matrices into their output arrays."""
-    shapes = [(1, *m.shape) for m in matrices]
-    flags_of_members = [
-        wide_copies(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)
-    ]
-    flags = np.array(flags_of_members) @ (WHOLE_CODES, WORD_SCALES)
-    device, small = matrices[0].codes.device.id, is_small(matrices)
-    struct, all_wide = transpose_struct(r, "linear", True), all(map(all, flags_of_members))
-    function = row_function("transpose", device, struct, all_wide, small=small)
-    values = [(*map(address, m[:4]), *shape) for m, shape in zip(matrices, shapes, strict=True)]
-    table = np.array(values, LAUNCHES["transpose"].arguments)
-    pieces = np.array([work_blocks(r, "linear", shape) for shape in shapes])
-    return prepare_group(function, table, flags, pieces, tuple(matrices), small)
+    shapes = [(1, *m[4]) for m in matrices]
+    wide = [wide_copies(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)]
+    members = [(*map(address, m[:4]), *shape) for m, shape in zip(matrices, shapes, strict=True)]
+    device, struct = matrices[0][0].device.id, transpose_struct(r, "linear", True)
+    pieces, flags = np.array([work_blocks(r, "linear", shape) for shape in shapes]), np.array(wide)
+    traits, flags = (bool(flags.all()),), flags @ (WHOLE_CODES, WORD_SCALES)
+    return prepare_rows("transpose", device, struct, traits, members, flags, pieces, tuple(matrices))
 
 
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> Any:
@@ -205,17 +163,26 @@ def partial_cast(
 ) -> None:
     """Write the codes of a shard into out, the packed codes of a matrix, and change no other code of out."""
     check_matrices([shape], r)
-    cupy = imports.cupy()
-    with imports.making_current(shard.device.id):
-        block_amax = cupy.ascontiguousarray(block_amax)
-        whole_amax = matrix.amax(block_amax) if r.tensor_scaling != "none" and amax is None else amax
+    cupy, (M, K), end, device = imports.cupy(), shape, start + shard.size, shard.device.id
+    with imports.making_current(device):
+        block_amax, x = cupy.ascontiguousarray(block_amax), cupy.ascontiguousarray(shard)
+        amax = matrix.amax(block_amax) if r.tensor_scaling != "none" and amax is None else amax
         if not shard.size:
             return
-        first, last = factor_rows(start, start + shard.size, shape, r)
-        factors = cupy.empty((last - first, block_amax.shape[1]), np.float32)
         direct = out.flags.c_contiguous and out.data.ptr % 8 == 0
         target = out if direct else out.copy(order="C")
-        cast_shard(cupy.ascontiguousarray(shard), target, block_amax, whole_amax, factors, shape, start, r)
+        # The rows of blocks that contain elements of the shard, and the number of blocks before them.
+        first, last = start // K // r.block_rows, _ceil_div(_ceil_div(end, K), r.block_rows)
+        wide = K // r.block_size
+        factors = cupy.empty((last - first, wide), np.float32)
+        common = {"tensor_amax": 0 if amax is None else amax, "factors": factors, "columns": K}
+        rows = min(last * r.block_rows, M) - first * r.block_rows
+        places = {"block_amax": block_amax, "rows": rows, "block_at": first * wide}
+        table = partial_arguments("partial_scales", **common, **places)
+        launch_partial("partial_scales", r, x.dtype, table, (last - first) * wide, device)
+        places = {"values": x, "packed": target, "start": start, "end": end, "factor_at": -first * wide}
+        table = partial_arguments("partial_cast", **common, **places)
+        launch_partial("partial_cast", r, x.dtype, table, run_count(start, end), device)
         if not direct:
             out[...] = target
 
@@ -236,14 +203,7 @@ class DeviceStages:
         columnwise: True to also make columnwise copies.
         layout: the layout of the block scales.
 
-    Attributes:
-        bits: the bit patterns of float32 amaxes: first the tensor amaxes, then the block amaxes. The processes reduce
-            this array by maximum between the stages amax and scales.
-        message: the bytes of codes that this process sends to the others.
-        gathered: the messages of all processes, one after the other.
-        counts: the length of each process's message, in bytes.
-        quantized: the rowwise result of each matrix.
-        columnwise: the columnwise copy of each matrix; empty if none is wanted.
+    The attributes bits, message, gathered, counts, quantized and columnwise are those of HostStages (host/plans.py).
     """
 
     def __init__(
@@ -372,15 +332,8 @@ class DeviceStages:
         message_at = begins[:, None] // run_bytes(self._recipe)
         from_at = (self._partition.offsets(RUN) + message_at).reshape(-1) - starts // RUN
         to_at = np.tile(self._packed_at // run_bytes(self._recipe), len(self._partition.starts))
-        fields = {
-            "from": self.gathered,
-            "to": self._packed,
-            "start": starts,
-            "end": ends,
-            "from_at": from_at,
-            "to_at": to_at,
-        }
-        table = partial_arguments("partial_place", len(starts), **fields)[chosen]
+        fields = {"from": self.gathered, "to": self._packed, "start": starts, "end": ends}
+        table = partial_arguments("partial_place", len(starts), **fields, from_at=from_at, to_at=to_at)[chosen]
         work = run_count(starts, ends)[chosen]
         self._run_place = prepare_partial("partial_place", self._recipe, self._dtypes[0], table, work, self._device)
 
@@ -392,12 +345,9 @@ class DeviceStages:
             cupy = imports.cupy()
             packed, scales = cupy.empty_like(self._packed), cupy.empty_like(self._scales)
             self.columnwise = self._views(shapes, packed, scales, axis=0)
-            pairs = zip(self.quantized, self.columnwise, strict=True)
-            matrices = [
-                TransposeMatrix(q.packed, q.block_scale, c.packed, c.block_scale, (q.shape[0], q.shape[1]))
-                for q, c in pairs
-                if q.packed.size
-            ]
+            pairs = zip(self.quantized, self.columnwise, shapes, strict=True)
+            arrays = [(q.packed, q.block_scale, c.packed, c.block_scale, shape) for q, c, shape in pairs]
+            matrices = [m for m in arrays if m[0].size]
             if matrices:
                 self._run_transpose = transpose_group(matrices, self._recipe)
 

@@ -15,7 +15,7 @@ from float_modes import BITS, NEEDS_ENVIRONMENT, mode, tiny
 from inputs import BF16, NAMES, ordinary
 
 import fp4kit
-from fp4kit.cpu import cached_calls
+from fp4kit.cpu import cached_calls, coverage, library
 from fp4kit.evidence.testing import SPECIFICATION
 from fp4kit.formats import FLOATS
 from fp4kit.ops import engines as call_cache
@@ -190,6 +190,23 @@ def test_an_amax_that_is_written_to_by_its_own_call():
         out.tensor_amax[...] = 3
         fp4kit.quantize(x, "nvfp4-te", tensor_amax=out.tensor_amax, out=out)
         assert_equal(out, SPECIFICATION.apply(fp4kit.quantize, x, "nvfp4-te", tensor_amax=3.0))
+
+
+def test_every_tensor_rule_writes_the_scale_of_the_tensor():
+    """A cached call writes tensor scales by each compiled tensor rule, also by the one whose index is 0."""
+    x, by_index = ordinary(5, SHAPE), {}
+    for name in COVERED:
+        r = RECIPES[name]
+        if r.tensor_scaling in ("tensor", "row") and not r.search:
+            key = coverage.tensor_key(r)
+            by_index.setdefault(library.functions().fp4kit_tensor_rule(key.encode()), name)
+    assert 0 in by_index and len(by_index) > 3
+    for name in by_index.values():
+        q, out = SPECIFICATION.apply(fp4kit.quantize, x, name), fp4kit.quantize(x, name)
+        for part in (out.tensor_scale, out.tensor_amax):
+            part[...] = 7
+        assert_equal(fp4kit.quantize(x, name, out=out), q, name)
+    assert all(kept("quantize"))
 
 
 @pytest.mark.parametrize("value", [0.5, np.nan, np.inf])

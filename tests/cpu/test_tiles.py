@@ -64,8 +64,8 @@ def test_tiles_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypa
     """
     monkeypatch.setattr(codec, "ELEMENTS_PER_CALL", 1 << 14)
     M, K = blocks[0] * block_rows - (block_rows > 1), blocks[1] * block
-    tiles = Tiles.of(np.broadcast_to(np.float32(0), (M, K)), block, block_rows, gathered)
     seen = np.zeros((M, K), np.uint8)
+    tiles = Tiles.of(seen, block, block_rows, 0 if gathered else None)
     assert tiles.tile_columns <= max((1 + (block_rows > 1)) * codec.TILE_ELEMENTS // block_rows, 2048)
     for slab in tiles.slabs():
         found = list(tiles.tiles(*slab))

@@ -13,9 +13,9 @@ import fp4kit
 from fp4kit.arrays import imports
 from fp4kit.arrays import returns as torch_arrays
 from fp4kit.call.parse import Call
-from fp4kit.cuda import cached_calls
-from fp4kit.cuda.cached_calls import FLOAT32, UINT8, NewArray
+from fp4kit.cuda import cached_calls, compiler, launch, matrix
 from fp4kit.cuda.dispatch import PATCHES, ROWS
+from fp4kit.cuda.launch import LAUNCHES
 from fp4kit.ops import engines as call_cache
 
 torch = pytest.importorskip("torch")
@@ -25,62 +25,57 @@ STREAM = 4321
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch):
-    """Make tensors report that they are on CUDA, set a current stream, and record which memory is cleared."""
-    cleared = []
-    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: cleared.append(arguments))
+def log(monkeypatch):
+    """Make tensors report that they are on CUDA, set a current stream, and record all launches and cleared memory."""
+    seen = []
+    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: seen.append(("memset", arguments)))
     monkeypatch.setattr(imports, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch_arrays, "_raw_stream", lambda: lambda index: STREAM)
     monkeypatch.setattr(call_cache, "_CALLS", {})
-    cached_calls._torch_library.cache_clear()
-    yield cleared
-    cached_calls._torch_library.cache_clear()
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "architecture_of", lambda device: "sm_90")
+
+    def function(source, kernel, device):
+        def launched(grid, threads, arguments, stream):
+            assert stream.ptr == STREAM
+            name = kernel.removesuffix("_kernel")
+            struct = {"quantize": ROWS.struct, "quantize_columns": PATCHES.struct}.get(name)
+            fields = LAUNCHES[name].arguments if struct is None else struct
+            words = np.frombuffer(arguments[0].tobytes(), fields)[0]
+            seen.append((name, {f: int(words[f]) for f in fields.names if fields[f].kind == "u" and words[f]}))
+
+        return launched
+
+    monkeypatch.setattr(compiler, "function", function)
+    caches = [f for m in (launch, matrix, cached_calls) for f in vars(m).values() if hasattr(f, "cache_clear")]
+    for cached in caches:
+        cached.cache_clear()
+    yield seen
+    for cached in caches:
+        cached.cache_clear()
 
 
 def tensor(shape=SHAPE, dtype=torch.bfloat16):
     return torch.zeros(shape, dtype=dtype)
 
 
-def call_of(recipe, axis=1, amax=None, op="quantize"):
-    x = SimpleNamespace(shape=SHAPE, dtype=BF16, ndim=2)
-    return Call(op, x, fp4kit.recipe(recipe), axis, x, amax)
+class Imported:
+    """Stand in for the CuPy array as which a call imports a tensor."""
+
+    def __init__(self, t):
+        self.shape, self.ndim, self.size, self.dtype = tuple(t.shape), t.ndim, t.numel(), dtype_of(t)
+        self.flags, self.device = SimpleNamespace(c_contiguous=t.is_contiguous()), SimpleNamespace(id=0)
+        self.data = SimpleNamespace(ptr=t.data_ptr())
 
 
-class Launched:
-    """Stand in for a kernel's launcher: record the nonzero arguments of each launch by name.
-
-    names: the names of the kernel's arguments, in order. `only` returns the arguments of the only launch so far.
-    """
-
-    def __init__(self, names):
-        self.names, self.seen = names, []
-
-    def __call__(self, *values, stream):
-        assert stream.ptr == STREAM
-        self.seen.append({name: value for name, value in zip(self.names, values, strict=True) if value})
-
-    def only(self):
-        (seen,) = self.seen
-        self.seen.clear()
-        return seen
+def dtype_of(t):
+    return torch_arrays.numpy_dtype("", t.dtype)
 
 
-def quantize_call(recipe, arguments, row, column, computes_amax, amax=None):
-    """Return a cached call of quantize for PyTorch tensors, with a kernel that only records its launches.
-
-    arguments: the kernel's arguments.
-    row, column: True to write rowwise and columnwise results.
-    computes_amax, amax: as for cached_calls.quantize_call.
-    """
-    launch, on = Launched((*arguments.pointers, *arguments.words)), cached_calls.library_of(tensor())
-    axes = ((1, row), (0, column))
-    results = (
-        cached_calls.QuantizedResult.of(call_of(recipe, axis), axis) if wanted else None for axis, wanted in axes
-    )
-    call = cached_calls.quantize_call(on, amax, launch, arguments, *results, computes_amax)
-    call.launch = launch
-    return call
+def parsed(x, recipe, axis=1, amax=None):
+    given = None if amax is None else Imported(amax)
+    return Call("quantize", Imported(x), fp4kit.recipe(recipe), axis, Imported(x.movedim(axis, -1)), given)
 
 
 def addresses(q, prefix=""):
@@ -88,101 +83,70 @@ def addresses(q, prefix=""):
     return {prefix + name: a.data_ptr() for name, a in named.items() if a is not None}
 
 
-@pytest.mark.parametrize(("recipe", "computes_amax"), [("mxfp4-ocp", False), ("nvfp4-te", True)])
-def test_rows(recipe, computes_amax):
-    x, call = tensor(), quantize_call(recipe, ROWS, True, False, computes_amax)
-    expected = fp4kit.quantize(np.zeros(SHAPE, BF16), recipe)
-    for out in (None, call(x, None, None)):
-        call.launch.seen.clear()
-        q = call(x, None, out)
-        assert out is None or q is out
-        wanted = (
-            {"x": x.data_ptr()}
-            | addresses(q)
-            | ({} if q.tensor_amax is None else {"tensor_amax": q.tensor_amax.data_ptr()})
-        )
-        assert call.launch.only() == wanted
-        for name, part in expected.parts().items():
-            found = getattr(q, name)
-            assert (found is None) == (part is None), name
-            if part is not None:
-                assert type(found) is torch.Tensor and found.shape == part.shape and found.is_contiguous(), name
-                assert torch_arrays.numpy_dtype("", found.dtype) == part.dtype, name
-        assert (q.shape, q.dtype, q.axis, q.recipe, q.scale_layout) == (SHAPE, BF16, 1, expected.recipe, "linear")
+AMAXES = [("mxfp4-ocp", False), ("nvfp4-te", False), ("nvfp4-te", True)]
 
 
-@pytest.mark.parametrize(("row", "column"), [(True, False), (False, True), (True, True)])
-def test_a_given_amax_is_copied_by_the_kernel(row, column):
-    """A given amax is copied to the result, new or out=, so that the result does not share the caller's array."""
-    x, amax = tensor(), torch.tensor(3.0)
-    call = quantize_call("nvfp4-te", ROWS if not column else PATCHES, row, column, False)
+@pytest.mark.parametrize("directions", ["rows", "columns", "both"])
+@pytest.mark.parametrize(("recipe", "is_given"), AMAXES)
+def test_quantize(log, recipe, is_given, directions):
+    """The kernel gets the addresses of x and of new tensors, and writes the amax that it finds, or a copy of the
+    caller's, into each result.
+    """
+    x, amax, axis = tensor(), torch.tensor(3.0) if is_given else None, 1 if directions == "rows" else 0
+    call = cached_calls.quantize(parsed(x, recipe, axis, amax), x, amax, directions == "both")
     found = call(x, amax, None)
-    seen = call.launch.only()
-    results = found if row and column else (found,)
-    outs = [seen[name] for name in ("amax_out", "column_amax_out")[: len(results)]]
-    assert seen["tensor_amax"] == amax.data_ptr() and [q.tensor_amax.data_ptr() for q in results] == outs
-    assert len({amax.data_ptr(), *outs}) == 1 + len(results)
-    if len(results) == 1:
-        assert call(x, torch.tensor(4.0), found) is found
-        assert call.launch.only()["amax_out"] == found.tensor_amax.data_ptr()
+    results = found if directions == "both" else (found,)
+    wanted = {"x": x.data_ptr()}
+    for q, of in zip(results, (1, 0) if directions == "both" else (axis,), strict=True):
+        wanted |= addresses(q, "" if of else "column_")
+        if q.tensor_amax is not None:
+            second = directions == "both" and of == 0
+            written = "column_amax_out" if second else "amax_out" if is_given else "tensor_amax"
+            wanted[written] = q.tensor_amax.data_ptr()
+        expected = fp4kit.quantize(np.zeros(SHAPE, BF16), recipe, axis=of)
+        for name, part in expected.parts().items():
+            new = getattr(q, name)
+            assert (new is None) == (part is None), name
+            if part is not None:
+                assert type(new) is torch.Tensor and new.shape == part.shape and new.is_contiguous(), name
+                assert dtype_of(new) == part.dtype, name
+        assert (q.shape, q.dtype, q.axis, q.recipe, q.scale_layout) == (SHAPE, BF16, of, expected.recipe, "linear")
+    wanted |= {"tensor_amax": amax.data_ptr()} if is_given else {}
+    kernel = "quantize" if directions == "rows" else "quantize_columns"
+    assert log == [(kernel, wanted)] and len({*wanted.values()}) == len(wanted)
+    if directions != "both":
+        assert call(x, amax, found) is found and log[1:] == [(kernel, wanted)]
 
 
-@pytest.mark.parametrize("row", [False, True])
-def test_columns_and_both(row):
-    x, call = tensor(), quantize_call("nvfp4-te", PATCHES, row, True, True)
-    found = call(x, None, None)
-    first, column = found if row else (None, found)
-    wanted = {"x": x.data_ptr()} | addresses(column, "column_")
-    if row:
-        wanted |= addresses(first) | {"column_amax_out": column.tensor_amax.data_ptr()}
-    wanted["tensor_amax"] = (first or column).tensor_amax.data_ptr()
-    assert call.launch.only() == wanted
-    assert (
-        column.axis == 0
-        and column.packed.shape == (256, 32)
-        and (not row or first.tensor_amax is not column.tensor_amax)
-    )
+def test_an_amax_with_a_launch_of_its_own(log):
+    x = tensor((2048, 512))
+    q = cached_calls.quantize(parsed(x, "nvfp4-te"), x, None)(x, None, None)
+    at = q.tensor_amax.data_ptr()
+    assert log[:2] == [("memset", (at, 0, 4, STREAM)), ("amax", {"x": x.data_ptr(), "amax": at})]
+    assert log[2:] == [("quantize", {"x": x.data_ptr(), "tensor_amax": at} | addresses(q))]
 
 
-def test_an_amax_with_a_launch_of_its_own(gpu):
-    launch = Launched(("x", "amax"))
-    x = tensor()
-    call = quantize_call("nvfp4-te", ROWS, True, False, True, cached_calls.AmaxStep(launch))
-    q = call(x, None, None)
-    assert launch.only() == {"x": x.data_ptr(), "amax": q.tensor_amax.data_ptr()}
-    assert gpu == [(q.tensor_amax.data_ptr(), 0, 4, STREAM)]
-
-
-def test_fake_quantize_and_dequantize():
-    x, on = tensor(), cached_calls.library_of(tensor())
-    launch = Launched((*ROWS.pointers, *ROWS.words))
-    arrays = [NewArray(SHAPE, BF16), NewArray((), FLOAT32)]
-    fake = cached_calls.fake_quantize_call(on, None, launch, ROWS, arrays)
-    y = fake(x, None)
-    seen = launch.only()
+def test_other_operations(log):
+    x, out = tensor(), tensor()
+    y = cached_calls.fake_quantize(parsed(x, "nvfp4-te"), x, None)(x, None)
+    ((_, seen),) = log
     assert seen.pop("tensor_amax") not in (x.data_ptr(), y.data_ptr())
     assert seen == {"x": x.data_ptr(), "values": y.data_ptr()} and y.dtype == torch.bfloat16 and y.shape == SHAPE
-    q = quantize_call("nvfp4-te", ROWS, True, False, True)(x, None, None)
-    decode = Launched(("packed", "scales", "values", "tensor_scale", "tensor_amax"))
-    out = tensor()
+    q = cached_calls.quantize(parsed(x, "nvfp4-te-2d"), x, None)(x, None, None)
+    imported = fp4kit.quantize(np.zeros(SHAPE, BF16), "nvfp4-te-2d")
+    parts = {name: Imported(part) for name, part in q.parts().items()}
+    vars(imported).update(parts)
     for target in (None, out):
-        values = cached_calls.dequantize_call(on, decode, NewArray(SHAPE, BF16))(q, target)
+        values = cached_calls.dequantize(imported, q, BF16, None if target is None else Imported(target))(q, target)
         assert target is None or values is out
-        assert decode.only() == addresses(q) | {"values": values.data_ptr(), "tensor_amax": q.tensor_amax.data_ptr()}
-
-
-def test_moves():
-    on = cached_calls.library_of(tensor())
-    q = quantize_call("nvfp4-te", ROWS, True, False, True)(tensor(), None, None)
-    scales, codes = NewArray((128, 16), UINT8), NewArray((256, 32), UINT8)
-    move = Launched(("in", "out"))
-    swizzled = cached_calls.move_call(on, move, {"block_scale": scales}, scale_layout="swizzled_128x4")(q)
-    assert move.only() == {"in": q.block_scale.data_ptr(), "out": swizzled.block_scale.data_ptr()}
+        amax = {"tensor_amax": q.tensor_amax.data_ptr()}
+        assert log[-1] == ("dequantize", addresses(q) | amax | {"values": values.data_ptr()})
+    swizzled = cached_calls.swizzle(imported, q, "swizzled_128x4")(q)
+    assert log[-1] == ("swizzle", {"in": q.block_scale.data_ptr(), "out": swizzled.block_scale.data_ptr()})
     assert swizzled.packed is q.packed and swizzled.scale_layout == "swizzled_128x4" and q.scale_layout == "linear"
-    move = Launched(("codes", "scales", "codes_out", "scales_out"))
-    turned = cached_calls.move_call(on, move, {"packed": codes, "block_scale": scales}, axis=0)(q)
+    turned = cached_calls.transpose(imported, q, 0)(q)
     outs = {"codes_out": turned.packed.data_ptr(), "scales_out": turned.block_scale.data_ptr()}
-    assert move.only() == {"codes": q.packed.data_ptr(), "scales": q.block_scale.data_ptr()} | outs
+    assert log[-1] == ("transpose", {"codes": q.packed.data_ptr(), "scales": q.block_scale.data_ptr()} | outs)
     assert turned.axis == 0 and turned.tensor_scale is q.tensor_scale
 
 
@@ -196,7 +160,7 @@ def key(x, amax=None, out=None):
 
 
 def test_what_a_check_depends_on_changes_the_key():
-    x, q = tensor(), quantize_call("nvfp4-te", ROWS, True, False, True)(tensor(), None, None)
+    x, q = tensor(), cached_calls.quantize(parsed(tensor(), "nvfp4-te"), tensor(), None)(tensor(), None, None)
     same, whole = key(x, torch.tensor(1.0), q), torch.zeros(64 * 256 + 1, dtype=torch.bfloat16)
     assert (
         same is not None

@@ -293,4 +293,4 @@ def test_a_row_has_the_arguments_and_traits_of_its_kernel(kernel):
     entry = row.entry or kernel
     found = re.findall(rf"\b(?:grouped_)?{entry}_kernel\((?:Group<)?(\w+)>? \w+\)", text)
     assert found and members(text, found[0]) == list(row.arguments.names or ())
-    assert [trait for trait in row.traits if trait != "Input" and not re.search(rf"\b{trait}\b", text)] == []
+    assert [trait for trait in row.traits.split() if trait != "Input" and not re.search(rf"\b{trait}\b", text)] == []

@@ -14,7 +14,7 @@ import pytest
 from exhaustive import by_default, every, exhaustive
 from host.alone import put_powers
 from inputs import extreme, nonfinite, ordinary
-from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
+from on_gpu import ON_GPU, agree, all_or_few, assert_same, cupy, differing
 from on_gpu import check as gpu_check
 from powers import POWERS as POWERS_OF_ERRORS
 from powers import errors, nearly_equal
@@ -147,7 +147,7 @@ def test_recipe_that_searches(dtype) -> None:
         assert found.recipe.id == MSE
         for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
             assert differing(getattr(found, part), getattr(expected, part)) == 0, part
-    assert differing(fp4kit.fake_quantize(cupy.asarray(x), MSE), fp4kit.fake_quantize(x, MSE)) == 0
+    agree(fp4kit.fake_quantize, x, MSE)
     for found, expected in zip(fp4kit.quantize_both(cupy.asarray(x), MSE), fp4kit.quantize_both(x, MSE), strict=True):
         assert differing(found.packed, expected.packed) == 0 and differing(found.block_scale, expected.block_scale) == 0
     out = fp4kit.quantize(cupy.asarray(x * dtype(2)), MSE)

@@ -13,7 +13,7 @@ import pytest
 from exhaustive import exhaustive
 from hadamard_runs import F16, F32
 from inputs import BF16
-from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing
+from on_gpu import ON_GPU, agree, assert_same, blocks, check, cupy, differing
 from own_formats import UE5M3, drawn_array, drawn_recipe, pairs_at_bounds
 from together import together
 
@@ -70,7 +70,7 @@ def test_blocks_of_zeros_under_flashinfers_scale(dtype, options) -> None:
 def test_values_and_shards_of_blocks_of_zeros(dtype) -> None:
     x = np.random.default_rng(0).standard_normal((48, 64)).astype(dtype)
     x[16:32, 16:32] = 0
-    assert differing(fp4kit.fake_quantize(cupy.asarray(x), ZEROS), fp4kit.fake_quantize(x, ZEROS)) == 0
+    agree(fp4kit.fake_quantize, x, ZEROS)
     amax, whole = cupy.asarray(fp4kit.amax(x, ZEROS)), fp4kit.quantize(x, ZEROS)
     out = cupy.zeros(whole.packed.shape, np.uint8)
     for start, end in ((0, 1001), (1001, x.size)):
@@ -104,7 +104,7 @@ def test_elements_that_are_not_e2m1(r) -> None:
     x = blocks(ml_dtypes.bfloat16, 48, 192)
     everything(x, r)
     everything(x.astype(np.float32), r, rounding="stochastic", seed=5)
-    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
+    agree(fp4kit.fake_quantize, x, r)
     for dtype in DTYPES:
         q = fp4kit.quantize(x, r)
         assert (
@@ -130,7 +130,7 @@ def test_ties_toward_zero(name, dtype) -> None:
     x.reshape(64, -1, 32)[..., 0] = r.element.max
     x = (x * np.exp2(-(np.arange(64) % 4))[:, None]).astype(dtype)
     everything(x, r)
-    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
+    agree(fp4kit.fake_quantize, x, r)
 
 
 @pytest.mark.parametrize("dtype", [DTYPES[0], *exhaustive(DTYPES[1:])])
@@ -141,7 +141,7 @@ def test_zeros_keep_their_signs_in_quotients(name, sign, dtype) -> None:
     r = replace(RECIPES[name], sign=sign)
     x = zeros_of_all_kinds(dtype)
     everything(x, r)
-    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
+    agree(fp4kit.fake_quantize, x, r)
 
 
 UNSIGNED = (
@@ -162,7 +162,7 @@ def test_zeros_without_signs(name, dtype) -> None:
     x = zeros_of_all_kinds(dtype)
     everything(x, r)
     everything(x, r, rounding="stochastic", seed=3) if not r.four_over_six else None
-    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
+    agree(fp4kit.fake_quantize, x, r)
     assert not (fp4kit.unpack(fp4kit.quantize(x, r).packed) == 8).any() or not r.is_packed
 
 
@@ -198,7 +198,7 @@ def test_blocks_of_zeros_of_4over6_that_make_zeros_negative(name) -> None:
     x = np.random.default_rng(8).standard_normal((4, 64)).astype(np.float32)
     x[0, :16], x[1, 16:32], x[2, 32:48] = 0.0, -0.0, 2.0**-149
     everything(x, r)
-    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
+    agree(fp4kit.fake_quantize, x, r)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
@@ -217,7 +217,7 @@ def test_products_that_round_to_seven(dtype) -> None:
 def check_calls(x, r, rng) -> None:
     """Assert that quantize, dequantize and fake_quantize of x give equal bits on GPU and CPU, also for drawn codes."""
     q = check(x, r)
-    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
+    agree(fp4kit.fake_quantize, x, r)
     packed = rng.integers(0, 256 if r.element.bits in (4, 8) else 64, q.packed.shape, dtype=np.uint8)
     scales = {name: getattr(q, name) for name in ("block_scale", "tensor_scale")}
     scales = {name: None if part is None else part.get() for name, part in scales.items()}
@@ -277,8 +277,7 @@ def test_groups_columns_and_both_directions(scale):
     x = np.random.default_rng(0).standard_normal((64, 96), dtype=np.float32)
     r = fp4kit.custom_recipe("mine", NF4, scale, 32, scale_rounding="up")
     check(x, r, axis=0)
-    for gpu, cpu in zip(fp4kit.quantize_both(cupy.asarray(x), r), fp4kit.quantize_both(x, r), strict=True):
-        assert_same(gpu, cpu)
+    agree(fp4kit.quantize_both, x, r)
     xs = [x, x[:17], x[:0]]
     for gpu, a in zip(fp4kit.quantize_grouped([cupy.asarray(a) for a in xs], r), xs, strict=True):
         assert_same(gpu, fp4kit.quantize(a, r))
@@ -346,7 +345,7 @@ def special(dtype) -> np.ndarray:
 
 def check_fake(x, r, **options) -> None:
     """Assert that fake_quantize gives the values of the specification."""
-    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r, **options), fp4kit.fake_quantize(x, r, **options)) == 0
+    agree(fp4kit.fake_quantize, x, r, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES_MICROEXPONENTS, ids=str)
@@ -369,9 +368,7 @@ def test_special_numbers(r, dtype):
     q = check(x, r)
     check_fake(x, r)
     given = fp4kit.quantize(x, r).block_scale[::-1].copy()
-    assert_same(
-        fp4kit.quantize(cupy.asarray(x), r, block_scale=cupy.asarray(given)), fp4kit.quantize(x, r, block_scale=given)
-    )
+    agree(fp4kit.quantize, x, r, block_scale=given)
     amaxes = np.random.default_rng(1).random(q.block_scale.shape, np.float32) * np.float32(3)
     check(x, r, block_amax=cupy.asarray(amaxes))
 
@@ -403,8 +400,7 @@ def grouped(x) -> None:
 
 def both_directions(x) -> None:
     x = x[:16]
-    for gpu, cpu in zip(fp4kit.quantize_both(cupy.asarray(x), R), fp4kit.quantize_both(x, R), strict=True):
-        assert_same(gpu, cpu)
+    agree(fp4kit.quantize_both, x, R)
 
 
 def misaligned(x) -> None:

@@ -5,7 +5,7 @@ ON_GPU is the pytestmark of their modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -107,6 +107,36 @@ def assert_same(gpu: fp4kit.Quantized, cpu: fp4kit.Quantized) -> None:
         if a is not None:
             assert differing(a, b) == 0, part
     assert (gpu.shape, gpu.dtype, gpu.axis, gpu.scale_layout) == (cpu.shape, cpu.dtype, cpu.axis, cpu.scale_layout)
+
+
+def there(value: Any) -> Any:
+    """Return a copy on the GPU of an array or a Quantized, or of all in a list or tuple; any other value itself."""
+    if isinstance(value, np.ndarray):
+        return cupy.asarray(value)
+    if isinstance(value, fp4kit.Quantized):
+        return value.to("cupy")
+    return type(value)(map(there, value)) if type(value) in (list, tuple) else value
+
+
+def assert_equal(gpu: Any, cpu: Any) -> None:
+    """Assert that results on GPU and CPU have equal bits: arrays, Quantized, or lists of them."""
+    if isinstance(cpu, fp4kit.Quantized):
+        assert_same(gpu, cpu)
+    elif isinstance(cpu, (list, tuple)):
+        for pair in zip(gpu, cpu, strict=True):
+            assert_equal(*pair)
+    else:
+        assert differing(gpu, cpu) == 0
+
+
+def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Assert that a call gives equal bits for arrays on GPU and CPU, and return the GPU's result.
+
+    The arguments are on the CPU.
+    """
+    gpu = function(*map(there, arguments), **{name: there(value) for name, value in options.items()})
+    assert_equal(gpu, function(*arguments, **options))
+    return gpu
 
 
 def check(x: np.ndarray, name, **options) -> fp4kit.Quantized:

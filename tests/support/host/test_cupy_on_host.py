@@ -85,7 +85,8 @@ def test_a_graph_does_its_work_when_it_is_launched():
 def amax_of(ptr: int, count: int, whole: bool = True) -> float:
     """Return the amax of `count` float32 values at the address `ptr`, computed by a kernel on the simulated GPU."""
     out = cupy.zeros((), np.float32)
-    matrix.amax_launch(np.dtype(np.float32), "all", False, whole, 1, count, 0)(ptr, out.data.ptr)
+    traits = (np.dtype(np.float32), "AmaxInput::all", whole)
+    launch.prepared("amax", 1, (1, count), 0, traits, matrix.transform_struct(None))(ptr, out.data.ptr)
     return float(out)
 
 
