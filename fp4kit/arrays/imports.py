@@ -18,21 +18,8 @@ import ml_dtypes
 import numpy as np
 
 T = TypeVar("T")
-_DEVICE_NAMES = {
-    **dict.fromkeys((1, 3, 11), "cpu"),  # kDLCPU, kDLCUDAHost and kDLROCMHost (page-locked host memory)
-    **dict.fromkeys((2, 13), "cuda"),
-    4: "opencl",
-    7: "vulkan",
-    8: "metal",
-    9: "vpi",
-    10: "rocm",
-    12: "ext_dev",
-    14: "oneapi",
-    15: "webgpu",
-    16: "hexagon",
-    17: "maia",
-    18: "trainium",
-}
+# DLPack device type -> its name. Page-locked memory (3, 11) counts as the host's, managed memory (13) as CUDA's.
+_DEVICE_NAMES = {1: "cpu", 3: "cpu", 11: "cpu", 2: "cuda", 13: "cuda", 8: "metal", 10: "rocm", 14: "oneapi"}
 
 DIFFERENTIABLE = ("fake_quantize", "fake_quantize_grouped")  # functions whose fp4kit.torch version has gradients
 
@@ -304,6 +291,44 @@ def _one_cupy_device(arrays: Iterable[Any]) -> bool:
 def is_array(a: Any) -> bool:
     """Return whether an object is an array of some library, which exports DLPack or the CUDA array interface."""
     return hasattr(a, "__dlpack__") or hasattr(a, "__cuda_array_interface__")
+
+
+_MAX_SUMS = 1 << 20  # largest number of sums that overlaps_itself computes; beyond it, the array counts as overlapping
+
+
+def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Return whether two elements of an array have a byte in common."""
+    # The result is exact, except that it is True if the test would need more than _MAX_SUMS (2^20) sums.
+    axes = _interleaved_axes(shape, strides, itemsize)
+    sums = np.zeros(1, np.int64)
+    for i, (step, length) in enumerate(axes):
+        if step == 0:
+            return True
+        below = sums // step
+        for count in (below, below + 1):  # the multiples of step next to each sum
+            close = np.abs(sums - count * step) < itemsize
+            if (close & (count != 0) & (np.abs(count) < length)).any():
+                return True
+        if i + 1 < len(axes):
+            if len(sums) * 2 * length > _MAX_SUMS:
+                return True
+            sums = np.unique(np.add.outer(sums, step * np.arange(1 - length, length)))
+    return False
+
+
+def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
+    """Return the axes along which elements may overlap, as a list of (absolute stride in bytes, length)."""
+    if 0 in shape:
+        return []
+    axes: list[tuple[int, int]] = []
+    for step, length in sorted((abs(step), length) for step, length in zip(strides, shape, strict=True) if length > 1):
+        if axes and step == axes[-1][0] * axes[-1][1]:
+            axes[-1] = (axes[-1][0], axes[-1][1] * length)
+        else:
+            axes.append((step, length))
+    while axes and axes[-1][0] >= itemsize + sum(step * (length - 1) for step, length in axes[:-1]):
+        axes.pop()
+    return sorted(axes, key=lambda axis: axis[1])
 
 
 # {(DLDataTypeCode, bits, lanes): NumPy dtype}

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.imports import import_arrays, overlaps_itself
 from fp4kit.arrays.returns import library_of
 from fp4kit.call.inputs import check_is_quantized, description
 from fp4kit.layouts import padded_shape
@@ -143,7 +143,6 @@ def empty_quantized(call: Any, amax: Any, empty: Any, empty_scales: Any) -> Quan
     return Quantized(packed, scales, decode_scale, amax, call.x.shape, call.x.dtype, call.axis, r, call.layout)
 
 
-_MAX_SUMS = 1 << 20  # largest number of sums that overlaps_itself computes; beyond it, the array counts as overlapping
 _MAX_WORK = 1000  # limit of NumPy's search for a shared byte; if it is reached, the arrays count as sharing memory
 
 
@@ -210,41 +209,6 @@ def shares_memory(a: Any, b: Any) -> bool:
             return True
     first, second = _span(a), _span(b)
     return first[0] < second[1] and second[0] < first[1]
-
-
-def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether two elements of an array have a byte in common."""
-    # The result is exact, except that it is True if the test would need more than _MAX_SUMS (2^20) sums.
-    axes = _interleaved_axes(shape, strides, itemsize)
-    sums = np.zeros(1, np.int64)
-    for i, (step, length) in enumerate(axes):
-        if step == 0:
-            return True
-        below = sums // step
-        for count in (below, below + 1):  # the multiples of step next to each sum
-            close = np.abs(sums - count * step) < itemsize
-            if (close & (count != 0) & (np.abs(count) < length)).any():
-                return True
-        if i + 1 < len(axes):
-            if len(sums) * 2 * length > _MAX_SUMS:
-                return True
-            sums = np.unique(np.add.outer(sums, step * np.arange(1 - length, length)))
-    return False
-
-
-def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
-    """Return the axes along which elements may overlap, as a list of (absolute stride in bytes, length)."""
-    if 0 in shape:
-        return []
-    axes: list[tuple[int, int]] = []
-    for step, length in sorted((abs(step), length) for step, length in zip(strides, shape, strict=True) if length > 1):
-        if axes and step == axes[-1][0] * axes[-1][1]:
-            axes[-1] = (axes[-1][0], axes[-1][1] * length)
-        else:
-            axes.append((step, length))
-    while axes and axes[-1][0] >= itemsize + sum(step * (length - 1) for step, length in axes[:-1]):
-        axes.pop()
-    return sorted(axes, key=lambda axis: axis[1])
 
 
 def _span(a: Any) -> tuple[int, int]:

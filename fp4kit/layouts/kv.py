@@ -31,7 +31,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.arguments import as_flag, as_index, is_one_of
-from fp4kit.arrays.imports import check_unmasked, on_device, to_device, to_host
+from fp4kit.arrays.imports import check_unmasked, on_device, overlaps_itself, to_device, to_host
 from fp4kit.formats import NVFP4
 from fp4kit.layouts import check_array, check_bytes
 
@@ -310,7 +310,7 @@ class KVCache:
         op = "KVCache.write"
         if not all(array.flags.writeable for array in self.arrays if isinstance(array, np.ndarray)):
             raise ValueError(f"{op}: an array of the cache is read-only; needs arrays that can be written to")
-        if any(map(_overlaps_itself, self.arrays)) or any(
+        if any(overlaps_itself(a.shape, a.strides, a.dtype.itemsize) for a in self.arrays) or any(
             np.shares_memory(*pair) for pair in combinations(map(_on_host, self.arrays), 2)
         ):
             raise ValueError(f"{op}: two bytes of the cache share memory; needs arrays with memory of their own")
@@ -415,16 +415,6 @@ class KVCache:
                     f"{op}: {name} have shape {part.shape}; needs {(tokens, heads, head_dim // n)}, one row per slot"
                     " and head"
                 )
-
-
-def _overlaps_itself(array: Any) -> bool:
-    """Return False if all elements of an array have memory of their own."""
-    span = int(array.dtype.itemsize)
-    for stride, length in sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
-        if stride < span:
-            return bool(array.size)
-        span += stride * (length - 1)
-    return False
 
 
 def _on_host(array: Any) -> Any:

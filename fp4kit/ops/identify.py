@@ -101,35 +101,6 @@ def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadama
     return Match(name_of(r), equal, total, codes_differ, scales_differ)
 
 
-class QuantizedWithSource(NamedTuple):
-    """A quantized array q with linear scales, and the array x from which q was made.
-
-    Either both consist of NumPy arrays, or both consist of CuPy arrays on one device.
-    """
-
-    q: Quantized
-    x: Any
-
-
-def pair_of(q: Quantized, x: Any) -> QuantizedWithSource:
-    """Import q and x from any library, and return them as a QuantizedWithSource."""
-    imported, (array,) = q.imported("identify: q"), imports.import_arrays("identify", x=x)
-    arrays = [a for a in (*imported.parts().values(), array) if a is not None]
-    if not all(map(imports.on_device, arrays)) or len({a.device.id for a in arrays}) > 1:
-        imported, array = on_host("identify: q", imported), on_host("identify: x", array)
-    return QuantizedWithSource(imported if imported.block_scale is None else unswizzle(imported), array)
-
-
-def prove(
-    pair: QuantizedWithSource, host: QuantizedWithSource, r: Recipe, amaxes: Sequence[np.ndarray | None]
-) -> Match:
-    """Compare recipe r with q on all bytes, with each of the given tensor amaxes, and return the best Match."""
-    if imports.on_device(pair.x):
-        with suppress(NotImplementedError, MemoryError), imports.making_current(pair.x.device.id):
-            return best_match(*pair, r, [None if a is None else imports.to_device(a) for a in amaxes])
-    return best_match(*host, r, amaxes)
-
-
 MAX_NEIGHBORS = 16  # the most amaxes that are tried for one tensor scale
 SIGN_MASKS: dict[Hadamard, int | None] = {False: None, True: TE_SIGN_MASK, "no_signs": 0}
 
@@ -198,6 +169,18 @@ def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
     implied = implied_amax(scale, r, dtype)
     with np.errstate(over="ignore"):
         return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))
+
+
+def prove(q: Quantized, x: Any, host: CandidateAmaxes, r: Recipe, amaxes: Sequence[np.ndarray | None]) -> Match:
+    """Compare recipe r with q on all bytes, with each of the given tensor amaxes, and return the best Match.
+
+    q, x: the arrays where they are. Unless all are on one GPU, their copies in `host` are compared.
+    """
+    arrays = [a for a in (*q.parts().values(), x) if a is not None]
+    if all(map(imports.on_device, arrays)) and len({a.device.id for a in arrays}) == 1:
+        with suppress(NotImplementedError, MemoryError), imports.making_current(x.device.id):
+            return best_match(q, x, r, [None if a is None else imports.to_device(a) for a in amaxes])
+    return best_match(host.q, host.x, r, amaxes)
 
 
 MOST_NAMED = 3  # recipes that a verdict names
@@ -396,26 +379,24 @@ def identify(q: Quantized, x: Any) -> Identification:
         >>> fp4kit.identify(fp4kit.quantize(x, "mxfp4-triton-kernels-down"), x).verdict
         'mxfp4-triton-kernels-down made these bytes'
     """
-    q = check_quantized("identify", q)
-    pair = pair_of(q, x)
-    q, x = pair.q, pair.x
+    q, (x,) = check_quantized("identify", q), imports.import_arrays("identify", x=x)
     if x.shape != q.shape:
         raise ValueError(f"identify: x has shape {x.shape} and q {q.shape}; needs the array that q was made from")
     check_float("identify", x)
-    q, x = on_host("identify: q", q), on_host("identify: x", x)
+    q = q if q.block_scale is None else unswizzle(q)
+    host = CandidateAmaxes(on_host("identify: q", q), on_host("identify: x", x))
     candidates = tuple(candidates_of(q.recipe))
     if x.size < 2 * SAMPLE:
-        amaxes = CandidateAmaxes(q, x)
-        matches = [best_match(q, x, r, amaxes.for_recipe(r)) for r in candidates]
+        matches = [best_match(host.q, host.x, r, host.for_recipe(r)) for r in candidates]
     else:
-        matches = _matches_by_sample(QuantizedWithSource(q, x), pair, candidates)
+        matches = _matches_by_sample(q, x, host, candidates)
     result = Identification(tuple(sorted(matches, key=lambda m: (not m.whole, -m.fraction))))
     if result.exact or not x.size:
         return result
-    fault = _fault(q, x)
+    fault = _fault(host.q, host.x)
     if fault:
         return replace(result, fault=fault)
-    return replace(result, variations=tuple(_variations(q, x, candidates)))
+    return replace(result, variations=tuple(_variations(host, candidates)))
 
 
 def _fault(q: Quantized, x: np.ndarray) -> str:
@@ -459,51 +440,37 @@ def _comparable(a: Recipe, b: Recipe) -> bool:
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
 
-class RecipeTrial(NamedTuple):
-    """The result of trying a recipe on a sample of an array, with each tensor amax that may have been used."""
-
-    recipe: Recipe
-    match: Match
-    amaxes: tuple[np.ndarray | None, ...]
-
-
-def _matches_by_sample(
-    host: QuantizedWithSource, whole: QuantizedWithSource, candidates: Sequence[Recipe]
-) -> list[Match]:
+def _matches_by_sample(q: Quantized, x: Any, host: CandidateAmaxes, candidates: Sequence[Recipe]) -> list[Match]:
     """Return one Match per candidate recipe, for a large array, sorted by equal bytes of a sample, largest first."""
-    box, amaxes = _box_at_start(host.q, SAMPLE), CandidateAmaxes(*host)
-    trials = sorted((_try_part(amaxes, r, box) for r in candidates), key=lambda t: -t.match.equal)
-    proved = [t for t in trials if t.match.equal == t.match.total] or trials[:MAX_PROVED]
-    matches = {t.match.recipe: prove(whole, host, t.recipe, t.amaxes) for t in proved}
-    return [matches.get(t.match.recipe) or replace(t.match, whole=False) for t in trials]
+    box = _box_at_start(q, SAMPLE)
+    trials = sorted(((r, *_try_part(host, r, box)) for r in candidates), key=lambda trial: -trial[1].equal)
+    count = sum(match.equal == match.total for _, match, _ in trials) or MAX_PROVED
+    proved = [prove(q, x, host, r, amaxes) for r, _, amaxes in trials[:count]]
+    return [*proved, *(replace(match, whole=False) for _, match, _ in trials[count:])]
 
 
-def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
-    """Return the best trial of a recipe on a box of an array, with each candidate amax of the whole array."""
-    q, x = whole.q, whole.x[box]
-    best: RecipeTrial | None = None
+def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> tuple[Match, list[np.ndarray | None]]:
+    """Return the best Match of a recipe on a box of an array, and the amaxes of the whole array that give it."""
+    q, x, tried = whole.q, whole.x[box], []
     for amax in whole.for_recipe(r):
         part = box_of(q if amax is None else replace(q, tensor_amax=amax), box)
         part_amax = part.tensor_amax
         if amax is None:
             computed = whole.amax_of_x(r) if r.tensor_scaling == "tensor" else None
             part_amax = None if computed is None or np.isnan(computed).any() else computed.max()
-        match = match_under(part, x, r, part_amax, False)
-        if best is None or match.equal > best.match.equal:
-            best = RecipeTrial(r, match, (amax,))
-        elif match.equal == best.match.equal:
-            best = best._replace(amaxes=(*best.amaxes, amax))
-    assert best is not None
-    return best
+        tried.append((match_under(part, x, r, part_amax, False), amax))
+    best = max((match for match, _ in tried), key=lambda match: match.equal)
+    return best, [amax for match, amax in tried if match.equal == best.equal]
 
 
 # ---- variations, if no recipe alone reproduces q ----
 
 
-def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> Iterator[Variation]:
+def _variations(whole: CandidateAmaxes, candidates: Sequence[Recipe]) -> Iterator[Variation]:
     """Yield the variations (a recipe with a Hadamard transform or stochastic rounding) that may have made q from x."""
+    q = whole.q
     box = _box_at_start(q, PROBE)
-    probe, part = box_of(q, box), x[box]
+    probe, part = box_of(q, box), whole.x[box]
     transforms: list[Hadamard] = [False, True, "no_signs"] if q.moved_shape[-1] % HADAMARD_BLOCK == 0 else [False]
     is_nan = q.tensor_scale is not None and np.isnan(q.tensor_scale).any()
     fitting = [
@@ -511,16 +478,17 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
         for r in candidates
         if r.tensor_scaling == q.recipe.tensor_scaling and not (is_nan and r.tensor_rule in NEVER_NAN)
     ]
+    rounded = [
+        r
+        for r in fitting
+        if not (r.element.is_integer or isinstance(r.element, Codebook) or r.four_over_six)
+        and r.stochastic not in NOISE_STOCHASTICS
+    ]
     transforms = [hadamard for hadamard in transforms if _has_signs_of(probe, part, hadamard)]
-    for stochastic in (False, True):
-        for hadamard in transforms:
-            if not stochastic and not hadamard:
-                continue
-            for r in fitting:
-                is_float = not (r.element.is_integer or isinstance(r.element, Codebook))
-                if stochastic and (not is_float or r.four_over_six or r.stochastic in NOISE_STOCHASTICS):
-                    continue
-                if _fits_probe(probe, part, r, hadamard, stochastic) and _fits_all(q, x, r, hadamard, stochastic):
+    for stochastic, recipes in ((False, fitting), (True, rounded)):
+        for hadamard in transforms if stochastic else [hadamard for hadamard in transforms if hadamard]:
+            for r in recipes:
+                if _fits_probe(probe, part, r, hadamard, stochastic) and _fits_all(whole, r, hadamard, stochastic):
                     yield Variation(name_of(r), hadamard, stochastic)
 
 
@@ -579,9 +547,10 @@ def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stoc
     return bool(np.count_nonzero(wrong) <= NEXT_TO_TIES * wrong.size)
 
 
-def _fits_all(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
+def _fits_all(whole: CandidateAmaxes, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
     """Return whether a recipe can have made all of q from x, with the given Hadamard transform."""
-    match = best_match(q, x, r, CandidateAmaxes(q, x).for_recipe(r, hadamard), hadamard)
+    q, x = whole.q, whole.x
+    match = best_match(q, x, r, whole.for_recipe(r, hadamard), hadamard)
     if not stochastic:
         return match.equal == match.total
     codes = unpacked(q.packed, r.element.packing)

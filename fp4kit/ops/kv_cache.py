@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,26 +91,22 @@ def quantize_kv(
         True
     """
     op = "quantize_kv"
-    r = kv_recipe(op, cache, recipe)
+    r, scales = _recipe_and_scales(op, cache, recipe, k_scale, v_scale)
     if as_flag(op, "four_over_six", four_over_six) and (r.block_rule != "vllm_kv" or r.tensor_rule is None):
         raise ValueError(f"{op}: four_over_six is True for {r.id}; only vLLM's store has 4over6: pass nvfp4-vllm-kv")
     given: dict[str, Any] = dict(zip(("keys", "values"), import_arrays(op, keys=keys, values=values), strict=True))
     shape = (len(check_slots(op, slots, cache.shape, writes=True)), cache.shape.heads, cache.shape.head_dim)
-    scales = tensor_scale(op, r, "k_scale", k_scale), tensor_scale(op, r, "v_scale", v_scale)
-    for name, x in given.items():
+    parts = []
+    for (name, x), scale in zip(given.items(), scales, strict=True):
         check_float(op, x, name)
         if x.shape != shape:
-            raise ValueError(
-                f"{op}: {name} have shape {x.shape}; needs {shape}, that is (tokens, heads, head_dim) with one token"
-                " per slot"
-            )
+            needed = f"{shape}, that is (tokens, heads, head_dim) with one token per slot"
+            raise ValueError(f"{op}: {name} have shape {x.shape}; needs {needed}")
         if on_device(x) != on_device(cache.arrays[0]):
             raise ValueError(f"{op}: {name} are on another device than the cache; needs both on one device")
-    k, v = (
-        quantize(x, r) if r.tensor_rule is None else quantize_by_scale(x, x, r, scale, four_over_six)
-        for x, scale in zip(given.values(), scales, strict=True)
-    )
-    cache.write(slots, KVParts(k.packed, k.block_scale, v.packed, v.block_scale))
+        q = quantize(x, r) if r.tensor_rule is None else quantize_by_scale(x, x, r, scale, four_over_six)
+        parts += [q.packed, q.block_scale]
+    cache.write(slots, KVParts(*parts))
     return cache
 
 
@@ -154,13 +151,16 @@ def dequantize_kv(
         >>> keys.shape, values.any()
         ((1, 2, 64), np.False_)
     """
-    r = kv_recipe("dequantize_kv", cache, recipe)
-    scales = tensor_scale("dequantize_kv", r, "k_scale", k_scale), tensor_scale("dequantize_kv", r, "v_scale", v_scale)
-    check_values_dtype("dequantize_kv", numpy_dtype("dequantize_kv", dtype))
+    op = "dequantize_kv"
+    r, scales = _recipe_and_scales(op, cache, recipe, k_scale, v_scale)
+    check_values_dtype(op, numpy_dtype(op, dtype))
     if slots is not None:
-        check_slots("dequantize_kv", slots, cache.shape, writes=False)
-    k_codes, k_scales, v_codes, v_scales = cache.read(slots)
-    return _values(k_codes, k_scales, r, scales[0], dtype), _values(v_codes, v_scales, r, scales[1], dtype)
+        check_slots(op, slots, cache.shape, writes=False)
+    parts, values = cache.read(slots), []
+    for codes, block_scales, scale in zip(parts[::2], parts[1::2], scales, strict=True):
+        given = None if r.tensor_rule is None else float(scale)  # a float fits codes on any device
+        values.append(dequantize(Quantized.from_parts(codes, block_scales, given, recipe=r, dtype=dtype)))
+    return values[0], values[1]
 
 
 # {(container, swizzled): the recipe of the kernel that writes such caches}
@@ -172,8 +172,10 @@ _USUAL = {
 }
 
 
-def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
-    """Return the recipe for writing or reading a KV cache: `recipe` as a Recipe, or the usual one if it is None."""
+def _recipe_and_scales(
+    op: str, cache: Any, recipe: RecipeId | Recipe | None, k_scale: Any, v_scale: Any
+) -> tuple[Recipe, list[np.float32]]:
+    """Return the recipe for writing or reading a KV cache, and the tensor scales of keys and values."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"{op}: cache is a {type(cache).__name__}; needs a fp4kit.layouts.kv.KVCache")
     r = recipe_of(op, _USUAL[cache.layout.container, cache.layout.swizzled] if recipe is None else recipe)
@@ -185,27 +187,17 @@ def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
             f"{op}: {r.id} does not fit a KV cache; needs E2M1 codes in blocks of 16, whose scales follow from the"
             " block and a given tensor scale alone, such as nvfp4-vllm-kv"
         )
-    return r
-
-
-def tensor_scale(op: str, r: Recipe, name: str, scale: Any) -> np.float32:
-    """Return the argument k_scale or v_scale as float32."""
-    if np.ndim(scale):
-        raise TypeError(f"{op}: {name} is {scale!r:.60}; needs a number")
-    found = as_float32(op, name, scale, "needs a number")
-    if not (found > 0 and math.isfinite(found)):
-        raise ValueError(f"{op}: {name} is {scale!s:.60}; needs a positive float32 number, which multiplies on decode")
-    if r.tensor_rule is None and found != 1:
-        raise ValueError(f"{op}: {name} is {scale!s:.60}; {r.id} has no tensor scale, so it needs 1")
-    return found
-
-
-def _values(codes: Any, scales: Any, r: Recipe, scale: np.float32, dtype: Any) -> Any:
-    """Return the values, in `dtype`, of packed codes (tokens, heads, bytes) with their block scales and tensor
-    scale.
-    """
-    given = None if r.tensor_rule is None else float(scale)  # a float fits codes on any device
-    return dequantize(Quantized.from_parts(codes, scales, given, recipe=r, dtype=dtype))
+    scales = []
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if np.ndim(scale):
+            raise TypeError(f"{op}: {name} is {scale!r:.60}; needs a number")
+        found, given = as_float32(op, name, scale, "needs a number"), f"{op}: {name} is {scale!s:.60}"
+        if not (found > 0 and math.isfinite(found)):
+            raise ValueError(f"{given}; needs a positive float32 number, which multiplies on decode")
+        if r.tensor_rule is None and found != 1:
+            raise ValueError(f"{given}; {r.id} has no tensor scale, so it needs 1")
+        scales.append(found)
+    return r, scales
 
 
 FITS = 0.16  # largest relative error of a reading that fits: NVFP4 gives about 0.1
@@ -382,27 +374,24 @@ def identify_kv(
             f"{op}: {assumed.name if assumed else 'no layout'} fits {len(given)} array(s) of {tuple(shape)} (pages,"
             f" block_size, heads, head_dim); needs one of {', '.join(caches) or 'the sizes of fp4kit.layouts.kv'}"
         )
-    r = kv_recipe(op, next(iter(caches.values())), recipe)
-    scales = tensor_scale(op, r, "k_scale", k_scale), tensor_scale(op, r, "v_scale", v_scale)
+    r, scales = _recipe_and_scales(op, next(iter(caches.values())), recipe, k_scale, v_scale)
     where, sampled = _sample(op, check_slots(op, slots, shape, writes=True), references)
-    matches, faults, reads = [], [], {}
+    matches: list[KVMatch] = []
+    faults: list[KVMatch] = []
+    reads = {}
     for name, cache in caches.items():
-        read = dequantize_kv(cache, where, recipe=r, k_scale=float(scales[0]), v_scale=float(scales[1]))
-        reads[name] = read
-        matches.append(_match(name, "", read, sampled))
-        faults += [_match(name, fault, other, sampled) for fault, other in _faults(read, sampled, scales)]
+        reads[name] = read = dequantize_kv(cache, where, recipe=r, k_scale=float(scales[0]), v_scale=float(scales[1]))
+        for fault, other in [("", read), *_faults(read, sampled, scales)]:
+            match = KVMatch(name, fault, _error(other[0], sampled[0]), _error(other[1], sampled[1]))
+            (faults if fault else matches).append(match)
     matches = _judged(matches)
     if not any(match.fits for match in matches):
         matches += [match for match in _judged(faults) if match.fits]
     # Layouts that differ only in the scales of V read the same keys, whose error may be the larger one.
     ranked = sorted(matches, key=lambda m: (not m.fits, bool(m.fault), m.error, m.key_error + m.value_error))
     best = reads[ranked[0].layout]
-    same = tuple(
-        name
-        for name, read in reads.items()
-        if all(np.array_equal(x, y, equal_nan=True) for x, y in zip(read, best, strict=True))
-    )
-    return KVIdentification(tuple(ranked), assumed.name if assumed else None, same)
+    same = [name for name, read in reads.items() if all(map(partial(np.array_equal, equal_nan=True), read, best))]
+    return KVIdentification(tuple(ranked), assumed.name if assumed else None, tuple(same))
 
 
 def _arrays(op: str, arrays: Any) -> tuple[Any, ...]:
@@ -484,11 +473,6 @@ def _sample(
     return slots[kept], sampled
 
 
-def _match(layout: str, fault: str, read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...]) -> KVMatch:
-    """Return a KVMatch with the errors of keys and values, and with fits=False."""
-    return KVMatch(layout, fault, _error(read[0], references[0]), _error(read[1], references[1]))
-
-
 def _judged(matches: list[KVMatch]) -> list[KVMatch]:
     """Return copies of the matches with the field `fits` set."""
     keys = min(FITS, NEAR_BEST * min(m.key_error for m in matches))
@@ -504,7 +488,7 @@ def _error(read: np.ndarray, reference: np.ndarray) -> float:
 
 
 def _faults(
-    read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...], scales: tuple[np.float32, ...]
+    read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...], scales: Sequence[np.float32]
 ) -> Iterator[tuple[str, tuple[np.ndarray, ...]]]:
     """Yield (fault, (keys, values)) for each fault that might explain why a reading does not fit."""
     with np.errstate(all="ignore"):
@@ -515,11 +499,12 @@ def _faults(
         pairs = tuple(x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape) for x in read)
         yield "the codes of each byte are swapped (the even element is in the high nibble)", pairs
         factors = [_best_factor(x, reference) for x, reference in zip(read, references, strict=True)]
-        wrong = [
-            _scale_fault(name, float(scale), float(scale) * factor)
-            for name, scale, factor in zip(("k_scale", "v_scale"), scales, factors, strict=True)
-            if factor > 0 and abs(factor - 1) > OFF
-        ]
+        wrong = []
+        for name, given, factor in zip(("k_scale", "v_scale"), map(float, scales), factors, strict=True):
+            if factor > 0 and abs(factor - 1) > OFF:
+                needed = given * factor
+                inverted = ", its reciprocal" if abs(needed * given - 1) <= OFF and abs(given - 1) > OFF else ""
+                wrong.append(f"{name} is about {needed:.2g}{inverted}, not {given:.3g}")
         if wrong:
             yield " and ".join(wrong), tuple(np.float32(f) * x for f, x in zip(factors, read, strict=True))
 
@@ -528,12 +513,6 @@ def _best_factor(read: np.ndarray, reference: np.ndarray) -> float:
     """Return the number f for which f * read is nearest to `reference` in least squares; NaN if `read` is all zeros."""
     a, b = read.astype(np.float64).reshape(-1), reference.astype(np.float64).reshape(-1)
     return float(a @ b / (a @ a))
-
-
-def _scale_fault(name: str, given: float, needed: float) -> str:
-    """Return a clause that says which tensor scale is needed, such as "k_scale is about 0.01, not 1"."""
-    inverted = ", its reciprocal" if abs(needed * given - 1) <= OFF and abs(given - 1) > OFF else ""
-    return f"{name} is about {needed:.2g}{inverted}, not {given:.3g}"
 
 
 def _errors(match: KVMatch) -> str:
