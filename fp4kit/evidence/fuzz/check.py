@@ -1,6 +1,5 @@
 """Run a fuzz program on the specification and a second engine, and compare the results after every statement.
-A program is a list of statements: Make an array or recipe, call a function (ProgramCall), or require that two results
-are equal (Same).
+A program (programs.py) makes arrays and recipes, calls functions, and requires that results are equal.
 
 A case ends as equal, rejected by both engines, declined by the second engine (NotImplementedError), or failed.
 """
@@ -10,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,127 +18,10 @@ import numpy as np
 import fp4kit
 from fp4kit.evidence.fuzz import arrays
 from fp4kit.evidence.fuzz.arrays import DTYPES, DrawnArray, View, memory
-from fp4kit.evidence.fuzz.draw import DrawnCase, changes_of
-from fp4kit.evidence.fuzz.programs import Dtype, Make, ProgramCall, Ref, Same, Statement, program
 from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.evidence.testing import SPECIFICATION, ComparedEngine, Outcome, compare
-from fp4kit.formats import ELEMENT_FORMATS, ElementFormat, bit_patterns
 from fp4kit.quantized.container import Quantized
 from fp4kit.training.communicators import SingleProcess
-from fp4kit.units import Unit
-
-Ended = tuple[str, str]  # kind and text, as in check.Verdict
-
-
-class EngineArrays:
-    """Make the arrays of a reproduction (the printed program of a failure) on one engine.
-
-    Attributes:
-        engine: the engine.
-        host: True for the specification. Only there, the program makes calls that other engines reject by design.
-    """
-
-    def __init__(self, engine: ComparedEngine, host: bool) -> None:
-        self.engine, self.host = engine, host
-        self._fixed: list[tuple[str, Any, np.ndarray]] = []
-
-    def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
-        """Return a new array in the engine's library with the given values, for calls that must not write to it."""
-        flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
-        moved = self.engine.module.asarray(flat)
-        self._fixed.append((name, moved, flat.copy()))
-        return cut(moved)
-
-    def writable(self, values: np.ndarray, view: View | None = None) -> Any:
-        """Return a new array in the engine's library with the given values, for calls that may write to it."""
-        flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
-        return cut(self.engine.module.asarray(flat))
-
-    def written(self) -> str:
-        """Return the name of the first array made by array() that has been changed, or "" if none has been."""
-        for name, moved, before in self._fixed:
-            now = np.ascontiguousarray(self.engine.get(moved))
-            if (now.view(np.uint8) != before.view(np.uint8)).any():
-                return name
-        return ""
-
-
-def same(a: Any, b: Any) -> None:
-    """Raise AssertionError unless two results of a reproduction agree bit for bit."""
-    get = ComparedEngine(np).get
-    outcome = compare(get(a), get(b), "result")
-    assert not outcome.differing, f"broken: {outcome.first}"
-
-
-def agree(program: Callable[[EngineArrays], Iterator[tuple[str, Any]]], *modules: Any) -> None:
-    """Raise AssertionError unless a program gives equal results on every engine and writes to no input."""
-    places = [
-        EngineArrays(ComparedEngine(module) if i else SPECIFICATION, host=i == 0) for i, module in enumerate(modules)
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        running = [program(place) for place in places]
-        while True:
-            steps = [_next(steps, place) for steps, place in zip(running, places, strict=True)]
-            raised = [step if isinstance(step, Exception) else None for step in steps]
-            if any(raised):
-                kind, text = ended(raised)
-                assert kind in ("refused", "declined"), f"{kind}: {text}"
-                return
-            if steps[0] is None:
-                break
-            _compare(steps, places)
-    for place in places:
-        name = place.written()
-        assert not name, f"written: the input {name} was written to"
-
-
-def _next(steps: Iterator[tuple[str, Any]], place: EngineArrays) -> Any:
-    """Run a program up to its next ``yield``."""
-    # An AssertionError is not returned but raised, because it means that a check in the program failed.
-    try:
-        with place.engine.computing():
-            return next(steps, None)
-    except AssertionError:
-        raise
-    except Exception as error:
-        return error
-
-
-def _compare(steps: list[Any], places: list[EngineArrays]) -> None:
-    """Raise AssertionError unless the results of one step of a program are equal, bit for bit, on all engines."""
-    (name, expected), *others = (
-        (name, place.engine.get(value)) for (name, value), place in zip(steps, places, strict=True)
-    )
-    for _, found in others:
-        outcome = compare(found, expected, name)
-        assert not outcome.differing, f"differs: {outcome.first}"
-
-
-def ended(raised: list[Exception | None]) -> Ended:
-    """Return (kind, text) of the verdict for a call that raised an exception on at least one engine."""
-    first, last = raised[0], raised[-1]
-    unexpected = [
-        e for e in raised if e is not None and not isinstance(e, (ValueError, TypeError, NotImplementedError))
-    ]
-    if unexpected:
-        return "warning" if isinstance(unexpected[0], Warning) else "raised", _text(unexpected[0])
-    declined = next((e for e in (last, first) if isinstance(e, NotImplementedError)), None)
-    if declined is not None:
-        return "declined", _text(declined)
-    if first is None:
-        return "raised", f"{_text(last)}; the specification computes it"
-    if last is None:
-        return "not refused", f"the specification raises {_text(first)}"
-    if type(first) is not type(last) or str(first) != str(last):
-        return "message", f"{_text(last)}; the specification: {_text(first)}"
-    return "refused", _text(first)
-
-
-def _text(error: Exception | None) -> str:
-    """Return the type and the message of an exception as one text, such as "ValueError: no such recipe"."""
-    return f"{type(error).__name__}: {error}"
-
 
 FUNCTIONS_OF_ARRAYS = ("guarded", "touched", "overwrite", "largest", "with_codes", "as_float8")
 FUNCTIONS = {name: getattr(arrays, name) for name in FUNCTIONS_OF_ARRAYS} | {
@@ -147,14 +30,21 @@ FUNCTIONS = {name: getattr(arrays, name) for name in FUNCTIONS_OF_ARRAYS} | {
 }
 
 
+class Ended(Exception):
+    """Ends a program before its last statement. The attributes are those of Verdict."""
+
+    def __init__(self, kind: str, text: str, function: str = "") -> None:
+        self.kind, self.text, self.function = kind, text, function
+
+
 class Verdict(NamedTuple):
     """The result of a fuzz case: passed or failed, and why.
 
     Attributes:
         kind: one of the kinds below.
         text: the reason, or what is wrong; "" for "equal".
-        function: the function that was called last. For "broken", it is the first value of the Same statement. For
-            "equal" and "written", it is "".
+        function: the function that was called last. For "broken", it is the first of the two values. For "equal" and
+            "written", it is "".
         step: number of the statement at which the case ended.
         calls: number of calls of fp4kit made.
         values: number of values compared.
@@ -169,7 +59,7 @@ class Verdict(NamedTuple):
     Kinds of failures:
 
     - "differs": a result differs between the engines.
-    - "broken": a Same statement does not hold.
+    - "broken": two results that must be equal differ.
     - "raised": an engine raises an unexpected exception.
     - "not refused": only the specification rejects the call.
     - "message": both engines reject the call, with different messages.
@@ -192,8 +82,7 @@ class Verdict(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return (kind, function) of a failure, to compare failures."""
-        # While a case is shrunk, a simpler case must fail with an equal key.
+        """Return (kind, function) of a failure. While a case is shrunk, simpler cases must fail with an equal key."""
         return self.kind, self.function
 
     @property
@@ -204,147 +93,198 @@ class Verdict(NamedTuple):
         return re.sub(r"[(]N?(, ?N?)*[)]", "(N)", text)[:150]
 
 
-class EngineRun:
-    """The execution of a fuzz program on one engine, statement by statement.
+@dataclass(frozen=True, repr=False)
+class Ref:
+    """A reference to the result of an earlier statement, or to a part of the result.
 
-    ``names`` maps the names of results to the results that the run has computed. ``host`` is True for the
-    specification.
+    Attributes:
+        name: the name of the result.
+        path: how to get the part: attribute names, indices and slices, applied in order. () stands for the whole.
+    """
+
+    name: str
+    path: tuple[Any, ...] = ()
+
+    def __getitem__(self, part: Any) -> Ref:
+        return Ref(self.name, (*self.path, part))
+
+    def __repr__(self) -> str:
+        """Return the reference as Python source, such as q.packed[0]."""
+        return self.name + "".join(map(_access, self.path))
+
+
+def _access(part: Any) -> str:
+    if isinstance(part, slice):
+        return f"[{part.start}:{part.stop}]"
+    return f".{part}" if isinstance(part, str) else f"[{part}]"
+
+
+class Dtype(NamedTuple):
+    """A dtype that is an argument of a call, given by its name in arrays.DTYPES."""
+
+    name: str
+
+
+class Place:
+    """One engine that runs a program, with the arrays and results of the program on it.
+
+    Attributes:
+        engine: the engine.
+        host: True for the specification. Only there, the program makes calls that other engines reject by design.
+        names: {name of a result: result}.
     """
 
     def __init__(self, engine: ComparedEngine, host: bool) -> None:
-        self.place = EngineArrays(engine, host)
+        self.engine, self.host = engine, host
         self.names: dict[str, Any] = {}
+        self._fixed: list[tuple[str, Any, np.ndarray]] = []
 
-    def make(self, statement: Make, writable: bool) -> None:
-        """Execute a Make statement: make its array on the engine, or its recipe, and store it in ``names``."""
-        name, value = statement
-        if isinstance(value, Variant):
-            self.names[name] = value.recipe
-        elif writable:
-            self.names[name] = self.place.writable(value.values(), value.view)
-        else:
-            self.names[name] = self.place.array(value.values(), value.view, name)
+    def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
+        """Return a new array in the engine's library. Calls must not write to it, except if ``name`` is ""."""
+        flat, cut = memory(values, view or View.plain(values.ndim))
+        moved = self.engine.module.asarray(flat)
+        if name:
+            self._fixed.append((name, moved, flat.copy()))
+        return cut(moved)
 
-    def call(self, statement: ProgramCall) -> Exception | None:
-        """Execute the ProgramCall ``statement`` and store its result in ``names``, under the statement's target."""
-        options = {name: self.value(value) for name, value in statement.options.items()}
-        arguments = [self.value(a) for a in statement.arguments]
-        try:
-            self.names[statement.target] = self.place.engine.apply(
-                self._function(statement.function), *arguments, **options
-            )
-        except Exception as error:
-            return error
-        return None
+    def writable(self, values: np.ndarray, view: View | None = None) -> Any:
+        """Return a new array in the engine's library, to which calls may write."""
+        return self.array(values, view, "")
 
-    def _function(self, name: str) -> Any:
-        """Return the function that a ProgramCall names."""
-        owner, _, attribute = name.rpartition(".")
-        if owner == "fp4kit":
-            return getattr(fp4kit, attribute)
-        return getattr(self.names[owner], attribute) if owner else FUNCTIONS[name]
+    def check_inputs(self) -> None:
+        """Raise Ended if an array that calls must not write to has been changed."""
+        for name, moved, before in self._fixed:
+            now = np.ascontiguousarray(self.engine.get(moved))
+            if (now.view(np.uint8) != before.view(np.uint8)).any():
+                raise Ended("written", f"the input {name} was written to")
 
     def value(self, argument: Any) -> Any:
-        """Return an argument with every Ref in it replaced by the result that it refers to."""
+        """Return an argument with every Ref and Dtype in it replaced by what it refers to."""
         if isinstance(argument, Ref):
             result = self.names[argument.name]
             for part in argument.path:
                 result = getattr(result, part) if isinstance(part, str) else result[part]
             return result
         if isinstance(argument, Dtype):
-            return arrays.DTYPES[argument.name]
+            return DTYPES[argument.name]
         return [self.value(a) for a in argument] if isinstance(argument, list) else argument
 
-    def host(self, argument: Any) -> Any:
-        """Return an argument with every Ref in it replaced by its result, and with CuPy arrays copied to NumPy
-        arrays.
-        """
-        return self.place.engine.get(self.value(argument))
+    def get(self, argument: Any) -> Any:
+        """Return the value of an argument, with CuPy arrays copied to NumPy arrays."""
+        return self.engine.get(self.value(argument))
+
+    def call(self, name: str, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Call "fp4kit.NAME", a name in FUNCTIONS, or "RESULT.METHOD" for a method of an earlier result."""
+        owner, _, attribute = name.rpartition(".")
+        function = getattr(self.names.get(owner, fp4kit), attribute) if owner else FUNCTIONS[name]
+        given = {key: self.value(value) for key, value in options.items()}
+        return self.engine.apply(function, *map(self.value, arguments), **given)
 
 
-def check(case: DrawnCase, engine: ComparedEngine | None = None) -> Verdict:
-    """Run a fuzz case on the specification and, unless ``engine`` is None, on ``engine`` too."""
-    statements = program(case)
-    checked = RunsInStep(
-        [EngineRun(SPECIFICATION, True), *([] if engine is None else [EngineRun(engine, False)])],
-        written_names(statements),
-    )
-    for statement in statements:
+def places(engines: Sequence[ComparedEngine]) -> list[Place]:
+    """Return a Place for the specification, and one for each engine."""
+    return [Place(SPECIFICATION, True), *(Place(engine, False) for engine in engines)]
+
+
+def on_each(places: list[Place], compute: Callable[[Place], Any], function: str = "") -> list[Any]:
+    """Return the results of ``compute`` for every place. Raise Ended if it raises an exception for one of them."""
+    results: list[Any] = []
+    raised: list[Exception | None] = []
+    for place in places:
         try:
-            verdict = checked.step(statement)
-        except Exception as error:  # an error on a GPU may be raised only when results are read
-            return checked.verdict("raised", f"{type(error).__name__}: {error}", str(statement)[:50])
-        if verdict is not None:
-            return verdict
-        checked.number += 1
-    return checked.written() or checked.verdict("equal", "", "")
+            results.append(compute(place))
+            raised.append(None)
+        except AssertionError:  # a check in a printed program failed
+            raise
+        except Exception as error:
+            raised.append(error)
+    if any(raised):
+        raise Ended(*_ended(raised), function)
+    return results
 
 
-def written_names(statements: list[Statement]) -> set[str]:
-    """Return the names of the arrays that some call of a program may write to."""
-    return {name for statement in statements if isinstance(statement, ProgramCall) for name in statement.writes}
+def _ended(raised: list[Exception | None]) -> tuple[str, str]:
+    """Return (kind, text) of the verdict for a call that raised an exception on at least one engine."""
+    first, last = raised[0], raised[-1]
+    expected = (ValueError, TypeError, NotImplementedError)
+    unexpected = next((e for e in raised if e is not None and not isinstance(e, expected)), None)
+    if unexpected is not None:
+        return "warning" if isinstance(unexpected, Warning) else "raised", _text(unexpected)
+    declined = next((e for e in (last, first) if isinstance(e, NotImplementedError)), None)
+    if declined is not None:
+        return "declined", _text(declined)
+    if first is None:
+        return "raised", f"{_text(last)}; the specification computes it"
+    if last is None:
+        return "not refused", f"the specification raises {_text(first)}"
+    if _text(first) != _text(last):
+        return "message", f"{_text(last)}; the specification: {_text(first)}"
+    return "refused", _text(first)
 
 
-class RunsInStep:
-    """The execution of one fuzz program on several engines, statement by statement, with a comparison after each.
+def _text(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {error}"
 
-    Args:
-        runs: one EngineRun per engine, the specification's first.
-        writable: names of arrays that calls may write to.
+
+class Running:
+    """Runs a program on the specification and, if there is one, on a second engine. A failure raises Ended.
+
+    Attributes:
+        number: number of the current statement.
+        calls: number of calls of fp4kit.
+        total: the sum of all comparisons.
     """
 
-    def __init__(self, runs: list[EngineRun], writable: set[str]) -> None:
-        self.runs, self.writable = runs, writable
+    def __init__(self, engine: ComparedEngine | None) -> None:
+        self.places = places([] if engine is None else [engine])
         self.number = self.calls = 0
         self.total = Outcome()
 
-    def verdict(self, kind: str, text: str, function: str) -> Verdict:
-        """Return a Verdict with this kind, text and function, and with the counts and the statement number so far."""
-        return Verdict(kind, text, function, self.number, self.calls, self.total.values, self.total.differing)
+    def make(self, target: str, value: DrawnArray | Variant, writable: bool = False) -> Ref:
+        """Execute the statement target = value. Calls may write to the array only if ``writable`` is True."""
+        for place in self.places:
+            place.names[target] = (
+                value.recipe
+                if isinstance(value, Variant)
+                else place.array(value.values(), value.view, "" if writable else target)
+            )
+        self.number += 1
+        return Ref(target)
 
-    def step(self, statement: Statement) -> Verdict | None:
-        """Run one statement on every engine."""
-        if isinstance(statement, Make):
-            for run in self.runs:
-                run.make(statement, statement.target in self.writable)
-            return None
-        runs = self.runs[:1] if statement.host_only else self.runs
-        if isinstance(statement, Same):
-            return self._same(statement, runs)
-        self.calls += "." in statement.function
-        raised = [run.call(statement) for run in runs]
-        if any(raised):
-            return self.verdict(*ended(raised), statement.function)
-        return self._compared(statement, runs)
+    def call(
+        self, target: str, function: str, *arguments: Any, host_only: Any = False, writes: Any = "", **options: Any
+    ) -> Ref:
+        """Execute target = function(*arguments, **options), and compare the result and the array that it writes to.
 
-    def _compared(self, statement: ProgramCall, runs: list[EngineRun]) -> Verdict | None:
-        """Compare what the call of ``statement`` returned and wrote on two engines."""
-        if len(runs) < 2 or not comparable(runs[0].names[statement.target]):
-            return None
-        results = [Ref(statement.target), *map(Ref, statement.writes)]
-        expected, found = (run.host(results) for run in runs)
-        outcome = sum(
-            (compare(*pair) for pair in zip(found, expected, [r.name for r in results], strict=True)), Outcome()
-        )
+        Options of None are left out. A call with ``host_only``, which fp4kit rejects for CuPy arrays, is made in the
+        specification only.
+        """
+        options = {name: value for name, value in options.items() if value is not None}
+        places = self.places[:1] if host_only else self.places
+        self.calls += "." in function
+        results = on_each(places, lambda place: place.call(function, arguments, options), function)
+        for place, result in zip(places, results, strict=True):
+            place.names[target] = result
+        if len(places) > 1 and comparable(results[0]):
+            names = [target] + [writes] * bool(writes)
+            # an error on a GPU may be raised only when results are read
+            expected, found = on_each(places, lambda place: place.get([*map(Ref, names)]), function)
+            self._add(map(compare, found, expected, names), "differs", function)
+        self.number += 1
+        return Ref(target)
+
+    def same(self, a: Any, b: Any, host_only: bool = False) -> None:
+        """Require that two results, numbers or lists of them agree bit for bit on every engine."""
+        places = self.places[:1] if host_only else self.places
+        outcomes = on_each(places, lambda place: compare(place.get(a), place.get(b), str(a)), str(a))
+        self._add(outcomes, "broken", str(a))
+        self.number += 1
+
+    def _add(self, outcomes: Iterable[Outcome], kind: str, function: str) -> None:
+        outcome = sum(outcomes, Outcome())
         self.total += outcome
-        return self.verdict("differs", outcome.first, statement.function) if outcome.differing else None
-
-    def _same(self, statement: Same, runs: list[EngineRun]) -> Verdict | None:
-        """Check on every engine that the two values of a Same statement are equal."""
-        for run in runs:
-            outcome = compare(run.host(statement.a), run.host(statement.b), str(statement.a))
-            self.total += outcome
-            if outcome.differing:
-                return self.verdict("broken", outcome.first, str(statement.a))
-        return None
-
-    def written(self) -> Verdict | None:
-        """Return a Verdict "written" if any call so far wrote to an input that it may not change, otherwise None."""
-        for run in self.runs:
-            name = run.place.written()
-            if name:
-                return self.verdict("written", f"the input {name} was written to", "")
-        return None
+        if outcome.differing:
+            raise Ended(kind, outcome.first, function)
 
 
 def comparable(value: Any) -> bool:
@@ -354,139 +294,33 @@ def comparable(value: Any) -> bool:
     return value is None or isinstance(value, (Quantized, np.ndarray, np.generic, bool, int, float))
 
 
-MAX_LISTED = 64  # an array with more nonzero elements is printed by its seed
-# Functions whose results are not compared, so the printed program does not yield them.
-_UNCOMPARED = (
-    "guarded",
-    "fp4kit.GroupedPlan",
-    "fp4kit.Shard",
-    "SingleProcess",
-)
-_IMPORTS = (
-    ("replace", "from dataclasses import replace"),
-    ("ml_dtypes", "import ml_dtypes"),
-    ("np", "import numpy as np"),
-    ("fp4kit", "import fp4kit"),
-    ("SingleProcess", "from fp4kit.training.communicators import SingleProcess"),
-    ("formats", "from fp4kit import formats"),
-    ("DotAdd", "from fp4kit import DotAdd"),
-    ("FloorDotAdd", "from fp4kit import FloorDotAdd"),
-)
-_HELPERS = {
-    "fuzz.arrays": ("View", "as_float8", "drawn", "given", "guarded", "largest", "overwrite", "touched", "with_codes"),
-    "fuzz.check": ("agree", "same"),
-}
+# ---- printed programs ----
 
 
-def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> str:
-    """Return a Python program that reproduces a failing case."""
-    statements = program(case)[: verdict.step + 1]
-    used_statements = statements if verdict.kind == "written" else needed(statements)
-    writable = written_names(used_statements)
-    lines = [line for statement in used_statements for line in _lines(statement, writable)]
-    if not any(line.startswith("yield") for line in lines):
-        lines.append("yield")
-    module = None if engine is None else engine.module.__name__
-    if module == "numpy":
-        module = "np"
-    body = ["def program(on):", *("    " + line for line in lines), "", ""]
-    body.append("agree(program, np)" if module is None else f"agree(program, np, {module})")
-    text = "\n".join(body)
-    return "\n".join([*_imports(text, module), "", "", text, ""])
+def same(a: Any, b: Any) -> None:
+    """Raise AssertionError unless two results of a reproduction agree bit for bit."""
+    get = ComparedEngine(np).get
+    outcome = compare(get(a), get(b), "result")
+    assert not outcome.differing, f"broken: {outcome.first}"
 
 
-def _imports(text: str, module: str | None) -> list[str]:
-    """Return the import statements that a printed program needs, as lines."""
-    used = set(re.findall(r"[A-Za-z_]\w*", text))
-    lines = [line for name, line in _IMPORTS if name in used]
-    lines += [f"import {module}"] if module not in (None, "np") else []
-    for home, names in _HELPERS.items():
-        found = [name for name in names if name in used]
-        if found:
-            lines.append(f"from fp4kit.evidence.{home} import {', '.join(found)}")
-    return lines
+def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) -> None:
+    """Raise AssertionError unless a program gives equal results on every engine and writes to no input."""
+    running = {place: program(place) for place in places([*map(ComparedEngine, modules[1:])])}
 
+    def step(place: Place) -> Any:
+        with place.engine.computing():
+            return next(running[place], None)
 
-def needed(statements: list[Statement]) -> list[Statement]:
-    """Return the last statement and the statements that it depends on, in order."""
-    # ``statements`` must not be empty.
-    needed_statements = [statements[-1]]
-    names = _names(statements[-1])
-    for statement in reversed(statements[:-1]):
-        if isinstance(statement, Same):
-            continue
-        written = set(statement.writes) if isinstance(statement, ProgramCall) else set()
-        if ({statement.target} | written) & names:
-            needed_statements.insert(0, statement)
-            names |= _names(statement)
-    return needed_statements
-
-
-def _names(statement: Any) -> set[str]:
-    """Return the names of the earlier results that a statement or an argument refers to."""
-    if isinstance(statement, Ref):
-        return {statement.name}
-    if isinstance(statement, Same):
-        return _names(statement.a) | _names(statement.b)
-    if isinstance(statement, ProgramCall):
-        return _names([*statement.arguments, *statement.options.values()]) | {statement.function.partition(".")[0]}
-    return set().union(*map(_names, statement)) if isinstance(statement, list) else set()
-
-
-def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
-    """Yield the lines of Python source for a statement."""
-    if isinstance(statement, Make):
-        yield f"{statement.target} = {_made(statement, writable)}"
-        return
-    if isinstance(statement, Same):
-        lines = [f"same({text(statement.a)}, {text(statement.b)})"]
-    else:
-        options = [f"{name}={text(value)}" for name, value in statement.options.items()]
-        lines = [f"{statement.target} = {statement.function}({', '.join([*map(text, statement.arguments), *options])})"]
-        if not statement.host_only and statement.function not in _UNCOMPARED:
-            lines.append(f"yield {statement.target!r}, [{', '.join([statement.target, *statement.writes])}]")
-    if statement.host_only:
-        lines = ["if on.host:", *("    " + line for line in lines)]
-    yield from lines
-
-
-def _made(statement: Make, writable: set[str]) -> str:
-    """Return the Python expression for the array or recipe of a Make statement."""
-    # An array is made by on.writable(...) if its name is in `writable`, otherwise by on.array(...), which detects
-    # writes.
-    value = statement.value
-    if isinstance(value, Variant):
-        return text(value)
-    view = "" if value.view.is_plain else f", View({value.view.order}, {value.view.steps}, {value.view.offset})"
-    return f"on.{'writable' if statement.target in writable else 'array'}({_values(value)}{view})"
-
-
-def _values(a: DrawnArray) -> str:
-    """Return the Python call that makes the elements of an array: the nonzero bits if they are few."""
-    values = a.values()
-    bits = bit_patterns(values).reshape(-1)
-    (nonzero,) = np.nonzero(bits)
-    if len(nonzero) > MAX_LISTED or values.dtype != DTYPES[a.dtype]:
-        kept = "" if a.kept in (None, (0, a.size)) else f", {a.kept}"
-        return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed}{kept})"
-    return f"given({a.dtype!r}, {a.shape}, {{{', '.join(f'{i}: {int(bits[i]):#x}' for i in nonzero)}}})"
-
-
-def text(value: Any) -> str:
-    """Return the Python source of an argument of a call: a recipe, format, unit, dtype, Ref, number, string or list."""
-    if isinstance(value, Variant):
-        changes = "".join(f", {name}={text(field)}" for name, field in value.changes)
-        return f'replace(fp4kit.recipe("{value.id}"){changes})' if changes else f'fp4kit.recipe("{value.id}")'
-    if isinstance(value, ElementFormat):
-        arguments = (value.name, value.exponent_bits, value.mantissa_bits, value.bias)
-        return f"formats.{value.name}" if value in ELEMENT_FORMATS else f"formats.ElementFormat{arguments}"
-    if isinstance(value, Unit):
-        changes = "".join(f", {name}={field!r}" for name, field in changes_of(value).items())
-        return f'replace(fp4kit.unit("{value.id}"){changes})' if changes else f'"{value.id}"'
-    if isinstance(value, Dtype):
-        return f"ml_dtypes.{value.name}" if value.name == "bfloat16" else f"np.{value.name}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(text, value))}]"
-    if isinstance(value, float) and not np.isfinite(value):
-        return f'float("{value}")'
-    return str(value) if isinstance(value, Ref) else repr(value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            while None not in (steps := on_each([*running], step)):
+                results = [place.engine.get(result) for place, (_, result) in zip(running, steps, strict=True)]
+                for found in results[1:]:
+                    outcome = compare(found, results[0], steps[0][0])
+                    assert not outcome.differing, f"differs: {outcome.first}"
+            for place in running:
+                place.check_inputs()
+        except Ended as ended:
+            assert ended.kind in ("refused", "declined"), f"{ended.kind}: {ended.text}"

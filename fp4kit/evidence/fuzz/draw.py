@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import lcm, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp4kit.call.matmul import Operand, step_of
 from fp4kit.call.search_scales import is_searchable
 from fp4kit.evidence.fuzz.arrays import DISTANCES, FORMATS, KINDS, NUMBERS, PATTERNS, DrawnArray
 from fp4kit.evidence.fuzz.recipes import Picks, Pool, Variant, draw_variant
-from fp4kit.formats import E2M1, E4M3, E8M0, ElementFormat
-from fp4kit.quantized.container import scale_shape, tensor_amax_shape
+from fp4kit.formats import E2M1, E4M3, E8M0
+from fp4kit.quantized.parts import scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import FAKE_RULES, NOISE_STOCHASTICS, SCALE_STOCHASTICS
 from fp4kit.units import UNITS, DotAdd, Unit
@@ -114,41 +114,26 @@ def changes_of(u: Unit) -> dict[str, Any]:
 # ---- matrix products ----
 
 
-class _Kind(NamedTuple):
-    """The properties of an operand (an array of ``dtype``, or a Quantized) that decide which units can multiply it."""
-
-    dtype: str = ""
-    element: ElementFormat | None = None
-    scale: ElementFormat | None = None
-    block: int = 1
-    per_block: bool = False
-
-    @classmethod
-    def of(cls, kind: Variant | str) -> _Kind:
-        if isinstance(kind, str):
-            return cls(kind)
-        r = kind.recipe
-        return cls("", r.element, r.scale, r.block_size, r.tensor_scaling == "block")
-
-    def operand(self) -> Operand | None:
-        """Return an Operand of this kind without arrays, or None if only "dequantized" multiplies such operands."""
-        if self.element is None:
-            return Operand(None, ARRAYS[self.dtype] or self.dtype, None, None, 1, None, 0)
-        if self.per_block or self.element.is_integer or self.element.name not in FORMATS:
-            return None
-        return Operand(None, self.element.name, self.scale, self.scale, self.block if self.scale else 1, None, 0)
+@cache
+def _operand(kind: Variant | str) -> Operand | None:
+    """Return an Operand of a recipe or dtype without arrays, or None if only "dequantized" multiplies such operands."""
+    if isinstance(kind, str):
+        return Operand(None, ARRAYS[kind] or kind, None, None, 1, None, 0)
+    r = kind.recipe
+    if r.tensor_scaling == "block" or r.element.is_integer or r.element.name not in FORMATS:
+        return None
+    return Operand(None, r.element.name, r.scale, r.scale, r.block_size if r.scale else 1, None, 0)
 
 
 def units_for(a: Variant | str, b: Variant | str) -> tuple[str, ...]:
     """Return the ids of the matrix units that can multiply two operands, each given by its recipe or by its dtype."""
-    return _units_for(_Kind.of(a), _Kind.of(b))
+    return _units_for(_operand(a), _operand(b))
 
 
 @cache
-def _units_for(a: _Kind, b: _Kind) -> tuple[str, ...]:
-    x, y = a.operand(), b.operand()
+def _units_for(a: Operand | None, b: Operand | None) -> tuple[str, ...]:
     # "dequantized" decodes both operands first, so it takes every recipe.
-    return tuple(id for id in UNITS if id == "dequantized" or (x and y and _accepts(x, y, id)))
+    return tuple(id for id in UNITS if id == "dequantized" or (a and b and _accepts(a, b, id)))
 
 
 def _accepts(a: Operand, b: Operand, id: str) -> bool:
@@ -202,16 +187,16 @@ def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
         kind = d.pick(tuple(ARRAYS))
         family = [other for other in FLOAT8 if other.endswith("fnuz") == kind.endswith("fnuz")]
         return kind, d.pick(family) if kind in FLOAT8 else kind
-    partners = _partners(d.pool, _Kind.of(recipe))
+    partners = _partners(d.pool, _operand(recipe))
     return recipe, d.pick(partners) if d.chance(0.5) and partners else recipe
 
 
 @cache
-def _partners(pool: Pool, kind: _Kind) -> tuple[Variant, ...]:
-    """Return the recipes of a pool that can quantize the other operand of a product with an operand of ``kind``."""
+def _partners(pool: Pool, a: Operand | None) -> tuple[Variant, ...]:
+    """Return the recipes of a pool that can quantize the other operand of a product with the operand ``a``."""
     hardware = {id for id, u in UNITS.items() if u.order is None}
     others = [each for each in pool.every_variant() if not each.recipe.fake_only]
-    return tuple(each for each in others if hardware & set(_units_for(kind, _Kind.of(each))))
+    return tuple(each for each in others if hardware & set(_units_for(a, _operand(each))))
 
 
 def draw_patterns(d: Picks) -> tuple[str, str]:
@@ -268,14 +253,7 @@ def draw_operand(d: Picks, kind: Variant | str, shape: tuple[int, ...], pattern:
 
 GROUPED = ("quantize_grouped", "fake_quantize_grouped", "amax_grouped", "backward_grouped", "plan")
 # Operations that return no codes. Only these are drawn for recipes without codes.
-VALUES_ONLY = (
-    "fake_quantize",
-    "fake_quantize_grouped",
-    "amax",
-    "amax_grouped",
-    "backward",
-    "backward_grouped",
-)
+VALUES_ONLY = ("fake_quantize", "fake_quantize_grouped", "amax", "amax_grouped", "backward", "backward_grouped")
 FLATTENED = ("partial", "master_weights")  # operations on shards of a flattened matrix
 FAULTS = ("length", "axis", "dtype", "seed", "layout", "amax shape", "negative amax", "block_amax")
 # Lengths of axes to draw from, at and next to the tile sizes of kernels. LENGTHS is for axes that are not quantized.
@@ -345,22 +323,17 @@ class DrawnCase:
         """Return the first array, which is the only one for most operations. A "matmul" has none: IndexError."""
         return self.arrays[0]
 
-    def changed_options(self) -> list[str]:
-        """Return the names of options that differ from their defaults, except the seed."""
-        return [f.name for f in fields(DrawnOptions) if f.name != "seed" and getattr(self.options, f.name) != f.default]
-
     def __str__(self) -> str:
         """Return the case as one line: operation, recipe and its changes, arrays, axis and options with their
         values.
         """
         if self.product is not None:
             return f"{self.operation} {self.product}"
-        named = {name: getattr(self.options, name) for name in self.changed_options()}
+        named = {f.name: getattr(self.options, f.name) for f in fields(DrawnOptions) if f.name != "seed"}
+        named = {name: value for name, value in named.items() if value != getattr(DrawnOptions, name)}
         shapes = " ".join(f"{a.dtype}{list(a.shape)}" for a in self.arrays)
-        return (
-            f"{self.operation} {self.recipe.id} {dict(self.recipe.changes) or ''} {shapes} axis {self.axis} "
-            f"{named or ''}"
-        )
+        changes = dict(self.recipe.changes) or ""
+        return f"{self.operation} {self.recipe.id} {changes} {shapes} axis {self.axis} {named or ''}"
 
 
 class Draw(Picks):
@@ -486,22 +459,9 @@ class Draw(Picks):
 
 # ---- groups of operations
 _CODES = ("quantize", "quantize_both", "with_scales", "quantize_grouped", "plan")
-_ROUNDED = (
-    "quantize",
-    "quantize_both",
-    "with_scales",
-    "fake_quantize",
-    "quantize_grouped",
-    "fake_quantize_grouped",
-    "plan",
-)
+_ROUNDED = (*_CODES, "fake_quantize", "fake_quantize_grouped")
 # Operations that quantize several arrays with one seed.
-_SEEDED = (
-    "quantize_both",
-    "quantize_grouped",
-    "fake_quantize_grouped",
-    "plan",
-)
+_SEEDED = ("quantize_both", "quantize_grouped", "fake_quantize_grouped", "plan")
 _MATRICES = ("quantize_both", "transpose", "swizzle", "swizzle_bytes", "decode")
 _BOTH_WAYS = ("quantize_both", "transpose")
 _ROWS = ("quantize_both", "pack", "swizzle_bytes", *FLATTENED)

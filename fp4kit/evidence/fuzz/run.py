@@ -12,16 +12,18 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
-from itertools import count
+from dataclasses import dataclass, field
+from itertools import count, islice
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.cpu.library import library
-from fp4kit.evidence.fuzz.check import Verdict, check, script
+from fp4kit.evidence.fuzz.check import Verdict
 from fp4kit.evidence.fuzz.draw import DrawnCase, draw
+from fp4kit.evidence.fuzz.programs import check, script
 from fp4kit.evidence.fuzz.recipes import Pool
 from fp4kit.evidence.testing import ComparedEngine, Outcome
 from fp4kit.ops.engines import engine as engine_name
@@ -110,14 +112,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON data: dicts, lists, numbers and strings."""
-        found = {name: getattr(self, name) for name in ("redrawn", "seconds")}
-        counts = {operation: dict(counts) for operation, counts in self.operations.items()}
-        return found | {
-            "operations": counts,
-            "sums": dict(self.sums),
-            "reasons": dict(self.reasons),
-            "failures": [asdict(f) for f in self.failures],
-        }
+        return vars(self) | {"failures": [vars(failure) for failure in self.failures]}
 
 
 def run(
@@ -125,20 +120,21 @@ def run(
     seconds: float,
     seed: int,
     *,
+    first: int | None = None,
     cases: int | None = None,
     pool: Pool | None = None,
     shrink_seconds: float = 10.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Draw and check cases for ``seconds``, or until ``cases`` of them were checked, and return the Report."""
-    report, start, spent = Report(), time.monotonic(), 0.0
+    report, start, shrinking = Report(), time.monotonic(), 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for number in count() if cases is None else range(cases):
-            if time.monotonic() - start - spent > seconds:
+        for number in islice(count(seed * CASES_PER_SEED if first is None else first), cases):
+            if time.monotonic() - start - shrinking > seconds:
                 break
-            verdict, shrinking = checked(report, engine, seed * CASES_PER_SEED + number, pool or Pool(), shrink_seconds)
-            spent += shrinking
+            verdict, more = checked(report, engine, number, pool or Pool(), shrink_seconds)
+            shrinking += more
             if progress is not None:
                 progress(verdict.calls, int(verdict.failed))
     report.seconds = time.monotonic() - start
@@ -149,12 +145,7 @@ def run_case(
     engine: ComparedEngine | None, number: int, *, pool: Pool | None = None, shrink_seconds: float = 10.0
 ) -> Report:
     """Draw one fuzz case from the integer ``number``, check it, and return the Report."""
-    report, start = Report(), time.monotonic()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        checked(report, engine, number, pool or Pool(), shrink_seconds)
-    report.seconds = time.monotonic() - start
-    return report
+    return run(engine, inf, 0, first=number, cases=1, pool=pool, shrink_seconds=shrink_seconds)
 
 
 def checked(
@@ -190,7 +181,6 @@ def checked(
     return verdict, time.monotonic() - start
 
 
-_EVERY = 0.2  # seconds between reports of a process
 _counters: Any = None  # numbers of calls and failures, shared by all processes; set when a process starts
 
 
@@ -213,7 +203,7 @@ def run_processes(
         running = {executor.submit(_work, device, seconds, seed + i, options) for i in range(processes)}
         seen, pending = (0, 0), running
         while pending:
-            pending = wait(pending, _EVERY).not_done
+            pending = wait(pending, 0.2).not_done
             now = (counters[0], counters[1])
             progress(now[0] - seen[0], now[1] - seen[1])
             seen = now
@@ -232,24 +222,13 @@ def _work(device: str | None, seconds: float, seed: int, options: dict[str, Any]
     engine = None if device is None else {"gpu": device_engine, "host": host_engine}[device]()[0]
     if device == "gpu" and engine is None:
         raise OSError("fuzz: this process finds no GPU, although the first process found one; run with --processes 1")
-    done, last = [0, 0], time.monotonic()
-
-    def report() -> None:
-        nonlocal done, last
-        with _counters.get_lock():
-            for i, number in enumerate(done):
-                _counters[i] += number
-        done, last = [0, 0], time.monotonic()
 
     def progress(calls: int, failures: int) -> None:
-        nonlocal done
-        done = [done[0] + calls, done[1] + failures]
-        if time.monotonic() - last > _EVERY:
-            report()
+        with _counters.get_lock():
+            _counters[0] += calls
+            _counters[1] += failures
 
-    found = run(engine, seconds, seed, progress=progress, **options)
-    report()
-    return found
+    return run(engine, seconds, seed, progress=progress, **options)
 
 
 def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcome:

@@ -17,8 +17,9 @@ from fp4kit.cli import main
 from fp4kit.evidence.fuzz import arrays as fuzz_arrays
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.arrays import DrawnArray, View
-from fp4kit.evidence.fuzz.check import Verdict, agree, check, script
+from fp4kit.evidence.fuzz.check import Verdict, agree
 from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOptions, draw
+from fp4kit.evidence.fuzz.programs import check, script
 from fp4kit.evidence.fuzz.recipes import CHANGES, OPERATIONS, Picks, Pool, Variant, draw_variant
 from fp4kit.evidence.fuzz.shrink import shrunk
 from fp4kit.recipes import RECIPES, Recipe

@@ -22,8 +22,9 @@ from fp4kit.evidence.fuzz import arrays as code_patterns
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz import shrink
 from fp4kit.evidence.fuzz.arrays import DISTANCES, DTYPES, FORMATS, PATTERNS, codes_of, drawn
-from fp4kit.evidence.fuzz.check import Verdict, check, script
+from fp4kit.evidence.fuzz.check import Verdict
 from fp4kit.evidence.fuzz.draw import ALPHAS, ARRAYS, LONGEST, changes_of, draw, units_for
+from fp4kit.evidence.fuzz.programs import check, script
 from fp4kit.evidence.fuzz.recipes import Pool, Variant
 
 PRODUCTS = Pool(operations=("matmul",))
