@@ -56,7 +56,7 @@ EXEMPT = ProducerCall(partial(faulty, above=8.0), exempt=(Exempt("large blocks",
 
 
 def adapter(call, id="mxfp4-ocp", **fields):
-    return Adapter("numpy", "numpy", {id: call}, **fields)
+    return Adapter("numpy", {id: call}, **fields)
 
 
 def decode(q):

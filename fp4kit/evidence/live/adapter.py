@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+import fp4kit
+from fp4kit.evidence.golden.check import unpack_fp6
 from fp4kit.formats import E2M3, E8M0, ELEMENT_FORMATS
 from fp4kit.reference.codec import decode
 
@@ -68,7 +70,20 @@ ZERO_OF_ZEROS = Exempt("-0 in a block of zeros", lambda x, q: (block_amax(x, q.r
 ROUNDS_BEYOND_DTYPE = Exempt("block amax that rounds to a power beyond the dtype", _rounds_beyond_dtype, scales=True)
 
 
-Parts = Mapping[str, np.ndarray]  # {name in compare.PARTS: array of the producer}
+# {part that a producer may give: fp4kit expression that must equal it}. In the expressions, x is the input, r the
+# recipe, q the Quantized and v the producer's array.
+PARTS = {
+    # Producers give one code per element, although q.packed may hold two codes per byte.
+    "codes": "fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed",
+    "block_scale": "q.block_scale",  # compared as bit patterns
+    "tensor_scale": "q.tensor_scale.reshape(v.shape)",  # float32, multiplies on decode
+    "values": "fp4kit.dequantize(q, v.dtype)",  # decoded values
+    "values_float16": "fp4kit.dequantize(q, v.dtype)",
+    "values_bfloat16": "fp4kit.dequantize(q, v.dtype)",
+    "decoded": "fp4kit.dequantize(q)",  # decoded values of a given Quantized
+    "fake": "fp4kit.fake_quantize(x, r).astype(v.dtype)",  # values of a fake quantizer
+}
+Parts = Mapping[str, np.ndarray]  # {name in PARTS: array of the producer}
 DTYPES = ("float32", "float16", "bfloat16")
 SATURATING_CASTS = {"torch": ("2.13", "")}  # before torch 2.13, values that overflow in a cast to E4M3 became NaN
 
@@ -79,7 +94,7 @@ class ProducerCall:
 
     Attributes:
         function: takes a 2-d array whose rows hold whole blocks, and returns the producer's result as Parts, {name in
-            compare.PARTS: array}.
+            PARTS: array}.
         dtypes: the dtypes of the array that the producer accepts.
         columns: the row length must be a multiple of this number.
         exempt: the exceptions, which name elements whose differences are excused. Every use is counted.
@@ -111,24 +126,53 @@ class Adapter:
 
     Attributes:
         name: the name of the producer's distribution, whose version is reported.
-        module: the package that must be importable.
         calls: {recipe id: call}.
+        module: the package that must be importable, or "" if it has the distribution's name.
         dependencies: distributions whose versions are reported too, because the bits may depend on them.
-        left_out: {recipe id: reason} for recipes of the producer that have no call.
-        needs: the modules that the calls import, if not only ``module``.
-        prepare: loads what the calls need, or None to import ``needs``. It raises ImportError or OSError, with the
-            reason as the message, if this machine lacks something.
+        left_out: {reason: ids of recipes of the producer that have no call}.
+        needs: the modules that the calls import, if not only ``module``, and functions that load what they need. These
+            raise ImportError or OSError, with the reason as the message, if this machine lacks something.
         title: the producer's name in the report, or "" to use ``name``.
     """
 
     name: str
-    module: str
     calls: Mapping[str, ProducerCall]
-    dependencies: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()
-    prepare: Callable[[], Any] | None = None
+    _: KW_ONLY
+    module: str = ""
+    dependencies: tuple[str, ...] = ("torch",)
+    left_out: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    needs: tuple[str | Callable[[], Any], ...] = ()
     title: str = ""
+
+    @property
+    def package(self) -> str:
+        """Return the name of the package that must be importable."""
+        return self.module or self.name.replace("-", "_")
+
+
+def parts(x: np.ndarray, codes: Any, block_scale: Any, **others: Any) -> Parts:
+    """Return the Parts of a producer's result for x, from tensors or arrays. Others that are None are left out.
+
+    Codes are unpacked, so that there is one code per element. Block scales get the shape (rows, blocks per row).
+    """
+    arrays = {name: _array(value) for name, value in others.items() if value is not None}
+    stored, scales = (_array(part).view(np.uint8).reshape(len(x), -1) for part in (codes, block_scale))
+    if stored.size < x.size:
+        is_fp6 = stored.size * 4 == x.size * 3
+        stored = unpack_fp6(stored) if is_fp6 else np.asarray(fp4kit.unpack(stored))
+    return {"codes": stored, "block_scale": scales, **arrays}
+
+
+def _array(value: Any) -> Any:
+    return value if isinstance(value, (np.ndarray, np.generic)) else to_numpy(value)
+
+
+def decoded(decode: Callable[[Any], Any], *names: str) -> Parts:
+    """Return the Parts that a producer decodes to the torch dtypes with the given names."""
+    import torch
+
+    values = {name: to_numpy(decode(getattr(torch, name))) for name in names}
+    return {"values" if name == "float32" else f"values_{name}": each for name, each in values.items()}
 
 
 def to_torch(x: np.ndarray) -> Any:

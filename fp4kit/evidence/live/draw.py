@@ -10,15 +10,17 @@ import contextlib
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import lcm
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 import fp4kit
 from fp4kit.evidence.fuzz import arrays
-from fp4kit.formats import E4M3, bit_patterns, unsigned
+from fp4kit.evidence.live.adapter import ProducerCall
+from fp4kit.formats import E4M3, E8M0, bit_patterns, unsigned
 
 Shape = tuple[int, int]
 ROWS = (1, 2, 3, 5, 7, 16, 33)
@@ -227,41 +229,79 @@ def _scale_codes(amaxes: np.ndarray, dtype: np.dtype, r: fp4kit.Recipe, tensor: 
     return fp4kit.quantize(x, r).block_scale[:: r.block_rows, 1:]
 
 
+# ---- codes and scales, for decoders
+
+STORED_ROWS, STORED_BLOCKS = (1, 2, 3), (2, 3, 6)
+EDGES = (0, 1, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)  # the smallest, largest and NaN scales of E8M0 and E4M3
+
+
+def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) -> fp4kit.Quantized:
+    """Return a Quantized with random codes and scales, determined by ``seed``, ``number`` and the recipe's id."""
+    rng = np.random.default_rng([seed, number, zlib.crc32(r.id.encode())])
+    rows = int(rng.choice(STORED_ROWS)) * r.block_rows
+    blocks = int(rng.choice(STORED_BLOCKS)) * max(1, call.columns // r.block_size)
+    codes = rng.integers(0, 1 << r.element.bits, (rows, blocks * r.block_size), np.uint8)
+    one = np.where(rng.random((rows, blocks)) < 0.5, 127 if r.scale is E8M0 else 0x38, 0)
+    any_byte = np.where(rng.random(one.shape) < 0.2, rng.choice(EDGES, one.shape), rng.integers(0, 256, one.shape))
+    scales = np.where(one > 0, one + rng.integers(-8, 8, one.shape), any_byte).astype(np.uint8)
+    scales = np.repeat(scales[:: r.block_rows], r.block_rows, axis=0)[:rows]
+    tensor = np.asarray(np.float32(np.exp2(rng.uniform(-16, 4)))) if r.tensor_scaling == "tensor" else None
+    dtype = arrays.DTYPES[call.decodes[number // 4 % len(call.decodes)]]
+    return fp4kit.Quantized(_packed(codes, r), scales, tensor, None, codes.shape, dtype, -1, r)
+
+
+def _packed(codes: np.ndarray, r: fp4kit.Recipe) -> np.ndarray:
+    return np.asarray(fp4kit.pack(codes)) if r.is_packed else codes
+
+
+def _codes(q: fp4kit.Quantized) -> np.ndarray:
+    return np.asarray(fp4kit.unpack(q.packed)) if q.recipe.is_packed else q.packed
+
+
+# ---- shrinking
+
 MAX_ONE_BY_ONE = 40  # limit on elements simplified one by one, and on blocks removed one by one
 
 
-def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray], bool], seconds: float) -> np.ndarray:
-    """Return the simplest array found within ``seconds`` for which ``differs`` holds, or x itself if none is found."""
+def shrink(value: Any, rows: int, columns: int, differs: Callable[[Any], bool], seconds: float) -> Any:
+    """Return a simpler array or Quantized for which ``differs`` holds, or the value itself if none is found.
+
+    The search ends after ``seconds``. Each candidate consists of whole blocks of ``rows`` x ``columns`` elements.
+    """
     end, again = time.monotonic() + seconds, True
     while again:
         again = False
-        for candidate in simpler(x, rows, columns):
+        for candidate in simpler(value, rows, columns):
             if time.monotonic() > end:
-                return x
+                return value
             with contextlib.suppress(Exception):  # the producer may reject a candidate
                 again = differs(candidate)
             if again:
-                x = candidate
+                value = candidate
                 break
-    return x
+    return value
 
 
-def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
-    """Yield arrays that are simpler than x: first with fewer blocks, then with more zeros, then with simpler
-    elements.
-    """
+def simpler(value: Any, rows: int, columns: int) -> Iterator[Any]:
+    """Yield simpler arrays or Quantized: first with fewer blocks, then with more zeros, then with simpler elements."""
     for axis, unit in ((0, rows), (1, columns)):
-        for blocks in _block_subsets(x.shape[axis] // unit):
-            index = (blocks[:, None] * unit + np.arange(unit)).reshape(-1)
-            yield np.ascontiguousarray(np.take(x, index, axis))
-    (nonzero,) = np.nonzero(bit_patterns(x).reshape(-1))
+        for blocks in _block_subsets(value.shape[axis] // unit):
+            yield _taken(value, (blocks[:, None] * unit + np.arange(unit)).reshape(-1), axis)
+    is_stored = isinstance(value, fp4kit.Quantized)
+    bits = _codes(value) if is_stored else bit_patterns(value)
+    (nonzero,) = np.nonzero(bits.reshape(-1))
     size = len(nonzero)
     while size:
         for start in range(0, len(nonzero), size):
-            yield _with_value(x, nonzero[start : start + size], np.zeros((), x.dtype))
+            yield _with_bits(value, nonzero[start : start + size], 0)
         size //= 2
-    if len(nonzero) <= MAX_ONE_BY_ONE:
-        yield from _simpler_elements(x, nonzero)
+    width = 8 * bits.itemsize
+    for i in () if is_stored or len(nonzero) > MAX_ONE_BY_ONE else nonzero:
+        old = int(bits.reshape(-1)[i])
+        # make the element positive, or clear the lower half of its bits
+        for plain in (old & ~(1 << (width - 1)), old >> (width // 2) << (width // 2)):
+            if plain not in (old, 0):
+                yield _with_bits(value, np.array([i]), plain)
 
 
 def _block_subsets(blocks: int) -> Iterator[np.ndarray]:
@@ -274,20 +314,21 @@ def _block_subsets(blocks: int) -> Iterator[np.ndarray]:
             yield np.delete(every, i)
 
 
-def _simpler_elements(x: np.ndarray, nonzero: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield copies of x in which one element is made positive, or the lower half of its bits is cleared."""
-    flat = x.reshape(-1)
-    for i in nonzero:
-        bits = int(bit_patterns(flat[i : i + 1])[0])
-        width = 8 * x.dtype.itemsize
-        for plain in (bits & ~(1 << (width - 1)), bits >> (width // 2) << (width // 2)):
-            if plain not in (bits, 0):
-                number = np.array([plain], bit_patterns(x).dtype).view(x.dtype)[0]
-                yield _with_value(x, np.array([i]), number)
+def _taken(value: Any, index: np.ndarray, axis: int) -> Any:
+    """Return the rows or columns ``index`` of an array or Quantized. They must form whole blocks."""
+    if not isinstance(value, fp4kit.Quantized):
+        return np.ascontiguousarray(np.take(value, index, axis))
+    r = value.recipe
+    codes = np.take(_codes(value), index, axis)
+    blocks = index[:: r.block_size] // r.block_size if axis else index
+    scales = np.take(value.block_scale, blocks, axis)
+    return replace(value, packed=_packed(codes, r), block_scale=scales, shape=codes.shape)
 
 
-def _with_value(x: np.ndarray, at: np.ndarray, value: np.generic | np.ndarray) -> np.ndarray:
-    """Return a copy of x with ``value`` at the flat indices ``at``."""
-    changed = x.copy()
-    changed.reshape(-1)[at] = value
-    return changed
+def _with_bits(value: Any, at: np.ndarray, bits: int) -> Any:
+    """Return a copy of an array or Quantized in which the elements at the flat indices ``at`` have the given bits."""
+    if isinstance(value, fp4kit.Quantized):
+        return replace(value, packed=_packed(_with_bits(_codes(value), at, bits), value.recipe))
+    changed = bit_patterns(value).copy()
+    changed.reshape(-1)[at] = bits
+    return changed.view(value.dtype)

@@ -13,7 +13,17 @@ import numpy as np
 
 import fp4kit
 from fp4kit.arithmetic import exponent_field
-from fp4kit.evidence.live.adapter import NAN_SCALE, SATURATING_CASTS, Adapter, Parts, ProducerCall, to_numpy, to_torch
+from fp4kit.evidence.live.adapter import (
+    NAN_SCALE,
+    SATURATING_CASTS,
+    Adapter,
+    Parts,
+    ProducerCall,
+    decoded,
+    parts,
+    to_numpy,
+    to_torch,
+)
 from fp4kit.evidence.live.draw import MAX_ELEMENTS
 
 
@@ -23,12 +33,9 @@ def _gguf_mxfp4(x: np.ndarray) -> Parts:
 
     blocks = quants.quantize(x, quants.GGMLQuantizationType.MXFP4)
     stored = blocks.reshape(*x.shape[:-1], -1, 17)
-    codes = np.concatenate([stored[..., 1:] & 15, stored[..., 1:] >> 4], axis=-1)
-    return {
-        "codes": codes.reshape(x.shape),
-        "block_scale": stored[..., 0],
-        "values": quants.dequantize(blocks, quants.GGMLQuantizationType.MXFP4),
-    }
+    codes = np.concatenate([stored[..., 1:] & 15, stored[..., 1:] >> 4], axis=-1).reshape(x.shape)
+    values = quants.dequantize(blocks, quants.GGMLQuantizationType.MXFP4)
+    return {"codes": codes, "block_scale": stored[..., 0], "values": values}
 
 
 def _gguf_decode(q: fp4kit.Quantized) -> np.ndarray:
@@ -41,11 +48,10 @@ def _gguf_decode(q: fp4kit.Quantized) -> np.ndarray:
 
 
 GGUF = Adapter(
-    name="gguf",
-    module="gguf",
+    "gguf",
     dependencies=("numpy",),
     calls={"mxfp4-gguf": ProducerCall(_gguf_mxfp4, ("float32",), decode=_gguf_decode, decodes=("float32",))},
-    left_out={"nvfp4-gguf": "gguf has no quantizer of NVFP4; the recipe is llama.cpp's C function"},
+    left_out={"gguf has no quantizer of NVFP4; the recipe is llama.cpp's C function": ("nvfp4-gguf",)},
 )
 
 
@@ -69,9 +75,8 @@ MICROXCALING_OPTIONS: dict[str, dict[str, Any]] = {
     "mxfp8-microxcaling-even": {"element": "fp8_e4m3", "rounding": "even"},
 }
 MICROXCALING = Adapter(
-    name="microxcaling",
+    "microxcaling",
     module="mx",
-    dependencies=("torch",),
     needs=("mx.mx_ops", "mx.specs"),
     calls={
         id: ProducerCall(partial(_microxcaling_quantize, **options), ("float32", "bfloat16"))
@@ -84,18 +89,14 @@ def _mlx_array(x: np.ndarray) -> Any:
     """Return an MLX array with the elements and the dtype of x, bfloat16 included."""
     import mlx.core as mx
 
-    if x.dtype == ml_dtypes.bfloat16:
-        return mx.array(x.view(np.uint16)).view(mx.bfloat16)
-    return mx.array(x)
+    return mx.array(x.view(np.uint16)).view(mx.bfloat16) if x.dtype == ml_dtypes.bfloat16 else mx.array(x)
 
 
 def _mlx_numpy(a: Any) -> np.ndarray:
     """Return a NumPy array with the elements and the dtype of an MLX array, bfloat16 included."""
     import mlx.core as mx
 
-    if a.dtype == mx.bfloat16:
-        return np.array(a.view(mx.uint16)).view(ml_dtypes.bfloat16)
-    return np.array(a)
+    return np.array(a.view(mx.uint16)).view(ml_dtypes.bfloat16) if a.dtype == mx.bfloat16 else np.array(a)
 
 
 def _mlx_quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
@@ -105,12 +106,11 @@ def _mlx_quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
     with mx.stream(mx.cpu):
         amax = mx.array(np.abs(x.astype(np.float32)).max()) if with_global else None
         words, scales, *_ = mx.quantize(_mlx_array(x), mode=mode, global_scale=amax)
-        parts = {"block_scale": _mlx_numpy(scales)}
+        values = {}
         for name in ("float32",) if with_global else ("float32", "float16", "bfloat16"):
-            values = mx.dequantize(words, scales, mode=mode, global_scale=amax, dtype=getattr(mx, name))
-            parts["values" if name == "float32" else f"values_{name}"] = _mlx_numpy(values)
-        codes = _mlx_numpy(words).view(np.uint8)
-    return {"codes": codes if mode == "mxfp8" else fp4kit.unpack(codes), **parts}
+            y = mx.dequantize(words, scales, mode=mode, global_scale=amax, dtype=getattr(mx, name))
+            values["values" if name == "float32" else f"values_{name}"] = _mlx_numpy(y)
+        return parts(x, _mlx_numpy(words), _mlx_numpy(scales), **values)
 
 
 def _mlx_decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
@@ -129,8 +129,7 @@ def _mlx_call(mode: str, first: str, last: str = "", **options: Any) -> Producer
 
 
 MLX = Adapter(
-    name="mlx",
-    module="mlx",
+    "mlx",
     dependencies=("mlx-cpu",),
     calls={
         "nvfp4-mlx-cpu": _mlx_call("nvfp4", "0.32.3"),
@@ -143,18 +142,12 @@ MLX = Adapter(
         "mxfp8-mlx-cpu-0322": _mlx_call("mxfp8", "0.32.2", "0.32.2"),
         "mxfp8-mlx-cpu-0321": _mlx_call("mxfp8", "", "0.32.1"),
     },
-    left_out=dict.fromkeys(
-        ("nvfp4-mlx-metal", "nvfp4-mlx-metal-global", "mxfp4-mlx-metal-0321", "mxfp8-mlx-metal-0321"),
-        "Metal kernels need an Apple GPU",
-    ),
+    left_out={
+        "Metal kernels need an Apple GPU": (
+            *("nvfp4-mlx-metal", "nvfp4-mlx-metal-global", "mxfp4-mlx-metal-0321", "mxfp8-mlx-metal-0321"),
+        )
+    },
 )
-
-
-def _qwix_padded(x: np.ndarray, size: int) -> np.ndarray:
-    """Return an array whose rows are the blocks of x (`size` elements each), padded with rows of zeros."""
-    blocks = np.zeros((max(MAX_ELEMENTS // size, x.size // size), size), x.dtype)
-    blocks[: x.size // size] = x.reshape(-1, size)
-    return blocks
 
 
 def _qwix_quantize(x: np.ndarray, kind: str) -> Parts:
@@ -164,24 +157,25 @@ def _qwix_quantize(x: np.ndarray, kind: str) -> Parts:
     from qwix._src.core import qarray
 
     size = 16 if kind == "nvfp4" else 32
+    used = x.size // size
+    # The rows are the blocks of x, padded with rows of zeros, so that JAX compiles for few shapes.
+    blocks = np.zeros((max(MAX_ELEMENTS // size, used), size), x.dtype)
+    blocks[:used] = x.reshape(-1, size)
     how = qarray.HowToQuantize(qtype=kind, channelwise_axes=(0,), tiled_axes={1: size})
     with jax.default_device(jax.devices("cpu")[0]):
-        q = qarray.quantize(jnp.asarray(_qwix_padded(x, size)), how)
-        used = x.size // size
+        q = qarray.quantize(jnp.asarray(blocks), how)
         scale = np.asarray(q.scale)[:used].astype(np.float32).reshape(len(x), -1)
         codes, values = (np.asarray(a)[:used].reshape(x.shape) for a in (q.qvalue, qarray.dequantize(q)))
-        codes = codes.view(np.uint8)
     if kind == "nvfp4":
-        return {"codes": codes, "block_scale": np.asarray(jnp.asarray(scale).astype(jnp.float8_e4m3fn)).view(np.uint8)}
+        return parts(x, codes, np.asarray(jnp.asarray(scale).astype(jnp.float8_e4m3fn)))
     # The E8M0 code of a scale is the exponent field of its float32 value; inf and NaN give 255.
-    return {"codes": codes, "block_scale": exponent_field(scale).astype(np.uint8), "fake": values}
+    return parts(x, codes, exponent_field(scale).astype(np.uint8), fake=values)
 
 
 QWIX_ROUNDED_LOG = {"jax": ("", "0.10.99")}  # later versions do not round the steps of log2 to bfloat16
 
 QWIX = Adapter(
-    name="qwix",
-    module="qwix",
+    "qwix",
     dependencies=("jax", "jaxlib"),
     needs=("jax", "qwix._src.core.qarray"),
     calls={"nvfp4-qwix": ProducerCall(partial(_qwix_quantize, kind="nvfp4"))}
@@ -199,13 +193,7 @@ def _torchao_mx(x: np.ndarray, element: str, mode: str) -> Parts:
 
     dtype = getattr(torch, element, element)  # FP6 formats are strings
     t = MXTensor.to_mx(to_torch(x), dtype, 32, ScaleCalculationMode(mode))
-    codes = to_numpy(t.qdata.view(torch.uint8))
-    return {
-        "codes": fp4kit.unpack(codes) if element == "float4_e2m1fn_x2" else codes,
-        "block_scale": to_numpy(t.scale.view(torch.uint8)),
-        "values": to_numpy(t.dequantize(torch.float32)),
-        "values_bfloat16": to_numpy(t.dequantize(torch.bfloat16)),
-    }
+    return parts(x, t.qdata.view(torch.uint8), t.scale, **decoded(t.dequantize, "float32", "bfloat16"))
 
 
 def _torchao_nvfp4(x: np.ndarray, single: bool) -> Parts:
@@ -216,13 +204,8 @@ def _torchao_nvfp4(x: np.ndarray, single: bool) -> Parts:
     t = to_torch(x)
     scale = None if single else per_tensor_amax_to_scale(t.abs().max())
     q = NVFP4Tensor.to_nvfp4(t, 16, scale)
-    parts = {
-        "codes": fp4kit.unpack(to_numpy(q.qdata.view(torch.uint8))),
-        "block_scale": to_numpy(q.scale.view(torch.uint8)),
-        "values": to_numpy(q.dequantize(torch.float32)),
-        "values_bfloat16": to_numpy(q.dequantize(torch.bfloat16)),
-    }
-    return parts if scale is None else {**parts, "tensor_scale": to_numpy(scale)}
+    values = decoded(q.dequantize, "float32", "bfloat16")
+    return parts(x, q.qdata.view(torch.uint8), q.scale, tensor_scale=scale, **values)
 
 
 def _torchao_decode_mx(q: fp4kit.Quantized, element: str) -> np.ndarray:
@@ -274,7 +257,7 @@ TORCHAO_ELEMENTS = {
     "mxfp8-torchao-{}": "float8_e4m3fn",
     "mxfp8-torchao-{}-e5m2": "float8_e5m2",
 }
-TORCHAO = Adapter(name="torchao", module="torchao", dependencies=("torch",), calls=dict(_torchao_calls()))
+TORCHAO = Adapter("torchao", calls=dict(_torchao_calls()))
 
 
 TRANSFORMERS_SIZE = 128  # rows and columns per block
@@ -295,9 +278,7 @@ def _transformers_quantize(x: np.ndarray) -> Parts:
 
 
 TRANSFORMERS = Adapter(
-    name="transformers",
-    module="transformers",
-    dependencies=("torch",),
+    "transformers",
     needs=("transformers.integrations.finegrained_fp8",),
     calls={
         "fp8-transformers-block": ProducerCall(

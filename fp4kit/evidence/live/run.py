@@ -265,17 +265,15 @@ def run(
 ) -> ProducerResult:
     """Run the adapter's calls for the recipes ``ids`` in turns, for ``seconds``, and return the result."""
     result = ProducerResult(adapter.title or adapter.name)
-    result.left_out = {id: reason for id, reason in adapter.left_out.items() if id in ids}
+    result.left_out = {id: reason for reason, names in adapter.left_out.items() for id in names if id in ids}
     calls = {id: call for id, call in adapter.calls.items() if id in ids}
     if not calls:
         return result
     try:
         result.version, result.versions = find(adapter)
         with quiet():
-            if adapter.prepare is not None:
-                adapter.prepare()
-            for name in () if adapter.prepare else adapter.needs or (adapter.module,):
-                importlib.import_module(name)
+            for need in adapter.needs or (adapter.package,):
+                importlib.import_module(need) if isinstance(need, str) else need()
     except NotRun as error:
         result.reason = str(error)
     except (ImportError, OSError) as error:
@@ -301,7 +299,7 @@ def run(
 
 def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
     """Return (version of the installed producer, {distribution: version} of the producer and its dependencies)."""
-    if importlib.util.find_spec(adapter.module) is None:
+    if importlib.util.find_spec(adapter.package) is None:
         raise NotRun("is not installed")
     versions = {}
     for name in (adapter.name, *adapter.dependencies):

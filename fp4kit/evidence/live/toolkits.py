@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.golden.check import unpack_fp6
 from fp4kit.evidence.live.adapter import (
     NAN_VALUE,
     QUARK_INFINITE,
@@ -19,6 +18,8 @@ from fp4kit.evidence.live.adapter import (
     Adapter,
     Parts,
     ProducerCall,
+    decoded,
+    parts,
     to_numpy,
     to_torch,
 )
@@ -29,7 +30,8 @@ SATURATING = partial(ProducerCall, dependency_versions=SATURATING_CASTS)
 # ---- auto-round: its quantization functions, and codes as its QuantLinear.pack stores them
 
 
-def _auto_round_packed(values: Any, scales: Any, bits: int, size: int, kind: str, global_scale: Any = None) -> Parts:
+def _auto_round_packed(values: Any, scales: Any, bits: int, size: int, kind: str, global_scale: Any = None) -> Any:
+    """Return the QuantLinear of auto-round that stores the given values."""
     import torch
     from auto_round.export.export_to_autoround.qlinear_fp import QuantLinear
 
@@ -37,15 +39,15 @@ def _auto_round_packed(values: Any, scales: Any, bits: int, size: int, kind: str
     linear.weight = torch.nn.Parameter(values, requires_grad=False)
     stored = QuantLinear(bits, size, values.shape[1], values.shape[0], False, data_type=kind, act_bits=16)
     stored.pack(linear, scales, global_scale=global_scale)
-    codes = to_numpy(stored.weight) if bits == 8 else fp4kit.unpack(to_numpy(stored.weight_packed))
-    return {"codes": codes, "block_scale": to_numpy(stored.weight_scale).reshape(values.shape[0], -1)}
+    return stored
 
 
 def _auto_round_mx(x: np.ndarray, function: str, bits: int) -> Parts:
     from auto_round.data_type import mxfp
 
     values, exponents, _ = getattr(mxfp, function)(to_torch(x), bits=bits, group_size=32)
-    return _auto_round_packed(values, exponents, bits, 32, f"mx_fp{bits}")
+    stored = _auto_round_packed(values, exponents, bits, 32, f"mx_fp{bits}")
+    return parts(x, stored.weight if bits == 8 else stored.weight_packed, stored.weight_scale)
 
 
 def _auto_round_nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
@@ -57,14 +59,13 @@ def _auto_round_nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts
     values, scales, _ = getattr(nvfp, function)(t, global_scale=global_scale)
     if fake:
         return {"fake": to_numpy(values)}
-    parts = _auto_round_packed(values, scales, 4, 16, "nv_fp4", global_scale)
-    return {**parts, "tensor_scale": to_numpy(nvfp.get_reciprocal(global_scale).to(torch.float32))}
+    stored = _auto_round_packed(values, scales, 4, 16, "nv_fp4", global_scale)
+    tensor_scale = nvfp.get_reciprocal(global_scale).to(torch.float32)
+    return parts(x, stored.weight_packed, stored.weight_scale, tensor_scale=tensor_scale)
 
 
 AUTO_ROUND = Adapter(
-    name="auto-round",
-    module="auto_round",
-    dependencies=("torch",),
+    "auto-round",
     needs=(
         "auto_round.data_type.mxfp",
         "auto_round.data_type.nvfp",
@@ -95,19 +96,9 @@ def _comfy(name: str) -> Any:
     return getattr(quantization, name)
 
 
-def _comfy_values(format: str, *stored: Any) -> Parts:
-    """Return what comfy-kitchen decodes to float32 and bfloat16."""
-    import torch
-
-    names = {"values": torch.float32, "values_bfloat16": torch.bfloat16}
-    return {name: to_numpy(_comfy(f"dequantize_{format}")(*stored, dtype)) for name, dtype in names.items()}
-
-
 def _comfy_linear(scales: Any, rows: int, blocks: int) -> np.ndarray:
     """Return comfy-kitchen's swizzled block scales in the linear layout, without padding: uint8 (rows, blocks)."""
-    import torch
-
-    return np.asarray(unswizzle_scales(to_numpy(scales.view(torch.uint8)), LAYOUT, (rows, blocks)))
+    return np.asarray(unswizzle_scales(to_numpy(scales).view(np.uint8), LAYOUT, (rows, blocks)))
 
 
 def _comfy_nvfp4(x: np.ndarray, is_given: bool) -> Parts:
@@ -119,23 +110,15 @@ def _comfy_nvfp4(x: np.ndarray, is_given: bool) -> Parts:
     scale = ((amax.float() if is_given else amax) / 2688.0).to(torch.float32)
     codes, scales = _comfy("quantize_nvfp4")(t, scale)
     packed = to_numpy(codes)
-    return {
-        "codes": fp4kit.unpack(packed << 4 | packed >> 4),
-        "block_scale": _comfy_linear(scales, len(x), x.shape[1] // 16),
-        "tensor_scale": to_numpy(scale),
-        **_comfy_values("nvfp4", codes, scale, scales),
-    }
+    values = decoded(partial(_comfy("dequantize_nvfp4"), codes, scale, scales), "float32", "bfloat16")
+    linear = _comfy_linear(scales, len(x), x.shape[1] // 16)
+    return parts(x, packed << 4 | packed >> 4, linear, tensor_scale=scale, **values)
 
 
 def _comfy_mxfp8(x: np.ndarray) -> Parts:
-    import torch
-
     codes, scales = _comfy("quantize_mxfp8")(to_torch(x))
-    return {
-        "codes": to_numpy(codes.view(torch.uint8)),
-        "block_scale": _comfy_linear(scales, len(x), x.shape[1] // 32),
-        **_comfy_values("mxfp8", codes, scales),
-    }
+    values = decoded(partial(_comfy("dequantize_mxfp8"), codes, scales), "float32", "bfloat16")
+    return parts(x, codes, _comfy_linear(scales, len(x), x.shape[1] // 32), **values)
 
 
 def _comfy_fp8(x: np.ndarray, name: str) -> Parts:
@@ -145,11 +128,8 @@ def _comfy_fp8(x: np.ndarray, name: str) -> Parts:
     t, dtype = to_torch(x), getattr(torch, name)
     scale = torch.amax(t.abs()).to(torch.float32) / torch.finfo(dtype).max
     codes = _comfy("quantize_per_tensor_fp8")(t, scale, dtype)
-    return {
-        "codes": to_numpy(codes.view(torch.uint8)),
-        "tensor_scale": to_numpy(scale),
-        **_comfy_values("per_tensor_fp8", codes, scale),
-    }
+    values = decoded(partial(_comfy("dequantize_per_tensor_fp8"), codes, scale), "float32", "bfloat16")
+    return {"codes": to_numpy(codes), "tensor_scale": to_numpy(scale), **values}
 
 
 def _comfy_decode(q: fp4kit.Quantized) -> np.ndarray:
@@ -167,9 +147,7 @@ def _comfy_decode(q: fp4kit.Quantized) -> np.ndarray:
 
 
 COMFY_KITCHEN = Adapter(
-    name="comfy-kitchen",
-    module="comfy_kitchen",
-    dependencies=("torch",),
+    "comfy-kitchen",
     calls={
         **{
             id: SATURATING(partial(_comfy_nvfp4, is_given=is_given), exempt=(NAN_VALUE,), decode=_comfy_decode)
@@ -179,10 +157,11 @@ COMFY_KITCHEN = Adapter(
         "fp8-comfy-kitchen": ProducerCall(partial(_comfy_fp8, name="float8_e4m3fn")),
         "fp8-comfy-kitchen-e5m2": ProducerCall(partial(_comfy_fp8, name="float8_e5m2")),
     },
-    left_out=dict.fromkeys(
-        ("nvfp4-comfy-kitchen-stochastic", "nvfp4-comfy-kitchen-stochastic-cuda"),
-        "ComfyUI, whose stochastic rounding this is, is not a package; recorded outputs are compared by --check",
-    ),
+    left_out={
+        "ComfyUI, whose stochastic rounding this is, is not a package; recorded outputs are compared by --check": (
+            *("nvfp4-comfy-kitchen-stochastic", "nvfp4-comfy-kitchen-stochastic-cuda"),
+        )
+    },
 )
 
 # ---- compressed-tensors: its computation of scales, and its compressors of weights
@@ -206,21 +185,14 @@ def _compressed(x: np.ndarray, compressor: str, bits: int, with_global: bool = F
     state |= {"weight_global_scale": divisor} if with_global else {"weight_zero_point": zero}
     stored = getattr(compressors, compressor).compress(state, scheme)
     values = getattr(compressors, compressor).decompress(stored, scheme)["weight"]
-    codes = to_numpy(stored["weight" if bits == 8 else "weight_packed"])
-    if bits < 8:
-        codes = fp4kit.unpack(codes) if bits == 4 else unpack_fp6(codes).reshape(x.shape)
-    return {
-        "codes": codes,
-        "block_scale": to_numpy(stored["weight_scale"]),
-        **({"tensor_scale": np.float32(1) / to_numpy(divisor)} if with_global else {}),
-        f"values_{values.dtype}".replace("torch.", "").replace("values_float32", "values"): to_numpy(values),
-    }
+    name = f"values_{values.dtype}".replace("torch.", "").replace("values_float32", "values")
+    tensor = {"tensor_scale": np.float32(1) / to_numpy(divisor)} if with_global else {}
+    codes = stored["weight" if bits == 8 else "weight_packed"]
+    return parts(x, codes, stored["weight_scale"], **tensor, **{name: values})
 
 
 COMPRESSED_TENSORS = Adapter(
-    name="compressed-tensors",
-    module="compressed_tensors",
-    dependencies=("torch",),
+    "compressed-tensors",
     needs=("compressed_tensors.compressors",),
     calls={
         "nvfp4-compressed-tensors": ProducerCall(
@@ -244,21 +216,14 @@ COMPRESSED_TENSORS = Adapter(
 
 def _modelopt(x: np.ndarray, kind: str) -> Parts:
     """Quantize x with a quantized tensor class of Model-Optimizer, and decode to float32, float16 and bfloat16."""
-    import torch
     from modelopt.torch.quantization import qtensor
 
     size = {"NVFP4QTensor": (16,), "MXFP4QTensor": (32,)}.get(kind, ())
     t, scale, *double_scale = getattr(qtensor, kind).quantize(to_torch(x), *size)
     given: dict[str, Any] = {"scale": scale} | ({"block_sizes": {-1: size[0]}} if size else {})
     given |= {"double_scale": double_scale[0]} if double_scale else {}
-    dtypes = {"values": torch.float32, "values_float16": torch.float16, "values_bfloat16": torch.bfloat16}
-    codes = to_numpy(t._quantized_data)
-    return {
-        "codes": fp4kit.unpack(codes) if size else codes,
-        "block_scale": to_numpy(scale).reshape(*x.shape[:-1], -1),
-        **({"tensor_scale": to_numpy(double_scale[0])} if double_scale else {}),
-        **{name: to_numpy(t.dequantize(dtype, **given)) for name, dtype in dtypes.items()},
-    }
+    values = decoded(partial(t.dequantize, **given), "float32", "float16", "bfloat16")
+    return parts(x, t._quantized_data, scale, tensor_scale=given.get("double_scale"), **values)
 
 
 def _modelopt_decode(q: fp4kit.Quantized, kind: str) -> np.ndarray:
@@ -290,9 +255,8 @@ MODELOPT_LEFT_OUT = {
     ),
 }
 MODELOPT = Adapter(
-    name="nvidia-modelopt",
+    "nvidia-modelopt",
     module="modelopt",
-    dependencies=("torch",),
     needs=("modelopt.torch.quantization.qtensor",),
     calls={
         f"{format}-modelopt": ProducerCall(
@@ -301,7 +265,7 @@ MODELOPT = Adapter(
         )
         for format in ("nvfp4", "mxfp4", "mxfp8")
     },
-    left_out={id: reason for reason, ids in MODELOPT_LEFT_OUT.items() for id in ids},
+    left_out=MODELOPT_LEFT_OUT,
 )
 
 # ---- Quark: weights are scaled by its quantizers and packed by its exporter. It compiles C++ code when it is imported.
@@ -339,10 +303,9 @@ def _quark_mx(x: np.ndarray, spec: str, mode: str) -> Parts:
     fake = exporter.to_fake_quantize_params(t)
     if spec == "OCP_MXFP8E4M3Spec":
         return {"fake": to_numpy(fake)}
-    packed = to_numpy(exporter.to_real_quantize_params(t))
+    packed = exporter.to_real_quantize_params(t)
     exporter.maybe_convert_and_transpose_scale()
-    codes = fp4kit.unpack(packed) if "FP4" in spec else unpack_fp6(packed.reshape(len(packed), -1))
-    return {"codes": codes, "block_scale": to_numpy(exporter.scale).view(np.uint8), "fake": to_numpy(fake)}
+    return parts(x, packed, exporter.scale, fake=fake)
 
 
 def _quark_nvfp4(x: np.ndarray, realigned: bool) -> Parts:
@@ -355,11 +318,10 @@ def _quark_nvfp4(x: np.ndarray, realigned: bool) -> Parts:
     if realigned:
         realign_single_sequential_quantizer(quantizer)
     exporter = _quark_exporter(t, config, quantizer)
-    global_scale = to_numpy(exporter[1].scale)
-    codes = fp4kit.unpack(to_numpy(exporter.to_real_quantize_params(t)))
+    global_scale = to_numpy(exporter[1].scale).astype(np.float32)
+    packed = exporter.to_real_quantize_params(t)
     exporter.maybe_convert_and_transpose_scale()
-    scales = to_numpy(exporter[0].scale).reshape(len(x), -1)
-    return {"codes": codes, "block_scale": scales, "tensor_scale": global_scale.astype(np.float32)}
+    return parts(x, packed, exporter[0].scale, tensor_scale=global_scale)
 
 
 QUARK_MX = {
@@ -371,9 +333,8 @@ QUARK_MX = {
     "mxfp8-quark-even": ("FP8E4M3", "even"),
 }
 QUARK = Adapter(
-    name="amd-quark",
+    "amd-quark",
     module="quark",
-    dependencies=("torch",),
     needs=("quark.torch.export.nn.modules.realquantizer", "quark.torch.quantization.tensor_quantize"),
     calls={
         "nvfp4-quark": SATURATING(partial(_quark_nvfp4, realigned=True), exempt=(QUARK_INFINITE,)),

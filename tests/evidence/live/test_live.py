@@ -16,9 +16,10 @@ import fp4kit
 from fp4kit.cli import main
 from fp4kit.evidence.live import adapter as standins
 from fp4kit.evidence.live import draw, run
-from fp4kit.evidence.live.adapter import DTYPES, Exempt, ProducerCall, block_amax
-from fp4kit.evidence.live.draw import shrink
-from fp4kit.evidence.live.run import EDGES, PARTS, WITHOUT, compare, draw_stored, script
+from fp4kit.evidence.live.adapter import DTYPES, PARTS, Exempt, ProducerCall, block_amax
+from fp4kit.evidence.live.draw import EDGES, draw_stored, shrink
+from fp4kit.evidence.live.run import WITHOUT, compare
+from fp4kit.evidence.live.script import script
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import bit_patterns
 
@@ -145,7 +146,7 @@ def test_a_nan_equals_a_nan_and_other_shapes_differ():
     signed = {"codes": q.packed ^ np.uint8(0x80), "values": -fp4kit.dequantize(q, np.float32)}
     assert not compare("mxfp8-te", x, live_fault.CORRECT, signed).differences
     (difference,) = compare("mxfp8-te", x, live_fault.CORRECT, {"codes": q.packed[:, :16]}).differences
-    assert str(difference) == "codes: 32 of 32 differ: producer uint8 (1, 16), fp4kit uint8 (1, 32)"
+    assert difference.text == "codes: 32 of 32 differ: producer uint8 (1, 16), fp4kit uint8 (1, 32)"
 
 
 @pytest.mark.exhaustive
@@ -191,7 +192,7 @@ def test_a_producer_that_raises_is_a_difference_and_its_program_raises_the_error
     assert result.total.differing == result.total.arrays
     assert {f.text for f in result.found} == {"raises: AttributeError: quantize is gone"}
     text = result.found[0].script
-    assert "# mxfp4-ocp and numpy " in text and "# raises AttributeError: quantize is gone\n" in text
+    assert "# mxfp4-ocp and numpy " in text and "# raises: AttributeError: quantize is gone\n" in text
     with pytest.raises(AttributeError, match="quantize is gone"):
         exec(text, {})
     exec(text.replace('raise AttributeError("quantize is gone")', "return {}"), {})  # a mended producer
@@ -199,8 +200,8 @@ def test_a_producer_that_raises_is_a_difference_and_its_program_raises_the_error
 
 def test_a_decoder_that_raises_gives_a_program_that_decodes_the_codes():
     q = fp4kit.quantize(np.float32([[1.0, -0.3] * 16]), "mxfp4-ocp")
-    case = run.LiveCase("mxfp4-ocp", ProducerCall(None, decode=live_fault.without_function), q, "", "float32")
-    text = case.script(q, "raises AttributeError: quantize is gone", "numpy 2")
+    call = ProducerCall(None, decode=live_fault.without_function)
+    text = script("mxfp4-ocp", call, q, "", "raises: AttributeError: quantize is gone", "numpy 2")
     with pytest.raises(AttributeError, match="quantize is gone"):
         exec(text, {})
     with pytest.raises(ZeroDivisionError):  # the error of the decoder, not of an earlier line
@@ -217,8 +218,8 @@ def test_shrinking_keeps_whole_blocks_and_what_differs(dtype):
 
 def test_programs_hold_every_bit(tmp_path):
     x = np.array([[-0.0, 1e-45, 3.0, np.nan] * 8], np.float32).astype(ml_dtypes.bfloat16)
-    differences = compare("mxfp4-ocp", x, live_fault.FAULTY, live_fault.scales_one_too_large(x)).differences
-    text = script("mxfp4-ocp", live_fault.scales_one_too_large, x, differences[0], "a producer 1.0")
+    call = ProducerCall(live_fault.scales_one_too_large)
+    text = script("mxfp4-ocp", call, x, "block_scale", "one too large", "a producer 1.0")
     scope = {"__name__": "reproduction"}
     with pytest.raises(AssertionError, match="1 of 1 differ"):
         exec(text, scope)
@@ -230,18 +231,19 @@ def test_programs_hold_every_bit(tmp_path):
 
 def test_every_recipe_is_run_or_left_out_with_a_reason():
     ids = fp4kit.recipes()
-    adapters = run.adapters()
+    adapters, stated = run.adapters(), set()
     assert len(adapters) == len({a.title or a.name for a in adapters})
     for adapter in adapters:
-        assert set(adapter.calls) | set(adapter.left_out) <= set(ids), adapter.name
-        assert not set(adapter.calls) & set(adapter.left_out), adapter.name
-    stated = {id for a in adapters for id in (*a.calls, *a.left_out)}
+        left_out = [id for names in adapter.left_out.values() for id in names]
+        assert len({*adapter.calls, *left_out}) == len(adapter.calls) + len(left_out), adapter.name
+        stated |= {*adapter.calls, *left_out}
+    assert stated <= set(ids)
     assert {id for id in ids if id not in stated and fp4kit.recipe(id).producer not in WITHOUT} == set()
 
 
 def test_missing_producers_are_reported():
     (adapter,) = (a for a in run.adapters() if a.name == "mlx")
-    absent = run.Adapter("no-such-package", "no_such_package", adapter.calls)
+    absent = run.Adapter("no-such-package", adapter.calls)
     result = run.run(absent, ("mxfp4-mlx-cpu",), 1, 0)
     assert (result.reason, result.recipes) == ("is not installed", {})
     assert run.not_run([result], ("mxfp4-mlx-cpu", "int4-qat")) == {
@@ -254,7 +256,7 @@ def test_producers_that_cannot_be_imported_are_reported():
     def prepare():
         raise ImportError("libcuda.so.1: cannot open shared object file")
 
-    result = run.run(live_fault.adapter(live_fault.FAULTY, prepare=prepare), fp4kit.recipes(), 1, 0)
+    result = run.run(live_fault.adapter(live_fault.FAULTY, needs=(prepare,)), fp4kit.recipes(), 1, 0)
     reason = "cannot be imported: ImportError: libcuda.so.1: cannot open shared object file"
     assert (result.reason, result.left_out) == (reason, {"mxfp4-ocp": f"numpy {reason}"})
 
