@@ -18,11 +18,13 @@ import numpy as np
 
 from fp4kit.formats import FLT_MIN
 
+Array = np.ndarray  # the specification computes with NumPy arrays alone
+Dtype = np.dtype
 ONE, ZERO = np.float32(1), np.float32(0)
 INV6 = np.float32(1) / np.float32(6)  # 0x3E2AAAAB; equals rcp.approx.ftz.f32(6) on sm_90
 
 
-def flush(x: np.ndarray) -> np.ndarray:
+def flush(x: Array) -> Array:
     """Return float32 x with every subnormal replaced by a zero of its sign, as PTX .ftz does to operands and results.
 
     Zeros keep their sign, and infinities and NaN are unchanged.
@@ -35,7 +37,7 @@ def flush(x: np.ndarray) -> np.ndarray:
 TINY = np.float64(FLT_MIN) * (1 - 2.0**-25)
 
 
-def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _flush_result(result: Array, operation: np.ufunc, a: Array, b: Array) -> Array:
     """Return `result` with each tiny number replaced by a zero of the same sign, as PTX .ftz flushes results."""
     small = np.abs(result) <= FLT_MIN
     if not small.any():
@@ -44,7 +46,7 @@ def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.
     return np.where(small & tiny, np.copysign(np.float32(0), result), result)
 
 
-def multiply_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def multiply_ftz(a: Array, b: Array) -> Array:
     """Return a * b as the PTX instruction mul.ftz.f32 does.
 
     Operands and result are float32. Subnormal operands count as zero, and subnormal results become zero, both with
@@ -54,7 +56,7 @@ def multiply_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return _flush_result(a * b, np.multiply, a, b)
 
 
-def divide_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def divide_ftz(a: Array, b: Array) -> Array:
     """Return a / b as the PTX instruction div.rn.ftz.f32 does.
 
     Operands and result are float32. Subnormal operands count as zero, and subnormal results become zero, both with
@@ -64,13 +66,13 @@ def divide_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return _flush_result(a / b, np.divide, a, b)
 
 
-def reciprocal_or_zero(x: np.ndarray) -> np.ndarray:
+def reciprocal_or_zero(x: Array) -> Array:
     """Return float32 1 / x, or +0 where x is 0 or -0, as auto-round's function get_reciprocal does. NaN gives NaN."""
     return np.where(x == 0, ZERO, ONE / x)
 
 
 @cache
-def reciprocal_table() -> np.ndarray:
+def reciprocal_table() -> Array:
     """Return the measured errors of the PTX instruction rcp.approx.ftz.f32: int8 [2^23].
 
     Entry m, in ulp, is rcp.approx.ftz.f32(x) minus the correctly rounded 1 / x, for the float32 x in [1, 2) with
@@ -81,7 +83,7 @@ def reciprocal_table() -> np.ndarray:
         return np.asarray(file["delta"])
 
 
-def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
+def reciprocal_approx_ftz(x: Array) -> Array:
     """Return the approximate reciprocal of x, as the instruction rcp.approx.ftz.f32 computes it on an H200 (sm_90).
 
     The result is float32, in the shape of x, within 1 ulp of 1 / x. A table that was measured for all 2^23 mantissas
@@ -102,7 +104,7 @@ def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
     return np.where(ordinary, np.copysign(magnitude, x), exact)
 
 
-def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def round_to(x: Array, dtype: Dtype) -> Array:
     """Return float32 x rounded to dtype (nearest even), stored as float32. Values that overflow dtype become infinite.
 
     If x is the result of a float32 operation, it has then been rounded twice. For bfloat16 and float16, whose
@@ -111,7 +113,7 @@ def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return x if dtype == np.float32 else x.astype(dtype).astype(np.float32)
 
 
-def narrow_float64(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def narrow_float64(x: Array, dtype: Dtype) -> Array:
     """Return float64 x rounded once, to nearest even, to float32, float16 or bfloat16.
 
     NaN and infinities are kept, and numbers beyond the range of dtype become infinite. For float32 and float16 this is
@@ -130,13 +132,13 @@ def narrow_float64(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return odd.view(np.float32).astype(dtype)
 
 
-def log2(x: np.ndarray) -> np.ndarray:
+def log2(x: Array) -> Array:
     """Return log2(x) of float32 x, correctly rounded to float32. 0 gives -inf; NaN and negative numbers give NaN."""
     with np.errstate(divide="ignore"):
         return np.log2(x.astype(np.float64)).astype(np.float32)
 
 
-def moved_by(b: np.ndarray) -> np.ndarray:
+def moved_by(b: Array) -> Array:
     """Return the power of two that div.full.f32 scales dividend and divisor by, to keep the reciprocal in range.
 
     The result is float32: 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, and 1 otherwise, also for NaN.
@@ -147,7 +149,7 @@ def moved_by(b: np.ndarray) -> np.ndarray:
     return np.where(size > 2.0**126, np.float32(0.25), np.where(size < FLT_MIN, np.float32(2**24), ONE))
 
 
-def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def divide_full(a: Array, b: Array) -> Array:
     """Return a / b as the PTX instruction div.full.f32 computes it on sm_90, which Triton uses for float32 division.
 
     a, b and the result are float32. The instruction scales both operands by a power of two (moved_by), and then
@@ -158,7 +160,7 @@ def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a * moved) * reciprocal_approx_ftz(b * moved)
 
 
-def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+def fma(a: Array, b: Array, c: Array) -> Array:
     """Return a * b + c for float32 a, b and c, rounded once to float32 (nearest even), as a fused multiply-add does.
 
     Overflow gives infinity, and infinity and NaN follow IEEE arithmetic. The product is exact in float64. The sum is
@@ -175,7 +177,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return (bits.reshape(total.shape) + np.where(inexact, step, 0)).view(np.float64).astype(np.float32)
 
 
-def sum_lanes(terms: np.ndarray) -> np.ndarray:
+def sum_lanes(terms: Array) -> Array:
     """Return the sums of float32 terms over the last axis, added in the order that PyTorch uses on a CPU.
 
     The axis has at most 256 terms, a multiple of eight. If only the last axis is empty, the sums are 0. NumPy raises
@@ -199,7 +201,7 @@ def sum_lanes(terms: np.ndarray) -> np.ndarray:
     return error
 
 
-def sum_halves(terms: np.ndarray, lanes: int) -> np.ndarray:
+def sum_halves(terms: Array, lanes: int) -> Array:
     """Return the sums of float32 terms over the last axis: lanes first, then halves, as threads of a GPU add.
 
     A lane is one of `lanes` partial sums. Term i is added to lane i % lanes, in order. Then the upper half of the lanes
@@ -223,7 +225,7 @@ EXP = [1 / math.factorial(i) for i in range(14)]  # series of exp; the remainder
 PART = 1 << 13  # elements that are computed at once, few enough for the cache
 
 
-def power(d: np.ndarray, p: float) -> np.ndarray:
+def power(d: Array, p: float) -> Array:
     """Return d^p, computed as d^n * 2^((p - n) log2 d) with n = floor(p): float64, in the shape of d.
 
     Args:
@@ -243,7 +245,7 @@ def power(d: np.ndarray, p: float) -> np.ndarray:
     return result
 
 
-def _power(d: np.ndarray, n: int, fraction: float) -> np.ndarray:
+def _power(d: Array, n: int, fraction: float) -> Array:
     """Return d^n * 2^(fraction * log2 d), so d to the power n + fraction, for float64 d."""
     # n must be at least 1.
     result = d
@@ -254,7 +256,7 @@ def _power(d: np.ndarray, n: int, fraction: float) -> np.ndarray:
     return result * _exp2(fraction * _log2_of_float64(d)) if fraction else result
 
 
-def _log2_of_float64(d: np.ndarray) -> np.ndarray:
+def _log2_of_float64(d: Array) -> Array:
     """Return log2(d) of float64 d >= 0.
 
     For d = m * 2^e with m in [sqrt(1/2), sqrt(2)), the result is e + 2 / ln 2 * atanh((m - 1) / (m + 1)). Zero,
@@ -268,7 +270,7 @@ def _log2_of_float64(d: np.ndarray) -> np.ndarray:
     return e + f * _polynomial(ATANH, f * f)
 
 
-def _exp2(t: np.ndarray) -> np.ndarray:
+def _exp2(t: Array) -> Array:
     """Return 2^t of float64 t as 2^k * e^((t - k) ln 2), where k is the integer nearest to t.
 
     k must be from -1023 to 1024. If k is -1023, 0 is used for the factor 2^k; if k is 1024, infinity is used.
@@ -277,7 +279,7 @@ def _exp2(t: np.ndarray) -> np.ndarray:
     return _polynomial(EXP, (t - k) * LN2) * ((k.astype(np.int64) + 1023) << 52).view(np.float64)
 
 
-def _polynomial(coefficients: Sequence[float], x: np.ndarray) -> np.ndarray:
+def _polynomial(coefficients: Sequence[float], x: Array) -> Array:
     """Return c[0] + c[1] x + c[2] x^2 + ... in a new float64 array, evaluated from the last coefficient to the first.
 
     There must be at least one coefficient.

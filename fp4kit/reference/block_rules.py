@@ -19,6 +19,8 @@ from fp4kit.reference.arith import (
     INV6,
     ONE,
     ZERO,
+    Array,
+    Dtype,
     divide_ftz,
     divide_full,
     log2,
@@ -67,11 +69,11 @@ class BlockRule(NamedTuple):
             blocks, from the scale codes.
     """
 
-    code: Callable[[np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
-    factor: Callable[[np.ndarray, np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
+    code: Callable[[Array, TensorScale, Recipe, Dtype], Array]
+    factor: Callable[[Array, Array, TensorScale, Recipe, Dtype], Array]
 
 
-def _is_zero(amax: np.ndarray) -> np.ndarray:
+def _is_zero(amax: Array) -> Array:
     """Return a mask of the amaxes that are zero or subnormal. If subnormals are flushed, both count as zero."""
     return np.abs(amax) < FLT_MIN
 
@@ -79,7 +81,7 @@ def _is_zero(amax: np.ndarray) -> np.ndarray:
 # ---- E4M3 scales ----
 
 
-def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def _product(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the default factor of E4M3 rules, which divides the elements: scale * tensor.decode."""
     return decode_scale(codes) * tensor.decode
 
@@ -89,7 +91,7 @@ def _minimum(recipe: Recipe) -> np.ufunc:
     return np.minimum if recipe.amax_nan == "propagate" else np.fmin  # as fminf, which drops the NaN of inf * 0
 
 
-def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_te(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as Transformer Engine computes it.
 
         code = E4M3(min(amax * (tensor.encode * fp32(1/6)), FLT_MAX))
@@ -101,7 +103,7 @@ def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dty
     return encode_e4m3_scale(_minimum(recipe)(amax * (tensor.encode * INV6), FLT_MAX))
 
 
-def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def factor_te(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block, as Transformer Engine computes it.
 
         factor = min(1 / (scale * tensor.decode), FLT_MAX)
@@ -113,7 +115,7 @@ def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: 
     return _minimum(recipe)(ONE / (decode_scale(codes) * tensor.decode), FLT_MAX)
 
 
-def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_flashinfer(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as FlashInfer computes it by default.
 
         code = E4M3(tensor.encode * (amax * rcp(6)))
@@ -125,9 +127,7 @@ def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
     return encode_e4m3_scale(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))))
 
 
-def factor_flashinfer(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_flashinfer(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block, as FlashInfer computes it by default.
 
         factor = rcp(scale * rcp(tensor.encode)), or 0 if amax is 0 or subnormal
@@ -140,7 +140,7 @@ def factor_flashinfer(
     return np.where(_is_zero(amax), ZERO, factor)
 
 
-def code_flashinfer_precise(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_flashinfer_precise(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as FlashInfer computes it without fast math.
 
         code = E4M3(amax * (tensor.encode * fp32(1/6))), or 0 if amax is 0 or subnormal
@@ -151,9 +151,7 @@ def code_flashinfer_precise(amax: np.ndarray, tensor: TensorScale, recipe: Recip
     return encode_e4m3_scale(np.where(_is_zero(amax), ZERO, multiply_ftz(amax, multiply_ftz(tensor.encode, INV6))))
 
 
-def factor_flashinfer_precise(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_flashinfer_precise(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block, as FlashInfer computes it without fast math.
 
         factor = min(1 / (scale * (1 / tensor.encode)), FLT_MAX), or 0 if amax is 0 or subnormal
@@ -165,7 +163,7 @@ def factor_flashinfer_precise(
     return np.where(_is_zero(amax), ZERO, np.fmin(factor, FLT_MAX))
 
 
-def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_modelopt(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as Model-Optimizer computes it.
 
         code = E4M3(clamp(r, 2^-9, 448)),   r = amax / (6 * tensor.decode), or 1 if r is 0
@@ -177,7 +175,7 @@ def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
     return encode_e4m3_scale(np.clip(np.where(ratio == 0, ONE, ratio), E4M3.min_subnormal, E4M3.max))
 
 
-def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_modelopt_static(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as Model-Optimizer computes it from calibrated block amaxes.
 
         code = E4M3(clamp(r * recipe.scale_max / (tensor.amax / 6), 2^-9, 448)),   r = amax / 6, or 1 if r is 0
@@ -190,7 +188,7 @@ def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
     return encode_e4m3_scale(np.clip(ratio / (tensor.amax / recipe.element.max), E4M3.min_subnormal, E4M3.max))
 
 
-def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_torchao(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as torchao computes it.
 
         code = E4M3(clamp(amax / 6 / tensor.decode, 2^-6, 448))
@@ -202,9 +200,7 @@ def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
     return encode_e4m3_scale(np.clip(ratio, E4M3.min_normal, E4M3.max))
 
 
-def factor_torchao(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_torchao(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block, as torchao computes it: tensor.encode / scale.
 
     scale is the value of the scale code, and tensor.encode is 1 / tensor.decode. A NaN scale gives NaN. The rule's own
@@ -213,7 +209,7 @@ def factor_torchao(
     return tensor.encode / decode_scale(codes)
 
 
-def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_compressed_tensors(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as compressed-tensors computes it.
 
         code = E4M3(T(amax / 6) * tensor.encode), or the code of 0.125 if this code is 0
@@ -225,9 +221,7 @@ def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recip
     return np.where(codes == 0, encode(np.float32(0.125), E4M3), codes)
 
 
-def factor_compressed_tensors(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_compressed_tensors(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the divisor of each block's elements in compressed-tensors: scale / tensor.encode.
 
     scale is the value of the scale code, and tensor.encode the encode scale of the tensor. A NaN scale gives NaN. amax,
@@ -239,25 +233,25 @@ def factor_compressed_tensors(
 # ---- E8M0 scales ----
 
 
-def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def _inverse(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return 2^(127 - code), the default factor of E8M0 rules."""
     return inverse_e8m0(codes)
 
 
-def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarray | int = 0) -> np.ndarray:
+def _shifted_exponent(rounded: Array, element: ElementFormat, up: Array | int = 0) -> Array:
     """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), clamped to the range of E8M0."""
     field = exponent_field(show("amax, rounded by the rule", np.asarray(rounded, np.float32)))
     codes = np.where(field == 255, 255, np.clip(field + up - element.emax, 0, 255))
     return codes.astype(np.uint8)
 
 
-def _add_to_bits(x: np.ndarray, addend: int) -> np.ndarray:
+def _add_to_bits(x: Array, addend: int) -> Array:
     """Return x with an integer added to its bit pattern, so that a carry raises the exponent."""
     bits = np.asarray(x, np.float32).view(np.int32)
     return np.where(bits > 0x7F800000, bits, bits + addend).astype(np.int32).view(np.float32)
 
 
-def code_e8m0_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_floor(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(floor(log2(amax)) - emax), as OCP MX v1.0 defines the scale.
 
     emax is the exponent of the largest element value. Exponents below -127, also that of amax = 0, give code 0
@@ -266,7 +260,7 @@ def code_e8m0_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
     return _shifted_exponent(amax, recipe.element)
 
 
-def code_e8m0_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_ceil(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(ceil(log2(amax)) - emax), as torchao's mode CEIL does.
 
     emax is the exponent of the largest element value. The logarithm is taken exactly, from the bits of amax. Exponents
@@ -277,7 +271,7 @@ def code_e8m0_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     return _shifted_exponent(amax, recipe.element, up=mantissa != 0)
 
 
-def code_e8m0_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_even(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), as torchao's mode EVEN does.
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
@@ -288,7 +282,7 @@ def code_e8m0_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     return _shifted_exponent(_add_to_bits(amax, 1 << 22 - recipe.element.mantissa_bits), recipe.element)
 
 
-def code_e8m0_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_te(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of amax * fp32(1 / M), rounded up to a power of two, as Transformer Engine computes it.
 
     M is the largest element value. 0 gives code 0 (2^-127), inf gives 254, and NaN gives 255. tensor and dtype are not
@@ -297,7 +291,7 @@ def code_e8m0_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
     return encode_e8m0_scale(amax * (ONE / recipe.element.max))
 
 
-def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_rceil(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of amax * fp32(1 / M), rounded up to a power of two, as torchao's mode RCEIL does.
 
     M is the largest element value. 0 gives code 0 (2^-127); inf and NaN give code 255 (NaN). tensor and dtype are not
@@ -307,7 +301,7 @@ def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
     return np.where(np.isfinite(amax), codes, 255).astype(np.uint8)
 
 
-def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_te_reference(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^ceil(log2(amax / M)), or 255 if amax is NaN, as TE's Python reference quantizer does.
 
     M is the largest element value. log2 is rounded to float32, and the exponent is clamped to [-127, 127]. So amax = 0
@@ -317,7 +311,7 @@ def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe
     return np.where(np.isnan(amax), np.uint8(255), code_e8m0_modelopt(amax, tensor, recipe, dtype))
 
 
-def code_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_flashinfer_fp4(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of amax * rcp(M), rounded up to a power of two, as FlashInfer computes it.
 
     M is the largest element value, and rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results of every operation
@@ -326,9 +320,7 @@ def code_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Reci
     return encode_e8m0_scale(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)))
 
 
-def factor_e8m0_flashinfer_fp4(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_e8m0_flashinfer_fp4(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in FlashInfer: 2^(127 - code), or 0 in two cases.
 
     The factor is 0 for code 0, which occurs only if amax * rcp(M) is 0, where M is the largest element value. It is
@@ -343,7 +335,7 @@ def factor_e8m0_flashinfer_fp4(
 code_e8m0_flashinfer_fp8, factor_e8m0_flashinfer_fp8 = code_e8m0_flashinfer_fp4, factor_e8m0_flashinfer_fp4
 
 
-def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_modelopt(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^ceil(log2(amax / M)), as Model-Optimizer computes it. M is the largest element value.
 
     log2 is rounded to float32, and the exponent is clamped to [-127, 127]. amax = 0 and NaN give the exponent -127
@@ -357,7 +349,7 @@ def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     return (np.clip(exponent, -127, 127) + 127).astype(np.uint8)
 
 
-def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_compressed_tensors(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), as compressed-tensors computes it.
 
     r is amax rounded to one mantissa bit, or to three for 6-bit elements, and emax is the exponent of the largest
@@ -377,7 +369,7 @@ def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: 
     return codes
 
 
-def _rounded_subnormals(amax: np.ndarray, mantissa_bits: int) -> np.ndarray:
+def _rounded_subnormals(amax: Array, mantissa_bits: int) -> Array:
     """Return amax, with values below 2^-14, the smallest normal of float16, rounded to 2^-14 or 0."""
     # An amax is rounded up if amax + 2^(-15 - mantissa_bits) reaches 2^-14. compressed-tensors gets these results
     # because it adds an integer to the bits of a float16 and then clears the low bits.
@@ -390,7 +382,7 @@ NAN = np.float32(np.nan)
 QUARK_ZERO = np.float32(2.0**-23)  # replaces a scale of 0: the machine epsilon of float32
 
 
-def qwix_reciprocal(x: np.ndarray | np.float32, dtype: np.dtype) -> np.ndarray:
+def qwix_reciprocal(x: Array | np.float32, dtype: Dtype) -> Array:
     """Return 1 / x as qwix computes it on a CPU: rounded to float16 if dtype is float16, otherwise to float32.
 
     x is the float32 divisor, and 0 gives infinity. dtype is the dtype of the elements. qwix divides by x, but XLA on a
@@ -400,7 +392,7 @@ def qwix_reciprocal(x: np.ndarray | np.float32, dtype: np.dtype) -> np.ndarray:
     return round_to(inverse, dtype) if dtype == np.float16 else inverse
 
 
-def qwix_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def qwix_scale(amax: Array, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the scale of blocks in qwix: T(amax * qwix_reciprocal(M)), or 1 if this is below a threshold.
 
     T rounds to dtype, the dtype of the elements, and M is the largest element value. The threshold is the square root
@@ -411,7 +403,7 @@ def qwix_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     return np.where(scale < np.float32(2.0**-7 if dtype == np.float16 else 2.0**-63), ONE, scale)
 
 
-def _clipped(exponent: np.ndarray) -> np.ndarray:
+def _clipped(exponent: Array) -> Array:
     """Return the E8M0 codes of 2^exponent, with the exponent clamped to [-127, 127]. A NaN exponent gives code 0."""
     return (np.clip(np.where(np.isnan(exponent), -127, exponent), -127, 127) + 127).astype(np.uint8)
 
@@ -419,7 +411,7 @@ def _clipped(exponent: np.ndarray) -> np.ndarray:
 # ---- from the bits of the amax ----
 
 
-def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
+def _even_exponent(amax: Array, recipe: Recipe) -> Array:
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), before it is clamped: int32."""
     bits = np.asarray(amax, np.float32).view(np.int32) + (1 << 22 - recipe.element.mantissa_bits)
     show("amax plus half a step", np.asarray(bits, np.int32).view(np.float32))
@@ -427,7 +419,7 @@ def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
     return np.where((field == 255) | np.isnan(amax), 255, field - recipe.element.emax)
 
 
-def code_e8m0_even_finite(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_even_finite(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), clamped to codes from 0 to 254, as vLLM's Triton code does.
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
@@ -437,7 +429,7 @@ def code_e8m0_even_finite(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
     return np.clip(_even_exponent(amax, recipe), 0, 254).astype(np.uint8)
 
 
-def code_e8m0_quark_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_quark_even(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), clamped to codes from 1 to 254, as Quark does.
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
@@ -447,9 +439,7 @@ def code_e8m0_quark_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
     return np.where(np.isnan(amax), 127, np.clip(_even_exponent(amax, recipe), 1, 254)).astype(np.uint8)
 
 
-def factor_e8m0_quark_even(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_e8m0_quark_even(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in Quark: 2^(127 - code), or NaN if amax is NaN.
 
     There is one exception: if amax gives a scale of 2^-127 or less, code 1 was stored in place of code 0, but the
@@ -459,7 +449,7 @@ def factor_e8m0_quark_even(
     return np.where(np.isnan(amax), NAN, np.where(was_raised, np.float32(2.0**127), inverse_e8m0(codes)))
 
 
-def code_e8m0_triton_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_triton_up(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of amax / M, rounded up to a power of two, as triton_kernels does with ROUND_UP.
 
     M is the largest element value. The power is at least 2^-126 unless amax / M is 0, which gives code 0. inf gives
@@ -468,9 +458,7 @@ def code_e8m0_triton_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
     return (exponent_up(amax / recipe.element.max) & 255).astype(np.uint8)
 
 
-def factor_e8m0_triton_up(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_e8m0_triton_up(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in triton_kernels: 2^(127 - code).
 
     For codes 0 and 255, the factor is 0. The products are then zeros for finite elements, and NaN for infinite ones.
@@ -479,7 +467,7 @@ def factor_e8m0_triton_up(
     return np.where((codes == 0) | (codes == 255), ZERO, inverse_e8m0(codes))
 
 
-def code_e8m0_triton_down(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_triton_down(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of amax / M, rounded down to a power of two, as triton_kernels does with ROUND_DOWN.
 
     M is the largest element value. If the quotient is below 2^-126, the code is 0. inf and NaN give 255. tensor and
@@ -491,7 +479,7 @@ def code_e8m0_triton_down(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
 factor_e8m0_triton_down = factor_e8m0_triton_up
 
 
-def code_e8m0_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_fouroversix(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of amax / M, rounded up to a power of two, as fouroversix does with scale rule static_6.
 
     M is the largest element value. The power is at least 2^-126 unless amax / M is 0, which gives code 0. inf gives
@@ -501,7 +489,7 @@ def code_e8m0_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
     return code_e8m0_triton_up(amax, tensor, recipe, dtype)
 
 
-def code_e8m0_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_fouroversix_4(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of amax / 4, rounded up to a power of two, as fouroversix does with scale rule static_4.
 
     The power is at least 2^-126 unless amax / 4 is 0, which gives code 0. inf gives 255. NaN gives 0, because the
@@ -510,9 +498,7 @@ def code_e8m0_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recip
     return (exponent_up(amax / np.float32(4)) & 255).astype(np.uint8)
 
 
-def factor_e8m0_fouroversix(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_e8m0_fouroversix(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in fouroversix: 2^(127 - code).
 
     For code 255 the factor is 0. For code 0 it is NaN, because the producer divides zeros by 0. amax, tensor, recipe
@@ -524,7 +510,7 @@ def factor_e8m0_fouroversix(
 factor_e8m0_fouroversix_4 = factor_e8m0_fouroversix
 
 
-def code_e8m0_even_normal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_even_normal(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), clamped to codes from 0 to 254, as vLLM does on a GPU.
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
@@ -538,7 +524,7 @@ def code_e8m0_even_normal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
 factor_e8m0_even_normal = factor_e8m0_triton_up
 
 
-def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_deepgemm(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of max(amax, 1e-4) / M, rounded up to a power of two, as DeepGEMM does.
 
     M is the largest element value. A block of zeros counts as one with amax 1e-4. The power is at most 2^127 (code
@@ -550,20 +536,18 @@ def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 # ---- from a logarithm, in float32 or in the dtype of the elements ----
 
 
-def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.ndarray:
+def _auto_round(exponent: Array, amax: Array, at_zero: float) -> Array:
     """Return the E8M0 codes of 2^exponent, with the special cases of auto-round and SGLang."""
     codes = _clipped(np.where(amax == 0, np.float32(at_zero), exponent))
     return np.where(np.isfinite(amax), codes, np.uint8(0))
 
 
-def _auto_round_factor(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def _auto_round_factor(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in auto-round and SGLang: 2^(127 - code)."""
     return np.where(np.isfinite(amax), inverse_e8m0(codes), NAN)
 
 
-def code_e8m0_auto_round(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_auto_round(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(floor(log2(amax)) - emax), as auto-round computes it.
 
     log2 is rounded to float32, and emax is the exponent of the largest element value. The exponent is clamped to [-127,
@@ -575,7 +559,7 @@ def code_e8m0_auto_round(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
     )
 
 
-def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_auto_round_rceil(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^ceil(log2(amax / M)), as auto-round's quant_mx_rceil computes it.
 
     log2 is rounded to float32, and M is the largest element value. The exponent is clamped to [-127, 127]. amax = 0
@@ -584,7 +568,7 @@ def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Re
     return _auto_round(np.ceil(show("log2 of the scale", log2(amax / recipe.element.max))), amax, 1)
 
 
-def code_e8m0_auto_round_rceil_v2(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_auto_round_rceil_v2(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^ceil(log2(amax / 7.25)), as auto-round's quant_mx_rceil_v2 computes it.
 
     log2 is rounded to float32. The exponent is clamped to [-127, 127]. amax = 0 gives the scale 2 (code 128). An
@@ -596,14 +580,12 @@ def code_e8m0_auto_round_rceil_v2(amax: np.ndarray, tensor: TensorScale, recipe:
 factor_e8m0_auto_round = _auto_round_factor
 
 
-def _auto_round_up_factor(codes: np.ndarray, amax: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+def _auto_round_up_factor(codes: Array, amax: Array, ratio: Array) -> Array:
     """Return 2^(127 - code), or NaN in two cases: amax is infinite or NaN, or ratio is 0 although amax is positive."""
     return np.where(np.isfinite(amax) & ((ratio != 0) | (amax == 0)), inverse_e8m0(codes), NAN)
 
 
-def factor_e8m0_auto_round_rceil(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_e8m0_auto_round_rceil(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in auto-round's quant_mx_rceil: 2^(127 - code).
 
     The factor is NaN if amax is infinite or NaN. It is also NaN if a positive amax divided by the largest element value
@@ -613,8 +595,8 @@ def factor_e8m0_auto_round_rceil(
 
 
 def factor_e8m0_auto_round_rceil_v2(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+    codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype
+) -> Array:
     """Return the factor that multiplies the elements of each block in auto-round's quant_mx_rceil_v2: 2^(127 - code).
 
     The factor is NaN if amax is infinite or NaN. It is also NaN if a positive amax divided by 7.25 underflows to 0.
@@ -623,7 +605,7 @@ def factor_e8m0_auto_round_rceil_v2(
     return _auto_round_up_factor(codes, amax, amax / np.float32(7.25))
 
 
-def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.ufunc) -> np.ndarray:
+def _quark_scale(amax: Array, recipe: Recipe, dtype: Dtype, rounded: np.ufunc) -> Array:
     """Return the scale that Quark computes from an amax: s = T(2^(R(T(log2(amax))) - emax)), or 2^-23 if s is 0."""
     is_finite = np.isfinite(amax)
     logarithm = show("log2 of the amax", round_to(log2(np.where(is_finite, amax, ONE)), dtype))
@@ -633,17 +615,17 @@ def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.
     return np.where(is_finite, np.where(scale == 0, QUARK_ZERO, scale), amax)
 
 
-def _quark_code(scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
+def _quark_code(scale: Array, amax: Array) -> Array:
     """Return the E8M0 codes that Quark stores for scales: from 1 (2^-126) to 254, or 127 if amax is infinite or NaN."""
     return np.where(np.isfinite(amax), np.clip(exponent_field(scale), 1, 254), 127).astype(np.uint8)
 
 
-def _quark_factor(codes: np.ndarray, scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
+def _quark_factor(codes: Array, scale: Array, amax: Array) -> Array:
     """Return the divisor that Quark applies to the elements of each block."""
     return np.where(_quark_code(scale, amax) == codes, scale, decode(codes, E8M0))
 
 
-def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_quark_floor(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of s = T(2^(floor(T(log2(amax))) - emax)), as Quark computes it with scale mode floor.
 
     T rounds to the dtype of the elements, and emax is the exponent of the largest element value. If s is 0, as for amax
@@ -653,9 +635,7 @@ def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
     return _quark_code(_quark_scale(amax, recipe, dtype, np.floor), amax)
 
 
-def factor_e8m0_quark_floor(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_e8m0_quark_floor(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the divisor that Quark applies to the elements of each block with scale mode floor.
 
     - If the caller of quantize passed a code that amax does not give, the divisor is the value of this code.
@@ -668,7 +648,7 @@ def factor_e8m0_quark_floor(
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.floor), amax)
 
 
-def code_e8m0_quark_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_quark_ceil(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of s = T(2^(ceil(T(log2(amax))) - emax)), as Quark computes it with scale mode ceil.
 
     T rounds to the dtype of the elements, and emax is the exponent of the largest element value. If s is 0, as for amax
@@ -678,9 +658,7 @@ def code_e8m0_quark_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
     return _quark_code(_quark_scale(amax, recipe, dtype, np.ceil), amax)
 
 
-def factor_e8m0_quark_ceil(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_e8m0_quark_ceil(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the divisor that Quark applies to the elements of each block with scale mode ceil.
 
     - If the caller of quantize passed a code that amax does not give, the divisor is the value of this code.
@@ -693,7 +671,7 @@ def factor_e8m0_quark_ceil(
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.ceil), amax)
 
 
-def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_sglang(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^ceil(T(log2(T(amax / M)))), as SGLang's MXFP4 utility computes it.
 
     T rounds to the dtype of the elements, and M is the largest element value. The exponent is clamped to [-127, 127].
@@ -705,7 +683,7 @@ def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtyp
     return _auto_round(np.ceil(np.maximum(logarithm, -127)), amax, -127)
 
 
-def code_e8m0_sglang_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_sglang_kv(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 scale code of each block, as SGLang's KV cache computes it.
 
         d = max(T(amax / M), T(1e-10))
@@ -723,7 +701,7 @@ def code_e8m0_sglang_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
 factor_e8m0_sglang = factor_e8m0_sglang_kv = _auto_round_factor
 
 
-def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_qwix(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^ceil(T(T(log s) * reciprocal(T(log 2)))), as qwix 0.1.8 computes it with XLA on a CPU.
 
     s is block_arith.qwix_scale of amax, reciprocal is block_arith.qwix_reciprocal, and T rounds to the dtype of the
@@ -741,9 +719,7 @@ def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     return np.where(np.isfinite(scale), _clipped(exponent), np.uint8(255))
 
 
-def factor_e8m0_qwix(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_e8m0_qwix(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of a block in qwix: 2^(127 - code), or 0 if amax is infinite.
 
     Infinite and NaN amaxes both give code 255. For NaN, the factor is NaN. tensor, recipe and dtype are not used.
@@ -754,7 +730,7 @@ def factor_e8m0_qwix(
 # ---- comfy-kitchen, MSLK, aiter and DeepSeek ----
 
 
-def code_e8m0_comfy_kitchen(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_comfy_kitchen(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^ceil(log2(max(amax / M, 2^-127))), as comfy-kitchen computes it.
 
     log2 is rounded to float32, and M is the largest element value. The exponent is at most 127. amax = 0 gives code 0
@@ -765,9 +741,7 @@ def code_e8m0_comfy_kitchen(amax: np.ndarray, tensor: TensorScale, recipe: Recip
     return np.where(np.isfinite(amax), _clipped(exponent), np.uint8(0))
 
 
-def factor_e8m0_comfy_kitchen(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_e8m0_comfy_kitchen(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in comfy-kitchen: 2^(127 - code).
 
     For code 0 the factor is infinite, because comfy-kitchen takes it for the scale 0. If amax is 0 too, the factor is
@@ -776,14 +750,14 @@ def factor_e8m0_comfy_kitchen(
     return np.where(codes > 0, inverse_e8m0(codes), np.where(amax == 0, ONE, np.float32(np.inf)))
 
 
-def _mslk_power(amax: np.ndarray, addend: int, recipe: Recipe) -> np.ndarray:
+def _mslk_power(amax: Array, addend: int, recipe: Recipe) -> Array:
     """Return the E8M0 code of 2^(E - emax), as MSLK's MX4 kernel computes it."""
     bits = np.minimum(np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFFFF, 0x7F800000) + addend
     show("amax, rounded by the rule", bits.astype(np.int32).view(np.float32))
     return np.clip((bits >> 23) - recipe.element.emax, 0, 254 - recipe.element.emax).astype(np.uint8)
 
 
-def code_e8m0_mslk_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_mslk_ceil(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(ceil(log2(amax)) - emax), as MSLK's MX4 kernel computes it with mode ceil.
 
     emax is the exponent of the largest element value. The logarithm is taken exactly. amax = 0 gives code 0. The scale
@@ -793,7 +767,7 @@ def code_e8m0_mslk_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
     return _mslk_power(amax, 0x7FFFFF, recipe)
 
 
-def code_e8m0_mslk_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_mslk_even(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), as MSLK's MX4 kernel computes it with mode even.
 
     emax is the exponent of the largest element value. r is 2^(k + 1) if amax is above 1.75 * 2^k, with k =
@@ -804,7 +778,7 @@ def code_e8m0_mslk_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
     return _mslk_power(amax, 0x1FFFFF, recipe)
 
 
-def code_e8m0_mslk_nearest(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_mslk_nearest(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(floor(log2(amax) + 0.5) - emax), as MSLK's MX4 kernel computes it with mode nearest.
 
     emax is the exponent of the largest element value. log2 and the sum are rounded to float32. amax = 0 counts as
@@ -817,7 +791,7 @@ def code_e8m0_mslk_nearest(amax: np.ndarray, tensor: TensorScale, recipe: Recipe
     return np.where(is_usual | (amax == 0), codes, 254 - recipe.element.emax).astype(np.uint8)
 
 
-def code_e8m0_aiter_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_aiter_up(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of amax / M, rounded up to a power of two, as aiter does with mode RoundUp.
 
     M is the largest element value. The power is at least 2^-126, so only amax / M = 0 gives code 0. inf and NaN give
@@ -826,7 +800,7 @@ def code_e8m0_aiter_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     return np.minimum(exponent_up(amax / recipe.element.max), 255).astype(np.uint8)
 
 
-def code_e8m0_aiter_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_aiter_ceil(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of amax / 2^emax, rounded up to a power of two, as aiter does with mode Ceil.
 
     emax is the exponent of the largest element value. The power is at least 2^-126, so only amax / 2^emax = 0 gives
@@ -835,7 +809,7 @@ def code_e8m0_aiter_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
     return np.minimum(exponent_up(amax / np.float32(2.0**recipe.element.emax)), 255).astype(np.uint8)
 
 
-def code_e8m0_deepseek(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_deepseek(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of max(amax, 6 * 2^-126) * fp32(1/6), rounded up to a power of two, as DeepSeek-V4 does.
 
     So the code is at least 1 (2^-126), also for a block of zeros. inf and NaN give 255. tensor, recipe and dtype are
@@ -845,7 +819,7 @@ def code_e8m0_deepseek(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     return np.minimum(exponent_up(ratio), 255).astype(np.uint8)
 
 
-def code_e8m0_deepseek_fp8(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_deepseek_fp8(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of max(amax, 1e-4) * fp32(1/M), rounded up to a power of two, as DeepSeek-V4 does for FP8.
 
     M is the largest element value. inf and NaN give 255. tensor and dtype are not used. Source: DeepSeek-V4
@@ -858,7 +832,7 @@ def code_e8m0_deepseek_fp8(amax: np.ndarray, tensor: TensorScale, recipe: Recipe
 _INFINITY_BITS = 0x7F800000
 
 
-def code_vllm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_vllm(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as vLLM computes it.
 
         code = E4M3(clamp(tensor.encode * (amax * fp32(1/6)), -448, 448))
@@ -869,9 +843,7 @@ def code_vllm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
     return encode_e4m3_scale(tensor.encode * (amax * INV6))
 
 
-def factor_vllm(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_vllm(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in vLLM's emulation: 1 / (scale * tensor.decode).
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale * tensor.decode is
@@ -884,9 +856,7 @@ def factor_vllm(
 code_vllm_cuda = code_vllm
 
 
-def factor_vllm_cuda(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_vllm_cuda(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in vLLM's Triton kernel.
 
         factor = tensor.encode * rcp(scale), or 0 if scale is 0
@@ -902,9 +872,7 @@ def factor_vllm_cuda(
 code_auto_round = code_vllm
 
 
-def factor_auto_round(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_auto_round(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in auto-round: 1 / (scale * tensor.decode).
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale * tensor.decode is
@@ -914,7 +882,7 @@ def factor_auto_round(
     return reciprocal_or_zero(decode_scale(codes) * tensor.decode)
 
 
-def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_quark(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as AMD Quark computes it when it quantizes a loaded model.
 
         code = E4M3(amax / (6 * tensor.decode)), or the code of 1 if this code is 0
@@ -926,9 +894,7 @@ def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.
     return np.where(codes == 0, encode(ONE, E4M3), codes)
 
 
-def factor_quark(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_quark(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the divisor of each block's elements in Quark: scale * tensor.decode, or 2^-23 if this product is 0.
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A NaN scale gives NaN. amax,
@@ -938,7 +904,7 @@ def factor_quark(
     return np.where(scale == 0, QUARK_ZERO, scale)
 
 
-def code_quark_file(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_quark_file(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as AMD Quark computes it when it quantizes file to file.
 
     The scale is rounded twice:
@@ -958,7 +924,7 @@ def code_quark_file(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 factor_quark_file = factor_quark
 
 
-def code_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_fouroversix(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as fouroversix computes it with scale rule static_6.
 
         code = E4M3((amax / 6) * tensor.encode), or 0 if the whole tensor is zero
@@ -969,7 +935,7 @@ def code_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtyp
     return _ratio_code(amax / recipe.element.max, tensor)
 
 
-def code_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_fouroversix_4(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as fouroversix computes it with scale rule static_4.
 
         code = E4M3((amax / 4) * tensor.encode), or 0 if the whole tensor is zero
@@ -981,12 +947,12 @@ def code_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     return _ratio_code(amax / np.float32(4), tensor)
 
 
-def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
+def _ratio_code(ratio: Array, tensor: TensorScale) -> Array:
     """Return E4M3(ratio * tensor.encode), or code 0 if the whole tensor is zero."""
     return encode_e4m3_scale(zero_of_zeros(ratio * tensor.encode, tensor))
 
 
-def zero_of_zeros(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
+def zero_of_zeros(ratio: Array, tensor: TensorScale) -> Array:
     """Return `ratio`, the block scales before they are encoded, or zeros if the amax of the tensor is 0.
 
     In a tensor of zeros, block amaxes are 0 and tensor.encode is infinite. Without this replacement, their product
@@ -995,9 +961,7 @@ def zero_of_zeros(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
     return np.where(tensor.amax == 0, ZERO, ratio)
 
 
-def factor_fouroversix(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_fouroversix(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in fouroversix: 1 / (tensor.decode * scale).
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale is 0, the factor is
@@ -1013,7 +977,7 @@ def factor_fouroversix(
 factor_fouroversix_4 = factor_fouroversix
 
 
-def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_qwix(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as qwix 0.1.8 computes it with XLA on a CPU.
 
     The scale is block_arith.qwix_scale(amax, recipe, dtype): amax divided by the largest element value, or 1 for a very
@@ -1022,9 +986,7 @@ def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
     return encode_e4m3_scale(qwix_scale(amax, recipe, dtype))
 
 
-def factor_qwix(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_qwix(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in qwix: 1 / scale, as qwix_reciprocal computes it.
 
     scale is the value of the scale code. A scale of 0, which a caller may pass, gives an infinite factor. A NaN scale
@@ -1036,7 +998,7 @@ def factor_qwix(
 # ---- stores of KV caches ----
 
 
-def code_vllm_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_vllm_kv(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as vLLM's KV cache kernel computes it.
 
         code = E4M3(tensor.encode * (amax * rcp(6)))
@@ -1047,9 +1009,7 @@ def code_vllm_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
     return encode_e4m3_scale(tensor.encode * (amax * reciprocal_approx_ftz(E2M1.max)))
 
 
-def factor_vllm_kv(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_vllm_kv(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in vLLM's KV cache kernel.
 
         factor = rcp(scale * rcp(tensor.encode)), or 0 if scale is 0
@@ -1062,7 +1022,7 @@ def factor_vllm_kv(
     return np.where(scale == 0, ZERO, reciprocal_approx_ftz(scale * reciprocal_approx_ftz(tensor.encode)))
 
 
-def code_flashinfer_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_flashinfer_kv(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as FlashInfer's nvfp4_kv_quant computes it.
 
         code = E4M3(rcp(tensor.decode) * (amax * rcp(6)))
@@ -1076,9 +1036,7 @@ def code_flashinfer_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     )
 
 
-def factor_flashinfer_kv(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_flashinfer_kv(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in FlashInfer's nvfp4_kv_quant.
 
         factor = rcp(scale * tensor.decode), or 0 if amax is 0 or subnormal
@@ -1091,7 +1049,7 @@ def factor_flashinfer_kv(
     return np.where(np.abs(amax) < FLT_MIN, ZERO, factor)
 
 
-def code_flashinfer_kv_page(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_flashinfer_kv_page(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return E4M3(amax / (6 * tensor.decode)), the scale code of each block in FlashInfer's store into pages.
 
     tensor.decode is the decode scale of the tensor. Codes saturate at 448, and NaN gives a NaN code. recipe and dtype
@@ -1100,9 +1058,7 @@ def code_flashinfer_kv_page(amax: np.ndarray, tensor: TensorScale, recipe: Recip
     return encode_e4m3_scale(amax / (E2M1.max * tensor.decode))
 
 
-def factor_flashinfer_kv_page(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_flashinfer_kv_page(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in FlashInfer's store into pages.
 
         factor = 1 / (scale * tensor.decode), or 0 if scale is 0
@@ -1117,7 +1073,7 @@ def factor_flashinfer_kv_page(
 # ---- comfy-kitchen, MSLK, Nunchaku, aiter and DeepSeek ----
 
 
-def code_comfy_kitchen(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_comfy_kitchen(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as comfy-kitchen computes it: E4M3(amax / 6 / tensor.decode).
 
     6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. Codes saturate at 448,
@@ -1126,9 +1082,7 @@ def code_comfy_kitchen(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     return encode_e4m3_scale(amax / recipe.element.max / tensor.decode)
 
 
-def factor_comfy_kitchen(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_comfy_kitchen(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the divisor of each block's elements in comfy-kitchen: scale * tensor.decode, or NaN if this product is 0.
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A NaN scale gives NaN, too.
@@ -1139,7 +1093,7 @@ def factor_comfy_kitchen(
     return np.where(scale == 0, NAN, scale)
 
 
-def code_comfyui(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_comfyui(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as ComfyUI computes it for stochastic rounding.
 
         code = E4M3(T(T(amax / 6) / T(tensor.decode)))
@@ -1152,9 +1106,7 @@ def code_comfyui(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
     return encode_e4m3_scale(round_to(ratio, dtype))
 
 
-def factor_comfyui(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_comfyui(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return T(scale * T(tensor.decode)), the divisor of each block's elements in ComfyUI.
 
     scale is the value of the scale code, tensor.decode the decode scale of the tensor, and T rounds to dtype, the dtype
@@ -1164,7 +1116,7 @@ def factor_comfyui(
     return round_to(decode_scale(codes) * round_to(tensor.decode, dtype), dtype)
 
 
-def code_comfyui_cuda(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_comfyui_cuda(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as ComfyUI computes it on a GPU for stochastic rounding.
 
         code = E4M3(T(T(amax * fp32(1/6)) / T(tensor.decode)))
@@ -1179,12 +1131,12 @@ def code_comfyui_cuda(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dty
 factor_comfyui_cuda = factor_comfyui
 
 
-def _mslk_code(scale: np.ndarray) -> np.ndarray:
+def _mslk_code(scale: Array) -> Array:
     """Return the E4M3 codes of block scales, which are clamped to [2^-9, 448] first. NaN counts as 2^-9 (code 1)."""
     return encode_e4m3_scale(np.fmin(np.fmax(scale, E4M3.min_subnormal), E4M3.max))
 
 
-def code_mslk(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_mslk(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as MSLK computes it.
 
         code = E4M3(clamp((amax / 6) * tensor.encode, 2^-9, 448))
@@ -1195,9 +1147,7 @@ def code_mslk(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
     return _mslk_code(amax / recipe.element.max * tensor.encode)
 
 
-def factor_mslk(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_mslk(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in MSLK: tensor.encode / scale.
 
     scale is the value of the scale code, and tensor.encode the encode scale of the tensor. A scale of 0 gives an
@@ -1207,7 +1157,7 @@ def factor_mslk(
     return tensor.encode / decode_scale(codes)
 
 
-def code_mslk_fast(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_mslk_fast(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as MSLK computes it with fast math.
 
         code = E4M3(clamp((amax * fp32(1/6)) * tensor.encode, 2^-9, 448))
@@ -1218,7 +1168,7 @@ def code_mslk_fast(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     return _mslk_code(amax * INV6 * tensor.encode)
 
 
-def code_mslk_power(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_mslk_power(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as MSLK computes it for scales that are powers of two: E4M3(2^k).
 
     2^k is the product (amax / 4) * tensor.encode, rounded up to a power of two if its significand is above 1.75, and
@@ -1236,7 +1186,7 @@ def code_mslk_power(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 factor_mslk_fast = factor_mslk_power = factor_mslk
 
 
-def code_nunchaku(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_nunchaku(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return E4M3(amax * fp32(1/6)), the scale code of each block in Nunchaku.
 
     Codes saturate at 448. A NaN amax, which only a caller can pass, counts as infinite. tensor, recipe and dtype are
@@ -1245,9 +1195,7 @@ def code_nunchaku(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
     return encode_e4m3_scale(_nunchaku_scale(amax))
 
 
-def factor_nunchaku(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_nunchaku(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in Nunchaku: rcp(min(amax * fp32(1/6), 448)).
 
     rcp is PTX rcp.approx.ftz.f32. Its operand, the block scale, is not rounded to E4M3 first. If the scale is 0 or
@@ -1258,17 +1206,17 @@ def factor_nunchaku(
     return reciprocal_approx_ftz(_scale_or_given(codes, _nunchaku_scale(amax)))
 
 
-def _scale_or_given(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def _scale_or_given(codes: Array, scale: Array) -> Array:
     """Return the scale that each block is quantized with, as float32."""
     return np.where(encode_e4m3_scale(scale) == codes, scale, decode_scale(codes))
 
 
-def _nunchaku_scale(amax: np.ndarray) -> np.ndarray:
+def _nunchaku_scale(amax: Array) -> Array:
     """Return min(amax * fp32(1/6), 448), or 448 if amax is NaN: the block scale before it is rounded to E4M3."""
     return show("block scale before rounding", np.fmin(amax * INV6, E4M3.max))
 
 
-def code_aiter(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_aiter(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return E4M3(amax * fp32(1/6)), the scale code of each block in aiter's Triton kernel.
 
     Codes saturate at 448, and NaN gives a NaN code. tensor, recipe and dtype are not used. Source: aiter Triton
@@ -1277,9 +1225,7 @@ def code_aiter(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.
     return encode_e4m3_scale(show("block scale before rounding", amax * INV6))
 
 
-def factor_aiter(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_aiter(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in aiter's Triton kernel: 1 / (amax * fp32(1/6)).
 
     The division is that of PTX div.full.f32. The divisor, the block scale, is not rounded to E4M3. If it is 0, the
@@ -1290,7 +1236,7 @@ def factor_aiter(
     return divide_full(np.ones_like(scale), scale)
 
 
-def code_deepseek(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_deepseek(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return E4M3(max(amax, 6 * 2^-9) / 6), the scale code of each block in DeepSeek-V4's compressed KV cache.
 
     6 stands for the largest element value. The code is at least 1, even for a block of zeros. Codes saturate at 448,
@@ -1308,7 +1254,7 @@ _FIRST_WRAPPED = 127 - 149 + 256  # the lowest byte that can be a wrapped one, b
 # ---- llama.cpp 0c1e57098 ----
 
 
-def code_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_gguf(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as llama.cpp's ggml_fp32_to_ue4m3 makes it from d = amax / 6.
 
     6 stands for the largest element value. Rounding is to nearest, but ties go up. A d below 2^-6 has the code
@@ -1322,9 +1268,7 @@ def code_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
     return np.where(codes >= encode(np.float32(256), E4M3), E4M3.max_code, codes).astype(np.uint8)
 
 
-def factor_gguf(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_gguf(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the value of each block's scale code, which llama.cpp uses as the factor of the block.
 
     llama.cpp gives each element the code whose value * factor is nearest to the element. A NaN code, which only a
@@ -1333,7 +1277,7 @@ def factor_gguf(
     return decode(codes, E4M3)
 
 
-def code_e8m0_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_gguf(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 scale code of each block, as llama.cpp computes it.
 
         code = low byte of (floor(log2f(amax)) - emax + 127), or 0 if amax is 0, infinite or NaN
@@ -1349,9 +1293,7 @@ def code_e8m0_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     return np.where(positive, exponent + 127 & 0xFF, 0).astype(np.uint8)
 
 
-def factor_e8m0_gguf(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_e8m0_gguf(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the value of each block's scale code, which llama.cpp uses as the factor of the block: 2^(code - 127).
 
     llama.cpp gives each element the code whose value * factor is nearest to the element. Code 255 gives an infinite
@@ -1364,13 +1306,13 @@ def factor_e8m0_gguf(
 # ---- MLX ----
 
 
-def _saturated(scaled: np.ndarray, amax: np.ndarray) -> np.ndarray:
+def _saturated(scaled: Array, amax: Array) -> Array:
     """Return E4M3(scaled), but never a NaN code, because MLX saturates NaN too."""
     codes = np.where(np.isnan(scaled), E4M3.sign_bit | E4M3.max_code, encode_e4m3_scale(scaled))
     return np.where(np.isnan(amax), E4M3.max_code, codes).astype(np.uint8)
 
 
-def code_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_mlx(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as MLX's CPU back end computes it: E4M3(T(amax / 6) * tensor.encode).
 
     T rounds to the dtype of the elements, 6 stands for the largest element value, and tensor.encode is the encode scale
@@ -1380,7 +1322,7 @@ def code_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dt
     return _saturated(round_to(amax / recipe.element.max, dtype) * tensor.encode, amax)
 
 
-def factor_mlx(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def factor_mlx(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the divisor that MLX's CPU back end applies to each block: the magnitude of the block scale.
 
     The caller then multiplies the quotients by tensor.encode, the encode scale of the tensor. A NaN scale gives NaN.
@@ -1389,7 +1331,7 @@ def factor_mlx(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe:
     return np.abs(decode(codes, E4M3))
 
 
-def code_mlx_metal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_mlx_metal(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E4M3 scale code of each block, as MLX's Metal kernels compute it: E4M3((amax / 6) * tensor.encode).
 
     6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. Codes saturate at 448.
@@ -1398,9 +1340,7 @@ def code_mlx_metal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     return _saturated(amax / recipe.element.max * tensor.encode, amax)
 
 
-def factor_mlx_metal(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_mlx_metal(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in MLX's Metal kernels: tensor.encode / |scale|.
 
     scale is the value of the scale code, and tensor.encode the encode scale of the tensor. If scale is 0, the factor is
@@ -1410,20 +1350,20 @@ def factor_mlx_metal(
     return np.where(scale == 0, ZERO, tensor.encode / scale)
 
 
-def _wrapped(exponent: np.ndarray, s: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _wrapped(exponent: Array, s: Array, dtype: Dtype) -> Array:
     """Return the E8M0 codes that MLX stores for the scales 2^exponent: the low byte of exponent + 127."""
     codes = np.where(s == 0, 127, exponent + 127 & 0xFF)
     return np.where(np.isfinite(s), codes, 128 if dtype == np.float32 else 0).astype(np.uint8)
 
 
-def _defined(s: np.ndarray) -> np.ndarray:
+def _defined(s: Array) -> Array:
     """Return s with 1 in place of each number that is 0, negative, infinite or NaN, so that all logarithms are
     finite.
     """
     return np.where((s > 0) & np.isfinite(s), s, ONE)
 
 
-def code_e8m0_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_mlx(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 scale code of each block, as MLX 0.32.2 and later compute it on a CPU.
 
         code = low byte of (ceil(log2(s)) + 127),   s = T(amax / M)
@@ -1437,9 +1377,7 @@ def code_e8m0_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
     return _wrapped(exponent - (significand == 0.5), s, dtype)
 
 
-def factor_e8m0_mlx(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_e8m0_mlx(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the divisor that MLX's CPU back end applies to the elements of each block: 2^n.
 
     n is code - 127. If the byte wrapped around because the exponent was below -127, n is that exponent: code - 127 -
@@ -1451,7 +1389,7 @@ def factor_e8m0_mlx(
     return np.where(np.isfinite(amax), power, ZERO)
 
 
-def code_e8m0_mlx_0321(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_mlx_0321(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 scale code of each block, as MLX up to 0.32.1 computes it on a CPU.
 
         code = low byte of (rint(T(log2(s))) + 127),   s = T(amax / M)
@@ -1470,7 +1408,7 @@ def code_e8m0_mlx_0321(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 factor_e8m0_mlx_0321 = factor_e8m0_mlx
 
 
-def code_e8m0_mlx_metal_0321(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_mlx_metal_0321(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 scale code of each block, as MLX up to 0.32.1 computes it on Metal: round(log2(amax / M)) + 127.
 
     M is the largest element value. The logarithm is rounded to float32, then to the nearest integer, ties away from
@@ -1485,13 +1423,13 @@ def code_e8m0_mlx_metal_0321(amax: np.ndarray, tensor: TensorScale, recipe: Reci
 MIN_NORMAL_INVERSE = np.float32(2.0**126)  # inverse of 2^-126, the smallest scale that elements are divided by
 
 
-def _shifted(amax: np.ndarray, rounded: np.ndarray, recipe: Recipe, up: np.ndarray | int = 0) -> np.ndarray:
+def _shifted(amax: Array, rounded: Array, recipe: Recipe, up: Array | int = 0) -> Array:
     """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), or 255 if amax is NaN."""
     codes = np.clip(exponent_field(show("amax, rounded by the rule", rounded)) + up - recipe.element.emax, 0, 255)
     return np.where(np.isnan(amax), 255, codes).astype(np.uint8)
 
 
-def code_e8m0_floor_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_floor_018(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(floor(log2(amax)) - emax), as torchao 0.18.0 does with mode FLOOR.
 
     emax is the exponent of the largest element value. Exponents below -127, also that of amax = 0, give code 0. inf
@@ -1500,7 +1438,7 @@ def code_e8m0_floor_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
     return _shifted(amax, np.asarray(amax, np.float32), recipe)
 
 
-def code_e8m0_ceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_ceil_018(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(ceil(log2(amax)) - emax), as torchao 0.18.0 does with mode CEIL.
 
     emax is the exponent of the largest element value. The logarithm is taken exactly, from the bits of amax. Exponents
@@ -1511,7 +1449,7 @@ def code_e8m0_ceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     return _shifted(amax, np.asarray(amax, np.float32), recipe, up=mantissa != 0)
 
 
-def code_e8m0_even_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_even_018(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), as torchao 0.18.0 does with mode EVEN.
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
@@ -1523,9 +1461,7 @@ def code_e8m0_even_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     return _shifted(amax, rounded, recipe)
 
 
-def factor_e8m0_floor_018(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_e8m0_floor_018(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in torchao 0.18.0: 2^(127 - code).
 
     Code 0 stands for 2^-127, but its factor is 2^126, because the smallest divisor of torchao is 2^-126. Code 255 has
@@ -1537,7 +1473,7 @@ def factor_e8m0_floor_018(
 factor_e8m0_ceil_018 = factor_e8m0_even_018 = factor_e8m0_floor_018
 
 
-def code_e8m0_rceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_rceil_018(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the E8M0 code of 2^ceil(log2(amax / M)), as torchao 0.18.0 does with mode RCEIL.
 
     M is the largest element value. log2 is rounded to float32, and the exponent is clamped to [-127, 127]. So amax = 0
@@ -1547,9 +1483,7 @@ def code_e8m0_rceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
     return np.where(np.isnan(amax), 255, np.clip(exponent, -127, 127) + 127).astype(np.uint8)
 
 
-def factor_e8m0_rceil_018(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_e8m0_rceil_018(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in torchao 0.18.0's mode RCEIL: 2^(127 - code).
 
     For code 0 the factor is 1. The elements of such a block are tiny, so they become zeros. Code 255 has the factor
@@ -1558,7 +1492,7 @@ def factor_e8m0_rceil_018(
     return np.where(codes == 0, ONE, inverse_e8m0(codes))
 
 
-Code = Callable[[np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
+Code = Callable[[Array, TensorScale, Recipe, Dtype], Array]
 
 
 def _code(rounding: str) -> Code:
@@ -1566,7 +1500,7 @@ def _code(rounding: str) -> Code:
     tensor.encode).
     """
 
-    def code(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    def code(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
         """Return the scale code of each block: S(amax / M * tensor.encode).
 
         S() gives a code of the scale format, M is the largest magnitude of an element, and tensor.encode is the encode
@@ -1583,9 +1517,7 @@ def _code(rounding: str) -> Code:
 code_amax, code_amax_up, code_amax_down = _code("rn"), _code("rp"), _code("rz")
 
 
-def factor_amax(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def factor_amax(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block: 1 / (scale * tensor.decode).
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If the magnitude of their

@@ -13,9 +13,9 @@ import numpy as np
 from fp4kit.arithmetic import ROUNDINGS, Rounding, codes_of, exponent_field
 from fp4kit.formats import E2M1, E4M3, E8M0, Codebook, ElementFormat, Packing
 from fp4kit.recipes import Recipe
-from fp4kit.reference.arith import ONE
+from fp4kit.reference.arith import ONE, Array
 
-T = TypeVar("T", bound=np.ndarray | np.generic)
+T = TypeVar("T", bound=Array | np.generic)
 
 
 class Step(NamedTuple):
@@ -28,7 +28,7 @@ class Step(NamedTuple):
     """
 
     name: str
-    result: np.ndarray
+    result: Array
     format: ElementFormat | None
 
 
@@ -76,7 +76,7 @@ Sign = Literal["signbit", "negative", "not_positive", "unsigned_zero"]
 # Each function returns a mask of the elements that get the sign bit, given x and the codes of its magnitudes:
 # signbit: elements with a set sign bit, so that -0 keeps its sign.  negative: elements below zero.
 # not_positive: elements that are 0, below 0 or NaN.  unsigned_zero: as signbit, without elements whose code is 0.
-SIGNS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+SIGNS: dict[str, Callable[[Array, Array], Array]] = {
     "signbit": lambda x, codes: np.signbit(x),
     "negative": lambda x, codes: x < 0,
     "not_positive": lambda x, codes: ~(x > 0),
@@ -84,7 +84,7 @@ SIGNS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
-def decode(codes: np.ndarray, fmt: ElementFormat) -> np.ndarray:
+def decode(codes: Array, fmt: ElementFormat) -> Array:
     """Return the float32 values of codes in a format, in the shape of codes. The result is exact. NaN codes give NaN.
 
     codes: unsigned integers. Bits above the width of the format are ignored, so callers need not mask a code that
@@ -93,7 +93,7 @@ def decode(codes: np.ndarray, fmt: ElementFormat) -> np.ndarray:
     return np.take(fmt.values, codes if fmt.bits == 8 else codes & (2**fmt.bits - 1))
 
 
-def encode_magnitude(a: np.ndarray, fmt: ElementFormat, rounding: str = "rn") -> np.ndarray:
+def encode_magnitude(a: Array, fmt: ElementFormat, rounding: str = "rn") -> Array:
     """Return the codes of float32 a >= 0, as uint8. Numbers beyond fmt.max, infinity included, become fmt.max.
 
     `a` must not hold NaN.
@@ -103,7 +103,7 @@ def encode_magnitude(a: np.ndarray, fmt: ElementFormat, rounding: str = "rn") ->
     return codes_of(np.minimum(a, fmt.max), fmt.emin, fmt.mantissa_bits, ROUNDINGS[rounding]).astype(np.uint8)
 
 
-def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.float32) -> np.ndarray:
+def first_of_least(a: Array, fmt: ElementFormat, step: Array | np.float32) -> Array:
     """Return, for each float32 a >= 0, the code whose value times step is nearest to a: uint8. No a may be NaN.
 
     This is the rounding "first" of llama.cpp and MLX. Distances |value * step - a| are computed in float32. Among equal
@@ -120,7 +120,7 @@ def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.floa
     return codes
 
 
-def nearest_unbounded(a: np.ndarray) -> np.ndarray:
+def nearest_unbounded(a: Array) -> Array:
     """Return float32 a >= 0 rounded to the nearest E2M1 value, ties to even, as if E2M1 had no largest value.
 
     From 4 on the values continue in steps of 2: 4, 6, 8, 10, ... The result is float32; inf and NaN give NaN. The
@@ -131,7 +131,7 @@ def nearest_unbounded(a: np.ndarray) -> np.ndarray:
     return np.where(a < 4, decode(encode_magnitude(np.where(a < 4, a, np.float32(0)), E2M1), E2M1), beyond)
 
 
-def _wrapped_magnitude(a: np.ndarray) -> np.ndarray:
+def _wrapped_magnitude(a: Array) -> Array:
     """Return the 4-bit codes that fouroversix gives to v = nearest_unbounded(a), for finite a: uint8."""
     rounded = nearest_unbounded(a)
     bits = rounded.astype(ml_dtypes.bfloat16).view(np.uint16)
@@ -139,13 +139,13 @@ def _wrapped_magnitude(a: np.ndarray) -> np.ndarray:
 
 
 def encode(
-    x: np.ndarray,
+    x: Array,
     fmt: ElementFormat,
     rounding: str = "rn",
     sign: Sign = "signbit",
     nan_code: int | None = None,
-    step: np.ndarray | np.float32 = ONE,
-) -> np.ndarray:
+    step: Array | np.float32 = ONE,
+) -> Array:
     """Return the codes of x: uint8, in the shape of x.
 
     Roundings:
@@ -197,9 +197,7 @@ def encode(
     return codes
 
 
-def _encode_float(
-    x: np.ndarray, fmt: ElementFormat, rounding: str, sign: Sign, step: np.ndarray | np.float32
-) -> np.ndarray:
+def _encode_float(x: Array, fmt: ElementFormat, rounding: str, sign: Sign, step: Array | np.float32) -> Array:
     """Return the uint8 codes of x, which must not hold NaN, in a float format."""
     a = np.abs(x)
     if rounding == "first":
@@ -210,7 +208,7 @@ def _encode_float(
     return codes
 
 
-def _encode_integer(x: np.ndarray, fmt: ElementFormat, rounding: str) -> np.ndarray:
+def _encode_integer(x: Array, fmt: ElementFormat, rounding: str) -> Array:
     """Return the two's complement codes of x, uint8, clamped to the range of fmt. x must not hold NaN."""
     magnitude = ROUNDINGS[rounding](np.minimum(np.abs(x), np.float32(fmt.sign_bit)))
     value = np.clip(np.copysign(magnitude, x), np.float32(-fmt.sign_bit), fmt.max).astype(np.int32)
@@ -220,7 +218,7 @@ def _encode_integer(x: np.ndarray, fmt: ElementFormat, rounding: str) -> np.ndar
 _SCALE_ROUNDINGS: dict[str, Rounding] = {"rp": np.ceil, "rz": ROUNDINGS["rz"], "rn": ROUNDINGS["rn"]}
 
 
-def encode_scale(x: np.ndarray, fmt: ElementFormat, rounding: str) -> np.ndarray:
+def encode_scale(x: Array, fmt: ElementFormat, rounding: str) -> Array:
     """Return the codes of float32 x >= 0 in a scale format: uint8, in the shape of x.
 
     Numbers beyond the largest value, infinity included, become the largest value. NaN gives fmt.nan_code. For E8M0,
@@ -236,7 +234,7 @@ def encode_scale(x: np.ndarray, fmt: ElementFormat, rounding: str) -> np.ndarray
     return np.where(nan, np.uint8(fmt.nan_code), codes)
 
 
-def encode_e8m0(x: np.ndarray, rounding: str = "rp") -> np.ndarray:
+def encode_e8m0(x: Array, rounding: str = "rp") -> Array:
     """Return the E8M0 codes (exponent + 127) of float32 x >= 0, rounded to powers of two: uint8, in the shape of x.
 
     Args:
@@ -282,7 +280,7 @@ def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tup
             yield slice(row, min(row + rows, M)), slice(column, min(column + columns, K))
 
 
-def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | None = -1) -> np.ndarray:
+def reduce_amax(a: Array, recipe: Recipe, axis: int | tuple[int, ...] | None = -1) -> Array:
     """Return the maximum of float32 a >= 0 along axis: float32, without the reduced axes.
 
     An axis without elements gives 0.
@@ -308,7 +306,7 @@ def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | Non
     return np.where(lanes[0] > lanes[1], lanes[0], lanes[1])
 
 
-def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
+def block_amax(x: Array, recipe: Recipe) -> Array:
     """Return the amax of each block of float32 x (m, k), in the shape (ceil(m / block rows), k / block columns).
 
     If m is not a multiple of the block rows, the lowest blocks have fewer rows. If the recipe has no blocks, each row
@@ -324,7 +322,7 @@ def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
     return reduce_amax(padded.reshape(-1, rows, amax.shape[1]), recipe, axis=1)
 
 
-def spread_rows(a: np.ndarray, recipe: Recipe, m: int) -> np.ndarray:
+def spread_rows(a: Array, recipe: Recipe, m: int) -> Array:
     """Return per-block values repeated for each row of elements: (m, blocks) from (ceil(m / block rows), blocks).
 
     Scales of blocks that span several rows are stored once per row of elements, so quantization computes them per block
@@ -334,7 +332,7 @@ def spread_rows(a: np.ndarray, recipe: Recipe, m: int) -> np.ndarray:
     return a if rows == 1 else np.repeat(a, rows, axis=0)[:m]
 
 
-def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
+def stack(a: Array, recipe: Recipe, per_matrix: bool = False) -> Any:
     """Return a view of an array (..., M, K) as a sequence of matrices, for functions that handle one matrix at a time.
 
     An array of one dimension counts as a single row. Usually, all rows are joined into a single matrix, which saves
@@ -388,7 +386,7 @@ class _StackView:
     `stack` uses it for arrays that are not contiguous, because reshape would copy them.
     """
 
-    def __init__(self, a: np.ndarray) -> None:
+    def __init__(self, a: Array) -> None:
         self._array = a
         self._lead = a.shape[:-2]
         self.shape = (int(np.prod(self._lead)), *a.shape[-2:])
@@ -396,24 +394,24 @@ class _StackView:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[Array]:
         return (self[i] for i in range(len(self)))
 
-    def __getitem__(self, i: int) -> np.ndarray:
+    def __getitem__(self, i: int) -> Array:
         return self._array[np.unravel_index(i, self._lead)]
 
 
-def decode_scale(codes: np.ndarray) -> np.ndarray:
+def decode_scale(codes: Array) -> Array:
     """Return the float32 values of E4M3 scale codes. The codes 0x7F and 0xFF give NaN."""
     return decode(codes, E4M3)
 
 
-def encode_e4m3_scale(scale: np.ndarray) -> np.ndarray:
+def encode_e4m3_scale(scale: Array) -> Array:
     """Return the uint8 E4M3 codes of block scales, rounded to nearest even, saturated at 448. NaN gives a NaN code."""
     return encode(show("block scale before rounding", scale), E4M3)
 
 
-def encode_e8m0_scale(scale: np.ndarray) -> np.ndarray:
+def encode_e8m0_scale(scale: Array) -> Array:
     """Return the uint8 E8M0 codes of block scales, which are rounded up to powers of two.
 
     0 gives code 0 (2^-127), numbers above 2^127 and inf give 254, and NaN gives 255.
@@ -421,7 +419,7 @@ def encode_e8m0_scale(scale: np.ndarray) -> np.ndarray:
     return encode_e8m0(show("block scale before rounding", scale), "rp")
 
 
-def inverse_e8m0(codes: np.ndarray) -> np.ndarray:
+def inverse_e8m0(codes: Array) -> Array:
     """Return the reciprocals of E8M0 scales, 2^(127 - code), from their codes: float32.
 
     Code 254 gives 2^-127, a subnormal, and code 255 gives NaN.
@@ -431,7 +429,7 @@ def inverse_e8m0(codes: np.ndarray) -> np.ndarray:
     return np.where(codes == 255, np.float32(np.nan), bits.astype(np.int32).view(np.float32))
 
 
-def exponent_up(x: np.ndarray) -> np.ndarray:
+def exponent_up(x: Array) -> Array:
     """Return exponent + 127 of float32 x >= 0 after rounding x up to a power of two: int32, in the shape of x.
 
     Nonzero subnormals are rounded up to 2^-126, which gives 1. Zero gives 0. inf, and numbers above 2^127, give 255.
@@ -441,7 +439,7 @@ def exponent_up(x: np.ndarray) -> np.ndarray:
     return exponent_field(x) + ((x.view(np.int32) & 0x7FFFFF) != 0)
 
 
-def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
+def transpose_codes(stored: Array, packing: Packing) -> Array:
     """Transpose a matrix (M, K) of stored codes, and return the stored codes of the matrix (K, M).
 
     The M codes of a row of the result must fill whole bytes.
@@ -460,7 +458,7 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
     return out
 
 
-def transpose_scales(scales: np.ndarray, size: int) -> np.ndarray:
+def transpose_scales(scales: Array, size: int) -> Array:
     """Return the block scales of the transposed matrix, for square blocks of size x size elements.
 
     Scales are stored once per row of elements, so the shape changes from (M, K/size) to (K, M/size). M must be a

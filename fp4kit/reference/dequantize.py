@@ -14,7 +14,7 @@ import numpy as np
 from fp4kit.formats import E2M1, E4M3, E8M0, ElementFormat, IntegerOrFloat
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import decoding
-from fp4kit.reference.arith import ONE, reciprocal_approx_ftz, reciprocal_or_zero, round_to
+from fp4kit.reference.arith import ONE, Array, Dtype, reciprocal_approx_ftz, reciprocal_or_zero, round_to
 from fp4kit.reference.codec import decode, encode, show, tiles
 from fp4kit.reference.tensor_rules import TINY_AMAX, TensorScale, full_range, tensor_scale
 
@@ -22,58 +22,58 @@ HALF, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 ALL_ONES = np.float32(480)  # 15 * 2^5: E4M3's pattern of all ones, read as a number
 
 
-def _product(v: np.ndarray, s: np.ndarray | None, t: TensorScale, r: Recipe) -> np.ndarray:
+def _product(v: Array, s: Array | None, t: TensorScale, r: Recipe) -> Array:
     """Return v * (scale * t.decode), or v * t.decode without block scales: the rule that recipes use by default."""
     if s is None or r.scale is None:
         return v * t.decode
     return v * (decode(s, r.scale)[..., None] * t.decode)
 
 
-def _e4m3(s: np.ndarray) -> np.ndarray:
+def _e4m3(s: Array) -> Array:
     return decode(s, E4M3)[..., None]
 
 
-def _e8m0(s: np.ndarray, at_255: float) -> np.ndarray:
+def _e8m0(s: Array, at_255: float) -> Array:
     return np.where(s == 255, np.float32(at_255), decode(s, E8M0))[..., None]
 
 
-def _unbounded(v: np.ndarray, s: np.ndarray) -> np.ndarray:
+def _unbounded(v: Array, s: Array) -> Array:
     """Return v * 2^(s - 127), where s = 255 stands for 2^128: too large for float32, unlike its product with 0.5."""
     return np.ldexp(v, s.astype(np.int32)[..., None] - 127)
 
 
-def _gguf(s: np.ndarray) -> np.ndarray:
+def _gguf(s: Array) -> Array:
     """Return E4M3 scales without their sign bit, except that 7F gives 0 and FF gives 480."""
     usual = decode(s & np.uint8(0x7F), E4M3)
     return np.where(s == 0xFF, ALL_ONES, np.where(s == 0x7F, np.float32(0), usual))[..., None]
 
 
-def _mlx_0322(s: np.ndarray) -> np.ndarray:
+def _mlx_0322(s: Array) -> Array:
     """Return E4M3 scales, where the codes 7F and FF, which are NaN in E4M3, count as 480 and -480."""
     return np.where(s & 0x7F == 0x7F, np.where(s == 0x7F, ALL_ONES, -ALL_ONES), decode(s, E4M3))[..., None]
 
 
-def _unsigned_zero(v: np.ndarray) -> np.ndarray:
+def _unsigned_zero(v: Array) -> Array:
     """Return v with -0 replaced by +0, for producers whose tables of values have no -0."""
     return v + np.float32(0)  # -0 + 0 = +0 under rn; every other value is unchanged
 
 
-def _fouroversix(v: np.ndarray, s: np.ndarray, t: TensorScale, r: Recipe) -> np.ndarray:
+def _fouroversix(v: Array, s: Array, t: TensorScale, r: Recipe) -> Array:
     if isinstance(r.element, IntegerOrFloat):
         v = round_to(v, HALF)  # the values of INT4 codes are code * 6/7
     return round_to(v * _e4m3(s), HALF) * t.amax / full_range(r)
 
 
-def _narrow_scales(v: np.ndarray, s: np.ndarray, t: TensorScale, dtype: np.dtype) -> np.ndarray:
+def _narrow_scales(v: Array, s: Array, t: TensorScale, dtype: Dtype) -> Array:
     return v * round_to(_e4m3(s) * round_to(np.asarray(t.decode), dtype), dtype)
 
 
-def _float16(v: np.ndarray, s: np.ndarray) -> np.ndarray:
+def _float16(v: Array, s: Array) -> Array:
     """Return H(v * H(scale)), where H rounds to float16: scales from 2^16 on become infinite, below 2^-24 zero."""
     return round_to(v * round_to(_e8m0(s, np.inf), HALF), HALF)
 
 
-def _int_modelopt(v: np.ndarray, t: TensorScale) -> np.ndarray:
+def _int_modelopt(v: Array, t: TensorScale) -> Array:
     """Return v / t.encode, or +0 if the tensor amax is at most 2^-24."""
     zero = t.amax <= TINY_AMAX
     return np.where(zero, np.float32(0), v / np.where(zero, ONE, t.encode))
@@ -82,7 +82,7 @@ def _int_modelopt(v: np.ndarray, t: TensorScale) -> np.ndarray:
 # {decode rule: a function of the element values v (m, blocks, block), the block scale codes s (m, blocks) or None, the
 # TensorScale t, whose arrays broadcast to v, and the recipe r}. It returns the decoded values. recipes/rules.py says
 # which rules read t.amax or t.encode; t.decode is the stored tensor_scale.
-DECODE_RULES: dict[str, Callable[..., np.ndarray]] = {
+DECODE_RULES: dict[str, Callable[..., Array]] = {
     "product": _product,
     # Source: TE cast/nvfp4/dequantize_nvfp4.cuh
     "te": lambda v, s, t, r: v * (_e4m3(s) * t.amax * (ONE / full_range(r))),
@@ -144,7 +144,7 @@ def _read_as(element: ElementFormat, decode_rule: str) -> ElementFormat:
     return replace(element, specials="none") if rules.DECODE_RULES[decode_rule].numbers else element
 
 
-def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale) -> np.ndarray:
+def dequantize_tile(codes: Array, scales: Array | None, recipe: Recipe, tensor: TensorScale) -> Array:
     """Return the float32 values (m, k) of codes (m, k) and block scale codes (m, k / block).
 
     The recipe's decode rule computes them, with one exception: if no amax gives the stored tensor scale, the rule
@@ -169,9 +169,7 @@ def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe
         return show("decoded value", decoded.reshape(m, k))
 
 
-def dequantize_matrix(
-    packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
-) -> None:
+def dequantize_matrix(packed: Array, scales: Array | None, recipe: Recipe, tensor: TensorScale, out: Array) -> None:
     """Write the values of one matrix into out (M, K), tile by tile, rounded to nearest even in the dtype of out.
 
     Args:
@@ -223,7 +221,7 @@ class KeptCodes(NamedTuple):
     """
 
     quantized: Any
-    in_range: np.ndarray
+    in_range: Array
 
 
 def keep_codes(q: Any, target: Recipe) -> KeptCodes | None:
@@ -261,7 +259,7 @@ def keep_codes(q: Any, target: Recipe) -> KeptCodes | None:
     return KeptCodes(replace(q, **parts, recipe=target), in_range)
 
 
-def _amax_of(m: int, target: Recipe, dtypes: tuple[np.dtype, ...]) -> np.ndarray | None:
+def _amax_of(m: int, target: Recipe, dtypes: tuple[np.dtype, ...]) -> Array | None:
     """Return the tensor amax that gives the tensor scale 2^m: full_range(target) * 2^m, as float32."""
     with np.errstate(over="ignore"):
         amax = np.asarray(np.ldexp(full_range(target), m), np.float32)
@@ -282,7 +280,7 @@ def with_encoded_blocks(kept: KeptCodes, encoded: Any) -> Any:
     return replace(q, packed=packed.reshape(q.packed.shape), block_scale=scales)
 
 
-def changed_values(before: np.ndarray, after: np.ndarray) -> tuple[int, np.float32]:
+def changed_values(before: Array, after: Array) -> tuple[int, np.float32]:
     """Return how many values of two float32 arrays differ, and the largest magnitude of their differences.
 
     Values differ if their bits differ. So -0 differs from +0, with a difference of 0. All NaNs count as equal. The
@@ -302,7 +300,7 @@ def differing(before: Any, after: Any) -> Any:
     return ~same
 
 
-def _kept_codes(q: Any) -> np.ndarray:
+def _kept_codes(q: Any) -> Array:
     """Return a copy of the packed codes of q, for use in the converted Quantized."""
     if not rules.DECODE_RULES[q.recipe.decode_rule].unsigned_zero:
         return q.packed.copy()

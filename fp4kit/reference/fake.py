@@ -22,32 +22,30 @@ from fp4kit.arithmetic import power_of_two
 from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX, IF4_INTEGER_STEP, INT4
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import fake_unit
-from fp4kit.reference.arith import ONE, ZERO, divide_full, log2, round_to
+from fp4kit.reference.arith import ONE, ZERO, Array, Dtype, divide_full, log2, round_to
 from fp4kit.reference.codec import block_amax, decode, encode, encode_e4m3_scale, encode_e8m0_scale, inverse_e8m0, show
 from fp4kit.reference.tensor_rules import TINY_AMAX
 
 FP_QUANT_GLOBAL = np.float32(3)  # the global scale that FP-Quant sets for NVFP4 with method abs_max
 
 
-def _amax_of(x: np.ndarray, recipe: Recipe, amax: np.ndarray | None) -> np.ndarray:
+def _amax_of(x: Array, recipe: Recipe, amax: Array | None) -> Array:
     """Return the block amaxes, and show them in a trace: `amax` itself, or the amaxes of x if `amax` is None."""
     return show("block amax", block_amax(x, recipe) if amax is None else amax)
 
 
-def _round(x: np.ndarray, recipe: Recipe) -> np.ndarray:
+def _round(x: Array, recipe: Recipe) -> Array:
     """Return x >= 0 rounded to the nearest value of the element format, ties to even."""
     codes = show("code of the magnitude", encode(show("scaled magnitude", x), recipe.element), recipe.element)
     return show("magnitude of the element value", decode(codes, recipe.element))
 
 
-def _e4m3(x: np.ndarray) -> np.ndarray:
+def _e4m3(x: Array) -> Array:
     """Return x rounded to the nearest E4M3 value, ties to even, as float32. It saturates at +-448. NaN gives NaN."""
     return decode(show("block scale", encode_e4m3_scale(x), E4M3), E4M3)
 
 
-def nvfp4_modelopt_triton(
-    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
-) -> np.ndarray:
+def nvfp4_modelopt_triton(x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x as Model-Optimizer's Triton kernel does: y = round(|x| / s) * s with the sign of x.
 
         s = E4M3(min(amax / (6 gs), 448)) * gs,   gs = tensor_amax * fp32(1/2688), or 1e-12 if gs <= 0
@@ -68,9 +66,7 @@ def nvfp4_modelopt_triton(
     return np.where(blocks >= 0, y, ZERO - y).reshape(x.shape)  # Triton negates by 0 - y, so zeros are +0
 
 
-def nvfp4_modelopt_static(
-    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
-) -> np.ndarray:
+def nvfp4_modelopt_static(x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x as Model-Optimizer does with calibrated block amaxes: y = round(|x| / s) * s with the sign of x.
 
         a = tensor_amax * (448 / recipe.scale_max) / 6
@@ -91,9 +87,7 @@ def nvfp4_modelopt_static(
     return np.where(blocks >= 0, y, ZERO - y).reshape(x.shape)  # Triton negates by 0 - y, so zeros are +0
 
 
-def nvfp4_modelopt_cuda(
-    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
-) -> np.ndarray:
+def nvfp4_modelopt_cuda(x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x as Model-Optimizer's CUDA kernel does: y = round(|x| * (1 / s)) * s with the sign of x.
 
         s = E4M3((amax / 6) * t) / t,   t = 448 * (6 / tensor_amax)
@@ -113,9 +107,7 @@ def nvfp4_modelopt_cuda(
     return np.where(blocks < 0, -y, y).reshape(x.shape)
 
 
-def mx_modelopt(
-    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
-) -> np.ndarray:
+def mx_modelopt(x: Array, recipe: Recipe, tensor_amax: Array | None, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x as Model-Optimizer's CUDA kernel for MX formats does: y = round(|x| / s) * s with the sign of x.
 
     s, the scale of a block, is amax / M rounded up to a power of two and clamped to [2^-127, 2^127], or 1 if amax is 0.
@@ -132,9 +124,7 @@ def mx_modelopt(
     return np.where(blocks < 0, -y, y).reshape(x.shape)
 
 
-def int_modelopt(
-    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
-) -> np.ndarray:
+def int_modelopt(x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x to integers as Model-Optimizer does: y = clip(rint(x * e), low, M) / e, e = M / tensor_amax.
 
     M is the largest element value; low is -M if recipe.narrow is set, otherwise -M - 1. -0 and NaN are kept. amax and
@@ -153,9 +143,7 @@ def int_modelopt(
     return np.where(zero, nothing, y).reshape(x.shape)
 
 
-def int4_qat(
-    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
-) -> np.ndarray:
+def int4_qat(x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x to 4-bit integers as training stacks do for QAT: y = clip(rint(x / s), -7, 7) * s.
 
     s is the scale: max(tensor_amax / 7, 1e-5). A tensor_amax may cover the tensor, a row or a block. -0 and NaN
@@ -167,7 +155,7 @@ def int4_qat(
     return y.reshape(x.shape)
 
 
-def _tensor_blocks(x: np.ndarray, recipe: Recipe) -> np.ndarray:
+def _tensor_blocks(x: Array, recipe: Recipe) -> Array:
     """Return x (m, k) as (m, blocks, block), or as (m, 1, k) if the recipe has no blocks."""
     # The result is a view if x is contiguous. k must be a multiple of the block.
     # If m is 0, or if k is 0 and the recipe has no blocks, NumPy cannot infer the number of blocks and raises
@@ -175,7 +163,7 @@ def _tensor_blocks(x: np.ndarray, recipe: Recipe) -> np.ndarray:
     return x.reshape(len(x), -1, recipe.block_size if recipe.block else x.shape[1])
 
 
-def _log2_floor(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _log2_floor(x: Array, dtype: Dtype) -> Array:
     """Return floor(log2(x)) of x >= 0 as float32; log2 is first rounded to float32 and then to dtype."""
     # Because of the rounding, the result is one too large for x just below a power of two. x = 0 gives -inf, inf gives
     # inf, and NaN gives NaN.
@@ -183,19 +171,15 @@ def _log2_floor(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return np.floor(round_to(np.log2(x.astype(np.float64)).astype(np.float32), dtype))
 
 
-def _exp2(exponent: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _exp2(exponent: Array, dtype: Dtype) -> Array:
     """Return 2^exponent for integer exponents, which are stored as floats. The float32 result is rounded to dtype."""
     return round_to(np.ldexp(np.float32(1), exponent.astype(np.int32)), dtype)
 
 
-def _microxcaling(
-    round_magnitude: Callable[[np.ndarray, np.dtype], np.ndarray], flush: bool = False
-) -> Callable[..., np.ndarray]:
+def _microxcaling(round_magnitude: Callable[[Array, Dtype], Array], flush: bool = False) -> Callable[..., Array]:
     """Return the fake quantizer of microxcaling for a rounding mode: y = round(x / s) * s."""
 
-    def rule(
-        x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
-    ) -> np.ndarray:
+    def rule(x: Array, recipe: Recipe, tensor_amax: Array | None, amax: Array | None, dtype: Dtype) -> Array:
         """Fake-quantize x as microxcaling does: y = round(x / s) * s, with s = 2^(floor(log2(amax)) - emax).
 
         Every operation is rounded to dtype. emax is the exponent of the largest element value. log2 is rounded too, so
@@ -227,12 +211,12 @@ def _microxcaling(
     return rule
 
 
-def _half_away(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _half_away(v: Array, dtype: Dtype) -> Array:
     """Return v >= 0 rounded to the nearest integer, ties up: floor(v + 0.5), as microxcaling's mode "nearest" does."""
     return np.floor(round_to(v + np.float32(0.5), dtype))
 
 
-def _half_even(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _half_even(v: Array, dtype: Dtype) -> Array:
     """Return v >= 0 rounded to the nearest integer, ties to even, as microxcaling's mode "even" does."""
     return _half_away(v, dtype) - ((v - np.float32(0.5)) % 2 == 0)
 
@@ -243,9 +227,7 @@ microxcaling_even = _microxcaling(_half_even)
 microxcaling_floor = _microxcaling(lambda v, dtype: np.floor(v))
 
 
-def fp_quant(
-    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
-) -> np.ndarray:
+def fp_quant(x: Array, recipe: Recipe, tensor_amax: Array | None, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x as FP-Quant does with method abs_max: y = round(x / s) * s, s = 2^(floor(log2(amax)) - 2) / 0.75.
 
     s is the scale of a block. amax holds the block amaxes; None computes them from x. round() saturates, and ties go
@@ -264,9 +246,7 @@ def fp_quant(
     return (decode(show("code", codes, recipe.element), recipe.element) * scale).reshape(x.shape)
 
 
-def nvfp4_fp_quant(
-    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
-) -> np.ndarray:
+def nvfp4_fp_quant(x: Array, recipe: Recipe, tensor_amax: Array | None, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x as FP-Quant does for NVFP4 with method abs_max: y = round(x * 3 / s) * s / 3.
 
         s = E4M3(amax * 3 / 6)
@@ -286,7 +266,7 @@ def nvfp4_fp_quant(
     return divide_full(values, FP_QUANT_GLOBAL).reshape(x.shape)
 
 
-def clip_gradient(grad: np.ndarray, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
+def clip_gradient(grad: Array, x: Array, amax: Array) -> Array:
     """Return the straight-through gradient with clipping: grad where |x| <= amax, and 0 elsewhere.
 
     Where x or amax is NaN, the result is 0. amax is float32 and is not rounded to the dtype of x. The result has the
@@ -301,13 +281,13 @@ _SCALE_TOP = np.float32(255.99)  # the block scale of the block with the tensor'
 
 
 def ms_eden(
-    x: np.ndarray,
+    x: Array,
     recipe: Recipe,
-    tensor_amax: np.ndarray,
-    amax: np.ndarray | None,
-    dtype: np.dtype,
-    random: np.ndarray | None = None,
-) -> np.ndarray:
+    tensor_amax: Array,
+    amax: Array | None,
+    dtype: Dtype,
+    random: Array | None = None,
+) -> Array:
     """Fake-quantize x as MS-EDEN does for NVFP4: q * s * D, computed from left to right.
 
         D = tensor_amax / 255.99 / t, or 1 if tensor_amax is 0,   t = float32(6 / (17/16 * 0.93))
@@ -328,13 +308,13 @@ def ms_eden(
 
 
 def ms_eden_if4(
-    x: np.ndarray,
+    x: Array,
     recipe: Recipe,
-    tensor_amax: np.ndarray,
-    amax: np.ndarray | None,
-    dtype: np.dtype,
-    random: np.ndarray | None = None,
-) -> np.ndarray:
+    tensor_amax: Array,
+    amax: Array | None,
+    dtype: Dtype,
+    random: Array | None = None,
+) -> Array:
     """Fake-quantize x as MS-EDEN does for IF4: as ms_eden, but a block may be rounded to integers instead of E2M1.
 
     With integers, q is i * float32(6/7), where i is y * float32(7/6), limited to -7 to 7 and rounded to an integer,
@@ -347,13 +327,13 @@ def ms_eden_if4(
 
 
 def _ms_eden(
-    x: np.ndarray,
+    x: Array,
     recipe: Recipe,
-    tensor_amax: np.ndarray,
-    amax: np.ndarray | None,
-    random: np.ndarray | None,
+    tensor_amax: Array,
+    amax: Array | None,
+    random: Array | None,
     integers: bool,
-) -> np.ndarray:
+) -> Array:
     """Return the result of ms_eden or, if integers is True, of ms_eden_if4."""
     blocks = x.reshape(len(x), -1, recipe.block_size) + ZERO
     amax = show("block amax", block_amax(x, recipe) if amax is None else amax)
@@ -377,7 +357,7 @@ def _ms_eden(
     return (q * stored[..., None] * tensor[..., None]).reshape(x.shape)
 
 
-def _sum(terms: np.ndarray) -> np.ndarray:
+def _sum(terms: Array) -> Array:
     """Return the sums over the last axis, which must not be empty, added in order."""
     total = terms[..., 0]
     for i in range(1, terms.shape[-1]):
@@ -385,7 +365,7 @@ def _sum(terms: np.ndarray) -> np.ndarray:
     return total
 
 
-def _rounded(scales: np.ndarray, random: np.ndarray | None) -> np.ndarray:
+def _rounded(scales: Array, random: Array | None) -> Array:
     """Return float32 scales >= 0 rounded to E4M3: stochastically with random numbers, otherwise to nearest even."""
     codes = encode(scales, E4M3)
     nearest = decode(codes, E4M3)
@@ -397,4 +377,4 @@ def _rounded(scales: np.ndarray, random: np.ndarray | None) -> np.ndarray:
     return np.where(random < divide_full(scales - lower, upper - lower), upper, lower)
 
 
-FAKE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[name] for name in rules.FAKE_RULES}
+FAKE_RULES: dict[str, Callable[..., Array]] = {name: globals()[name] for name in rules.FAKE_RULES}

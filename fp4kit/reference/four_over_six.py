@@ -14,12 +14,22 @@ import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, FLT_MAX, FLT_MIN, IF4, IF4_INTEGER_BIT, IF4_INTEGER_STEP, INT4, ElementFormat
 from fp4kit.recipes import Recipe
-from fp4kit.reference.arith import ONE, ZERO, divide_ftz, flush, fma, multiply_ftz, reciprocal_approx_ftz, sum_lanes
+from fp4kit.reference.arith import (
+    ONE,
+    ZERO,
+    Array,
+    divide_ftz,
+    flush,
+    fma,
+    multiply_ftz,
+    reciprocal_approx_ftz,
+    sum_lanes,
+)
 from fp4kit.reference.block_rules import factor_fouroversix, factor_vllm_kv, zero_of_zeros
 from fp4kit.reference.codec import decode, encode, encode_e4m3_scale, nearest_unbounded, show, spread_rows
 from fp4kit.reference.tensor_rules import TensorScale, full_range
 
-Operation = Callable[..., np.ndarray]
+Operation = Callable[..., Array]
 # {recipe.flush: the functions that multiply and divide}. With flush=True, they replace subnormals by zero.
 ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {
     False: (np.multiply, np.divide),
@@ -36,12 +46,12 @@ class _Candidate(NamedTuple):
         values: the E2M1 values of `codes`, or for rounding "rnw" the values before they wrap.
     """
 
-    scales: np.ndarray
-    codes: np.ndarray
-    values: np.ndarray
+    scales: Array
+    codes: Array
+    values: Array
 
 
-def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe, top: int) -> _Candidate:
+def _candidate(base: Array, blocks: Array, tensor: TensorScale, recipe: Recipe, top: int) -> _Candidate:
     """Return the result of quantizing blocks with one of the two candidate scales per block."""
     base = show(
         f"block scale before rounding, amax at {top}", zero_of_zeros(base, tensor) if recipe.lane_sums else base
@@ -53,7 +63,7 @@ def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe
     return _Candidate(scales, codes, rounded_values(scaled, codes, recipe))
 
 
-def rounded_values(scaled: np.ndarray, codes: np.ndarray, recipe: Recipe) -> np.ndarray:
+def rounded_values(scaled: Array, codes: Array, recipe: Recipe) -> Array:
     """Return the rounded elements that the errors of a candidate are computed from, before scales are applied to them.
 
     The result holds the values of the E2M1 codes. For rounding "rnw", whose codes wrap on overflow, it holds the
@@ -66,7 +76,7 @@ def rounded_values(scaled: np.ndarray, codes: np.ndarray, recipe: Recipe) -> np.
     return decode(codes, E2M1)
 
 
-def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+def factor_of(scales: Array, tensor: TensorScale, recipe: Recipe) -> Array:
     """Return the factors that multiply the elements of each block, from block scale codes.
 
         factor = min(1 / (scale * tensor.decode), FLT_MAX)
@@ -83,20 +93,18 @@ def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.nda
     return np.minimum(divide(ONE, multiply(decode(scales, E4M3), tensor.decode)), FLT_MAX)
 
 
-def _scaled(factor: np.ndarray, blocks: np.ndarray, recipe: Recipe) -> np.ndarray:
+def _scaled(factor: Array, blocks: Array, recipe: Recipe) -> Array:
     """Return elements (m, blocks, 16) multiplied by the factors of their blocks (m, blocks): float32."""
     multiply, _ = ARITHMETIC[recipe.flush]
     return multiply(blocks, factor[..., None])
 
 
-def _codes_of(scaled: np.ndarray, recipe: Recipe) -> np.ndarray:
+def _codes_of(scaled: Array, recipe: Recipe) -> Array:
     """Return the E2M1 codes, uint8, of elements that are already multiplied by the factors of their blocks."""
     return encode(scaled, E2M1, recipe.rounding, recipe.sign, recipe.nan_code)
 
 
-def encode_under(
-    scales: np.ndarray, blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe
-) -> np.ndarray:
+def encode_under(scales: Array, blocks: Array, amax: Array, tensor: TensorScale, recipe: Recipe) -> Array:
     """Return the element codes (m, blocks, 16) of blocks with given scale codes, such as those of an earlier call.
 
     It does not matter which of the two candidates a scale code came from.
@@ -122,17 +130,17 @@ def leaves_zero_blocks(recipe: Recipe) -> bool:
     return recipe.four_over_six is not None and recipe.flush
 
 
-def is_zero_block(amax: np.ndarray) -> np.ndarray:
+def is_zero_block(amax: Array) -> Array:
     """Return a mask of the blocks that FlashInfer treats as zero: those whose amax is 0 or subnormal."""
     return np.abs(amax) < FLT_MIN
 
 
-def _without_zero_blocks(codes: np.ndarray, amax: np.ndarray, recipe: Recipe) -> np.ndarray:
+def _without_zero_blocks(codes: Array, amax: Array, recipe: Recipe) -> Array:
     """Return codes with code 0 for all elements of zero blocks, if the recipe's producer skips such blocks."""
     return np.where(is_zero_block(amax)[..., None], np.uint8(0), codes) if leaves_zero_blocks(recipe) else codes
 
 
-def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+def _decoded(scaled: Array, tensor: TensorScale, recipe: Recipe) -> Array:
     """Return the decoded elements, float32, from `scaled`, the products of E2M1 values and block scales."""
     multiply, divide = ARITHMETIC[recipe.flush]
     if recipe.flush:
@@ -140,7 +148,7 @@ def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndar
     return divide(multiply(scaled, tensor.amax[..., None]), full_range(recipe))
 
 
-def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+def _error(blocks: Array, candidate: _Candidate, tensor: TensorScale, recipe: Recipe) -> Array:
     """Return the error of each block under a candidate: float32 (rows of blocks, blocks)."""
     scaled = candidate.values * spread_rows(decode(candidate.scales, E4M3), recipe, len(blocks))[..., None]
     if recipe.fast_error:
@@ -150,7 +158,7 @@ def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recip
     return block_errors(flush(difference) if recipe.flush else difference, recipe)
 
 
-def block_errors(difference: np.ndarray, recipe: Recipe) -> np.ndarray:
+def block_errors(difference: Array, recipe: Recipe) -> Array:
     """Return the error of each block, by the measure that recipe.four_over_six names: float32 (rows of blocks, blocks).
 
         "mae": sum of |d|    "mse": sum of d * d    "max": largest |d|
@@ -171,7 +179,7 @@ def block_errors(difference: np.ndarray, recipe: Recipe) -> np.ndarray:
     return error if recipe.block_rows == 1 else _sum_rows(error, recipe)
 
 
-def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
+def _by_block(terms: Array, recipe: Recipe) -> Array:
     """Return one number per element, rearranged so that all elements of a block lie on the last axis."""
     rows, (m, count, columns) = recipe.block_rows, terms.shape
     padded = np.zeros((-(-m // rows) * rows, count, columns), np.float32)
@@ -179,7 +187,7 @@ def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
     return padded.reshape(-1, rows, count, columns).swapaxes(1, 2).reshape(-1, count, rows * columns)
 
 
-def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:
+def _sum_rows(error: Array, recipe: Recipe) -> Array:
     """Return the errors (m, blocks) of single rows, summed over the rows of each block: (rows of blocks, blocks)."""
     rows = recipe.block_rows
     m, count = error.shape
@@ -192,9 +200,7 @@ def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:
     return tree[:, 0]
 
 
-def quantize_four_over_six(
-    blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe
-) -> tuple[np.ndarray, np.ndarray]:
+def quantize_four_over_six(blocks: Array, amax: Array, tensor: TensorScale, recipe: Recipe) -> tuple[Array, Array]:
     """Return the element codes (m, blocks, 16) and the block scale codes (m, blocks) of float32 blocks (m, blocks, 16).
 
     Each block is quantized with two candidate scales, where base = amax / 6 * tensor.encode:
@@ -228,30 +234,30 @@ _INTEGER_FACTOR = np.float32(7 / 6)  # E2M1's 6 becomes 7
 class _Codes(NamedTuple):
     """The codes of elements in one of the two formats of IF4, and their values: both (m, blocks, block)."""
 
-    codes: np.ndarray
-    values: np.ndarray
+    codes: Array
+    values: Array
 
 
-def _scaled_if4(blocks: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+def _scaled_if4(blocks: Array, scales: Array, tensor: TensorScale, recipe: Recipe) -> Array:
     """Return elements (m, blocks, block), multiplied by the factors that factor_fouroversix makes from scale codes."""
     factor = show("factor to multiply by", factor_fouroversix(scales, tensor.amax, tensor, recipe, blocks.dtype))
     return show("element * factor", blocks * factor[..., None])
 
 
-def _as_floats(scaled: np.ndarray, recipe: Recipe) -> _Codes:
+def _as_floats(scaled: Array, recipe: Recipe) -> _Codes:
     """Return the E2M1 codes of scaled elements, and the values of these codes."""
     codes = encode(scaled, E2M1, recipe.rounding, recipe.sign, recipe.nan_code)
     return _Codes(show("code as E2M1", codes, E2M1), rounded_values(scaled, codes, recipe))
 
 
-def _as_integers(scaled: np.ndarray) -> _Codes:
+def _as_integers(scaled: Array) -> _Codes:
     """Return the INT4 codes of scaled elements, and their values: the integers scaled * float32(7/6), rounded."""
     wide = show("element * factor * 7/6", scaled * _INTEGER_FACTOR)
     values = np.rint(np.clip(wide, -INT4.max, INT4.max))
     return _Codes(show("code as INT4", encode(values, INT4, nan_code=0), INT4), values)
 
 
-def encode_under_if4(scales: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+def encode_under_if4(scales: Array, blocks: Array, tensor: TensorScale, recipe: Recipe) -> Array:
     """Return the codes (m, blocks, block) of float32 blocks under given block scales (m, blocks).
 
     Bit 7 of a scale selects the format of its block: 0 for E2M1, 1 for INT4. The lower seven bits are the E4M3 scale.
@@ -262,9 +268,7 @@ def encode_under_if4(scales: np.ndarray, blocks: np.ndarray, tensor: TensorScale
     return show("code", codes, _traced_format(integers))
 
 
-def quantize_if4(
-    blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe
-) -> tuple[np.ndarray, np.ndarray]:
+def quantize_if4(blocks: Array, amax: Array, tensor: TensorScale, recipe: Recipe) -> tuple[Array, Array]:
     """Return the element codes (m, blocks, block) and the block scales (m, blocks) of float32 blocks.
 
         scale = E4M3(amax / 6 * tensor.encode), or 0 if the whole tensor is zero
@@ -296,7 +300,7 @@ def quantize_if4(
     return show("code", np.where(chosen[..., None], integers.codes, floats.codes), _traced_format(chosen)), stored
 
 
-def _traced_format(integers: np.ndarray) -> ElementFormat:
+def _traced_format(integers: Array) -> ElementFormat:
     """Return the format that a trace shows element codes in: INT4 if all of `integers` are True, otherwise E2M1."""
     return INT4 if integers.all() else E2M1
 
@@ -304,7 +308,7 @@ def _traced_format(integers: np.ndarray) -> ElementFormat:
 TOPS = (np.float32(6), np.float32(4))  # the E2M1 values at which the candidate scales put the block amax
 
 
-def codes_vllm_kv(blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+def codes_vllm_kv(blocks: Array, amax: Array, tensor: TensorScale, recipe: Recipe) -> Array:
     """Return the E4M3 scale code of each block, as vLLM's KV cache kernel chooses it with 4over6.
 
         code_t = E4M3(tensor.encode * (amax * rcp(t)))     for t = 6 and t = 4
@@ -322,9 +326,7 @@ def codes_vllm_kv(blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, rec
     return np.where(four, at_four, at_six)
 
 
-def _error_vllm_kv(
-    blocks: np.ndarray, codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe
-) -> np.ndarray:
+def _error_vllm_kv(blocks: Array, codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe) -> Array:
     """Return the error of each block under given block scale codes, summed over its eight pairs of elements."""
     factor = factor_vllm_kv(codes, amax, tensor, recipe, blocks.dtype)[..., None]
     values = decode(encode(blocks * factor, E2M1, recipe.rounding, recipe.sign, recipe.nan_code), E2M1)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fp4kit.reference.arith import Array, Dtype
 from fp4kit.units import DotAdd, FloorDotAdd, Unit
 
 LEAST_EXPONENT = -126  # the exponent of the smallest normal float32
@@ -28,8 +29,8 @@ class Terms(NamedTuple):
         exponent: int32, in a shape that broadcasts with that of significand.
     """
 
-    significand: np.ndarray
-    exponent: np.ndarray
+    significand: Array
+    exponent: Array
 
 
 class Factor(NamedTuple):
@@ -45,13 +46,13 @@ class Factor(NamedTuple):
     scales: Terms | None
     block: int
 
-    def values(self) -> np.ndarray:
+    def values(self) -> Array:
         """Return the exact products of elements and their block scales, as a float64 array of shape (rows, K)."""
         values = np.ldexp(*self.elements)
         return values if self.scales is None else values * np.ldexp(*self.scales).repeat(self.block, axis=-1)
 
 
-def as_terms(values: np.ndarray, least: int) -> Terms:
+def as_terms(values: Array, least: int) -> Terms:
     """Return numbers as Terms (value = significand * 2^exponent) with 1 <= |significand| < 2, in the shape of values.
 
     Numbers with a magnitude below 2^least, zero included, get the exponent `least` and a smaller significand. The
@@ -94,18 +95,18 @@ def terms_of_step(a: Factor, b: Factor, step: DotAdd | FloorDotAdd) -> Terms:
     return Terms(s, np.where(zero, step.zero_exponent, e))
 
 
-def shifted_sum(t: Terms, largest: np.ndarray, fraction_bits: int) -> np.ndarray:
+def shifted_sum(t: Terms, largest: Array, fraction_bits: int) -> Array:
     """Return the sum of Terms over the last axis, after truncating each term to a multiple of a power of two.
 
     Each term is truncated toward zero, to a multiple of 2^(largest - fraction_bits), where `largest` is an exponent.
     The result is an exact float64, in units of this power of two.
     """
     shift = t.exponent - largest[..., None] + fraction_bits
-    total: np.ndarray = np.trunc(np.ldexp(t.significand, shift)).sum(axis=-1)
+    total: Array = np.trunc(np.ldexp(t.significand, shift)).sum(axis=-1)
     return total
 
 
-def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
+def truncated_sum(t: Terms, step: DotAdd) -> Array:
     """Return the sum of Terms over the last axis, rounded as an NVIDIA matrix unit does: float32.
 
     The terms are aligned to the largest exponent among them, and each is truncated toward zero to step.fraction_bits
@@ -122,7 +123,7 @@ def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
     return np.where(np.isnan(result), NAN, result + np.float32(0))  # -0 + 0 is +0
 
 
-def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> np.ndarray:
+def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> Array:
     """Return the sum of the products t and of c, rounded as an AMD CDNA3 matrix unit does: float32 (M, N).
 
     All sums are rounded down (floor); `step` says how many bits each of them keeps (see FloorDotAdd). A zero result
@@ -148,7 +149,7 @@ def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> np.ndarray:
     return np.where(np.isnan(result), NAN, result)
 
 
-def add_step(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
+def add_step(a: Factor, b: Factor, c: Array, step: DotAdd | FloorDotAdd) -> Array:
     """Return C plus the products of one step of a matrix unit: float32 (M, N). c is not changed.
 
     - A DotAdd adds as truncated_sum does. A C of zero has the exponent step.zero_exponent.
@@ -182,7 +183,7 @@ def _cut(f: Factor, start: int, stop: int) -> Factor:
     return Factor(elements, scales, f.block)
 
 
-def chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
+def chain(a: Factor, b: Factor, c: Array, step: DotAdd | FloorDotAdd) -> Array:
     """Return C + A B^T, added in ascending steps along K. Each step adds to the sums of the previous step.
 
     The result is float32 (M, N). K is a multiple of step.k. If K is 0, c itself is returned.
@@ -192,7 +193,7 @@ def chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np
     return c
 
 
-def promoted_chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd, promote: int) -> np.ndarray:
+def promoted_chain(a: Factor, b: Factor, c: Array, step: DotAdd | FloorDotAdd, promote: int) -> Array:
     """Return C + A B^T, added in chains of `promote` elements of K.
 
     Each chain starts at zero. The chains are added to C in float32, to nearest even. The last chain may be shorter.
@@ -209,7 +210,7 @@ def promoted_chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotA
 # ---- sums in other orders ----
 
 
-def sum_exact(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
+def sum_exact(a: Factor, b: Factor, c: Array) -> Array:
     """Return the exact value of C + A B^T, rounded once to float32, to nearest even.
 
     If a product or the element of C is infinite or NaN, the sum follows IEEE arithmetic instead.
@@ -236,7 +237,7 @@ def _sum_once(parts: list[float]) -> np.float32:
     return np.float32(total)
 
 
-def sum_float64(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
+def sum_float64(a: Factor, b: Factor, c: Array) -> Array:
     """Return C + A B^T (M, N), added in float64 with k ascending; the result is rounded to float32.
 
     The products (elements times their block scales, from a and b) are exact, and each addition is rounded. Infinity and
@@ -248,7 +249,7 @@ def sum_float64(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
     return total.astype(np.float32)
 
 
-def sum_float32_blocks(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
+def sum_float32_blocks(a: Factor, b: Factor, c: Array) -> Array:
     """Return C + A B^T, added block by block in float32, as Transformer Engine's reference does for NVFP4.
 
     The result is float32 (M, N). The blocks are added in ascending order. Each block adds this term to C:
@@ -266,7 +267,7 @@ def sum_float32_blocks(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
     return c
 
 
-def sum_float32(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
+def sum_float32(a: Factor, b: Factor, c: Array) -> Array:
     """Return C + A B^T (M, N), added in float32 with k ascending, with each product and each sum rounded to float32.
 
     Elements times their block scales are rounded to float32 first. Infinity and NaN follow IEEE arithmetic. If K is 0,
@@ -286,7 +287,7 @@ _ORDERS = {
 }
 
 
-def sums(a: Factor, b: Factor, c: np.ndarray, unit: Unit, step: DotAdd | FloorDotAdd | None) -> np.ndarray:
+def sums(a: Factor, b: Factor, c: Array, unit: Unit, step: DotAdd | FloorDotAdd | None) -> Array:
     """Return C + A B^T, added up in the steps and with the rounding of a matrix unit: float32 (M, N).
 
     If K is 0, c itself may be returned.
@@ -303,7 +304,7 @@ def sums(a: Factor, b: Factor, c: np.ndarray, unit: Unit, step: DotAdd | FloorDo
     return chain(a, b, c, step) if unit.promote is None else promoted_chain(a, b, c, step, unit.promote)
 
 
-def scaled(total: np.ndarray, factor_a: np.ndarray | None, factor_b: np.ndarray | None) -> np.ndarray:
+def scaled(total: Array, factor_a: Array | None, factor_b: Array | None) -> Array:
     """Return sums (M, N), multiplied in float32 by the product of the tensor scales of a and b.
 
     total: the sums.
@@ -319,7 +320,7 @@ def scaled(total: np.ndarray, factor_a: np.ndarray | None, factor_b: np.ndarray 
     return total
 
 
-def rounded(total: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def rounded(total: Array, dtype: Dtype) -> Array:
     """Return float32 numbers in the dtype of a result, rounded to nearest even.
 
     NaN becomes 0x7FFFFFFF, or 0x7FFF in a 16-bit dtype.

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp4kit.formats import E8M0, IntegerOrFloat, Packing, PairedMicroexponents
 from fp4kit.recipes import Recipe, rules
-from fp4kit.reference.arith import multiply_ftz, reciprocal_or_zero, round_to
+from fp4kit.reference.arith import Array, Dtype, multiply_ftz, reciprocal_or_zero, round_to
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import (
     TILE_ELEMENTS,
@@ -47,12 +47,12 @@ class EncodeOptions(NamedTuple):
         hadamard: the sign mask of a Hadamard transform that is applied first.
     """
 
-    block_amax: np.ndarray | None = None
+    block_amax: Array | None = None
     random: RandomNumbers | None = None
     hadamard: int | None = None
 
 
-def widen(x: np.ndarray, hadamard: int | None = None) -> np.ndarray:
+def widen(x: Array, hadamard: int | None = None) -> Array:
     """Return the elements of a tile as contiguous float32, ready for quantization.
 
     With a Hadamard transform, the elements are transformed first, and the result is rounded to the dtype of x. If x is
@@ -66,7 +66,7 @@ def widen(x: np.ndarray, hadamard: int | None = None) -> np.ndarray:
 
 
 @np.errstate(all="ignore")
-def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
+def tensor_amax(x: Array, recipe: Recipe, hadamard: int | None = None) -> Array:
     """Return the amaxes of a matrix that the recipe's tensor rule needs to make its tensor scales: float32.
 
     The shape is () for one scale per tensor, (M,) for one per row, and (M, blocks) for one per block. The amax of a
@@ -97,13 +97,13 @@ def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> n
 
 
 def quantize_tile(
-    x: np.ndarray,
+    x: Array,
     recipe: Recipe,
     tensor: TensorScale,
-    dtype: np.dtype,
-    amax: np.ndarray | None,
-    random: np.ndarray | Noise | None,
-) -> tuple[np.ndarray, np.ndarray | None]:
+    dtype: Dtype,
+    amax: Array | None,
+    random: Array | Noise | None,
+) -> tuple[Array, Array | None]:
     """Return the codes (m, k) and block scale codes (m, k / block) of float32 x (m, k).
 
         scales = code(amax, tensor)
@@ -152,13 +152,13 @@ def quantize_tile(
 
 
 def encode_tile(
-    x: np.ndarray,
+    x: Array,
     recipe: Recipe,
     tensor: TensorScale,
-    dtype: np.dtype,
-    scales: np.ndarray | None,
-    random: np.ndarray | Noise | None,
-) -> np.ndarray:
+    dtype: Dtype,
+    scales: Array | None,
+    random: Array | Noise | None,
+) -> Array:
     """Return the codes (m, k) of float32 x (m, k) under block scales that are given instead of computed.
 
     The recipe's block rule makes the factors from the scales. Some rules also read the block amax, which is computed
@@ -187,13 +187,13 @@ def encode_tile(
 
 
 def encode_elements(
-    blocks: np.ndarray,
-    factor: np.ndarray,
+    blocks: Array,
+    factor: Array,
     recipe: Recipe,
-    dtype: np.dtype,
-    random: np.ndarray | Noise | None,
+    dtype: Dtype,
+    random: Array | Noise | None,
     tensor: TensorScale,
-) -> np.ndarray:
+) -> Array:
     """Return the codes of elements: uint8 (m, blocks, block), one code per byte.
 
     recipe.apply says how elements and factors are combined: "multiply" or "divide" scales the elements, which are then
@@ -232,7 +232,7 @@ def encode_elements(
     return show("code", codes, recipe.element)
 
 
-def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def _repacked(codes: Array, scaled: Array, factor: Array, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the codes that auto-round stores: its packing decodes the given codes and encodes the values again."""
     inverse = reciprocal_or_zero(factor)
     decoded = np.where(np.isnan(scaled), np.float32(np.nan), decode(codes, recipe.element) * inverse)
@@ -246,7 +246,7 @@ def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe:
     return encode(quotients, recipe.element, "rn", "signbit", recipe.nan_code)
 
 
-def _scale_elements(blocks: np.ndarray, factor: np.ndarray, recipe: Recipe) -> np.ndarray:
+def _scale_elements(blocks: Array, factor: Array, recipe: Recipe) -> Array:
     """Return the elements multiplied or divided by the factors of their blocks: float32, in the shape of `blocks`."""
     if recipe.flush:
         return multiply_ftz(blocks, factor)
@@ -257,11 +257,11 @@ def _scale_elements(blocks: np.ndarray, factor: np.ndarray, recipe: Recipe) -> n
 
 @np.errstate(all="ignore")
 def quantize_matrix(
-    x: np.ndarray,
+    x: Array,
     recipe: Recipe,
-    amax: np.ndarray | None,
-    packed: np.ndarray,
-    scales: np.ndarray | None,
+    amax: Array | None,
+    packed: Array,
+    scales: Array | None,
     options: EncodeOptions,
 ) -> None:
     """Quantize x (M, K) tile by tile, and write the results into packed (M, K/2 or K) and scales (M, K/block).
@@ -290,11 +290,11 @@ def quantize_matrix(
 
 @np.errstate(all="ignore")
 def encode_matrix(
-    x: np.ndarray,
+    x: Array,
     recipe: Recipe,
     tensor: TensorScale,
-    scales: np.ndarray | None,
-    packed: np.ndarray,
+    scales: Array | None,
+    packed: Array,
     options: EncodeOptions,
 ) -> None:
     """Encode x (M, K) under given block scales and a given tensor scale, and write the codes into packed.
@@ -313,8 +313,8 @@ def encode_matrix(
 
 
 def _tiles_of(
-    x: np.ndarray, recipe: Recipe, tensor: TensorScale, packed: np.ndarray, options: EncodeOptions
-) -> Iterator[tuple[np.ndarray, slice, slice, TensorScale, Any, np.ndarray]]:
+    x: Array, recipe: Recipe, tensor: TensorScale, packed: Array, options: EncodeOptions
+) -> Iterator[tuple[Array, slice, slice, TensorScale, Any, Array]]:
     """Yield for each tile: its elements, rows, blocks, tensor scale, random numbers, and the place of its codes."""
     tensor, packing = tensor.columns(recipe), recipe.element.packing
     for rows, columns in tiles(x.shape, recipe.block):
@@ -354,7 +354,7 @@ def segments(start: int, length: int, K: int) -> Iterator[Segment]:
         position += length_taken
 
 
-def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray, int]:
+def _padded(shard: Array, segment: Segment, size: int) -> tuple[Array, int]:
     """Return a segment of the shard as float32 (rows, columns of whole blocks), and the column of its first block."""
     rows, columns, elements = segment
     first = columns.start // size
@@ -366,7 +366,7 @@ def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray,
 
 
 @np.errstate(all="ignore")
-def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: Recipe) -> np.ndarray:
+def partial_amax(shard: Array, shape: tuple[int, int], start: int, recipe: Recipe) -> Array:
     """Return the amax of each block over the elements of the shard: float32 (ceil(M / block rows), K / block).
 
     The maximum over all shards is the amax of the whole block. Blocks without an element in the shard get 0. If the
@@ -397,13 +397,13 @@ def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: 
 
 @np.errstate(all="ignore")
 def partial_cast(
-    shard: np.ndarray,
-    out: np.ndarray,
-    amax: np.ndarray,
+    shard: Array,
+    out: Array,
+    amax: Array,
     shape: tuple[int, int],
     start: int,
     recipe: Recipe,
-    tensor_amax: np.ndarray | None,
+    tensor_amax: Array | None,
 ) -> None:
     """Write the codes of the shard's elements into the packed codes `out` of the whole matrix. Keep all other codes.
 
@@ -429,7 +429,7 @@ def partial_cast(
         _write_codes(out, owned, segment.rows, segment.columns.start, recipe.element.packing)
 
 
-def _write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, packing: Packing) -> None:
+def _write_codes(out: Array, codes: Array, rows: slice, column: int, packing: Packing) -> None:
     """Write a block of codes (m, n) into stored codes from code `column` on, and keep all other codes of a byte."""
     if packing.codes == 1:
         out[rows, column : column + codes.shape[1]] = codes

@@ -16,7 +16,7 @@ import numpy as np
 from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import searching
-from fp4kit.reference.arith import ONE, divide_full, fma, log2, sum_halves, sum_lanes
+from fp4kit.reference.arith import ONE, Array, Dtype, divide_full, fma, log2, sum_halves, sum_lanes
 from fp4kit.reference.arith import power as raised
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import block_amax, decode, encode, is_per_expert, part_for_matrix, stack, tiles, untraced
@@ -56,7 +56,7 @@ DEFAULT_TERMS = SearchTerms()
 
 
 @np.errstate(all="ignore")
-def search_e4m3(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Any) -> None:
+def search_e4m3(x: Array, out: Array, amax: Array, search: Any) -> None:
     """Find for each block of x (M, K) the amax whose scale gives the smallest loss, and write it into out.
 
     There is one candidate amax for each of the 126 positive E4M3 scale codes; ``search`` may allow fewer. Among equal
@@ -76,7 +76,7 @@ def search_e4m3(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Any) -
         out[first : first + rows] = np.repeat(chosen, r.block_rows, axis=0)[: len(part)]
 
 
-def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTerms = DEFAULT_TERMS) -> np.ndarray:
+def best_amaxes(x: Array, amax: np.float32, r: Recipe, terms: SearchTerms = DEFAULT_TERMS) -> Array:
     """Return, for each block of float32 x (M, K), the candidate amax with the smallest loss.
 
     The result is float32 (ceil(M / block rows), K / 16). Among equal losses, the smallest amax is taken. If every loss
@@ -95,7 +95,7 @@ def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTerms =
     return candidates[code - 1]
 
 
-def _code_range(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTerms) -> tuple[np.ndarray, np.ndarray]:
+def _code_range(amaxes: Array, amax: np.float32, r: Recipe, terms: SearchTerms) -> tuple[Array, Array]:
     """Return the smallest and the largest scale code that each block may get: two uint8 arrays."""
     # If terms.offsets is set, the code must lie in that range around the code that the block's own amax gives.
     if terms.offsets is None:
@@ -109,7 +109,7 @@ def _code_range(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTe
 # ---- scales ----
 
 
-def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
+def candidate_amaxes(amax: np.float32, r: Recipe) -> Array:
     """Return the block amaxes that give the positive E4M3 scales c: amax * (c * fp32(1 / N)), as float32 (126,).
 
     amax is the tensor amax, and N is r.scale_max, the largest block scale of the recipe. fp32 rounds to float32.
@@ -117,7 +117,7 @@ def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
     return amax * (decode(CODES, E4M3) * (ONE / np.float32(r.scale_max)))
 
 
-def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: SearchTerms) -> np.ndarray:
+def scales_of(candidates: Array, amax: np.float32, r: Recipe, terms: SearchTerms) -> Array:
     """Return, for each candidate amax, the float32 scale that divides the elements: float32 (126,).
 
     The scale is candidate * fp32(1 / 6), where fp32 rounds to float32. If the loss uses a Hessian, the scale is then
@@ -132,7 +132,7 @@ def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Search
     return np.where(scales == 0, ONE, scales)
 
 
-def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
+def _through_e4m3(scales: Array, top: Array) -> Array:
     """Return float32 scales rounded to E4M3 under a common factor: E4M3(scale * factor) * (1 / factor)."""
     # The factor is 448 / top, so that `top` becomes 448, the largest E4M3 value.
     factor = np.float32(448) / np.where(top <= np.float32(2.0**-24), ONE, top)
@@ -143,7 +143,7 @@ def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
 # ---- losses ----
 
 
-def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: SearchTerms) -> np.ndarray:
+def losses(x: Array, scale: np.float32, r: Recipe, terms: SearchTerms) -> Array:
     """Return the loss of quantizing each block of float32 x (M, K), if every block has the scale `scale`.
 
     The result is float32 (ceil(M / block rows), K / 16). The losses of the rows of a block are added in order, or their
@@ -165,7 +165,7 @@ def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: SearchTerms) -> n
     return total
 
 
-def residual(a: np.ndarray, scale: np.float32) -> np.ndarray:
+def residual(a: Array, scale: np.float32) -> Array:
     """Return the error a - q * scale of quantizing a >= 0 with a scale, rounded once to float32.
 
     q is the E2M1 value nearest to div.full.f32(a, scale), at most 6. Ties go to the even code. The error may be
@@ -175,7 +175,7 @@ def residual(a: np.ndarray, scale: np.float32) -> np.ndarray:
     return fma(-scale, q, a)
 
 
-def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+def squared(d: Array, weights: Array | None) -> Array:
     """Return the float32 sum of weight * d^2 over the last axis, added in the order that the GPU kernel uses.
 
     If weights is None, each weight is 1. Each group of four neighbors is summed by fma, in the order second, first,
@@ -190,7 +190,7 @@ def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
     return tree_sum(total)
 
 
-def powers(d: np.ndarray, weights: np.ndarray | None, power: float) -> np.ndarray:
+def powers(d: Array, weights: Array | None, power: float) -> Array:
     """Return the sum of weight * d^power over the last axis for d >= 0, or the largest weight * d if power is infinite.
 
     If weights is None, each weight is 1. The terms are added in the order that `squared` uses. reference/arith.py
@@ -205,12 +205,12 @@ def powers(d: np.ndarray, weights: np.ndarray | None, power: float) -> np.ndarra
     return tree_sum(total, power)
 
 
-def joined(a: np.ndarray, b: np.ndarray, power: float) -> np.ndarray:
+def joined(a: Array, b: Array, power: float) -> Array:
     """Combine the losses of two parts of a block: return their sum, or the larger loss if power is infinite."""
     return np.maximum(a, b) if power == np.inf else a + b
 
 
-def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
+def quadratic(d: Array, hessian: Array) -> Array:
     """Return the quadratic form d^T H d over the last axis, where d are the errors of a block and H is the Hessian.
 
     d^T H is computed by fma. Pairs of neighbors are then summed by fma, starting with the second neighbor, and the sums
@@ -226,7 +226,7 @@ def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
     return tree_sum(fma(d[..., 0::2], total[..., 0::2], pairs))
 
 
-def tree_sum(parts: np.ndarray, power: float = 2.0) -> np.ndarray:
+def tree_sum(parts: Array, power: float = 2.0) -> Array:
     """Return the sum of parts over the last axis, or their maximum if power is infinite.
 
     Parts are added in the order that the GPU kernel uses. In each round the second half of the parts is added to the
@@ -241,7 +241,7 @@ def tree_sum(parts: np.ndarray, power: float = 2.0) -> np.ndarray:
 
 
 @np.errstate(all="ignore")
-def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, search: Any) -> None:
+def search_powers(x: Array, out: Array, amax: Array | None, search: Any) -> None:
     """Choose for each block of x (M, K) the amax * 2^j with the smallest loss, and write it into out.
 
     j is an integer, and amax is the largest magnitude of the block. Among equal losses, the lowest j is taken. If no
@@ -264,7 +264,7 @@ def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, searc
         out[rows, blocks] = _chosen(tile, r, tensor, x.dtype, terms._replace(weights=weights))
 
 
-def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, terms: SearchTerms) -> np.ndarray:
+def _chosen(x: Array, r: Recipe, tensor: TensorScale, dtype: Dtype, terms: SearchTerms) -> Array:
     """Return for each block the amax * 2^j with the smallest loss."""
     own = block_amax(x, r)
     code = _codes(quantize_tile(x, r, tensor, dtype, own, None)[1])
@@ -279,7 +279,7 @@ def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, term
     return chosen
 
 
-def _padded_to_fours(a: np.ndarray) -> np.ndarray:
+def _padded_to_fours(a: Array) -> Array:
     """Return blocks (..., elements) padded with zeros to a multiple of four elements; `a` itself if none are
     missing.
     """
@@ -287,14 +287,14 @@ def _padded_to_fours(a: np.ndarray) -> np.ndarray:
     return np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, missing)]) if missing else a
 
 
-def _codes(scales: np.ndarray | None) -> np.ndarray:
+def _codes(scales: Array | None) -> Array:
     """Return scale codes as int32, so that their differences can be negative."""
     # scales is never None, because the recipe has block scales.
     assert scales is not None
     return scales.astype(np.int32)
 
 
-def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: SearchTerms) -> Iterator[np.ndarray]:
+def _steps(amax: Array, code: Array, r: Recipe, terms: SearchTerms) -> Iterator[Array]:
     """Yield the exponents j to try, for candidates amax * 2^j, as int32 arrays with one exponent per block."""
     low, high = terms.offsets or AROUND_FLOOR
     floor = np.frexp(amax)[1] - 1 - int(np.frexp(np.float64(r.element.max))[1] - 1) + E8M0.bias
@@ -303,7 +303,7 @@ def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: SearchTerms) ->
         yield base + step
 
 
-def multiples(grid: tuple[float, float, float]) -> np.ndarray:
+def multiples(grid: tuple[float, float, float]) -> Array:
     """Return the multiples of an amax to try, from a grid (start, stop, step): float32, start and stop included.
 
     There are ceil((stop - start) / step) + 1 multiples, equally spaced. If start equals stop, the only multiple is
@@ -325,7 +325,7 @@ def multiples(grid: tuple[float, float, float]) -> np.ndarray:
 
 
 @np.errstate(all="ignore")
-def search_amaxes(search: Any, amax: Any, fake_quantize: Callable[[Any], np.ndarray]) -> np.ndarray:
+def search_amaxes(search: Any, amax: Any, fake_quantize: Callable[[Any], Array]) -> Array:
     """Return each amax times the multiple of the grid with the smallest loss: float32 in the shape of amax.
 
     Among equal losses, the first multiple of the grid is taken. A NaN loss counts as infinite. If the array has no
@@ -356,7 +356,7 @@ def search_amaxes(search: Any, amax: Any, fake_quantize: Callable[[Any], np.ndar
     return np.asarray(amax * factors[best], np.float32)
 
 
-def _loss(x: np.ndarray, values: np.ndarray, terms: SearchTerms, columns: int) -> np.ndarray:
+def _loss(x: Array, values: Array, terms: SearchTerms, columns: int) -> Array:
     """Return one loss per part of a row of x: the sum of weight * |x - values|^power."""
     rows, quantized = (a.reshape(-1, columns) for a in (x, values))
     result, parts = np.empty(len(rows)), x.shape[-1] // columns
@@ -371,10 +371,10 @@ def _loss(x: np.ndarray, values: np.ndarray, terms: SearchTerms, columns: int) -
     return result
 
 
-def _combined(terms: np.ndarray, power: float) -> np.ndarray:
+def _combined(terms: Array, power: float) -> Array:
     """Return the terms reduced along the last axis to one loss: their sum, or their maximum if power is infinite."""
     # The last axis must not be empty.
-    result: np.ndarray = (np.maximum if power == np.inf else np.add).accumulate(terms, axis=-1)[..., -1]
+    result: Array = (np.maximum if power == np.inf else np.add).accumulate(terms, axis=-1)[..., -1]
     return result
 
 
@@ -385,10 +385,10 @@ FACTORS = {"auto_round_powers": AUTO_ROUND_POWERS, "auto_round_percents": AUTO_R
 
 
 def best_by_block(
-    candidates: Iterable[np.ndarray],
-    error: Callable[[np.ndarray, np.ndarray], np.ndarray],
-    code: Callable[[np.ndarray], np.ndarray] | None = None,
-) -> np.ndarray:
+    candidates: Iterable[Array],
+    error: Callable[[Array, Array], Array],
+    code: Callable[[Array], Array] | None = None,
+) -> Array:
     """Return, for each block, the candidate amax with the smallest error.
 
     Among equal errors the first candidate is taken. If the error of the first candidate is NaN, the first candidate is
@@ -400,8 +400,8 @@ def best_by_block(
         code: code(candidate) returns the scale codes that the amaxes give. Amaxes with the same code have the same
             error, so each code is tried only once per block. If code is None, every candidate is tried.
     """
-    chosen: np.ndarray | None = None
-    smallest_error: np.ndarray = np.zeros(0, np.float32)
+    chosen: Array | None = None
+    smallest_error: Array = np.zeros(0, np.float32)
     tried = None if code is None else TriedCodes(code)
     for candidate in candidates:
         untried = np.ones(candidate.shape, bool) if tried is None else tried.take_untried(candidate)
@@ -426,11 +426,11 @@ class TriedCodes:
         code: code(amax) returns the scale codes (uint8) that amaxes give.
     """
 
-    def __init__(self, code: Callable[[np.ndarray], np.ndarray]) -> None:
+    def __init__(self, code: Callable[[Array], Array]) -> None:
         self.code = code
-        self.seen: np.ndarray | None = None
+        self.seen: Array | None = None
 
-    def take_untried(self, amax: np.ndarray) -> np.ndarray:
+    def take_untried(self, amax: Array) -> Array:
         """Return a mask of the blocks whose amax gives a scale code that was not tried yet, and record the codes.
 
         A later call with amaxes that give these codes returns False for them.
@@ -443,11 +443,11 @@ class TriedCodes:
         return new[..., 0]
 
 
-def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[..., np.ndarray]:
+def _squares(x: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Callable[..., Array]:
     """Return a function error(amax, which) that measures how well candidate amaxes quantize the blocks of x."""
     blocks, recipe = x.reshape(len(x), -1, recipe.block_size), searching(recipe)
 
-    def error(amax: np.ndarray, which: np.ndarray) -> np.ndarray:
+    def error(amax: Array, which: Array) -> Array:
         rows = blocks[which]
         if not len(rows):
             return np.zeros(0, np.float32)
@@ -459,7 +459,7 @@ def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
     return error
 
 
-def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray] | None:
+def _code_of(tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Callable[[Array], Array] | None:
     """Return a function code(amax) that gives the scale codes of amaxes; None if equal codes may have different
     errors.
     """
@@ -469,10 +469,10 @@ def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[
     return lambda amax: BLOCK_RULES[name].code(amax, tensor, recipe, dtype)
 
 
-def _search_auto_round(factors: Iterable[float]) -> Callable[..., np.ndarray]:
+def _search_auto_round(factors: Iterable[float]) -> Callable[..., Array]:
     """Return a search function that tries each block's amax times each of the factors, as auto-round does."""
 
-    def search(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    def search(x: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
         """Return for each block the multiple of its amax with the smallest squared error.
 
         Among equal errors, the first multiple is taken.
@@ -491,9 +491,7 @@ search_auto_round_powers = _search_auto_round(FACTORS["auto_round_powers"])
 search_auto_round_percents = _search_auto_round(FACTORS["auto_round_percents"])
 
 
-def search_modelopt_sweep(
-    x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def search_modelopt_sweep(x: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return for each block the amax with the smallest squared error, among those that give a positive E4M3 scale.
 
     There are 126 such amaxes, one per positive E4M3 code. Among equal errors, the smallest amax is taken. x holds
@@ -508,7 +506,7 @@ QUEST_OFFSET = np.float32(1e-8)
 QUEST_LANES = 32  # lanes that first add the elements of a block
 
 
-def search_quest(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def search_quest(x: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return for each block the amax that gives QuEST's scale under the rule e8m0_floor: a power of two.
 
         std = sqrt(mean(x^2) - mean(x)^2)
@@ -529,13 +527,11 @@ def search_quest(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: R
     return np.where(usual, np.ldexp(np.float32(1), exponent + recipe.element.emax), np.float32(np.nan))
 
 
-SEARCHES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"search_{name}"] for name in rules.SEARCHES}
+SEARCHES: dict[str, Callable[..., Array]] = {name: globals()[f"search_{name}"] for name in rules.SEARCHES}
 
 
 @np.errstate(all="ignore")
-def search_matrix(
-    x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None
-) -> None:
+def search_matrix(x: Array, out: Array, amax: Array | None, recipe: Recipe, hadamard: int | None) -> None:
     """Choose the block amaxes of x (M, K) by the recipe's search, tile by tile, and write them into out (M, K / block).
 
     amax: the tensor amax, or None if the recipe has no tensor scale.
@@ -548,7 +544,7 @@ def search_matrix(
         out[rows, blocks] = search(tile, block_amax(tile, recipe), tensor.cut(rows, blocks), recipe, x.dtype)
 
 
-def searched(call: Any, amax: np.ndarray | None) -> Any:
+def searched(call: Any, amax: Array | None) -> Any:
     """Return the call with its field block_amax set to the block amaxes that the recipe's search chooses.
 
     call: a call whose recipe has a search and whose array is not empty.
@@ -559,7 +555,7 @@ def searched(call: Any, amax: np.ndarray | None) -> Any:
         return call._replace(block_amax=chosen_amaxes(call, amax, search))
 
 
-def chosen_amaxes(call: Any, amax: np.ndarray | None, search: Callable[..., None]) -> np.ndarray:
+def chosen_amaxes(call: Any, amax: Array | None, search: Callable[..., None]) -> Array:
     """Return the block amaxes that a search chooses for all matrices of a call: float32 (..., M, K / block).
 
     An empty array of amaxes is returned without a search.

@@ -14,7 +14,7 @@ from fp4kit.arithmetic import exponent_field, power_of_two
 from fp4kit.formats import FLT_MIN, ElementFormat
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import COMFYUI_STOCHASTICS
-from fp4kit.reference.arith import log2, narrow_float64, round_to
+from fp4kit.reference.arith import Array, Dtype, log2, narrow_float64, round_to
 from fp4kit.reference.codec import encode, encode_magnitude, show
 
 # The constants of Philox4x32: multipliers, and the Weyl numbers that are added to the key in each round.
@@ -24,7 +24,7 @@ ROUNDS = 10
 BYTES_PER_COUNTER = 16  # four 32-bit words
 
 
-def philox4x32(counter: np.ndarray, key: tuple[int, int], rounds: int = ROUNDS) -> np.ndarray:
+def philox4x32(counter: Array, key: tuple[int, int], rounds: int = ROUNDS) -> Array:
     """Return random words of the generator Philox4x32: uint32 (..., 4), in the shape of counter.
 
     counter: uint32 (..., 4).
@@ -42,7 +42,7 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int], rounds: int = ROUNDS) 
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
 
-def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
+def stream_bytes(seed: int, start: int, count: int) -> Array:
     """Return the random bytes of elements start to start + count - 1, counted in row-major order: uint8 (count,).
 
     Element i uses byte i % 16, little-endian, of the four words that philox4x32 makes from counter i // 16 and the seed
@@ -69,7 +69,7 @@ class RandomStream(NamedTuple):
     first: int
     K: int
 
-    def tile(self, rows: slice, columns: slice) -> np.ndarray:
+    def tile(self, rows: slice, columns: slice) -> Array:
         """Return the random bytes of the tile with these rows and columns: uint8 (m, k). m must not be 0."""
         m, k = rows.stop - rows.start, columns.stop - columns.start
         start = self.first + rows.start * self.K + columns.start
@@ -85,9 +85,9 @@ class RandomStream(NamedTuple):
 class GivenNumbers(NamedTuple):
     """The random numbers of a matrix, given by the caller as an array (M, K): uint8 bytes, or float32 from 0 to 1."""
 
-    numbers: np.ndarray
+    numbers: Array
 
-    def tile(self, rows: slice, columns: slice) -> np.ndarray:
+    def tile(self, rows: slice, columns: slice) -> Array:
         """Return the random numbers of the tile with these rows and columns: a view (m, k) of the array."""
         return self.numbers[rows, columns]
 
@@ -103,8 +103,8 @@ class Noise(NamedTuple):
     blocks: one word per block, (m, k / block).
     """
 
-    elements: np.ndarray
-    blocks: np.ndarray
+    elements: Array
+    blocks: Array
 
 
 PlaceT = TypeVar("PlaceT", bound="_Place")
@@ -130,7 +130,7 @@ class _Place(NamedTuple):
         """Return the place of the rectangle with these rows and columns. K stays that of the whole array."""
         return self._replace(first=self.first + rows.start * self.K + columns.start)
 
-    def positions(self, rows: slice, columns: slice, step: int = 1) -> np.ndarray:
+    def positions(self, rows: slice, columns: slice, step: int = 1) -> Array:
         """Return the positions, in the whole array, of the elements of a tile: int64 (m, k / step).
 
         step: the distance of the returned elements within a row; 1 returns all of them.
@@ -159,7 +159,7 @@ class ScaleStream(_Place):
     Block i of the array, counted in row-major order, gets the number that Triton's tl.rand(seed, i) gives.
     """
 
-    def tile(self, rows: slice, columns: slice) -> np.ndarray:
+    def tile(self, rows: slice, columns: slice) -> Array:
         """Return the numbers of the blocks in these rows and columns: float32 (m, k / block), at least 0, below 1.
 
         The tile must consist of whole blocks.
@@ -169,7 +169,7 @@ class ScaleStream(_Place):
         return np.where(words < 0, ~words, words).astype(np.float32) * np.float32(4.6566127342e-10)
 
 
-def _triton_words(seed: int, index: np.ndarray, rounds: int = 7) -> np.ndarray:
+def _triton_words(seed: int, index: Array, rounds: int = 7) -> Array:
     """Return the words of Triton's tl.randint(seed, index, n_rounds=rounds): uint32, in the shape of index (int64)."""
     counter = np.zeros((*index.shape, 4), np.uint32)
     counter[..., 0] = index & 0xFFFFFFFF
@@ -193,7 +193,7 @@ def stream_of(r: Recipe, seed: int, first: int, K: int) -> RandomStream | MslkSt
     return RandomStream(seed, first, K)
 
 
-def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:
+def encode_stochastic(x: Array, fmt: ElementFormat, random: Array) -> Array:
     """Return the codes of float32 x, rounded up or down at random: uint8, in the shape of x.
 
     The closer a magnitude is to the next value above, the more likely it is rounded up:
@@ -219,7 +219,7 @@ def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> 
     return np.where(nan, np.uint8(fmt.nan_code), codes)
 
 
-def encode_stochastic_float16(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:
+def encode_stochastic_float16(x: Array, fmt: ElementFormat, random: Array) -> Array:
     """Return the codes of float32 x, rounded up or down at random by arithmetic in float16: uint8, in the shape of x.
 
         a = H(min(|x|, max))
@@ -254,7 +254,7 @@ def encode_stochastic_float16(x: np.ndarray, fmt: ElementFormat, random: np.ndar
     return np.where(nan, np.uint8(fmt.nan_code), codes)
 
 
-def encode_stochastic_comfyui(x: np.ndarray, random: np.ndarray, dtype: np.dtype, on_gpu: bool = False) -> np.ndarray:
+def encode_stochastic_comfyui(x: Array, random: Array, dtype: Dtype, on_gpu: bool = False) -> Array:
     """Return the E2M1 codes of float32 x as ComfyUI computes them: it adds noise and rounds to nearest even.
 
         y = x + noise, noise = (r - 0.5) * 2^(e - 2) * 1.25, with e = exponent(|x|, 1) and r the random number
@@ -299,7 +299,7 @@ def encode_stochastic_comfyui(x: np.ndarray, random: np.ndarray, dtype: np.dtype
 _MSLK_BITS = np.int32(0x3FFFFF)
 
 
-def stochastic_amax(amax: np.ndarray, words: np.ndarray) -> np.ndarray:
+def stochastic_amax(amax: Array, words: Array) -> Array:
     """Return float32 block amaxes, rounded stochastically to powers of two as in MSLK, so that scales are random too.
 
     A random integer of 22 bits is added to the bits of the amax, and then the mantissa bits are cleared. An amax of 0
@@ -314,7 +314,7 @@ def stochastic_amax(amax: np.ndarray, words: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(amax), amax, bits.view(np.float32))
 
 
-def with_mslk_noise(x: np.ndarray, words: np.ndarray) -> np.ndarray:
+def with_mslk_noise(x: Array, words: Array) -> Array:
     """Return scaled elements with the noise that MSLK adds to their bits before it rounds them to nearest even.
 
         bits(y) = bits(x) + (words & 0x3FFFFF) - 0x1FFFFF, as int32, which may wrap around
@@ -336,7 +336,7 @@ def with_mslk_noise(x: np.ndarray, words: np.ndarray) -> np.ndarray:
     return (bits + noise).view(np.float32)
 
 
-def encode_random(x: np.ndarray, random: np.ndarray | Noise, r: Recipe, dtype: np.dtype) -> np.ndarray:
+def encode_random(x: Array, random: Array | Noise, r: Recipe, dtype: Dtype) -> Array:
     """Return the codes of scaled elements x (m, blocks, block), rounded with random numbers as r.stochastic says."""
     if isinstance(random, Noise):
         noisy = show("scaled element with noise", with_mslk_noise(x, random.elements.reshape(x.shape)))
@@ -349,12 +349,12 @@ def encode_random(x: np.ndarray, random: np.ndarray | Noise, r: Recipe, dtype: n
     return rounded(x, r.element, random)
 
 
-def _comfyui_exponent(a: np.ndarray, offset: np.ndarray | np.float32, dtype: np.dtype) -> np.ndarray:
+def _comfyui_exponent(a: Array, offset: Array | np.float32, dtype: Dtype) -> Array:
     """Return clamp(floor(log2(a) + offset), 0, 3) of float32 a as int32. Both operations round to dtype."""
     return np.clip(np.floor(round_to(round_to(log2(a), dtype) + offset, dtype)), 0, 3).astype(np.int32)
 
 
-def _half(x: np.ndarray) -> np.ndarray:
+def _half(x: Array) -> Array:
     """Return float32 x rounded to float16 (nearest even) and stored as float32. Numbers beyond its range become inf."""
     return x.astype(np.float16).astype(np.float32)
 
@@ -364,7 +364,7 @@ TE_SIGN_MASK = 0xD7E8  # Transformer Engine's signs: if bit i is set, input i of
 
 
 @np.errstate(all="ignore")
-def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
+def hadamard_blocks(x: Array, sign_mask: int = TE_SIGN_MASK) -> Array:
     """Return y_j = 1/4 sum_i s_i H_ij x_i for each block of 16 along the last axis, in the shape and dtype of x.
 
     H is Sylvester's Hadamard matrix of order 16. s_i is -1 if bit i of sign_mask is set, otherwise 1. The transform
@@ -391,7 +391,7 @@ def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
     return narrow_float64(y / 4, x.dtype).reshape(x.shape)
 
 
-def random_signs(size: int, seed: int) -> np.ndarray:
+def random_signs(size: int, seed: int) -> Array:
     """Return the signs that a seed gives: int8 (size,), each 1 or -1.
 
     Sign i is -1 if byte i of stream_bytes is at least 128.
@@ -405,7 +405,7 @@ def hadamard_factor(size: int) -> np.float32:
 
 
 @np.errstate(all="ignore")
-def rotate(x: np.ndarray, r: Any) -> np.ndarray:
+def rotate(x: Array, r: Any) -> Array:
     """Return x (outer, length, inner) with every block along the middle axis rotated, in the shape and dtype of x.
 
     The elements are widened to float32, and those with a 1 in r.signs are negated. Then they are rotated: by a Hadamard
@@ -424,7 +424,7 @@ def rotate(x: np.ndarray, r: Any) -> np.ndarray:
     return np.where(np.isnan(y), np.float32(np.nan), y).astype(x.dtype).reshape(x.shape)
 
 
-def _butterflies(y: np.ndarray) -> np.ndarray:
+def _butterflies(y: Array) -> Array:
     """Return the Hadamard transform of y (outer, blocks, size, inner) along its third axis, without its factor."""
     *lead, size, inner = y.shape
     distance = 1
@@ -436,7 +436,7 @@ def _butterflies(y: np.ndarray) -> np.ndarray:
     return y
 
 
-def _products(y: np.ndarray, matrices: np.ndarray) -> np.ndarray:
+def _products(y: Array, matrices: Array) -> Array:
     """Return the sums over i of y_i M_ij for y (outer, blocks, size, inner), in the shape of y."""
     total = y[:, :, :1] * matrices[:, 0, :, None]
     for i in range(1, y.shape[2]):

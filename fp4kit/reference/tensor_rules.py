@@ -17,10 +17,19 @@ import numpy as np
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.rules import BLOCK_RULES, DECODE_RULES
-from fp4kit.reference.arith import ONE, ZERO, multiply_ftz, reciprocal_approx_ftz, reciprocal_or_zero, round_to
+from fp4kit.reference.arith import (
+    ONE,
+    ZERO,
+    Array,
+    Dtype,
+    multiply_ftz,
+    reciprocal_approx_ftz,
+    reciprocal_or_zero,
+    round_to,
+)
 from fp4kit.reference.codec import show
 
-Pair = tuple[np.ndarray, np.ndarray]  # (encode scale, decode scale)
+Pair = tuple[Array, Array]  # (encode scale, decode scale)
 TINY_AMAX = np.float32(2.0**-24)  # Model-Optimizer's FP8 and INT fake quantizers treat an amax up to this specially
 
 
@@ -31,9 +40,9 @@ class TensorScale(NamedTuple):
     Each field is a scalar, or an array with one entry per row or per block.
     """
 
-    encode: np.ndarray
-    decode: np.ndarray
-    amax: np.ndarray
+    encode: Array
+    decode: Array
+    amax: Array
 
     def columns(self, recipe: Recipe) -> TensorScale:
         """Return the scales reshaped to matrices, so that `cut` can take the scales of a tile.
@@ -65,7 +74,7 @@ def full_range(recipe: Recipe) -> np.float32:
     return np.float32(rules.TOPS.get(recipe.tensor_rule or "", recipe.element.max) * np.float32(recipe.scale_max))
 
 
-def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_te_reference(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of TE's Python reference quantizer.
 
         encode = min(2688 / amax, FLT_MAX), or 1 if the quotient is 0
@@ -79,7 +88,7 @@ def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
     return encode_scale, ONE / encode_scale
 
 
-def tensor_te(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_te(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of Transformer Engine's kernels.
 
         encode = min(2688 / amax, FLT_MAX), or 1 if the quotient or amax is 0
@@ -91,7 +100,7 @@ def tensor_te(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     return encode_scale, ONE / encode_scale
 
 
-def tensor_te_primary_weight(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_te_primary_weight(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of Transformer Engine's primary-weight kernels.
 
         encode = min(2688 / max(amax, FLT_MIN), FLT_MAX), or 1 if amax is 0 or NaN
@@ -104,7 +113,7 @@ def tensor_te_primary_weight(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) 
     return encode_scale, ONE / np.where(encode_scale <= 0, ONE, encode_scale)
 
 
-def tensor_flashinfer(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_flashinfer(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of FlashInfer.
 
         encode = min(2688 / amax, FLT_MAX)
@@ -117,7 +126,7 @@ def tensor_flashinfer(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair
     return encode_scale, ONE / encode_scale
 
 
-def tensor_flashinfer_token(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_flashinfer_token(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the scales (encode, decode) of a row, as FlashInfer computes them per token without fast math.
 
         encode = min(2688 / amax, FLT_MAX), or 1 if the quotient is 0
@@ -130,7 +139,7 @@ def tensor_flashinfer_token(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -
     return encode_scale, np.where(amax == 0, ZERO, decode_scale)
 
 
-def tensor_flashinfer_token_fast(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_flashinfer_token_fast(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the scales (encode, decode) of a row, as FlashInfer computes them per token by default.
 
         decode = amax * fp32(1 / 2688)
@@ -144,7 +153,7 @@ def tensor_flashinfer_token_fast(amax: np.ndarray, recipe: Recipe, dtype: np.dty
     return np.where(decode_scale == 0, FLT_MAX, reciprocal_approx_ftz(decode_scale)), decode_scale
 
 
-def tensor_divided(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_divided(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of Model-Optimizer and torchao.
 
         decode = amax / 2688
@@ -157,7 +166,7 @@ def tensor_divided(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     return ONE / decode_scale, decode_scale
 
 
-def tensor_compressed_tensors(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_compressed_tensors(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of compressed-tensors.
 
         encode = T(T(1 / max(amax, tiny)) * 2688), or 1 if this product is infinite or NaN
@@ -174,7 +183,7 @@ def tensor_compressed_tensors(amax: np.ndarray, recipe: Recipe, dtype: np.dtype)
     return encode_scale, ONE / encode_scale
 
 
-def tensor_mlx(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_mlx(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of MLX.
 
         encode = 2688 / amax
@@ -186,7 +195,7 @@ def tensor_mlx(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     return full_range(recipe) / amax, amax / full_range(recipe)
 
 
-def tensor_fp8_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_fp8_modelopt(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of Model-Optimizer for FP8.
 
         encode = 448 / amax
@@ -199,7 +208,7 @@ def tensor_fp8_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
     return encode_scale, ONE / encode_scale
 
 
-def tensor_fp8_transformers(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_fp8_transformers(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of transformers for FP8.
 
         encode = (1 / amax) * 448, or 1 if amax is 0 or NaN
@@ -213,7 +222,7 @@ def tensor_fp8_transformers(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -
     return encode_scale, ONE / encode_scale
 
 
-def tensor_fp8_deepgemm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_fp8_deepgemm(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of DeepGEMM for FP8.
 
         decode = max(amax, 1e-4) / 448
@@ -226,7 +235,7 @@ def tensor_fp8_deepgemm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
     return ONE / decode_scale, decode_scale
 
 
-def tensor_int_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_int_modelopt(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of Model-Optimizer for integers.
 
         encode = M / amax
@@ -241,7 +250,7 @@ def tensor_int_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
     return encode_scale, np.where(zero, np.float32(0), safe / recipe.element.max)
 
 
-def tensor_int4_qat(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_int4_qat(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of INT4 QAT.
 
         decode = max(amax / 7, 1e-5)
@@ -254,7 +263,7 @@ def tensor_int4_qat(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     return ONE / decode_scale, decode_scale
 
 
-def tensor_vllm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_vllm(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of vLLM's emulation.
 
         encode = (1 / max(amax, 1e-8)) * 2688
@@ -267,7 +276,7 @@ def tensor_vllm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     return encode_scale, ONE / np.where(encode_scale == 0, np.float32(1e8), encode_scale)
 
 
-def tensor_sglang_online(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_sglang_online(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of SGLang's online quantization of weights.
 
         decode = amax * fp32(1 / 2688), or 1 if amax is 0
@@ -281,7 +290,7 @@ def tensor_sglang_online(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> P
     return ONE / decode_scale, decode_scale
 
 
-def tensor_auto_round(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_auto_round(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of auto-round.
 
         encode = (1 / amax) * 2688, or 0 if amax is 0
@@ -294,7 +303,7 @@ def tensor_auto_round(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair
     return encode_scale, reciprocal_or_zero(encode_scale)
 
 
-def tensor_quark(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_quark(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of Quark.
 
         decode = amax / 2688, or 2^-23 if the quotient is 0
@@ -308,7 +317,7 @@ def tensor_quark(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     return ONE / decode_scale, decode_scale
 
 
-def tensor_fouroversix(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_fouroversix(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of fouroversix.
 
         encode = 2688 / amax
@@ -324,7 +333,7 @@ def tensor_fouroversix(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pai
 tensor_fouroversix_4 = tensor_fouroversix  # its full_range is 4 * 448, from rules.TOPS
 
 
-def tensor_comfy_kitchen(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_comfy_kitchen(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of comfy-kitchen.
 
         decode = T(amax / 2688)
@@ -338,7 +347,7 @@ def tensor_comfy_kitchen(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> P
     return ONE / decode_scale, decode_scale
 
 
-def tensor_comfy_kitchen_cuda(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_comfy_kitchen_cuda(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) that ComfyUI computes on a GPU.
 
         decode = T(amax * fp32(1 / 2688))
@@ -352,7 +361,7 @@ def tensor_comfy_kitchen_cuda(amax: np.ndarray, recipe: Recipe, dtype: np.dtype)
     return ONE / decode_scale, decode_scale
 
 
-def tensor_fp8_comfy_kitchen(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_fp8_comfy_kitchen(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of comfy-kitchen for FP8.
 
         decode = amax / M
@@ -366,7 +375,7 @@ def tensor_fp8_comfy_kitchen(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) 
     return round_to(np.asarray(ONE / decode_scale, np.float32), dtype), decode_scale
 
 
-def tensor_fp8_deepseek(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+def tensor_fp8_deepseek(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the scales (encode, decode) of a block of DeepSeek-V4's FP8 activations.
 
         decode = max(amax, 1e-4) * fp32(1 / M)
@@ -385,7 +394,7 @@ def tensor_fp8_deepseek(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
 SMALLEST_SCALE = np.float32(1e-38)  # scales with a smaller magnitude count as 1e-38 when elements are encoded
 
 
-def reciprocal_of_scale(scale: np.ndarray) -> np.ndarray:
+def reciprocal_of_scale(scale: Array) -> Array:
     """Return 1 / scale, or the reciprocal of 1e-38 (positive) if the magnitude of scale is below 1e-38.
 
     So the result is never infinite, and its products with elements that are 0 are 0. An infinite scale gives 0, and NaN
@@ -402,7 +411,7 @@ def amax_range(recipe: Recipe) -> np.float32:
     return recipe.element.max if recipe.scale is None else recipe.element.max * recipe.scale.max
 
 
-def _narrowed(x: np.ndarray, dtype: np.dtype, direction: int) -> np.ndarray:
+def _narrowed(x: Array, dtype: Dtype, direction: int) -> Array:
     """Return float32 x >= 0 rounded to float16 or bfloat16, as float32."""
     x = np.minimum(x, np.float32(ml_dtypes.finfo(dtype).max))
     narrow = np.ascontiguousarray(x).astype(dtype)
@@ -412,11 +421,11 @@ def _narrowed(x: np.ndarray, dtype: np.dtype, direction: int) -> np.ndarray:
     return bits.astype(np.int16).view(dtype).astype(np.float32).reshape(np.shape(x))
 
 
-def _amax_rule(dtype: Any = None, direction: int = 0) -> Callable[[np.ndarray, Recipe, np.dtype], Pair]:
+def _amax_rule(dtype: Any = None, direction: int = 0) -> Callable[[Array, Recipe, Dtype], Pair]:
     """Return an amax rule: a tensor rule for recipes of user-defined formats, which returns (encode, decode)."""
     target = None if dtype is None else np.dtype(dtype)
 
-    def rule(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    def rule(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
         """Return the tensor scales (encode, decode) of an amax rule.
 
             decode = D(amax / amax_range(recipe))
@@ -443,12 +452,12 @@ tensor_amax_bfloat16_up = _amax_rule(ml_dtypes.bfloat16, 1)
 tensor_amax_bfloat16_down = _amax_rule(ml_dtypes.bfloat16, -1)
 
 
-TENSOR_RULES: dict[str, Callable[[np.ndarray, Recipe, np.dtype], Pair]] = {
+TENSOR_RULES: dict[str, Callable[[Array, Recipe, Dtype], Pair]] = {
     name: globals()[f"tensor_{name}"] for name in rules.TENSOR_RULES
 }
 
 
-def tensor_scale(amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
+def tensor_scale(amax: Array | None, recipe: Recipe, dtype: Dtype) -> TensorScale:
     """Return the TensorScale that the recipe's tensor rule makes from a tensor amax (float32, any shape).
 
     If the recipe has no tensor scale or amax is None, all fields are 1.
@@ -486,21 +495,19 @@ def covered_range(recipe: Recipe) -> np.float32:
     return full_range(recipe) if recipe.scale is not None else recipe.element.max
 
 
-def same_scale(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def same_scale(a: Array, b: Array) -> Array:
     """Return whether float32 scales are equal in every bit, elementwise. Any two NaNs count as equal."""
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     return (a.view(np.int32) == b.view(np.int32)) | (np.isnan(a) & np.isnan(b))
 
 
-def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def _order(bits: Array, scale: Array, recipe: Recipe, dtype: Dtype) -> Array:
     """Compare the scales that amaxes give with `scale`: return -1 if a scale is smaller, 0 if equal, 1 if larger."""
     candidate = tensor_scale(bits.astype(np.int32).view(np.float32), recipe, dtype).decode
     return np.where((candidate < scale) | (candidate >= scale * JUMP), -1, np.where(candidate == scale, 0, 1))
 
 
-def _first_bits(
-    low: np.ndarray, high: np.ndarray, minimum_order: int, scale: np.ndarray, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
+def _first_bits(low: Array, high: Array, minimum_order: int, scale: Array, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the bits of the smallest amax in [low, high] that gives a scale of at least `scale`, or a scale above
     it.
     """
@@ -512,9 +519,7 @@ def _first_bits(
     return low
 
 
-def amax_interval(
-    scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int = FAR
-) -> tuple[np.ndarray, np.ndarray]:
+def amax_interval(scale: Array, recipe: Recipe, dtype: Dtype, steps: int = FAR) -> tuple[Array, Array]:
     """Return the smallest and the largest positive amax that the tensor rule turns into `scale`, as float32 bits.
 
     The result is two int64 arrays in the shape of scale. If no such amax exists, the first is larger than the second.
@@ -533,8 +538,8 @@ def amax_interval(
 
 @lru_cache(maxsize=1024)
 def _kept_interval(
-    scale: bytes, shape: tuple[int, ...], recipe: Recipe, dtype: np.dtype, steps: int
-) -> tuple[np.ndarray, np.ndarray]:
+    scale: bytes, shape: tuple[int, ...], recipe: Recipe, dtype: Dtype, steps: int
+) -> tuple[Array, Array]:
     """Return amax_interval of the float32 numbers with the bytes `scale` and the given shape, kept in a cache of
     1024.
     """
@@ -542,7 +547,7 @@ def _kept_interval(
     return _interval(np.frombuffer(scale, np.float32).reshape(shape), recipe, dtype, steps)
 
 
-def _interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int) -> tuple[np.ndarray, np.ndarray]:
+def _interval(scale: Array, recipe: Recipe, dtype: Dtype, steps: int) -> tuple[Array, Array]:
     """Return the bits of the smallest and of the largest positive amax that the tensor rule turns into each scale."""
     with np.errstate(all="ignore"):
         likely_amax = np.minimum(scale * covered_range(recipe), FLT_MAX)
@@ -552,7 +557,7 @@ def _interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int) ->
         return first, _first_bits(low, high, 1, scale, recipe, dtype) - 1
 
 
-def _with_fewest_bits(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+def _with_fewest_bits(first: Array, last: Array) -> Array:
     """Return the integer in [first, last] that ends in the most zero bits, elementwise."""
     differ = (first - 1) ^ last
     for shift in (1, 2, 4, 8, 16):
@@ -560,7 +565,7 @@ def _with_fewest_bits(first: np.ndarray, last: np.ndarray) -> np.ndarray:
     return last & ~(differ >> 1)
 
 
-def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def implied_amax(scale: Array, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the amax that a tensor scale was probably computed from.
 
     A candidate is a positive amax that the tensor rule turns into exactly the scale. Candidates are searched within
@@ -589,7 +594,7 @@ def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarr
     return amax
 
 
-def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def _implied(scale: Array, otherwise: Array, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the implied amaxes (see implied_amax) of positive finite scales: float32, in the shape of scale."""
     # Where no amax near a scale gives it, the result is taken from the array `otherwise`.
     first, last = amax_interval(scale, recipe, dtype, NEAR)
@@ -600,16 +605,14 @@ def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np
     return np.where(first <= last, amax, otherwise)
 
 
-def _is_complete(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Recipe) -> np.ndarray:
+def _is_complete(first: Array, last: Array, scale: Array, recipe: Recipe) -> Array:
     """Return True for each scale whose interval [first, last] is known to hold every amax that gives it."""
     with np.errstate(all="ignore"):
         center = np.minimum(scale * covered_range(recipe), FLT_MAX).view(np.int32).astype(np.int64)
     return (first <= last) & (first > center - NEAR) & (last < center + NEAR)
 
 
-def stored_tensor_scale(
-    scale: np.ndarray | None, amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype
-) -> TensorScale:
+def stored_tensor_scale(scale: Array | None, amax: Array | None, recipe: Recipe, dtype: Dtype) -> TensorScale:
     """Return the TensorScale to decode a Quantized with. Its field `decode` is the stored tensor_scale.
 
     The fields `amax` and `encode` are 1 unless the recipe's decode rule reads them. In that case, `amax` is the given
@@ -645,7 +648,7 @@ def encodes_by_amax(recipe: Recipe) -> bool:
     return recipe.apply == "multiply" if recipe.block_rule is None else BLOCK_RULES[recipe.block_rule].encode
 
 
-def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
+def encoding_scale(scale: Array | None, recipe: Recipe, dtype: Dtype) -> TensorScale:
     """Return the TensorScale to encode elements with if the user passes the tensor scale.
 
     Its field `decode` is the given scale. Fields that the recipe does not read are 1; so are all fields if scale is
@@ -668,7 +671,7 @@ def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) ->
         )
 
 
-def static_amax(scale: np.float32, recipe: Recipe, dtype: np.dtype, divides: bool) -> np.float32:
+def static_amax(scale: np.float32, recipe: Recipe, dtype: Dtype, divides: bool) -> np.float32:
     """Return an amax that the recipe's tensor rule turns into a static input scale; UNKNOWN (-1) if there is none.
 
     Args:
@@ -682,7 +685,7 @@ def static_amax(scale: np.float32, recipe: Recipe, dtype: np.dtype, divides: boo
     return np.float32(_encoding(np.asarray(scale), recipe, dtype))
 
 
-def divisor_amaxes(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray | None:
+def divisor_amaxes(divisors: Array, recipe: Recipe, dtype: Dtype) -> Array | None:
     """Return amaxes that the recipe's tensor rule turns into the divisors of a checkpoint, or None if none are needed.
 
     A Quantized holds the reciprocal of a divisor, rounded to float32. A divisor of 16-bit elements can be computed from
@@ -702,7 +705,7 @@ def divisor_amaxes(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.
     return None if (found == UNKNOWN).all() else np.where(found == UNKNOWN, np.float32(0), found)
 
 
-def divisor_dtype(divisors: np.ndarray, recipe: Recipe) -> np.dtype:
+def divisor_dtype(divisors: Array, recipe: Recipe) -> np.dtype:
     """Return the dtype of the elements that were quantized, as far as the divisors of a checkpoint show it.
 
     The tensor rule of compressed-tensors rounds to the dtype of the elements. The result is that one of bfloat16,
@@ -720,7 +723,7 @@ def divisor_dtype(divisors: np.ndarray, recipe: Recipe) -> np.dtype:
     return dtypes[int(np.argmax(fitting))]
 
 
-def _fits(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def _fits(divisors: Array, recipe: Recipe, dtype: Dtype) -> Array:
     """Return for each divisor whether it is known to be the encode scale of an amax."""
     with np.errstate(all="ignore"):
         implied = implied_amax(np.float32(1) / divisors, recipe, dtype)
@@ -728,7 +731,7 @@ def _fits(divisors: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     return same | (_encoding(divisors, recipe, dtype) != UNKNOWN)
 
 
-def _encoding(scales: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def _encoding(scales: Array, recipe: Recipe, dtype: Dtype) -> Array:
     """Return amaxes whose encode scales are the given ones: float32, in the shape of scales."""
     with np.errstate(all="ignore"):
         centers = np.asarray(covered_range(recipe) / scales, np.float32).view(np.int32)[..., None]
