@@ -16,7 +16,7 @@ from fp4kit.call.search_scales import is_searchable
 from fp4kit.evidence.fuzz.arrays import DISTANCES, FORMATS, KINDS, NUMBERS, PATTERNS, DrawnArray
 from fp4kit.evidence.fuzz.recipes import Picks, Pool, Variant, draw_variant
 from fp4kit.formats import E2M1, E4M3, E8M0
-from fp4kit.quantized.parts import scale_shape, tensor_amax_shape
+from fp4kit.quantized.container import scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import FAKE_RULES, NOISE_STOCHASTICS, SCALE_STOCHASTICS
 from fp4kit.units import UNITS, DotAdd, Unit
