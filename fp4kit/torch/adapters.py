@@ -12,6 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, NamedTuple, get_args
@@ -120,22 +121,18 @@ def adapter_layers_around(
 ) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
     """Return (adapter layer, base layer) for every adapter layer of a model around a layer to fake-quantize."""
     found = [(layer, base) for _, layer, base in adapter_layers_of(model) if id(base) in names]
+    layer: Any
     for layer, base in found:
-        _check_layer(op, names[id(base)], layer, adapters)
+        name = names[id(base)]
+        _check_parameter_adapter(op, layer, name)
+        if getattr(layer, "merged", False):
+            raise ValueError(f"{op}: an adapter is merged into {name}; call unmerge_adapter() of the PEFT model first")
+        if adapters == "merged":
+            _check_kind(op, layer, name)
+            _check_mergeable(op, layer, [*layer.lora_A, *layer.lora_embedding_A], name)
+            if isinstance(layer.base_layer._modules.get("base_layer"), torch.nn.Module):
+                raise TypeError(f"{op}: {name} has an adapter around another adapter; {_OTHERS}")
     return found
-
-
-def _check_layer(op: str, name: str, layer: Any, adapters: Adapters) -> None:
-    """Raise ValueError or TypeError if an adapter layer around the fake-quantized parameter ``name`` does not fit."""
-    _check_parameter_adapter(op, layer, name)
-    if getattr(layer, "merged", False):
-        raise ValueError(f"{op}: an adapter is merged into {name}; call unmerge_adapter() of the PEFT model first")
-    if adapters == "merged":
-        _check_kind(op, layer, name)
-        held = layer.lora_A, layer.lora_embedding_A
-        _check_mergeable(op, layer, [adapter for group in held for adapter in group], name)
-        if isinstance(layer.base_layer._modules.get("base_layer"), torch.nn.Module):
-            raise TypeError(f"{op}: {name} has an adapter around another adapter; {_OTHERS}")
 
 
 def pending(part: FakeQuantizing) -> bool:
@@ -143,13 +140,10 @@ def pending(part: FakeQuantizing) -> bool:
     return part.merged_adapters and any(_active(layer) for layer in part.adapter_layers)
 
 
-_watching: list[Any] = []
-
-
+@cache
 def watch_registrations() -> None:
     """From now on, notice if a fake-quantized layer becomes the base layer of an adapter, or ceases to be one."""
-    if not _watching:
-        _watching.append(register_module_module_registration_hook(_registered))
+    register_module_module_registration_hook(_registered)
 
 
 def _registered(parent: torch.nn.Module, name: str, child: Any) -> None:
@@ -208,27 +202,21 @@ def _check_kind(op: str, layer: Any, name: str) -> None:
 
 def _check_mergeable(op: str, layer: Any, adapters: Sequence[str], name: str) -> None:
     """Raise TypeError or ValueError unless merging a LoRA layer gives W + scale * B A, also in training."""
-    kind = type(layer)
-    if not (kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ in _LORA_LAYERS):
-        raise TypeError(
-            f"{op}: {name} has an adapter of {kind.__module__}.{kind.__name__}, not LoRA of PEFT; {_OTHERS}"
-        )
+    _check_kind(op, layer, name)
     for adapter in adapters:
+        what = f"{op}: adapter {adapter!r} of {name}"
         variant = getattr(layer, "lora_variant", {}).get(adapter)
-        if getattr(layer, "use_dora", {}).get(adapter):
-            raise TypeError(f"{op}: adapter {adapter!r} of {name} is DoRA, not W + scale * B A; {_OTHERS}")
-        if variant is not None:
-            which = type(variant).__name__
-            raise TypeError(f"{op}: adapter {adapter!r} of {name} is {which}, not W + scale * B A; {_OTHERS}")
+        kind = type(variant).__name__ if variant is not None else ""
+        kind = "DoRA" if getattr(layer, "use_dora", {}).get(adapter) else kind
+        if kind:
+            raise TypeError(f"{what} is {kind}, not W + scale * B A; {_OTHERS}")
         if getattr(layer, "lora_bias", {}).get(adapter):
-            raise TypeError(
-                f"{op}: adapter {adapter!r} of {name} has lora_bias=True, which changes the bias; {_OTHERS}"
-            )
+            raise TypeError(f"{what} has lora_bias=True, which changes the bias; {_OTHERS}")
         dropout = getattr(layer.lora_dropout[adapter], "p", 0) if adapter in layer.lora_dropout else 0
         if dropout:
             raise ValueError(
-                f"{op}: adapter {adapter!r} of {name} has lora_dropout={dropout}, which a merged weight cannot have;"
-                f" pass lora_dropout=0 to LoraConfig, or {_OTHERS}"
+                f"{what} has lora_dropout={dropout}, which a merged weight cannot have; pass lora_dropout=0 to"
+                f" LoraConfig, or {_OTHERS}"
             )
 
 
@@ -236,7 +224,7 @@ def _merged(layer: Any, w: Tensor, name: str) -> Tensor:
     """Return w with the active adapters of a LoRA layer, bit for bit as its method merge stores it."""
     if layer.disable_adapters or layer.merged:
         return w
-    _check_kind("fake_quantize_model", layer, name)
+    _check_kind("fake_quantize_model", layer, name)  # only LoRA layers can tell which adapters are active
     adapters = _active(layer)
     _check_mergeable("fake_quantize_model", layer, adapters, name)
     if is_distributed(w):
@@ -311,7 +299,6 @@ def _merge(layer: Any, safe_merge: bool = False, adapter_names: list[str] | None
         type(layer).merge(layer, safe_merge, adapter_names)
         return
     part = _attached(layer)
-    _check_kind("merge", layer, part.name)
     _check_mergeable("merge", layer, layer.active_adapters if adapter_names is None else adapter_names, part.name)
     if safe_merge:
         with torch.no_grad(), _stored_weights(layer):
@@ -336,18 +323,18 @@ def _refuse_to_merge(layer: Any, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def _unmerge(layer: Any) -> None:
-    with _stored_weights(layer):
-        type(layer).unmerge(layer)
+def _in_place(method: str) -> Callable[..., Any]:
+    """Return a method that calls the adapter layer's own one while its base layer reads as the stored weight."""
+
+    def call(layer: Any, *args: Any, **kwargs: Any) -> None:
+        with _stored_weights(layer):
+            getattr(type(layer), method)(layer, *args, **kwargs)
+
+    return call
 
 
-def _update_layer(layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Add an adapter. Some initializations, such as PiSSA, read and change the stored weight."""
-    with _stored_weights(layer):
-        type(layer).update_layer(layer, *args, **kwargs)
-
-
-_APART: dict[str, Callable[..., Any]] = {"merge": _refuse_to_merge, "unmerge": _unmerge, "update_layer": _update_layer}
+# Some initializations of a new adapter (update_layer), such as PiSSA, read and change the stored weight.
+_APART = {"merge": _refuse_to_merge, **{name: _in_place(name) for name in ("unmerge", "update_layer")}}
 _MERGED: dict[str, Callable[..., Any]] = {**_APART, "forward": _forward, "merge": _merge}
 
 

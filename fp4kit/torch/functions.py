@@ -140,13 +140,8 @@ def fake_quantize(
     op = "fake_quantize"
     check_tensor(op, x)
     amaxes = _amax(op, "tensor_amax", x, tensor_amax), _amax(op, "block_amax", x, block_amax)
-    options = (
-        str(rounding),
-        seed_tensor(op, seed),
-        _amax(op, "amax", x, amax),
-        as_flag(op, "pass_through", pass_through),
-    )
-    return operators.fake_quantize(x, named_recipe(recipe), as_index(op, "axis", axis), *amaxes, *options)
+    rest = str(rounding), seed_tensor(op, seed), _amax(op, "amax", x, amax), as_flag(op, "pass_through", pass_through)
+    return operators.fake_quantize(x, named_recipe(recipe), as_index(op, "axis", axis), *amaxes, *rest)
 
 
 def fake_quantize_grouped(
@@ -277,19 +272,11 @@ def quantize(
     check_tensor(op, x)
     r, axis = recipe_of(op, recipe), as_index(op, "axis", axis)
     check_hadamard(op, hadamard)
-    options = (
-        str(scale_layout),
-        str(rounding),
-        seed_tensor(op, seed),
-        str(hadamard),
-        _amax(op, "block_amax", x, block_amax),
-    )
-    arrays = quantize_op(x.detach(), named_recipe(recipe), axis, _amax(op, "tensor_amax", x, tensor_amax), *options)
-    names = (
-        "packed",
-        *["block_scale"] * (r.scale is not None),
-        *["tensor_scale", "tensor_amax"] * (r.tensor_scaling != "none"),
-    )
+    options = str(scale_layout), str(rounding), seed_tensor(op, seed), str(hadamard)
+    amaxes = _amax(op, "tensor_amax", x, tensor_amax), _amax(op, "block_amax", x, block_amax)
+    arrays = quantize_op(x.detach(), named_recipe(recipe), axis, amaxes[0], *options, amaxes[1])
+    scales = ("block_scale",) * (r.scale is not None), ("tensor_scale", "tensor_amax") * (r.tensor_scaling != "none")
+    names = ("packed", *scales[0], *scales[1])
     return unflatten(arrays, (names, tuple(x.shape), NUMPY[x.dtype], axis % x.ndim, r, scale_layout))
 
 
@@ -478,18 +465,12 @@ def _with_keys(q: Quantized) -> tuple[list[tuple[Any, Any]], Any]:
 
 def _unflatten(arrays: Any, facts: Any) -> Quantized:
     """Return the Quantized with the given arrays and static fields: the inverse of _flatten."""
-    arrays = list(arrays)
-    return unflatten(arrays, facts if torch.compiler.is_compiling() else _with_lengths(arrays[0], facts))
-
-
-def _with_lengths(packed: Any, facts: Any) -> Any:
-    """Return the static fields with the actual shape, computed from the shape of the packed codes."""
-    names, shape, dtype, axis, r, layout = facts
-    if all(isinstance(n, int) for n in shape):
-        return facts
-    *lengths, last = packed.shape
-    lengths.insert(axis, last // r.element.packing.bytes * r.element.packing.codes)
-    return names, tuple(lengths), dtype, axis, r, layout
+    arrays, (names, shape, dtype, axis, r, layout) = list(arrays), facts
+    if not torch.compiler.is_compiling() and not all(isinstance(n, int) for n in shape):
+        *lengths, last = arrays[0].shape  # of the packed codes
+        lengths.insert(axis, last // r.element.packing.bytes * r.element.packing.codes)
+        facts = names, tuple(lengths), dtype, axis, r, layout
+    return unflatten(arrays, facts)
 
 
 def _to_text(facts: Any) -> list[Any]:

@@ -195,6 +195,15 @@ def _check_limit(op: str, x: Tensor, recipe: str, axis: int, amax: Tensor | None
         check_clip_amax(op, amax.detach().to(torch.float64).numpy())
 
 
+def _outlines(
+    op: str, x: Tensor, tensor_amax: Tensor | None, block_amax: Tensor | None, seed: Tensor | None
+) -> tuple[Any, dict[str, Any]]:
+    """Check that arguments are on one device, and return (x, amaxes by name) as outlines."""
+    random = seed if seed is not None and seed.ndim else None
+    check_devices(op, x=x, tensor_amax=tensor_amax, block_amax=block_amax, seed=random)
+    return outline(x), {"tensor_amax": outline(tensor_amax), "block_amax": outline(block_amax)}
+
+
 def check_fake(
     op: str,
     x: Tensor,
@@ -210,11 +219,9 @@ def check_fake(
     """Check the shapes, dtypes and devices of the arguments of fake_quantize, and return the parsed call."""
     r, number = from_spec(recipe), seed_outline(seed)
     check_rounding(op, r, rounding, number)
-    random = seed if seed is not None and seed.ndim else None
-    check_devices(op, x=x, tensor_amax=tensor_amax, block_amax=block_amax, seed=random)
-    amaxes = {"tensor_amax": outline(tensor_amax), "block_amax": outline(block_amax)}
+    given, amaxes = _outlines(op, x, tensor_amax, block_amax, seed)
     options = QuantizeOptions(rounding=cast(RoundingMode, rounding), seed=number)
-    call = fake_call(op, outline(x), r, axis, options, **amaxes)
+    call = fake_call(op, given, r, axis, options, **amaxes)
     if not pass_through and amax is not None:
         _check_backward(op, x, x, recipe, axis, amax)
     return call
@@ -402,10 +409,8 @@ def _(x: Tensor, recipe: str, axis: int, tensor_amax: Tensor | None, *rest: Any)
     scale_layout, rounding, seed, hadamard, block_amax = rest
     flag: Any = _HADAMARD.get(hadamard, hadamard)
     op, options = "quantize", QuantizeOptions(scale_layout, rounding, seed_outline(seed), flag)
-    random = seed if seed is not None and seed.ndim else None
-    check_devices(op, x=x, tensor_amax=tensor_amax, block_amax=block_amax, seed=random)
-    amaxes: dict[str, Any] = {"tensor_amax": outline(tensor_amax), "block_amax": outline(block_amax)}
-    call = quantize_call(op, outline(x), from_spec(recipe), axis, options, **amaxes)
+    given, amaxes = _outlines(op, x, tensor_amax, block_amax, seed)
+    call = quantize_call(op, given, from_spec(recipe), axis, options, **amaxes)
     return [x.new_empty(shape, dtype=_TENSOR_DTYPES[dtype.name]) for shape, dtype in part_specs(call).values()]
 
 
@@ -542,20 +547,16 @@ def _(x: Tensor, recipe: str) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
+def _save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.dtype = inputs[0].dtype
 
 
 def _no_gradient(ctx: Any, *grads: Tensor) -> NoReturn:
     raise NotImplementedError(NO_SECOND_GRADIENT)
 
 
-def _save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.dtype = inputs[0].dtype
-
-
-_gradient_of_x = _differentiable(linear_gradient_of_x_op, _save_nothing, _no_gradient)
-_gradient_of_w = _differentiable(linear_gradient_of_w_op, _save_nothing, _no_gradient)
+_gradient_of_x = _differentiable(linear_gradient_of_x_op, _save_dtype, _no_gradient)
+_gradient_of_w = _differentiable(linear_gradient_of_w_op, _save_dtype, _no_gradient)
 _values = _differentiable(quantized_values_op, _save_dtype, lambda ctx, grad: (grad.to(ctx.dtype), None))
 
 

@@ -15,8 +15,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import wrong_calls
 from exhaustive import exhaustive, half
 from inputs import BF16, NAMES, STOCHASTIC, ordinary
+from together import together
+from wrong_calls import RANDOM, codes, fake
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -280,47 +283,29 @@ def test_in_a_scan_and_checkpointed():
 
 # ---- errors ----
 
-BAD = {
-    "length": (lambda x: fj.fake_quantize(x[:, :33], "nvfp4-te"), ValueError, "fake_quantize: axis 1 has length 33"),
-    "dtype": (lambda x: fj.fake_quantize(x.astype(int), "nvfp4-te"), TypeError, "fake_quantize: x is int32; needs"),
-    "float64": (lambda x: fj.fake_quantize(np.ones((2, 16)), "nvfp4-te"), TypeError, "fake_quantize: x is float64"),
-    "recipe": (lambda x: fj.fake_quantize(x, "nvfp5"), ValueError, "fake_quantize: no recipe is called 'nvfp5'; did"),
-    "axis": (lambda x: fj.fake_quantize(x, "nvfp4", axis=2), ValueError, "fake_quantize: axis 2 is out of range for a"),
-    "rounding": (lambda x: fj.fake_quantize(x, "nvfp4", rounding="up"), ValueError, "fake_quantize: rounding is 'up'"),
-    "no seed": (lambda x: fj.fake_quantize(x, "nvfp4", rounding="stochastic"), ValueError, "fake_quantize: stochastic"),
-    "seed": (lambda x: fj.fake_quantize(x, "nvfp4", seed=3), ValueError, "fake_quantize: seed was given with"),
-    "no amax": (lambda x: fj.fake_quantize(x, "mxfp4", tensor_amax=1.0), ValueError, "fake_quantize: tensor_amax was"),
-    "NaN": (lambda x: fj.fake_quantize(x, "nvfp4", tensor_amax=np.nan), ValueError, "fake_quantize: tensor_amax holds"),
-    "clip": (
-        lambda x: fj.fake_quantize(x, "nvfp4", amax=jnp.ones(3), pass_through=False),
+MATRIX = ordinary(1, (64, 128))
+ROWS = [
+    *wrong_calls.ROWS,
+    (lambda f, x: f.fake_quantize(x.astype(int), "nvfp4-te"), TypeError, "fake_quantize: x is int32; needs"),
+    (lambda f, x: f.fake_quantize(np.ones((2, 16)), "nvfp4-te"), TypeError, "fake_quantize: x is float64"),
+    (lambda f, x: f.fake_quantize([1.0], "nvfp4"), TypeError, "fake_quantize: x is list; needs a jax.Array"),
+    (fake("nvfp5"), ValueError, "fake_quantize: no recipe is called 'nvfp5'; did"),
+    (fake("nvfp4", tensor_amax=np.nan), ValueError, "fake_quantize: tensor_amax holds"),
+    (
+        fake("nvfp4", amax=jnp.ones(3), pass_through=False),
         ValueError,
-        "fake_quantize: amax has shape (3,); x (32, 64) needs ()",
+        "fake_quantize: amax has shape (3,); x (64, 128)",
     ),
-    "layout": (lambda x: fj.quantize(x, "nvfp4", scale_layout="rows"), ValueError, "quantize: scale_layout is 'rows'"),
-    "codes": (lambda x: fj.quantize(x, "nvfp4-modelopt-fake"), ValueError, "quantize: nvfp4-modelopt-fake is a fake"),
-    "group": (
-        lambda x: fj.fake_quantize_grouped([x, x[:, :33]], "nvfp4"),
-        ValueError,
-        "fake_quantize_grouped: xs[1]: axis 1 has length 33",
-    ),
-    "amaxes": (
-        lambda x: fj.fake_quantize_grouped([x, x], "nvfp4", tensor_amax=[1.0]),
-        ValueError,
-        "fake_quantize_grouped: tensor_amax has 1 entries and xs 2",
-    ),
-    "values": (lambda x: fj.dequantize(fj.quantize(x, "nvfp4"), "float64"), TypeError, "dequantize: dtype is float64"),
-    "list": (lambda x: fj.fake_quantize([1.0], "nvfp4"), TypeError, "fake_quantize: x is list; needs a jax.Array"),
-    "no Quantized": (lambda x: fj.dequantize(x), TypeError, "dequantize: q is "),
-}
+    (lambda f, x: f.dequantize(f.quantize(x, "nvfp4"), "float64"), TypeError, "dequantize: dtype is float64"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap], ids=["plain", "jit", "vmap"])
-def test_errors_before_any_work(case, wrap):
-    call, kind, text = BAD[case]
-    x = jnp.asarray(SMALL)
+@together("call, kind, text", ROWS)
+def test_errors_before_any_work(call, kind, text, wrap):
+    x = jnp.asarray(MATRIX)
     with pytest.raises(kind, match="^" + re.escape(text)):
-        wrap(lambda x: jax.tree.leaves(call(x)))(x[None] if wrap is jax.vmap else x)
+        wrap(lambda x: jax.tree.leaves(call(fj, x)))(x[None] if wrap is jax.vmap else x)
 
 
 @pytest.mark.exhaustive
@@ -368,9 +353,6 @@ def test_parts_of_4_bit_dtypes(dtype):
     assert_same_bits(np.asarray(found.packed), np.asarray(q.packed))
 
 
-STOCHASTIC = {"rounding": "stochastic"}
-
-
 SEEDED = {
     "fake_quantize": fj.fake_quantize,
     "quantize": lambda *args, **options: fj.quantize(*args, **options).packed,
@@ -396,60 +378,23 @@ def test_seeds_that_are_no_integers(op, seed):
         with pytest.raises(
             TypeError, match=rf"^{op}: seed is a single {re.escape(str(given.dtype))}; needs an int, a 0-d integer"
         ):
-            call(x, "mxfp4", seed=given, **STOCHASTIC)
+            call(x, "mxfp4", seed=given, **RANDOM)
 
 
-WRONG = {
-    "flag": (lambda x: fj.fake_quantize(x, "mxfp4", pass_through="no"), TypeError, "fake_quantize: pass_through is"),
-    "flag of a group": (
-        lambda x: fj.fake_quantize_grouped([x], "mxfp4", pass_through=2),
+VALUES = [
+    (codes("mxfp4", seed=np.int32(-1), **RANDOM), ValueError, "quantize: seed is -1; needs 0 to"),
+    (
+        lambda f, x: jax.jit(lambda x: fp4kit.fake_quantize(x, "mxfp4"))(x),
         TypeError,
-        "fake_quantize_grouped: pass_through is 2;",
+        "fake_quantize: x is traced by JAX",
     ),
-    "bool axis": (lambda x: fj.quantize(x, "mxfp4", axis=True), TypeError, "quantize: axis is True; needs an int"),
-    "bool seed": (
-        lambda x: fj.fake_quantize(x, "mxfp4", seed=True, **STOCHASTIC),
+    (
+        lambda f, x: jax.jit(lambda q: q.dequantize())(f.quantize(x, "mxfp4")),
         TypeError,
-        "fake_quantize: seed is True; needs an int",
+        "dequantize: packed is traced by",
     ),
-    "negative seed": (
-        lambda x: fj.fake_quantize(x, "mxfp4", seed=-1, **STOCHASTIC),
-        ValueError,
-        "fake_quantize: seed is -1; needs 0 to",
-    ),
-    "negative seed of an array": (
-        lambda x: fj.quantize(x, "mxfp4", seed=np.int32(-1), **STOCHASTIC),
-        ValueError,
-        "quantize: seed is -1; needs 0 to",
-    ),
-    "large seed": (
-        lambda x: fj.quantize(x, "mxfp4", seed=2**64, **STOCHASTIC),
-        ValueError,
-        "quantize: seed is 18446744073709551616; needs 0 to 2^64 - 1",
-    ),
-    "axis": (
-        lambda x: fj.fake_quantize_grouped([x], "mxfp4", axis=1.5),
-        TypeError,
-        "fake_quantize_grouped: axis is 1.5; needs",
-    ),
-    "none": (lambda x: fj.fake_quantize_grouped(None, "mxfp4"), TypeError, "fake_quantize_grouped: xs is a NoneType"),
-    "number": (
-        lambda x: fj.fake_quantize_grouped(x[0, 0], "mxfp4"),
-        ValueError,
-        "fake_quantize_grouped: xs is one 0-d array; needs a",
-    ),
-    "traced": (
-        lambda x: jax.jit(lambda x: fp4kit.fake_quantize(x, "mxfp4"))(x),
-        TypeError,
-        "fake_quantize: x is traced by JAX and has no values yet",
-    ),
-    "codes that are traced": (
-        lambda x: jax.jit(lambda q: q.dequantize())(fj.quantize(x, "mxfp4")),
-        TypeError,
-        "dequantize: packed is traced by JAX",
-    ),
-    "deleted": (lambda x: fp4kit.quantize(gone(x), "mxfp4"), BufferError, "quantize: x is a ArrayImpl without memory"),
-}
+    (lambda f, x: fp4kit.quantize(gone(x), "mxfp4"), BufferError, "quantize: x is a ArrayImpl without memory"),
+]
 
 
 def gone(x):
@@ -458,11 +403,10 @@ def gone(x):
     return x
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_errors_carry_the_name_of_the_function(case):
-    call, kind, text = WRONG[case]
+@together("call, kind, text", VALUES)
+def test_errors_of_values(call, kind, text):
     with pytest.raises(kind, match="^" + re.escape(text)):
-        call(jnp.asarray(SMALL))
+        call(fj, jnp.asarray(SMALL))
 
 
 def test_a_quantized_without_values_can_be_shown():

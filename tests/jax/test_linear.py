@@ -7,8 +7,10 @@ from functools import partial
 
 import numpy as np
 import pytest
+import wrong_calls
 from exhaustive import exhaustive
 from inputs import BF16, ordinary
+from wrong_calls import linear
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -175,39 +177,24 @@ def test_gradients_of_gradients():
         second(partial(loss_of, backward="quantized"))
 
 
-BAD = {
-    "x": (lambda: fj.linear([1.0], W, **TE), TypeError, "linear: x is list; needs a jax.Array"),
-    "w": (lambda: fj.linear(X, [1.0], **TE), TypeError, "linear: w is list; needs a jax.Array"),
-    "dtype": (lambda: fj.linear(X.astype(int), W, **TE), TypeError, "linear: x is int64; needs float32"),
-    "K": (lambda: fj.linear(X, W[:, :32], **TE), ValueError, "linear: x has shape (32, 96) and w (64, 32); needs x"),
-    "length": (lambda: fj.linear(X[:, :40], W[:, :40], **TE), ValueError, "linear: x: axis 1 has length 40; nvfp4-te"),
-    "no recipe": (lambda: fj.linear(X, W, "nvfp4-te"), TypeError, "linear: recipe_w is missing"),
-    "no step": (lambda: fj.linear(X, W, **TE, unit="sm90"), ValueError, "linear: x is E2M1 with E4M3 scales of 16"),
-    "out_dtype": (lambda: fj.linear(X, W, **TE, out_dtype=np.int8), TypeError, "linear: out_dtype is int8; needs"),
-    "backward": (lambda: fj.linear(X, W, **TE, backward="no"), ValueError, "linear: backward is 'no'; needs"),
-    "seed": (lambda: fj.linear(X, W, **TE, seed=3), ValueError, "linear: seed is for the rounding of quantized"),
-    "range": (lambda: fj.linear(X, W, **TE, backward="quantized", seed=-3), ValueError, "linear: seed is -3; needs 0"),
-    "bytes": (
-        lambda: fj.linear(X, W, **TE, backward="quantized", seed=np.zeros(3, np.uint8)),
+BYTES = np.zeros(3, np.uint8)
+ROWS = [
+    *wrong_calls.LINEAR,
+    (lambda f, x, w: linear()(f, [1.0], w), TypeError, "linear: x is list; needs a jax.Array"),
+    (lambda f, x, w: linear()(f, x, [1.0]), TypeError, "linear: w is list; needs a jax.Array"),
+    (lambda f, x, w: linear()(f, x.astype(int), w), TypeError, "linear: x is int64; needs float32"),
+    (
+        linear(backward="quantized", seed=BYTES),
         ValueError,
         "linear: seed has shape (3,); needs an int, or a 0-d integer",
     ),
-    "M": (lambda: fj.linear(X[:24], W, **TE, backward="quantized"), ValueError, "linear: the gradient of y: axis 0"),
-    "axis": (
-        lambda: fj.linear(X, fj.quantize(jnp.asarray(W), "nvfp4-te", axis=0), "nvfp4-te"),
-        ValueError,
-        "linear: w has shape (64, 96) and axis 0; needs a matrix (N",
-    ),
-    "rows": (
-        lambda: fj.linear(X, fj.quantize(jnp.asarray(W), "nvfp4-te"), "nvfp4-te", backward="quantized"),
-        ValueError,
-        "linear: w is quantized as nvfp4-te, whose codes along N do not follow from those along K; needs",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_errors(case):
-    call, kind, text = BAD[case]
-    with pytest.raises(kind, match="^" + re.escape(text)):
-        call()
+def test_errors():
+    for call, kind, text in ROWS:
+        with pytest.raises(kind, match="^" + re.escape(text)):
+            call(fj, X, W)
+    for call, options, text in wrong_calls.LINEAR_OF_CODES:
+        with pytest.raises(ValueError, match="^" + re.escape(text)):
+            call(fj, X, fj.quantize(jnp.asarray(W), "nvfp4-te", **options))

@@ -7,9 +7,11 @@ from functools import partial
 
 import numpy as np
 import pytest
+import wrong_calls
 from exhaustive import exhaustive
 from inputs import BF16, ordinary
 from tensors import since_2_13, to_numpy, to_torch
+from wrong_calls import linear
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -302,60 +304,30 @@ def test_opcheck(case):
     assert set(found.values()) == {"SUCCESS"}
 
 
-BAD = {
-    "x": (lambda x, w: ft.linear(X, w, **TE), TypeError, "linear: x is ndarray; needs a torch.Tensor; pass"),
-    "w": (lambda x, w: ft.linear(x, W, **TE), TypeError, "linear: w is ndarray; needs a torch.Tensor"),
-    "dtype": (lambda x, w: ft.linear(x.double(), w, **TE), TypeError, "linear: x is float64; needs float32"),
-    "w dtype": (lambda x, w: ft.linear(x, w.int(), **TE), TypeError, "linear: w is int32; needs float32"),
-    "K": (lambda x, w: ft.linear(x, w[:, :32], **TE), ValueError, "linear: x has shape (32, 96) and w (64, 32); needs"),
-    "length": (lambda x, w: ft.linear(x[:, :40], w[:, :40], **TE), ValueError, "linear: x: axis 1 has length 40"),
-    "no recipe": (lambda x, w: ft.linear(x, w, "nvfp4-te"), TypeError, "linear: recipe_w is missing"),
-    "unknown": (lambda x, w: ft.linear(x, w, "nvfp5", "nvfp4"), ValueError, "recipe: no recipe is called 'nvfp5'"),
-    "unit": (lambda x, w: ft.linear(x, w, **TE, unit="sm99"), ValueError, "linear: unit is 'sm99'; needs one of"),
-    "no step": (lambda x, w: ft.linear(x, w, **TE, unit="sm90"), ValueError, "linear: x is E2M1 with E4M3 scales of"),
-    "integers": (lambda x, w: ft.linear(x, w, "int8-modelopt", "nvfp4"), ValueError, "linear: x is int8-modelopt"),
-    "out_dtype": (lambda x, w: ft.linear(x, w, **TE, out_dtype=torch.float64), TypeError, "linear: out_dtype is"),
-    "backward": (lambda x, w: ft.linear(x, w, **TE, backward="none"), ValueError, "linear: backward is 'none'; needs"),
-    "options": (lambda x, w: ft.linear(x, w, **TE, hadamard=True), ValueError, "linear: recipe_grad, rounding and"),
-    "seed": (lambda x, w: ft.linear(x, w, **TE, seed=3), ValueError, "linear: seed is for the rounding of quantized"),
-    "bytes": (
-        lambda x, w: ft.linear(x, w, **TE, backward="quantized", seed=torch.zeros(3, dtype=torch.uint8)),
-        ValueError,
-        "linear: seed has shape (3,); needs an int, or a 0-d",
-    ),
-    "no seed": (
-        lambda x, w: ft.linear(x, w, **TE, backward="quantized", rounding="stochastic"),
-        ValueError,
-        "linear: the gradient of y: stochastic rounding needs seed",
-    ),
-    "hadamard": (lambda x, w: ft.linear(x, w, **TE, hadamard="True"), ValueError, "linear: hadamard is 'True'"),
-    "M": (lambda x, w: ft.linear(x[:24], w, **TE, backward="quantized"), ValueError, "linear: the gradient of y: axis"),
-    "rows": (
-        lambda x, w: ft.linear(x, ft.quantize(w, "nvfp4-te"), "nvfp4-te", backward="quantized"),
-        ValueError,
-        "linear: w is quantized as nvfp4-te, whose codes along N do",
-    ),
-    "two recipes": (lambda x, w: ft.linear(x, ft.quantize(w, "nvfp4-te"), **TE), ValueError, "linear: recipe_w is"),
-    "axis": (
-        lambda x, w: ft.linear(x, ft.quantize(w, "nvfp4-te", axis=0), "nvfp4-te"),
-        ValueError,
-        "linear: w has shape (64, 96) and axis 0; needs a matrix (N",
-    ),
-}
+BYTES = torch.zeros(3, dtype=torch.uint8)
+ROWS = [
+    *wrong_calls.LINEAR,
+    (lambda f, x, w: linear()(f, X, w), TypeError, "linear: x is ndarray; needs a torch.Tensor; pass"),
+    (lambda f, x, w: linear()(f, x, W), TypeError, "linear: w is ndarray; needs a torch.Tensor"),
+    (lambda f, x, w: linear()(f, x.double(), w), TypeError, "linear: x is float64; needs float32"),
+    (lambda f, x, w: linear()(f, x, w.int()), TypeError, "linear: w is int32; needs float32"),
+    (linear("nvfp5", "nvfp4"), ValueError, "recipe: no recipe is called 'nvfp5'"),
+    (linear(backward="quantized", seed=BYTES), ValueError, "linear: seed has shape (3,); needs an int, or a 0-d"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_errors_before_any_work(case, monkeypatch):
-    call, kind, text = BAD[case]
-    arguments = to_torch(X), to_torch(W)
-    quantized = ft.quantize(arguments[1], "nvfp4-te") if case in ("rows", "two recipes") else None
-    if quantized is not None:
-        monkeypatch.setattr(ft, "quantize", lambda *_, **__: quantized)
+def test_errors_before_any_work(monkeypatch):
+    x, w = to_torch(X), to_torch(W)
+    rows = [(call, w, kind, text) for call, kind, text in ROWS]
+    rows += [
+        (call, ft.quantize(w, "nvfp4-te", **options), ValueError, text)
+        for call, options, text in wrong_calls.LINEAR_OF_CODES
+    ]
 
     def fail(*arguments, **options):
         raise AssertionError("work was done")
 
-    if case != "axis":
-        monkeypatch.setattr("fp4kit.quantize", fail)
-    with pytest.raises(kind, match="^" + re.escape(text)):
-        call(*arguments)
+    monkeypatch.setattr("fp4kit.quantize", fail)
+    for call, weight, kind, text in rows:
+        with pytest.raises(kind, match="^" + re.escape(text)):
+            call(ft, x, weight)
