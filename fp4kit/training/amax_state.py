@@ -35,17 +35,8 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
-from fp4kit.arguments import (
-    as_entries,
-    as_flag,
-    as_index,
-    as_indices,
-    as_mapping,
-    as_path,
-    as_shape,
-    as_word,
-    is_one_of,
-)
+from fp4kit import arguments
+from fp4kit.arguments import as_index, as_indices, as_mapping, as_word
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.arrays.imports import import_arrays
@@ -117,17 +108,12 @@ class AmaxName:
         return self.base if self.index is None else f"{self.base}{separator}{self.index}"
 
 
-def _xp(value: Any) -> Any:
-    """Return the library that an array belongs to: the module numpy or cupy."""
-    return imports.cupy() if imports.on_device(value) else np
-
-
 @ieee("amax")
 def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
     """Return a float32 copy of ``amax`` on its device, as a NumPy or CuPy array of its shape."""
     (value,) = import_arrays(f"{op}: {name.key()}", amax=amax)
     check_float(f"{op}: {name.key()}", value, "amax")
-    xp = _xp(value)
+    xp = imports.cupy() if imports.on_device(value) else np
     if value.dtype == ml_dtypes.bfloat16:
         bits = value.view(xp.uint16).astype(xp.uint32) << xp.uint32(16)
     else:
@@ -141,19 +127,14 @@ def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> No
     if old is None:
         named[name] = value
         return
-    places = [(one.shape, type(one), getattr(one, "device", 0)) for one in (old, value)]
+    places = [f"{one.shape} on {one.device if imports.on_device(one) else 'the CPU'}" for one in (value, old)]
     if places[0] != places[1]:
         raise ValueError(
-            f"{op}: {name.key()} is {_where(value)}, but was {_where(old)} before; needs one shape and one device in "
-            "all calls"
+            f"{op}: {name.key()} is {places[0]}, but was {places[1]} before; needs one shape and one device in all"
+            " calls"
         )
-    xp = _xp(value)
+    xp = imports.cupy() if imports.on_device(value) else np
     named[name] = xp.asarray(xp.maximum(old.view(xp.uint32), value.view(xp.uint32))).view(xp.float32)
-
-
-def _where(value: Any) -> str:
-    """Return the shape and device of an amax as text, for an error message."""
-    return f"{value.shape} on {value.device if imports.on_device(value) else 'the CPU'}"
 
 
 def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
@@ -194,17 +175,17 @@ def counts(
     for base, n in found.items():
         check_numbers(base, numbers[base], n, op)
         first = np.shape(named[base.at(0)])
-        differing = next((i for i in range(n) if np.shape(named[base.at(i)]) != first), None) if same_shape else None
-        if differing is not None:
-            raise ValueError(
-                f"{op}: {base.at(differing).key()} has shape {np.shape(named[base.at(differing)])}, and expert 0 has "
-                f"{first}; needs one shape for all experts"
-            )
+        for i in range(n) if same_shape else ():
+            if np.shape(named[base.at(i)]) != first:
+                raise ValueError(
+                    f"{op}: {base.at(i).key()} has shape {np.shape(named[base.at(i)])}, and expert 0 has {first}; needs"
+                    " one shape for all experts"
+                )
     return found
 
 
 def check_numbers(base: AmaxName, present: set[int], n: int, op: str) -> None:
-    """Raise ValueError unless the expert numbers in ``present`` are exactly 0 ..."""
+    """Raise ValueError unless the expert numbers in ``present`` are exactly 0 to n - 1."""
     missing = next((i for i in range(n) if i not in present), None)
     if missing is not None:
         more = n - sum(i < n for i in present) - 1  # do not enumerate: n comes from a file and may be huge
@@ -216,43 +197,25 @@ def check_numbers(base: AmaxName, present: set[int], n: int, op: str) -> None:
         raise ValueError(f"{op}: {base.at(max(present)).key()} is surplus; needs exactly {n} experts")
 
 
-def join(
-    named: dict[AmaxName, Any],
-    values: dict[AmaxName, Any],
-    experts: str,
-    numbers: Any,
-    offsets: dict[AmaxName, int],
-    rank: int,
-) -> None:
-    """Merge the amaxes of one rank (``values``) into those of all ranks (``named``), for AmaxState.gather."""
-    own = {name: value for name, value in values.items() if name.index is not None and name.matches(experts)}
-    for name in values.keys() - own.keys():
-        merge(named, name, values[name], f"gather: rank {rank}")
-    for name, target in _global_names(own, numbers, offsets, f"gather: rank {rank}").items():
-        if target in named:
-            raise ValueError(
-                f"gather: {target.key()} is present twice; rank {rank} has it as local expert {name.index}; give each "
-                "expert one global number"
-            )
-        named[target] = own[name]
-
-
 def _global_names(
     own: Mapping[AmaxName, Any], numbers: Sequence[int] | None, offsets: dict[AmaxName, int], op: str
-) -> dict[AmaxName, AmaxName]:
-    """Return {local name: global name} for the experts of one rank."""
+) -> Iterator[tuple[AmaxName, AmaxName]]:
+    """Yield (local name, global name) for the experts of one rank; without numbers, ``offsets`` counts those before."""
     if numbers is None:
-        first = {base: offsets[base] for base in {name.at(None) for name in own}}
-        for base, n in counts(own, op).items():
+        count_of = counts(own, op)
+        numbered = {name: offsets[name.at(None)] + (name.index or 0) for name in own}
+        for base, n in count_of.items():
             offsets[base] += n
-        return {name: name.at(first[name.at(None)] + (name.index or 0)) for name in own}
-    for name in own:
-        if (name.index or 0) >= len(numbers) or min(numbers) < 0:
-            raise ValueError(
-                f"{op}: {name.key()} has no global number: numbers is {list(numbers)}; needs one >= 0 for each local "
-                "expert"
-            )
-    return {name: name.at(numbers[name.index or 0]) for name in own}
+    else:
+        for name in own:
+            if (name.index or 0) >= len(numbers) or min(numbers) < 0:
+                raise ValueError(
+                    f"{op}: {name.key()} has no global number: numbers is {list(numbers)}; needs one >= 0 for each"
+                    " local expert"
+                )
+        numbered = {name: numbers[name.index or 0] for name in own}
+    for name, number in numbered.items():
+        yield name, name.at(number)
 
 
 def unstack(
@@ -409,7 +372,7 @@ class AmaxState(Mapping[str, Any]):
 
     def fit(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Return the amaxes for a caller's buffers: {key: amax} with exactly the keys and shapes in ``shapes``."""
-        shapes = {key: as_shape("fit", shape) for key, shape in as_mapping("fit", "shapes", shapes).items()}
+        shapes = {key: arguments.as_shape("fit", shape) for key, shape in as_mapping("fit", "shapes", shapes).items()}
         key_of = dict(zip(_named(shapes, "fit"), shapes, strict=True))
         for name in [*(n for n in key_of if n not in self.named), *(n for n in self.named if n not in key_of)]:
             what = "missing in the state" if name in key_of else "in the state, but not requested"
@@ -450,8 +413,17 @@ class AmaxState(Mapping[str, Any]):
         offsets: dict[AmaxName, int] = defaultdict(int)
         for rank, data in enumerate(all_gather_bytes(comm, encode(own, facts))):
             arrays, sent = decode(data, f"gather: rank {rank}")
-            values = {AmaxName.parse(key): value for key, value in arrays.items()}
-            join(named, values, experts, sent["numbers"], offsets, rank)
+            values, op = {AmaxName.parse(key): value for key, value in arrays.items()}, f"gather: rank {rank}"
+            local = {name: v for name, v in values.items() if name.index is not None and name.matches(experts)}
+            for name in values.keys() - local.keys():
+                merge(named, name, values[name], op)
+            for name, target in _global_names(local, sent["numbers"], offsets, op):
+                if target in named:
+                    raise ValueError(
+                        f"gather: {target.key()} is present twice; rank {rank} has it as local expert {name.index};"
+                        " give each expert one global number"
+                    )
+                named[target] = local[name]
         matching = {name: value for name, value in named.items() if name.matches(experts)}
         if not counts(matching, "gather", count, same_shape=True) and count:
             raise ValueError(f"gather: {experts!r} matches no expert on any rank; needs experts 0 to {count - 1}")
@@ -478,8 +450,8 @@ class AmaxState(Mapping[str, Any]):
 
     def save(self, path: str | os.PathLike[str], *, separator: str = ".", stacked: bool = False) -> None:
         """Write a safetensors file."""
-        path, stacked = as_path("save", path), as_flag("save", "stacked", stacked)
-        if not is_one_of(separator, SEPARATORS):
+        path, stacked = arguments.as_path("save", path), arguments.as_flag("save", "stacked", stacked)
+        if not arguments.is_one_of(separator, SEPARATORS):
             raise ValueError(f"save: separator is {separator!r:.60}; needs '.' or '_'")
         named = check("save", on_host(self.named))
         experts = {name.key(): n for name, n in counts(named, "save").items()}
@@ -490,7 +462,7 @@ class AmaxState(Mapping[str, Any]):
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, experts: Mapping[str, int] | None = None) -> AmaxState:
         """Read a safetensors file with amaxes, and return them as an AmaxState."""
-        path = as_path("load", path)
+        path = arguments.as_path("load", path)
         label = f"load: {path.name}"
         arrays, facts = decode(path.read_bytes(), label)
         if not arrays:
@@ -512,7 +484,7 @@ def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
 
 def _share(named: dict[AmaxName, Any], share: Any) -> dict[AmaxName, Any]:
     """Return a new dict of the amaxes, in which modules that share an amax all have the largest amax among them."""
-    groups = as_entries("freeze", "share", share)
+    groups = arguments.as_entries("freeze", "share", share)
     for group in groups:
         if not are_words(group):
             raise TypeError(f"freeze: share has {group!r:.60}; needs groups of names, such as ('gate_proj', 'up_proj')")

@@ -34,13 +34,8 @@ def check_communicator(op: str, comm: Any, *names: str) -> None:
 class Communicator(Protocol):
     """The interface of a communicator. This process is number ``rank`` in a group of ``size`` processes."""
 
-    @property
-    def rank(self) -> int:
-        """The number of this process, from 0."""
-
-    @property
-    def size(self) -> int:
-        """The number of processes."""
+    rank: int
+    size: int
 
     def all_reduce_max(self, array: Any) -> Any:
         """Return the elementwise maximum over the group, on every process."""

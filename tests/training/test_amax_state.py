@@ -21,8 +21,9 @@ from together import together
 
 import fp4kit
 from examples.train_fp4 import on_threads
+from fp4kit.arrays import imports
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.training.amax_state import AmaxCollector, AmaxName, AmaxState
+from fp4kit.training.amax_state import AmaxCollector, AmaxName, AmaxState, merge
 from fp4kit.training.communicators import SingleProcess
 
 # ---- names ----
@@ -191,6 +192,36 @@ def test_collect_errors():
     for key, value, message in grouped_errors:
         with pytest.raises(ValueError, match=re.escape(message)):
             collector.collect_grouped(key, value)
+
+
+class OnDevice(np.ndarray):
+    """Stand in for a CuPy array on the device ``index``."""
+
+    index = 0
+
+    @property
+    def device(self):
+        return f"cuda:{self.index}"
+
+
+def test_amaxes_are_merged_on_one_device(monkeypatch):
+    monkeypatch.setattr(imports, "on_device", lambda array: isinstance(array, OnDevice))
+    monkeypatch.setattr(imports, "cupy", lambda: np)
+    host = np.float32([1, 5, np.inf])
+    first, same, other = (np.float32(values).view(OnDevice) for values in ([1, 5, 2], [3, 4, np.nan], [1, 1, 1]))
+    other.index = 1
+    name, named = AmaxName(FC1), {}
+    for value in (first, same):
+        merge(named, name, value, "op")
+    assert_same_bits(np.asarray(named[name]), np.float32([3, 5, np.nan]))
+    for old, new, text in (
+        (first, other, "is (3,) on cuda:1, but was (3,) on cuda:0 before"),
+        (host, first, "is (3,) on cuda:0, but was (3,) on the CPU before"),
+        (first, host, "is (3,) on the CPU, but was (3,) on cuda:0 before"),
+        (host, host[:2], "is (2,) on the CPU, but was (3,) on the CPU before"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"op: {FC1}._amax {text}; needs one shape and one device")):
+            merge({name: old}, name, new, "op")
 
 
 SHARE = [("gate_proj", "up_proj"), ("q_proj", "k_proj", "v_proj")]
