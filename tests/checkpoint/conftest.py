@@ -23,14 +23,13 @@ def _findings_agree(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     execute = module._execute
 
     def checked(plan: Plan, target: Path, *arguments: Any) -> Any:
-        done = execute(plan, target, *arguments)
-        report = module.ConversionReport(plan, target, done[0])
+        report = execute(plan, target, *arguments)
         path = report.files[0] if report.files else target
         planned, made, found = (
             {*issues} for issues in (findings_of_plan(plan, target), report.findings, verify(path).issues)
         )
         assert planned <= made <= found, (planned - made, made - found)
-        return done
+        return report
 
     monkeypatch.setattr(module, "_execute", checked)
     yield

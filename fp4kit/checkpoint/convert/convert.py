@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from fp4kit import __version__
 from fp4kit.checkpoint import staging
@@ -27,13 +27,12 @@ from fp4kit.checkpoint.convert.job import (
     RENAME,
     REQUANTIZE,
     Changes,
-    Done,
     Job,
     Measured,
     Survival,
     action_of,
 )
-from fp4kit.checkpoint.convert.rows import refused_carry
+from fp4kit.checkpoint.convert.rows import Done, refused_carry
 from fp4kit.checkpoint.convert.run_jobs import (
     JobScheduler,
     Journal,
@@ -139,9 +138,8 @@ class ConversionReport:
         merges are not included.
         """
         planned = {piece.module: tensor.action for tensor in self.plan.tensors for piece in tensor.pieces}
-        done = ((one.key.rpartition("#")[0], one) for one in self.done)
-        lossy = (name for name, one in done if one.action == REQUANTIZE or Changes(*one.changes).values)
-        return tuple(dict.fromkeys(name for name in lossy if planned[name] not in (REQUANTIZE, MERGE)))
+        lossy = dict.fromkeys(one.layer for one in self.done if one.action == REQUANTIZE or one.changes.values)
+        return tuple(name for name in lossy if planned[name] not in (REQUANTIZE, MERGE))
 
     @lazy_property
     def changes(self) -> dict[str, Changes]:
@@ -150,12 +148,7 @@ class ConversionReport:
         A Changes holds the number of blocks with new codes, the number of changed values, and the largest change. Only
         layers with blocks whose scales NVFP4 cannot hold are present.
         """
-        found: dict[str, Changes] = {}
-        for one in self.done:
-            changes, name = Changes(*one.changes), one.key.rpartition("#")[0]
-            if changes.blocks:
-                found[name] = found.get(name, Changes()).plus(changes)
-        return found
+        return _sums((one.layer, one.changes) for one in self.done if one.changes.blocks)
 
     @lazy_property
     def gains(self) -> dict[str, Losses]:
@@ -164,12 +157,7 @@ class ConversionReport:
         The dict has the layers whose scales were searched, except layers without any nonzero value. It is empty if
         there was no search.
         """
-        found: dict[str, Losses] = {}
-        for one in self.done:
-            losses, name = Losses(*one.losses), one.key.rpartition("#")[0]
-            if losses.signal:
-                found[name] = found.get(name, Losses()).plus(losses)
-        return found
+        return _sums((one.layer, one.losses) for one in self.done if one.losses.signal)
 
     @lazy_property
     def findings(self) -> tuple[Issue, ...]:
@@ -184,12 +172,7 @@ class ConversionReport:
     @lazy_property
     def survival(self) -> dict[str, Survival]:
         """Layer name -> how much of its adapter's update is left in the result; {} without an adapter."""
-        found: dict[str, Survival] = {}
-        for one in self.done:
-            survival, name = Survival(*one.survival), one.key.rpartition("#")[0]
-            if any(survival):
-                found[name] = found.get(name, Survival()).plus(survival)
-        return found
+        return _sums((one.layer, one.survival) for one in self.done if any(one.survival))
 
     @property
     def survival_lines(self) -> list[str]:
@@ -226,8 +209,8 @@ class ConversionReport:
             for piece in tensor.pieces
             if self.plan.request.adapter is not None and tensor.action in (MERGE, REQUANTIZE)
         }
-        done = (one.key.rpartition("#")[0] for one in self.done if one.action == REQUANTIZE)
-        return tuple(name for name in dict.fromkeys(done) if keeps.get(name))
+        done = dict.fromkeys(one.layer for one in self.done if one.action == REQUANTIZE)
+        return tuple(name for name in done if keeps.get(name))
 
     @property
     def replaced(self) -> int:
@@ -236,6 +219,17 @@ class ConversionReport:
         It is 0 unless the plan's ``nonfinite`` is "saturate".
         """
         return sum(one.replaced for one in self.done)
+
+
+S = TypeVar("S", Changes, Losses, Survival)
+
+
+def _sums(pairs: Iterable[tuple[str, S]]) -> dict[str, S]:
+    """Return the sum of the records of each layer."""
+    found: dict[str, S] = {}
+    for name, one in pairs:
+        found[name] = found[name].plus(one) if name in found else one
+    return found
 
 
 @takes_options
@@ -312,7 +306,10 @@ def convert(
 def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bool = False) -> None:
     """Raise CheckpointError if the plan cannot be executed into ``destination``; nothing is written."""
     target = Path(destination)
-    _check_name(plan, target)
+    _check_file(plan, target)
+    check_gguf_name(plan.is_file, target)
+    if plan.is_split:
+        check_target(target)
     if resume and finished_before(plan, target) is not None:
         return
     paths = paths_to_write(plan, target).values()
@@ -363,26 +360,16 @@ def _check_file(plan: Plan, target: Path) -> None:
         )
 
 
-def _check_name(plan: Plan, target: Path) -> None:
-    """Raise CheckpointError if the name of ``target`` does not suit what the plan writes."""
-    _check_file(plan, target)
-    check_gguf_name(plan.is_file, target)
-    if plan.is_split:
-        check_target(target)
-
-
 def check_gguf_name(is_gguf: bool, target: Path) -> None:
     """Raise CheckpointError if ``target`` ends in .gguf but the source is no GGUF file, or the other way round."""
-    if (target.suffix.lower() == ".gguf") != is_gguf:
-        made = (
-            "a GGUF file becomes a GGUF file, whose name ends in .gguf"
-            if is_gguf
-            else (
-                "a model directory becomes a directory; convert_hf_to_gguf.py of llama.cpp makes a GGUF file of it;"
-                " then run fp4kit convert FILE.gguf DST.gguf, with --codes DIR to take the codes of a quantized DIR"
-            )
-        )
-        raise CheckpointError(f"{target}: {made}")
+    if (target.suffix.lower() == ".gguf") == is_gguf:
+        return
+    if is_gguf:
+        raise CheckpointError(f"{target}: a GGUF file becomes a GGUF file, whose name ends in .gguf")
+    raise CheckpointError(
+        f"{target}: a model directory becomes a directory; convert_hf_to_gguf.py of llama.cpp makes a GGUF file of it;"
+        " then run fp4kit convert FILE.gguf DST.gguf, with --codes DIR to take the codes of a quantized DIR"
+    )
 
 
 def execute(plan: Plan, destination: str | Path, options: Options | None = None) -> ConversionReport:
@@ -416,10 +403,10 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
         return ConversionReport(plan, target, done)
     check(plan, target, options.resume)
     if options.executor is not None:
-        return ConversionReport(plan, target, *_execute(plan, target, options))
+        return _execute(plan, target, options)
     with Prefetcher(plan.source.files, bytes_to_read(plan), options.progress or (lambda count: None)) as progress:
         start_devices(options.devices, options.executor)
-        return ConversionReport(plan, target, *_execute(plan, target, replace(options, progress=progress)))
+        return _execute(plan, target, replace(options, progress=progress))
 
 
 def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
@@ -429,9 +416,15 @@ def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
     return None if found is None or not found.keys() >= {*keys} else tuple(found[key] for key in keys)
 
 
-def _execute(plan: Plan, target: Path, options: Options) -> tuple[tuple[Done, ...], tuple[str, ...], tuple[str, ...]]:
+def _execute(plan: Plan, target: Path, options: Options) -> ConversionReport:
     """Execute a plan in a partial directory, and rename the result to ``target`` at the end."""
-    _check_planned(plan)
+    # The bytes of tensors are not compared, so that a change of values alone is not noticed here.
+    for file in plan.source.files:
+        read = read_gguf if isinstance(file, GgufFile) else read_header
+        if read(file.path, file.name) != file:
+            raise CheckpointError(
+                f"{file.label}: changed since the conversion was planned; run again when nothing writes to it"
+            )
     key = key_of(plan.source, plan.request)
     paths = paths_to_write(plan, target)
     with (
@@ -445,18 +438,7 @@ def _execute(plan: Plan, target: Path, options: Options) -> tuple[tuple[Done, ..
             raise CheckpointError(
                 f"{plan.source.root}: changed while it was converted; run again when nothing writes to it"
             )
-    return done, tuple(run.doubts[name] for name in sorted(run.doubts)), run.losses
-
-
-def _check_planned(plan: Plan) -> None:
-    """Raise CheckpointError if the size or header of a file of the plan's source is no longer what planning read."""
-    # The bytes of tensors are not compared, so that a change of values alone is not noticed here.
-    for file in plan.source.files:
-        read = read_gguf if isinstance(file, GgufFile) else read_header
-        if read(file.path, file.name) != file:
-            raise CheckpointError(
-                f"{file.label}: changed since the conversion was planned; run again when nothing writes to it"
-            )
+    return ConversionReport(plan, target, done, tuple(run.doubts[name] for name in sorted(run.doubts)), run.losses)
 
 
 def bytes_to_read(plan: Plan) -> int:
@@ -511,27 +493,23 @@ class _Run:
         positions: dict[str, tuple[Path, int]] = {}
         for file in self.plan.files:
             positions |= _lay_out(self.plan, file, self.folder)
-        executor_option, devices = self.options.executor, tuple(self.options.devices)
         workers, by_threads = self._workers()
-        all_jobs = tuple(jobs_of(self.plan, positions, devices or (None,)))
+        all_jobs = tuple(jobs_of(self.plan, positions, tuple(self.options.devices) or (None,)))
         files = [self.folder / file.name for file in self.plan.files]
-        scheduler = JobScheduler(
-            all_jobs, files, self.journal, self._check, self.options.progress or (lambda count: None)
-        )
-        with executor_of(executor_option, workers, by_threads) as executor:
-            scheduler.run(executor, pending_limit(executor_option, workers))
+        tick = self.options.progress or (lambda count: None)
+        scheduler = JobScheduler(all_jobs, files, self.journal, self._check, tick)
+        with executor_of(self.options.executor, workers, by_threads) as executor:
+            scheduler.run(executor, pending_limit(self.options.executor, workers))
             self._doubt_order_of_columns()
             if not self.is_file:
-                self._write_beside()
-                digests = self._digests(scheduler.digests, executor)
-                write_file(self.folder / MANIFEST, dump_object(manifest_of(digests, _facts(self.plan))))
+                self._write_beside(scheduler.digests, executor)
             self.losses = self._losses(scheduler.done.values())
         return tuple(scheduler.done[job.key] for job in all_jobs)
 
     def _losses(self, done: Iterable[Done]) -> tuple[str, ...]:
         """Return a warning for each layer that lost its values."""
         # The result is discarded, because nothing tells it from a sound one.
-        names = {one.key.rpartition("#")[0] for one in done if one.is_weak}
+        names = {one.layer for one in done if one.is_weak}
         if not names:
             return ()
         path = self.folder / self.plan.files[0].name if self.is_file else self.folder
@@ -583,20 +561,26 @@ class _Run:
         if job.action == CARRY and not found.exact and not self.plan.request.requantize:
             raise refused_carry(job.name)
 
-    def _write_beside(self) -> None:
-        """Write the files without tensors into the partial directory."""
-        for file in self.plan.auxiliary.copied:
-            staging.copy_file(file.path, self.folder / file.name)
-        for name, content in configs(self.plan).items():
-            write_file(self.folder / name, dump_object(content, 4 if name == HF_QUANT_CONFIG else 2))
-        write_file(self.folder / FILE, dump_object(contract_of_plan(self.plan).as_data()))
-
-    def _digests(self, hashed: Mapping[Path, Digest], executor: Executor | None) -> dict[str, Digest]:
-        """Return a dict from file name to digest (size and SHA-256), for all files in the partial directory."""
-        paths = {name: self.folder / name for name in names_in(self.folder)}
+    def _write_beside(self, hashed: Mapping[Path, Digest], executor: Executor | None) -> None:
+        """Write the files without tensors into the partial directory, the manifest last."""
+        plan, folder = self.plan, self.folder
+        for file in plan.auxiliary.copied:
+            staging.copy_file(file.path, folder / file.name)
+        for name, content in configs(plan).items():
+            write_file(folder / name, dump_object(content, 4 if name == HF_QUANT_CONFIG else 2))
+        write_file(folder / FILE, dump_object(contract_of_plan(plan).as_data()))
+        paths = {name: folder / name for name in names_in(folder)}
         new = run_all(executor, deque((digest_of, (path,)) for path in paths.values() if path not in hashed))
         found = {**hashed, **{one.path: one for one in new}}
-        return {name: found[path] for name, path in paths.items()}
+        facts = {
+            "version": __version__,
+            "format": plan.format_name,
+            "source": source_facts(plan.source),
+            "request": plan.request.facts,
+            **({"codes": "carried"} if plan.carries_codes else {}),
+        }
+        manifest = manifest_of({name: found[path] for name, path in paths.items()}, facts)
+        write_file(folder / MANIFEST, dump_object(manifest))
 
 
 def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path, int]]:
@@ -611,10 +595,3 @@ def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path
     finally:
         os.close(descriptor)
     return found
-
-
-def _facts(plan: Plan) -> dict[str, Any]:
-    """Return the facts about a conversion that the manifest records."""
-    facts = {"version": __version__, "format": plan.format_name, "source": source_facts(plan.source)}
-    carried = {"codes": "carried"} if plan.carries_codes else {}
-    return facts | {"request": plan.request.facts} | carried

@@ -18,7 +18,6 @@ Actions, the values of Job.action:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -46,22 +45,12 @@ from fp4kit.recipes import Recipe
 from fp4kit.storage.files import CheckpointError, shown
 
 NONFINITE = ("error", "keep", "saturate")
-COPY, QUANTIZE, RENAME, CAST, CARRY, RESCALE, REQUANTIZE, DEQUANTIZE, MERGE = (
-    "copy",
-    "quantize",
-    "rename",
-    "cast",
-    "carry",
-    "rescale",
-    "requantize",
-    "dequantize",
-    "merge",
-)
+COPY, QUANTIZE, RENAME, CAST, CARRY = "copy", "quantize", "rename", "cast", "carry"
+RESCALE, REQUANTIZE, DEQUANTIZE, MERGE = "rescale", "requantize", "dequantize", "merge"
 # Actions that may compute new codes. A search of block scales applies to these actions only.
 SEARCHED = (QUANTIZE, REQUANTIZE, CAST, MERGE)
 DEVICE_SLAB_BYTES = 32 << 20  # bytes of source elements per slab that is sent to a GPU
 _RESCALED = {(have, form) for have in ("mxfp4", "mxfp8") for form in ("fp8", "fp8 rows")} | {("mxfp4", "mxfp8")}
-Tick = Callable[[int], None]  # reports progress: called after each read with the number of bytes read
 
 
 class Sink(Protocol):
@@ -221,9 +210,8 @@ class Job:
     @property
     def is_measured(self) -> bool:
         """True if the job reads its source twice."""
-        checked = {DEQUANTIZE: self.nonfinite != "keep", RENAME: self.nonfinite == "error"}
-        changing = (QUANTIZE, CAST, CARRY, RESCALE, REQUANTIZE, MERGE)
-        return self.action in changing or checked.get(self.action, False)
+        checked = {COPY: False, DEQUANTIZE: self.nonfinite != "keep", RENAME: self.nonfinite == "error"}
+        return checked.get(self.action, True)
 
 
 class Measured(NamedTuple):
@@ -317,31 +305,6 @@ class Survival(NamedTuple):
         return math.sqrt(self.wanted / self.signal)
 
 
-class Done(NamedTuple):
-    """A record that a job has written its output.
-
-    Attributes:
-        key: the key of the job.
-        crc32: the CRC-32 of the bytes written to each target, in the order of ``Job.targets``.
-        action: the action that was taken. It may differ from ``Job.action``: a cast may become a requantization.
-        replaced: the number of NaN and infinite values that were replaced.
-        losses: the fields of scale_search.Losses; zeros if the job searched no block scales.
-        changes: the fields of Changes; zeros if the action was neither "cast" nor "rescale".
-        survival: the fields of Survival; zeros if the job added no update.
-        is_weak: True if many new blocks are zero, or have a scale at an end of its format, so that their values may be
-            lost.
-    """
-
-    key: str
-    crc32: str
-    action: str
-    replaced: int = 0
-    losses: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    changes: tuple[int, int, float] = (0, 0, 0.0)
-    survival: tuple[float, float, float, float, int, int] = (0.0, 0.0, 0.0, 0.0, 0, 0)
-    is_weak: bool = False
-
-
 class ChannelWeights(NamedTuple):
     """Describe where an imatrix file stores the column weights of one matrix, so that a job can read them later.
 
@@ -387,20 +350,12 @@ def usable_tensor_scale(scale: Any) -> bool:
     return bool(FLT_MIN <= scale <= FLT_MAX)
 
 
-def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, stored: np.float32 | None = None) -> None:
-    """Write the scalars of a layer with new codes: its tensor scale, and its input scale if the output has one."""
-    if tensor_scale is not None:
-        put_tensor_scale(job, output, tensor_scale, stored)
-    if output.has(INPUT_SCALE):
-        put_given_input_scale(job, output)
-
-
 def put_tensor_scale(job: Job, output: Sink, scale: np.float32, stored: np.float32 | None = None) -> None:
     """Write the tensor scale of a layer in the direction and unit of the container."""
     form = job.container
-    with np.errstate(over="ignore", divide="ignore"):  # an unusable result is rejected below
-        computed = np.float32(1) / scale if form.divides else scale * np.float32(form.tensor_scale_unit)
-    stored = computed if stored is None else stored
+    if stored is None:
+        with np.errstate(over="ignore", divide="ignore"):  # an unusable result is rejected below
+            stored = np.float32(1) / scale if form.divides else scale * np.float32(form.tensor_scale_unit)
     if not usable_tensor_scale(scale) or not usable_tensor_scale(stored):
         raise CheckpointError(
             f"{shown(job.name)}: tensor scale is {scale}; a positive normal float32 is needed; "
@@ -440,8 +395,8 @@ def put_given_input_scale(job: Job, output: Sink) -> None:
     if job.input_amax is not None:
         stored = input_scale_of(job.container, np.float32(job.input_amax))
         output.put(INPUT_SCALE, np.array([stored], np.float32))
-        return
-    if job.input_scale is None:
+    elif job.input_scale is None:
         why = "gets new codes, so its old input scale is not valid; other layers have input scales"
         raise CheckpointError(f"{shown(job.name)}: {why}; give one with --input-scale, or --activations")
-    put_input_scale(job, output, np.float32(job.input_scale))
+    else:
+        put_input_scale(job, output, np.float32(job.input_scale))

@@ -18,11 +18,10 @@ If all column weights of a block are 0, every scale has the error 0, so the bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from math import lcm
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import ml_dtypes
 import numpy as np
@@ -34,6 +33,7 @@ from fp4kit.call.search_scales import power_of
 from fp4kit.checkpoint.containers.table import COLUMN_SCALE, INPUT_SCALE, SCALES, Container
 from fp4kit.checkpoint.convert.job import (
     MERGE,
+    QUANTIZE,
     RENAME,
     REQUANTIZE,
     RESCALE,
@@ -46,7 +46,6 @@ from fp4kit.checkpoint.convert.job import (
     put_given_input_scale,
     put_input_scale,
     put_rows,
-    put_scalars,
     put_tensor_scale,
     usable_tensor_scale,
 )
@@ -142,77 +141,103 @@ def _squares(x: np.ndarray, weights: np.ndarray | None) -> float:
     return float(np.einsum("ij,ij,j->", x, x, weights.astype(np.float64)))
 
 
-class Weak:
-    """Count the new blocks whose values may be lost, at little cost: only codes and scales are examined.
-
-    These are blocks of zeros, and blocks whose scale is at an end of its format, where it has few significant bits or
-    saturates.
-    """
-
-    def __init__(self) -> None:
-        self._ends = self._scales = self._empty = self._words = 0
-
-    def add(self, q: Quantized) -> None:
-        """Count the blocks of some rows."""
-        words = np.ascontiguousarray(q.packed).reshape(-1)
-        words = words[: words.size // 8 * 8].view(np.uint64)
-        mask = np.uint64(0x7777777777777777 if q.recipe.element.bits == 4 else 0x7F7F7F7F7F7F7F7F)
-        self._words += words.size
-        self._empty += int(np.count_nonzero((words & mask) == 0))
-        scale = q.recipe.scale
-        if scale is not None and q.block_scale is not None:
-            codes = np.asarray(q.block_scale) & np.uint8(~scale.sign_bit & 0xFF)
-            low = _LOW_CODE if scale.has_zero else 0
-            self._scales += codes.size
-            self._ends += int(np.count_nonzero((codes <= low) | (codes >= scale.max_code)))
-
-    @property
-    def is_weak(self) -> bool:
-        """True if a quarter of the blocks may be lost."""
-        return 4 * self._empty > self._words or 4 * self._ends > self._scales
-
-
 _LOW_CODE = 2  # E4M3 scales up to this code, 2^-8, are rounded by up to half of their value
 
 
-def write_quantized(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses, Survival, bool]:
-    """Quantize the weight of a job, and write its codes and the scales of its blocks or rows."""
-    tensor_amax = amax if job.new_recipe.tensor_scaling == "tensor" else None
-    replaced, q, losses, survival = 0, None, Losses(), Survival()
-    weights, weak = column_weights(job, readers), Weak()
+def _weak_counts(q: Quantized) -> np.ndarray:
+    """Return the numbers of (words of 8 bytes of zeros, words, scales at an end of their format, scales) of rows."""
+    # At an end of its format, a scale has few significant bits or saturates.
+    words = np.ascontiguousarray(q.packed).reshape(-1)
+    words = words[: words.size // 8 * 8].view(np.uint64)
+    mask = np.uint64(0x7777777777777777 if q.recipe.element.bits == 4 else 0x7F7F7F7F7F7F7F7F)
+    found = [np.count_nonzero((words & mask) == 0), words.size, 0, 0]
+    scale = q.recipe.scale
+    if scale is not None and q.block_scale is not None:
+        codes = np.asarray(q.block_scale) & np.uint8(~scale.sign_bit & 0xFF)
+        low = _LOW_CODE if scale.has_zero else 0
+        found[2:] = np.count_nonzero((codes <= low) | (codes >= scale.max_code)), codes.size
+    return np.array(found)
+
+
+class Done(NamedTuple):
+    """A record that a job has written its output.
+
+    Attributes:
+        key: the key of the job.
+        crc32: the CRC-32 of the bytes written to each target, in the order of ``Job.targets``.
+        action: the action that was taken. It may differ from ``Job.action``: a cast may become a requantization.
+        replaced: the number of NaN and infinite values that were replaced.
+        losses: the squared errors without and with the scale search; zeros if the job searched no block scales.
+        changes: what changed; zeros if the action was neither "cast" nor "rescale".
+        survival: how much of an adapter's update is left; zeros if the job added no update.
+        is_weak: True if many new blocks are zero, or have a scale at an end of its format, so that their values may be
+            lost.
+    """
+
+    key: str
+    crc32: str
+    action: str
+    replaced: int = 0
+    losses: Losses = Losses()
+    changes: Changes = Changes()
+    survival: Survival = Survival()
+    is_weak: bool = False
+
+    @property
+    def layer(self) -> str:
+        """The name of the layer or stack that the job converts."""
+        return self.key.rpartition("#")[0]
+
+
+def slabs_of(job: Job, readers: Readers) -> Iterator[Slab]:
+    """Yield the slabs of a job's weight, each of whole blocks of what the job writes."""
     height = lcm(job.new_recipe.block_rows, job.container.slab_rows)
-    for slab in slabs(readers, job.weight, job.expert, job.span, height, job.slab_bytes):
+    return slabs(readers, job.weight, job.expert, job.span, height, job.slab_bytes)
+
+
+def write_quantized(
+    job: Job, readers: Readers, output: Sink, amax: np.float32, keeps_input_scale: bool = False
+) -> Done:
+    """Quantize the weight of a job, and write its codes and scales."""
+    by_tensor = job.new_recipe.tensor_scaling == "tensor"
+    replaced, losses, survival, weak = 0, Losses(), Survival(), np.zeros(4, np.int64)
+    weights, made, stored = column_weights(job, readers), None, None
+    for slab in slabs_of(job, readers):
         x = values_of(job.weight, slab)
         if job.nonfinite == "saturate":
             x, count = saturated(x, amax)
             replaced += count
         # If the recipe has a tensor scale, amax 0 means that all values are zero, so there is nothing to search. If it
         # has none, the search does not depend on amax, which may be 0.
-        if job.search and (amax or tensor_amax is None):
+        if job.search and (amax or not by_tensor):
             q, more = search_rows(x, job, amax, weights)
             losses = losses.plus(more)
         else:
-            q = quantized_slab(x, job, tensor_amax)
+            q = quantized_slab(x, job, amax if by_tensor else None)
         check_scales(job, q)
-        weak.add(q)
+        weak += _weak_counts(q)
         put_rows(job, output, q.packed, stored_scales(q))
-        if slab.update is not None:
-            packed = q.packed if job.action == MERGE else None
-            survival = survival.plus(survival_of(job.weight, slab, dequantize(q, np.float32), packed))
-    if q is not None and q.recipe.tensor_scaling == "tensor":
-        put_scalars(job, output, np.float32(q.tensor_scale), divisor_of(job.new_recipe, job.container, amax, x.dtype))
-    return replaced, losses, survival, weak.is_weak
+        survival = survival.plus(survival_of(job.weight, slab, q, job.action == MERGE))
+        if by_tensor:
+            made, stored = np.float32(q.tensor_scale), divisor_of(job.new_recipe, job.container, amax, x.dtype)
+    if by_tensor or keeps_input_scale:
+        write_scalars(job, readers, output, made, stored, keeps_input_scale)
+    empty, words, ends, scales = weak
+    action = QUANTIZE if job.action == QUANTIZE else REQUANTIZE
+    is_weak = bool(4 * empty > words or 4 * ends > scales)  # the values of a quarter of the blocks may be lost
+    return Done(job.key, "", action, replaced, losses, survival=survival, is_weak=is_weak)
 
 
-def survival_of(weight: Weight, slab: Slab, stored: np.ndarray, packed: Any = None) -> Survival:
+def survival_of(weight: Weight, slab: Slab, stored: Quantized | np.ndarray, counts_codes: bool = False) -> Survival:
     """Return how much of the update of a slab is left in the values that were stored for it."""
     if slab.update is None:
         return Survival()
+    values = dequantize(stored, np.float32) if isinstance(stored, Quantized) else stored
     delta = slab.update.delta if slab.rotation is None else slab.rotation.of(slab.update.delta)
-    found = survival(values_of(weight, slab._replace(update=None)), delta, stored)
-    if packed is None or slab.codes is None or weight.container is None:
+    found = survival(values_of(weight, slab._replace(update=None)), delta, values)
+    if not counts_codes or slab.codes is None or weight.container is None or not isinstance(stored, Quantized):
         return found
-    return with_codes(found, slab.codes, packed, weight.container.element.bits)
+    return with_codes(found, slab.codes, stored.packed, weight.container.element.bits)
 
 
 @ieee("merge_adapter")
@@ -305,19 +330,13 @@ def check_scales(job: Job, q: Quantized) -> None:
 
 def write_renamed(job: Job, readers: Readers, output: Sink) -> None:
     """Write all parts of a job's weight that the output has: codes, block scales, tensor scale and input scale."""
-    # A scalar is copied bit for bit if both containers store it in the same direction and unit (see
-    # Container.direction); otherwise it is converted.
-    source_form = job.weight.container
-    assert source_form is not None
-    dtypes = {
-        target.part: NUMPY_DTYPES[target.dtype] for target in job.targets if target.part in (SCALES, TENSOR_SCALE)
-    }
-    for slab in slabs(readers, job.weight, job.expert, job.span, job.container.slab_rows):
+    dtype = next((target.dtype for target in job.targets if target.part == SCALES), "")
+    for slab in slabs_of(job, readers):
         scales = slab.scales
-        if job.container.scale is None and scales is not None and SCALES in dtypes:
-            scales = scales.astype(dtypes[SCALES])
+        if job.container.scale is None and scales is not None and dtype:
+            scales = scales.astype(NUMPY_DTYPES[dtype])
         put_rows(job, output, slab.codes, scales)
-    write_scalars(job, readers, output)
+    write_scalars(job, readers, output, keeps_input_scale=True)
     if output.has(COLUMN_SCALE):
         place = job.weight.parts[COLUMN_SCALE]
         if place.entry.dtype != "BF16":
@@ -329,83 +348,69 @@ def write_renamed(job: Job, readers: Readers, output: Sink) -> None:
 
 
 def write_scalars(
-    job: Job, readers: Readers, output: Sink, parts: Collection[str] = (TENSOR_SCALE, INPUT_SCALE)
+    job: Job,
+    readers: Readers,
+    output: Sink,
+    made: np.float32 | None = None,
+    stored: np.float32 | None = None,
+    keeps_input_scale: bool = False,
 ) -> None:
-    """Write the tensor scale and the input scale of the source, or those of ``parts``, as ``write`` does."""
-    source_form = job.weight.container
-    assert source_form is not None
-    dtypes = {target.part: NUMPY_DTYPES[target.dtype] for target in job.targets if target.part == TENSOR_SCALE}
-    for part, put in ((TENSOR_SCALE, put_tensor_scale), (INPUT_SCALE, put_input_scale)):
-        if part not in parts:
-            continue
-        if output.has(part) and part in job.weight.parts:
-            stored = scalar_of(readers, job.weight, part, job.expert)
-            if part == INPUT_SCALE:
-                check_input_scale(job, stored)
-            if source_form.direction == job.container.direction:
-                output.put(part, np.array([stored], dtypes.get(part, np.float32)))
-            else:
-                put(job, output, source_form.multiplier(stored))
-        elif output.has(part) and part == TENSOR_SCALE:
-            put_tensor_scale(job, output, np.float32(1))
-        elif output.has(part):
-            put_given_input_scale(job, output)
+    """Write the tensor scale (``made`` for new codes, otherwise that of the source) and the input scale."""
+    # A scalar of the source is copied bit for bit if both containers store it in the same direction and unit (see
+    # Container.direction); otherwise it is converted.
+    have, parts = job.weight.container, job.weight.parts
+    if output.has(TENSOR_SCALE) and made is None and have is not None and TENSOR_SCALE in parts:
+        scale = scalar_of(readers, job.weight, TENSOR_SCALE, job.expert)
+        if have.direction == job.container.direction:
+            dtype = next((one.dtype for one in job.targets if one.part == TENSOR_SCALE), "F32")
+            output.put(TENSOR_SCALE, np.array([scale], NUMPY_DTYPES[dtype]))
+        else:
+            put_tensor_scale(job, output, have.multiplier(scale))
+    elif output.has(TENSOR_SCALE):
+        put_tensor_scale(job, output, np.float32(1) if made is None else made, stored)
+    if not output.has(INPUT_SCALE):
+        return
+    if keeps_input_scale and have is not None and INPUT_SCALE in parts:
+        scale = scalar_of(readers, job.weight, INPUT_SCALE, job.expert)
+        check_input_scale(job, scale)
+        if have.direction == job.container.direction:
+            output.put(INPUT_SCALE, np.array([scale], np.float32))
+        else:
+            put_input_scale(job, output, have.multiplier(scale))
+    else:
+        put_given_input_scale(job, output)
 
 
 _LOWEST_SHARE = 512  # a tensor scale that reaches over 512 times the amax leaves no normal E4M3 scale for it
 _NEAREST_AMAX = 2.0**-7  # the largest relative difference of a tensor scale that the rule of a recipe may make
 
 
-def write_merged(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[str, Losses, Survival]:
+def write_merged(job: Job, readers: Readers, output: Sink, amax: np.float32) -> Done:
     """Write the merged weight of a job."""
     scale = tensor_scale_of(readers, job.weight, job.expert)
     if job.merge_scales == "new" or not keeps_tensor_scale(job.container.element, scale, job.new_recipe, amax):
-        _, losses, survival, _ = write_quantized(job, readers, _WithoutInputScale(output), amax)
-        write_scalars(job, readers, output, (INPUT_SCALE,))
-        return REQUANTIZE, losses, survival
+        return write_quantized(job, readers, output, amax, keeps_input_scale=True)._replace(is_weak=False)
     if job.weight.update is None:
         write_renamed(job, readers, output)
-        return RENAME, Losses(), Survival()
+        return Done(job.key, "", RENAME)
     losses, survival = Losses(), Survival()
     weights = column_weights(job, readers)
-    fits = amax_for(scale, job.new_recipe)
-    computes = job.merge_scales == "nearest" and (scale is None or fits is not None)
-    for slab in slabs(readers, job.weight, job.expert, job.span, slab_rows_of(job), job.slab_bytes):
+
+    def new(x: np.ndarray, amax: np.float32 | None) -> Quantized:
+        nonlocal losses
+        if not job.search:
+            return quantized_slab(x, job, amax)
+        q, more = search_rows(x, job, np.float32(amax or 0), weights)
+        losses = losses.plus(more)
+        return q
+
+    for slab in slabs_of(job, readers):
         x = values_of(job.weight, slab)
-
-        def new(x: np.ndarray = x) -> Quantized:
-            nonlocal losses
-            if not job.search:
-                return quantized_slab(x, job, fits)
-            q, more = search_rows(x, job, np.float32(fits or 0), weights)
-            losses = losses.plus(more)
-            return q
-
-        q = nearest(x, slab.scales, scale, job.new_recipe, new if computes else None, weights)
+        q = nearest(x, slab.scales, scale, job.new_recipe, new if job.merge_scales == "nearest" else None, weights)
         put_rows(job, output, q.packed, stored_scales(q))
-        survival = survival.plus(survival_of(job.weight, slab, dequantize(q, np.float32), q.packed))
-    write_scalars(job, readers, output)
-    return MERGE, losses, survival
-
-
-def slab_rows_of(job: Job) -> int:
-    """Return the number of rows of which the slabs of a job must be multiples."""
-    return lcm(job.new_recipe.block_rows, job.container.slab_rows)
-
-
-class _WithoutInputScale:
-    """A Sink that does not accept the input scale, which a merge copies from the source."""
-
-    def __init__(self, output: Sink) -> None:
-        self._output = output
-
-    def has(self, part: str) -> bool:
-        """Return whether ``part`` is accepted."""
-        return part != INPUT_SCALE and self._output.has(part)
-
-    def put(self, part: str, array: Any) -> None:
-        """Append to ``part``."""
-        self._output.put(part, array)
+        survival = survival.plus(survival_of(job.weight, slab, q, counts_codes=True))
+    write_scalars(job, readers, output, keeps_input_scale=True)
+    return Done(job.key, "", MERGE, losses=losses, survival=survival)
 
 
 def keeps_tensor_scale(element: ElementFormat, scale: np.float32 | None, recipe: Recipe, amax: np.float32) -> bool:
@@ -418,10 +423,8 @@ def keeps_tensor_scale(element: ElementFormat, scale: np.float32 | None, recipe:
     return not amax or bool(limit / _LOWEST_SHARE <= amax < limit)
 
 
-def amax_for(scale: np.float32 | None, recipe: Recipe) -> np.float32 | None:
+def amax_for(scale: np.float32, recipe: Recipe) -> np.float32 | None:
     """Return the amax from which a recipe computes this tensor scale, or nearly; None if there is none."""
-    if scale is None:
-        return None
 
     def made(amax: np.float32) -> np.float64:
         return np.float64(np.asarray(tensor_scale(np.asarray(amax), recipe, np.dtype(np.float32)).decode).item())
@@ -438,14 +441,15 @@ def nearest(
     scales: Any,
     scale: np.float32 | None,
     recipe: Recipe,
-    new: Callable[[], Quantized] | None,
-    weights: np.ndarray | None,
+    new: Callable[[np.ndarray, np.float32 | None], Quantized] | None,
+    weights: np.ndarray | None = None,
 ) -> Quantized:
-    """Quantize rows with the tensor scale ``scale``, and per block the better of two block scales."""
+    """Quantize rows with the tensor scale ``scale``, and per block the better of ``scales`` and those of ``new``."""
     base = _with_scales(x, recipe, scales, scale)
-    if new is None or (recipe.scale is None and scale is not None):
+    fits = None if scale is None else amax_for(scale, recipe)
+    if new is None or (scale is not None and (recipe.scale is None or fits is None)):
         return base
-    found = new()
+    found = new(x, fits)
     other = _with_scales(x, recipe, found.block_scale if recipe.scale is not None else found.tensor_scale, scale)
     height, width = recipe.block_rows, recipe.block_size if recipe.block else x.shape[1]
     errors = []
@@ -476,24 +480,26 @@ def _with_scales(x: np.ndarray, recipe: Recipe, scales: Any, scale: np.float32 |
     return quantize(x, recipe, tensor_scale=rows.reshape(len(x)) if recipe.block is None else rows)
 
 
+def _tensor_scale(q: Quantized) -> np.float32 | None:
+    return np.float32(np.asarray(q.tensor_scale).item()) if q.recipe.tensor_scaling == "tensor" else None
+
+
 def keeps(q: Quantized, largest: np.float32) -> bool:
     """Return whether the tensor scale of a quantized matrix fits merged values whose amax is ``largest``."""
-    scale = np.float32(np.asarray(q.tensor_scale).item()) if q.recipe.tensor_scaling == "tensor" else None
-    return keeps_tensor_scale(q.recipe.element, scale, q.recipe, largest)
+    return keeps_tensor_scale(q.recipe.element, _tensor_scale(q), q.recipe, largest)
 
 
 def merged(q: Quantized, x: np.ndarray, scales: str, largest: np.float32) -> Quantized:
-    """Quantize merged values as ``write`` does, with the scales of ``q`` if they fit, all as NumPy arrays."""
-    recipe = q.recipe
-    by_tensor = recipe.tensor_scaling == "tensor"
+    """Quantize merged values as ``write_merged`` does, with the scales of ``q`` if they fit, all as NumPy arrays."""
+    recipe, scale = q.recipe, _tensor_scale(q)
+
+    def new(x: np.ndarray, amax: np.float32 | None) -> Quantized:
+        return quantize(x, recipe, tensor_amax=amax)
+
     if scales == "new" or not keeps(q, largest):
-        return replace(quantize(x, recipe, tensor_amax=largest if by_tensor else None), dtype=q.dtype)
-    scale = np.float32(np.asarray(q.tensor_scale).item()) if by_tensor else None
-    fits = amax_for(scale, recipe)
-    computes = scales == "nearest" and (scale is None or fits is not None)
+        return replace(new(x, None if scale is None else largest), dtype=q.dtype)
     own = q.block_scale if recipe.scale is not None else q.tensor_scale
-    new = partial(quantize, x, recipe, tensor_amax=fits) if computes else None
-    return replace(nearest(x, own, scale, recipe, new, None), dtype=q.dtype)
+    return replace(nearest(x, own, scale, recipe, new if scales == "nearest" else None), dtype=q.dtype)
 
 
 def survival_of_merge(q: Quantized, base: np.ndarray, delta: np.ndarray, made: Quantized) -> Survival:
@@ -551,7 +557,6 @@ def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]
 
 def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
     """Return whether a weight can be cast from MXFP4 to NVFP4, so that all blocks in range keep their codes."""
-    # If the result is False, the whole layer must be requantized.
     if high < low or high - low <= _RANGE:
         return is_cast_exactly(low, high)
     if not is_cast_exactly(high, high) or recipe.tensor_scaling != "tensor" or recipe.block_rows > 1:
@@ -570,23 +575,17 @@ def write_cast(job: Job, readers: Readers, output: Sink, high: int) -> Changes:
     """Write the codes of a job's MXFP4 weight with NVFP4 block scales and tensor scale."""
     # Only blocks out of range (whose new scale would be too small for E4M3) get new codes.
     changes = Changes()
-    for slab in slabs(readers, job.weight, job.expert, job.span, job.container.slab_rows):
+    for slab in slabs_of(job, readers):
         codes, scales = slab.codes, block_scales(job.weight, slab, high)
-        out = _out_of_range(job.weight, slab, high)
+        assert slab.scales is not None
+        out = (slab.scales.astype(np.int32) - E8M0.bias < high - _RANGE) & _holds_something(job.weight, slab)
         if out.any():
             codes, scales, more = _encoded(job, slab, out, scales, _amax(job.new_recipe, high))
             changes = changes.plus(more)
         put_rows(job, output, codes, scales)
     scale = np.float32(1) if high < -(1 << 19) else np.ldexp(np.float32(1), high - _HIGHEST)
-    put_scalars(job, output, np.float32(scale))
+    write_scalars(job, readers, output, np.float32(scale))
     return changes
-
-
-def _out_of_range(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.bool_]:
-    """Return, for each block of some rows, whether it has a nonzero code and its new scale is too small for E4M3."""
-    assert slab.scales is not None
-    out: npt.NDArray[np.bool_] = slab.scales.astype(np.int32) - E8M0.bias < high - _RANGE
-    return out & _holds_something(weight, slab)
 
 
 def _encoded(
@@ -612,24 +611,18 @@ _SPAN = 14  # if the exponents of MXFP4 blocks within an FP8 block differ by at 
 def write_rescaled(job: Job, readers: Readers, output: Sink) -> Changes:
     """Write a job's weight, and return the numbers of blocks and values that changed, and the largest change."""
     changes = Changes()
-    height = lcm(job.new_recipe.block_rows, job.container.slab_rows)
-    for slab in slabs(readers, job.weight, job.expert, job.span, height, job.slab_bytes):
+    for slab in slabs_of(job, readers):
         x = np.ascontiguousarray(values_of(job.weight, slab), np.float32)
-        q, more = _quantized_under_powers(x, job)
+        own = quantized_slab(x, job, None)
+        changed = differing(x, dequantize(own, np.float32)) if own.recipe.scale is not None else None
+        q = under_powers_of_two(x, own, changed)
         check_scales(job, q)
         put_rows(job, output, q.packed, stored_scales(q))
-        changes = changes.plus(more)
+        after = dequantize(q, np.float32)
+        count, error = changed_values(x, after)
+        blocks = in_blocks(differing(x, after), q.recipe).any(axis=(-3, -1)) if count else np.zeros(0)
+        changes = changes.plus(Changes(int(np.count_nonzero(blocks)), count, float(error)))
     return changes
-
-
-def _quantized_under_powers(x: np.ndarray, job: Job) -> tuple[Quantized, Changes]:
-    own = quantized_slab(x, job, None)
-    changed = differing(x, dequantize(own, np.float32)) if own.recipe.scale is not None else None
-    q = under_powers_of_two(x, own, changed)
-    after = dequantize(q, np.float32)
-    count, error = changed_values(x, after)
-    blocks = in_blocks(differing(x, after), q.recipe).any(axis=(-3, -1)) if count else np.zeros(0)
-    return q, Changes(int(np.count_nonzero(blocks)), count, float(error))
 
 
 def check_rescaled(weights: Iterable[tuple[Weight, Container, Recipe]]) -> None:
@@ -696,27 +689,18 @@ class _Nothing:
         return None
 
 
-_FRACTION, _SIGN_AND_EXPONENT = np.uint32(0x007FFFFF), 23
-
-
 def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
     """Return the E8M0 code of each scale, or -1 for a scale that is not a power of two that E8M0 can represent."""
     if scales.dtype == np.uint8:
         return np.where(scales == E8M0.nan_code, -1, scales.astype(np.int64))
     bits = np.ascontiguousarray(scales, np.float32).view(np.uint32)
-    codes = (bits >> np.uint32(_SIGN_AND_EXPONENT)).astype(np.int64)  # above 255 if negative, so not usable
-    usable = ((bits & _FRACTION) == 0) & (codes > 0) & (codes < E8M0.nan_code)
+    codes = (bits >> np.uint32(23)).astype(np.int64)  # sign and exponent: above 255 if negative, so not usable
+    usable = ((bits & np.uint32(0x007FFFFF)) == 0) & (codes > 0) & (codes < E8M0.nan_code)
     return np.where(usable, codes, -1)
 
 
-def is_carried_exactly(weight: Weight, slab: Slab) -> bool:
-    """Return whether a slab (some rows of a weight) can become MXFP8 without loss."""
-    assert slab.scales is not None
-    return _are_exact(slab.scales)
-
-
-def _are_exact(scales: np.ndarray) -> bool:
-    """Return whether all scales are powers of two that E8M0 can represent."""
+def is_carried_exactly(scales: np.ndarray) -> bool:
+    """Return whether all scales are powers of two that E8M0 can represent, so that MXFP8 keeps the values."""
     return bool((_exponent_codes(scales) >= 0).all())
 
 
@@ -726,7 +710,7 @@ def check_carried(weights: Iterable[Weight]) -> None:
     with Readers() as readers:
         for weight in weights:
             scales = readers.array(weight.parts[SCALES])
-            if not _are_exact(scales.view(np.uint8) if scales.dtype.itemsize == 1 else scales):
+            if not is_carried_exactly(scales.view(np.uint8) if scales.dtype.itemsize == 1 else scales):
                 raise refused_carry(weight.tensor)
 
 
@@ -741,7 +725,7 @@ def write_carried(job: Job, readers: Readers, output: Sink) -> None:
     have, wide, columns = job.weight.container, job.container.group_size, job.weight.shape[-1]
     assert have is not None
     height, width = have.block
-    for slab in slabs(readers, job.weight, job.expert, job.span, job.container.slab_rows):
+    for slab in slabs_of(job, readers):
         assert slab.codes is not None and slab.scales is not None
         codes = _exponent_codes(slab.scales).astype(np.uint8)
         rows = np.repeat(codes, height, axis=0)[: len(slab.codes)]

@@ -16,9 +16,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing, suppress
+from functools import reduce
 from math import lcm, prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -30,20 +31,17 @@ from fp4kit.checkpoint.convert.job import (
     CAST,
     DEQUANTIZE,
     MERGE,
-    QUANTIZE,
     RENAME,
-    REQUANTIZE,
     RESCALE,
     Changes,
-    Done,
     Job,
     Measured,
     Sink,
     Survival,
     Target,
-    Tick,
 )
 from fp4kit.checkpoint.convert.rows import (
+    Done,
     exponents_of_blocks,
     is_carried_exactly,
     keeps_codes,
@@ -56,7 +54,7 @@ from fp4kit.checkpoint.convert.rows import (
     write_renamed,
     write_rescaled,
 )
-from fp4kit.checkpoint.executors import FunctionCall, run_all
+from fp4kit.checkpoint.executors import FunctionCall, Progress, run_all
 from fp4kit.checkpoint.model.doubtful_codes import doubt_of
 from fp4kit.checkpoint.model.model_files import Digest, Source, digest_of, load_manifest
 from fp4kit.checkpoint.model.slabs import (
@@ -80,7 +78,7 @@ PIECE = 2 << 20  # a tensor is copied in pieces of this many bytes
 TURNED = 32 << 20  # a matrix that is written transposed is decoded in pieces of about this many bytes
 
 
-def measure_job(job: Job, tick: Tick | None = None) -> Measured:
+def measure_job(job: Job) -> Measured:
     """Read the weight of a job once, and return its measurements:
 
     - the amax, except for the action rename
@@ -91,29 +89,15 @@ def measure_job(job: Job, tick: Tick | None = None) -> Measured:
     If layers share a tensor scale, the measurements of all of them are needed before any of them is written.
 
     Raise CheckpointError if the scales of a quantized weight are invalid, unless the job has nonfinite="keep".
-
-    tick: called with the number of bytes after each read; None for no call.
     """
-    with Readers(tick) as readers:
+    with Readers() as readers:
         found = Measured(job.key)
         for slab in slabs(readers, job.weight, job.expert, job.span, max_bytes=job.slab_bytes):
-            found = _joined(found, _with_doubts(job, slab, _measured(job, slab)))
-    is_first = job.span is None or job.span[0] == 0
-    if job.weight.container is None or not is_first:
-        return found
-    with Readers() as readers:  # without tick, because these rows were read and counted before
+            found = _joined(found, _measured(job, slab))
+        is_first = job.span is None or job.span[0] == 0
+        if job.weight.container is None or not is_first:
+            return found
         return found._replace(doubt=doubt_of(readers, job.weight, job.expert, empty=True))
-
-
-def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
-    """Return a copy of the measurements ``found`` of some rows of a quantized weight, with two more fields filled
-    in.
-    """
-    form = job.weight.container
-    if form is None or slab.codes is None or slab.scales is None:
-        return found
-    reach, lost = reach_and_lost_blocks(form, slab.codes, slab.scales, slab.tensor_scale)
-    return found._replace(reach=reach, lost=lost)
 
 
 def _joined(a: Measured, b: Measured) -> Measured:
@@ -125,21 +109,24 @@ def _joined(a: Measured, b: Measured) -> Measured:
 
 
 def _measured(job: Job, slab: Slab) -> Measured:
-    """Return the measurements of one slab (some rows) of a job's weight: amax, NaN, infinities and scales."""
-    # For the action rename, the amax is not measured.
-    if job.weight.container is not None and job.nonfinite != "keep":
+    """Return the measurements of one slab (some rows) of a job's weight."""
+    form, found = job.weight.container, Measured(job.key)
+    if form is not None and job.nonfinite != "keep":
         trouble = trouble_with_scales(job.weight, slab)
         if trouble:
             raise CheckpointError(
                 f"{shown(job.name)}: {trouble}; repair the source, or leave the layer out with --keep"
             )
+    if form is not None and slab.codes is not None and slab.scales is not None:
+        reach, lost = reach_and_lost_blocks(form, slab.codes, slab.scales, slab.tensor_scale)
+        found = found._replace(reach=reach, lost=lost)
     if job.action == RENAME:
-        return Measured(job.key, nonfinite=count_nonfinite(job.weight, slab))
+        return found._replace(nonfinite=count_nonfinite(job.weight, slab))
     values = values_of(job.weight, slab)
     amax, bad = amax_and_nonfinite(values) if job.device is None else amax_and_nonfinite_on(job.device, values)
-    found = Measured(job.key, float(amax), bad)
+    found = found._replace(amax=float(amax), nonfinite=bad)
     if job.action == CARRY and slab.scales is not None:
-        return found._replace(exact=is_carried_exactly(job.weight, slab))
+        return found._replace(exact=is_carried_exactly(slab.scales))
     if job.action == CAST and slab.scales is not None:
         low, high = exponents_of_blocks(job.weight, slab)
         return found._replace(low=low, high=high)
@@ -148,115 +135,80 @@ def _measured(job: Job, slab: Slab) -> Measured:
 
 def join_group(found: list[Measured]) -> Measured:
     """Return the combined measurements of all layers that share a tensor scale, with the key of the first layer."""
-    result = found[0]
-    for one in found[1:]:
-        result = _joined(result, one)
-    return result
+    return reduce(_joined, found)
 
 
-def write_job(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
+def write_job(job: Job, shared: Measured | None) -> Done:
     """Run a job: write its bytes into the output files, and return what it did, with the CRC-32 of the bytes."""
-    with Readers(tick) as readers, _Output(job.targets) as output:
-        made = produce(job, shared, readers, output)
-        return Done(job.key, output.finish(), *made)
+    with Readers() as readers, _Output(job.targets) as output:
+        return produce(job, shared, readers, output)._replace(crc32=output.finish())
 
 
-class Made(NamedTuple):
-    """A report of what a job did.
-
-    action: the action that was taken.
-    replaced: the number of NaN and infinite values that were replaced.
-    losses: the squared errors without and with the scale search; zeros without a search.
-    changes: how many blocks and values a cast changed, and the largest change; zeros without a cast.
-    survival: how much of an adapter's update is left; zeros without an update.
-    is_weak: True if the values of many new blocks may be lost (see quantize_rows.Weak).
-    """
-
-    action: str
-    replaced: int = 0
-    losses: Losses = Losses()
-    changes: Changes = Changes()
-    survival: Survival = Survival()
-    is_weak: bool = False
-
-
-def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
+def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Done:
     """Convert the weight of a job, write the bytes of the result to ``output``, and return what was done."""
-    action, replaced, losses, changes, survival = job.action, 0, Losses(), Changes(), Survival()
-    is_weak = False
+    action, done = job.action, Done(job.key, "", job.action)
     values_are_kept = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
     if isinstance(job.source, Located):
-        _copy(job.source, readers, output)
+        nbytes = job.source.entry.nbytes
+        for start in range(0, nbytes, PIECE):
+            output.put(VALUES, readers.bytes(job.source, start, min(PIECE, nbytes - start)))
     elif action == DEQUANTIZE:
-        replaced, survival = _dequantize(job, readers, output, None if values_are_kept else shared)
+        done = _dequantize(job, readers, output, None if values_are_kept else shared)
     elif action == RENAME:
         write_renamed(job, readers, output)
-    elif action == MERGE:
-        assert shared is not None
-        action, losses, survival = write_merged(job, readers, output, np.float32(shared.amax))
-    elif action == CARRY and shared is not None and values_are_kept and shared.exact:
-        write_carried(job, readers, output)
-    elif action == CAST and shared is not None and values_are_kept and _is_castable(job, shared):
-        changes = write_cast(job, readers, output, shared.high)
-        is_weak = 4 * 32 * changes.blocks > prod(job.shape)
     elif action == RESCALE and values_are_kept:
-        changes = write_rescaled(job, readers, output)
+        done = done._replace(changes=write_rescaled(job, readers, output))
     else:
-        action = REQUANTIZE if action != QUANTIZE else action
         assert shared is not None
-        replaced, losses, survival, is_weak = write_quantized(job, readers, output, np.float32(shared.amax))
+        amax = np.float32(shared.amax)
+        if action == MERGE:
+            done = write_merged(job, readers, output, amax)
+        elif action == CARRY and values_are_kept and shared.exact:
+            write_carried(job, readers, output)
+        elif action == CAST and values_are_kept and keeps_codes(job.new_recipe, shared.low, shared.high):
+            changes = write_cast(job, readers, output, shared.high)
+            done = done._replace(changes=changes, is_weak=4 * 32 * changes.blocks > prod(job.shape))
+        else:
+            done = write_quantized(job, readers, output, amax)
     if output.has(TAG):
         output.put(TAG, np.frombuffer(job.container.tag(job.shape), np.uint8))
     if output.has(ROTATION):
         assert job.weight.rotation is not None
         output.put(ROTATION, job.weight.rotation.matrix)
-    return Made(action, replaced, losses, changes, survival, is_weak)
+    return done
 
 
-def _is_castable(job: Job, shared: Measured) -> bool:
-    """Return whether the weight of a job can be cast from MXFP4 to NVFP4, which keeps the codes of blocks in range."""
-    # If False, the weight must be requantized.
-    return keeps_codes(job.new_recipe, shared.low, shared.high)
-
-
-def _copy(source: Located, readers: Readers, output: Sink) -> None:
-    """Copy a tensor byte for byte to ``output``, in pieces that each hold at most PIECE bytes."""
-    for start in range(0, source.entry.nbytes, PIECE):
-        output.put(VALUES, readers.bytes(source, start, min(PIECE, source.entry.nbytes - start)))
-
-
-def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> tuple[int, Survival]:
+def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> Done:
     """Decode a weight, round its values to the dtype of the output tensor, and write them."""
     dtype = NUMPY_DTYPES[job.targets[0].dtype]
     replaced, survival = 0, Survival()
+
+    def rounded(slab: Slab) -> np.ndarray:
+        nonlocal replaced
+        values = values_of(job.weight, slab)
+        if shared is not None:
+            values, count = saturated(values, np.float32(shared.amax))
+            replaced += count
+        with np.errstate(over="ignore", invalid="ignore"):
+            return values.astype(dtype)
+
     if not job.transposed:
         for slab in slabs(readers, job.weight, job.expert, job.span):
-            values, count = _rounded(values_of(job.weight, slab), dtype, shared)
-            replaced += count
+            values = rounded(slab)
             output.put(VALUES, values)
-            if slab.update is not None:
-                survival = survival.plus(survival_of(job.weight, slab, values))
-        return replaced, survival
-    rows, columns = job.shape
-    width = lcm(1 if job.weight.container is None else job.weight.container.block[1], job.weight.rotated_columns)
-    step = max(TURNED // (rows * dtype.itemsize * width), 1) * width
-    for first in range(0, columns, step):
-        part = np.empty((min(step, columns - first), rows), dtype)
-        for slab in slabs(readers, job.weight, job.expert, job.span):
-            cut = columns_of(job.weight, slab, first, first + len(part))
-            at = slab.start - (job.span or (0,))[0]
-            values, count = _rounded(values_of(job.weight, cut), dtype, shared)
-            replaced += count
-            part[:, at : at + len(values)] = values.T
-        output.put(VALUES, part)
-    return replaced, survival
-
-
-def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tuple[np.ndarray, int]:
-    """Return ``values`` rounded to ``dtype``, and the number of NaN and infinite values that were replaced before."""
-    values, count = (values, 0) if shared is None else saturated(values, np.float32(shared.amax))
-    with np.errstate(over="ignore", invalid="ignore"):
-        return values.astype(dtype), count
+            survival = survival.plus(survival_of(job.weight, slab, values))
+    else:
+        rows, columns = job.shape
+        width = lcm(1 if job.weight.container is None else job.weight.container.block[1], job.weight.rotated_columns)
+        step = max(TURNED // (rows * dtype.itemsize * width), 1) * width
+        for first in range(0, columns, step):
+            part = np.empty((min(step, columns - first), rows), dtype)
+            for slab in slabs(readers, job.weight, job.expert, job.span):
+                values = rounded(columns_of(job.weight, slab, first, first + len(part)))
+                at = slab.start - (job.span or (0,))[0]
+                part[:, at : at + len(values)] = values.T
+            output.put(VALUES, part)
+    return Done(job.key, "", job.action, replaced, survival=survival)
 
 
 class _Output:
@@ -353,20 +305,23 @@ def check_finite(job: Job, found: Measured) -> None:
         )
 
 
-def header_digest(file: SafetensorsFile) -> str:
-    """Return the SHA-256 of the header of a safetensors or GGUF file, as hexadecimal text."""
+def _header(file: SafetensorsFile) -> bytes:
+    """Read the header of a safetensors or GGUF file."""
     with file.path.open("rb") as stream:
         if isinstance(file, GgufFile):
-            return hashlib.sha256(stream.read(file.data_start)).hexdigest()
+            return stream.read(file.data_start)
         length = stream.read(8)
-        return hashlib.sha256(length + stream.read(int.from_bytes(length, "little"))).hexdigest()
+        return length + stream.read(int.from_bytes(length, "little"))
 
 
 def source_facts(source: Source) -> dict[str, dict[str, Any]]:
     """Return {file name: {"bytes": size, "header_sha256": SHA-256 of the header}} for the files of a model's
     tensors.
     """
-    return {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in source.files}
+    return {
+        file.name: {"bytes": file.size, "header_sha256": hashlib.sha256(_header(file)).hexdigest()}
+        for file in source.files
+    }
 
 
 def identity(source: Source) -> str:
@@ -437,17 +392,13 @@ class Journal:
             )
         os.ftruncate(self._file, end)
         for line in lines:
-            self._believe(line)
+            with suppress(TypeError):  # a damaged line has too many or too few fields
+                if "measured" in line:
+                    self.measured[str(line["measured"][0])] = Measured(*line["measured"])
+                if "done" in line:
+                    self.done[str(line["done"][0])] = _done_of(*line["done"])
         if not lines:
             self._write({"key": key})
-
-    def _believe(self, line: Mapping[str, Any]) -> None:
-        """Store the result in one line of the interrupted run in ``measured`` or ``done``. Ignore a damaged line."""
-        with suppress(TypeError):  # the line has too many or too few fields
-            if "measured" in line:
-                self.measured[str(line["measured"][0])] = Measured(*line["measured"])
-            if "done" in line:
-                self.done[str(line["done"][0])] = Done(*line["done"])
 
     def _write(self, line: dict[str, Any]) -> None:
         """Append ``line`` to the file as one line of JSON."""
@@ -463,6 +414,12 @@ class Journal:
     def note_done(self, found: Done) -> None:
         """Append a line that records that a job is done, with the CRC-32 of the bytes that it wrote."""
         self._write({"done": list(found)})
+
+
+def _done_of(key: str, crc32: str, action: str, replaced: int, *rest: Any) -> Done:
+    """Return the Done in the fields of a line of the journal."""
+    losses, changes, survival, is_weak = rest
+    return Done(key, crc32, action, replaced, Losses(*losses), Changes(*changes), Survival(*survival), is_weak)
 
 
 def key_of_lines(path: Path) -> str | None:
@@ -541,7 +498,6 @@ def _is_own(path: Path) -> bool:
     return False
 
 
-T = TypeVar("T")
 # A function that raises CheckpointError if the measurements show values that the request does not allow.
 MeasurementCheck = Callable[[Job, Measured], None]
 
@@ -553,7 +509,7 @@ class JobScheduler:
     files: the files of the partial directory that the jobs write into.
     journal: the record of what is done, from which an interrupted run continues.
     check: called with a job and its measurements before anything of its group is written; raises to stop the run.
-    tick: called with the number of bytes of source tensors processed since its last call. The bytes of a job that is
+    tick: called after each job with the number of bytes of source tensors that it read. The bytes of a job that is
         measured first count twice.
 
     After ``run``, ``done`` maps the key of every job to what it did, and ``digests`` maps the path of every file to its
@@ -561,14 +517,13 @@ class JobScheduler:
     """
 
     def __init__(
-        self, all_jobs: Sequence[Job], files: Iterable[Path], journal: Journal, check: MeasurementCheck, tick: Tick
+        self, all_jobs: Sequence[Job], files: Iterable[Path], journal: Journal, check: MeasurementCheck, tick: Progress
     ) -> None:
         self._jobs = {job.key: job for job in all_jobs}
         self._journal, self._check, self._tick = journal, check, tick
         self._measured: dict[str, Measured] = {}
         self.done: dict[str, Done] = {}
         self.digests: dict[Path, Digest] = {}
-        self._in_process = True
         self._groups: dict[str, list[Job]] = defaultdict(list)
         # file -> keys of the jobs that write into the file and are not done
         self._unwritten: dict[Path, set[str]] = {path: set() for path in files}
@@ -581,7 +536,6 @@ class JobScheduler:
 
     def run(self, executor: Executor | None, width: int) -> None:
         """Run all jobs of the plan, except those that an interrupted earlier run has already done."""
-        self._in_process = executor is None
         self._take_over(executor)
         queue = deque(self._first())
         with closing(run_all(executor, queue, width)) as results:
@@ -610,18 +564,12 @@ class JobScheduler:
                 yield from _last_calls(path)
         for job in self._jobs.values():
             if job.is_measured and job.key not in self._journal.measured:
-                yield self._call(measure_job, job)
+                yield measure_job, (job,)
             elif job.is_measured:
                 self._tick(job.nbytes_in)
                 yield from self._take_measured(self._journal.measured[job.key])
             elif job.key not in self.done:
-                yield self._call(write_job, job, None)
-
-    def _call(self, function: Callable[..., Any], job: Job, *arguments: Any) -> FunctionCall[Any]:
-        """Return the call ``function(job, *arguments)`` in the form that run_all takes."""
-        return (
-            (_metered, (self._tick, function, job, *arguments)) if self._in_process else (function, (job, *arguments))
-        )
+                yield write_job, (job, None)
 
     def _after(self, result: Measured | Done | Digest | None) -> list[FunctionCall[Any]]:
         """Record the result of a finished call, and return the calls that can start because of it; may be []."""
@@ -636,8 +584,7 @@ class JobScheduler:
         else:
             self._journal.note_done(result)
             calls = self._take_done(result)
-        if not self._in_process:
-            self._tick(self._jobs[result.key].nbytes_in)
+        self._tick(self._jobs[result.key].nbytes_in)
         return calls
 
     def _take_measured(self, found: Measured) -> list[FunctionCall[Any]]:
@@ -651,7 +598,7 @@ class JobScheduler:
             return []
         members = self._groups[job.group]
         shared = join_group([self._measured[member.key] for member in members])
-        return [self._call(write_job, member, shared) for member in members if member.key not in self.done]
+        return [(write_job, (member, shared)) for member in members if member.key not in self.done]
 
     def _take_done(self, result: Done) -> list[FunctionCall[Any]]:
         """Record in ``done`` what a job did, and return the calls that sync and hash the files that it completed."""
@@ -668,19 +615,3 @@ def _last_calls(path: Path) -> list[FunctionCall[Any]]:
     """Return two calls for a complete file: one syncs it to disk and one hashes it."""
     # The calls are separate, because the first waits for the disk and the second for a CPU.
     return [(staging.sync_file, (path,)), (digest_of, (path,))]
-
-
-def _metered(tick: Tick, function: Callable[..., T], job: Job, *arguments: Any) -> T:
-    """Call ``function(job, *arguments, tick)`` with a tick that reports progress, and return the result."""
-    left = job.nbytes_in
-
-    def count(nbytes: int) -> None:
-        nonlocal left
-        nbytes = min(nbytes, left)
-        left -= nbytes
-        if nbytes:
-            tick(nbytes)
-
-    result = function(job, *arguments, count)
-    count(left)
-    return result

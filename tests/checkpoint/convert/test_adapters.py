@@ -310,7 +310,7 @@ def test_workers_and_resumed_runs_write_the_same_bytes(root: Path, tmp_path: Pat
 
     def stop(count: int) -> None:
         steps.append(count)
-        if len(steps) == 60:
+        if len(steps) == 20:
             raise KeyboardInterrupt
 
     given: dict[str, Any] = {"adapter": root / "adapter"}
