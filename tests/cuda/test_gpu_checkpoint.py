@@ -14,6 +14,7 @@ from on_gpu import DEVICES, ON_GPU
 
 from fp4kit.checkpoint.convert import run_jobs as run_job
 from fp4kit.checkpoint.convert.convert import convert, execute
+from fp4kit.checkpoint.convert.job import QUANTIZE
 from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on
@@ -90,13 +91,13 @@ def test_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     write = run_job.write_job
 
     def noted(job: run_job.Job, *rest: object) -> run_job.Done:
-        if job.action == run_job.QUANTIZE:
+        if job.action == QUANTIZE:
             seen[job.key] = job.device
         return write(job, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run_job, "write_job", noted)
     execute(plan, tmp_path / "out", Options(devices=PLACES))
     nowhere = {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
-    keys = [job.key for job in jobs_of(plan, nowhere) if job.action == run_job.QUANTIZE]
+    keys = [job.key for job in jobs_of(plan, nowhere) if job.action == QUANTIZE]
     assert seen == {keys[i]: PLACES[i % len(PLACES)] for i in range(14)}
-    assert [job.device for job in jobs_of(plan, nowhere, (0, 1)) if job.action == run_job.QUANTIZE] == [0, 1] * 7
+    assert [job.device for job in jobs_of(plan, nowhere, (0, 1)) if job.action == QUANTIZE] == [0, 1] * 7
