@@ -56,61 +56,54 @@ def rotated_weights(
 ) -> dict[str, Weight]:
     """Return copies of the weights to rotate, with ``rotation`` set: tensor name -> weight."""
     size, names = rotation.size, [weight.name for weight in selected.values()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise CheckpointError(
-                f"--hadamard-only {shown(pattern)}: matches no layer that is quantized; names are such as"
-                f" {listed(names[:2])}; a pattern must match a whole name"
-            )
-    chosen = {name: weight for name, weight in selected.items() if not patterns or _matches(weight, patterns)}
-    experts = [weight.name for name, weight in chosen.items() if candidates[name].kind == "routed expert"]
+    unused = next((one for one in patterns if not any(fnmatchcase(name, one) for name in names)), None)
+    if unused is not None:
+        raise CheckpointError(
+            f"--hadamard-only {shown(unused)}: matches no layer that is quantized; names are such as"
+            f" {listed(names[:2])}; a pattern must match a whole name"
+        )
+    chosen = {
+        tensor: weight
+        for tensor, weight in selected.items()
+        if not patterns or any(fnmatchcase(weight.name, pattern) for pattern in patterns)
+    }
+    rotated = [weight.name for weight in chosen.values()]
+    columns = [weight.shape[-1] for weight in chosen.values()]
     way_out = "choose other layers with --hadamard-only, or leave them out with --keep"
-    _refuse_rotation(size, experts, "engines do not rotate the inputs of routed experts", way_out)
-    uneven = [weight.name for weight in chosen.values() if weight.shape[-1] % size]
-    smaller = [str(one) for one in HADAMARD_SIZES if all(weight.shape[-1] % one == 0 for weight in chosen.values())]
-    way_out = f"use {' or '.join(smaller)}, or {way_out}" if smaller else way_out
-    _refuse_rotation(size, uneven, "the length of their rows is no multiple of the size", way_out)
-    _check_fused_rotation(size, names, {weight.name for weight in chosen.values()})
-    return {name: replace(weight, rotation=rotation) for name, weight in chosen.items()}
-
-
-def _matches(weight: Weight, patterns: Collection[str]) -> bool:
-    """Return whether at least one of the glob patterns matches the whole name of a weight's layer."""
-    return any(fnmatchcase(weight.name, pattern) for pattern in patterns)
-
-
-def _check_fused_rotation(size: int, names: Iterable[str], chosen: Collection[str]) -> None:
-    """Raise CheckpointError if some layers of a fused group are rotated and others are not."""
+    smaller = [str(one) for one in HADAMARD_SIZES if all(count % one == 0 for count in columns)]
+    sizes = f"use {' or '.join(smaller)}, or " if smaller else ""
+    experts = [weight.name for name, weight in chosen.items() if candidates[name].kind == "routed expert"]
+    uneven = [name for name, count in zip(rotated, columns, strict=True) if count % size]
+    for layers, why in (
+        (experts, f"engines do not rotate the inputs of routed experts; {way_out}"),
+        (uneven, f"the length of their rows is no multiple of the size; {sizes}{way_out}"),
+    ):
+        if layers:
+            raise CheckpointError(f"--hadamard {size}: {listed(layers)}: {why}")
     # Loaders fuse layers that share their inputs, such as q_proj, k_proj and v_proj, so all of them must get the same
     # inputs.
     for key, members in fused_groups(names).items():
-        count = sum(member in chosen for member in members)
-        if 0 < count < len(members):
+        if 0 < sum(member in {*rotated} for member in members) < len(members):
             raise CheckpointError(
                 f"--hadamard {size}: {shown(group_name(*key))}: loaders fuse these layers, so all or none must be"
                 " rotated; change --hadamard-only"
             )
-
-
-def _refuse_rotation(size: int, layers: Collection[str], why: str, way_out: str) -> None:
-    """Raise CheckpointError with a message that names ``layers``; do nothing if ``layers`` is empty."""
-    if layers:
-        raise CheckpointError(f"--hadamard {size}: {listed([*layers])}: {why}; {way_out}")
+    return {name: replace(weight, rotation=rotation) for name, weight in chosen.items()}
 
 
 def findings_of_rotation(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Finding]:
     """Yield a finding (warning) for each engine that cannot run rotated layers, or may give wrong outputs for them."""
-    if not rotated_layers:
-        return
-    why = "ignores transform_config and does not rotate inputs, so the outputs of the model are wrong"
-    yield finding("transformers", "warning", "model", why)
-    why = "is not known to rotate inputs; an engine that does not gives wrong outputs"
-    yield finding("SGLang", "warning", "model", why)
     names = {*tensors}
     biased = [layer for layer in rotated_layers if f"{layer}.bias" in names]
-    if biased:
-        why = f"does not run rotated layers that have a bias ({listed(biased)})"
-        yield finding("vLLM", "warning", "model", why)
+    ignores = "ignores transform_config and does not rotate inputs, so the outputs of the model are wrong"
+    unknown = "is not known to rotate inputs; an engine that does not gives wrong outputs"
+    for engine, layers, why in (
+        ("transformers", rotated_layers, ignores),
+        ("SGLang", rotated_layers, unknown),
+        ("vLLM", biased, f"does not run rotated layers that have a bias ({listed(biased)})"),
+    ):
+        if layers:
+            yield finding(engine, "warning", "model", why)
 
 
 UNQUANTIZED = "bf16"
@@ -146,13 +139,18 @@ def option(
     parsed: the function from the text on the command line to the keyword argument, if there is one flag.
     facts: what the journal's key and the manifest record; True for the value, False for one that is not the default.
     """
-    metadata = {"flags": flags, "given": default if given is MISSING else given}
-    return field(default=default, metadata={**metadata, "made": made, "parsed": parsed, "facts": facts})
+    given = default if given is MISSING else given
+    metadata = {"default": default, "flags": flags, "given": given, "made": made, "parsed": parsed, "facts": facts}
+    return field(default=default, metadata=metadata)
 
 
+_GLOBS: dict[str, Any] = {"action": "append", "default": [], "metavar": "GLOB"}
 _SUCH_AS = ", such as 'model.layers.*.mlp.*'; repeatable"
 _WHICH, _VALUES = "which layers", "values and scales"
 _SEARCH, _INPUTS = "search of block scales", "input scales from activations"
+
+
+Fault = tuple[str, str] | bool  # (option, what is wrong with it)
 
 
 class RequestOptions(TypedDict, total=False):
@@ -238,7 +236,7 @@ class Request:
             for end in ("first", "last")
         ),
         *(
-            flag(name, text + _SUCH_AS, _WHICH, action="append", default=[], metavar="GLOB")
+            flag(name, text + _SUCH_AS, _WHICH, **_GLOBS)
             for name, text in (
                 ("--keep", "do not convert modules whose name matches"),
                 ("--only", "convert only modules whose name matches"),
@@ -298,7 +296,7 @@ class Request:
         ),
         given=None,
         facts=lambda request: (
-            {**({"codes": request.codes, "recipe": request.made_by, "recipe_of_form": as_data(request.recipe)})}
+            {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": as_data(request.recipe)}
             if request.codes
             else {}
         ),
@@ -370,9 +368,7 @@ class Request:
             "leave out tensors, config keys and metadata entries that match and that fp4kit does not know, instead of"
             " stopping. Decoded values may then be wrong; repeatable",
             _VALUES,
-            action="append",
-            default=[],
-            metavar="GLOB",
+            **_GLOBS,
         ),
         made=tuple,
     )
@@ -414,9 +410,7 @@ class Request:
             "rotate only modules whose name matches, such as '*.down_proj'; repeatable (default: all that are"
             " quantized)",
             _VALUES,
-            action="append",
-            default=[],
-            metavar="GLOB",
+            **_GLOBS,
         ),
         made=tuple,
     )
@@ -499,92 +493,69 @@ class Request:
         return self.made_by if self.codes else self.recipe.id
 
     def __post_init__(self) -> None:
+        for fault in (*self._faults(), *self._faults_of_adapter(), *self._faults_of_rotation()):
+            if isinstance(fault, tuple):
+                raise CheckpointError(": ".join(fault))
+
+    def _faults(self) -> Iterator[Fault]:
+        """Yield (option, what is wrong) for each wrong option, and something false for each right one."""
         for one in (self.recipe, *(each for _, each in self.recipes)):
-            if RECIPES.get(one.id, one) != one:  # the checkpoint names its recipe by id
-                raise CheckpointError(
-                    f"recipe {one.id}: differs from fp4kit's recipe of this id; give it an id of its own"
-                )
-            if one.stochastic in NOISE_STOCHASTICS and not self.codes:
-                plain = one.id.partition("-stochastic")[0]
-                raise CheckpointError(
-                    f"recipe {one.id}: is for stochastic rounding, but convert rounds to nearest; use"
-                    f" {plain if plain in RECIPES else 'another recipe'}"
-                )
+            name, plain = f"recipe {one.id}", one.id.partition("-stochastic")[0]
+            is_namesake = RECIPES.get(one.id, one) != one  # the checkpoint names its recipe by id
+            yield is_namesake and (name, "differs from fp4kit's recipe of this id; give it an id of its own")
+            instead = plain if plain in RECIPES else "another recipe"
+            text = f"is for stochastic rounding, but convert rounds to nearest; use {instead}"
+            yield one.stochastic in NOISE_STOCHASTICS and not self.codes and (name, text)
         patterns = [pattern for pattern, _ in self.recipes]
-        twice = next((pattern for pattern in patterns if patterns.count(pattern) > 1), None)
-        if twice is not None:
-            raise CheckpointError(f"--recipe {shown(twice)}=...: is given twice; give every pattern one recipe")
-        if self.wishes.include and self.format == UNQUANTIZED:
-            raise CheckpointError(
-                f"--include {shown(self.wishes.include[0])}: has no effect with --format bf16, which quantizes nothing;"
-                " leave it out"
-            )
-        for option, given in (("--codes", self.codes), ("--format bf16", self.format == UNQUANTIZED)):
-            if patterns and given:
-                raise CheckpointError(
-                    f"--recipe {shown(patterns[0])}=...: has no effect with {option}, which quantizes nothing;"
-                    " leave it out"
-                )
-        if self.format is not None and self.format not in ALL_FORMATS:
-            raise CheckpointError(f"format {self.format}: unknown; use one of {', '.join(ALL_FORMATS)}")
-        if self.nonfinite not in NONFINITE:
-            raise CheckpointError(f"nonfinite {self.nonfinite}: unknown; use one of {', '.join(NONFINITE)}")
-        if self.input_scale is not None and not float(FLT_MIN) <= self.input_scale <= float(FLT_MAX):
-            raise CheckpointError(
-                f"input scale: got {self.input_scale}; a positive normal float32 is needed, such as 1.0"
-            )
-        if self.split_max_size is not None and (type(self.split_max_size) is not int or self.split_max_size < 1):
-            raise CheckpointError(f"split_max_size: got {self.split_max_size!r}; a positive number of bytes is needed")
-        if self.input_scale is not None and self.activations is not None:
-            raise CheckpointError("activations: are given with an input scale for all layers; use only one of them")
-        self._check_adapter()
-        self._check_hadamard()
+        named = [f"--recipe {shown(pattern)}=..." for pattern in patterns]
+        for name, pattern in zip(named, patterns, strict=True):
+            yield patterns.count(pattern) > 1 and (name, "is given twice; give every pattern one recipe")
+        is_plain, text = self.format == UNQUANTIZED, "which quantizes nothing; leave it out"
+        for include in self.wishes.include[:1]:
+            yield is_plain and (f"--include {shown(include)}", f"has no effect with --format bf16, {text}")
+        for name in named[:1]:
+            yield bool(self.codes) and (name, f"has no effect with --codes, {text}")
+            yield is_plain and (name, f"has no effect with --format bf16, {text}")
+        for kind, value, known in (("format", self.format, ALL_FORMATS), ("nonfinite", self.nonfinite, NONFINITE)):
+            yield value not in (None, *known) and (f"{kind} {value}", f"unknown; use one of {', '.join(known)}")
+        scale, size = self.input_scale, self.split_max_size
+        is_normal = scale is None or float(FLT_MIN) <= scale <= float(FLT_MAX)
+        yield not is_normal and ("input scale", f"got {scale}; a positive normal float32 is needed, such as 1.0")
+        is_size = size is None or (type(size) is int and size > 0)
+        yield not is_size and ("split_max_size", f"got {size!r}; a positive number of bytes is needed")
+        text = "are given with an input scale for all layers; use only one of them"
+        yield scale is not None and self.activations is not None and ("activations", text)
 
-    def _check_adapter(self) -> None:
-        """Raise CheckpointError if the options about the adapter are invalid, or conflict with another option."""
-        if self.adapter_scales not in ADAPTER_SCALES:
-            raise CheckpointError(
-                f"adapter scales {self.adapter_scales}: unknown; use one of {', '.join(ADAPTER_SCALES)}"
-            )
-        if self.adapter is None:
-            if self.adapter_scales != ADAPTER_SCALES[0]:
-                raise CheckpointError(
-                    f"adapter scales {self.adapter_scales}: is about layers with an update; add --adapter DIR"
-                )
-            return
-        if self.nonfinite != "error":
-            raise CheckpointError(
-                f"--adapter: is added to finite weights only; repair the source, and leave --nonfinite {self.nonfinite}"
-                " out"
-            )
+    def _faults_of_adapter(self) -> Iterator[Fault]:
+        name, is_given = f"adapter scales {self.adapter_scales}", self.adapter is not None
+        yield self.adapter_scales not in ADAPTER_SCALES and (name, f"unknown; use one of {', '.join(ADAPTER_SCALES)}")
+        is_default = self.adapter_scales == ADAPTER_SCALES[0]
+        yield not (is_given or is_default) and (name, "is about layers with an update; add --adapter DIR")
+        text = f"is added to finite weights only; repair the source, and leave --nonfinite {self.nonfinite} out"
+        yield is_given and self.nonfinite != "error" and ("--adapter", text)
 
-    def _check_hadamard(self) -> None:
-        """Raise CheckpointError if an option about rotations is invalid, or if it conflicts with another option."""
-        seed = self.hadamard_seed
-        if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
-            raise CheckpointError(f"--hadamard-seed {seed!r}: needs an integer from 0 to 2^64 - 1")
-        if self.hadamard is None:
-            if seed is not None:
-                raise CheckpointError(f"--hadamard-seed {seed}: draws the signs of a transform; add --hadamard SIZE")
-            if self.hadamard_only:
-                one = shown(self.hadamard_only[0])
-                raise CheckpointError(f"--hadamard-only {one}: names layers to rotate; add --hadamard SIZE")
+    def _faults_of_rotation(self) -> Iterator[Fault]:
+        seed, size = self.hadamard_seed, self.hadamard
+        is_seed = seed is None or (type(seed) is int and 0 <= seed < 1 << 64)
+        yield not is_seed and (f"--hadamard-seed {seed!r}", "needs an integer from 0 to 2^64 - 1")
+        if size is None:
+            yield seed is not None and (
+                f"--hadamard-seed {seed}",
+                "draws the signs of a transform; add --hadamard SIZE",
+            )
+            for pattern in self.hadamard_only[:1]:
+                yield f"--hadamard-only {shown(pattern)}", "names layers to rotate; add --hadamard SIZE"
             return
-        start = f"--hadamard {self.hadamard!r}"
-        if type(self.hadamard) is not int or self.hadamard not in HADAMARD_SIZES:
-            raise CheckpointError(f"{start}: is no size; use one of {', '.join(map(str, HADAMARD_SIZES))}")
-        if self.format != ROTATED_FORMAT:
-            raise CheckpointError(
-                f"{start}: only the config of {ROTATED_FORMAT} declares rotated inputs; add --format {ROTATED_FORMAT}"
-            )
-        if self.activations is not None:
-            raise CheckpointError(f"{start}: activations were measured before the rotation; leave them out")
-        if self.search is not None and self.search.columns:
-            raise CheckpointError(f"{start}: column weights belong to columns before the rotation; leave them out")
-        if self.nonfinite != "error":
-            raise CheckpointError(
-                f"{start}: NaN and infinity would spread over their blocks; leave --nonfinite {self.nonfinite} out"
-            )
+        name, sizes = f"--hadamard {size!r}", ", ".join(map(str, HADAMARD_SIZES))
+        yield not (type(size) is int and size in HADAMARD_SIZES) and (name, f"is no size; use one of {sizes}")
+        text = f"only the config of {ROTATED_FORMAT} declares rotated inputs; add --format {ROTATED_FORMAT}"
+        yield self.format != ROTATED_FORMAT and (name, text)
+        text = "were measured before the rotation; leave them out"
+        yield self.activations is not None and (name, f"activations {text}")
+        text = "column weights belong to columns before the rotation; leave them out"
+        yield self.search is not None and self.search.columns is not None and (name, text)
+        text = f"NaN and infinity would spread over their blocks; leave --nonfinite {self.nonfinite} out"
+        yield self.nonfinite != "error" and (name, text)
 
     def form_for(self, config: Mapping[str, Any]) -> Container | None:
         """Return the container to write for a model, or None to write unquantized tensors (format "bf16")."""
@@ -603,16 +574,18 @@ class Request:
                 " pattern"
             )
         common = replace(self, format=self._common_format(config))
-        ids = (self.recipe, *(one for _, one in self.recipes))
-        some = any(one.tensor_scaling == "tensor" for one in ids)
-        default = LayerQuantization(
-            self.recipe, replace(common, **self._input_scales_of(self.recipe, some)).form_for(config)
-        )
-        choices = []
+        some = any(one.tensor_scaling == "tensor" for one in (self.recipe, *(one for _, one in self.recipes)))
+
+        def of_layers(one: Recipe, search: ScaleSearch | None) -> LayerQuantization:
+            # Only layers with a tensor scale get input scales, if there are such layers.
+            drops = some and one.tensor_scaling != "tensor"
+            inputs: dict[str, Any] = {"input_scale": None, "activations": None} if drops else {}
+            return LayerQuantization(one, replace(common, recipe=one, search=search, **inputs).form_for(config))
+
+        default, choices = of_layers(self.recipe, self.search), []
         for pattern, one in self.recipes:
-            search = self.search if self.search is not None and self.search.supports(one) else None
-            form = replace(common, recipe=one, search=search, **self._input_scales_of(one, some)).form_for(config)
-            choices.append((pattern, LayerQuantization(one, form)))
+            searched = self.search is not None and self.search.supports(one)
+            choices.append((pattern, of_layers(one, self.search if searched else None)))
         forms = {choice.form.name: choice for choice in (default, *(one for _, one in choices)) if choice.form}
         if len(forms) > 1 and common.format not in MIXED:
             a, b, *_ = forms.values()
@@ -621,10 +594,6 @@ class Request:
                 f" {common.format} holds layers of one; use recipes of one format, or --format {' or '.join(MIXED)}"
             )
         return Mixture(default, choices)
-
-    def _input_scales_of(self, one: Recipe, some: bool) -> dict[str, Any]:
-        """Return the fields to replace in a copy of this request for the recipe ``one`` alone."""
-        return {} if one.tensor_scaling == "tensor" or not some else {"input_scale": None, "activations": None}
 
     def _common_format(self, config: Mapping[str, Any]) -> str | None:
         """Return the output format for all recipes of the request."""
@@ -639,7 +608,15 @@ class Request:
     def _form_for(self, config: Mapping[str, Any]) -> Container | None:
         """Return the container to write for a model, or None to write unquantized tensors."""
         if is_gguf_config(config):
-            return self._gguf_form()
+            if self.format not in (None, UNQUANTIZED):
+                raise CheckpointError(
+                    f"format {self.format}: a GGUF file can only become a GGUF file;"
+                    f" leave --format out, or use {UNQUANTIZED}"
+                )
+            if self.input_scale is not None:
+                raise CheckpointError("input scale: llama.cpp supports only calibrated input scales; leave it out")
+            self._refuse_input_scales("fp4kit writes no input scales to GGUF files")
+            return None if self.format == UNQUANTIZED else gguf_form_for(self.recipe)
         if self.split_max_size is not None:
             raise CheckpointError("split-max-size: only GGUF models are split; leave it out")
         if self.format == UNQUANTIZED:
@@ -647,30 +624,28 @@ class Request:
             return None
         check_diffusers(config, self.wishes.only)
         if self.format == mlx.FORMAT:
-            return self._mlx_form()
-        if self.format == comfy.FORMAT:
-            return self._with_input_scales(comfy.form_for(self.recipe))
+            self._refuse_input_scales("mlx-lm reads no input scales")
+            return mlx.form_for(self.recipe)
+        form = comfy.form_for(self.recipe) if self.format == comfy.FORMAT else self._loaded_form(config)
+        if not form.has_tensor_scale:
+            self._refuse_input_scales(f"{self.recipe.id} has no input scale", ", or use an NVFP4 recipe")
+        return form
+
+    def _loaded_form(self, config: Mapping[str, Any]) -> Container:
+        """Return the container to write for a model in one of FORMATS, the best one if the user names none."""
         kind, family = kind_of(self.recipe), support.family_of(config)
         # If no format fits, use "modelopt": it is refused below, with a message that says what to do.
         wanted = self.format or support.best_format(kind, family) or "modelopt"
         refused = support.refusal(wanted, kind, family)
         if refused:
             raise CheckpointError(refused)
-        form = next(
-            (candidate for candidate in WRITTEN if candidate.format == wanted and candidate.stores(self.recipe)), None
-        )
+        forms = [candidate for candidate in WRITTEN if candidate.format == wanted]
+        form = next((candidate for candidate in forms if candidate.stores(self.recipe)), None)
         if form is None:
-            forms = [candidate for candidate in WRITTEN if candidate.format == wanted]
             usable = [id for id, r in RECIPES.items() if any(candidate.stores(r) for candidate in forms)]
             raise CheckpointError(
                 f"recipe {self.recipe.id}: cannot be stored in {wanted}; use one of {several(usable, self.recipe)}"
             )
-        return self._with_input_scales(form)
-
-    def _with_input_scales(self, form: Container) -> Container:
-        """Return ``form`` unchanged, after checking that it can hold the input scales that the user gives, if any."""
-        if not form.has_tensor_scale:
-            self._refuse_input_scales(f"{self.recipe.id} has no input scale", ", or use an NVFP4 recipe")
         return form
 
     def _refuse_input_scales(self, why: str, more: str = "") -> None:
@@ -680,27 +655,8 @@ class Request:
         if self.input_scale is not None:
             raise CheckpointError(f"input scale: {why}; leave it out{more}")
 
-    def _mlx_form(self) -> Container:
-        """Return the MLX container for the recipe."""
-        self._refuse_input_scales("mlx-lm reads no input scales")
-        return mlx.form_for(self.recipe)
 
-    def _gguf_form(self) -> Container | None:
-        """Return the GGUF container for the recipe, or None to write unquantized tensors (format "bf16")."""
-        if self.format not in (None, UNQUANTIZED):
-            raise CheckpointError(
-                f"format {self.format}: a GGUF file can only become a GGUF file;"
-                f" leave --format out, or use {UNQUANTIZED}"
-            )
-        if self.input_scale is not None:
-            raise CheckpointError("input scale: llama.cpp supports only calibrated input scales; leave it out")
-        self._refuse_input_scales("fp4kit writes no input scales to GGUF files")
-        return None if self.format == UNQUANTIZED else gguf_form_for(self.recipe)
-
-
-OPTIONS: dict[str, Mapping[str, Any]] = {
-    one.name: {**one.metadata, "default": one.default} for one in fields(Request) if one.metadata
-}
+OPTIONS: dict[str, Mapping[str, Any]] = {one.name: one.metadata for one in fields(Request) if one.metadata}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -751,9 +707,7 @@ def is_deepseek_v4(config: Mapping[str, Any]) -> bool:
 
 def mixes_codes(actions: Set[str], request: Request, source: Source) -> bool:
     """Return whether an output has codes of a recipe that may differ from the recorded recipe and patterns."""
-    if actions <= {RENAME}:
-        return False
     if request.codes or actions & {CAST, CARRY, RESCALE, MERGE}:
-        return True
+        return actions != {RENAME} and bool(actions)
     wanted = request.recorded, [[pattern, one.id] for pattern, one in request.recipes]
-    return RENAME in actions and (recorded_recipe(source), recorded_patterns(source)) != wanted
+    return actions > {RENAME} and (recorded_recipe(source), recorded_patterns(source)) != wanted
