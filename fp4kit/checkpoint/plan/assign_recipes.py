@@ -18,7 +18,7 @@ from __future__ import annotations
 import glob
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,16 +29,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.convert.job import ChannelWeights
 from fp4kit.checkpoint.loaders.exclusions import container_of
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import Piece, Weight, pieces
-from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.request import Request
-from fp4kit.checkpoint.plan.scale_search import Imatrix, ScaleSearch
+from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.names import fused_groups, group_name, shared_amax_groups, split_module
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.cpu.library import num_threads
@@ -96,31 +94,26 @@ class Point(NamedTuple):
     choices: tuple[int, ...]
 
 
-# A partial assignment: (bits, error in grains, excess, options as a linked list). A price is error + slope * bits of an
-# option. The excess is the sum of the chosen prices minus the sum of the smallest prices.
-_State = tuple[int, int, int, Any]
-
-
 class _Step(NamedTuple):
     """A step replaces one option of a unit by the next option on the unit's hull, which has more bits and less error.
 
     Attributes:
         unit: the index of the unit.
-        option: the index of the new option in the unit.
+        options: the indices of the option that it replaces, and of the new one.
         gain: by how much the error falls, in grains (multiples of 2^-50).
         cost: by how many bits the size grows.
     """
 
     unit: int
-    option: int
+    options: tuple[int, int]
     gain: int
     cost: int
 
 
-def _grains(error: float) -> int:
-    """Return an error as a whole number of grains: error / 2^-50, rounded to the nearest integer."""
+def _grains(option: Option) -> int:
+    """Return the error of an option as a whole number of grains: error / 2^-50, rounded to the nearest integer."""
     # ``solve`` calculates with grains, so that its comparisons are exact.
-    return round(error / _GRAIN)
+    return round(option.error / _GRAIN)
 
 
 def _hull(options: Sequence[Option]) -> list[int]:
@@ -128,11 +121,11 @@ def _hull(options: Sequence[Option]) -> list[int]:
     found: list[int] = []
     for i in sorted(range(len(options)), key=lambda i: (options[i].bits, options[i].error)):
         one = options[i]
-        if found and _grains(one.error) >= _grains(options[found[-1]].error):
+        if found and _grains(one) >= _grains(options[found[-1]]):
             continue
         while len(found) > 1:
             a, b = options[found[-2]], options[found[-1]]
-            falls = (_grains(a.error) - _grains(b.error), _grains(b.error) - _grains(one.error))
+            falls = (_grains(a) - _grains(b), _grains(b) - _grains(one))
             if falls[0] * (one.bits - b.bits) > falls[1] * (b.bits - a.bits):
                 break
             found.pop()
@@ -140,15 +133,16 @@ def _hull(options: Sequence[Option]) -> list[int]:
     return found
 
 
-def _steps(units: Sequence[LayerGroup], hulls: Sequence[list[int]]) -> list[_Step]:
-    """Return the steps along the hulls of all units, sorted by decreasing gain per bit."""
+def _path(units: Sequence[LayerGroup]) -> tuple[list[int], list[_Step]]:
+    """Return the smallest choice of every unit, and the steps along the hulls, sorted by decreasing gain per bit."""
+    hulls = [_hull(unit.options) for unit in units]
     found = []
     for number, hull in enumerate(hulls):
-        for low, high in pairwise(hull):
-            a, b = units[number].options[low], units[number].options[high]
-            found.append(_Step(number, high, _grains(a.error) - _grains(b.error), b.bits - a.bits))
+        for pair in pairwise(hull):
+            a, b = (units[number].options[i] for i in pair)
+            found.append(_Step(number, pair, _grains(a) - _grains(b), b.bits - a.bits))
     # Within a unit, the ratio falls strictly along the hull, so that a unit's steps stay in their order.
-    return sorted(found, key=lambda step: -step.gain / step.cost)
+    return [hull[0] for hull in hulls], sorted(found, key=lambda step: -step.gain / step.cost)
 
 
 def _point(units: Sequence[LayerGroup], choices: Sequence[int]) -> Point:
@@ -161,11 +155,10 @@ def curve(units: Sequence[LayerGroup]) -> list[Point]:
     """Return optimal assignments by growing size and falling error, from the smallest possible size on."""
     # No assignment of the same size or smaller has a smaller error, because each result minimizes error + slope * bits
     # for some slope.
-    hulls = [_hull(unit.options) for unit in units]
-    choices = [hull[0] for hull in hulls]
+    choices, steps = _path(units)
     found = [_point(units, choices)]
-    for step in _steps(units, hulls):
-        choices[step.unit] = step.option
+    for step in steps:
+        choices[step.unit] = step.options[1]
         found.append(_point(units, choices))
     return found
 
@@ -175,37 +168,27 @@ def solve(units: Sequence[LayerGroup], budget: int) -> Point:
     # The slope is taken at the step at which the budget is exhausted, because the bound is tightest there.
     # Errors are compared as whole multiples of 2^-50, and the slope is a ratio of integers, so that no comparison is
     # rounded.
-    hulls = [_hull(unit.options) for unit in units]
-    choices = [hull[0] for hull in hulls]
-    used = sum(unit.options[choice].bits for unit, choice in zip(units, choices, strict=True))
+    choices, steps = _path(units)
+    used = _point(units, choices).bits
     if used > budget:
         total = sum(unit.weights for unit in units)
         raise CheckpointError(
             f"bits: {budget / total:.4g} per weight are too few; these candidates need at least {used / total:.4g}"
         )
     slope: _Step | None = None
-    for step in _steps(units, hulls):
-        if used + step.cost <= budget and (
-            slope is None or hulls[step.unit][_next(hulls, choices, step)] == step.option
-        ):
-            choices[step.unit], used = step.option, used + step.cost
+    for step in steps:
+        # After the first step that exceeds the budget, later steps of its unit have no option to start from.
+        if used + step.cost <= budget and choices[step.unit] == step.options[0]:
+            choices[step.unit], used = step.options[1], used + step.cost
         elif slope is None:
             slope = step
-    if slope is None:
-        return _point(units, choices)
-    return _point(units, _branch(units, budget, slope, choices))
-
-
-def _next(hulls: Sequence[list[int]], choices: Sequence[int], step: _Step) -> int:
-    """Return the position, in the hull of a step's unit, of the option after the unit's current one."""
-    hull = hulls[step.unit]
-    return min(hull.index(choices[step.unit]) + 1, len(hull) - 1)
+    return _point(units, choices if slope is None else _branch(units, budget, slope, choices))
 
 
 def _branch(units: Sequence[LayerGroup], budget: int, slope: _Step, known: Sequence[int]) -> list[int]:
     """Return an optimal assignment within the budget: for each unit, the index of its option."""
     p, q = slope.gain, slope.cost
-    errors = [[_grains(option.error) for option in unit.options] for unit in units]
+    errors = [[_grains(option) for option in unit.options] for unit in units]
     prices = [
         [q * e + p * o.bits for e, o in zip(es, u.options, strict=True)] for es, u in zip(errors, units, strict=True)
     ]
@@ -213,10 +196,14 @@ def _branch(units: Sequence[LayerGroup], budget: int, slope: _Step, known: Seque
     best = sum(errors[i][choice] for i, choice in enumerate(known))
     slack = q * best + p * budget - sum(least)  # the prices of a better assignment exceed ``least`` by at most this sum
     keep = [[i for i, price in enumerate(row) if price - low <= slack] for row, low in zip(prices, least, strict=True)]
-    order = sorted(range(len(units)), key=lambda i: (len(keep[i]), -_second(prices[i])))
+    # By how much the second smallest price of each unit exceeds the smallest; 0 if there is only one price.
+    seconds = [sorted(row)[min(1, len(row) - 1)] - low for row, low in zip(prices, least, strict=True)]
+    order = sorted(range(len(units)), key=lambda i: (len(keep[i]), -seconds[i]))
     smallest = [min(units[i].options[option].bits for option in keep[i]) for i in order]
     rest = [sum(smallest[k:]) for k in range(len(order) + 1)]
-    states: list[_State] = [(0, 0, 0, None)]
+    # A partial assignment: (bits, error in grains, excess, options as a linked list). A price is error + slope * bits
+    # of an option. The excess is the sum of the chosen prices minus the sum of the smallest prices.
+    states: list[tuple[int, int, int, Any]] = [(0, 0, 0, None)]
     for k, i in enumerate(order):
         grown = []
         for bits, error, excess, chain in states:
@@ -225,29 +212,14 @@ def _branch(units: Sequence[LayerGroup], budget: int, slope: _Step, known: Seque
                 more = excess + prices[i][option] - least[i]
                 if total + rest[k + 1] <= budget and more <= slack:
                     grown.append((total, error + errors[i][option], more, (option, chain)))
-        states = _undominated(grown)
+        states = []  # those that no other one dominates, by increasing bits
+        for state in sorted(grown, key=lambda state: state[:2]):
+            if not states or state[1] < states[-1][1]:
+                states.append(state)
     found = list(known)
     linked = min(states, key=lambda state: (state[1], state[0]))[3]
     for i in reversed(order):
         found[i], linked = linked
-    return found
-
-
-def _second(prices: Sequence[int]) -> int:
-    """Return by how much the second smallest price exceeds the smallest; 0 if there is only one price."""
-    ordered = sorted(prices)
-    return ordered[1] - ordered[0] if len(ordered) > 1 else 0
-
-
-def _undominated(
-    states: list[_State],
-) -> list[_State]:
-    """Return the partial assignments that are not dominated by another one, sorted by increasing bits."""
-    states.sort(key=lambda state: state[:2])
-    found: list[_State] = []
-    for state in states:
-        if not found or state[1] < found[-1][1]:
-            found.append(state)
     return found
 
 
@@ -376,13 +348,13 @@ def assign_recipes(
     """
     if not bits > 0 or bits == float("inf"):
         raise CheckpointError(f"bits {bits}: a positive number of bits per weight is needed, such as 5.0")
-    named = {name: recipe(name) for name in candidates if name != KEEP}
-    if len({*candidates}) != len(candidates) or not named:
+    recipes = [recipe(name) for name in candidates if name != KEEP]
+    if len({*candidates}) != len(candidates) or not recipes:
         raise CheckpointError(
             f"candidates {','.join(candidates)}: at least one recipe is needed, and each candidate only once;"
             f" {KEEP} stands for no recipe"
         )
-    found = _Candidates(Path(source), named, format, wishes or Wishes())
+    found = _Candidates(Path(source), recipes, format, wishes or Wishes())
     with progress(2 * sum(weight.nbytes for weight in found.weights.values())) as tick:
         units = _measured(found, KEEP in candidates, columns, tick if callable(tick) else None)
     budget = int(bits * sum(unit.weights for unit in units))
@@ -397,31 +369,23 @@ class _Candidates:
         weights: tensor name -> weight, for all layers that at least one candidate can quantize.
         fits: recipe id -> the tensor names of the layers that the candidate can quantize.
 
-    Args:
-        source: an unquantized model directory or safetensors file.
-        named: name of a candidate -> its recipe, at least one.
-        format: the output format; None for one that can hold all candidates.
-        wishes: which layers to quantize.
-
     Raises:
         CheckpointError: if the layers are quantized, or if a candidate fits no layer.
     """
 
-    def __init__(self, source: Path, named: Mapping[str, Recipe], format: str | None, wishes: Wishes) -> None:
-        first, *others = named.values()
-        pairs = tuple((one.id, one) for one in others)
-        self.source = open_source(source)
-        request = Request(first, format, wishes, recipes=pairs)
+    def __init__(self, source: Path, recipes: Sequence[Recipe], format: str | None, wishes: Wishes) -> None:
+        first, *others = recipes
+        self.config = open_source(source).config
+        request = Request(first, format, wishes, recipes=tuple((one.id, one) for one in others))
         # The request has no input scales. Model-Optimizer's FP8 needs them only when it is written, not for errors.
-        mixture = request.mixture_for(self.source.config)
-        self.forms: dict[str, LayerQuantization] = {first.id: mixture.default}
-        self.forms |= {choice.recipe.id: choice for _, choice in mixture.choices}
+        mixture = request.mixture_for(self.config)
+        choices = [mixture.default, *(choice for _, choice in mixture.choices)]
+        self.forms = {one.recipe.id: (one.recipe, one.form) for one in choices if one.form is not None}
         self.weights: dict[str, Weight] = {}
         self.fits: dict[str, set[str]] = {}
-        for name, choice in self.forms.items():
-            assert choice.form is not None
-            scaled = 1.0 if choice.form.has_tensor_scale else None
-            plan = make_plan(source, choice.recipe, format=choice.form.format, wishes=wishes, input_scale=scaled)
+        for name, (one, form) in self.forms.items():
+            scaled = 1.0 if form.has_tensor_scale else None
+            plan = make_plan(source, one, format=form.format, wishes=wishes, input_scale=scaled)
             found = {tensor.name: tensor.pieces[0].weight for tensor in plan.converted}
             quantized = next((weight for weight in found.values() if weight.container is not None), None)
             if quantized is not None:
@@ -429,20 +393,13 @@ class _Candidates:
             self.fits[name] = set(found)
             self.weights |= found
 
-    def parts(self, weight: Weight) -> list[Piece]:
-        """Return the pieces of a weight."""
-        # The rows of a piece are measured together, and get one recipe.
-        form = next(iter(self.forms.values())).form
-        assert form is not None
-        return list(pieces(weight, form, self.source.config, False))
+    def parts(self, weight: Weight) -> Iterator[Piece]:
+        """Yield the pieces of a weight. The rows of a piece are measured together, and get one recipe."""
+        _, form = next(iter(self.forms.values()))
+        return pieces(weight, form, self.config, False)
 
 
-_Key = tuple[str, int]
-
-
-def _key(piece: Piece) -> _Key:
-    """Return the key of a piece (some rows of a weight): (name of its output layer, Piece.number)."""
-    return piece.module, piece.number
+_Part = tuple[str, Piece]  # (tensor name, piece of its weight)
 
 
 class _Sums(NamedTuple):
@@ -457,21 +414,26 @@ class _Sums(NamedTuple):
     errors: Mapping[str, float]
 
 
+def _key(piece: Piece) -> tuple[str, int]:
+    return piece.module, piece.number
+
+
 def _measured(
     found: _Candidates, keeps: bool, columns: ScaleSearch | None, tick: Callable[[int], None] | None
 ) -> tuple[LayerGroup, ...]:
     """Return the units of a model, each with its options: the number of bits and the error under each candidate."""
     work = [(tensor, piece) for tensor, weight in found.weights.items() for piece in found.parts(weight)]
-    _check_columns(columns, [piece for _, piece in work])
+    if columns is not None:
+        columns.check_columns(piece for _, piece in work)
     amax_groups = shared_amax_groups(piece.module for _, piece in work)
-    groups: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+    groups: dict[str, list[_Part]] = defaultdict(list)
     for tensor, piece in work:
         groups[amax_groups.get(piece.module, f"{piece.module}#{piece.number}")].append((tensor, piece))
     with ThreadPoolExecutor(max(num_threads(), 1)) as executor:
         measured = executor.map(lambda members: _sums_of_group(found, members, columns, tick), groups.values())
         sums = {key: one for part in measured for key, one in part.items()}
     fused = {name: group_name(*key) for key, names in fused_groups(p.module for _, p in work).items() for name in names}
-    units: dict[str, dict[str, list[tuple[str, Piece]]]] = defaultdict(lambda: defaultdict(list))
+    units: dict[str, dict[str, list[_Part]]] = defaultdict(lambda: defaultdict(list))
     for tensor, piece in work:
         operator, holder = fused.get(piece.module, piece.module), container_of(piece.module)
         key = (operator, operator) if holder is None else (f"{holder}.*", split_module(operator)[1])
@@ -479,30 +441,18 @@ def _measured(
     return tuple(_unit(name, [*operators.values()], found, sums, keeps) for name, operators in units.items())
 
 
-def _check_columns(columns: ScaleSearch | None, found: Sequence[Piece]) -> None:
-    """Raise CheckpointError if column weights are missing or invalid for the pieces in ``found``."""
-    # A file of column weights must have all layers.
-    if columns is None or columns.columns is None:
-        return
-    if isinstance(columns.columns, Imatrix):
-        columns.columns.check((piece.module, piece.weight, piece.expert) for piece in found)
-    else:
-        columns.columns.check((piece.module, piece.weight) for piece in found)
-
-
 def _sums_of_group(
-    found: _Candidates,
-    members: Sequence[tuple[str, Piece]],
-    columns: ScaleSearch | None,
-    tick: Callable[[int], None] | None,
-) -> dict[_Key, _Sums]:
+    found: _Candidates, members: Sequence[_Part], columns: ScaleSearch | None, tick: Callable[[int], None] | None
+) -> dict[tuple[str, int], _Sums]:
     """Measure the pieces that share a tensor scale: return a dict from the key of each piece to its _Sums."""
     with Readers(tick) as readers:
         amax = max(_amax(readers, piece) for _, piece in members)
         sums = {}
         for tensor, piece in members:
-            recipes = [one.recipe for name, one in found.forms.items() if tensor in found.fits[name]]
-            sums[_key(piece)] = _sums(readers, piece, amax, recipes, _column_weights(readers, piece, columns))
+            recipes = [one for name, (one, _) in found.forms.items() if tensor in found.fits[name]]
+            place = None if columns is None else columns.columns_of((piece.module, piece.weight), piece.expert)
+            weights = place.read() if isinstance(place, ChannelWeights) else place and readers.array(place)
+            sums[_key(piece)] = _sums(readers, piece, amax, recipes, weights)
     return sums
 
 
@@ -519,20 +469,12 @@ def _amax(readers: Readers, piece: Piece) -> np.float32:
     return np.float32(found)
 
 
-def _column_weights(readers: Readers, piece: Piece, columns: ScaleSearch | None) -> np.ndarray | None:
-    """Return the column weights of a piece, float64 (K,), or None if all columns have equal weights."""
-    found = None if columns is None else columns.columns_of((piece.module, piece.weight), piece.expert)
-    if found is None:
-        return None
-    return np.asarray(found.read() if isinstance(found, ChannelWeights) else readers.array(found), np.float64)
-
-
 def _sums(
     readers: Readers, piece: Piece, amax: np.float32, recipes: Sequence[Recipe], weights: np.ndarray | None
 ) -> _Sums:
     """Return the sums of one piece: of its squares, and of its squared errors under each recipe."""
     signal, errors = 0.0, dict.fromkeys((one.id for one in recipes), 0.0)
-    by_column = np.ones(piece.weight.shape[-1]) if weights is None else weights
+    by_column = np.ones(piece.weight.shape[-1]) if weights is None else np.asarray(weights, np.float64)
     step = max(one.block_rows for one in recipes)
     for slab in slabs(readers, piece.weight, piece.expert, piece.span, step):
         x = values_of(piece.weight, slab)
@@ -547,35 +489,32 @@ def _sums(
 
 def _unit(
     name: str,
-    operators: Sequence[Sequence[tuple[str, Piece]]],
+    operators: Sequence[Sequence[_Part]],
     found: _Candidates,
-    sums: Mapping[_Key, _Sums],
+    sums: Mapping[tuple[str, int], _Sums],
     keeps: bool,
 ) -> LayerGroup:
     """Return one unit (layers that must get one recipe) with its options."""
     whole = [pair for operator in operators for pair in operator]
-    tensors = dict.fromkeys(tensor for tensor, _ in whole)
+    weights = {tensor: found.weights[tensor] for tensor, _ in whole}
     options = []
-    for one, choice in found.forms.items():
-        if choice.form is not None and all(tensor in found.fits[one] for tensor in tensors):
+    for one, (_, form) in found.forms.items():
+        if weights.keys() <= found.fits[one]:
+            bits = 0
+            for _, piece in whole:  # as if the rows of a piece were a layer of their own
+                shape = piece.span[1] - piece.span[0], piece.weight.shape[-1]
+                bits += 8 * sum(output.nbytes for output in form.outputs(piece.module, shape))
             error = sum(_ratio([sums[_key(piece)] for _, piece in operator], one) for operator in operators)
-            options.append(Option(one, sum(_bits(piece, choice.form) for _, piece in whole), error))
+            options.append(Option(one, bits, error))
     if keeps:
-        plain = (found.weights[tensor] for tensor in tensors)
-        options.append(Option(KEEP, sum(prod(w.shape) * DTYPE_BITS[w.dtype] for w in plain), 0.0))
+        options.append(Option(KEEP, sum(prod(w.shape) * DTYPE_BITS[w.dtype] for w in weights.values()), 0.0))
     if not options:
         raise CheckpointError(f"{shown(name)}: fits no candidate as a whole; add {KEEP} to --candidates")
-    layers = tuple(dict.fromkeys(found.weights[tensor].name for tensor in tensors))
-    return LayerGroup(name, layers, sum(prod(found.weights[tensor].shape) for tensor in tensors), tuple(options))
+    layers = tuple(dict.fromkeys(weight.name for weight in weights.values()))
+    return LayerGroup(name, layers, sum(prod(weight.shape) for weight in weights.values()), tuple(options))
 
 
 def _ratio(sums: Sequence[_Sums], recipe_id: str) -> float:
     """Return the noise-to-signal ratio of an operator under a recipe; 0 for an operator of zeros."""
     signal = sum(one.signal for one in sums)
     return sum(one.errors[recipe_id] for one in sums) / signal if signal else 0.0
-
-
-def _bits(piece: Piece, form: Container) -> int:
-    """Return the number of bits that the rows of a piece would take in a container as a layer of their own."""
-    shape = piece.span[1] - piece.span[0], piece.weight.shape[-1]
-    return 8 * sum(output.nbytes for output in form.outputs(piece.module, shape))

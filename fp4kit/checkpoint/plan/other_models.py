@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
-from fp4kit.checkpoint.counterparts import Origin
+from fp4kit.checkpoint.counterparts import Origin, gate_first, origins
+from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import Source, file_digest, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
@@ -33,8 +34,6 @@ from fp4kit.checkpoint.model.weights import (
     located,
     members,
     parts_of,
-    pieces,
-    weights_of,
 )
 from fp4kit.checkpoint.selection.names import (
     ARCHITECTURE,
@@ -134,48 +133,44 @@ class LoraAdapter:
         label = f"adapter {shown(str(root))}"
         for name in (CONFIG, TENSORS):
             if not (root / name).is_file():
-                more = (
-                    f"; {PICKLED} is pickled: load it with PEFT and call save_pretrained, which writes {TENSORS}"
-                    if name == TENSORS and (root / PICKLED).is_file()
-                    else "; a directory that PEFT's save_pretrained wrote is needed"
-                )
-                raise CheckpointError(f"{label}: has no {name}{more}")
+                more = "a directory that PEFT's save_pretrained wrote is needed"
+                if name == TENSORS and (root / PICKLED).is_file():
+                    more = f"{PICKLED} is pickled: load it with PEFT and call save_pretrained, which writes {TENSORS}"
+                raise CheckpointError(f"{label}: has no {name}; {more}")
         config = load_object(root / CONFIG, CONFIG)
         _check_options(label, config)
-        file = read_header(root / TENSORS)
         halves: dict[tuple[str, bool], dict[str, Located]] = defaultdict(dict)
         copies: dict[str, Located] = {}
+        file = read_header(root / TENSORS)
         for entry in file.entries:
-            name = entry.name
+            name, start = entry.name, f"{label}: {shown(entry.name)}"
             found, place = adapter_tensor(name), located(file, entry)
-            half = None if found is None else _HALVES.get(found.part)
-            if half is None and name.endswith(".base_layer.weight"):
+            part, is_embedding = _HALVES.get("" if found is None else found.part, ("", False))
+            if not part and name.endswith(".base_layer.weight"):
                 copies[unwrapped(name.removesuffix(".weight"))] = place
                 continue
-            ending = name.rpartition(f".{found.part}")[2] if found is not None else ""
-            if found is None or half is None or not found.layer or ending != ("" if half[1] else ".weight"):
+            ending = "" if found is None else name.rpartition(f".{found.part}")[2]
+            if found is None or not part or not found.layer or ending != ("" if is_embedding else ".weight"):
                 kind = "a tensor that is no part of a LoRA update" if found is None else f"{found.part} ({found.kind})"
-                raise CheckpointError(f"{label}: {shown(name)}: is {kind}; {_IN_16_BITS}")
+                raise CheckpointError(f"{start}: is {kind}; {_IN_16_BITS}")
             if entry.dtype not in FLOAT_DTYPES or len(entry.shape) != 2 or 0 in entry.shape:
-                raise CheckpointError(
-                    f"{label}: {shown(name)}: is {entry.dtype} {list(entry.shape)}; needs a matrix of F32, F16 or BF16;"
-                    f" {_IN_16_BITS}"
-                )
-            halves[found.layer, half[1]][half[0]] = place
+                needed = "needs a matrix of F32, F16 or BF16"
+                raise CheckpointError(f"{start}: is {entry.dtype} {list(entry.shape)}; {needed}; {_IN_16_BITS}")
+            halves[found.layer, is_embedding][part] = place
         updates = {
             layer: _update(label, layer, turned, parts, config) for (layer, turned), parts in sorted(halves.items())
         }
-        for layer, place in copies.items():
-            if layer not in updates:
-                raise CheckpointError(f"{label}: {shown(place.entry.name)}: is a whole weight; {_IN_16_BITS}")
+        alone = next((place for layer, place in copies.items() if layer not in updates), None)
+        if alone is not None:
+            raise CheckpointError(f"{label}: {shown(alone.entry.name)}: is a whole weight; {_IN_16_BITS}")
         if not updates:
             raise CheckpointError(f"{label}: has no update of a layer; an adapter with lora_A and lora_B is needed")
-        found_facts = {
+        facts = {
             "directory": root.resolve().name,
             "sha256": {name: file_digest(root / name) for name in (CONFIG, TENSORS)},
             "base_model": config.get("base_model_name_or_path"),
         }
-        return cls(root, updates, copies, found_facts)
+        return cls(root, updates, copies, facts)
 
     def attach(self, weights: Mapping[str, Weight], config: Mapping[str, Any]) -> dict[str, Weight]:
         """Return the weights of a model, with the updates of this adapter: tensor name -> weight."""
@@ -191,12 +186,24 @@ class LoraAdapter:
 
     def matched(self, names: Mapping[str, str]) -> dict[str, str]:
         """Return the adapter's name of each layer -> the key of the layer in ``names``, which are the model's names."""
-        found, by_name = {layer: "" for layer in self.updates}, _Names(names)
-        for layer in found:
-            key = by_name.find(self.label, layer)
-            if key in found.values():
-                raise CheckpointError(f"{self.label}: {shown(layer)}: a second update of {shown(names[key])}; keep one")
-            found[layer] = key
+        exact, loose = {name: key for key, name in names.items()}, defaultdict(list)
+        for key, name in names.items():
+            loose[_loose(name)].append(key)
+        found: dict[str, str] = {}
+        for layer in self.updates:
+            label = f"{self.label}: {shown(layer)}"
+            keys = [exact[layer]] if layer in exact else loose.get(_loose(layer), [])
+            if not keys:
+                near = get_close_matches(layer, exact, 1, 0.0)
+                raise CheckpointError(
+                    f"{label}: the model has no such layer, but {shown(near[0]) if near else 'none'}; use the model"
+                    " that the adapter was trained on, with layers stored one by one"
+                )
+            if len(keys) > 1:
+                raise CheckpointError(f"{label}: may be {listed(keys)}; rename the adapter's tensors")
+            if keys[0] in found.values():
+                raise CheckpointError(f"{label}: a second update of {shown(names[keys[0]])}; keep one")
+            found[layer] = keys[0]
         return found
 
 
@@ -206,31 +213,6 @@ def updates_of(
     """Return tensor name -> update, for the weights of a model that an adapter changes; {} without an adapter."""
     found = {} if adapter is None else adapter.attach(weights, config)
     return {name: weight.update for name, weight in found.items() if weight.update is not None}
-
-
-class _Names:
-    """Find the weights of a model by the names that an adapter uses for its layers."""
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self._exact = {name: key for key, name in names.items()}
-        self._loose: dict[str, list[str]] = defaultdict(list)
-        for key, name in names.items():
-            self._loose[_loose(name)].append(key)
-
-    def find(self, label: str, layer: str) -> str:
-        """Return the key of a layer; raise CheckpointError if the model has no such layer, or several."""
-        if layer in self._exact:
-            return self._exact[layer]
-        found = self._loose.get(_loose(layer), [])
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise CheckpointError(f"{label}: {shown(layer)}: may be {listed(found)}; rename the adapter's tensors")
-        near = get_close_matches(layer, self._exact, 1, 0.0)
-        raise CheckpointError(
-            f"{label}: {shown(layer)}: the model has no such layer, but {shown(near[0]) if near else 'none'};"
-            " use the model that the adapter was trained on, with layers stored one by one"
-        )
 
 
 def _loose(name: str) -> str:
@@ -295,39 +277,34 @@ def _by_pattern(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
 
 def _check_fits(label: str, layer: str, update: LowRankUpdate, weight: Weight, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless an update can be added to a weight."""
-    label, (a, b) = f"{label}: {shown(layer)}", (update.a.entry.shape, update.b.entry.shape)
+    a, b = update.a.entry.shape, update.b.entry.shape
     shape = (a[1], b[0]) if update.turned else (b[0], a[1])
     is_embedding = weight.name.rpartition(".")[2] in ("embed_tokens", "wte", "word_embeddings")
-    if len(weight.shape) == 3:
-        raise CheckpointError(
-            f"{label}: the layer is a stack of experts, into which no update is merged; {_IN_16_BITS}"
-        )
-    if shape != weight.shape:
-        raise CheckpointError(
-            f"{label}: the update is {list(shape)}, but the layer is {list(weight.shape)}; use the model that the"
-            " adapter was trained on"
-        )
-    if weight.rotation is not None or weight.order is not None or weight.members:
-        raise CheckpointError(f"{label}: the stored layer is transformed; {_IN_16_BITS}")
-    if update.turned and not is_embedding and weight.container is not None:
-        raise CheckpointError(f"{label}: is an update of an embedding, but the layer is {weight.container}")
-    if is_embedding and config.get("tie_word_embeddings"):
-        raise CheckpointError(
-            f"{label}: the output head shares this weight (tie_word_embeddings), so merging would change it too;"
-            " leave the embedding out of the adapter"
-        )
+    is_transformed = weight.rotation is not None or weight.order is not None or bool(weight.members)
+    of_codes = update.turned and not is_embedding and weight.container is not None
+    from_base = "use the model that the adapter was trained on"
+    tied = "the output head shares this weight (tie_word_embeddings), so merging would change it too"
+    for is_wrong, why in (
+        (len(weight.shape) == 3, f"the layer is a stack of experts, into which no update is merged; {_IN_16_BITS}"),
+        (shape != weight.shape, f"the update is {list(shape)}, but the layer is {list(weight.shape)}; {from_base}"),
+        (is_transformed, f"the stored layer is transformed; {_IN_16_BITS}"),
+        (of_codes, f"is an update of an embedding, but the layer is {weight.container}"),
+        (
+            is_embedding and config.get("tie_word_embeddings"),
+            f"{tied}; leave the embedding out of the adapter",
+        ),
+    ):
+        if is_wrong:
+            raise CheckpointError(f"{label}: {shown(layer)}: {why}")
 
 
 def _check_copy(label: str, layer: str, place: Located, weight: Weight) -> None:
     """Raise CheckpointError unless a weight in the adapter equals the model's own."""
+    same = weight.container is None and place.entry.shape == weight.located.entry.shape
     with Readers() as readers:
-        same = (
-            weight.container is None
-            and place.entry.shape == weight.located.entry.shape
-            and np.array_equal(
-                readers.array(place).astype(np.float32), readers.array(weight.located).astype(np.float32)
-            )
-        )
+        if same:
+            x, y = (readers.array(one).astype(np.float32) for one in (place, weight.located))
+            same = np.array_equal(x, y)
     if not same:
         raise CheckpointError(
             f"{label}: {shown(place.entry.name)}: differs from the weight of {shown(layer)} in the model; save the"
@@ -357,12 +334,13 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
             layers = [names.of(model, layer) for layer in _layers(weight, model)]
             rows = _rows(weight, [found[layer] for layer in layers if layer is not None and layer in found])
             if rows:
-                rows, form = (
-                    _in_order(weight, rows, model, names.order(weight, model), readers),
-                    rows[0].weight.container,
-                )
+                first, order = rows[0].weight, names.order(weight, model)
+                if _has_alternating_rows(weight, model.config):
+                    rows = tuple(_alternate_rows(rows))
+                elif order is not None:
+                    rows = (in_closest_order(weight, rows[0], order, readers),)
                 taken[name] = replace(
-                    weight, container=form, parts=rows[0].weight.parts, members=rows, transposed=False
+                    weight, container=first.container, parts=first.parts, members=rows, transposed=False
                 )
     if taken == weights:
         available = listed([module for module, _ in origins]) or "none in MXFP4 or NVFP4"
@@ -375,14 +353,9 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
 
 def _origins(source: Source) -> dict[_Layer, Origin]:
     """Return where a model stores the MXFP4 or NVFP4 codes of its layers: (module, expert) -> rows."""
-    form, found = GGUF_NVFP4 if is_gguf_config(source.config) else CT_NVFP4, {}
-    for weight in weights_of(source.tensors, source.config).values():
-        if weight.container is not None and weight.container.kind in _KINDS:
-            for piece in pieces(gate_first(weight, source.config), form, source.config, False):
-                found[piece.module, piece.expert if form.keeps_stacks else 0] = Origin(
-                    piece.weight, piece.expert, piece.span
-                )
-    return found
+    found = origins(source, GGUF_NVFP4 if is_gguf_config(source.config) else CT_NVFP4)
+    forms = {layer: one.weight.container for layer, one in found.items()}
+    return {layer: found[layer] for layer, form in forms.items() if form is not None and form.kind in _KINDS}
 
 
 def _layers(weight: Weight, model: Source) -> list[_Layer]:
@@ -399,20 +372,8 @@ def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
     if len({(one.shape, one.weight.container) for one in origins}) != 1:
         return ()
     rows, columns = origins[0].shape
-    return (
-        tuple(Rows(one.weight, one.expert, one.span) for one in origins)
-        if (len(origins) * rows, columns) == wanted
-        else ()
-    )
-
-
-def _in_order(
-    weight: Weight, rows: tuple[Rows, ...], model: Source, order: HeadOrder | None, readers: Readers
-) -> tuple[Rows, ...]:
-    """Return the quantized counterpart of a weight, reordered to the row order of the weight."""
-    if has_alternating_rows(weight, model.config):
-        return tuple(alternate_rows(rows))
-    return rows if order is None else (in_closest_order(weight, rows[0], order, readers),)
+    is_whole = (len(origins) * rows, columns) == wanted
+    return tuple(Rows(one.weight, one.expert, one.span) for one in origins) if is_whole else ()
 
 
 class GgufNames:
@@ -464,31 +425,39 @@ class GgufNames:
         # If ``source`` is the GGUF file, it interleaves the two halves of every head; otherwise, it undoes that.
         layer = self.of(source, (weight.name, 0)) if len(weight.shape) == 2 else None
         leaf = layer[0].rpartition(".")[2] if layer is not None else ""
-        return order_of_heads(leaf, weight.shape[-2], self._config, is_gguf_config(source.config))
+        rows, count = weight.shape[-2], self._config.get(HEADS.get(leaf, ""), 0)
+        head = rows // count if count else 0
+        is_head = head > 2 and head % 2 == 0 and head * count == rows
+        return HeadOrder(head, is_gguf_config(source.config)) if is_head else None
 
 
 def recorded_recipe(source: Source) -> str:
     """Return the id of the fp4kit recipe that made a model's codes, as the model records it; "" if it records none."""
-    declared = source.config.get("quantization_config")
-    own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
-    if isinstance(own, Mapping) and own.get("codes") == PARTLY_CARRIED:
+    own, is_declared = _record(source), isinstance(source.config.get("quantization_config"), Mapping)
+    if own is not None and own.get("codes") == PARTLY_CARRIED:
         return ""
-    found = own.get("recipe") if isinstance(own, Mapping) else None
-    if isinstance(found, str) or isinstance(declared, Mapping) or is_gguf_config(source.config):
-        return found if isinstance(found, str) else ""
-    if any(KEPT_CODES in file.metadata for file in source.files):
+    found = (own or {}).get("recipe")
+    if isinstance(found, str):
+        return found
+    if is_declared or is_gguf_config(source.config) or any(KEPT_CODES in file.metadata for file in source.files):
         return ""
     return next((file.metadata[RECIPE] for file in source.files if RECIPE in file.metadata), "")
 
 
-def recorded_patterns(source: Source) -> list[list[str]]:
-    """Return the [pattern, recipe id] pairs that a model records for layers with a recipe of their own; [] if none."""
-    declared = source.config.get("quantization_config")
+def _record(model: Source | Checkpoint) -> Mapping[str, Any] | None:
+    """Return fp4kit's record in the config of a model; None if there is none."""
+    declared = (model.config or {}).get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
-    if isinstance(own, Mapping):
-        return patterns_in(own.get("recipes"))
-    texts = (file.metadata[PATTERNS] for file in source.files if PATTERNS in file.metadata)
-    return next((patterns_in(parse_object(text.encode(), PATTERNS).get("recipes")) for text in texts), [])
+    return own if isinstance(own, Mapping) else None
+
+
+def recorded_patterns(model: Source | Checkpoint) -> list[list[str]]:
+    """Return the [pattern, recipe id] pairs that a model records for layers with a recipe of their own; [] if none."""
+    own = _record(model)
+    if own is None:
+        texts = (file.metadata[PATTERNS] for file in model.files if PATTERNS in file.metadata)
+        own = next((parse_object(text.encode(), PATTERNS) for text in texts), {})
+    return patterns_in(own.get("recipes"))
 
 
 def recorded_include(files: Iterable[SafetensorsFile]) -> list[str]:
@@ -531,17 +500,12 @@ def check_values_agree(
 _SAMPLE_ROWS = 16  # rows to compare at each end of a matrix
 
 
-def has_alternating_rows(weight: Weight, config: Mapping[str, Any]) -> bool:
+def _has_alternating_rows(weight: Weight, config: Mapping[str, Any]) -> bool:
     """Return whether a weight is a stack of experts whose gate and up rows alternate: gate 0, up 0, gate 1, ..."""
     return len(weight.shape) == 3 and is_interleaved(config) and weight.name.endswith("gate_up_proj")
 
 
-def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
-    """Return a weight that is read with all gate rows of an expert before all its up rows."""
-    return replace(weight, order=HeadOrder(weight.shape[-2], False)) if has_alternating_rows(weight, config) else weight
-
-
-def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
+def _alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
     """Yield one matrix per expert, in which the rows of its gate and up layers alternate."""
     for gate, up in zip(rows[::2], rows[1::2], strict=True):
         one, (begin, end) = gate.weight, gate.span
@@ -555,13 +519,6 @@ def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
             0,
             (0, height),
         )
-
-
-def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool) -> HeadOrder | None:
-    """Return the reordering that interleaves the two halves of every head of q or k, or undoes this; otherwise None."""
-    count = config.get(HEADS.get(leaf, ""), 0)
-    head = rows // count if count else 0
-    return HeadOrder(head, weaves) if head > 2 and head % 2 == 0 and head * count == rows else None
 
 
 def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers: Readers) -> Rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.convert.job import SEARCHED, ChannelWeights
 from fp4kit.checkpoint.model.model_files import file_digest
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.weights import Located, Weight
+from fp4kit.checkpoint.model.weights import Located, Piece, Weight
 from fp4kit.checkpoint.selection.names import same_input_names
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.lazy import lazy_property
@@ -101,7 +101,12 @@ class Activations:
             {'mlp.gate_proj': np.float32(3.0)}
         """
         paths = [] if isinstance(source, Collector) else [Path(path) for path in source]
-        _check_files(paths)
+        absent = next((path for path in paths if not path.is_file()), None)
+        if absent is not None:
+            raise CheckpointError(
+                f"activations: {shown(str(absent))}: is not a file; needs a file that"
+                " fp4kit.calibration.Collector.save wrote"
+            )
         try:
             collector = source if isinstance(source, Collector) else Collector.load(*paths)
             files = [{"name": path.name, "sha256": file_digest(path)} for path in paths]
@@ -129,22 +134,38 @@ class Activations:
                 - The input scale of a layer is not a normal float32.
         """
         amaxes = {layer: self._amax_of(layer) for layer in layers}
-        stacks = {expert.stack for expert in map(expert_of, layers) if expert is not None}
-        experts = {stack: self._experts_of(stack) for stack in stacks}
-        missing = [layer for layer, amax in amaxes.items() if amax is None and not _is_among(layer, experts)]
+        stacks = {layer: expert.stack for layer, expert in zip(layers, map(expert_of, layers), strict=True) if expert}
+        experts = {stack: self._experts_of(stack) for stack in {*stacks.values()}}
+        missing = [layer for layer, amax in amaxes.items() if amax is None and not experts.get(stacks.get(layer, ""))]
         if missing:
             raise CheckpointError(
                 f"activations: {len(missing)} of {len(layers)} layers were not measured: {listed(missing)}; {_WAY_OUT}"
             )
-        self._check_columns(layers)
+        for layer, columns in layers.items():
+            for name in same_input_names(layer):
+                if self.columns.get(name, columns) != columns:
+                    raise CheckpointError(
+                        f"activations: {shown(name)}: was measured with {self.columns[name]} columns, and"
+                        f" {shown(layer)} has {columns}; measure the model that is converted"
+                    )
         others = {name: amax for group in experts.values() for name, amax in group.items() if self.unseen == "layer"}
+        own = {name: amax or np.float32(0) for name, amax in amaxes.items()}
         try:
-            found = filled(
-                "activations", {**others, **{name: amax or np.float32(0) for name, amax in amaxes.items()}}, self.unseen
-            )
+            found = filled("activations", {**others, **own}, self.unseen)
         except ValueError as error:
             raise CheckpointError(str(error).replace("unseen='layer'", "--unseen-experts layer")) from None
-        return _usable({layer: found[layer] for layer in layers if layer in found})
+        found = {layer: found[layer] for layer in layers if layer in found}
+        unusable = [
+            layer
+            for layer, amax in found.items()
+            if not all(FLT_MIN <= scale <= FLT_MAX for scale in (input_scale(amax), input_global_scale(amax)))
+        ]
+        if unusable:
+            raise CheckpointError(
+                f"activations: {len(unusable)} layers have an amax whose input scale is not a normal float32:"
+                f" {listed(unusable)}; {_WAY_OUT}"
+            )
+        return found
 
     def _amax_of(self, layer: str) -> np.float32 | None:
         """Return the largest amax that was measured for the inputs of a layer; None if there is none."""
@@ -170,47 +191,6 @@ class Activations:
             if expert is not None:
                 found[expert.stack].add(expert.number)
         return found
-
-    def _check_columns(self, layers: Mapping[str, int]) -> None:
-        """Raise CheckpointError if a layer was measured with a number of columns other than its own."""
-        for layer, columns in layers.items():
-            for name in same_input_names(layer):
-                if self.columns.get(name, columns) != columns:
-                    raise CheckpointError(
-                        f"activations: {shown(name)}: was measured with {self.columns[name]} columns, and"
-                        f" {shown(layer)} has {columns}; measure the model that is converted"
-                    )
-
-
-def _check_files(paths: Iterable[Path]) -> None:
-    """Raise CheckpointError for the first path of saved activations that does not exist or is not a file."""
-    for path in paths:
-        if not path.is_file():
-            raise CheckpointError(
-                f"activations: {shown(str(path))}: is not a file; needs a file that fp4kit.calibration.Collector.save"
-                " wrote"
-            )
-
-
-def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bool:
-    """Return whether a layer belongs to an expert of a stack in which at least one expert was measured."""
-    expert = expert_of(layer)
-    return expert is not None and bool(experts[expert.stack])
-
-
-def _usable(amaxes: dict[str, np.float32]) -> dict[str, np.float32]:
-    """Return ``amaxes`` (layer -> amax) itself, after checking that all input scales can be stored."""
-    unusable = [
-        layer
-        for layer, amax in amaxes.items()
-        if not FLT_MIN <= input_scale(amax) <= FLT_MAX or not FLT_MIN <= input_global_scale(amax) <= FLT_MAX
-    ]
-    if unusable:
-        raise CheckpointError(
-            f"activations: {len(unusable)} layers have an amax whose input scale is not a normal float32:"
-            f" {listed(unusable)}; {_WAY_OUT}"
-        )
-    return amaxes
 
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -250,6 +230,11 @@ class Imatrix:
     entries: Mapping[str, ImatrixEntry] = field(repr=False)
 
     @property
+    def label(self) -> str:
+        """The start of messages about the file."""
+        return f"imatrix {shown(self.path.name)}"
+
+    @property
     def facts(self) -> dict[str, Any]:
         """The facts that the manifest of a conversion records about the imatrix: name and SHA-256 of the file."""
         return {"imatrix": self.path.name, "sha256": self.sha256}
@@ -257,39 +242,29 @@ class Imatrix:
     def of(self, module: str, weight: Weight, expert: int) -> ChannelWeights | None:
         """Return the place of the column weights of one matrix, or None if the file has none for it."""
         for name in (module, weight.name):
-            if name in self.entries:
-                return self._matrix(self.entries[name], weight, expert, weight.experts)
-            found = self._translated(name)
-            if found is not None and found[1] is None:
-                return self._matrix(self.entries[found[0]], weight, expert, weight.experts)
+            found = self._entry(name)
             if found is not None:
-                entry = self.entries[found[0]]
-                return self._matrix(entry, weight, found[1] or 0, max(entry.nvalues // weight.shape[-1], 1))
+                entry, index = found
+                columns, counts = weight.shape[-1], len(entry.divisors)
+                experts = weight.experts if index is None else max(entry.nvalues // columns, 1)
+                index = expert if index is None else index
+                if entry.nvalues != columns * experts or index >= experts or counts not in (1, experts):
+                    raise CheckpointError(
+                        f"{self.label}: has {entry.nvalues} values and {counts} counts for {shown(weight.tensor)};"
+                        f" needs {columns} values for each of {experts} matrices; use the imatrix of this model"
+                    )
+                divisor = entry.divisors[index if counts > 1 else 0]
+                return ChannelWeights(self.path, entry.position + 4 * columns * index, columns, divisor)
         return None
 
-    def _translated(self, module: str) -> tuple[str, int | None] | None:
-        """Translate a Hugging Face name and return (key in ``entries``, index of the expert)."""
-        match = _EXPERT_OF_STACK.fullmatch(module)
-        stem, index = (module, None) if match is None else (match[1], int(match[2]))
-        leaves = ("",) if match is None else tuple(f".{leaf}" for leaf in _PARTS.get(match[3], (match[3],)))
-        for leaf in leaves:
-            found = next((name for name in gguf_names(stem + leaf) if name in self.entries), None)
-            if found is not None:
-                return found, index
-        return None
-
-    def _matrix(self, entry: ImatrixEntry, weight: Weight, expert: int, experts: int) -> ChannelWeights:
-        """Return the place of the column weights of one matrix of an entry."""
-        columns = weight.shape[-1]
-        counts = len(entry.divisors)
-        if entry.nvalues != columns * experts or expert >= experts or counts not in (1, experts):
-            raise CheckpointError(
-                f"imatrix {shown(self.path.name)}: has {entry.nvalues} values and {counts} counts for"
-                f" {shown(weight.tensor)}; needs {columns} values for each of {experts} matrices; use the imatrix of"
-                " this model"
-            )
-        divisor = entry.divisors[expert if counts > 1 else 0]
-        return ChannelWeights(self.path, entry.position + 4 * columns * expert, columns, divisor)
+    def _entry(self, name: str) -> tuple[ImatrixEntry, int | None] | None:
+        """Return (entry, index of the expert) for a name of GGUF or Hugging Face; an index of None is the caller's."""
+        if name in self.entries:
+            return self.entries[name], None
+        match = _EXPERT_OF_STACK.fullmatch(name)
+        stems = [name] if match is None else [f"{match[1]}.{leaf}" for leaf in _PARTS.get(match[3], (match[3],))]
+        found = next((one for stem in stems for one in gguf_names(stem) if one in self.entries), None)
+        return None if found is None else (self.entries[found], None if match is None else int(match[2]))
 
     def check(self, layers: Iterable[tuple[str, Weight, int]]) -> tuple[str, ...]:
         """Check the column weights of all layers that a scale search will use, and return warnings."""
@@ -300,40 +275,35 @@ class Imatrix:
                 missing.append(module)
                 continue
             found += 1
-            if _was_never_called(self._checked(module, place), place):
+            values = place.read()
+            bad = _count_of_bad(values)
+            if bad:
+                raise CheckpointError(
+                    f"{self.label}: {bad} of {values.size} weights of {shown(module)} are negative, NaN or infinite;"
+                    " make the imatrix again"
+                )
+            # The file has weights of 1 for a matrix that saw no token.
+            if place.divisor == 0 or (values.size > 1 and (values == 1).all()):
                 never.append(f"{module} expert {expert}" if weight.experts > 1 else module)
         missing = list(dict.fromkeys(missing))
         if not found:
             raise CheckpointError(
-                f"imatrix {shown(self.path.name)}: has weights for {listed(list(self.entries))}, but for none of the"
-                f" layers to convert: {listed(missing)}; use the imatrix of this model"
+                f"{self.label}: has weights for {listed(list(self.entries))}, but for none of the layers to convert:"
+                f" {listed(missing)}; use the imatrix of this model"
             )
-        return tuple(self._warnings(missing, never))
-
-    def _checked(self, module: str, place: ChannelWeights) -> np.ndarray:
-        """Read and return the column weights at ``place``."""
-        values = place.read()
-        bad = int(np.count_nonzero(~(np.isfinite(values) & (values >= 0))))
-        if bad:
-            raise CheckpointError(
-                f"imatrix {shown(self.path.name)}: {bad} of {values.size} weights of {shown(module)} are negative, NaN"
-                " or infinite; make the imatrix again"
-            )
-        return values
-
-    def _warnings(self, missing: list[str], never: list[str]) -> Iterator[str]:
-        """Yield a warning about layers without column weights, and one about experts that were never called."""
-        name = shown(self.path.name)
+        warnings = []
         if missing:
             text = f"has no weights for {len(missing)} layers, whose columns count equally: {listed(missing)}"
-            yield f"imatrix {name}: {text}"
+            warnings.append(f"{self.label}: {text}")
         if never:
-            yield f"imatrix {name}: {len(never)} matrices saw no token and get weights of 1: {listed(never)}"
+            text = f"{len(never)} matrices saw no token and get weights of 1: {listed(never)}"
+            warnings.append(f"{self.label}: {text}")
+        return tuple(warnings)
 
 
-def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
-    """Return whether a matrix saw no token when the imatrix was made."""
-    return place.divisor == 0 or bool(values.size > 1 and (values == 1).all())
+def _count_of_bad(values: np.ndarray) -> int:
+    """Return the number of column weights that are negative, NaN or infinite."""
+    return int(np.count_nonzero(~(np.isfinite(values) & (values >= 0))))
 
 
 @cache
@@ -475,41 +445,35 @@ class ColumnWeights:
         """The facts that the manifest of a conversion records about the vectors: name and SHA-256 of the file."""
         return {"column_weights": self.file.name, "sha256": self.sha256}
 
-    def of(self, layer: Layer) -> Located | None:
+    def of(self, module: str, weight: Weight, expert: int) -> Located | None:
         """Return where the file stores the column weights of a layer, or None if the file has none for that layer."""
-        module, weight = layer
         names = (f"{module}.weight", module, weight.tensor, weight.name)
         return next((self.places[name] for name in names if name in self.places), None)
 
-    def check(self, layers: Iterable[Layer]) -> None:
+    def check(self, layers: Iterable[tuple[str, Weight, int]]) -> tuple[()]:
         """Check the column weights of all layers that a scale search will use."""
-        layers = list(dict(layers).items())
-        missing = [layer[0] for layer in layers if self.of(layer) is None]
+        found = {module: (self.of(module, weight, e), weight) for module, weight, e in layers}
+        missing = [module for module, (place, _) in found.items() if place is None]
         if missing:
             raise CheckpointError(
                 f"{self.file.label}: {len(missing)} layers have no column weights: {listed(missing)}; add a float32"
                 " vector for each, named after its weight or module, or keep these layers unquantized with --keep"
             )
         with Readers() as readers:
-            for module, weight in layers:
-                place = self.of((module, weight))
+            for place, weight in found.values():
                 assert place is not None
-                _check_vector(f"{self.file.label}: {shown(place.entry.name)}", place, weight.shape[-1], readers)
-
-
-def _check_vector(name: str, place: Located, columns: int, readers: Readers) -> None:
-    """Raise CheckpointError unless the tensor at ``place`` is a float32 vector of ``columns`` finite weights >= 0."""
-    entry = place.entry
-    if (entry.dtype, entry.shape) != ("F32", (columns,)):
-        raise CheckpointError(
-            f"{name}: is {entry.dtype} {list(entry.shape)}; needs F32 [{columns}], one weight per column"
-        )
-    values = readers.array(place)
-    bad = int(np.count_nonzero(~(np.isfinite(values) & (values >= 0))))
-    if bad:
-        raise CheckpointError(
-            f"{name}: {bad} of {columns} weights are negative, NaN or infinite; needs finite weights >= 0"
-        )
+                entry, columns = place.entry, weight.shape[-1]
+                name = f"{self.file.label}: {shown(entry.name)}"
+                if (entry.dtype, entry.shape) != ("F32", (columns,)):
+                    raise CheckpointError(
+                        f"{name}: is {entry.dtype} {list(entry.shape)}; needs F32 [{columns}], one weight per column"
+                    )
+                bad = _count_of_bad(readers.array(place))
+                if bad:
+                    raise CheckpointError(
+                        f"{name}: {bad} of {columns} weights are negative, NaN or infinite; needs finite weights >= 0"
+                    )
+        return ()
 
 
 @dataclass(frozen=True)
@@ -556,16 +520,17 @@ class ScaleSearch:
             CheckpointError: if ``columns`` and ``imatrix`` are both given, one of them is given without an objective,
                 the objective is unknown, or a file is missing or damaged.
         """
+        if imatrix is not None and columns is not None:
+            raise CheckpointError("imatrix: gives the column weights; leave the file of column weights out")
+        for given, words in ((imatrix, "imatrix: is"), (columns, "column weights: are")):
+            if given is not None and objective is None:
+                raise CheckpointError(f"{words} used only by a scale search; add --scale-search mse")
+        if objective is None:
+            return None
         if imatrix is not None:
-            if columns is not None:
-                raise CheckpointError("imatrix: gives the column weights; leave the file of column weights out")
-            if objective is None:
-                raise CheckpointError("imatrix: is used only by a scale search; add --scale-search mse")
             return cls(objective, read_imatrix(imatrix))
         if columns is None:
-            return None if objective is None else cls(objective)
-        if objective is None:
-            raise CheckpointError("column weights: are used only by a scale search; add --scale-search mse")
+            return cls(objective)
         path = Path(columns)
         if not path.is_file():
             raise CheckpointError(f"column weights {shown(str(path))}: is not a file; a safetensors file is needed")
@@ -647,9 +612,7 @@ class ScaleSearch:
             expert: the index of the expert's matrix in a stack; 0 for a single matrix. It matters only for an imatrix,
                 because the experts of a stack share the vector of a safetensors file.
         """
-        if isinstance(self.columns, Imatrix):
-            return self.columns.of(*layer, expert)
-        return None if self.columns is None else self.columns.of(layer)
+        return None if self.columns is None else self.columns.of(*layer, expert)
 
     def lacks(self, layer: Layer) -> bool:
         """Return whether column weights for a layer are missing, so that verify cannot repeat a search that used them.
@@ -680,11 +643,13 @@ class ScaleSearch:
             raise CheckpointError(
                 "scale search: no layer gets new codes, so there are no scales to search; leave it out"
             )
-        if isinstance(self.columns, Imatrix):
-            return self.columns.check((piece.module, piece.weight, piece.expert) for piece in pieces)
-        if self.columns is not None:
-            self.columns.check((piece.module, piece.weight) for piece in pieces)
-        return ()
+        return self.check_columns(pieces)
+
+    def check_columns(self, pieces: Iterable[Piece]) -> tuple[str, ...]:
+        """Raise CheckpointError if column weights are missing or invalid for the pieces; return warnings."""
+        if self.columns is None:
+            return ()
+        return self.columns.check((piece.module, piece.weight, piece.expert) for piece in pieces)
 
     def words_for(self, action: str, recipe: Recipe) -> str:
         """Return the text to append to the plan's reason for a layer, such as ", scales searched by mse".
@@ -706,17 +671,14 @@ def recorded_search(
     facts = request.get("scale_search")
     if not isinstance(facts, Mapping):
         said = str(config.get("scale_search", ""))
-        facts = {
-            "objective": said.removeprefix("weighted "),
-            **({"sha256": None} if said.startswith("weighted ") else {}),
-        }
-    weighted = "sha256" in facts
+        plain = said.removeprefix("weighted ")
+        facts = {"objective": plain} if plain == said else {"objective": plain, "sha256": None}
+    objective, weighted = facts.get("objective"), "sha256" in facts
     if requested is not None:
         if requested.objective == RECORDED:
-            requested = replace(requested, objective=facts.get("objective") or "mse")
+            requested = replace(requested, objective=objective or "mse")
         differs = requested.columns is not None and facts.get("sha256") not in (None, requested.columns.sha256)
         return requested, False, ["the column weights differ from those that the checkpoint was made with"] * differs
-    objective = facts.get("objective")
     if not objective:
         return None, False, []
     try:
