@@ -6,7 +6,7 @@ recipe of activations.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,16 +27,16 @@ from fp4kit.checkpoint.model.inspect import Checkpoint, QuantizedLayers, inspect
 from fp4kit.checkpoint.model.model_files import existing_file, resolved
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.weights import Weight, WeightRotation, weights_of
-from fp4kit.checkpoint.plan.other_models import patterns_in
+from fp4kit.checkpoint.plan.layer_recipes import record, recorded_patterns
 from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.checkpoint.selection.names import KEPT_CODES, PARTLY_CARRIED, PATTERNS, fused_groups, split_module
+from fp4kit.checkpoint.selection.names import KEPT_CODES, PARTLY_CARRIED, fused_groups, split_module
 from fp4kit.checkpoint.verify.integrity import unquantized_by_engine
 from fp4kit.contract.schema import FILE, SETTINGS, Contract
 from fp4kit.contract.sides import InputScale, by_layer, matrix_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.reference.stochastic import HADAMARD_BLOCK
-from fp4kit.storage.files import CheckpointError, parse_object, shown
+from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.quantized_file import load, recipes_of
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
@@ -45,7 +45,9 @@ SERVER = ("activations", "input_scales", "kv_cache", "kv_layout", "unit")  # set
 
 def contract_of_plan(plan: Plan) -> Contract:
     """Return the contract of the checkpoint that a plan writes."""
-    recipe, patterns = _recorded(plan), plan.recorded_patterns
+    recipe, patterns = None, plan.recorded_patterns
+    if plan.form is not None and not plan.carries_some_codes:
+        recipe = plan.recipe if plan.recorded == plan.recipe.id else RECIPES.get(plan.recorded)
     has_static = plan.has_input_scale and all(form.name in plan.input_scaled for form in plan.layers_of_forms)
     unknown = [name for name in SERVER if name != "input_scales" or not has_static]
     if plan.form is not None and (recipe is None or any(id not in RECIPES for _, id in patterns)):
@@ -55,13 +57,14 @@ def contract_of_plan(plan: Plan) -> Contract:
     if rotation is not None and plan.request.hadamard_only:  # a contract states one transform for all layers
         rotation = None
         unknown += ["hadamard", "hadamard_signs"]
-    converted = {piece.module for tensor in plan.converted for piece in tensor.pieces if piece.form is not None}
-    search = plan.request.search
+    pieces = (piece for tensor in plan.converted for piece in tensor.pieces if piece.form is not None)
+    converted = dict.fromkeys(piece.module for piece in pieces)
+    shares, search = any(tensor.group for tensor in plan.converted), plan.request.search
     return Contract(
         weights=recipe,
         patterns=tuple((pattern, RECIPES[id]) for pattern, id in patterns),
         excluded=tuple(_unquantized(plan)),
-        shared_amax=shared_leaves(converted) if _shares(plan) else (),
+        shared_amax=tuple(_shared_leaves(converted)) if shares else (),
         input_scales="static" if has_static else None,
         hadamard=None if rotation is None else rotation.size,
         hadamard_signs=signs_of(rotation),
@@ -80,15 +83,6 @@ def signs_of(rotation: WeightRotation | None) -> str | None:
     return None if rotation is None else rotation.signs or None
 
 
-def _recorded(plan: Plan) -> Recipe | None:
-    """Return the recipe that made the written codes."""
-    if plan.form is None or plan.carries_some_codes:
-        return None
-    if plan.recorded == plan.recipe.id:
-        return plan.recipe
-    return RECIPES.get(plan.recorded)
-
-
 def _unquantized(plan: Plan) -> Iterator[str]:
     """Yield the names of the unquantized layers that a plan copies, and of those that it decodes beside quantized
     ones.
@@ -102,18 +96,15 @@ def _unquantized(plan: Plan) -> Iterator[str]:
             yield from (piece.module for piece in tensor.pieces)
 
 
-def _shares(plan: Plan) -> bool:
-    """Return whether a plan gives some layers that loaders fuse, such as q, k and v, one shared tensor amax."""
-    return plan.form is not None and any(tensor.group for tensor in plan.converted)
-
-
-def shared_leaves(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of leaf names, such as (gate_proj, up_proj), that loaders fuse among the layers ``modules``."""
-    found: dict[tuple[str, ...], set[str]] = {}
+def _shared_leaves(modules: Iterable[str]) -> dict[tuple[str, ...], list[list[str]]]:
+    """Return the layers that loaders fuse, by the leaf names that occur, such as (gate_proj, up_proj)."""
+    leaves: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    groups: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
     for (_, fusion), members in fused_groups(modules).items():
         if len(members) > 1:
-            found.setdefault(fusion.members, set()).update(split_module(member)[1] for member in members)
-    return tuple(tuple(leaf for leaf in order if leaf in leaves) for order, leaves in found.items())
+            leaves[fusion.members].update(split_module(member)[1] for member in members)
+            groups[fusion.members].append([*members])
+    return {tuple(leaf for leaf in order if leaf in leaves[order]): found for order, found in groups.items()}
 
 
 def contract_of(path: str | Path, source: str | Path | None = None) -> Contract:
@@ -142,10 +133,10 @@ def _of_saved(recipes: Mapping[str, Recipe]) -> Contract:
     """Return the contract of a file that fp4kit.save wrote."""
     layers = {name.removesuffix(".weight"): r for name, r in recipes.items()}
     (usual, _), *_ = Counter(layers.values()).most_common()
-    found = _Inferred()
-    found.add("weights", usual, "recorded by fp4kit.save")
     others = tuple((name, r) for name, r in layers.items() if r != usual)
-    found.add("patterns", others, "recorded by fp4kit.save")
+    found = _Inferred()
+    for name, value in (("weights", usual), ("patterns", others)):
+        found.add(name, value, "recorded by fp4kit.save")
     return found.contract()
 
 
@@ -157,11 +148,11 @@ def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
     if not layers:
         _check_unquantized(checkpoint)
         return Contract(unknown=SERVER, inferred=(("weights", "no layer is quantized"),))
-    own, pairs = recorded(checkpoint), _recorded_pairs(checkpoint)
+    own, pairs = recorded(checkpoint), recorded_patterns(checkpoint)
     patterns = tuple((pattern, RECIPES[id]) for pattern, id in pairs if id in RECIPES)
     if own is not None and len(patterns) == len(pairs) and _agrees(checkpoint, own, patterns):
-        found.add("weights", own, "recorded by fp4kit convert")
-        found.add("patterns", patterns, "recorded by fp4kit convert")
+        for name, value in (("weights", own), ("patterns", patterns)):
+            found.add(name, value, "recorded by fp4kit convert")
     elif source is not None:
         found.identified(identify_checkpoint(checkpoint.path, source))
     if pairs and "weights" not in found.values:
@@ -173,8 +164,7 @@ def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
         if weight.container is None and tensor not in undone.matrices
     ]
     found.add("excluded", tuple(plain), "these weights are not quantized")
-    shared = _shared(layers)
-    found.add("shared_amax", shared, "these layers have equal tensor scales")
+    found.add("shared_amax", _shared(layers), "these layers have equal tensor scales")
     rotations = undone.rotations
     if rotations.keys() == layers.keys() and len({*rotations.values()}) == 1:
         rotation = next(iter(rotations.values()))
@@ -246,23 +236,9 @@ class _Inferred:
         return Contract(**self.values, unknown=unknown, inferred=tuple(self.how.items()))  # type: ignore[arg-type]
 
 
-def _record(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return fp4kit's record in the config of a checkpoint, or {} if the config has none. Metadata is not read."""
-    declared = (checkpoint.config or {}).get("quantization_config")
-    own = declared.get("fp4kit") if isinstance(declared, dict) else None
-    return own if isinstance(own, dict) else {}
-
-
-def _recorded_pairs(checkpoint: Checkpoint) -> list[list[str]]:
-    """Return the [pattern, recipe id] pairs that fp4kit recorded in a checkpoint; [] if there are none."""
-    own = _record(checkpoint)
-    text = checkpoint.files[0].metadata.get(PATTERNS) if checkpoint.files and not own else None
-    return patterns_in((own if text is None else parse_object(text.encode(), PATTERNS)).get("recipes"))
-
-
 def _agrees(checkpoint: Checkpoint, usual: Recipe, patterns: tuple[tuple[str, Recipe], ...]) -> bool:
     """Return whether the recorded recipes can be those of all quantized layers."""
-    kept = _record(checkpoint).get("codes") or checkpoint.files[0].metadata.get(KEPT_CODES)
+    kept = (record(checkpoint) or {}).get("codes") or checkpoint.files[0].metadata.get(KEPT_CODES)
     if kept == PARTLY_CARRIED:
         return False
     contract = Contract(usual, patterns)
@@ -273,18 +249,13 @@ def _agrees(checkpoint: Checkpoint, usual: Recipe, patterns: tuple[tuple[str, Re
 def _shared(layers: dict[str, Weight]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of leaf names, such as (q_proj, k_proj, v_proj), whose layers share a tensor scale."""
     scaled = [name for name, one in layers.items() if one.container is not None and one.container.has_tensor_scale]
-    found: dict[tuple[str, ...], set[str]] = {}
-    unequal: set[tuple[str, ...]] = set()
     with Readers() as readers:
-        for (_, fusion), members in fused_groups(scaled).items():
-            if len(members) < 2:
-                continue
-            found.setdefault(fusion.members, set()).update(split_module(member)[1] for member in members)
-            for e in range(min(layers[member].experts for member in members)):
-                scales = {str(tensor_scale_of(readers, layers[member], e)) for member in members}
-                if len(scales) > 1:
-                    unequal.add(fusion.members)
-    return tuple(tuple(x for x in order if x in leaves) for order, leaves in found.items() if order not in unequal)
+
+        def is_shared(members: list[str]) -> bool:
+            experts = range(min(layers[member].experts for member in members))
+            return all(len({str(tensor_scale_of(readers, layers[m], e)) for m in members}) == 1 for e in experts)
+
+        return tuple(leaves for leaves, groups in _shared_leaves(scaled).items() if all(map(is_shared, groups)))
 
 
 # {dtype in safetensors: dtype in NumPy}, for tensors that are neither weights nor scales
@@ -342,10 +313,8 @@ def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]
     place = Path(path)
     if place.suffix == ".json":
         return contract_of(place), None
-    if place.suffix == ".safetensors" and place.is_file():
-        saved = _saved(place)
-        if saved is not None:
-            return None, by_layer(saved)
+    if place.suffix == ".safetensors" and place.is_file() and recipes_of(place) is not None:
+        return None, by_layer(load(place))
     checkpoint = inspect_checkpoint(place)
     if not checkpoint.layers and not place.is_dir():
         names = checkpoint.tensors
@@ -353,11 +322,6 @@ def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]
     read = unquantized_by_engine(checkpoint)
     unquantized = {engine: {canonical(name): left for name, left in found.items()} for engine, found in read.items()}
     return (contract_of(place) if checkpoint.layers else None), LazyTensors(*_readers(checkpoint), unquantized)
-
-
-def _saved(path: Path) -> Mapping[str, Any] | None:
-    """Return the Quantized in a file of fp4kit.save; None if the file is of another kind."""
-    return None if recipes_of(path) is None else load(path)
 
 
 def _tensor(checkpoint: Checkpoint, name: str, decodes: bool = False) -> np.ndarray:

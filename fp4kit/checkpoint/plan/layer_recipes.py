@@ -1,5 +1,6 @@
-"""Choose the recipe and the container of every layer in a conversion with several recipes. The first pattern that
-matches a layer decides, otherwise the default. A GGUF file has containers of its own.
+"""Choose the recipe and the container of every layer in a conversion with several recipes, and read which recipes a
+model records. The first pattern that matches a layer decides, otherwise the default. A GGUF file has containers of its
+own.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp4kit.checkpoint.containers.table import (
     GGUF_MXFP4,
@@ -17,10 +18,23 @@ from fp4kit.checkpoint.containers.table import (
     Container,
 )
 from fp4kit.checkpoint.loaders.exclusions import container_of
-from fp4kit.checkpoint.model.model_files import Source
-from fp4kit.checkpoint.selection.names import ARCHITECTURE, ENGINE, fused_groups, group_name, scale_troubles
+from fp4kit.checkpoint.model.inspect import Checkpoint
+from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
+from fp4kit.checkpoint.selection.names import (
+    ARCHITECTURE,
+    ENGINE,
+    INCLUDED,
+    KEPT_CODES,
+    PARTLY_CARRIED,
+    PATTERNS,
+    RECIPE,
+    fused_groups,
+    group_name,
+    scale_troubles,
+)
 from fp4kit.recipes import RECIPES, Recipe, several
-from fp4kit.storage.files import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
+from fp4kit.storage.safetensors_file import SafetensorsFile
 
 
 def first_match(patterns: Iterable[str], module: str) -> int | None:
@@ -152,3 +166,52 @@ def _check_scales(source: Source, modules: Collection[str]) -> None:
         plain = ", ".join(id for id, r in RECIPES.items() if GGUF_NVFP4.stores(r))
         way_out = f"keep it unquantized with --keep, or use a recipe without tensor scale: {plain}"
         raise CheckpointError(f"{shown(module)}{more}: {ENGINE}: {text}; {way_out}")
+
+
+def recorded_recipe(source: Source) -> str:
+    """Return the id of the fp4kit recipe that made a model's codes, as the model records it; "" if it records none."""
+    own, is_declared = record(source), isinstance(source.config.get("quantization_config"), Mapping)
+    if own is not None and own.get("codes") == PARTLY_CARRIED:
+        return ""
+    found = (own or {}).get("recipe")
+    if isinstance(found, str):
+        return found
+    if is_declared or is_gguf_config(source.config) or any(KEPT_CODES in file.metadata for file in source.files):
+        return ""
+    return next((file.metadata[RECIPE] for file in source.files if RECIPE in file.metadata), "")
+
+
+def record(model: Source | Checkpoint) -> Mapping[str, Any] | None:
+    """Return fp4kit's record in the config of a model; None if there is none."""
+    declared = (model.config or {}).get("quantization_config")
+    own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
+    return own if isinstance(own, Mapping) else None
+
+
+def recorded_patterns(model: Source | Checkpoint) -> list[list[str]]:
+    """Return the [pattern, recipe id] pairs that a model records for layers with a recipe of their own; [] if none."""
+    own = record(model)
+    if own is None:
+        texts = (file.metadata[PATTERNS] for file in model.files if PATTERNS in file.metadata)
+        own = next((parse_object(text.encode(), PATTERNS) for text in texts), {})
+    return patterns_in(own.get("recipes"))
+
+
+def recorded_include(files: Iterable[SafetensorsFile]) -> list[str]:
+    """Return the globs of --include that the headers of converted files record; [] if they record none."""
+    texts = dict.fromkeys(file.metadata[INCLUDED] for file in files if INCLUDED in file.metadata)
+    found = [parse_object(text.encode(), INCLUDED).get("include") for text in texts]
+    return [one for patterns in found if isinstance(patterns, list) for one in patterns if isinstance(one, str)]
+
+
+def patterns_in(value: Any) -> list[list[str]]:
+    """Return a list of recorded [pattern, recipe id] pairs unchanged, and [] for None."""
+    pairs = [] if value is None else value
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair) for pair in pairs
+    ):
+        raise CheckpointError(
+            f"the recipes that fp4kit recorded are {shown(repr(value))}; needs pairs of a pattern and a recipe id, as"
+            " fp4kit convert writes them; restore the record, or remove it from the checkpoint"
+        )
+    return pairs

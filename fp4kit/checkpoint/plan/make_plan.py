@@ -25,11 +25,8 @@ from fp4kit.checkpoint.model import closed_world, transforms
 from fp4kit.checkpoint.model.model_files import is_gguf_config, open_source, other_weights
 from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.weights import Weight, any_quantized, layer_names, weights_of
-from fp4kit.checkpoint.plan.other_models import (
-    borrow_codes,
-    check_values_agree,
-    recorded_recipe,
-)
+from fp4kit.checkpoint.plan.layer_recipes import recorded_recipe
+from fp4kit.checkpoint.plan.other_models import borrow_codes, check_values_agree
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.plan.plan_facts import declaration_warnings
 from fp4kit.checkpoint.plan.request import (

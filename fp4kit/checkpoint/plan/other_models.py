@@ -20,7 +20,6 @@ import numpy as np
 
 from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
 from fp4kit.checkpoint.counterparts import Origin, gate_first, origins
-from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import Source, file_digest, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
@@ -38,16 +37,11 @@ from fp4kit.checkpoint.model.weights import (
 from fp4kit.checkpoint.selection.names import (
     ARCHITECTURE,
     HEADS,
-    INCLUDED,
-    KEPT_CODES,
-    PARTLY_CARRIED,
-    PATTERNS,
-    RECIPE,
     adapter_tensor,
     unwrapped,
 )
-from fp4kit.storage.files import CheckpointError, listed, load_object, parse_object, shown
-from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, read_header
+from fp4kit.storage.files import CheckpointError, listed, load_object, shown
+from fp4kit.storage.safetensors_file import FLOAT_DTYPES, read_header
 
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # How merged FP4 layers get their block scales: per block the better of the model's scale and a new one, only the
@@ -429,55 +423,6 @@ class GgufNames:
         head = rows // count if count else 0
         is_head = head > 2 and head % 2 == 0 and head * count == rows
         return HeadOrder(head, is_gguf_config(source.config)) if is_head else None
-
-
-def recorded_recipe(source: Source) -> str:
-    """Return the id of the fp4kit recipe that made a model's codes, as the model records it; "" if it records none."""
-    own, is_declared = _record(source), isinstance(source.config.get("quantization_config"), Mapping)
-    if own is not None and own.get("codes") == PARTLY_CARRIED:
-        return ""
-    found = (own or {}).get("recipe")
-    if isinstance(found, str):
-        return found
-    if is_declared or is_gguf_config(source.config) or any(KEPT_CODES in file.metadata for file in source.files):
-        return ""
-    return next((file.metadata[RECIPE] for file in source.files if RECIPE in file.metadata), "")
-
-
-def _record(model: Source | Checkpoint) -> Mapping[str, Any] | None:
-    """Return fp4kit's record in the config of a model; None if there is none."""
-    declared = (model.config or {}).get("quantization_config")
-    own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
-    return own if isinstance(own, Mapping) else None
-
-
-def recorded_patterns(model: Source | Checkpoint) -> list[list[str]]:
-    """Return the [pattern, recipe id] pairs that a model records for layers with a recipe of their own; [] if none."""
-    own = _record(model)
-    if own is None:
-        texts = (file.metadata[PATTERNS] for file in model.files if PATTERNS in file.metadata)
-        own = next((parse_object(text.encode(), PATTERNS) for text in texts), {})
-    return patterns_in(own.get("recipes"))
-
-
-def recorded_include(files: Iterable[SafetensorsFile]) -> list[str]:
-    """Return the globs of --include that the headers of converted files record; [] if they record none."""
-    texts = dict.fromkeys(file.metadata[INCLUDED] for file in files if INCLUDED in file.metadata)
-    found = [parse_object(text.encode(), INCLUDED).get("include") for text in texts]
-    return [one for patterns in found if isinstance(patterns, list) for one in patterns if isinstance(one, str)]
-
-
-def patterns_in(value: Any) -> list[list[str]]:
-    """Return a list of recorded [pattern, recipe id] pairs unchanged, and [] for None."""
-    pairs = [] if value is None else value
-    if not isinstance(pairs, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair) for pair in pairs
-    ):
-        raise CheckpointError(
-            f"the recipes that fp4kit recorded are {shown(repr(value))}; needs pairs of a pattern and a recipe id, as"
-            " fp4kit convert writes them; restore the record, or remove it from the checkpoint"
-        )
-    return pairs
 
 
 def check_values_agree(

@@ -76,7 +76,7 @@ from fp4kit.checkpoint.model.weights import (
     pieces,
     unquantized_pieces,
 )
-from fp4kit.checkpoint.plan.other_models import recorded_include, recorded_patterns, recorded_recipe
+from fp4kit.checkpoint.plan.layer_recipes import recorded_include, recorded_patterns, recorded_recipe
 from fp4kit.checkpoint.plan.plan_facts import RECORDED, Declared, PlanFacts, carried, outcomes_of, producer_of
 from fp4kit.checkpoint.plan.request import mixes_codes
 from fp4kit.checkpoint.plan.source_layers import Restored

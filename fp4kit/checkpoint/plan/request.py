@@ -33,8 +33,10 @@ from fp4kit.checkpoint.plan.layer_recipes import (
     Mixture,
     gguf_form_for,
     is_stored_in_gguf,
+    recorded_patterns,
+    recorded_recipe,
 )
-from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter, recorded_patterns, recorded_recipe
+from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, ScaleSearch
 from fp4kit.checkpoint.selection.names import fused_groups, group_name
 from fp4kit.checkpoint.selection.selection import PRESETS, Candidate, Wishes, check_diffusers

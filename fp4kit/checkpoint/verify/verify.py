@@ -27,8 +27,8 @@ from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubts_of, magnitude_of, reference_of, total
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, WeightRotation, any_quantized, located, weights_of
-from fp4kit.checkpoint.plan.layer_recipes import first_match
-from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter, patterns_in, recorded_include
+from fp4kit.checkpoint.plan.layer_recipes import first_match, patterns_in, recorded_include
+from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import Activations, ScaleSearch, recorded_search
 from fp4kit.checkpoint.plan.source_layers import expert_stacks, is_split, split_layers
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE
