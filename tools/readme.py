@@ -21,6 +21,8 @@ import ml_dtypes
 import numpy as np
 
 import fp4kit
+from fp4kit.checkpoint.containers.configs import LOADED, MIXTURES
+from fp4kit.checkpoint.containers.engines import VERSIONS
 from fp4kit.checkpoint.loaders import support
 from fp4kit.cli.convert import flags
 from fp4kit.cli.output import RECIPE_COLUMNS, grouped_recipe_rows, markdown
@@ -159,7 +161,31 @@ def _live_row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
 
 def loaders() -> str:
     """Return the table of containers that each inference engine loads."""
-    return support.markdown()
+    notes: dict[str, int] = {}
+    head = f"| container | models | {' | '.join(f'{engine} {version}' for engine, version in VERSIONS.items())} |"
+    ids = (*LOADED, *MIXTURES)
+    rows = [_loader_row(name, families, notes) for name in ids for families in _families_alike(name)]
+    below = [f"{number}. {note}" for note, number in notes.items()]
+    return "\n".join([head, f"|{' --- |' * (len(VERSIONS) + 2)}", *rows, "", *below]) + "\n"
+
+
+def _loader_row(container: str, families: list[str], notes: dict[str, int]) -> str:
+    """Return one row of the table of loaders, for families that all engines treat alike."""
+    cells = []
+    for engine in VERSIONS:
+        found = support.cell(container, families[0], engine)
+        mark = f" [{notes.setdefault(found.note, len(notes) + 1)}]" if found.note else ""
+        status = "?" if found.status == "unknown" else found.status
+        cells.append(f"{status}{' (read)' * (found.how == 'read')}{mark}")
+    return f"| {container} | {', '.join(families)} | {' | '.join(cells)} |"
+
+
+def _families_alike(container: str) -> list[list[str]]:
+    """Return groups of families that every engine treats alike, without families about which nothing is known."""
+    groups: dict[tuple[support.Cell, ...], list[str]] = defaultdict(list)
+    for family in support.FAMILIES:
+        groups[tuple(support.cell(container, family, engine) for engine in VERSIONS)].append(family)
+    return [families for cells, families in groups.items() if any(each.how or each.note for each in cells)]
 
 
 OPTION_COLUMNS = ("option", "what it does")

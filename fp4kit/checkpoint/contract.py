@@ -154,7 +154,7 @@ def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
         for name, value in (("weights", own), ("patterns", patterns)):
             found.add(name, value, "recorded by fp4kit convert")
     elif source is not None:
-        found.identified(identify_checkpoint(checkpoint.path, source))
+        found.identified(identify_checkpoint(checkpoint.root, source))
     if pairs and "weights" not in found.values:
         found.unknown.append("patterns")
     undone = transforms.resolved(checkpoint, checkpoint.weights)
@@ -185,7 +185,7 @@ def _check_unquantized(checkpoint: Checkpoint) -> None:
     refused = next((item for item in checkpoint.items if item.place == "tensor" and item.group == REFUSED), None)
     if refused is not None:
         raise CheckpointError(
-            f"{checkpoint.path}: fp4kit cannot tell how it is quantized; {shown(refused.name)}: {refused.why}"
+            f"{checkpoint.root}: fp4kit cannot tell how it is quantized; {shown(refused.name)}: {refused.why}"
         )
     why = unfulfilled(checkpoint.config or {}, checkpoint.hf_quant_config)
     if why:

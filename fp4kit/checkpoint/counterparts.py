@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from fp4kit.checkpoint.containers.table import Container
-from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
@@ -129,7 +128,7 @@ class Origin:
         return max(float(amax_and_nonfinite(values_of(self.weight, slab))[0]) for slab in found)
 
 
-def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int], Origin]:
+def origins(model: Source, form: Container) -> dict[tuple[str, int], Origin]:
     """Find the rows of a model from which a conversion to ``form`` would make each layer."""
     found: dict[tuple[str, int], Origin] = {}
     config = model.config or {}

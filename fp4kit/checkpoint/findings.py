@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
-from os.path import lexists
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +28,6 @@ from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import (
     CONFIG,
     HF_QUANT_CONFIG,
-    existing_file,
     load_manifest,
     open_source,
     other_weights,
@@ -53,7 +51,7 @@ from fp4kit.checkpoint.verify.integrity import (
     unusable_tensor_scales,
 )
 from fp4kit.formats import NVFP4
-from fp4kit.storage.files import listed, load_object, shown
+from fp4kit.storage.files import listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 
@@ -66,14 +64,14 @@ def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collec
 
 
 def findings_of_files(
-    model: Checkpoint, ignore: Iterable[str] = ()
+    model: Checkpoint, ignore: Collection[str] = ()
 ) -> tuple[list[Issue], Checkpoint, transforms.Undone, dict[str, float]]:
     """Return the findings about a checkpoint on disk."""
     turned = transforms.resolved(model, model.weights, ignore)
     model = model.without(turned.matrices)
     scalars = scalars_of(model.layers.values())
     found = [*refused_items(turned.items), *findings_of(model, scalars, turned.rotations)]
-    others = other_weights(model.path, [file.name for file in model.files], model.config or {})
+    others = other_weights(model.root, [file.name for file in model.files], model.config)
     found += [Issue("warning", name, text) for name, text in others]
     found += unusable_tensor_scales(model.layers.values())
     found += [Issue(*trouble) for trouble in cache_troubles(model.tensors)]
@@ -86,10 +84,7 @@ def opened(root: Path) -> Checkpoint:
     """
     # A directory must have a config, unlike in ``fp4kit inspect``.
     found = open_source(root)
-    beside = (
-        load_object(existing_file(root, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if lexists(root / HF_QUANT_CONFIG) else None
-    )
-    return Checkpoint(root, found.files, found.config, beside)
+    return Checkpoint(root, found.config, found.hf_quant_config, found.files)
 
 
 def scalars_of(weights: Iterable[Weight]) -> dict[str, float]:
@@ -125,7 +120,7 @@ def _planned(plan: Plan, destination: Path) -> Checkpoint:
     written: dict[str, Any] = {CONFIG: plan.source.config if plan.is_file else {}}
     if not plan.is_file and not is_one_file(destination):
         written = configs(plan)
-    return Checkpoint(destination, files, written[CONFIG], written.get(HF_QUANT_CONFIG))
+    return Checkpoint(destination, written[CONFIG], written.get(HF_QUANT_CONFIG), files)
 
 
 def _planned_scalars(plan: Plan) -> Iterator[tuple[str, float]]:

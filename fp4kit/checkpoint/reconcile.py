@@ -146,7 +146,7 @@ def reconcile(
         raise CheckpointError(
             f"{source}: is a GGUF file; llama.cpp does not fuse its layers, so there is nothing to reconcile"
         )
-    check_model(model, weights_of(model.tensors, model.config), ignore)
+    check_model(model, weights_of(model.tensors, model.config), tuple(ignore))
     layers = _layers(model)
     if not layers:
         raise CheckpointError(

@@ -46,7 +46,7 @@ def _checkpoint_body(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the content of a checkpoint as a dict for the command's JSON document."""
     declared = with_declaration(checkpoint.config or {}, checkpoint.hf_quant_config)
     return {
-        "path": checkpoint.path,
+        "path": checkpoint.root,
         "files": [{"name": file.name, "bytes": file.size, "metadata": file.metadata} for file in checkpoint.files],
         "tensors": [
             {"name": entry.name, "file": file.name, "dtype": entry.dtype, "shape": entry.shape, "bytes": entry.nbytes}

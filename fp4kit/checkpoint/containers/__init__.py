@@ -3,16 +3,3 @@
 ``table.py`` lists all containers, ``configs.py`` writes their configs and says what engines require of them,
 ``config_entries.py`` compares configs with tensors, and ``engines.py`` names engines.
 """
-
-from fp4kit.checkpoint.containers.table import (
-    CODES,
-    CONTAINERS,
-    INPUT_SCALE,
-    SCALES,
-    TENSOR_SCALE,
-    VALUES,
-    Container,
-    OutputTensor,
-)
-
-__all__ = ["CODES", "CONTAINERS", "INPUT_SCALE", "SCALES", "TENSOR_SCALE", "VALUES", "Container", "OutputTensor"]

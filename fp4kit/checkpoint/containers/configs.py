@@ -7,24 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp4kit import __version__
+from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.engines import Finding, finding
-from fp4kit.checkpoint.containers.table import (
-    CONTAINERS,
-    CT_MXFP8,
-    CT_NVFP4,
-    DEEPSEEK_V4_NVFP4,
-    INPUT_SCALE,
-    MODELOPT_AWQ,
-    MODELOPT_FP8,
-    MODELOPT_FP8_ROWS,
-    MODELOPT_MXFP4,
-    MODELOPT_NVFP4,
-    Container,
-)
+from fp4kit.checkpoint.containers.table import CONTAINERS, DEEPSEEK_V4_NVFP4, MODELOPT_MXFP4, MODELOPT_NVFP4, Container
 
 # Find declarations --------------------------------------------------------------------------------------------------
 # Most tools write ``quantization_config`` at the top level of config.json. Multimodal models may have it in a nested
@@ -111,7 +99,7 @@ MIXED = {"compressed-tensors": "compressed-tensors mixed-precision", "modelopt":
 def quant_algo(form: Container, has_input_scale: bool) -> str:
     """Return the value of Model-Optimizer's config entry ``quant_algo`` for a container, such as "NVFP4"."""
     # NVFP4 without input scales is "W4A16_NVFP4", because loaders of plain NVFP4 always read ``input_scale``.
-    if form.name == MODELOPT_FP8_ROWS.name:
+    if form.name == table.MODELOPT_FP8_ROWS.name:
         return "FP8_PER_CHANNEL_PER_TOKEN"
     name = form.name.removeprefix("modelopt ")
     return "W4A16_NVFP4" if name == "NVFP4" and not has_input_scale else name
@@ -132,7 +120,9 @@ def declarations(
     form: Container, ignore: Sequence[str], has_input_scale: bool, own: Mapping[str, Any], layers: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return both configs of a converted model: (``quantization_config`` of config.json, hf_quant_config.json)."""
-    declared = {**DECLARATIONS[form.format].write(form, list(ignore), has_input_scale), "fp4kit": dict(own)}
+    row, listed = DECLARATIONS[form.format], list(ignore)
+    written = row.written if isinstance(row.written, dict) else row.written(form, listed, has_input_scale)
+    declared = {**written, **{key: list(ignore) for key in row.lists}, "fp4kit": dict(own)}
     if form is DEEPSEEK_V4_NVFP4:
         return _deepseek_v4_nvfp4(form, declared, layers)
     if form.format != "modelopt":
@@ -160,11 +150,10 @@ def mixed_declarations(
         has_input_scale = form.name in scaled
         entry: dict[str, Any] = {"quant_algo": quant_algo(form, has_input_scale)}
         entry |= {"group_size": form.group_size} if form.group_size else {}
-        entry |= _AWQ if form is MODELOPT_AWQ else {}
-        algorithms |= dict.fromkeys(names, entry)
+        entry |= _AWQ if form is table.MODELOPT_AWQ else {}
+        algorithms |= {name: dict(entry) for name in names}
         groups[f"group_{i}"] = {**_modelopt_group(form, has_input_scale), "targets": sorted(names)}
-    listed = {name: dict(algorithms[name]) for name in sorted(algorithms)}
-    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": dict(sorted(algorithms.items()))}
     declared = {"config_groups": groups, "ignore": [], **mixed, "producer": _PRODUCER, "quant_method": "modelopt"}
     beside = {"producer": _PRODUCER, "quantization": {"kv_cache_quant_algo": None, **mixed}}
     return {**declared, "fp4kit": dict(own)}, beside
@@ -194,7 +183,7 @@ def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
     """Return the config group of Model-Optimizer for the layers of one container, without the entry ``targets``."""
     one: dict[str, Any] = {"dynamic": False, "num_bits": form.element.bits, "type": "float"}
     one |= {"group_size": form.group_size} if form.group_size else {}
-    weights = {**one, "strategy": "channel"} if form.name == MODELOPT_FP8_ROWS.name else dict(one)
+    weights = {**one, "strategy": "channel"} if form.name == table.MODELOPT_FP8_ROWS.name else dict(one)
     inputs = {"input_activations": one} if has_input_scale or form.kind in ("mxfp8", "fp8 rows") else {}
     return {**inputs, "weights": weights}
 
@@ -202,7 +191,7 @@ def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
 def _write_modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
     # Model-Optimizer 0.47, modelopt/torch/export quant_utils.py and convert_hf_config.py
     config: dict[str, Any] = {}
-    if form in (MODELOPT_NVFP4, MODELOPT_FP8):
+    if form in (MODELOPT_NVFP4, table.MODELOPT_FP8):
         config["config_groups"] = {"group_0": {**_modelopt_group(form, has_input_scale), "targets": ["Linear"]}}
     algo = quant_algo(form, has_input_scale)
     return {**config, "ignore": ignore, "quant_algo": algo, "producer": _PRODUCER, "quant_method": "modelopt"}
@@ -235,10 +224,10 @@ def _compressed_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
         weights = {**common, "strategy": "block", "block_structure": list(form.block), "dynamic": False}
         inputs = {**common, "strategy": "group", "group_size": form.group_size, "dynamic": True}
     else:
-        common |= {"group_size": form.group_size, "strategy": "tensor_group" if form is CT_NVFP4 else "group"}
-        scales = {"scale_dtype": "torch.float8_e4m3fn" if form is CT_NVFP4 else "torch.uint8"}
+        common |= {"group_size": form.group_size, "strategy": "tensor_group" if form is table.CT_NVFP4 else "group"}
+        scales = {"scale_dtype": "torch.float8_e4m3fn" if form is table.CT_NVFP4 else "torch.uint8"}
         weights = {**common, "dynamic": False, **scales}
-        if form is CT_MXFP8:  # vLLM supports MXFP8 only with dynamic activations
+        if form is table.CT_MXFP8:  # vLLM supports MXFP8 only with dynamic activations
             inputs = {**common, "dynamic": True, **scales}
         elif has_input_scale:
             inputs = {**common, "dynamic": "local", **scales, "observer": "static_minmax"}
@@ -251,34 +240,16 @@ def _compressed_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
     }
 
 
-def _write_fp8(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    # transformers 5.23, FineGrainedFP8Config; as the releases of DeepSeek-V3 and Qwen3 have it. The exclusion list is
-    # written under two names, because some engines read one name and some the other.
-    scheme = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(form.block)}
-    return {"quant_method": "fp8", **scheme, "ignored_layers": ignore, "modules_to_not_convert": list(ignore)}
-
-
-def _write_sglang_mxfp8(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    # SGLang 0.5.23, fp8.py
-    return {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "mxfp8",
-        "weight_block_size": [1, form.group_size],
-        "scale_fmt": "ue8m0",
-        "modules_to_not_convert": ignore,
-    }
-
-
-def _write_gpt_oss(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    # transformers 5.23, Mxfp4Config
-    return {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
-
-
-def _write_deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    # the config of the DeepSeek-V4 release
-    scheme = {"fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    return {"quant_method": "fp8", **scheme}
+_TILES = [128, 128]
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": _TILES}
+_SGLANG_MXFP8 = {
+    **{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "mxfp8"},
+    **{"weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+}
+_DEEPSEEK_V4 = {
+    **{"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"},
+    **{"activation_scheme": "dynamic", "weight_block_size": _TILES},
+}
 
 
 def _deepseek_v4_nvfp4(
@@ -305,7 +276,8 @@ _CONFIG, _HF = "config.json", "hf_quant_config.json"
 def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
     """Return whether the config of compressed-tensors requires the checkpoint to store input scales."""
     form = LOADED[container].form
-    if form is None or form.format != "compressed-tensors" or INPUT_SCALE not in form.suffixes or form.kind == "fp8":
+    stores = form is not None and form.format == "compressed-tensors" and table.INPUT_SCALE in form.suffixes
+    if form is None or not stores or form.kind == "fp8":
         return False
     inputs = [_section(group, "input_activations") for group in _groups(config)]
     return any(each and each.get("dynamic") is not True for each in inputs)
@@ -420,10 +392,6 @@ def _require_fp8(container: str, form: Container, config: Mapping[str, Any]) -> 
     yield from _needs(config, weight_block_size=list(form.block), activation_scheme="dynamic")
 
 
-def _require_nothing(container: str, form: Container, config: Mapping[str, Any]) -> Iterator[Finding]:
-    yield from ()
-
-
 def _require_gpt_oss(container: str, form: Container, config: Mapping[str, Any]) -> Iterator[Finding]:
     if config.get("model_type") != "gpt_oss":
         text = f"model_type is {config.get('model_type')!r}; blocks and scales are read only for 'gpt_oss'"
@@ -445,30 +413,36 @@ def _require_deepseek_v4(container: str, form: Container, config: Mapping[str, A
         yield from _needs(config, moe_quant_algo="NVFP4")
 
 
-@dataclass(frozen=True)
-class _Declaration:
+class _Declaration(NamedTuple):
     """How the configs of one output format declare quantization.
 
     Attributes:
-        write: (container, exclusion list, has input scales) -> ``quantization_config``.
-        require: (name for engines, container, config.json) -> findings about entries that do not fit the tensors.
+        written: ``quantization_config``, or a function that returns it: (container, exclusion list, has input scales).
+        lists: the keys under which ``quantization_config`` has the exclusion list, if ``written`` does not add them.
+        require: (name for engines, container, config.json) -> faults of entries that do not fit the tensors.
         method: the ``quant_method`` with which engines load the format; "" if ``require`` checks it.
         reader: the engine that requires this method.
     """
 
-    write: Callable[[Container, list[str], bool], dict[str, Any]]
-    require: Callable[[str, Container, Mapping[str, Any]], Iterator[Finding]]
+    written: dict[str, Any] | Callable[[Container, list[str], bool], dict[str, Any]]
+    lists: tuple[str, ...] = ()
+    require: Callable[[str, Container, Mapping[str, Any]], Iterator[Finding]] = lambda container, form, config: iter(())
     method: str = ""
     reader: str = "vLLM"
 
 
+# Sources: transformers 5.23, FineGrainedFP8Config and Mxfp4Config; SGLang 0.5.23, fp8.py; configs of the releases of
+# DeepSeek-V3, DeepSeek-V4 and Qwen3. The list of "fp8" has two names, because some engines read one and some the other.
+_LISTS = ("ignored_layers", "modules_to_not_convert")
 DECLARATIONS = {
-    "modelopt": _Declaration(_write_modelopt, _require_modelopt, "modelopt"),
-    "compressed-tensors": _Declaration(_write_compressed_tensors, _require_compressed_tensors, "compressed-tensors"),
-    "fp8": _Declaration(_write_fp8, _require_fp8, "fp8"),
-    "sglang-mxfp8": _Declaration(_write_sglang_mxfp8, _require_nothing, "mxfp8", "SGLang"),
-    "gpt-oss": _Declaration(_write_gpt_oss, _require_gpt_oss, "mxfp4"),
-    "deepseek-v4": _Declaration(_write_deepseek_v4, _require_deepseek_v4),
+    "modelopt": _Declaration(_write_modelopt, (), _require_modelopt, "modelopt"),
+    "compressed-tensors": _Declaration(
+        _write_compressed_tensors, (), _require_compressed_tensors, "compressed-tensors"
+    ),
+    "fp8": _Declaration(_FP8, _LISTS, _require_fp8, "fp8"),
+    "sglang-mxfp8": _Declaration(_SGLANG_MXFP8, _LISTS[1:], method="mxfp8", reader="SGLang"),
+    "gpt-oss": _Declaration({"quant_method": "mxfp4"}, _LISTS[1:], _require_gpt_oss, "mxfp4"),
+    "deepseek-v4": _Declaration(_DEEPSEEK_V4, (), _require_deepseek_v4),
 }
 FORMATS = (*DECLARATIONS, "bf16")
 ALL_FORMATS = (*FORMATS, "mlx", "comfy")  # the modules in loaders/ cover FORMATS only
@@ -477,8 +451,7 @@ WRITTEN = tuple(form for format in FORMATS for form in CONTAINERS if form.format
 KINDS = ("nvfp4", "mxfp4", "mxfp8", "fp8 tensor", "fp8 rows", "fp8")
 
 
-@dataclass(frozen=True)
-class LoaderContainer:
+class LoaderContainer(NamedTuple):
     """Describe one container that engines load.
 
     Attributes:

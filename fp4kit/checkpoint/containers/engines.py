@@ -9,17 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fp4kit.checkpoint.containers.table import (
-    COMFY_E5M2,
-    COMFY_FP8,
-    COMFY_MXFP8,
-    COMFY_NVFP4,
-    MLX_GLOBAL,
-    MLX_MXFP4,
-    MLX_MXFP8,
-    MLX_NVFP4,
-    Container,
-)
+from fp4kit.checkpoint.containers import table
+from fp4kit.checkpoint.containers.table import MLX_GLOBAL, Container
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.files import CheckpointError, shown
 
@@ -83,7 +74,8 @@ class _Writer:
         raise CheckpointError(f"recipe {recipe.id}: {self.why_not(recipe)}; use one of {usable}")
 
     def why_not(self, recipe: Recipe) -> str:
-        raise NotImplementedError
+        """Return the reason why FORMS cannot store a recipe."""
+        return f"cannot be stored for {self.ENGINE}"
 
 
 _ROWS = {"nvfp4": 16, "mxfp8": 32, "fp8 tensor": 1}  # kind -> ComfyUI pads a layer's rows to a multiple of this
@@ -91,11 +83,8 @@ _ROWS = {"nvfp4": 16, "mxfp8": 32, "fp8 tensor": 1}  # kind -> ComfyUI pads a la
 
 class _Comfy(_Writer):
     # Sources: ComfyUI comfy/ops.py and comfy/quant_ops.py; comfy-kitchen 0.2.40 tensor/nvfp4.py.
-    FORMAT, ENGINE = COMFY_NVFP4.format, "ComfyUI"
-    FORMS = (COMFY_NVFP4, COMFY_MXFP8, COMFY_FP8, COMFY_E5M2)
-
-    def why_not(self, recipe: Recipe) -> str:
-        return "cannot be stored for ComfyUI"
+    FORMAT, ENGINE = table.COMFY_NVFP4.format, "ComfyUI"
+    FORMS = (table.COMFY_NVFP4, table.COMFY_MXFP8, table.COMFY_FP8, table.COMFY_E5M2)
 
     def check(self, form: Container, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise CheckpointError for the first layer that ComfyUI's loader would pad or reject if it were quantized."""
@@ -125,8 +114,8 @@ class _Mlx(_Writer):
     # the scales of experts together with their weights.
     # Source: mlx-lm 0.32.2, utils.py (load_model, infer_quant_config) and models/*.py. Tested by loading qwen3 and
     # mixtral; for the other model types, the lists below are from reading the code.
-    FORMAT, ENGINE = MLX_MXFP4.format, "mlx-lm 0.32.2"
-    FORMS = (MLX_MXFP4, MLX_NVFP4, MLX_MXFP8)
+    FORMAT, ENGINE = table.MLX_MXFP4.format, "mlx-lm 0.32.2"
+    FORMS = (table.MLX_MXFP4, table.MLX_NVFP4, table.MLX_MXFP8)
     # Model types for which sanitize moves no tensor of a linear layer, stacks the scales of experts as it stacks their
     # weights, or stacks the weights of experts but drops their scales.
     _DENSE = frozenset(

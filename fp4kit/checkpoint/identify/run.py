@@ -106,7 +106,7 @@ class PreparedIdentification:
     ) -> None:
         stored, origin = open_source(Path(destination)), open_source(Path(source))
         known = weights_of(stored.tensors, stored.config, damaged=True)
-        rotations = undo(stored, known, ignore).rotations
+        rotations = undo(stored, known, tuple(ignore)).rotations
         check_model(origin, origin.weights)
         weights = [weight for weight in known.values() if weight.container is not None]
         if not weights:
@@ -287,7 +287,7 @@ def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         yield "container", f"{form} in {count} of {len(layers)} quantized layers"
     for key, value in quantization_summary(checkpoint):
         yield ("recorded by fp4kit" if key == _OWN else f"config {key}"), value
-    if names := modifiers_of(checkpoint.path / RECIPE_FILE):
+    if names := modifiers_of(checkpoint.root / RECIPE_FILE):
         yield RECIPE_FILE, ", ".join(names)
     entries = {(key, value) for file in checkpoint.files for key, value in file.metadata.items()}
     for key, text in sorted((key, str(value)) for key, value in entries):

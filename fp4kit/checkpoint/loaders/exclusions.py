@@ -209,10 +209,10 @@ def _ct_name(module: str, prepared: Patterns) -> bool:
     return module in prepared.names or any(each.match(module) for each in prepared.expressions(_ct_expression))
 
 
-def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[str] = ("Linear", "Module")) -> bool:
+def compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
     """Return whether compressed-tensors leaves ``module`` unquantized."""
     prepared = _prepared(patterns)
-    return _ct_name(module, prepared) or not prepared.names.isdisjoint(classes)
+    return _ct_name(module, prepared) or not prepared.names.isdisjoint(("Linear", "Module"))
 
 
 def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
@@ -226,14 +226,8 @@ def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[s
     return _all_or_none(module, parts, lambda part: _ct_name(part, prepared)) if parts else _ct_name(module, prepared)
 
 
-def vllm_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether vLLM leaves ``module`` of a compressed-tensors checkpoint unquantized."""
-    return _served_ct(module, patterns, VLLM_FUSED)
-
-
-def sglang_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether SGLang leaves ``module`` of a compressed-tensors checkpoint unquantized."""
-    return _served_ct(module, patterns, SGLANG_FUSED)
+vllm_compressed_tensors = partial(_served_ct, fused=VLLM_FUSED)
+sglang_compressed_tensors = partial(_served_ct, fused=SGLANG_FUSED)
 
 
 def _up_to_a_part(pattern: str) -> str:
@@ -243,17 +237,15 @@ def _up_to_a_part(pattern: str) -> str:
     return rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))"
 
 
-def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
+def transformers_listed(module: str, patterns: Sequence[str]) -> bool:
     """Return whether transformers finds ``module`` in ``modules_to_not_convert`` of an mxfp4, mxfp8 or fp8
     checkpoint.
     """
-    if patterns is None:
-        return False
     prepared = _prepared(patterns)
     return module.endswith(prepared) or any(each.match(module) for each in prepared.expressions(_up_to_a_part))
 
 
-def transformers_mxfp4(module: str, patterns: Sequence[str] | None) -> bool:
+def transformers_mxfp4(module: str, patterns: Sequence[str]) -> bool:
     """Return whether transformers leaves ``module`` of a gpt-oss checkpoint unquantized."""
     return split_module(module)[1] != "experts" or transformers_listed(module, patterns)
 
@@ -579,26 +571,40 @@ def check(
     """Return a finding for every module that an exclusion list makes an engine load wrongly; () if there is none."""
     converted, known = tuple(converted), class_of(config or {})
     modules = dict.fromkeys((*(name for name in copied if not _is_plain(name, known.plain)), *converted))
-    roots = {"visual"} if any(module.startswith("visual.") for module in modules) else set()
-    return tuple(_check(container, tuple(patterns), modules, frozenset(converted), roots, known))
+    has_head = any(split_module(module)[1] == _HEAD for module in modules)
+    found, quantized = [], frozenset(converted)
+    for reader, prepared, lookups in _lookups(container, patterns, modules, known):
+        if reader.head and not has_head:
+            lookups.setdefault(_HEAD, [_HEAD])
+        texts = ((name, _verdict(reader, name, members, quantized, prepared)) for name, members in lookups.items())
+        found += [finding(reader.engine, "error", name, text) for name, text in texts if text]
+    return tuple(found)
 
 
 def unquantized(
     container: str, patterns: Iterable[str], modules: Iterable[str], config: Mapping[str, Any]
 ) -> dict[str, dict[str, bool]]:
     """Return engine -> module -> whether the engine leaves it unquantized, for the modules that it looks up."""
-    known, names = class_of(config), list(dict.fromkeys(modules))
-    roots = {"visual"} if any(module.startswith("visual.") for module in names) else set()
+    known = class_of(config)
+    names = [name for name in dict.fromkeys(modules) if not _is_plain(name, known.plain)]
     found: dict[str, dict[str, bool]] = {}
-    for one in READERS.get(container, ()):
-        reader, prepared = _as_looked_up(one, tuple(patterns), roots, known)
-        lookups = reader.lookups(name for name in names if not _is_plain(name, known.plain))
+    for reader, prepared, lookups in _lookups(container, patterns, names, known):
         try:
             read = {name: reader.excluded(name, prepared) for name in lookups}
         except ValueError:
             continue
         found[reader.engine] = {module: read[name] for name, modules in lookups.items() for module in modules}
     return found
+
+
+def _lookups(
+    container: str, patterns: Iterable[str], modules: Collection[str], known: _ModelClass
+) -> Iterator[tuple[Reader, Sequence[str], dict[str, list[str]]]]:
+    """Yield (reader, exclusion list, name that it looks up -> modules) for every engine that reads ``container``."""
+    roots, patterns = {"visual"} if any(module.startswith("visual.") for module in modules) else set(), tuple(patterns)
+    for one in READERS.get(container, ()):
+        reader, prepared = _as_looked_up(one, patterns, roots, known)
+        yield reader, prepared, reader.lookups(modules)
 
 
 def _as_looked_up(
@@ -613,41 +619,14 @@ def _as_looked_up(
         if excluded is vllm_modelopt:
             reader = replace(reader, excluded=partial(vllm_modelopt, mapped=True))
     if excluded is compressed_tensors:
-        reader = replace(
-            reader,
-            excluded=lambda module, patterns: compressed_tensors(
-                next(_in_transformers([module], roots), module), patterns
-            ),
-        )
-        return reader, Patterns(patterns)
-    if excluded in (vllm_compressed_tensors, sglang_compressed_tensors):
+
+        def by_own_name(module: str, patterns: Sequence[str]) -> bool:
+            return compressed_tensors(next(_in_transformers([module], roots), module), patterns)
+
+        reader = replace(reader, excluded=by_own_name)
+    elif excluded in (vllm_compressed_tensors, sglang_compressed_tensors):
         olds = {new: old for old, new in _IN_TRANSFORMERS.items() if old != "model.layers." or roots}
-        more = [
-            (old + f"{pattern}.".removeprefix(new)).removesuffix(".")
-            for pattern in patterns
-            for new, old in olds.items()
-            if f"{pattern}.".startswith(new)
-        ]
-        return reader, Patterns((*patterns, *more))
+        dotted = ((new, old, f"{pattern}.") for pattern in patterns for new, old in olds.items())
+        more = ((old + one.removeprefix(new)).removesuffix(".") for new, old, one in dotted if one.startswith(new))
+        patterns = (*patterns, *more)
     return reader, Patterns(patterns)
-
-
-def _check(
-    container: str,
-    listed: Sequence[str],
-    modules: Collection[str],
-    converted: Collection[str],
-    roots: Collection[str],
-    known: _ModelClass,
-) -> Iterator[Finding]:
-    """Yield an error for each module that an engine would load wrongly, for every engine that reads ``container``."""
-    has_head = any(split_module(module)[1] == _HEAD for module in modules)
-    for one in READERS.get(container, ()):
-        reader, patterns = _as_looked_up(one, listed, roots, known)
-        lookups = reader.lookups(modules)
-        if reader.head and not has_head:
-            lookups.setdefault(_HEAD, [_HEAD])
-        for name, members in lookups.items():
-            text = _verdict(reader, name, members, converted, patterns)
-            if text is not None:
-                yield finding(reader.engine, "error", name, text)

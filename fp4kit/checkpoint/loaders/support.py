@@ -360,33 +360,3 @@ def family_of(config: Mapping[str, Any]) -> str:
         return family
     counts = (config.get(key) for key in _EXPERTS)
     return "moe" if any(isinstance(count, int) and count > 0 for count in counts) else "dense"
-
-
-def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
-    """Return one row of the Markdown table in the docs, for families that all engines treat alike."""
-    cells = []
-    for engine in VERSIONS:
-        found = cell(container_id, families[0], engine)
-        mark = f" [{notes.setdefault(found.note, len(notes) + 1)}]" if found.note else ""
-        status = "?" if found.status == "unknown" else found.status
-        cells.append(f"{status}{' (read)' * (found.how == 'read')}{mark}")
-    return f"| {container_id} | {', '.join(families)} | {' | '.join(cells)} |"
-
-
-def _alike(container_id: str) -> list[list[str]]:
-    """Return groups of families that every engine treats alike for one container, as lists of family names."""
-    # Families about which nothing is known are left out, so that the result may be [].
-    groups: dict[tuple[Cell, ...], list[str]] = {}
-    for family in FAMILIES:
-        groups.setdefault(tuple(cell(container_id, family, engine) for engine in VERSIONS), []).append(family)
-    return [families for cells, families in groups.items() if any(each != _UNKNOWN for each in cells)]
-
-
-def markdown() -> str:
-    """Return the table for the docs as Markdown, with one column per engine, and numbered notes below it."""
-    notes: dict[str, int] = {}
-    head = f"| container | models | {' | '.join(f'{engine} {version}' for engine, version in VERSIONS.items())} |"
-    ids = (*LOADED, *MIXTURES)
-    rows = [_row(container_id, families, notes) for container_id in ids for families in _alike(container_id)]
-    below = [f"{number}. {note}" for note, number in notes.items()]
-    return "\n".join([head, f"|{' --- |' * (len(VERSIONS) + 2)}", *rows, "", *below]) + "\n"

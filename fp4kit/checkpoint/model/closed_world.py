@@ -14,98 +14,52 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.config_entries import (
-    CARRIED,
-    DOUBTFUL,
-    IGNORED,
-    REFUSED,
-    UNDERSTOOD,
-    Item,
-    brief,
-    config_items,
-    hf_quant_items,
-)
+from fp4kit.checkpoint.containers import config_entries, table
+from fp4kit.checkpoint.containers.config_entries import CARRIED, DOUBTFUL, IGNORED, REFUSED, UNDERSTOOD, Item, brief
 from fp4kit.checkpoint.containers.configs import declared, sections
-from fp4kit.checkpoint.containers.table import (
-    CODES,
-    COLUMN_SCALE,
-    COMFY_OLD,
-    COMFY_OLD_E5M2,
-    CONTAINERS,
-    LOW_RANK_A,
-    LOW_RANK_B,
-    SCALES,
-    TAG,
-    TENSOR_SCALE,
-    VLLM_EXPERTS,
-    Container,
-)
+from fp4kit.checkpoint.containers.table import CONTAINERS, TAG, TENSOR_SCALE
+from fp4kit.checkpoint.model import weights as stored
 from fp4kit.checkpoint.model.foreign_formats import ForeignLayers
+from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.unlike_layers import named_twice, role_of
-from fp4kit.checkpoint.model.weights import (
-    COMFY_METADATA,
-    Located,
-    Tensors,
-    Weight,
-    any_quantized,
-    cast_of,
-    comfy_layers,
-    is_interleaved,
-)
+from fp4kit.checkpoint.model.weights import COMFY_METADATA, Tensors, Weight
 from fp4kit.checkpoint.selection.names import adapter_trouble
 from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
 from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.safetensors_file import BLOCKED, FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
 
-class OpenedModel(Protocol):
-    """Describe the properties of an opened model that ``items_of`` reads. Source and Checkpoint have them."""
-
-    @property
-    def tensors(self) -> Tensors:
-        """A map from tensor name to (its file, its header entry)."""
-
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        """The content of config.json; None if there is no such file."""
-
-    @property
-    def hf_quant_config(self) -> Mapping[str, Any] | None:
-        """The content of hf_quant_config.json; None if there is no such file."""
-
-
-def items_of(model: OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
+def items_of(model: Source, weights: Mapping[str, Weight], ignore: Collection[str] = ()) -> tuple[Item, ...]:
     """Return every item of an opened model, refused ones included: of its tensors, its configs, then its metadata."""
-    tensors, config, hf_quant_config = model.tensors, model.config or {}, model.hf_quant_config or {}
-    patterns, by_name = tuple(ignore), {weight.name: weight for weight in weights.values()}
+    tensors, config, hf_quant_config = model.tensors, model.config, model.hf_quant_config or {}
+    by_name = {weight.name: weight for weight in weights.values()}
     found = [
         *_tensor_items(tensors, weights, config),
         *(_refused(by_name[name].located.entry, why) for name, why in named_twice(by_name)),
         *_scales_of_casts(weights.values()),
         *_fused_experts(weights.values(), config),
     ]
-    if any_quantized(weights.values()):  # otherwise the plan refuses declarations (see check_declared)
-        found += config_items(config, weights)
-        found += hf_quant_items(hf_quant_config, config, weights)
+    if stored.any_quantized(weights.values()):  # otherwise the plan refuses declarations (see check_declared)
+        found += config_entries.config_items(config, weights)
+        found += config_entries.hf_quant_items(hf_quant_config, config, weights)
         found += _metadata_items(tensors, weights)
     return tuple(
         item._replace(group=IGNORED)
-        if item.group in (DOUBTFUL, REFUSED) and any(fnmatchcase(item.name, pattern) for pattern in patterns)
+        if item.group in (DOUBTFUL, REFUSED) and any(fnmatchcase(item.name, pattern) for pattern in ignore)
         else item
         for item in found
     )
 
 
-def check_model(model: OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
+def check_model(model: Source, weights: Mapping[str, Weight], ignore: Collection[str] = ()) -> tuple[Item, ...]:
     """Return every item (tensor, config key or metadata entry) of a model, after checking that none is refused."""
-    patterns = tuple(ignore)
-    items = items_of(model, weights, patterns)
-    check(items, patterns)
+    items = items_of(model, weights, ignore)
+    check(items, ignore)
     return items
 
 
@@ -119,7 +73,7 @@ def check_integers(items: Iterable[Item]) -> None:
         )
 
 
-def check(items: Iterable[Item], ignore: Iterable[str] = ()) -> None:
+def check(items: Collection[Item], ignore: Collection[str] = ()) -> None:
     """Raise CheckpointError if an item is refused, or if a glob in ``ignore`` is useless; otherwise do nothing."""
     # A glob is useless if it matches no item that would be refused without it.
     refused = refused_in(items, ignore)
@@ -127,13 +81,12 @@ def check(items: Iterable[Item], ignore: Iterable[str] = ()) -> None:
         raise CheckpointError(refusal(refused))
 
 
-def refused_in(items: Iterable[Item], ignore: Iterable[str] = ()) -> list[Item]:
+def refused_in(items: Collection[Item], ignore: Collection[str] = ()) -> list[Item]:
     """Return the refused items. Raise CheckpointError if a glob in ``ignore`` is useless (see check)."""
-    found = tuple(items)
     for pattern in ignore:
-        if not any(item.group == IGNORED and fnmatchcase(item.name, pattern) for item in found):
+        if not any(item.group == IGNORED and fnmatchcase(item.name, pattern) for item in items):
             raise CheckpointError(f"--ignore {shown(pattern)}: matches nothing that is refused; leave it out")
-    return [item for item in found if item.group == REFUSED]
+    return [item for item in items if item.group == REFUSED]
 
 
 def refusal(refused: list[Item]) -> str:
@@ -192,52 +145,36 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight], config: Mappi
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
     parts = {place.entry.name: (weight, part) for weight in quantized.values() for part, place in weight.parts.items()}
     plain = {weight.name: weight for weight in weights.values() if weight.container is None}
-    tagged = comfy_layers(tensors)
+    tagged = stored.comfy_layers(tensors)
     unread = {name: entry for name, (_, entry) in tensors.items() if name not in parts}
     foreign = ForeignLayers(unread, str(declared(config).get("quant_method", "")))
     for name, (file, entry) in tensors.items():
+        leaf = name.rpartition(".")[2]
+        owner = plain.get(name.removesuffix(".input_scale").removesuffix(".scale_input"))
         if name in parts:
             weight, part = parts[name]
-            yield (
-                _tag_item(weight, file, tagged)
-                if part == TAG
-                else Item(UNDERSTOOD, "tensor", name, f"{_PART_NAMES.get(part, part)} of {weight.dtype}")
-            )
-            continue
-        adapter = adapter_trouble(name)
-        if adapter:
+            understood = Item(UNDERSTOOD, "tensor", name, f"{_PART_NAMES.get(part, part)} of {weight.dtype}")
+            yield _tag_item(weight, file, tagged) if part == TAG else understood
+        elif adapter := adapter_trouble(name):
             yield _refused(entry, adapter)
-            continue
-        above = layer_above(name, quantized)
-        owner = plain.get(name.removesuffix(".input_scale").removesuffix(".scale_input"))
-        if owner is not None and owner.name != name and quantized and entry.dtype in FLOAT_DTYPES:
+        elif owner is not None and owner.name != name and quantized and entry.dtype in FLOAT_DTYPES:
             yield _refused(entry, STRAY, DOUBTFUL)
-        elif name.rpartition(".")[2] == "scaled_fp8" and any(one.dtype in _OLD for one in quantized.values()):
+        elif leaf == "scaled_fp8" and any(one.dtype in _OLD for one in quantized.values()):
             yield Item(UNDERSTOOD, "tensor", name, MARKER)
-        elif above is not None:
-            weight, rest = above
-            yield _beside(name, rest, entry, weight)
-        elif is_attention_scale(name) and not _is_integer(entry):
-            yield Item(CARRIED, "tensor", name, _CARRIED_TENSORS[name.rpartition(".")[2]])
-        elif is_attention_scale(name):
+        elif (above := layer_above(name, quantized)) is not None:
+            yield _beside(entry, above[1], above[0])
+        elif is_attention_scale(name) and _is_integer(entry):
             yield _refused(entry, "a scale of attention or the KV cache, which must be a float")
+        elif is_attention_scale(name):
+            yield Item(CARRIED, "tensor", name, _CARRIED_TENSORS[leaf])
         elif quantized and _TRANSFORMS.fullmatch(name.removesuffix(".weight").rpartition(".")[2]):
             yield _refused(entry, "may transform weights or the inputs of quantized layers, which is not supported")
-        elif item := _unread_item(name, (file, entry), quantized, foreign):
-            yield item
-
-
-def _unread_item(
-    name: str, place: tuple[SafetensorsFile, TensorEntry], quantized: Mapping[str, Weight], foreign: ForeignLayers
-) -> Item | None:
-    """Return the item for a tensor that belongs to no layer that fp4kit reads; None if it is no codes and no scales."""
-    entry = place[1]
-    if cast_of(Located(*place), quantized.values()) is not None:
-        return Item(UNDERSTOOD, "tensor", name, "cast to FP8, so that the codes are the values")
-    if entry.dtype in BLOCKED:
-        return None if entry.dtype in ("Q8_0", "MXFP4", "NVFP4") else _refused(entry, INTEGERS, CARRIED)
-    why = foreign.why(name)
-    return _refused(entry, why) if why else None
+        elif stored.cast_of(stored.Located(file, entry), quantized.values()) is not None:
+            yield Item(UNDERSTOOD, "tensor", name, "cast to FP8, so that the codes are the values")
+        elif entry.dtype in BLOCKED:
+            yield from [_refused(entry, INTEGERS, CARRIED)] * (entry.dtype not in ("Q8_0", "MXFP4", "NVFP4"))
+        elif why := foreign.why(name):
+            yield _refused(entry, why)
 
 
 # A matrix of FP8 that has lost its scale has values near 100; trained weights are below 1.
@@ -249,9 +186,8 @@ def _scales_of_casts(weights: Iterable[Weight]) -> Iterator[Item]:
     casts = [weight for weight in weights if weight.container is not None and weight.container.is_cast]
     with Readers() as readers:
         for weight in casts[:: max(len(casts) // 8, 1)]:
-            assert weight.container is not None
             count = min(weight.located.entry.nbytes, _SAMPLED)
-            values = weight.container.element.values[readers.bytes(weight.located, 0, count)].astype(np.float64)
+            values = weight.form.element.values[readers.bytes(weight.located, 0, count)].astype(np.float64)
             size = float(np.sqrt(np.mean(np.square(values[np.isfinite(values)])))) if count else 0.0
             if size > _MOST_OF_CASTS:
                 why = (
@@ -263,7 +199,7 @@ def _scales_of_casts(weights: Iterable[Weight]) -> Iterator[Item]:
 
 def _fused_experts(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[Item]:
     """Yield a refused item for each stack in vLLM's form of experts that does not have the shapes of its model."""
-    found = {weight.name: weight for weight in weights if weight.dtype == VLLM_EXPERTS.name}
+    found = {weight.name: weight for weight in weights if weight.dtype == table.VLLM_EXPERTS.name}
     sizes = [section["hidden_size"] for _, section in sections(config) if isinstance(section.get("hidden_size"), int)]
     for name, weight in found.items():
         pair = [found.get(f"{name.rpartition('.')[0]}.{one}") for one in ("w13", "w2")]
@@ -272,7 +208,7 @@ def _fused_experts(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iter
         if fits:
             (experts, rows, hidden), (_, _, inner) = shapes
             fits = shapes[1] == (experts, hidden, inner) and rows == 2 * inner and hidden in (sizes or [hidden])
-        if not fits or is_interleaved(config):
+        if not fits or stored.is_interleaved(config):
             why = (
                 "vLLM's fused form of experts, but w13_weight [E, 2I, H/2] and w2_weight [E, H, I/2] do not have the"
                 " sizes of this model, or its order of rows is not known; convert the unquantized release of the model"
@@ -284,14 +220,14 @@ INTEGERS = "in a type of llama.cpp that fp4kit does not decode; it stays as it i
 STRAY = "a scale of inputs beside a layer that is not quantized; it is left out"
 MARKER = "marks a file of ComfyUI with layers in scaled FP8; the scales say the same"
 LEFT_OUT = (MARKER, STRAY)  # why tensors are not written
-_OLD = (COMFY_OLD.name, COMFY_OLD_E5M2.name)
+_OLD = (table.COMFY_OLD.name, table.COMFY_OLD_E5M2.name)
 _PART_NAMES = {
-    CODES: "codes",
-    SCALES: "block scales",
+    table.CODES: "codes",
+    table.SCALES: "block scales",
     TENSOR_SCALE: "tensor scale",
-    COLUMN_SCALE: "factor per column",
-    LOW_RANK_A: "low-rank part of the weight",
-    LOW_RANK_B: "low-rank part of the weight",
+    table.COLUMN_SCALE: "factor per column",
+    table.LOW_RANK_A: "low-rank part of the weight",
+    table.LOW_RANK_B: "low-rank part of the weight",
     "input_scale": "scale of the inputs",
 }
 
@@ -331,13 +267,12 @@ def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
             yield f"{listed(have)}: has a tensor scale, but {counts}; if it belongs to another layer, {end}"
 
 
-def check_no_adapter(tensors: Tensors, ignore: Iterable[str] = ()) -> None:
+def check_no_adapter(tensors: Tensors, ignore: Collection[str] = ()) -> None:
     """Raise CheckpointError if a tensor belongs to an adapter, such as LoRA."""
-    patterns = tuple(ignore)
     found = [
         _refused(entry, adapter_trouble(name))
         for name, (_, entry) in tensors.items()
-        if adapter_trouble(name) and not any(fnmatchcase(name, pattern) for pattern in patterns)
+        if adapter_trouble(name) and not any(fnmatchcase(name, pattern) for pattern in ignore)
     ]
     if found:
         raise CheckpointError(refusal(found))
@@ -345,20 +280,23 @@ def check_no_adapter(tensors: Tensors, ignore: Iterable[str] = ()) -> None:
 
 def layer_above(name: str, layers: Mapping[str, Weight]) -> tuple[Weight, str] | None:
     """Find the layer whose name is the beginning of a tensor's name, to tell which layer the tensor may concern."""
-    at = name.rfind(".")
-    while at > 0:
-        if name[:at] in layers:
-            return layers[name[:at]], name[at + 1 :]
-        at = name.rfind(".", 0, at)
-    parent, _, leaf = name.rpartition(".")
-    at = leaf.rfind("_")
-    while at > 0:
-        module = f"{parent}.{leaf[:at]}"
-        rest = leaf[at + 1 :]
-        if module in layers and (len(layers[module].shape) == 3 or rest in _REFUSED_TENSORS):
+    for module, rest in _cuts(name, "."):
+        if module in layers:
             return layers[module], rest
-        at = leaf.rfind("_", 0, at)
+    parent, _, leaf = name.rpartition(".")
+    for head, rest in _cuts(leaf, "_"):
+        found = layers.get(f"{parent}.{head}")
+        if found is not None and (len(found.shape) == 3 or rest in _REFUSED_TENSORS):
+            return found, rest
     return None
+
+
+def _cuts(text: str, mark: str) -> Iterator[tuple[str, str]]:
+    """Yield what stands before and after each mark in a text, from the last mark to the first."""
+    at = text.rfind(mark)
+    while at > 0:
+        yield text[:at], text[at + 1 :]
+        at = text.rfind(mark, 0, at)
 
 
 _SCALES_OF_LAYERS = ("input_scale", "input_global_scale", "output_scale")
@@ -382,11 +320,11 @@ def _is_integer(entry: TensorEntry) -> bool:
     return entry.dtype.startswith(("U", "I", "BOOL"))
 
 
-def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:
+def _beside(entry: TensorEntry, rest: str, weight: Weight) -> Item:
     """Return the item for a tensor that is named after a quantized layer but is not one of its codes or scales."""
     # The item is CARRIED if the tensor is known not to change the weights, otherwise REFUSED with the reason.
     if is_known_beside(rest, entry):
-        return Item(CARRIED, "tensor", name, _CARRIED_TENSORS[rest])
+        return Item(CARRIED, "tensor", entry.name, _CARRIED_TENSORS[rest])
     return _refused(entry, _REFUSED_TENSORS.get(rest, f"not known beside a layer of {weight.dtype}"))
 
 
@@ -403,10 +341,9 @@ _NIBBLES = (
 
 def _comfy_verdict(weight: Weight, entry: Any) -> tuple[str, str]:
     """Return (group, reason) of the item for what ComfyUI's tag or metadata says about a layer."""
-    assert weight.container is not None
-    if why := _comfy_trouble(weight, entry):
+    if why := config_entries.first_reason(_comfy_trouble(weight, entry)):
         return REFUSED, why
-    unsaid = weight.container.high_first and "orig_shape" not in entry and "orig_dtype" not in entry
+    unsaid = weight.form.high_first and "orig_shape" not in entry and "orig_dtype" not in entry
     return (DOUBTFUL, _NIBBLES) if unsaid else (UNDERSTOOD, "")
 
 
@@ -421,25 +358,19 @@ def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) 
     return Item(group, "tensor", place.entry.name, why or "tag of ComfyUI")
 
 
-def _comfy_trouble(weight: Weight, entry: Any) -> str:
-    """Return the reason to refuse what ComfyUI's tag or metadata says about a layer; "" if it agrees with the
-    tensors.
-    """
-    assert weight.container is not None
+def _comfy_trouble(weight: Weight, entry: Any) -> config_entries.Reasons:
+    """Yield reasons to refuse what ComfyUI's tag or metadata says about a layer."""
     if not isinstance(entry, Mapping):
-        return f"{shown(json.dumps(entry))}, where an object with the key format is needed"
+        yield f"{shown(json.dumps(entry))}, where an object with the key format is needed"
     unknown = [key for key in entry if key not in _COMFY_KEYS and not (key in _NO_ROTATION and not entry[key])]
-    if unknown:
-        return f"has the key {shown(unknown[0])}, which fp4kit does not know"
-    if entry.get("format") not in _TAG_FORMATS:
-        return f"is ComfyUI's {shown(str(entry.get('format')))}, a format that fp4kit does not read"
-    if entry.get("format") != weight.container.tag_format:
-        return f"declares {shown(str(entry.get('format')))}, but the tensors are {weight.dtype}"
-    shape = entry.get("orig_shape")
+    yield unknown and f"has the key {shown(unknown[0])}, which fp4kit does not know"
+    name, shape = entry.get("format"), entry.get("orig_shape")
+    yield name not in _TAG_FORMATS and f"is ComfyUI's {shown(str(name))}, a format that fp4kit does not read"
+    if name != weight.form.tag_format:
+        yield f"declares {shown(str(name))}, but the tensors are {weight.dtype}"
     if shape is not None and shape != list(weight.shape):
         what = f"declares the shape {brief(shape)}, but the tensors hold {list(weight.shape)}"
-        return f"{what}; padded layers are not supported"
-    return ""
+        yield f"{what}; padded layers are not supported"
 
 
 # Metadata ------------------------------------------------------------------------------------------------------------
@@ -463,14 +394,16 @@ def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator
     for key, text in sorted(entries):
         if key == COMFY_METADATA:
             yield from _comfy_metadata(text, quantized)
-        elif key.removesuffix(".weight") in quantized or key in tensors:
-            yield _torchao_item(key, text, quantized.get(key.removesuffix(".weight")))
+            continue
+        group, why = CARRIED, "does not concern quantization"
+        if key.removesuffix(".weight") in quantized or key in tensors:
+            trouble = config_entries.first_reason(_torchao_trouble(text, quantized.get(key.removesuffix(".weight"))))
+            group, why = (REFUSED, trouble) if trouble else (UNDERSTOOD, "agrees with the tensors")
         elif key == "format" or key.startswith("fp4kit"):
-            yield Item(UNDERSTOOD if key != "format" else CARRIED, "metadata", key, "the library that wrote the file")
+            group, why = CARRIED if key == "format" else UNDERSTOOD, "the library that wrote the file"
         elif _CONCERNS_WEIGHTS.search(key.lower()):
-            yield Item(REFUSED, "metadata", key, f"is {brief(text)}, an entry that fp4kit does not know")
-        else:
-            yield Item(CARRIED, "metadata", key, "does not concern quantization")
+            group, why = REFUSED, f"is {brief(text)}, an entry that fp4kit does not know"
+        yield Item(group, "metadata", key, why)
 
 
 def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[str]) -> bool:
@@ -502,35 +435,31 @@ def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item
 _TORCHAO_DTYPES = {"float4_e2m1fn_x2": "mxfp4", "float8_e4m3fn": "mxfp8"}
 
 
-def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
-    """Return the item for a metadata entry that torchao writes per tensor: the tensor's class and fields, as JSON."""
+def _torchao_trouble(text: str, weight: Weight | None) -> config_entries.Reasons:
+    """Yield reasons to refuse a metadata entry that torchao writes per tensor: its class and its fields, as JSON."""
     try:
         content = json.loads(text)
         kind, data = content.get("_type"), content.get("_data") or {}
         swizzled = data.get("is_swizzled_scales")
     except (ValueError, AttributeError):
-        return Item(REFUSED, "metadata", key, f"is {brief(text)}, an entry that fp4kit does not know")
-    if kind not in ("Tensor", "MXTensor", "NVFP4Tensor"):
-        return Item(REFUSED, "metadata", key, f"is a {brief(kind)} of torchao, which fp4kit does not know")
+        yield f"is {brief(text)}, an entry that fp4kit does not know"
+        return
+    yield kind not in ("Tensor", "MXTensor", "NVFP4Tensor") and (
+        f"is a {brief(kind)} of torchao, which fp4kit does not know"
+    )
+    if kind != "Tensor" and swizzled is None:
+        yield "does not say whether scales are swizzled; only swizzled ones are supported"
     if kind != "Tensor" and swizzled is not True:
-        unsaid = "does not say whether scales are swizzled; only swizzled ones are supported"
-        why = unsaid if swizzled is None else "declares scales that are not swizzled, which is not supported"
-        return Item(REFUSED, "metadata", key, why)
+        yield "declares scales that are not swizzled, which is not supported"
     form = None if weight is None else weight.container
-    why = "" if form is None or form.method != "torchao" else _torchao_trouble(kind, data, form)
-    return Item(REFUSED if why else UNDERSTOOD, "metadata", key, why or "agrees with the tensors")
-
-
-def _torchao_trouble(kind: str, data: Mapping[str, Any], form: Container) -> str:
-    """Return the reason to refuse a metadata entry of torchao that contradicts the layer's tensors; "" if it agrees."""
-    size = data.get("block_size", form.group_size)
-    dtype = data.get("elem_dtype")
+    if form is None or form.method != "torchao":
+        return
+    size, dtype = data.get("block_size", form.group_size), data.get("elem_dtype")
     element = str(dtype.get("_data") if isinstance(dtype, Mapping) else dtype).removeprefix("torch.")
     kinds = ("nvfp4",) if kind == "NVFP4Tensor" else tuple(_TORCHAO_DTYPES.values()) if dtype is None else ()
     kinds = kinds or (_TORCHAO_DTYPES.get(element, element),)
-    if form.kind in kinds and size == form.group_size:
-        return ""
-    return f"declares {' or '.join(kinds)} in blocks of {brief(size)}, but the tensors are {form}"
+    if form.kind not in kinds or size != form.group_size:
+        yield f"declares {' or '.join(kinds)} in blocks of {brief(size)}, but the tensors are {form}"
 
 
 def _without_class(files: Iterable[SafetensorsFile], quantized: Mapping[str, Weight]) -> Iterator[Item]:

@@ -9,17 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fp4kit.checkpoint.containers.table import (
-    CODES,
-    COLUMN_SCALE,
-    CONTAINERS,
-    INPUT_SCALE,
-    LOW_RANK_A,
-    SCALES,
-    TAG,
-    TENSOR_SCALE,
-    Container,
-)
+from fp4kit.checkpoint.containers import table
+from fp4kit.checkpoint.containers.table import CODES, CONTAINERS, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.model.weights import looks_quantized
 from fp4kit.storage.files import shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry
@@ -51,30 +42,26 @@ class Foreign:
     advice: str = _RELEASE
 
 
-def _shape(parts: Parts, suffix: str) -> tuple[int, ...]:
-    return parts[suffix].shape
-
-
 def _is_gptq(parts: Parts, module: str) -> bool:
     # Packed integers run along K: there are as many columns as scales per group.
-    return _shape(parts, ".qweight")[-1:] == _shape(parts, ".scales")[-1:]
+    return parts[".qweight"].shape[-1:] == parts[".scales"].shape[-1:]
 
 
 def _is_int4(parts: Parts, module: str) -> bool:
-    """Return whether each byte of the codes holds elements of two rows: codes [N/2, K], scales [N, ...]."""
-    return _shape(parts, ".weight_scale")[:1] == tuple(2 * rows for rows in _shape(parts, ".weight")[:1])
+    # Each byte of the codes holds elements of two rows: codes [N/2, K], scales [N, ...].
+    return parts[".weight_scale"].shape[:1] == tuple(2 * rows for rows in parts[".weight"].shape[:1])
 
 
 def _is_mxfp6(parts: Parts, module: str) -> bool:
-    """Return whether the codes have 24 bytes (32 elements of 6 bits) per scale."""
-    scales = _shape(parts, ".weight_scale")
-    return bool(scales) and _shape(parts, ".weight") == (*scales[:-1], scales[-1] * 24)
+    # The codes have 24 bytes (32 elements of 6 bits) per scale.
+    scales = parts[".weight_scale"].shape
+    return bool(scales) and parts[".weight"].shape == (*scales[:-1], scales[-1] * 24)
 
 
 def _is_output_stack(parts: Parts, module: str) -> bool:
-    """Return whether a stack of packed codes [E, K, N/2] has one scale byte per 32 elements along N."""
-    codes = _shape(parts, "")
-    return len(codes) == 3 and _shape(parts, "_weight_scale") == (*codes[:-1], codes[-1] // 16)
+    # A stack of packed codes [E, K, N/2] has one scale byte per 32 elements along N.
+    codes = parts[""].shape
+    return len(codes) == 3 and parts["_weight_scale"].shape == (*codes[:-1], codes[-1] // 16)
 
 
 FOREIGN = (
@@ -147,15 +134,8 @@ _OTHERS = (
     *(".q_scale", ".q_scale_max", ".q_groups", ".q_perm", ".q_invperm", ".in_perm", ".row_offsets", ".col_vals"),
     *(".weight_zero_point", ".meta", ".weight_shape", ".weight_g_idx", ".input_scale", ".output_scale", "_weight"),
 )
-_SUFFIXES = {
-    suffix
-    for suffix in (
-        *(suffix for row in FOREIGN for suffix in row.parts),
-        *_OTHERS,
-        *(suffix for form in CONTAINERS for suffix in form.suffixes.values()),
-    )
-    if suffix
-}
+_OF_CONTAINERS = {suffix for form in CONTAINERS for suffix in form.suffixes.values()}
+_SUFFIXES = {suffix for row in FOREIGN for suffix in row.parts}.union(_OTHERS, _OF_CONTAINERS) - {""}
 _UNDERSCORED = tuple(sorted((suffix for suffix in _SUFFIXES if suffix[0] == "_"), key=len, reverse=True))
 _BY_LEAF: dict[str, list[str]] = defaultdict(list)  # last component -> suffixes that end with it, the longest first
 for _one in sorted(_SUFFIXES, key=len, reverse=True):
@@ -211,7 +191,8 @@ class ForeignLayers:
         is_plain = suffix == ".bias" or (suffix == ".weight" and parts[suffix].dtype in FLOAT_DTYPES)
         if is_plain or not any(map(looks_quantized, parts.values())):
             return ""
-        near = _near(parts, module)
+        # The container that the layer nearly fits, and the one tensor that keeps it from fitting.
+        near = next((text for form in CONTAINERS for text in _misfits(form, parts, module)), "")
         if near:
             return f"{what} ({near}); {_COPY}, or {_RELEASE}"
         # Layers with equal suffixes and dtypes share the description of the first, so that they are reported together.
@@ -228,21 +209,16 @@ class ForeignLayers:
         return has and (not row.methods or self._method in row.methods) and row.fits(parts, module)
 
 
-def _near(parts: Parts, module: str) -> str:
-    """Return the container that a layer nearly fits, and the one tensor that keeps it from fitting; else ""."""
-    return next((text for form in CONTAINERS for text in _misfits(form, parts, module)), "")
-
-
 def _misfits(form: Container, parts: Parts, module: str) -> Iterator[str]:
-    """Yield what keeps a layer from being read as a container, if it is near (see _near)."""
+    """Yield what keeps a layer from being read as a container, if it is near."""
     codes = parts.get(form.suffixes[CODES])
-    others = {TAG, COLUMN_SCALE, LOW_RANK_A} & set(form.suffixes)
+    others = {table.TAG, table.COLUMN_SCALE, table.LOW_RANK_A} & set(form.suffixes)
     if codes is None or form.in_blocks or form.is_cast or others or codes.dtype != form.codes_dtype:
         return
     shape = form.shape_of(codes.shape)
     if shape is None or SCALES not in form.suffixes:
         return
-    specs = form.specs(shape, form.suffixes.get(INPUT_SCALE) in parts)
+    specs = form.specs(shape, form.suffixes.get(table.INPUT_SCALE) in parts)
     scales = parts.get(form.suffixes[SCALES])
     if scales is None:
         if form.suffixes[CODES] not in (".weight", ""):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,16 @@ from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
 from fp4kit.checkpoint.containers.table import COLUMN_SCALE, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.model_files import (
-    CONFIG,
     HF_QUANT_CONFIG,
     Source,
     check_kind_of_file,
-    existing_file,
     hint_on_path,
-    load_config,
+    load_configs,
     open_model_files,
     resolved,
 )
-from fp4kit.checkpoint.model.slabs import Readers, scalar_of, scales_of, slabs
-from fp4kit.checkpoint.model.weights import Weight, weights_of
+from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs
+from fp4kit.checkpoint.model.weights import Tensors, Weight
 from fp4kit.checkpoint.selection.names import RECIPE
 from fp4kit.lazy import lazy_property
 from fp4kit.quantized.container import Quantized
@@ -38,37 +36,21 @@ from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes import recipe as recipe_called
 from fp4kit.recipes.serialization import from_data
 from fp4kit.reference.tensor_rules import divisor_dtype
-from fp4kit.storage.files import CheckpointError, listed, load_object, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import first_parts_of, is_gguf, read_gguf_model
-from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
+from fp4kit.storage.safetensors_file import read_header
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Describe a checkpoint by its files and configs. Everything else is derived from them on first use.
-
-    Attributes:
-        path: the model directory or file.
-        files: the headers of the files that hold the model's tensors.
-        config: the content of config.json; None if there is no such file, or if ``path`` is a file.
-        hf_quant_config: the content of hf_quant_config.json; None if there is no such file, or if ``path`` is a file.
+class Checkpoint(Source):
+    """Describe a checkpoint by its files and configs, which may be missing: ``config`` is {} for a file, or without
+    config.json. Everything else is derived from them on first use.
     """
 
-    path: Path
-    files: tuple[SafetensorsFile, ...]
-    config: Mapping[str, Any] | None
-    hf_quant_config: Mapping[str, Any] | None
-
     @lazy_property
-    def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorEntry]]:
+    def tensors(self) -> Tensors:
         """A map from tensor name to (its file, its header entry), in natural order: layer 2 comes before layer 10."""
         pairs = ((entry.name, (file, entry)) for file in self.files for entry in file.entries)
         return dict(sorted(pairs, key=lambda pair: natural_order(pair[0])))
-
-    @lazy_property
-    def weights(self) -> dict[str, Weight]:
-        """A map from tensor name to weight, for all weights, quantized or not."""
-        return weights_of(self.tensors, self.config or {})
 
     def without(self, names: Collection[str]) -> Checkpoint:
         """Return a copy of the checkpoint without the tensors that have these names; self if ``names`` is empty."""
@@ -107,17 +89,15 @@ def inspect_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint at ``path``: a model directory, a .safetensors file or a GGUF file."""
     place = Path(path)
     if resolved(place).is_dir():
-        files = open_model_files(place)[0]
-        config = load_config(place) if os.path.lexists(place / CONFIG) else None
-        has_other = os.path.lexists(place / HF_QUANT_CONFIG)
-        other = load_object(existing_file(place, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if has_other else None
-        return Checkpoint(place, files, config, other)
+        parts = open_model_files(place)
+        config, beside = load_configs(place)
+        return Checkpoint(place, config, beside, *parts)
     if not os.path.lexists(place) and not first_parts_of(place):
         raise CheckpointError(
             f"{place}: does not exist; a model directory, a .safetensors or a GGUF file is needed{hint_on_path(place)}"
         )
     try:
-        return Checkpoint(place, read_gguf_model(place) if is_gguf(place) else (read_header(place),), None, None)
+        return Checkpoint(place, {}, None, read_gguf_model(place) if is_gguf(place) else (read_header(place),))
     except CheckpointError:
         check_kind_of_file(place)
         raise
@@ -133,7 +113,7 @@ def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
 
 def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """Return what config.json and hf_quant_config.json declare about quantization, for ``fp4kit inspect`` to print."""
-    declared = (checkpoint.config or {}).get("quantization_config")
+    declared = checkpoint.config.get("quantization_config")
     lines: list[tuple[str, str]] = []
     if isinstance(declared, dict):
         for key in ("quant_method", "quant_algo", "kv_cache_scheme", "producer", "fp4kit"):
@@ -228,7 +208,7 @@ class QuantizedLayers(Mapping[str, Quantized]):
     @property
     def path(self) -> Path:
         """The model directory or file."""
-        return self._checkpoint.path
+        return self._checkpoint.root
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -251,9 +231,7 @@ class QuantizedLayers(Mapping[str, Quantized]):
 
     def _recipe_of(self, weight: Weight) -> Recipe:
         """Return the recipe of a layer."""
-        form = weight.container
-        assert form is not None
-        form = form.for_columns(weight.shape[-1])
+        form = weight.form.for_columns(weight.shape[-1])
         if self._recipe is not None:
             if not form.stores(self._recipe):
                 raise CheckpointError(
@@ -264,9 +242,9 @@ class QuantizedLayers(Mapping[str, Quantized]):
         return own if own is not None and form.stores(own) else _usual(weight, form)
 
 
-def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
+def recorded(checkpoint: Source) -> Recipe | None:
     """Return the recipe that fp4kit recorded in a checkpoint; None if there is no record that can be read."""
-    declared = (checkpoint.config or {}).get("quantization_config")
+    declared = checkpoint.config.get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None
     data = own.get("recipe") if isinstance(own, dict) else None
     if data is None and checkpoint.files:
@@ -297,32 +275,18 @@ def _unknown(name: object, checkpoint: Checkpoint, names: list[str]) -> str:
     tensors = {*checkpoint.tensors, *(tensor.removesuffix(".weight") for tensor in checkpoint.tensors)}
     what = "is not quantized in" if text in tensors else "is no layer of"
     if not names:
-        return f"{shown(text)}: {what} {checkpoint.path}, which has no quantized layers"
+        return f"{shown(text)}: {what} {checkpoint.root}, which has no quantized layers"
     near = get_close_matches(text, names, _MOST_NAMES, 0.5) or names[:_MOST_NAMES]
-    return f"{shown(text)}: {what} {checkpoint.path}; layers are such as {listed(near, _MOST_NAMES)}"
+    return f"{shown(text)}: {what} {checkpoint.root}; layers are such as {listed(near, _MOST_NAMES)}"
 
 
 def _read(weight: Weight, r: Recipe) -> Quantized:
     """Read a quantized weight and return it as a Quantized; a stack of experts has the shape (experts, rows,
     columns).
     """
-    form = weight.container
-    assert form is not None
-    if COLUMN_SCALE in weight.parts:
-        raise CheckpointError(
-            f"{shown(weight.name)}: is multiplied by a factor per column ({form}), which a Quantized cannot hold;"
-            " fp4kit convert --format bf16 decodes it"
-        )
-    if TENSOR_SCALE in form.suffixes and TENSOR_SCALE not in weight.parts:
-        raise CheckpointError(
-            f"{shown(weight.name)}: its tensor scale is missing, so its values are unknown; take the layer from another"
-            " copy of the model"
-        )
-    if r.block is not None and weight.shape[-1] % r.block_size:  # 128x128 blocks of FP8 may be partial
-        raise CheckpointError(
-            f"{shown(weight.name)}: K = {weight.shape[-1]} is not a multiple of {r.block_size}, which {r.id} needs;"
-            " fp4kit convert --format bf16 decodes it"
-        )
+    form = weight.form
+    for why in _why_not(weight, r):
+        raise CheckpointError(f"{shown(weight.name)}: {why}")
     with Readers() as readers:
         made = [_matrix(readers, weight, expert) for expert in range(weight.experts)]
     codes, scales, tensor_scale = (
@@ -343,17 +307,26 @@ def _read(weight: Weight, r: Recipe) -> Quantized:
         raise CheckpointError(f"{shown(weight.name)}: {error}") from None
 
 
+def _why_not(weight: Weight, r: Recipe) -> Iterator[str]:
+    """Yield the reasons why a Quantized cannot hold a weight."""
+    decode = "fp4kit convert --format bf16 decodes it"
+    if COLUMN_SCALE in weight.parts:
+        yield f"is multiplied by a factor per column ({weight.form}), which a Quantized cannot hold; {decode}"
+    if TENSOR_SCALE in weight.form.suffixes and TENSOR_SCALE not in weight.parts:
+        yield "its tensor scale is missing, so its values are unknown; take the layer from another copy of the model"
+    if r.block is not None and weight.shape[-1] % r.block_size:  # 128x128 blocks of FP8 may be partial
+        yield f"K = {weight.shape[-1]} is not a multiple of {r.block_size}, which {r.id} needs; {decode}"
+
+
 def _matrix(readers: Readers, weight: Weight, expert: int) -> tuple[Any, Any, Any]:
     """Return (codes, block scales, tensor scale) of one matrix of a weight; None for parts that it does not have."""
-    form = weight.container
-    assert form is not None
+    form = weight.form
     (slab,) = slabs(readers, weight, expert, max_bytes=1 << 60)
-    scale = slab.tensor_scale
+    scales, scale = slab.scales, slab.tensor_scale
     if scale is not None and form.divides:
         scale = scalar_of(readers, weight, TENSOR_SCALE, expert)
-    scales = slab.scales
-    if scales is not None and form.scale is None:
-        scales = scales_of(form, np.asarray(scales)) if SCALES in weight.parts else None
+    if form.scale is None:
+        scales = np.asarray(scales) if SCALES in weight.parts else None
         if scales is not None and form.block[0] > 1:  # a Quantized holds the scale of a block once per row
             scales = np.repeat(scales, form.block[0], axis=0)[: weight.shape[-2]]
     return np.asarray(slab.codes).view(np.uint8), scales, scale

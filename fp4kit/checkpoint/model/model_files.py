@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fp4kit.checkpoint.executors import run_all
-from fp4kit.checkpoint.model.weights import Weight, weights_of
+from fp4kit.checkpoint.model.weights import Tensors, Weight, weights_of
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, config_of
 from fp4kit.contract.schema import FILE as CONTRACT
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.files import CheckpointError, listed, load_object, shown
 from fp4kit.storage.gguf_file import is_gguf, read_gguf_model
-from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
+from fp4kit.storage.safetensors_file import SafetensorsFile, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -47,6 +47,7 @@ class Source:
         root: the directory, or the GGUF or safetensors file.
         config: the content of config.json. For a GGUF file, facts from its header (see ggml_names.config_of); for a
             safetensors file, {}.
+        hf_quant_config: the content of hf_quant_config.json; None if there is no such file.
         files: the headers of the model's files, sorted by name.
         ignored: the names of safetensors files in the directory that are not part of the model.
         has_index: True if the directory has an index file, of transformers or of Diffusers.
@@ -54,12 +55,13 @@ class Source:
 
     root: Path
     config: Mapping[str, Any]
+    hf_quant_config: Mapping[str, Any] | None
     files: tuple[SafetensorsFile, ...]
-    ignored: tuple[str, ...]
-    has_index: bool
+    ignored: tuple[str, ...] = ()
+    has_index: bool = False
 
     @lazy_property
-    def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorEntry]]:
+    def tensors(self) -> Tensors:
         """A map from tensor name to (its file, its header entry), in file order and, within a file, in byte order."""
         return {entry.name: (file, entry) for file in self.files for entry in file.entries}
 
@@ -71,13 +73,6 @@ class Source:
     def weights(self) -> dict[str, Weight]:
         """A map from tensor name to weight, quantized or not, as ``weights_of`` finds them; a new dict."""
         return dict(self._weights)
-
-    @lazy_property
-    def hf_quant_config(self) -> dict[str, Any] | None:
-        """The content of hf_quant_config.json; None if there is no such file or the model is a single file."""
-        if self.root.is_file() or not os.path.lexists(self.root / HF_QUANT_CONFIG):
-            return None
-        return load_object(existing_file(self.root, HF_QUANT_CONFIG), HF_QUANT_CONFIG)
 
 
 def resolved(path: Path) -> Path:
@@ -117,13 +112,8 @@ def existing_file(root: Path, name: str) -> Path:
 def check_shard_name(name: object) -> str:
     """Return ``name``, a shard's name from an index, after checking that it is a plain file name."""
     # The name must end in .safetensors, must not begin with a dot or a dash, and may have up to 255 bytes.
-    plain = (
-        isinstance(name, str)
-        and re.fullmatch(r"[^/\\:\x00-\x1f]+\.safetensors", name) is not None
-        and name[0] not in ".-"
-        and len(name.encode("utf-8", "replace")) <= 255
-    )
-    if not plain:
+    plain = isinstance(name, str) and re.fullmatch(r"[^/\\:\x00-\x1f.-][^/\\:\x00-\x1f]*\.safetensors", name)
+    if not plain or len(str(name).encode("utf-8", "replace")) > 255:
         raise CheckpointError(
             f"{INDEX}: shard name {shown(repr(name))}: a plain file name that ends in .safetensors is needed"
         )
@@ -135,27 +125,15 @@ def index_name(root: Path) -> str | None:
     return next((name for name in (INDEX, DIFFUSERS_INDEX) if os.path.lexists(root / name)), None)
 
 
-def load_weight_map(root: Path) -> dict[str, str]:
-    """Return the map from tensor name to shard name in the index of the directory ``root``."""
-    name = index_name(root) or INDEX
-    index = load_object(existing_file(root, name), name)
-    weight_map = index.get("weight_map")
+def _load_weight_map(root: Path) -> dict[str, str] | None:
+    """Return the map from tensor name to shard name in the index of a directory; None if there is no index."""
+    name = index_name(root)
+    if name is None:
+        return None
+    weight_map = load_object(existing_file(root, name), name).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{name}: has no weight_map; an object that maps tensor names to shards is needed")
     return {tensor: check_shard_name(shard) for tensor, shard in weight_map.items()}
-
-
-def _check_numbering(names: Iterable[str]) -> None:
-    """Raise CheckpointError if file names are numbered, such as ``-00001-of-00003``, and a number is missing."""
-    series: dict[tuple[str, int], set[int]] = {}
-    for match in filter(None, map(_NUMBERED.fullmatch, names)):
-        series.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
-    for (stem, total), present in series.items():
-        if total != len(present):
-            raise CheckpointError(
-                f"{shown(stem)}: {len(present)} of {total} numbered shards are present and there is no {INDEX}; "
-                "download the missing ones"
-            )
 
 
 def safetensors_in(root: Path) -> list[str]:
@@ -163,7 +141,7 @@ def safetensors_in(root: Path) -> list[str]:
     return sorted(name for name in os.listdir(root) if name.endswith(".safetensors"))
 
 
-def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[str]:
+def _model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[str]:
     """Return the names of the safetensors files that make up the model in ``root``."""
     present = safetensors_in(root)
     if weight_map is not None:
@@ -173,49 +151,50 @@ def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[s
                 f"{root}: has both {SINGLE} and {INDEX}, but the index does not name {SINGLE}; remove one of them"
             )
         return names
-    single = next((name for name in (SINGLE, DIFFUSERS_SINGLE) if name in present), None)
-    if single is not None:
-        return [single]
     if not present:
         raise CheckpointError(
             f"{root}: no .safetensors file; a Hugging Face model directory with safetensors is needed"
             f"{_hint_on_directory(root) or _hint_on_other_models(root)}"
         )
-    _check_numbering(present)
-    return present
+    single = next((name for name in (SINGLE, DIFFUSERS_SINGLE) if name in present), None)
+    series: dict[tuple[str, int], set[int]] = {}  # numbered files, such as -00001-of-00003
+    for match in filter(None, map(_NUMBERED.fullmatch, present if single is None else ())):
+        series.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    for (stem, total), found in series.items():
+        if total != len(found):
+            raise CheckpointError(
+                f"{shown(stem)}: {len(found)} of {total} numbered shards are present and there is no {INDEX}; "
+                "download the missing ones"
+            )
+    return present if single is None else [single]
 
 
-def _check_names_differ(names: list[str]) -> None:
-    """Raise CheckpointError if two shard names differ only in case. Some file systems treat such names as one file."""
+def _equal_names(names: list[str]) -> Iterator[str]:
+    """Yield an error message if two shard names differ only in case. Some file systems treat them as one file."""
     folded: dict[str, str] = {}
     for name in names:
         if folded.setdefault(name.casefold(), name) != name:
-            raise CheckpointError(f"{shown(name)} and {shown(folded[name.casefold()])} differ only in case; rename one")
+            yield f"{shown(name)} and {shown(folded[name.casefold()])} differ only in case; rename one"
 
 
-def _check_no_duplicates(files: Iterable[SafetensorsFile]) -> None:
-    """Raise CheckpointError if two of the model's files contain tensors of the same name."""
-    owner: dict[str, str] = {}
+def _disagreements(weight_map: Mapping[str, str] | None, files: Iterable[SafetensorsFile]) -> Iterator[str]:
+    """Yield an error message if two files contain a tensor, or if index and shards disagree about where tensors are."""
+    shard_of: dict[str, str] = {}
     for file in files:
         for entry in file.entries:
-            if owner.setdefault(entry.name, file.label) != file.label:
-                raise CheckpointError(
-                    f"{shown(entry.name)}: is in both {owner[entry.name]} and {file.label}; "
+            if shard_of.setdefault(entry.name, file.name) != file.name:
+                yield (
+                    f"{shown(entry.name)}: is in both {shown(shard_of[entry.name])} and {file.label}; "
                     "remove the file that is not part of the model; shards of tensor parallelism must be merged first"
                 )
-
-
-def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]) -> None:
-    """Raise CheckpointError if the index and the shards disagree about which tensor is in which shard."""
-    shard_of = {entry.name: file.name for file in files for entry in file.entries}
+    if weight_map is None:
+        return
     absent = [f"{name} in {shard}" for name, shard in weight_map.items() if shard_of.get(name) != shard]
     if absent:
-        raise CheckpointError(
-            f"{INDEX}: names {listed(absent)}, but the shard does not contain it; download the model again"
-        )
+        yield f"{INDEX}: names {listed(absent)}, but the shard does not contain it; download the model again"
     unlisted = [f"{name} of {shard}" for name, shard in shard_of.items() if name not in weight_map]
     if unlisted:
-        raise CheckpointError(f"{INDEX}: does not name {listed(unlisted)}; download the model again")
+        yield f"{INDEX}: does not name {listed(unlisted)}; download the model again"
 
 
 # Suffix of a file -> advice for the user who has no safetensors model but such a file.
@@ -239,13 +218,14 @@ def _hint_on_other_models(root: Path) -> str:
     declared = load_object(config, CONFIG).get("quantization_config") if config.is_file() else None
     torchao = isinstance(declared, Mapping) and declared.get("quant_method") == "torchao"
     for name in sorted(os.listdir(root)):
-        if torchao and Path(name).suffix.lower() in (".bin", ".pt"):
+        suffix = Path(name).suffix.lower()
+        if torchao and suffix in (".bin", ".pt"):
             return (
                 f"; there is {shown(name)}, which holds pickled tensors of torchao: convert the unquantized release, or"
                 " save the model with transformers after model.dequantize()"
             )
-        if Path(name).suffix.lower() in _OTHER_MODELS:
-            return f"; there is {shown(name)}: {_OTHER_MODELS[Path(name).suffix.lower()]}"
+        if suffix in _OTHER_MODELS:
+            return f"; there is {shown(name)}: {_OTHER_MODELS[suffix]}"
     return ""
 
 
@@ -310,16 +290,24 @@ def open_source(root: Path) -> Source:
     """Open and check a model without reading tensor data, and return it as a Source."""
     if not root.is_dir():
         return _open_file(root)
-    files, ignored, has_index = open_model_files(root)
+    parts = open_model_files(root)
     if not os.path.lexists(root / CONFIG):
         raise CheckpointError(f"{CONFIG}: is missing in {root}; {_hint_on_config(root)}")
-    return Source(root, load_config(root), files, ignored, has_index)
+    config, beside = load_configs(root)
+    return Source(root, config, beside, *parts)
 
 
-def load_config(root: Path) -> dict[str, Any]:
-    """Return the content of config.json, with msmodelslim's description of the weights as ``quantization_config``."""
-    # msmodelslim declares quantization in a file of its own, so that config.json usually has no such entry.
-    config = load_object(existing_file(root, CONFIG), CONFIG)
+def load_configs(root: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the content of config.json, {} if there is none, and of hf_quant_config.json, None if there is none."""
+    config, beside = (
+        load_object(existing_file(root, name), name) if os.path.lexists(root / name) else None
+        for name in (CONFIG, HF_QUANT_CONFIG)
+    )
+    return {} if config is None else _with_description(root, config), beside
+
+
+def _with_description(root: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config with msmodelslim's description of the weights, a file of its own, as ``quantization_config``."""
     names = sorted(name for name in os.listdir(root) if name.startswith(DESCRIPTION) and name.endswith(".json"))
     if not names:
         return config
@@ -343,9 +331,9 @@ def _open_file(path: Path) -> Source:
     """Open and check a model that is a single safetensors file or a GGUF model, and return it as open_source does."""
     if is_gguf(path):
         parts = read_gguf_model(path)
-        return Source(path, config_of(parts[0].metadata), parts, (), False)
+        return Source(path, config_of(parts[0].metadata), None, parts)
     if path.suffix.lower() == ".safetensors" and resolved(path).is_file() and not _is_part_of_model(path):
-        return Source(path, {}, (read_header(resolved(path), path.name),), (), False)
+        return Source(path, {}, None, (read_header(resolved(path), path.name),))
     state = "is a file" if resolved(path).exists() else "does not exist"
     raise CheckpointError(f"{path}: {state}; a Hugging Face model directory is needed{hint_on_path(path)}")
 
@@ -358,7 +346,7 @@ def _is_part_of_model(path: Path) -> bool:
     if not os.path.lexists(root / CONFIG):
         return False
     try:
-        return path.name in model_file_names(root, load_weight_map(root) if index_name(root) else None)
+        return path.name in _model_file_names(root, _load_weight_map(root))
     except CheckpointError:
         return False
 
@@ -367,13 +355,13 @@ def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str
     """Open the safetensors files of a model directory and check them."""
     if (root / MODEL_INDEX).is_file() and not os.path.lexists(root / CONFIG):
         raise CheckpointError(f"{root}: has no {CONFIG}{_hint_on_directory(root)}")
-    weight_map = load_weight_map(root) if index_name(root) else None
-    names = model_file_names(root, weight_map)
-    _check_names_differ(names)
+    weight_map = _load_weight_map(root)
+    names = _model_file_names(root, weight_map)
+    for why in _equal_names(names):
+        raise CheckpointError(why)
     files = tuple(read_header(existing_file(root, name), name) for name in names)
-    _check_no_duplicates(files)
-    if weight_map is not None:
-        _check_index(weight_map, files)
+    for why in _disagreements(weight_map, files):
+        raise CheckpointError(why)
     ignored = tuple(sorted(set(safetensors_in(root)) - set(names)))
     return files, ignored, weight_map is not None
 
@@ -384,11 +372,11 @@ VERSION = 1
 
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file's content, as 64 hexadecimal digits. Raise OSError if the file cannot be read."""
+    whole = hashlib.sha256()
     with path.open("rb") as file:
-        whole = hashlib.sha256()
         while data := file.read(1 << 20):
             whole.update(data)
-        return whole.hexdigest()
+    return whole.hexdigest()
 
 
 class Digest(NamedTuple):
@@ -440,9 +428,8 @@ def load_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     found = load_object(path, MANIFEST)
     files = found.get("files")
-    right = isinstance(files, dict) and all(
-        isinstance(f, dict) and isinstance(f.get("sha256"), str) for f in files.values()
-    )
+    facts = files.values() if isinstance(files, dict) else [None]
+    right = all(isinstance(one, dict) and isinstance(one.get("sha256"), str) for one in facts)
     if found.get("fp4kit_manifest") != VERSION or not right:
         raise CheckpointError(f"{MANIFEST}: is malformed or not of version {VERSION}; convert the model again")
     return found
@@ -458,16 +445,13 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
     present, files = set(names_in(folder)), found["files"]
     sizes = {name: text for name in files if name in present and (text := _other_size(folder / name, files[name]))}
     names = {folder / name: name for name in files if name in present and name not in sizes}
-    digests = {names[one.path]: one.sha256 for one in run_all(executor, deque((digest_of, (path,)) for path in names))}
     wrong = [f"{shown(name)}: {text}" for name, text in sizes.items()]
-    wrong += [
-        f"{shown(name)}: its content differs from what the conversion wrote"
-        for name in digests
-        if digests[name] != files[name]["sha256"]
-    ]
-    missing = [f"{shown(name)}: is missing" for name in files if name not in present]
+    for one in run_all(executor, deque((digest_of, (path,)) for path in names)):
+        if one.sha256 != files[names[one.path]]["sha256"]:
+            wrong.append(f"{shown(names[one.path])}: its content differs from what the conversion wrote")
+    wrong += [f"{shown(name)}: is missing" for name in files if name not in present]
     strange = [f"{shown(name)}: was not written by the conversion" for name in present - set(files)]
-    return [*sorted(missing + wrong), *sorted(strange)]
+    return [*sorted(wrong), *sorted(strange)]
 
 
 def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
@@ -489,8 +473,7 @@ WRITTEN_AT_ROOT = (CONFIG, HF_QUANT_CONFIG, MANIFEST, CONTRACT)  # never copied,
 _DECLARATIONS = ("quantization_config.json", "quantize_config.json", "quant_config.json")
 
 
-@dataclass(frozen=True)
-class AuxiliaryFile:
+class AuxiliaryFile(NamedTuple):
     """Describe a file that a conversion copies.
 
     Attributes:
@@ -504,8 +487,7 @@ class AuxiliaryFile:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class AuxiliaryFiles:
+class AuxiliaryFiles(NamedTuple):
     """List the files of a model directory, other than the model's tensors, that a conversion copies or skips.
 
     Attributes:
@@ -554,11 +536,9 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
         resolved(path)
     except CheckpointError:
         return "links that form a cycle"
-    try:
-        real = contained(path, root)
-    except CheckpointError:
+    if not _is_inside(path, root):
         return "a link to a file outside the directory"
-    return None if real.is_file() else "not a regular file"
+    return None if path.is_file() else "not a regular file"
 
 
 _NEXT = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # layers of multi-token prediction, in config.json
@@ -597,13 +577,12 @@ def scan(root: Path, model_files: set[str], keeps_layers: bool = True) -> Auxili
         if name in model_files or name in WRITTEN_AT_ROOT:
             continue
         reason = _skip_reason(name, path, root)
-        declares = name in _DECLARATIONS or name.startswith(DESCRIPTION)
-        if reason is None and declares and not keeps_layers:
+        if not reason and not keeps_layers and (name in _DECLARATIONS or name.startswith(DESCRIPTION)):
             reason = "describes how the source is quantized"
-        if reason is None:
-            if not os.access(path, os.R_OK):
-                _unreadable(PermissionError(errno.EACCES, os.strerror(errno.EACCES), path))
-            copied.append(AuxiliaryFile(name, path.resolve(), path.stat().st_size))
-        else:
+        if reason:
             skipped.append((name, reason))
+            continue
+        if not os.access(path, os.R_OK):
+            _unreadable(PermissionError(errno.EACCES, os.strerror(errno.EACCES), path))
+        copied.append(AuxiliaryFile(name, path.resolve(), path.stat().st_size))
     return AuxiliaryFiles(tuple(copied), tuple(skipped))

@@ -14,7 +14,7 @@ Source: compressed-tensors 0.20 transform/factory/hadamard.py and transform/util
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers.config_entries import REFUSED, UNDERSTOOD, Item, brief
 from fp4kit.checkpoint.containers.configs import declared
 from fp4kit.checkpoint.model import closed_world
+from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Tensors, Weight, WeightRotation, located, rotation_of, weights_of
 from fp4kit.storage.files import shown
@@ -75,23 +76,20 @@ class _NotUndone(Exception):
     """Raised if a transform cannot be undone. The message is a predicate, such as "has the location output"."""
 
 
-def undo(model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> Undone:
+def undo(model: Source, weights: Mapping[str, Weight], ignore: Collection[str] = ()) -> Undone:
     """Return a model whose weights are rotated back when they are decoded."""
-    patterns = tuple(ignore)
-    found = resolved(model, weights, patterns)
-    closed_world.check(found.items, patterns)
+    found = resolved(model, weights, ignore)
+    closed_world.check(found.items, ignore)
     return found
 
 
-def resolved(
-    model: closed_world.OpenedModel, weights: Mapping[str, Weight], ignore: Iterable[str] = (), reads: bool = True
-) -> Undone:
+def resolved(model: Source, weights: Mapping[str, Weight], ignore: Collection[str] = (), reads: bool = True) -> Undone:
     """Return a model with its transforms undone, and all its items, refused ones included."""
     items = closed_world.items_of(model, weights, ignore)
     if not any(_declares(item) for item in items):
         return Undone(dict(weights), items)
     try:
-        found = dict(_transforms(declared(model.config or {})[KEY], weights))
+        found = dict(_transforms(declared(model.config)[KEY], weights))
         matrices = _stored_matrices(found, weights, model.tensors)
     except _NotUndone as reason:
         why = f"declares rotations of the weights; it {reason}, which is not undone"

@@ -248,9 +248,7 @@ def _has_formats_per_layer(declared: Any) -> bool:
 
 def _family(layer: Weight) -> Hashable:
     """Return what containers have in common that differ only in optional parts, such as factors per column."""
-    form = layer.container
-    assert form is not None
-    return form.producer, form.kind, form.block
+    return layer.form.producer, layer.form.kind, layer.form.block
 
 
 def _grouped(layers: Iterable[Weight], key: Callable[[Weight], Hashable]) -> list[list[Weight]]:

@@ -17,24 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit.call.parse import HADAMARD_SIZES
+from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.configs import declared
-from fp4kit.checkpoint.containers.table import (
-    CAST_E4M3,
-    CAST_E5M2,
-    CODES,
-    COLUMN_SCALE,
-    CONTAINERS,
-    INPUT_SCALE,
-    LOW_RANK_A,
-    LOW_RANK_B,
-    SAME_BYTES,
-    SCALES,
-    TAG,
-    TENSOR_SCALE,
-    VALUES,
-    Container,
-    OutputTensor,
-)
+from fp4kit.checkpoint.containers.table import CODES, SCALES, TAG, TENSOR_SCALE, VALUES, Container, OutputTensor
 from fp4kit.checkpoint.selection.names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.selection.selection import STACKS
 from fp4kit.formats import E8M0
@@ -107,8 +92,8 @@ def _text(factors: np.ndarray) -> str:
 _AMBIGUOUS = {"", ".weight", "_weight", ".scale", ".blocks", ".global_scale", "._weight_per_tensor_scale"}
 _OF_CONTAINERS = {
     form.suffixes[part]
-    for form in CONTAINERS
-    for part in (CODES, SCALES, TENSOR_SCALE, COLUMN_SCALE, TAG)
+    for form in table.CONTAINERS
+    for part in (CODES, SCALES, TENSOR_SCALE, table.COLUMN_SCALE, TAG)
     if part in form.suffixes
 }
 _OF_OTHERS = (
@@ -319,15 +304,14 @@ def _casts(
 ) -> Iterator[Weight]:
     """Yield the matrices whose FP8 codes are their values, because somebody cast a model to FP8."""
     left = [place.entry for name, place in places.items() if name not in taken]
-    scales = any(
-        (looks_quantized(entry) and not _is_fp8_weight(entry)) or entry.name.endswith("scaled_fp8") for entry in left
-    )
+    casts = {e.name: e for e in left if e.dtype in ("F8_E4M3", "F8_E5M2") and e.name.endswith(".weight")}
+    scales = any((looks_quantized(e) and e.name not in casts) or e.name.endswith("scaled_fp8") for e in left)
     scaled = any(w.container and w.container.element.bits == 8 and TAG not in w.container.suffixes for w in quantized)
     if declared(config) or scales or scaled:
         return
-    for entry in left:
-        for form in (CAST_E4M3, CAST_E5M2) if _is_fp8_weight(entry) else ():
-            weight = _stored(entry.name.removesuffix(".weight"), form, places, False)
+    for name in casts:
+        for form in (table.CAST_E4M3, table.CAST_E5M2):
+            weight = _stored(name.removesuffix(".weight"), form, places, False)
             if weight is not None:
                 yield weight
 
@@ -335,7 +319,7 @@ def _casts(
 def cast_of(place: Located, weights: Iterable[Weight]) -> Weight | None:
     """Return a tensor of a model that was cast to FP8 as a weight of one matrix; None if it is not such a tensor."""
     entry = place.entry
-    form = {"F8_E4M3": CAST_E4M3, "F8_E5M2": CAST_E5M2}.get(entry.dtype)
+    form = {"F8_E4M3": table.CAST_E4M3, "F8_E5M2": table.CAST_E5M2}.get(entry.dtype)
     if form is None or not entry.shape or 0 in entry.shape:
         return None
     forms = (weight.container for weight in weights)
@@ -344,11 +328,6 @@ def cast_of(place: Located, weights: Iterable[Weight]) -> Weight | None:
     rows = entry.shape[0] if len(entry.shape) > 1 else 1
     shape = (rows, prod(entry.shape) // rows)
     return Weight(entry.name, entry.name, shape, form.for_columns(shape[1]), {CODES: place})
-
-
-def _is_fp8_weight(entry: TensorEntry) -> bool:
-    """Return whether a tensor is called ``.weight`` and has an FP8 dtype."""
-    return entry.dtype in ("F8_E4M3", "F8_E5M2") and entry.name.endswith(".weight")
 
 
 def comfy_layers(tensors: Tensors) -> dict[str, Any]:
@@ -367,7 +346,7 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
     found = declared(config)
     method = str(found.get("quant_method", ""))
     algorithm = str(found.get("quant_algo") or found.get("store_dtype") or method).upper()
-    usable = [candidate for candidate in CONTAINERS if candidate.algorithm in ("", algorithm)]
+    usable = [candidate for candidate in table.CONTAINERS if candidate.algorithm in ("", algorithm)]
     return sorted(usable, key=lambda candidate: not method or (candidate.method or candidate.format) != method)
 
 
@@ -376,35 +355,30 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
     damaged = damaged and not container.is_exact
     scaled = damaged or container.has_tensor_scale == (TENSOR_SCALE in parts)
-    if not container.needed <= set(parts) or not scaled:
-        return None
-    shape = _shape(parts[CODES].entry, container)
+    shape = _shape(parts[CODES].entry, container) if scaled and container.needed <= set(parts) else None
     if shape is None:
         return None
-    specs, transposed = container.specs(shape, INPUT_SCALE in parts), container.stack == "columns"
-    if LOW_RANK_A in parts:  # float matrices A [r, K] and B [N, r]
-        a, b = parts[LOW_RANK_A].entry, parts[LOW_RANK_B].entry
+    specs, transposed = container.specs(shape, table.INPUT_SCALE in parts), container.stack == "columns"
+    if table.LOW_RANK_A in parts:  # float matrices A [r, K] and B [N, r]
+        a, b = parts[table.LOW_RANK_A].entry, parts[table.LOW_RANK_B].entry
         fits = len(a.shape) == len(b.shape) == 2 and (*b.shape[:1], *a.shape[1:]) == shape and a.shape[0] == b.shape[1]
         if not fits or not {a.dtype, b.dtype} <= set(FLOAT_DTYPES):
             return None
-    for part, place in parts.items():
-        if part in (TAG, LOW_RANK_A, LOW_RANK_B):
+    for part, (dtype, wanted) in specs.items():
+        if part == TAG or part not in parts or (part == CODES and parts[part].entry.dtype == "F4"):
             continue
-        entry, (dtype, wanted) = place.entry, specs[part]
+        entry = parts[part].entry
         shapes = container.shapes_of_scales(shape) if part == SCALES else (wanted,)
         # In a container without block scales, a scale of shape [1, 1] is not accepted as a tensor scale, because it may
         # be the scale of a matrix that is a single block.
         few_axes = len(entry.shape) < 2 or SCALES in container.suffixes
-        scalar = part in (TENSOR_SCALE, INPUT_SCALE) and prod(entry.shape) == 1 and few_axes
+        scalar = part in (TENSOR_SCALE, table.INPUT_SCALE) and prod(entry.shape) == 1 and few_axes
         fits = entry.shape in shapes or (scalar and (len(shape) == 2 or transposed)) or (damaged and part == SCALES)
-        if part == CODES and entry.dtype == "F4":
-            continue
         plain = part == CODES and container.scale is None  # bytes under float scales could also be integers
         plain = plain or (part == SCALES and container.own_dtype)
         exponents = part == SCALES and container.scale == E8M0 and (entry.dtype, dtype) == ("F8_E8M0", "U8")
-        if not fits or (
-            entry.dtype != dtype and (damaged or plain or not (exponents or _holds(entry.dtype, dtype, part)))
-        ):
+        holds = not damaged and not plain and (exponents or _holds(entry.dtype, dtype, part))
+        if not fits or (entry.dtype != dtype and not holds):
             return None
     return Weight(module, parts[CODES].entry.name, shape, container.for_columns(shape[-1]), parts, transposed)
 
@@ -413,7 +387,7 @@ def _holds(dtype: str, wanted: str, part: str) -> bool:
     """Return whether a tensor of ``dtype`` can hold a part of a layer that is usually stored as ``wanted``."""
     if part == CODES and wanted not in ("U8", "I8", "F8_E4M3"):
         return dtype == wanted
-    return dtype == wanted or dtype in SAME_BYTES.get("F32" if part == COLUMN_SCALE else wanted, ())
+    return dtype == wanted or dtype in table.SAME_BYTES.get("F32" if part == table.COLUMN_SCALE else wanted, ())
 
 
 def _shape(codes: TensorEntry, container: Container) -> tuple[int, ...] | None:

@@ -294,14 +294,15 @@ def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifferen
         return tuple(_differences(left, right))
     except RecursionError:
         raise CheckpointError(
-            f"{left.path}, {right.path}: the configs are nested too deeply to compare; compare them with another tool"
+            f"{left.root}, {right.root}: the configs are nested too deeply to compare; compare them with another tool"
         ) from None
 
 
 def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifference]:
     """Yield the differences of config.json, of hf_quant_config.json and of the metadata, in this order."""
+    one, other = (model.config if (model.root / CONFIG).is_file() else None for model in (left, right))
     for place, a, b in (
-        (CONFIG, left.config, right.config),
+        (CONFIG, one, other),
         (HF_QUANT_CONFIG, left.hf_quant_config, right.hf_quant_config),
     ):
         if a is not None and b is not None:

@@ -197,7 +197,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     unloaded = diffusers_warning(config)
     if form is not None and unloaded is not None:
         return [Issue("warning", "model", unloaded)]
-    if form is not None and is_one_file(model.path):
+    if form is not None and is_one_file(model.root):
         return [Issue("warning", "model", _ONE_FILE)]
     if form is None and model.unrecognised:
         return [Issue("warning", "model", "the requirements of loaders are not known for this format, so not checked")]

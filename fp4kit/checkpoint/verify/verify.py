@@ -226,19 +226,19 @@ def prepare(
 ) -> Verification:
     """Prepare a verification for ``execute``: make all checks that do not compare values."""
     model = opened(Path(destination))
-    issues, model, turned, scales = findings_of_files(model, ignore)
-    parallel = None if model.path.is_file() else sharding_of(model.weights.values(), model.config or {})
+    issues, model, turned, scales = findings_of_files(model, tuple(ignore))
+    parallel = None if model.root.is_file() else sharding_of(model.weights.values(), model.config or {})
     issues += _cut_layers(model, tp, ep)
     issues += swapped_nibbles(model)
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
     given = tuple((pattern, find_recipe(one)) for pattern, one in recipes)
-    manifest = load_manifest(model.path) or {}
+    manifest = load_manifest(model.root) or {}
     settings, texts = _settings(model, manifest, recipe, options or Options(), search, given)
     settings, others = _with_adapter(model, _object(manifest.get("request")), settings, adapter, source is not None)
     issues += [*texts, *others]
     if source is None:
         checks, reference = tuple(checks_of(model.layers.values(), {}, settings)), reference_of(model.weights.values())
-        return Verification(model.path, None, settings, checks, (), tuple(issues), parallel, reference)
+        return Verification(model.root, None, settings, checks, (), tuple(issues), parallel, reference)
     original = open_source(Path(source))
     facts, now = manifest.get("source"), source_facts(original)
     if isinstance(facts, dict):
@@ -247,7 +247,7 @@ def prepare(
     beside = _SourceComparison(model, original, settings, turned.rotations)
     _check_patterns(beside.checks, [pattern for pattern, _ in given])
     issues += beside.issues()
-    return Verification(model.path, original.root, settings, beside.checks, beside.copies, tuple(issues), parallel)
+    return Verification(model.root, original.root, settings, beside.checks, beside.copies, tuple(issues), parallel)
 
 
 _OTHER_SOURCE = "is not the source file that was converted: its size or header differs"
@@ -281,7 +281,7 @@ def _settings(
     """Return (how the checkpoint was made, warnings about records that are unknown or contradict each other)."""
     request = _object(manifest.get("request"))
     own = _object((model.config or {}).get("quantization_config")).get("fp4kit")
-    is_safetensors = model.path.is_file() and not isinstance(model.files[0], GgufFile)
+    is_safetensors = model.root.is_file() and not isinstance(model.files[0], GgufFile)
     header = model.files[0].metadata if is_safetensors else {}
     made_new = request.get("recipe") if manifest.get("codes") != "carried" else None
     recorded = made_new or _object(own).get("recipe") or header.get(RECIPE)
@@ -319,7 +319,7 @@ def _with_adapter(
         return settings, []
     if adapter is None:
         raise CheckpointError(
-            f"{shown(str(model.path))}: the adapter {shown(str(recorded.get('directory')))} was merged into the source;"
+            f"{shown(str(model.root))}: the adapter {shown(str(recorded.get('directory')))} was merged into the source;"
             " add --adapter DIR, which gives the values to compare with"
         )
     if not has_source:

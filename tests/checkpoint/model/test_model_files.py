@@ -21,7 +21,7 @@ from synthetic import refused
 from together import together
 
 import fp4kit
-from fp4kit.checkpoint.containers import OutputTensor
+from fp4kit.checkpoint.containers.table import OutputTensor
 from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import (

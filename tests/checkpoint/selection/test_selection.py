@@ -25,33 +25,20 @@ from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.checkpoint.selection import selection
 from fp4kit.checkpoint.selection.names import hugging_face_names
-from fp4kit.checkpoint.selection.selection import (
-    STACKS,
-    Candidate,
-    Decision,
-    LayerKind,
-    ModelFacts,
-    Selector,
-    Wishes,
-    candidate,
-    check,
-    decide,
-    is_transposed,
-    model_facts,
-)
+from fp4kit.checkpoint.selection.selection import Candidate, Decision, ModelFacts, Selector, Wishes, candidate, decide
 from fp4kit.checkpoint.verify.verify import verify
 
 
 def converted(candidates: list[Candidate], wishes: Wishes) -> set[str]:
     """Return the modules that are quantized. Raise an error if the wishes are not valid for the candidates."""
     decisions = decide(candidates, wishes, 16)
-    check(candidates, wishes, decisions)
+    selection.check(candidates, wishes, decisions)
     return {tensor.module for tensor in candidates if decisions[tensor.name].converted}
 
 
 def refused_wishes(candidates: list[Candidate], wishes: Wishes, text: str) -> None:
     with refused(text):
-        check(candidates, wishes, decide(candidates, wishes, 16))
+        selection.check(candidates, wishes, decide(candidates, wishes, 16))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +201,7 @@ def test_patterns_that_match_nothing(option: str, pattern: str) -> None:
 def test_only_what_is_left_out(make: Callable[[], list[Candidate]], wishes: Wishes, text: str) -> None:
     candidates = make()
     with pytest.raises(ValueError, match="every module that it matches stays unquantized: ") as caught:
-        check(candidates, wishes, decide(candidates, wishes, 16))
+        selection.check(candidates, wishes, decide(candidates, wishes, 16))
     assert text in str(caught.value) and str(caught.value).startswith(f"--only {wishes.only[0]!r}: ")
     assert "--keep-first" not in text or str(caught.value).endswith("(model.layers.0))")
 
@@ -313,7 +300,7 @@ def _decide_all(modules: list[str], wishes: Wishes) -> int:
     model = ModelFacts(61, "deepseek_v3")
     candidates = [candidate(f"{module}.weight", "BF16", (2048, 7168), model) for module in modules]
     decisions = decide(candidates, wishes, 16)
-    check(candidates, wishes, decisions)
+    selection.check(candidates, wishes, decisions)
     taken = [tensor.module for tensor in candidates if decisions[tensor.name].converted]
     assert not fused_layers.missing_gated_halves(taken)
     return len(fused_layers.shared_amax_groups(taken))
@@ -505,7 +492,7 @@ def test_layers_that_are_left_out(module: str, reason: str, listed: bool) -> Non
         ("pooler.dense", "linear layer"),
     ],
 )
-def test_kinds(module: str, kind: LayerKind) -> None:
+def test_kinds(module: str, kind: selection.LayerKind) -> None:
     assert decision(f"{module}.weight") == Decision(True, f"{kind} (preset linear)")
     experts, mlp = (decision(f"{module}.weight", preset=preset) for preset in ("experts", "mlp"))
     assert experts.converted == (kind in ("routed expert", "shared expert"))
@@ -514,7 +501,7 @@ def test_kinds(module: str, kind: LayerKind) -> None:
         assert mlp == Decision(False, f"{kind}: not in preset mlp", True)
 
 
-@together("leaf", STACKS)
+@together("leaf", selection.STACKS)
 def test_stacks_of_experts(leaf: str) -> None:
     name = f"model.layers.0.mlp.experts.{leaf}"
     for stored in (name, f"{name}.weight"):
@@ -582,7 +569,7 @@ def test_transposed_layers() -> None:
 )
 def test_transposed_layers_without_a_model_type(name: str, shape: tuple[int, int], transposed: bool) -> None:
     found = decision(name, shape)
-    assert is_transposed(found.reason) == transposed == (not found.converted)
+    assert selection.is_transposed(found.reason) == transposed == (not found.converted)
 
 
 def test_every_model_of_transformers_with_conv1d() -> None:
@@ -598,9 +585,12 @@ def test_every_model_of_transformers_with_conv1d() -> None:
     for folder in folders:
         config = next(folder.glob("configuration_*.py")).read_text(encoding="utf-8")
         kinds = set(re.findall(r'model_type = "([\w-]+)"', config))
-        assert any(model_facts({"model_type": kind}).conv1d == kind for kind in kinds)
-    assert model_facts({"model_type": "vision-encoder-decoder", "decoder": {"model_type": "gpt2"}}).conv1d == "gpt2"
-    assert model_facts({"model_type": "llama", "text_config": {"model_type": "gpt_bigcode"}}).conv1d == ""
+        assert any(selection.model_facts({"model_type": kind}).conv1d == kind for kind in kinds)
+    assert (
+        selection.model_facts({"model_type": "vision-encoder-decoder", "decoder": {"model_type": "gpt2"}}).conv1d
+        == "gpt2"
+    )
+    assert selection.model_facts({"model_type": "llama", "text_config": {"model_type": "gpt_bigcode"}}).conv1d == ""
 
 
 @together(
@@ -618,7 +608,7 @@ def test_every_model_of_transformers_with_conv1d() -> None:
     ],
 )
 def test_facts_of_config(config: dict[str, object], model: ModelFacts) -> None:
-    assert model_facts(config) == model
+    assert selection.model_facts(config) == model
 
 
 @together("value", ["1", 0, -1, 100_001, True, 2.0, float("nan")])
@@ -626,7 +616,7 @@ def test_facts_of_config(config: dict[str, object], model: ModelFacts) -> None:
 def test_invalid_layer_counts_are_rejected(value: object, inside: bool) -> None:
     config = {"num_hidden_layers": value}
     with refused(f"config.json: num_hidden_layers is {value!r}; a whole number from 1 to 100000 is needed"):
-        model_facts({"text_config": config} if inside else config)
+        selection.model_facts({"text_config": config} if inside else config)
 
 
 @together(
