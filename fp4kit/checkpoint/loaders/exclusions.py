@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fp4kit.checkpoint.containers.configs import LOADED
 from fp4kit.checkpoint.containers.engines import Finding, finding
@@ -255,8 +254,7 @@ def vllm_gpt_oss(module: str, patterns: Sequence[str]) -> bool:
     return split_module(module)[1] != "experts"
 
 
-@dataclass(frozen=True)
-class Reader:
+class Reader(NamedTuple):
     """Describe how one engine looks up the modules of a model in the exclusion list.
 
     engine: the name of the engine.
@@ -272,7 +270,7 @@ class Reader:
 
     engine: str
     excluded: Callable[[str, Sequence[str]], bool]
-    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = {}
     experts: Literal["container", "each", "not asked"] = "container"
     linears: bool = True
     head: bool = False
@@ -434,15 +432,14 @@ _SYNTAXES: Mapping[str, tuple[Callable[[set[str], set[str], set[str], Collection
 }
 
 
-@dataclass(frozen=True)
-class _ModelClass:
+class _ModelClass(NamedTuple):
     """How vLLM and SGLang build one class of models.
 
     renames: prefixes of names in checkpoints and in lists -> the prefixes that the engines give them.
     plain: last parts, and prefixes that end in a dot, of modules that engines build without quantization.
     """
 
-    renames: Mapping[str, str] = field(default_factory=dict)
+    renames: Mapping[str, str] = {}
     plain: tuple[str, ...] = ()
 
 
@@ -617,13 +614,13 @@ def _as_looked_up(
         renamed = (new + one.removeprefix(old) for one in patterns for old, new in both.items() if one.startswith(old))
         patterns = tuple(dict.fromkeys((*patterns, *renamed)))
         if excluded is vllm_modelopt:
-            reader = replace(reader, excluded=partial(vllm_modelopt, mapped=True))
+            reader = reader._replace(excluded=partial(vllm_modelopt, mapped=True))
     if excluded is compressed_tensors:
 
         def by_own_name(module: str, patterns: Sequence[str]) -> bool:
             return compressed_tensors(next(_in_transformers([module], roots), module), patterns)
 
-        reader = replace(reader, excluded=by_own_name)
+        reader = reader._replace(excluded=by_own_name)
     elif excluded in (vllm_compressed_tensors, sglang_compressed_tensors):
         olds = {new: old for old, new in _IN_TRANSFORMERS.items() if old != "model.layers." or roots}
         dotted = ((new, old, f"{pattern}.") for pattern in patterns for new, old in olds.items())

@@ -82,12 +82,11 @@ def quantized_layers(tensors: Mapping[str, DtypeAndShape]) -> dict[str, dict[str
     for name, tensor in tensors.items():
         if match := _SUFFIX.fullmatch(name):
             layers[match[1]][match[2]] = tensor
-    plain = {
-        name
-        for name, parts in layers.items()
-        if set(parts) == {".weight"} and (parts[".weight"][0] not in _QUANTIZED_WEIGHTS or len(parts[".weight"][1]) < 2)
-    }
-    return {name: parts for name, parts in layers.items() if name not in plain}
+    return {name: parts for name, parts in layers.items() if set(parts) != {".weight"} or _is_code(*parts[".weight"])}
+
+
+def _is_code(dtype: str, shape: tuple[int, ...]) -> bool:
+    return dtype in _QUANTIZED_WEIGHTS and len(shape) > 1
 
 
 def _form_of(container: str, parts: LayerTensors, config: Mapping[str, Any]) -> Container | None:
@@ -142,16 +141,12 @@ def _faults(container: str, form: Container, parts: LayerTensors, required: Iter
         yield f"{codes[1:]} has rank {len(parts[codes][1])}; no engine loads such a layer"
         return
     lead, rows, columns = logical
-    group = stored.group_size if stored else 0
-    if group and columns % group:
-        yield f"K = {columns} is not a multiple of {group}"
+    if stored and stored.group_size and columns % stored.group_size:
+        yield f"K = {columns} is not a multiple of {stored.group_size}"
     specs = form.specs((*lead, rows, columns), True)
-    for part in required:
-        name = form.suffixes[part]
-        if name not in parts:
-            continue
+    for part in (part for part in required if form.suffixes[part] in parts):
+        name, is_scalar = form.suffixes[part], part in (TENSOR_SCALE, INPUT_SCALE)
         (dtype, shape), (needed_dtype, needed) = parts[name], specs[part]
-        is_scalar = part in (TENSOR_SCALE, INPUT_SCALE)
         needed = lead if is_scalar else needed
         others = _HALVES if form.scale is None and part != CODES else ()
         if dtype not in (needed_dtype, *others):
@@ -231,23 +226,21 @@ def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines:
                     yield finding("vLLM", "error", group_name(*key), text)
 
 
-_EXPERTS_ALONE = (  # (container, engine, True if the known fault concerns only experts, False if only other layers)
-    ("compressed-tensors nvfp4-pack-quantized", "transformers", True),
-    ("compressed-tensors mxfp8-quantized", "transformers", True),
-    ("compressed-tensors mxfp4-pack-quantized", "SGLang", False),
-)
+# (container, engine) -> True if the known fault concerns only experts, False if only other layers
+_EXPERTS_ALONE = {
+    ("compressed-tensors nvfp4-pack-quantized", "transformers"): True,
+    ("compressed-tensors mxfp8-quantized", "transformers"): True,
+    ("compressed-tensors mxfp4-pack-quantized", "SGLang"): False,
+}
 
 
 def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Finding]:
     """Yield a warning for each engine that is known to reject or misread even a sound checkpoint in this container."""
     experts = {container_of(layer) is not None for layer in layers}
     for engine, each in known_traps(container, family):
-        applies_to_experts = next(
-            (of_experts for id, name, of_experts in _EXPERTS_ALONE if (id, name) == (container, engine)), None
-        )
-        if SPLIT_EXPERTS in each.note:
-            continue
-        if each.status != "loads" and (applies_to_experts is None or applies_to_experts in experts):
+        of_experts = _EXPERTS_ALONE.get((container, engine))
+        applies = of_experts is None or of_experts in experts
+        if SPLIT_EXPERTS not in each.note and each.status != "loads" and applies:
             yield finding(engine, "warning", "model", f"{each.status}: {each.note}")
 
 
@@ -398,13 +391,11 @@ def sharding_of(weights: Iterable[Weight], config: Mapping[str, Any]) -> Shardin
     layers = _layers(weights, config)
     if layers is None:
         return None
-    alone = {size: tuple(_obstacles(layers, config, size, 1)) for size in SIZES}
-    experts = _expert_count(layers)
+    refused = {size: found for size in SIZES if (found := tuple(_obstacles(layers, config, size, 1)))}
     both = None
-    if experts:
+    if _expert_count(layers):
         both = tuple(size for size in SIZES if not any(_obstacles(layers, config, size, size)))
-    unjudged = dict.fromkeys(one.leaf for one in layers if one.leaf not in SPLITS and one.is_quantized)
-    refused = {size: found for size, found in alone.items() if found}
+    unjudged = dict.fromkeys(one.leaf for one in layers if one.leaf not in SPLITS and one.container)
     return Sharding(tuple(size for size in SIZES if size not in refused), both, refused, tuple(unjudged))
 
 
@@ -436,10 +427,6 @@ class _SplitLayer(NamedTuple):
     is_expert: bool
     is_attention: bool
 
-    @property
-    def is_quantized(self) -> bool:
-        return bool(self.container)
-
 
 def _layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[_SplitLayer] | None:
     """Return the linear layers of the language model; None if vLLM and SGLang do not load the containers."""
@@ -451,13 +438,14 @@ def _layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[_Split
         leaf, roles = _leaf_of(weight.name), candidate(weight.tensor, "BF16", weight.shape, facts).roles
         if len(weight.shape) < 2 or _NOT_SPLIT & set(roles) or (container is None and leaf not in SPLITS):
             continue
-        rows, columns = weight.shape[-2:]
-        height, width = (1, 1) if container is None or container.kind in _WHOLE_ROWS else container.block
+        block = (1, 1) if container is None or container.kind in _WHOLE_ROWS else container.block
         is_attention = ("attention" in roles or leaf in _ATTENTION) and "linear_attn" not in weight.name
-        form, block = "" if container is None else container.name, (height, width)
-        places = rows, columns, block, form, weight.experts, "experts" in roles, is_attention
-        found.append(_SplitLayer(weight.name, leaf, *places))
-    return found if any(one.is_quantized for one in found) and not diffusers_class(config) else None
+        form = "" if container is None else container.name
+        (rows, columns), is_expert = weight.shape[-2:], "experts" in roles
+        found.append(
+            _SplitLayer(weight.name, leaf, rows, columns, block, form, weight.experts, is_expert, is_attention)
+        )
+    return found if any(one.container for one in found) and not diffusers_class(config) else None
 
 
 def _leaf_of(name: str) -> str:
@@ -481,7 +469,7 @@ def _obstacles(layers: list[_SplitLayer], config: Mapping[str, Any], tp: int, ep
     for one in layers:
         ranks = tp // ep if one.is_expert else tp
         if one[1:] not in alike:
-            alike[one[1:]] = _cut(one, config, ranks) if ranks > 1 else None
+            alike[one[1:]] = next(_cuts(one, config, ranks), None) if ranks > 1 else None
         if text := alike[one[1:]]:
             yield Obstacle(one.name, text)
 
@@ -532,25 +520,21 @@ def _parts(one: _SplitLayer, config: Mapping[str, Any], ranks: int) -> list[tupl
     return [(one.rows, ranks)]
 
 
-def _cut(one: _SplitLayer, config: Mapping[str, Any], ranks: int) -> str | None:
-    """Return what the split of one layer over some ranks would cut; None if nothing."""
+def _cuts(one: _SplitLayer, config: Mapping[str, Any], ranks: int) -> Iterator[str]:
+    """Yield what the split of one layer over some ranks would cut."""
     axis, (height, width) = SPLITS.get(one.leaf, _WHOLE), one.block
+    sizes: list[tuple[str, int, int, int, str]] = []  # what is split, its size, over how many ranks, into multiples
     if one.container == _GPT_OSS and axis != _WHOLE:
-        size = one.columns if axis == _COLUMNS else one.rows // 2
-        blocks = -(-size // width)
+        blocks = -(-(one.columns if axis == _COLUMNS else one.rows // 2) // width)
         if -(-blocks // ranks) * (ranks - 1) >= blocks:
-            return f"{blocks} blocks of {width} leave some of {ranks} ranks without any"
-        return None
-    if axis == _COLUMNS:
-        return _of(f"rows of {one.columns} values", one.columns, ranks, width, f"the block of {width}")
-    if axis == _ROWS:
-        for rows, over in _parts(one, config, ranks):
-            if text := _of(f"{rows} rows", rows, over, height, f"the {height} rows of a block"):
-                return text
-    return None
-
-
-def _of(what: str, size: int, ranks: int, multiple: int, named: str) -> str | None:
-    if size % ranks:
-        return f"{what} cannot be split over {ranks} ranks"
-    return f"{what} give {size // ranks} per rank, no multiple of {named}" if size // ranks % multiple else None
+            yield f"{blocks} blocks of {width} leave some of {ranks} ranks without any"
+    elif axis == _COLUMNS:
+        sizes = [(f"rows of {one.columns} values", one.columns, ranks, width, f"the block of {width}")]
+    elif axis == _ROWS:
+        named = f"the {height} rows of a block"
+        sizes = [(f"{rows} rows", rows, over, height, named) for rows, over in _parts(one, config, ranks)]
+    for what, size, over, multiple, named in sizes:
+        if size % over:
+            yield f"{what} cannot be split over {over} ranks"
+        elif size // over % multiple:
+            yield f"{what} give {size // over} per rank, no multiple of {named}"

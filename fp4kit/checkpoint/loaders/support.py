@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from fp4kit.checkpoint.containers.configs import FORMATS, KINDS, LOADED, MIXTURES, loaded_container
 from fp4kit.checkpoint.containers.engines import SERVING, VERSIONS, Finding, How, Status, finding, named
@@ -179,23 +178,6 @@ bf16 | vlm | transformers | loads | run |
 """
 
 
-def _runs() -> Iterator[tuple[tuple[str, ...], str, str, Status, How, str]]:
-    """Yield (containers, families, engine, status, how, note) for each row of _OBSERVATIONS."""
-    for row in _OBSERVATIONS.strip().split("\n"):
-        names, families, engine, status, how, note = (cell.strip() for cell in row.split("|"))
-        containers = (name for word in names.split() for name in _CONTAINERS.get(word, (word,)))
-        yield (
-            tuple(containers),
-            families.replace("hf", _HF),
-            engine,
-            cast("Status", status),
-            cast("How", how),
-            _NOTES.get(note, note),
-        )
-
-
-RUNS = tuple(_runs())
-
 # Models whose experts transformers reads only as stacks. It splits the experts of llama4 if the checkpoint is quantized
 # in compressed-tensors' format.
 STACKED_MOE, LLAMA4 = "stacked_moe", "llama4"
@@ -215,8 +197,7 @@ _FAMILY_OF_CLASS = {"GptOss": "gpt_oss", "DeepseekV4": "deepseek_v4", "DeepseekV
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One entry of the table: what an engine does with a container, for models of one family.
 
     status: "loads", "fails", "wrong values" or "unknown".
@@ -232,12 +213,17 @@ class Cell:
 _UNKNOWN = Cell("unknown")
 
 
-_CELLS = {
-    (container_id, family, engine): Cell(status, how, note)
-    for containers, families, engine, status, how, note in RUNS
-    for container_id in containers
-    for family in (FAMILIES if families == "all" else families.split())
-}
+def _cells() -> Iterator[tuple[tuple[str, str, str], Cell]]:
+    """Yield ((container, family, engine), cell) for each row of _OBSERVATIONS."""
+    for row in _OBSERVATIONS.strip().split("\n"):
+        names, families, engine, status, how, note = (cell.strip() for cell in row.split("|"))
+        found = Cell(cast("Status", status), cast("How", how), _NOTES.get(note, note))
+        for container_id in (name for word in names.split() for name in _CONTAINERS.get(word, (word,))):
+            for family in FAMILIES if families == "all" else families.replace("hf", _HF).split():
+                yield (container_id, family, engine), found
+
+
+CELLS = dict(_cells())
 
 
 def cell(container_id: str, family: str, engine: str) -> Cell:
@@ -247,9 +233,9 @@ def cell(container_id: str, family: str, engine: str) -> Cell:
             f"cell: container {container_id!r}, family {family!r}, engine {engine!r}: at least one is unknown; see"
             " LOADED, FAMILIES and VERSIONS"
         )
-    found = _CELLS.get((container_id, family, engine))
+    found = CELLS.get((container_id, family, engine))
     if found is None and family == "llama":
-        found = _CELLS.get((container_id, "dense", engine))
+        found = CELLS.get((container_id, "dense", engine))
     return found or _UNKNOWN
 
 
@@ -295,7 +281,7 @@ def refusal(format: str, kind: str, family: str) -> str | None:
     if target is None:
         holds = ", ".join(dict.fromkeys(each.kind for each in LOADED.values() if each.format == format and each.kind))
         return f"--format {format} holds {holds} only, no {kind}; {_way_out(kind, family)}"
-    is_observed = any(id == target.id for id, _, _ in _CELLS)  # otherwise the container has no engine at all
+    is_observed = any(id == target.id for id, _, _ in CELLS)  # otherwise the container has no engine at all
     if target.kind is None or not is_observed or engines_for(target.id, family):
         return None
     notes = ((engine, cell(target.id, family, engine).note) for engine in SERVING)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.table import CODES, CONTAINERS, SCALES, TENSOR_SCALE, Container
@@ -22,8 +22,7 @@ _COPY = "take the file from another copy of the model"
 _BYTES, _WORDS, _FLOATS = ("U8", "I8"), ("I32", "U32"), ("F32", "BF16", "F16")
 
 
-@dataclass(frozen=True)
-class Foreign:
+class Foreign(NamedTuple):
     """One format of another tool.
 
     Attributes:
@@ -37,7 +36,7 @@ class Foreign:
 
     what: str
     parts: Mapping[str, tuple[str, ...]]
-    fits: Callable[[Parts, str], bool] = field(default=lambda parts, module: True)
+    fits: Callable[[Parts, str], bool] = lambda parts, module: True
     methods: tuple[str, ...] = ()
     advice: str = _RELEASE
 

@@ -404,8 +404,7 @@ class Magnitude(NamedTuple):
         return self.form.scale is None and scales == {1.0}
 
 
-@dataclass(frozen=True)
-class Doubt:
+class Doubt(NamedTuple):
     """A finding about scales: severity, the names of the matrices (() for the model), and a text."""
 
     severity: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -286,8 +285,7 @@ def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
 # not rescale the codes, so that members with other scales silently lose accuracy.
 
 
-@dataclass(frozen=True)
-class Fusion:
+class Fusion(NamedTuple):
     """The names of layers that loaders fuse into one because these layers read the same input.
 
     Attributes:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from fnmatch import fnmatchcase, translate
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, Role, adapter_tensor, unquantized_reason
 from fp4kit.checkpoint.selection.names import ROLES as GGUF_ROLES
@@ -113,6 +113,9 @@ _CONV1D_NAMES = {"c_attn", "q_attn", "c_fc", "c_proj"}
 _TRANSPOSED = "stores its layers transposed ([K, N])"
 
 LayerKind = Literal["routed expert", "shared expert", "dense MLP", "attention", "linear layer"]
+# Role of a component -> the kind of layer that it suggests. The first of these roles that a name has decides.
+_KINDS: dict[Role, LayerKind] = {"experts": "routed expert", "shared": "shared expert"}
+_KINDS |= {"attention": "attention", "mlp": "dense MLP"}
 
 
 @lru_cache(1 << 14)
@@ -237,27 +240,12 @@ class Candidate:
         """The kind of layer that the module name suggests, such as "routed expert"; "linear layer" if it suggests
         none.
         """
-        if "experts" in self.roles:
-            return "routed expert"
-        if "shared" in self.roles:
-            return "shared expert"
-        if "attention" in self.roles:
-            return "attention"
-        return "dense MLP" if "mlp" in self.roles else "linear layer"
+        return next((kind for role, kind in _KINDS.items() if role in self.roles), "linear layer")
 
 
 def candidate(name: str, dtype: str, shape: tuple[int, ...], model: ModelFacts) -> Candidate:
     """Return a Candidate, which describes an unquantized tensor to the name rules."""
     return Candidate(name, name.removesuffix(".weight"), dtype, shape, model)
-
-
-def _layer_count(section: Mapping[str, Any]) -> int | None:
-    """Return the decoder's number of layers from one section (a nested object) of config.json."""
-    counts = {key: section[key] for key in (*_LAYER_COUNTS, "encoder_layers") if section.get(key) is not None}
-    for key, value in counts.items():
-        if type(value) is not int or not 1 <= value <= _MAX_LAYERS:
-            raise CheckpointError(f"config.json: {key} is {value!r}; a whole number from 1 to {_MAX_LAYERS} is needed")
-    return next(iter(counts.values()), None)
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -270,14 +258,15 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def model_facts(config: Mapping[str, Any]) -> ModelFacts:
     """Return the facts that the selection rules use, from the content of config.json."""
-    counts = [count for count in map(_layer_count, _sections(config)) if count is not None]
-    has_encoder = any(
-        section.get("is_encoder_decoder") or section.get("encoder_layers") for section in _sections(config)
-    )
+    sections, keys = [*_sections(config)], (*_LAYER_COUNTS, "encoder_layers")
+    counts = [(key, section[key]) for section in sections for key in keys if section.get(key) is not None]
+    for key, value in counts:
+        if type(value) is not int or not 1 <= value <= _MAX_LAYERS:
+            raise CheckpointError(f"config.json: {key} is {value!r}; a whole number from 1 to {_MAX_LAYERS} is needed")
     return ModelFacts(
-        counts[0] if counts else None,
+        next((count for _, count in counts), None),
         str(config.get("model_type", "")),
-        has_encoder,
+        any(section.get("is_encoder_decoder") or section.get("encoder_layers") for section in sections),
         ARCHITECTURE in config,
         diffusers_class(config),
         _conv1d_model(config),
@@ -405,8 +394,7 @@ def _dtype(tensor: Candidate) -> str | None:
     return f"dtype {tensor.dtype} is not one of {', '.join(FLOAT_DTYPES)}" if plain else None
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """A selection rule, and its consequences for the tensors that it leaves unquantized.
 
     Attributes:
@@ -551,10 +539,7 @@ class _Patterns:
 
     def first(self, module: str) -> str | None:
         """Return the first pattern that matches the whole name ``module``, or None if no pattern does."""
-        for pattern, match in self._matchers:
-            if match(module):
-                return pattern
-        return None
+        return next((pattern for pattern, match in self._matchers if match(module)), None)
 
     def names_subtree(self, prefix: str) -> bool:
         """Return whether a pattern explicitly names the module ``prefix`` or a module inside it."""
@@ -573,7 +558,6 @@ class Selector:
 
     def __init__(self, wishes: Wishes, block: int) -> None:
         self._wishes, self._block = wishes, block
-        self._converted = {kind: Decision(True, f"{kind} (preset {wishes.preset})") for kind in PRESETS[wishes.preset]}
         self._keep, self._only, self._include = map(_Patterns, (wishes.keep, wishes.only, wishes.include))
         self._cache: dict[Hashable, tuple[Decision | None, Decision]] = {}
         self._model: ModelFacts | None = None  # the model that _cache belongs to
@@ -591,8 +575,8 @@ class Selector:
 
     def _by_rules(self, tensor: Candidate) -> Decision | None:
         """Return the decision to leave a tensor unquantized by the rules; None if no rule applies."""
-        # The rules are those of name_rules.py, --keep-first and --keep-last, and that the length of a row must be a
-        # multiple of the block.
+        # The rules are those of FIRST_RULES and RULES, --keep-first and --keep-last, and that the length of a row must
+        # be a multiple of the block.
         copied = self._first_of(FIRST_RULES, tensor) or self._kept_layer(tensor) or self._first_of(RULES, tensor)
         if copied is None and tensor.shape[-1] % self._block:
             return Decision(False, no_multiple(tensor.shape, self._block), True)
@@ -604,40 +588,35 @@ class Selector:
             reason = rule.reason(tensor)
             if reason is not None:
                 prefix = rule.prefix(tensor) if rule.prefix else None
-                named = prefix is not None and (self._only.names_subtree(prefix) or self._include.names_subtree(prefix))
-                if not named:
+                if prefix is None or not (self._only.names_subtree(prefix) or self._include.names_subtree(prefix)):
                     return Decision(False, reason, rule.listed, prefix)
         return None
 
     def _kept_layer(self, tensor: Candidate) -> Decision | None:
         """Return the decision to leave a tensor unquantized because --keep-first or --keep-last covers its layer."""
-        place = tensor.decoder_layer
-        if place is None:
-            return None
-        (prefix, number), wishes = place, self._wishes
-        if number < wishes.keep_first:
+        (prefix, number), wishes = tensor.decoder_layer or ("", -1), self._wishes
+        if 0 <= number < wishes.keep_first:
             return Decision(False, f"--keep-first {wishes.keep_first} ({prefix})", True, prefix)
-        if wishes.keep_last and number >= (tensor.model.layers or 0) - wishes.keep_last:
+        if wishes.keep_last and number >= max((tensor.model.layers or 0) - wishes.keep_last, 0):
             return Decision(False, f"--keep-last {wishes.keep_last} ({prefix})", True, prefix)
         return None
 
     def _by_preset(self, tensor: Candidate) -> Decision:
         """Return the decision of the preset, or, if the tensor's kind is in the preset, of the source itself."""
-        found = self._converted.get(tensor.kind)
-        if found is None:
-            return Decision(False, f"{tensor.kind}: not in preset {self._wishes.preset}", True)
-        return AS_IN_SOURCE if tensor.model.is_quantized and tensor.dtype in FLOAT_DTYPES else found
+        wishes, kind = self._wishes, tensor.kind
+        if kind not in PRESETS[wishes.preset]:
+            return Decision(False, f"{kind}: not in preset {wishes.preset}", True)
+        if tensor.model.is_quantized and tensor.dtype in FLOAT_DTYPES:
+            return AS_IN_SOURCE
+        return Decision(True, f"{kind} (preset {wishes.preset})")
 
     def _by_patterns(self, tensor: Candidate) -> Decision | None:
         """Return the decision of the first of --keep, --include and --only that decides about a tensor, or None."""
-        module = tensor.module
-        kept = self._keep.first(module)
-        if kept is not None:
+        if (kept := self._keep.first(tensor.module)) is not None:
             return _decision(False, f"--keep {kept}", True)
-        included = self._include.first(module)
-        if included is not None:
+        if (included := self._include.first(tensor.module)) is not None:
             return _decision(True, f"{tensor.kind} (--include {included})")
-        return _NOT_NAMED if self._wishes.only and self._only.first(module) is None else None
+        return _NOT_NAMED if self._wishes.only and self._only.first(tensor.module) is None else None
 
 
 def no_multiple(shape: tuple[int, ...], block: int) -> str:
@@ -678,9 +657,8 @@ def check_transposed(tensor: Candidate, wishes: Wishes, decision: Decision) -> N
     """Raise CheckpointError if a layer stays unquantized only because its weight is transposed, as Conv1D stores it."""
     if not is_transposed(decision.reason) or tensor.kind not in PRESETS[wishes.preset]:
         return
-    if any(fnmatchcase(tensor.module, pattern) for pattern in wishes.keep):
-        return
-    if wishes.only and not any(fnmatchcase(tensor.module, pattern) for pattern in wishes.only):
+    kept, named = (any(fnmatchcase(tensor.module, glob) for glob in globs) for globs in (wishes.keep, wishes.only))
+    if kept or (wishes.only and not named):
         return
     leaf = conv1d_wildcard(tensor.parts[-1])
     raise CheckpointError(
