@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fp4kit.arguments import is_one_of
 from fp4kit.checkpoint.containers.configs import DECLARATIONS, EXCLUSIONS, KEYS, declared, sections, with_declaration
-from fp4kit.checkpoint.containers.table import COLUMN_SCALE, Container
+from fp4kit.checkpoint.containers.table import COLUMN_SCALE, Config, Container
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, MSMODELSLIM, Source
 from fp4kit.checkpoint.model.weights import Weight, any_quantized
 from fp4kit.storage.files import CheckpointError, shown
@@ -253,7 +253,7 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
         return None
 
 
-def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> Reasons:
+def _targets(groups: list[Config], layers: _Layers) -> Reasons:
     """Yield a reason if config groups contradict the tensors of a layer."""
     # Every quantized layer must be a target of at least one group whose format and scheme fit it.
     if not any("targets" in group for group in groups):
@@ -265,7 +265,7 @@ def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> Reasons:
             yield f"declares {_declared_by(matching[0])} for {shown(name)}, but its tensors are {form}"
 
 
-def _fits(group: Mapping[str, Any], form: Container) -> bool:
+def _fits(group: Config, form: Container) -> bool:
     """Return whether the format and the scheme of a config group may describe the layers of a container."""
     declared, scheme = group.get("format"), group.get("weights") or {}
     if declared is not None and form.kind not in _FORMATS[declared]:
@@ -273,11 +273,11 @@ def _fits(group: Mapping[str, Any], form: Container) -> bool:
     return scheme.get("num_bits", form.element.bits) == form.element.bits and _has_blocks_of(scheme, form)
 
 
-def _has_blocks_of(scheme: Mapping[str, Any], form: Container) -> bool:
+def _has_blocks_of(scheme: Config, form: Container) -> bool:
     return form.kind not in _MX_KINDS or scheme.get("group_size") in (None, -1, 0, form.group_size)
 
 
-def _declared_by(group: Mapping[str, Any]) -> str:
+def _declared_by(group: Config) -> str:
     """Return the format, num_bits and group_size that a config group declares, for a message."""
     scheme = group.get("weights") or {}
     words = [", ".join(_FORMATS[group["format"]])] if group.get("format") else []
@@ -355,7 +355,7 @@ def _quark_layers(value: Any, layers: _Layers) -> Reasons:
             yield f"declares {brief(declared)} for {shown(name)}, but its tensors are {form}"
 
 
-def _quark_weight(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _quark_weight(spec: Config) -> Config | None:
     """Return the scheme of weights in an entry of quark's config, or None if the entry has no such object."""
     found = spec.get("weight")
     if isinstance(found, list) and found:
@@ -364,12 +364,12 @@ def _quark_weight(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
-def _has_fp8_scales(scheme: Mapping[str, Any]) -> bool:
+def _has_fp8_scales(scheme: Config) -> bool:
     """Return whether a scheme of quark declares block scales in FP8, as NVFP4 has them."""
     return str(scheme.get("scale_format", "")).startswith(("float8", "fp8"))
 
 
-def _quark_fits(scheme: Mapping[str, Any], form: Container) -> bool:
+def _quark_fits(scheme: Config, form: Container) -> bool:
     dtype = scheme.get("mx_element_dtype") or scheme.get("dtype")
     if dtype is not None and form.kind not in _QUARK_DTYPES.get(str(dtype), ()):
         return False
@@ -403,7 +403,7 @@ def _auto_round_layers(value: Any, layers: _Layers) -> Reasons:
             yield f"declares {brief(declared)} for {shown(name)}, but its tensors are {form}"
 
 
-def _auto_round_fits(entry: Mapping[str, Any], form: Container) -> bool:
+def _auto_round_fits(entry: Config, form: Container) -> bool:
     bits, data_type = entry.get("bits"), str(entry.get("data_type", ""))
     known = next((name for name in ("mx_fp", "nv_fp", "fp") if data_type.startswith(name)), None)
     if known is None:
@@ -513,7 +513,7 @@ _DECLARES = re.compile(
 )
 
 
-def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterator[Item]:
+def config_items(config: Config, weights: Mapping[str, Weight]) -> Iterator[Item]:
     """Yield an item for each entry of config.json that concerns quantization (see closed_world.py)."""
     layers = _layers(weights)
     for prefix, section in sections(config):
@@ -564,7 +564,7 @@ def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
 _MX_TYPE = re.compile(r"W([48])A\d+_MXFP[48]?")
 
 
-def _description(value: Mapping[str, Any], layers: _Layers) -> Iterator[Item]:
+def _description(value: Config, layers: _Layers) -> Iterator[Item]:
     """Yield the items of msmodelslim's description: one per layer that it contradicts, and one for the file."""
     file, seen = str(value.get("file")), set()
     for key, one in value.items():
@@ -584,9 +584,7 @@ def _description(value: Mapping[str, Any], layers: _Layers) -> Iterator[Item]:
     yield Item(REFUSED if why else UNDERSTOOD, file, "group_size" if why else "types", why or _AGREES)
 
 
-def _entries(
-    value: Mapping[str, Any], path: str, place: str, known: Mapping[str, _Entry], layers: _Layers
-) -> Iterator[Item]:
+def _entries(value: Config, path: str, place: str, known: Mapping[str, _Entry], layers: _Layers) -> Iterator[Item]:
     """Yield an item for each key of a JSON object in a config file, whose known keys are in ``known`` or _COMMON."""
     for key, one in value.items():
         entry = known.get(key) or _COMMON.get(key)
@@ -621,9 +619,7 @@ def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     yield Item(UNDERSTOOD, CONFIG, path, _AGREES)
 
 
-def hf_quant_items(
-    content: Mapping[str, Any], config: Mapping[str, Any], weights: Mapping[str, Weight]
-) -> Iterator[Item]:
+def hf_quant_items(content: Config, config: Config, weights: Mapping[str, Weight]) -> Iterator[Item]:
     """Yield an item for each entry of hf_quant_config.json."""
     known = METHODS["fp8"] if declared(config).get("quant_method") == "fp8" else _MODELOPT
     for key, value in content.items():
@@ -635,9 +631,7 @@ def hf_quant_items(
             yield _unknown_entry(HF_QUANT_CONFIG, key, value)
 
 
-def lost_column_scales(
-    config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, weights: Mapping[str, Weight]
-) -> str:
+def lost_column_scales(config: Config, hf_quant_config: Config | None, weights: Mapping[str, Weight]) -> str:
     """Return a warning if the config declares Model-Optimizer's AWQ, but no layer has factors per column; else ""."""
     entry = declared(with_declaration(config, hf_quant_config))
     groups = entry.get("config_groups")
@@ -662,12 +656,12 @@ def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
         raise CheckpointError(why)
 
 
-def unfulfilled(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> str:
+def unfulfilled(config: Config, hf_quant_config: Config | None) -> str:
     """Return the error message for config files that declare quantization, for a model without quantized tensors."""
     return next(_declarations(config, hf_quant_config), "")
 
 
-def _declarations(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Iterator[str]:
+def _declarations(config: Config, hf_quant_config: Config | None) -> Iterator[str]:
     what = "but no tensor is quantized; remove this entry or file from the source"
     for prefix, section in sections(config):
         for key in KEYS:
@@ -694,7 +688,7 @@ def declared_unquantized(source: Source, names: Iterable[str]) -> set[str]:
     return {name for name in names if any(test(name) for test in tests)}
 
 
-def _tests(entry: Mapping[str, Any]) -> Iterator[Callable[[str], bool]]:
+def _tests(entry: Config) -> Iterator[Callable[[str], bool]]:
     """Yield functions that say of an unquantized layer whether one entry of a config file declares it unquantized."""
     excluded = [pattern for key in EXCLUSIONS for pattern in _texts(entry.get(key))]
     if excluded:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fp4kit import __version__
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.engines import Finding, finding
-from fp4kit.checkpoint.containers.table import CONTAINERS, DEEPSEEK_V4_NVFP4, MODELOPT_MXFP4, MODELOPT_NVFP4, Container
+from fp4kit.checkpoint.containers.table import CONTAINERS, MODELOPT_NVFP4, Config, Container
 
 # Find declarations --------------------------------------------------------------------------------------------------
 # Most tools write ``quantization_config`` at the top level of config.json. Multimodal models may have it in a nested
@@ -24,7 +24,7 @@ KEYS = ("quantization_config", "compression_config")
 EXCLUSIONS = ("ignore", "exclude", "exclude_modules", "modules_to_not_convert", "ignored_layers")
 
 
-def sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def sections(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield (path, content) for a config and for each config nested in it, at any depth."""
     yield "", config
     for key, value in config.items():
@@ -32,13 +32,13 @@ def sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
             yield from ((f"{key}.{path}", section) for path, section in sections(value))
 
 
-def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def declared(config: Config) -> Config:
     """Return the first nonempty object under one of KEYS in config.json and its nested configs; {} if there is none."""
     values = (section.get(key) for _, section in sections(config) for key in KEYS)
     return next((value for value in values if isinstance(value, Mapping) and value), {})
 
 
-def with_declaration(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def with_declaration(config: Config, hf_quant_config: Config | None) -> Config:
     """Return the config with the checkpoint's declaration of its quantization under the key ``quantization_config``."""
     # If config.json declares a quantization, that is used; otherwise the declaration in hf_quant_config.json.
     found = declared(config)
@@ -50,12 +50,12 @@ def with_declaration(config: Mapping[str, Any], hf_quant_config: Mapping[str, An
     return {**config, "quantization_config": found} if found else config
 
 
-def without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_declarations(config: Config) -> dict[str, Any]:
     """Return a copy of config.json, and of the configs nested in it, without the entries that declare quantization."""
     return _without(config, (*KEYS, "quantization", "expert_dtype"))
 
 
-def _without(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+def _without(config: Config, keys: tuple[str, ...]) -> dict[str, Any]:
     return {
         key: _without(value, keys if key == "text_config" else KEYS)
         if key.endswith("_config") and isinstance(value, Mapping)
@@ -65,7 +65,7 @@ def _without(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]
     }
 
 
-def entries(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Iterator[tuple[str, Any]]:
+def entries(config: Config, hf_quant_config: Config | None) -> Iterator[tuple[str, Any]]:
     """Yield (key, value) for all entries that the config files of a checkpoint declare about its quantization."""
     for found in (declared(config), hf_quant_config or {}):
         inner = found.get("quantization")
@@ -73,17 +73,17 @@ def entries(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None
         yield from inner.items() if isinstance(inner, Mapping) else ()
 
 
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _section(config: Config, key: str) -> Config:
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
-def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def quantization_config(config: Config) -> Config:
     """Return the entry ``quantization_config`` of config.json, or {} if there is none or it is not an object."""
     return _section(config, "quantization_config")
 
 
-def _groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _groups(config: Config) -> list[Config]:
     found = _section(quantization_config(config), "config_groups").values()
     return [group for group in found if isinstance(group, Mapping)]
 
@@ -117,13 +117,13 @@ def compressed_format(name: str) -> str:
 
 
 def declarations(
-    form: Container, ignore: Sequence[str], has_input_scale: bool, own: Mapping[str, Any], layers: Sequence[str]
+    form: Container, ignore: Sequence[str], has_input_scale: bool, own: Config, layers: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return both configs of a converted model: (``quantization_config`` of config.json, hf_quant_config.json)."""
     row, listed = DECLARATIONS[form.format], list(ignore)
     written = row.written if isinstance(row.written, dict) else row.written(form, listed, has_input_scale)
     declared = {**written, **{key: list(ignore) for key in row.lists}, "fp4kit": dict(own)}
-    if form is DEEPSEEK_V4_NVFP4:
+    if form is table.DEEPSEEK_V4_NVFP4:
         return _deepseek_v4_nvfp4(form, declared, layers)
     if form.format != "modelopt":
         return declared, None
@@ -134,7 +134,7 @@ def declarations(
 
 
 def mixed_declarations(
-    layers: Mapping[Container, Sequence[str]], ignore: Sequence[str], scaled: Collection[str], own: Mapping[str, Any]
+    layers: Mapping[Container, Sequence[str]], ignore: Sequence[str], scaled: Collection[str], own: Config
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return both configs of a model with layers in several containers of compressed-tensors or of Model-Optimizer."""
     if next(iter(layers)).format == "compressed-tensors":
@@ -168,9 +168,7 @@ def _targets(names: Sequence[str]) -> list[str]:
     return sorted(found)
 
 
-def awq_declarations(
-    declared: Mapping[str, Any], beside: Mapping[str, Any] | None
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def awq_declarations(declared: Config, beside: Config | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return Model-Optimizer's two configs for NVFP4, changed to declare AWQ (layers with a factor per column)."""
     config = {key: value for key, value in declared.items() if key != "config_groups"}
     config |= {"quant_algo": _AWQ["quant_algo"]}
@@ -273,7 +271,7 @@ def _deepseek_v4_nvfp4(
 _CONFIG, _HF = "config.json", "hf_quant_config.json"
 
 
-def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
+def has_static_inputs(container: str, config: Config) -> bool:
     """Return whether the config of compressed-tensors requires the checkpoint to store input scales."""
     form = LOADED[container].form
     stores = form is not None and form.format == "compressed-tensors" and table.INPUT_SCALE in form.suffixes
@@ -283,7 +281,7 @@ def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
     return any(each and each.get("dynamic") is not True for each in inputs)
 
 
-def _needs(config: Mapping[str, Any], **needed: Any) -> Iterator[Finding]:
+def _needs(config: Config, **needed: Any) -> Iterator[Finding]:
     """Yield a finding for each key of ``quantization_config`` that does not have the value that vLLM needs."""
     for key, value in needed.items():
         found = quantization_config(config).get(key)
@@ -302,7 +300,7 @@ _STORED_LIKE = {
 KNOWN_TO = {"vLLM": (), "SGLang": ("NVFP4_AWQ",)}  # engine -> the algorithms of _STORED_LIKE that it loads
 
 
-def _require_modelopt(container: str, form: Container, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _require_modelopt(container: str, form: Container, config: Config) -> Iterator[Finding]:
     section = quantization_config(config)
     algo, needed = section.get("quant_algo"), container.removeprefix("modelopt ")
     if str(algo).upper() in _STORED_LIKE.get(needed, ()):  # an algorithm that stores such tensors, such as AWQ
@@ -329,14 +327,14 @@ def _require_modelopt(container: str, form: Container, config: Mapping[str, Any]
             yield finding(engine, "error", _CONFIG, text)
 
 
-def is_mixed(config: Mapping[str, Any]) -> bool:
+def is_mixed(config: Config) -> bool:
     """Return whether a config.json declares Model-Optimizer's MIXED_PRECISION, which has an algorithm per layer."""
     declared = quantization_config(config)
     method = str(declared.get("quant_method", "")).lower()
     return method.startswith("modelopt") and str(declared.get("quant_algo", "")).upper() == "MIXED_PRECISION"
 
 
-def unlisted_layers(config: Mapping[str, Any], layers: Iterable[str]) -> Iterator[str]:
+def unlisted_layers(config: Config, layers: Iterable[str]) -> Iterator[str]:
     """Yield the quantized layers that a MIXED_PRECISION config does not list, so that engines miss them."""
     listed = set(_section(quantization_config(config), "quantized_layers"))
     for name in layers:
@@ -345,7 +343,7 @@ def unlisted_layers(config: Mapping[str, Any], layers: Iterable[str]) -> Iterato
             yield name
 
 
-def declared_for(kind: str, container: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def declared_for(kind: str, container: str, config: Config) -> Config:
     """Return a copy of a mixed checkpoint's config.json with only the declarations for the layers of one container."""
     declared = quantization_config(config)
     layers = declared.get("quantized_layers")
@@ -368,7 +366,7 @@ def declared_for(kind: str, container: str, config: Mapping[str, Any]) -> Mappin
     return {**config, "quantization_config": {**declared, **more}}
 
 
-def _require_compressed_tensors(container: str, form: Container, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _require_compressed_tensors(container: str, form: Container, config: Config) -> Iterator[Finding]:
     needed_format = compressed_format(container)
     if (found := quantization_config(config).get("format")) != needed_format:
         text = f"quantization_config.format is {found!r}; the tensors are {needed_format!r}"
@@ -379,26 +377,24 @@ def _require_compressed_tensors(container: str, form: Container, config: Mapping
     keys = ("strategy", "num_bits", "group_size", "block_structure", "type", "symmetric")
     needed = {key: written[key] for key in keys if key in written}
     for group in _groups(config):
-        weights = _section(group, "weights")
-        wrong = [
-            f"{key} is {weights.get(key)!r} ({value!r})" for key, value in needed.items() if weights.get(key) != value
-        ]
+        own = _section(group, "weights")
+        wrong = [f"{key} is {own.get(key)!r} ({value!r})" for key, value in needed.items() if own.get(key) != value]
         if wrong:
             text = f"weights of config_groups: {', '.join(wrong)}: does not describe the tensors (values in brackets)"
             yield finding("vLLM", "error", _CONFIG, text)
 
 
-def _require_fp8(container: str, form: Container, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _require_fp8(container: str, form: Container, config: Config) -> Iterator[Finding]:
     yield from _needs(config, weight_block_size=list(form.block), activation_scheme="dynamic")
 
 
-def _require_gpt_oss(container: str, form: Container, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _require_gpt_oss(container: str, form: Container, config: Config) -> Iterator[Finding]:
     if config.get("model_type") != "gpt_oss":
         text = f"model_type is {config.get('model_type')!r}; blocks and scales are read only for 'gpt_oss'"
         yield finding("vLLM", "error", _CONFIG, text)
 
 
-def _require_deepseek_v4(container: str, form: Container, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _require_deepseek_v4(container: str, form: Container, config: Config) -> Iterator[Finding]:
     method, model_type = quantization_config(config).get("quant_method"), config.get("model_type")
     if model_type == "deepseek_v41":
         yield finding("vLLM", "warning", _CONFIG, "model_type is 'deepseek_v41', which was not tried with this engine")
@@ -426,7 +422,7 @@ class _Declaration(NamedTuple):
 
     written: dict[str, Any] | Callable[[Container, list[str], bool], dict[str, Any]]
     lists: tuple[str, ...] = ()
-    require: Callable[[str, Container, Mapping[str, Any]], Iterator[Finding]] = lambda container, form, config: iter(())
+    require: Callable[[str, Container, Config], Iterator[Finding]] = lambda container, form, config: iter(())
     method: str = ""
     reader: str = "vLLM"
 
@@ -447,7 +443,9 @@ DECLARATIONS = {
 FORMATS = (*DECLARATIONS, "bf16")
 ALL_FORMATS = (*FORMATS, "mlx", "comfy")  # the modules in loaders/ cover FORMATS only
 # The containers that a conversion with one of FORMATS can write. No engine loads Model-Optimizer's MXFP4.
-WRITTEN = tuple(form for format in FORMATS for form in CONTAINERS if form.format == format and form != MODELOPT_MXFP4)
+WRITTEN = tuple(
+    form for format in FORMATS for form in CONTAINERS if form.format == format and form != table.MODELOPT_MXFP4
+)
 KINDS = ("nvfp4", "mxfp4", "mxfp8", "fp8 tensor", "fp8 rows", "fp8")
 
 
@@ -492,7 +490,7 @@ def loaded_container(format: str, kind: str, *, input_scale: bool = False) -> Lo
     return next((each for each in LOADED.values() if each.format == format and each.kind in (kind, None)), None)
 
 
-def _nested(form: Container, config: Mapping[str, Any], nested: Mapping[str, Any]) -> Iterator[Finding]:
+def _nested(form: Container, config: Config, nested: Config) -> Iterator[Finding]:
     """Yield a finding if hf_quant_config.json lacks entries, and one for each entry that contradicts config.json."""
     section = _section(nested, "quantization")
     needed = ("kv_cache_quant_algo", "exclude_modules", *(("group_size",) if form.kind == "nvfp4" else ()))
@@ -507,7 +505,7 @@ def _nested(form: Container, config: Mapping[str, Any], nested: Mapping[str, Any
 
 
 def config_findings(
-    container: str, config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, tensors: Collection[str]
+    container: str, config: Config, hf_quant_config: Config | None, tensors: Collection[str]
 ) -> Iterator[Finding]:
     """Yield a finding for each entry of a checkpoint's configs that an engine would reject or misread."""
     used, form = LOADED[container].format, LOADED[container].form
@@ -520,7 +518,7 @@ def config_findings(
             yield finding(row.reader, "error", _CONFIG, text)
         yield from row.require(container, form, config)
     # Model-Optimizer writes hf_quant_config.json for its own containers and for DeepSeek-V4 with NVFP4 experts.
-    if hf_quant_config is not None and form is not None and (used == "modelopt" or form is DEEPSEEK_V4_NVFP4):
+    if hf_quant_config is not None and form is not None and (used == "modelopt" or form is table.DEEPSEEK_V4_NVFP4):
         yield from _nested(form, config, hf_quant_config)
     elif hf_quant_config is not None:
         text = f"belongs to another format; {used} checkpoints have no such file; remove it"

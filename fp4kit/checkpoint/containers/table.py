@@ -35,6 +35,7 @@ SAME_BYTES = {
 # the first word of a container's name -> its producer in recipe ids, if they differ
 _PRODUCERS = {"comfy": "comfy-kitchen", "sglang-mxfp8": "sglang", "deepseek-v4": "deepseek"}
 Spec = tuple[str, tuple[int, ...]]  # safetensors dtype and shape
+Config = Mapping[str, Any]  # the content of config.json, or an object in it
 
 
 @dataclass(frozen=True)

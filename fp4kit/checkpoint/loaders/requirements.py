@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.configs import LOADED, config_findings, has_static_inputs, quantization_config
 from fp4kit.checkpoint.containers.engines import SERVING, Finding, Severity, finding
-from fp4kit.checkpoint.containers.table import CODES, DEEPSEEK_V4, INPUT_SCALE, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Config, Container
 from fp4kit.checkpoint.containers.table import container as container_called
 from fp4kit.checkpoint.loaders.exclusions import READERS, container_of
 from fp4kit.checkpoint.loaders.support import SPLIT_EXPERTS, engines_for, family_of, known_traps, split_experts
@@ -89,7 +90,7 @@ def _is_code(dtype: str, shape: tuple[int, ...]) -> bool:
     return dtype in _QUANTIZED_WEIGHTS and len(shape) > 1
 
 
-def _form_of(container: str, parts: LayerTensors, config: Mapping[str, Any]) -> Container | None:
+def _form_of(container: str, parts: LayerTensors, config: Config) -> Container | None:
     """Return the container of one layer, which in DeepSeek-V4 may be another one than that of most layers."""
     form, dtype = LOADED[container].form, parts.get(".weight", ("",))[0]
     if container.startswith("deepseek-v4") and dtype == "F8_E4M3":
@@ -97,11 +98,11 @@ def _form_of(container: str, parts: LayerTensors, config: Mapping[str, Any]) -> 
         side = tiles[0] if isinstance(tiles, list) and tiles in ([64, 64], [32, 32]) else 128  # V4.1 has 32
         return container_called(f"fp8 {side}x{side} ue8m0")
     if container == "deepseek-v4 nvfp4" and dtype == "I8":  # MXFP4 experts of multi-token prediction
-        return DEEPSEEK_V4
+        return table.DEEPSEEK_V4
     return form
 
 
-def _required(container: str, form: Container, config: Mapping[str, Any]) -> list[str]:
+def _required(container: str, form: Container, config: Config) -> list[str]:
     """Return the parts that engines require for a layer, the codes first."""
     static = form.format in ("modelopt", "deepseek-v4") and container != "modelopt W4A16_NVFP4"
     has_input_scale = (static and form.has_tensor_scale) or has_static_inputs(container, config)
@@ -166,7 +167,7 @@ _OPTIONAL = {".input_scale", ".input_global_scale"}  # a layer may have them eve
 
 
 def _layer_findings(
-    container: str, layer: str, parts: LayerTensors, config: Mapping[str, Any], engines: Iterable[str]
+    container: str, layer: str, parts: LayerTensors, config: Config, engines: Iterable[str]
 ) -> Iterator[Finding]:
     """Yield a finding per engine for every tensor of a layer that is wrong, missing, or foreign to the container."""
     form = _form_of(container, parts, config)
@@ -273,8 +274,8 @@ def findings(
     container: str,
     tensors: Mapping[str, DtypeAndShape],
     tensor_scales: Mapping[str, float],
-    config: Mapping[str, Any],
-    hf_quant_config: Mapping[str, Any] | None = None,
+    config: Config,
+    hf_quant_config: Config | None = None,
 ) -> list[Finding]:
     """Return a finding for each fault that an engine would meet in a checkpoint's tensors, tensor scales and
     configs.
@@ -386,7 +387,7 @@ class Sharding:
         return text
 
 
-def sharding_of(weights: Iterable[Weight], config: Mapping[str, Any]) -> Sharding | None:
+def sharding_of(weights: Iterable[Weight], config: Config) -> Sharding | None:
     """Return the sizes that a model allows; None for a model that vLLM and SGLang do not load."""
     layers = _layers(weights, config)
     if layers is None:
@@ -399,15 +400,11 @@ def sharding_of(weights: Iterable[Weight], config: Mapping[str, Any]) -> Shardin
     return Sharding(tuple(size for size in SIZES if size not in refused), both, refused, tuple(unjudged))
 
 
-def obstacles(
-    weights: Iterable[Weight], config: Mapping[str, Any], tp: int | None, ep: int | None
-) -> tuple[Obstacle, ...]:
+def obstacles(weights: Iterable[Weight], config: Config, tp: int | None, ep: int | None) -> tuple[Obstacle, ...]:
     """Return what keeps a model from being split over `tp` ranks, in groups of `ep` ranks that share the experts."""
     tp, ep = (tp or ep or 1), (ep or 1)
     if tp % ep:
-        raise CheckpointError(
-            f"--ep {ep}: --tp {tp} is no multiple of it, so experts cannot be shared within the ranks"
-        )
+        raise CheckpointError(f"--ep {ep}: --tp {tp} is no multiple of it; experts cannot be shared within the ranks")
     layers = _layers(weights, config)
     if layers is None:
         raise CheckpointError("--tp, --ep: need a model directory in a format that vLLM or SGLang loads")
@@ -428,7 +425,7 @@ class _SplitLayer(NamedTuple):
     is_attention: bool
 
 
-def _layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[_SplitLayer] | None:
+def _layers(weights: Iterable[Weight], config: Config) -> list[_SplitLayer] | None:
     """Return the linear layers of the language model; None if vLLM and SGLang do not load the containers."""
     facts, found = model_facts(config), []
     for weight in weights:
@@ -456,7 +453,7 @@ def _leaf_of(name: str) -> str:
     return "dense_h_to_4h" if leaf == "dense" and parents[-1:] == ["intermediate"] else leaf  # BERT
 
 
-def _obstacles(layers: list[_SplitLayer], config: Mapping[str, Any], tp: int, ep: int) -> Iterator[Obstacle]:
+def _obstacles(layers: list[_SplitLayer], config: Config, tp: int, ep: int) -> Iterator[Obstacle]:
     """Yield the obstacles for tensor parallelism over `tp` ranks, of which each `ep` share the experts."""
     if tp > 1 and any(one.is_attention for one in layers):
         yield from _of_heads(config, tp)
@@ -474,7 +471,7 @@ def _obstacles(layers: list[_SplitLayer], config: Mapping[str, Any], tp: int, ep
             yield Obstacle(one.name, text)
 
 
-def _of_heads(config: Mapping[str, Any], tp: int) -> Iterator[Obstacle]:
+def _of_heads(config: Config, tp: int) -> Iterator[Obstacle]:
     heads, keys = _heads(config)
     if heads and heads % tp:
         yield Obstacle("config.json num_attention_heads", f"{heads} attention heads cannot be split over {tp} ranks")
@@ -483,7 +480,7 @@ def _of_heads(config: Mapping[str, Any], tp: int) -> Iterator[Obstacle]:
         yield Obstacle("config.json num_key_value_heads", text)
 
 
-def _heads(config: Mapping[str, Any]) -> tuple[int, int]:
+def _heads(config: Config) -> tuple[int, int]:
     """Return (attention heads, key and value heads) of the language model; 0 for a number that is unknown or unused."""
     text = config.get("text_config")
     sections = (text if isinstance(text, Mapping) else {}, config)
@@ -506,7 +503,7 @@ def _expert_count(layers: list[_SplitLayer]) -> int:
     return max([0, *stacks, *map(len, single.values())])
 
 
-def _parts(one: _SplitLayer, config: Mapping[str, Any], ranks: int) -> list[tuple[int, int]]:
+def _parts(one: _SplitLayer, config: Config, ranks: int) -> list[tuple[int, int]]:
     """Return (rows, number of ranks that they are split over) of each part of a layer whose rows are split."""
     heads, keys = _heads(config) if one.is_attention else (0, 0)
     shared = min(ranks, keys) if keys else ranks  # fewer key heads than ranks are repeated
@@ -520,7 +517,7 @@ def _parts(one: _SplitLayer, config: Mapping[str, Any], ranks: int) -> list[tupl
     return [(one.rows, ranks)]
 
 
-def _cuts(one: _SplitLayer, config: Mapping[str, Any], ranks: int) -> Iterator[str]:
+def _cuts(one: _SplitLayer, config: Config, ranks: int) -> Iterator[str]:
     """Yield what the split of one layer over some ranks would cut."""
     axis, (height, width) = SPLITS.get(one.leaf, _WHOLE), one.block
     sizes: list[tuple[str, int, int, int, str]] = []  # what is split, its size, over how many ranks, into multiples

@@ -388,9 +388,7 @@ def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
     files = {file.path: file for file, _ in tensors.values()}
     yield from _without_class(files.values(), quantized)
-    entries = {
-        (key, text) for file in files.values() if not isinstance(file, GgufFile) for key, text in file.metadata.items()
-    }
+    entries = {pair for file in files.values() if not isinstance(file, GgufFile) for pair in file.metadata.items()}
     for key, text in sorted(entries):
         if key == COMFY_METADATA:
             yield from _comfy_metadata(text, quantized)
@@ -444,9 +442,8 @@ def _torchao_trouble(text: str, weight: Weight | None) -> config_entries.Reasons
     except (ValueError, AttributeError):
         yield f"is {brief(text)}, an entry that fp4kit does not know"
         return
-    yield kind not in ("Tensor", "MXTensor", "NVFP4Tensor") and (
-        f"is a {brief(kind)} of torchao, which fp4kit does not know"
-    )
+    if kind not in ("Tensor", "MXTensor", "NVFP4Tensor"):
+        yield f"is a {brief(kind)} of torchao, which fp4kit does not know"
     if kind != "Tensor" and swizzled is None:
         yield "does not say whether scales are swizzled; only swizzled ones are supported"
     if kind != "Tensor" and swizzled is not True:

@@ -57,9 +57,8 @@ class _Sample:
         self.form, self.codes, self.stored = form, codes, stored
         height, width = form.block
         rows, columns = (size // step * step for size, step in zip(codes.shape, (height, width), strict=True))
-        split = _magnitudes(form.element)[codes[:rows, :columns]].reshape(
-            rows // height, height, columns // width, width
-        )
+        values = _magnitudes(form.element)[codes[:rows, :columns]]
+        split = values.reshape(rows // height, height, columns // width, width)
         self.blocks: _Floats = split.swapaxes(1, 2).reshape(*split.shape[::2], height * width)
         self.scales = self.values(stored)
 

@@ -233,11 +233,9 @@ class QuantizedLayers(Mapping[str, Quantized]):
         """Return the recipe of a layer."""
         form = weight.form.for_columns(weight.shape[-1])
         if self._recipe is not None:
-            if not form.stores(self._recipe):
-                raise CheckpointError(
-                    f"{shown(weight.name)}: {form} cannot store {self._recipe.id}; give another recipe"
-                )
-            return self._recipe
+            if form.stores(self._recipe):
+                return self._recipe
+            raise CheckpointError(f"{shown(weight.name)}: {form} cannot store {self._recipe.id}; give another recipe")
         own = recorded(self._checkpoint)
         return own if own is not None and form.stores(own) else _usual(weight, form)
 

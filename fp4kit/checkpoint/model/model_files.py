@@ -313,11 +313,8 @@ def _with_description(root: Path, config: dict[str, Any]) -> dict[str, Any]:
         return config
     if len(names) > 1:
         raise CheckpointError(f"{listed(names)}: each describes the weights; remove those of other weights")
-    description = {
-        "quant_method": MSMODELSLIM,
-        "file": names[0],
-        **load_object(existing_file(root, names[0]), names[0]),
-    }
+    content = load_object(existing_file(root, names[0]), names[0])
+    description = {"quant_method": MSMODELSLIM, "file": names[0], **content}
     own = config.get("quantization_config")
     if isinstance(own, Mapping) and own.get("quant_method") not in (*_ASCEND, None):
         raise CheckpointError(

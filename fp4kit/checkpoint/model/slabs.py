@@ -87,9 +87,8 @@ def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.f
         return elements, scales
     r, tensor = RECIPES[f"{form.kind}-gguf"], TensorScale(*np.ones((3, 1, 1), np.float32))
     smallest = np.full((256, r.block_size), np.flatnonzero(elements == r.element.min_subnormal)[0], np.uint8)
-    return elements * 2 + np.float32(0), dequantize_tile(smallest, np.arange(256, dtype=np.uint8)[:, None], r, tensor)[
-        :, 0
-    ]
+    values = dequantize_tile(smallest, np.arange(256, dtype=np.uint8)[:, None], r, tensor)[:, 0]
+    return elements * 2 + np.float32(0), values
 
 
 def scales_of(form: Container, scales: np.ndarray) -> npt.NDArray[np.float32]:
@@ -352,9 +351,8 @@ def _values(readers: Readers, weight: Weight, expert: int, start: int, count: in
     if weight.dtype == Q8_0:
         return _decode_q8_0(_whole_rows(readers, weight.located, expert * rows + start, count), columns)
     dtype = NUMPY_DTYPES[weight.dtype]
-    raw = readers.bytes(
-        weight.located, (expert * rows + start) * columns * dtype.itemsize, count * columns * dtype.itemsize
-    )
+    width = columns * dtype.itemsize
+    raw = readers.bytes(weight.located, (expert * rows + start) * width, count * width)
     return raw.view(dtype).reshape(count, columns)
 
 

@@ -158,10 +158,8 @@ def _turned(
     weights: Mapping[str, Weight], found: Mapping[str, _Transform], rotations: Mapping[_Transform, WeightRotation]
 ) -> dict[str, Weight]:
     """Return all weights; those in ``found`` are copies that have the rotation of their transform."""
-    return {
-        name: replace(one, rotation=rotations.get(found[name])) if name in found else one
-        for name, one in weights.items()
-    }
+    turned = {name: replace(weights[name], rotation=rotations.get(one)) for name, one in found.items()}
+    return {**weights, **turned}
 
 
 def _stored_matrices(

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.configs import declared
-from fp4kit.checkpoint.containers.table import CODES, SCALES, TAG, TENSOR_SCALE, VALUES, Container, OutputTensor
+from fp4kit.checkpoint.containers.table import CODES, SCALES, TAG, TENSOR_SCALE, VALUES, Config, Container
 from fp4kit.checkpoint.selection.names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.selection.selection import STACKS
 from fp4kit.formats import E8M0
@@ -271,7 +271,7 @@ def any_quantized(weights: Iterable[Weight]) -> bool:
     return any(weight.container is not None for weight in weights)
 
 
-def weights_of(tensors: Tensors, config: Mapping[str, Any], damaged: bool = False) -> dict[str, Weight]:
+def weights_of(tensors: Tensors, config: Config, damaged: bool = False) -> dict[str, Weight]:
     """Find the weights of a checkpoint: all quantized layers, and all unquantized matrices and stacks of experts."""
     files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}
@@ -300,7 +300,7 @@ def weights_of(tensors: Tensors, config: Mapping[str, Any], damaged: bool = Fals
 
 
 def _casts(
-    places: Mapping[str, Located], quantized: Iterable[Weight], taken: Collection[str], config: Mapping[str, Any]
+    places: Mapping[str, Located], quantized: Iterable[Weight], taken: Collection[str], config: Config
 ) -> Iterator[Weight]:
     """Yield the matrices whose FP8 codes are their values, because somebody cast a model to FP8."""
     left = [place.entry for name, place in places.items() if name not in taken]
@@ -341,7 +341,7 @@ def comfy_layers(tensors: Tensors) -> dict[str, Any]:
     return found
 
 
-def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
+def _by_config(config: Config) -> Iterable[Container]:
     """Return the containers to try for the layers of a checkpoint, those of the declared ``quant_method`` first."""
     found = declared(config)
     method = str(found.get("quant_method", ""))
@@ -400,7 +400,7 @@ def _shape(codes: TensorEntry, container: Container) -> tuple[int, ...] | None:
     return container.shape_of((*codes.shape[:-1], codes.shape[-1] // 2)) if plain else None
 
 
-def _plain(name: str, place: Located, places: Mapping[str, Located], config: Mapping[str, Any]) -> Weight | None:
+def _plain(name: str, place: Located, places: Mapping[str, Located], config: Config) -> Weight | None:
     """Return the unquantized weight that a tensor stores: a matrix ``P.weight`` or a 3-d stack of experts."""
     # The dtype must be a float dtype or GGUF's Q8_0.
     entry, module = place.entry, name.removesuffix(".weight")
@@ -418,7 +418,7 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
     return Weight(module, name, (experts, b, a) if transposed else (experts, a, b), None, {VALUES: place}, transposed)
 
 
-def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[str, Any]) -> bool:
+def _is_transposed(parent: str, places: Mapping[str, Located], config: Config) -> bool:
     """Return True if the stacks of experts in a module are stored as [E, K, N], False if as [E, N, K]."""
     by_type = has_transposed_stacks(config)
     names = (f"{parent}.gate_up_proj", f"{parent}.down_proj")
@@ -430,18 +430,18 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
     return fits[1] if fits[0] != fits[1] else by_type
 
 
-def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...]:
+def stack_shape(shape: tuple[int, ...], config: Config) -> tuple[int, ...]:
     """Return the shape (E, N, K) of a stack of experts, which may be stored as (E, N, K) or as (E, K, N)."""
     experts, a, b = shape
     return (experts, b, a) if has_transposed_stacks(config) else (experts, a, b)
 
 
-def has_transposed_stacks(config: Mapping[str, Any]) -> bool:
+def has_transposed_stacks(config: Config) -> bool:
     """Return whether models of this ``model_type`` store stacks of experts as [E, K, N]."""
     return str(config.get("model_type", "")) in _TRANSPOSED_STACKS
 
 
-def is_interleaved(config: Mapping[str, Any]) -> bool:
+def is_interleaved(config: Config) -> bool:
     """Return whether the rows of gate_up stacks alternate (gate 0, up 0, gate 1, ...)."""
     return str(config.get("model_type", "")) == "gpt_oss"
 
@@ -473,7 +473,7 @@ class Piece:
     span: tuple[int, int]
     module: str
     form: Container | None
-    outputs: tuple[OutputTensor, ...]
+    outputs: tuple[table.OutputTensor, ...]
     total_rows: int
     first_row: int = 0
     transposed: bool = False
@@ -495,7 +495,7 @@ class Piece:
         return nbytes * self.first_row // self.total_rows, nbytes * rows // self.total_rows
 
 
-def layer_names(weight: Weight, form: Container | None, config: Mapping[str, Any]) -> tuple[str, ...]:
+def layer_names(weight: Weight, form: Container | None, config: Config) -> tuple[str, ...]:
     """Return the names of the output layers that a weight becomes."""
     if len(weight.shape) == 2 or form is None or form.keeps_stacks:
         return (weight.name,)
@@ -521,7 +521,7 @@ def is_mlx_stack(name: str) -> bool:
     return name.rpartition(".")[0].endswith(".switch_mlp")
 
 
-def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
+def parts_of(weight: Weight, expert: int, config: Config) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield (module name, (first row, end row)) for each layer that one expert of a stack becomes."""
     parent, _, leaf = weight.name.rpartition(".")
     rows = weight.shape[-2]
@@ -541,7 +541,7 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
         yield f"{parent}.{expert}.{name}", (i * rows // 2, (i + 1) * rows // 2)
 
 
-def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input_scale: bool) -> Iterator[Piece]:
+def pieces(weight: Weight, form: Container, config: Config, has_input_scale: bool) -> Iterator[Piece]:
     """Yield the pieces (units of work) that together write a weight in the container ``form``."""
     rows, columns = weight.shape[-2:]
     if len(weight.shape) == 2 or form.keeps_stacks:
@@ -575,11 +575,11 @@ def unquantized_pieces(weight: Weight, dtype: str, transposed: bool) -> Iterator
     if stack and is_mlx_stack(weight.name):
         for e in range(weight.experts):
             name = expert_name(weight.name, e)
-            one = OutputTensor(f"{name}.weight", dtype, (rows, columns), VALUES)
+            one = table.OutputTensor(f"{name}.weight", dtype, (rows, columns), VALUES)
             yield Piece(weight, e, (0, rows), name, None, (one,), rows)
         return
     shape = (*weight.shape[:-2], columns, rows) if transposed else weight.shape
     plain_name = stack and not weight.tensor.endswith(".weight")
-    output = OutputTensor(weight.name if plain_name else f"{weight.name}.weight", dtype, shape, VALUES)
+    output = table.OutputTensor(weight.name if plain_name else f"{weight.name}.weight", dtype, shape, VALUES)
     for e in range(weight.experts):
         yield Piece(weight, e, (0, rows), weight.name, None, (output,), weight.experts * rows, e * rows, transposed)

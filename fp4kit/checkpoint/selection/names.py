@@ -189,12 +189,8 @@ _MODULES = {
     "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     "mlp.shared_experts.linear_fc2": ("mlp.shared_experts.down_proj",),
 }
-_MTP_MODULES = {
-    "eh_proj": ("eh_proj",),
-    "enorm": ("enorm",),
-    "hnorm": ("hnorm",),
-    "final_layernorm": ("shared_head.norm",),
-}
+_MTP_MODULES = {name: (name,) for name in ("eh_proj", "enorm", "hnorm")}
+_MTP_MODULES["final_layernorm"] = ("shared_head.norm",)
 # Megatron parameter within a layer, with its suffix -> Hugging Face name.
 _PARAMETERS = {
     "self_attention.core_attention.softmax_offset": "self_attn.sinks",

@@ -710,10 +710,8 @@ def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
     if count is None or not (wishes.keep_first or wishes.keep_last):
         return
     present = {place[1] for place in (tensor.decoder_layer for tensor in one_expert) if place is not None}
-    for option, kept in (
-        ("--keep-first", range(wishes.keep_first)),
-        ("--keep-last", range(count - wishes.keep_last, count)),
-    ):
+    first, last = range(wishes.keep_first), range(count - wishes.keep_last, count)
+    for option, kept in (("--keep-first", first), ("--keep-last", last)):
         absent = [number for number in kept if number not in present]
         if absent:
             raise CheckpointError(

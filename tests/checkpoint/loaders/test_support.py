@@ -165,5 +165,5 @@ def test_container() -> None:
 
 
 def test_a_container_that_no_engine_was_seen_to_load_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "_CELLS", {})
+    monkeypatch.setattr(support, "CELLS", {})
     assert support.refusal("sglang-mxfp8", "mxfp8", "dense") is None
