@@ -214,17 +214,6 @@ def search_scales(search: Search) -> np.ndarray:
     return reference.search_scales(search, _FUNCTIONS)
 
 
-def __getattr__(name: str) -> Any:
-    """Return a function that raises Declined, for an operation of host/engine.py that this module does not define."""
-    if name not in reference.__all__:
-        raise AttributeError(name)
-
-    def declined(*arguments: Any) -> Any:
-        raise Declined(f"the CPU engine does not implement {name}")
-
-    return declined
-
-
 class _Cut(NamedTuple):
     """The part of a shard that consists of whole rows of blocks.
 

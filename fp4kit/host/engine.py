@@ -54,29 +54,6 @@ from fp4kit.reference.stochastic import GivenNumbers, MslkStream, RandomNumbers,
 from fp4kit.reference.tensor_rules import TensorScale, encoding_scale, stored_tensor_scale, tensor_scale
 from fp4kit.types import ScaleLayout
 
-__all__ = [
-    "amax",
-    "clip",
-    "clip_amax",
-    "dequantize",
-    "fake_quantize",
-    "matmul",
-    "pack",
-    "partial_amax",
-    "partial_cast",
-    "plain_amax",
-    "quantize",
-    "quantize_both",
-    "quantize_with_scales",
-    "requantize",
-    "rotate",
-    "search_scales",
-    "swizzle",
-    "transpose",
-    "unpack",
-]
-
-
 # ---- amaxes ----
 
 

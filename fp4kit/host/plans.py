@@ -5,7 +5,7 @@ cuda/engine has classes with the same methods for arrays on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import prod
@@ -48,15 +48,15 @@ class HostGroup:
 
     def __init__(self, op: str, calls: Sequence[Call], r: Recipe, run: Run) -> None:
         self._op, self._calls, self._recipe, self._run = op, calls, r, run
-        self._codes: list[Quantized] | None = None
-        self._values: list[Any] | None = None
+        self._codes: list[Quantized] = []
+        self._values: list[Any] = []
         self._amaxes: list[np.ndarray] = []
         self.vector: np.ndarray | None = None
         if r.tensor_scaling != "none" and all(call.tensor_amax is None for call in calls):
             shapes = [tensor_amax_shape(call.moved.shape, r) for call in calls]
-            self.vector = np.zeros(sum(map(prod, shapes)), np.float32)
-            ends = np.cumsum([prod(shape) for shape in shapes], dtype=int)
-            parts = np.split(self.vector, ends[:-1]) if shapes else []
+            ends = np.cumsum([0, *map(prod, shapes)])
+            self.vector = np.zeros(int(ends[-1]), np.float32)
+            parts = np.split(self.vector, ends)[1:-1]
             self._amaxes = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @property
@@ -77,15 +77,15 @@ class HostGroup:
         each(self._op, lambda call: check_codes(call, call.layout), self._calls)
         calls = self._with_amaxes(compute_amaxes)
         outs: Sequence[Quantized | None] = self._codes or [None] * len(calls)
-        calls = [call._replace(out=out) for call, out in zip(calls, outs, strict=True)]
-        self._codes = [self._run(call.op, "quantize", False, call) for call in calls]
+        self._codes = [
+            self._run(call.op, "quantize", False, call._replace(out=out)) for call, out in zip(calls, outs, strict=True)
+        ]
         return self._codes
 
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
         """Fake-quantize all arrays, and return one array of values per array."""
         values = [self._run(call.op, "fake_quantize", False, call) for call in self._with_amaxes(compute_amaxes)]
-        if self._values is None:
-            self._values = values
+        self._values = self._values or values
         for target, value in zip(self._values, values, strict=True):
             target[...] = value
         return self._values
@@ -156,26 +156,22 @@ class HostStages:
         self._run, self._layout = run, layout
         self._values, self._shapes, self._recipe, self._partition, self._rank = list(values), shapes, r, partition, rank
         blocks = [amax_shape(shape, r) for shape in shapes]
-        ends = np.cumsum([len(shapes), *(rows * columns for rows, columns in blocks)])
+        ends = np.cumsum([len(shapes), *map(prod, blocks)])
         self.bits = np.zeros(int(ends[-1]), np.uint32)
         amaxes = np.split(self.bits.view(np.float32), ends)[1:-1]
         self._amaxes = [amax.reshape(shape) for amax, shape in zip(amaxes, blocks, strict=True)]
         self._tensor_amaxes = self.bits[: len(shapes)].view(np.float32)
         self._unit = r.element.packing.codes  # elements per byte; messages are cut at whole bytes
-        lengths = partition.pieces(self._unit)
-        self.counts = lengths.sum(axis=1).tolist()
+        self.counts = partition.pieces(self._unit).sum(axis=1).tolist()
         self.message = np.zeros(self.counts[rank], np.uint8)
         self.gathered = np.zeros(sum(self.counts), np.uint8)
-        self.quantized = [self._allocate(*item) for item in zip(shapes, values, strict=True)]
+        self.quantized = []
+        for shape, value in zip(shapes, values, strict=True):
+            packed = np.zeros(packed_shape(shape, r), np.uint8)
+            scales = np.zeros(padded_shape(scale_shape(shape, r), layout), np.uint8)
+            scale, amax = (None if r.tensor_scaling == "none" else np.zeros((), np.float32) for _ in range(2))
+            self.quantized.append(Quantized(packed, scales, scale, amax, shape, value.dtype, -1, r, layout))
         self.columnwise = [self._transposed(q) for q in self.quantized] if columnwise else []
-
-    def _allocate(self, shape: tuple[int, int], values: np.ndarray) -> Quantized:
-        """Return a Quantized with zeroed arrays for a matrix of the given shape."""
-        r = self._recipe
-        packed = np.zeros(packed_shape(shape, r), np.uint8)
-        scales = np.zeros(padded_shape(scale_shape(shape, r), self._layout), np.uint8)
-        scale, amax = (None if r.tensor_scaling == "none" else np.zeros((), np.float32) for _ in range(2))
-        return Quantized(packed, scales, scale, amax, shape, values.dtype, -1, r, self._layout)
 
     def device(self) -> AbstractContextManager[None]:
         """Return a context manager that does nothing. In DeviceStages, this method makes the buffers' GPU current."""
@@ -185,10 +181,10 @@ class HostStages:
         """Use the arrays `values` as shards from now on, without a check."""
         self._values = list(values)
 
-    def _shards(self) -> list[tuple[int, np.ndarray, tuple[int, int], int]]:
+    def _shards(self) -> Iterator[tuple[int, np.ndarray, tuple[int, int], int]]:
         """Return one tuple per matrix: (its index, this process's shard, its shape (M, K), where the shard starts)."""
         starts = self._partition.starts[self._rank].tolist()
-        return list(zip(range(len(starts)), self._values, self._shapes, starts, strict=True))
+        return zip(range(len(starts)), self._values, self._shapes, starts, strict=True)
 
     @ieee("cast_master_weights")
     def amax(self) -> None:

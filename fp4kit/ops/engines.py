@@ -233,7 +233,8 @@ def specification() -> Iterator[None]:
 def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
     """Return the result of an operation from the first engine that supports the call."""
     reason = ""
-    engines = (_cuda(),) if on_device else (reference,) if specification_only.get() else (cpu, reference)
+    on_cpu = (reference,) if specification_only.get() or not hasattr(cpu, operation) else (cpu, reference)
+    engines = (_cuda(),) if on_device else on_cpu
     with nullcontext() if on_device or is_ieee() else default_environment(op):
         for engine in engines:
             try:
