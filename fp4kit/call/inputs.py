@@ -20,7 +20,6 @@ from fp4kit.formats import E4M3, E8M0, FLOATS
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import (
     NEVER_NAN,
-    Quantized,
     check_codes,
     fitting_shape,
     in_order,
@@ -60,26 +59,6 @@ class AbstractArray:
     def transpose(self, order: Any) -> AbstractArray:
         """Return an AbstractArray with its axes in the given order. np.moveaxis calls this method."""
         return replace(self, shape=tuple(self.shape[axis] for axis in order))
-
-
-def check_values_dtype(op: str, dtype: Any) -> None:
-    """Raise TypeError unless dtype, the dtype of dequantized values, is float32, float16 or bfloat16."""
-    if dtype not in FLOATS:
-        raise TypeError(
-            f"{op}: dtype is {dtype}; needs float32, float16 or bfloat16; dequantize to float32 and convert the result"
-        )
-
-
-def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:
-    """Check that q is a Quantized, and return it with NumPy or CuPy arrays that share its memory."""
-    check_is_quantized(op, q, name)
-    return q.imported(op)
-
-
-def check_is_quantized(op: str, q: Any, name: str = "q") -> None:
-    """Raise TypeError unless q is a Quantized. Its arrays may be of any library. name: the name of q in the message."""
-    if not isinstance(q, Quantized):
-        raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
 
 
 def description(value: Any) -> str:

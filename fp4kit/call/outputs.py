@@ -16,9 +16,8 @@ import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, overlaps_itself
 from fp4kit.arrays.returns import library_of
-from fp4kit.call.inputs import check_is_quantized, description
-from fp4kit.layouts import padded_shape
-from fp4kit.quantized.container import Quantized, packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.call.inputs import description
+from fp4kit.quantized.container import Quantized, check_is_quantized, packed_shape, scale_shape
 
 ALIGNMENT = 16  # bytes: the largest store of a kernel
 
@@ -74,7 +73,7 @@ def check_quantized_out(call: Any) -> None:
     """Raise an error unless the result of a call can be written to call.out, a Quantized."""
     op, out = call.op, call.out
     check_is_quantized(op, out, "out")
-    for name, value in result_fields(call).items():
+    for name, value in call.result_fields().items():
         if getattr(out, name) != value:
             text = repr if name == "recipe" else str  # str(recipe) takes many lines
             raise ValueError(f"{op}: out has {name} {text(getattr(out, name))}; needs {text(value)}")
@@ -83,7 +82,7 @@ def check_quantized_out(call: Any) -> None:
             f"{op}: out has a tensor_amax, which a given tensor_scale does not determine; pass"
             " dataclasses.replace(out, tensor_amax=None)"
         )
-    specs = part_specs(call)
+    specs = call.part_specs()
     outputs = {f"out.{name}": getattr(out, name) for name in specs}
     for (name, array), (shape, dtype) in zip(outputs.items(), specs.values(), strict=True):
         if call.on_device:
@@ -93,32 +92,6 @@ def check_quantized_out(call: Any) -> None:
     names = ("block_amax", "block_scale", "tensor_scale", "tensor_amax")
     inputs = {"x": call.x, "seed": call.random} | {name: getattr(call, name) for name in names}
     check_disjoint(op, inputs, outputs)
-
-
-def result_fields(call: Any) -> dict[str, Any]:
-    """Return the fields of a call's result that are not arrays, as {name: value}."""
-    x = call.x
-    return {
-        "recipe": call.recipe,
-        "shape": x.shape,
-        "dtype": x.dtype,
-        "axis": call.axis,
-        "scale_layout": call.layout,
-    }
-
-
-def part_specs(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return the shapes and dtypes of the arrays in a call's result, as {name: (shape, dtype)}."""
-    shape, r = call.moved.shape, call.recipe
-    specs: dict[str, tuple[tuple[int, ...], Any]] = {"packed": (packed_shape(shape, r), np.dtype(np.uint8))}
-    if r.scale is not None:
-        specs["block_scale"] = (padded_shape(scale_shape(shape, r), call.layout), np.dtype(np.uint8))
-    if r.tensor_scaling != "none":
-        amax_or_scale = call.tensor_amax if call.tensor_scale is None else call.tensor_scale
-        tensor_shape = tensor_amax_shape(shape, r) if amax_or_scale is None else amax_or_scale.shape
-        names = ("tensor_scale", "tensor_amax") if call.tensor_scale is None else ("tensor_scale",)
-        specs |= {name: (tensor_shape, np.dtype(np.float32)) for name in names}
-    return specs
 
 
 def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype, x: Any) -> None:

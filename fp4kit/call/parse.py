@@ -27,8 +27,8 @@ from fp4kit.call.inputs import (
 )
 from fp4kit.call.outputs import check_quantized_out, import_out
 from fp4kit.formats import FLOATS, Codebook, PairedMicroexponents
-from fp4kit.layouts import check_layout
-from fp4kit.quantized.container import Quantized
+from fp4kit.layouts import check_layout, padded_shape
+from fp4kit.quantized.container import Quantized, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import RECIPES, Recipe, recipe_of
 from fp4kit.recipes.rules import SCALE_STOCHASTICS
 from fp4kit.recipes.schema import has_tall_scales
@@ -149,6 +149,32 @@ class Call(NamedTuple):
     def has_scales(self) -> bool:
         """True if the caller passed a block_scale or a tensor_scale, so that only codes are computed."""
         return self.block_scale is not None or self.tensor_scale is not None
+
+    def part_specs(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Return the shapes and dtypes of the arrays in the call's result, as {name: (shape, dtype)}."""
+        shape, r = self.moved.shape, self.recipe
+        specs: dict[str, tuple[tuple[int, ...], Any]] = {"packed": (packed_shape(shape, r), np.dtype(np.uint8))}
+        if r.scale is not None:
+            scales = scale_shape(shape, r)
+            scales = scales if self.layout == "linear" else padded_shape(scales, self.layout)
+            specs["block_scale"] = scales, np.dtype(np.uint8)
+        if r.tensor_scaling != "none":
+            amax_or_scale = self.tensor_amax if self.tensor_scale is None else self.tensor_scale
+            tensor_shape = tensor_amax_shape(shape, r) if amax_or_scale is None else amax_or_scale.shape
+            names = ("tensor_scale", "tensor_amax") if self.tensor_scale is None else ("tensor_scale",)
+            specs |= {name: (tensor_shape, np.dtype(np.float32)) for name in names}
+        return specs
+
+    def result_fields(self) -> dict[str, Any]:
+        """Return the fields of a call's result that are not arrays, as {name: value}."""
+        x = self.x
+        return {
+            "recipe": self.recipe,
+            "shape": x.shape,
+            "dtype": x.dtype,
+            "axis": self.axis,
+            "scale_layout": self.layout,
+        }
 
     def with_array(self, x: Any, out: Quantized | None = None) -> Call:
         """Return a copy of this call for another array x, and with another output `out`."""

@@ -18,7 +18,6 @@ import numpy as np
 from fp4kit.arithmetic import is_ieee
 from fp4kit.arrays import returns
 from fp4kit.arrays.returns import giver
-from fp4kit.call.outputs import part_specs, result_fields
 from fp4kit.call.parse import Call
 from fp4kit.cpu.codec import are_looked_up, check_array, decode_call, encode_call, kernels_of, tensors_of
 from fp4kit.cpu.coverage import tensor_key
@@ -188,7 +187,7 @@ def quantize(call: Call, x: Any, given: Any, both: bool = False) -> PreparedCall
     It takes (x, tensor_amax, out), where tensor_amax is None if the library computes it. If the library cannot compute
     the result, `out` may be partly overwritten.
     """
-    out, specs = call.out, part_specs(call)
+    out, specs = call.out, call.part_specs()
     if both or call.layout != "linear" or not (out is None or _is_whole(*out.parts().values())):
         return None
     steps = (specs[name][0][-1] if name in specs else 0 for name in ("packed", "block_scale"))
@@ -196,7 +195,7 @@ def quantize(call: Call, x: Any, given: Any, both: bool = False) -> PreparedCall
         return None
     (prototype, tensor_rule), access = matrix_call, access_to(x)
     new = {name: access.maker(*spec, False) for name, spec in specs.items()}
-    fields = dict.fromkeys(PARTS) | result_fields(call)
+    fields = dict.fromkeys(PARTS) | call.result_fields()
     library, size, address, has_tensor = functions().fp4kit_quantize, call.x.size, access.address, tensor_rule >= 0
 
     def run(x: Any, given: Any, out: Quantized | None) -> Quantized | None:

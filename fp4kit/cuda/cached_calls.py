@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arrays import imports, returns
-from fp4kit.call.outputs import part_specs, result_fields
 from fp4kit.call.parse import Call
 from fp4kit.cuda import matrix
 from fp4kit.cuda.amax import tensor_amax_operands
@@ -67,7 +66,7 @@ _KERNEL_NAMES = {"packed": "packed", "block_scale": "scales", "tensor_scale": "t
 
 def _codes(call: Call, amax: str, prefix: str = "") -> _Outputs:
     """Return the _Outputs of a call to quantize. `amax` is the name of the kernel's argument for the tensor_amax."""
-    specs, fields = part_specs(call), dict.fromkeys(PARTS) | result_fields(call)
+    specs, fields = call.part_specs(), dict.fromkeys(PARTS) | call.result_fields()
     new = [NewArray(*spec, name == "block_scale" and call.layout != "linear") for name, spec in specs.items()]
     arguments = (amax if name == "tensor_amax" else prefix + _KERNEL_NAMES[name] for name in specs)
 

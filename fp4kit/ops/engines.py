@@ -139,6 +139,14 @@ def new_cached_call(key: Key | None, operation: str, on_device: bool, *arguments
         return None
 
 
+def convert_and_call(function: Callable[..., T], x: Any, *args: Any, **kwargs: Any) -> T:
+    """Return function(x, *args, **kwargs), where `function` is decorated by returns_in_library."""
+    kind = type(getattr(x, "packed", x))
+    is_native = kind is np.ndarray or kind.__module__ == "cupy"
+    called: Callable[..., T] = getattr(function, "__wrapped__", function) if is_native else function
+    return called(x, *args, **kwargs)
+
+
 def with_threads(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function so that its keyword argument `threads` limits the CPU threads of the call."""
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
-from fp4kit.call.inputs import check_quantized
 from fp4kit.call.parse import check_float
 from fp4kit.display import Panel, Shown
 from fp4kit.formats import Codebook
@@ -26,7 +25,7 @@ from fp4kit.layouts import unpacked
 from fp4kit.ops.compare import Box, on_host
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.transforms import unswizzle
-from fp4kit.quantized.container import NEVER_NAN, Quantized
+from fp4kit.quantized.container import NEVER_NAN, Quantized, check_quantized
 from fp4kit.quantized.slicing import box_of
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS

@@ -13,7 +13,6 @@ import numpy as np
 from fp4kit.arguments import as_flag, as_float32
 from fp4kit.arrays.imports import import_arrays, on_device, to_host
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call.inputs import check_values_dtype
 from fp4kit.call.parse import check_float
 from fp4kit.display import Panel, Shown
 from fp4kit.formats import E2M1, FLOATS, NVFP4
@@ -21,7 +20,7 @@ from fp4kit.layouts import check_bytes
 from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVLayout, KVLayoutName, KVParts, PageShape, as_layout, check_slots
 from fp4kit.ops.amax import quantize_by_scale
 from fp4kit.ops.quantize import dequantize, quantize
-from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.container import Quantized, check_values_dtype
 from fp4kit.recipes import Recipe, recipe_of, rules
 from fp4kit.types import Array, RecipeId
 

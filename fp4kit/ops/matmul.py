@@ -31,7 +31,7 @@ from fp4kit.call.matmul import (
 )
 from fp4kit.display import Panel, Shown
 from fp4kit.layouts import unpack
-from fp4kit.ops.engines import run, with_threads
+from fp4kit.ops.engines import convert_and_call, run, with_threads
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import Quantized
@@ -127,7 +127,7 @@ def matmul(
         >>> fp4kit.matmul(q, q, unit="sm100").shape
         (32, 32)
     """
-    return _matmul(a, b, unit, out_dtype, alpha, c)
+    return convert_and_call(_matmul, a, b, unit, out_dtype, alpha, c)
 
 
 def prepared(op: str, name: str, x: Any, u: Unit) -> Any:

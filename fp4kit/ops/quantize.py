@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, overload
 
+import numpy as np
+
 from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import library_of, mark_written, numpy_dtype, returns_in_library
-from fp4kit.call.inputs import check_quantized, check_seed, check_values_dtype, clip_amax, reshape_clip_amax
+from fp4kit.call.inputs import check_seed, clip_amax, reshape_clip_amax
 from fp4kit.call.outputs import are_disjoint, check_disjoint, check_values_out, import_out
 from fp4kit.call.parse import (
     SEED_WITHOUT_USE,
@@ -18,8 +20,8 @@ from fp4kit.call.parse import (
     fake_call,
     quantize_call,
 )
-from fp4kit.ops.engines import find, new_cached_call, run, run_call, run_first, with_threads
-from fp4kit.quantized.container import Quantized
+from fp4kit.ops.engines import convert_and_call, find, new_cached_call, run, run_call, run_first, with_threads
+from fp4kit.quantized.container import Quantized, check_quantized, check_values_dtype
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.rules import FAKE_RULES
 from fp4kit.types import Array, ArrayT, Hadamard, RecipeId, RoundingMode, ScaleLayout
@@ -153,7 +155,7 @@ def quantize(
                     " alone determine the codes; leave one of them out"
                 )
         scales = {"block_scale": block_scale, "tensor_scale": tensor_scale}
-    q = _quantize(x, recipe, axis, options, key, out=out, **amaxes, **scales)
+    q = convert_and_call(_quantize, x, recipe, axis, options, key, out=out, **amaxes, **scales)
     return q if out is None else mark_written(out)
 
 
@@ -221,7 +223,7 @@ def quantize_both(
     if cached is not None:
         return cached(x, tensor_amax, None)
     options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
-    return _quantize_both(x, recipe, options, key, tensor_amax)
+    return convert_and_call(_quantize_both, x, recipe, options, key, tensor_amax)
 
 
 @returns_in_library
@@ -292,7 +294,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
     key, cached = find("dequantize", (q, out), dtype)
     values = cached(q, out) if cached and are_disjoint(q, out) else None
     if values is None:
-        values = _dequantize(q, dtype, None if cached else key, out=out)
+        values = convert_and_call(_dequantize, q, dtype, None if cached else key, out=out)
     return values if out is None else mark_written(out)
 
 
@@ -307,7 +309,7 @@ def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
         out = import_out(op, out)
         check_values_out(op, out, q.shape, values_dtype, q.packed)
         check_disjoint(op, {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})
-    is_on_device = on_device(q.packed)
+    is_on_device = not isinstance(q.packed, np.ndarray)
     cached = new_cached_call(key, op, is_on_device, q, arguments[0], values_dtype, out)
     return run_first(key, cached, arguments, lambda: run(op, op, is_on_device, q, values_dtype, out))
 
@@ -367,7 +369,7 @@ def fake_quantize(
     check_rounding("fake_quantize", recipe_of("fake_quantize", recipe), rounding, seed)
     options = QuantizeOptions(rounding=rounding, seed=seed)
     amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
-    return _fake_quantize(x, recipe, axis, options, key, **amaxes)
+    return convert_and_call(_fake_quantize, x, recipe, axis, options, key, **amaxes)
 
 
 @returns_in_library

@@ -12,10 +12,10 @@ from fp4kit import layouts
 from fp4kit.arguments import as_index, as_shape
 from fp4kit.arrays.imports import import_arrays, on_device
 from fp4kit.arrays.returns import returns_in_library
-from fp4kit.call.inputs import check_quantized, check_seed
+from fp4kit.call.inputs import check_seed
 from fp4kit.call.parse import check_hadamard_size, hadamard_call, matrix_call, square_block
 from fp4kit.ops.engines import find, new_cached_call, run, run_first, with_threads
-from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.container import Quantized, check_quantized
 from fp4kit.reference import stochastic as specification
 from fp4kit.types import ArrayT, ScaleLayout
 

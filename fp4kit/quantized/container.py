@@ -740,6 +740,25 @@ class Quantized:
         )
 
 
+def check_is_quantized(op: str, q: Any, name: str = "q") -> None:
+    """Raise TypeError unless q is a Quantized. Its arrays may be of any library. name: the name of q in the message."""
+    if not isinstance(q, Quantized):
+        raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
+
+
+def check_quantized(op: str, q: Any) -> Quantized:
+    """Check that q is a Quantized, and return it with NumPy or CuPy arrays that share its memory."""
+    check_is_quantized(op, q)
+    return q.imported(op)
+
+
+def check_values_dtype(op: str, dtype: Any) -> None:
+    """Raise TypeError unless dtype, the dtype of dequantized values, is float32, float16 or bfloat16."""
+    if dtype not in FLOATS:
+        needed = "needs float32, float16 or bfloat16; dequantize to float32 and convert the result"
+        raise TypeError(f"{op}: dtype is {dtype}; {needed}")
+
+
 @contextmanager
 def _suspecting_a_swap(codes: Any, scales: Any, scale_layout: ScaleLayout) -> Iterator[None]:
     """Add a hint to a ValueError that is raised in the with block, if the caller may have swapped codes and scales."""

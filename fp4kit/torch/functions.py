@@ -13,12 +13,12 @@ from torch.utils import _pytree
 
 from fp4kit.arguments import as_entries, as_flag, as_index
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call.inputs import check_is_quantized, check_seed
+from fp4kit.call.inputs import check_seed
 from fp4kit.call.linear import OP, check_weight
 from fp4kit.call.parse import check_hadamard
 from fp4kit.formats import FLOATS
 from fp4kit.ops.grouped import check_stack, per_tensor
-from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.container import Quantized, check_is_quantized
 from fp4kit.quantized.slicing import flatten, unflatten
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.serialization import from_spec, to_spec
