@@ -15,7 +15,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -27,7 +28,7 @@ import numpy.typing as npt
 from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.containers.table import CODES, SCALES
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.model.model_files import MANIFEST, existing_file, names_in
+from fp4kit.checkpoint.model.model_files import MANIFEST, digest_of, existing_file, file_digest, names_in
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.plan import check_target, final_path
 from fp4kit.layouts import GGUF_BLOCKS
@@ -73,11 +74,6 @@ def path_of(root: Path, name: str) -> Path:
     return found[name]
 
 
-def are_of_files(names: Collection[str]) -> bool:
-    """Return whether all names in a patch are names of the files of a model that is not a directory."""
-    return bool(names) and all(_NAME_OF_FILE.fullmatch(name) for name in names)
-
-
 def paths_to_write(names: Collection[str], target: Path) -> dict[str, Path]:
     """Return {name in a patch: final path} for a model of single files that is written as ``target``."""
     suffix = Path(next(iter(names))).suffix
@@ -119,10 +115,10 @@ class Patch:
     base: Mapping[str, FileFacts]
     result: Mapping[str, FileFacts]
 
-    def entry(self, name: str, part: str) -> TensorEntry | None:
-        """Return the tensor that holds a part of the file ``name``, or None if the patch has no such tensor."""
-        wanted = f"{name}/{part}"
-        return next((entry for entry in self.file.entries if entry.name == wanted), None)
+    def parts(self, name: str) -> dict[str, TensorEntry]:
+        """Return the tensors that hold the file ``name``: part -> tensor."""
+        named = ((entry.name.rpartition("/"), entry) for entry in self.file.entries)
+        return {part: entry for (file, _, part), entry in named if file == name}
 
 
 def metadata_of(
@@ -148,7 +144,8 @@ def open_patch(path: Path) -> Patch:
         raise CheckpointError(f"{path}: is a patch of version {content.get('version')}; {VERSION} is needed")
     model = content.get("model", _MODELS[True])
     patch = Patch(file, model == _MODELS[True], _facts(path, content.get("base")), _facts(path, content.get("result")))
-    if model not in _MODELS.values() or not (patch.is_directory or are_of_files(patch.result)):
+    of_files = bool(patch.result) and all(_NAME_OF_FILE.fullmatch(name) for name in patch.result)
+    if model not in _MODELS.values() or not (patch.is_directory or of_files):
         raise CheckpointError(f"{path}: its {KEY} entry is malformed; make the patch again")
     for name, facts in patch.result.items():
         _check_parts(path, patch, name, facts)
@@ -162,15 +159,9 @@ def _facts(path: Path, content: Any) -> dict[str, FileFacts]:
     found = {}
     for name, one in content.items():
         parts = PurePosixPath(name).parts
-        safe = (
-            bool(parts) and not any(part in ("..", "/") or part.startswith(".") for part in parts) and "\\" not in name
-        )
-        if (
-            not safe
-            or not isinstance(one, dict)
-            or type(one.get("bytes")) is not int
-            or len(str(one.get("sha256"))) != 64
-        ):
+        leads_out = not parts or "\\" in name or any(part == "/" or part.startswith(".") for part in parts)
+        is_facts = isinstance(one, dict) and type(one.get("bytes")) is int and len(str(one.get("sha256"))) == 64
+        if leads_out or not is_facts:
             raise CheckpointError(
                 f"{path}: its entry for the file {shown(str(name))} is malformed; make the patch again"
             )
@@ -183,20 +174,16 @@ def _check_parts(path: Path, patch: Patch, name: str, facts: FileFacts) -> None:
     size.
     """
     base = patch.base.get(name)
-    whole, counts = patch.entry(name, WHOLE), patch.entry(name, COUNTS)
-    if whole is not None:
-        fits = whole.shape == (facts.nbytes,)
-    elif counts is not None:
-        sizes = [patch.entry(name, part) for part in PARTS]
-        starts, lengths = (patch.entry(name, part) for part in (STARTS, LENGTHS))
+    shapes = {part: entry.shape for part, entry in patch.parts(name).items()}
+    if WHOLE in shapes:
+        fits = shapes[WHOLE] == (facts.nbytes,)
+    elif COUNTS in shapes:
         fits = (
-            None not in sizes
+            shapes.keys() >= {*PARTS}
             and base is not None
             and base.nbytes == facts.nbytes
-            and counts.shape == (-(-facts.nbytes // CHUNK), 2)
-            and starts is not None
-            and lengths is not None
-            and starts.shape == lengths.shape
+            and shapes[COUNTS] == (-(-facts.nbytes // CHUNK), 2)
+            and shapes[STARTS] == shapes[LENGTHS]
         )
     else:
         fits = base == facts
@@ -205,7 +192,6 @@ def _check_parts(path: Path, patch: Patch, name: str, facts: FileFacts) -> None:
 
 
 _GAP = 16  # differing bytes at most this far apart are in one run, because a run costs 16 bytes by itself
-_ITEM_BYTES = {COUNTS: 8, STARTS: 8, LENGTHS: 8, BYTES: 1}  # bytes per element of a part
 Tick = Callable[[int], None]
 
 
@@ -281,28 +267,25 @@ def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | 
     before, after = files_of(old), files_of(young)
     flips = _Flips(young, after)
     tick = progress or (lambda count: None)
-    sides: tuple[dict[str, FileFacts], dict[str, FileFacts]] = ({}, {})
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=target.parent, prefix=".fp4kit-diff-"))
-        stored: list[_Stored] = []
-        for name, path in after.items():
-            found = _compare(name, before.get(name), path, Path(folder) / str(len(stored)), flips, tick)
-            sides[1][name] = found.result
-            stored.append(found)
-        for name, path in before.items():
-            seen = next((one.base for one in stored if one.name == name and one.base is not None), None)
-            sides[0][name] = seen or _facts_of(path)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fp4kit-diff-") as folder:
+        stored = {
+            name: _compare(name, before.get(name), path, Path(folder) / str(number), flips, tick)
+            for number, (name, path) in enumerate(after.items())
+        }
+        seen = {name: one.base for name, one in stored.items()}
+        facts = {name: seen.get(name) or _facts_of(path) for name, path in before.items()}
+        result = {name: one.result for name, one in stored.items()}
         with whole_file(target) as temporary:
-            _write(temporary, stored, after, metadata_of(*sides, young.is_dir()))
-    kinds = [one.kind for one in stored]
+            _write(temporary, stored, after, metadata_of(facts, result, young.is_dir()))
+    changed = [one.changed for one in stored.values() if one.base is not None]
     return PatchReport(
-        target,
-        target.stat().st_size,
-        kinds.count("unchanged"),
-        kinds.count("changed"),
-        kinds.count("whole"),
-        sum(one.changed for one in stored if one.kind == "changed"),
-        flips.layers(),
+        patch=target,
+        nbytes=target.stat().st_size,
+        unchanged=changed.count(0),
+        changed=len(changed) - changed.count(0),
+        whole=len(stored) - len(changed),
+        changed_bytes=sum(changed),
+        layers=tuple(flips.layers()),
     )
 
 
@@ -323,27 +306,19 @@ def _check_kinds(old: Path, new: Path) -> None:
 
 def _facts_of(path: Path) -> FileFacts:
     """Return the size and the SHA-256 of a file."""
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as stream:
-        while data := stream.read(CHUNK):
-            digest.update(data)
-            size += len(data)
-    return FileFacts(size, digest.hexdigest())
+    digest = digest_of(path)
+    return FileFacts(digest.nbytes, digest.sha256)
 
 
 class _Stored(NamedTuple):
     """One file of the new version, and how the patch stores it.
 
-    name: the name of the file.
-    kind: "unchanged", "changed" or "whole".
     base: size and SHA-256 of the old file; None if the file is stored as a whole.
     result: size and SHA-256 of the new file.
     spool: the path of its temporary files, without their endings (see _part).
     changed: the number of bytes that differ.
     """
 
-    name: str
-    kind: str
     base: FileFacts | None
     result: FileFacts
     spool: Path
@@ -354,7 +329,7 @@ def _compare(name: str, before: Path | None, after: Path, spool: Path, flips: _F
     """Compare one file of the new version with the old version, and write its changed bytes to temporary files."""
     if before is None or before.stat().st_size != after.stat().st_size:
         tick(after.stat().st_size)
-        return _Stored(name, "whole", None, _facts_of(after), spool)
+        return _Stored(None, _facts_of(after), spool)
     digests = hashlib.sha256(), hashlib.sha256()
     changed = size = 0
     same_layout = flips.has_layout(name, before)
@@ -376,7 +351,7 @@ def _compare(name: str, before: Path | None, after: Path, spool: Path, flips: _F
             size += len(data[1])
             tick(len(data[1]))
     base, result = (FileFacts(size, digest.hexdigest()) for digest in digests)
-    return _Stored(name, "changed" if changed else "unchanged", base, result, spool, changed)
+    return _Stored(base, result, spool, changed)
 
 
 def _part(spool: Path, part: str) -> Path:
@@ -409,23 +384,23 @@ def positions_of(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) 
     return found
 
 
-def _write(path: Path, stored: list[_Stored], new: Mapping[str, Path], metadata: dict[str, str]) -> None:
+def _write(path: Path, stored: Mapping[str, _Stored], new: Mapping[str, Path], metadata: dict[str, str]) -> None:
     """Write the patch file from the temporary files with runs and from the files that are stored as a whole."""
-    specs, sources = [], {}
-    for one in stored:
-        if one.kind == "whole":
-            specs.append(NewTensor(f"{one.name}/{WHOLE}", "U8", (one.result.nbytes,)))
-            sources[specs[-1].name] = new[one.name]
-        for part in PARTS if one.kind == "changed" else ():
-            count = _part(one.spool, part).stat().st_size // _ITEM_BYTES[part]
+    sources: list[tuple[NewTensor, Path]] = []
+    for name, one in stored.items():
+        if one.base is None:
+            sources.append((NewTensor(f"{name}/{WHOLE}", "U8", (one.result.nbytes,)), new[name]))
+        for part in PARTS if one.changed else ():
+            source = _part(one.spool, part)
+            dtype, size = ("U8", 1) if part == BYTES else ("I64", 8)
+            count = source.stat().st_size // size
             shape = (count // 2, 2) if part == COUNTS else (count,)
-            specs.append(NewTensor(f"{one.name}/{part}", "U8" if part == BYTES else "I64", shape))
-            sources[specs[-1].name] = _part(one.spool, part)
-    with SafetensorsWriter(path, specs, metadata) as writer:
-        for name, source in sources.items():
+            sources.append((NewTensor(f"{name}/{part}", dtype, shape), source))
+    with SafetensorsWriter(path, [tensor for tensor, _ in sources], metadata) as writer:
+        for tensor, source in sources:
             with source.open("rb") as stream:
                 while data := stream.read(CHUNK):
-                    writer.write(name, np.frombuffer(data, np.uint8))
+                    writer.write(tensor.name, np.frombuffer(data, np.uint8))
         writer.finish()
 
 
@@ -437,60 +412,47 @@ class _Flips:
     """
 
     def __init__(self, root: Path, paths: Mapping[str, Path]) -> None:
-        self._model = inspect_checkpoint(root)
-        self._counts: dict[tuple[str, str], int] = {}
+        model = inspect_checkpoint(root)
+        self._layers = model.layers.values()
+        self._counts: Counter[tuple[str, str]] = Counter()
         self._parts = {
             place.entry.name: (weight, part)
-            for weight in self._model.layers.values()
+            for weight in self._layers
             for part, place in weight.parts.items()
             if part in (CODES, SCALES)
         }
-        files = dict(zip(paths, self._model.files, strict=True)) if root.is_file() else _by_name(self._model.files)
-        self._starts = {
-            name: (np.array([entry.start for entry in sorted(file.entries, key=lambda e: e.start)]), file)
-            for name, file in files.items()
-        }
+        files = zip(paths, model.files, strict=True) if root.is_file() else ((file.name, file) for file in model.files)
+        self._files = {name: (file, sorted(file.entries, key=lambda entry: entry.start)) for name, file in files}
 
     def has_layout(self, name: str, before: Path) -> bool:
         """Return whether a file has equal headers in both versions, so that its tensors are at equal positions."""
-        if name not in self._starts or not self._starts[name][1].entries:
+        file, entries = self._files.get(name, (None, []))
+        if file is None or not entries:
             return False
-        file = self._starts[name][1]
-        first = min(entry.start for entry in file.entries)
         with before.open("rb") as a, file.path.open("rb") as b:
-            return a.read(first) == b.read(first)
+            return a.read(entries[0].start) == b.read(entries[0].start)
 
     def add(self, name: str, at: npt.NDArray[np.intp], changes: npt.NDArray[np.uint8]) -> None:
         """Count changed bytes of a file for the layers to which they belong."""
-        starts, file = self._starts[name]
-        entries = sorted(file.entries, key=lambda entry: entry.start)
-        owner = np.searchsorted(starts, at, side="right") - 1
+        entries = self._files[name][1]
+        owner = np.searchsorted(np.array([entry.start for entry in entries]), at, side="right") - 1
         for index in np.unique(owner[owner >= 0]):
             weight, part = self._parts.get(entries[index].name, (None, ""))
             if weight is not None:
                 mine = owner == index
-                for which, count in _changed_items(weight, part, at[mine] - starts[index], changes[mine]).items():
-                    self._counts[weight.name, which] = self._counts.get((weight.name, which), 0) + count
+                found = _changed_items(weight, part, at[mine] - entries[index].start, changes[mine])
+                self._counts.update({(weight.name, which): count for which, count in found.items()})
 
-    def layers(self) -> tuple[LayerFlips, ...]:
-        """Return the counts of all layers with a changed code or block scale, in the order of the files."""
-        return tuple(self._of_layers())
-
-    def _of_layers(self) -> Iterator[LayerFlips]:
-        """Yield the counts of each layer with a changed code or block scale."""
-        for weight in self._model.layers.values():
-            codes, scales = (self._counts.get((weight.name, part), 0) for part in (CODES, SCALES))
+    def layers(self) -> Iterator[LayerFlips]:
+        """Yield the counts of each layer with a changed code or block scale, in the order of the files."""
+        for weight in self._layers:
+            codes, scales = (self._counts[weight.name, part] for part in (CODES, SCALES))
             if codes or scales:
                 elements = int(np.prod(weight.shape))
                 held = weight.parts[SCALES].entry.nbytes if SCALES in weight.parts else 0
                 if weight.container is not None and weight.container.in_blocks:
                     held = elements // weight.container.group_size
                 yield LayerFlips(weight.name, codes, elements, scales, held)
-
-
-def _by_name(files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
-    """Return a dict from name to file, for the files of a model directory."""
-    return {file.name: file for file in files}
 
 
 def _changed_items(
@@ -571,7 +533,7 @@ def _check_base(root: Path, patch: Patch) -> None:
         raise CheckpointError(f"{root}: {state}; {kind} that the patch was made from is needed")
     for name in patch.result:
         needed = patch.base.get(name)
-        if patch.entry(name, WHOLE) is None and needed is not None:
+        if needed is not None and WHOLE not in patch.parts(name):
             size = path_of(root, name).stat().st_size
             if size != needed.nbytes:
                 raise CheckpointError(
@@ -585,93 +547,72 @@ def _write_file(
 ) -> None:
     """Write one file of the new version, unless an interrupted run has completed it."""
     target = folder / name
-    if target.is_file() and _digest(target) == facts.sha256:  # the interrupted run completed it
+    if target.is_file() and file_digest(target) == facts.sha256:  # the interrupted run completed it
         tick(facts.nbytes)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
-    whole = patch.entry(name, WHOLE)
+    parts = patch.parts(name)
     written, read = hashlib.sha256(), hashlib.sha256()
     with target.open("xb") as out:
-        if whole is not None:
-            for start in range(0, facts.nbytes, CHUNK):
-                data = reader.read_bytes(whole, start, min(CHUNK, facts.nbytes - start)).tobytes()
-                written.update(data)
-                out.write(data)
-                tick(len(data))
-        else:
-            _patched(name, root, patch, reader, out, written, read, tick)
+        for data in (
+            _whole(parts[WHOLE], reader) if WHOLE in parts else _patched(name, root, parts, reader, read.update)
+        ):
+            written.update(data)
+            out.write(data)
+            tick(len(data))
         out.flush()
         os.fsync(out.fileno())
-    if whole is None and read.hexdigest() != patch.base[name].sha256:
+    if WHOLE not in parts and read.hexdigest() != patch.base[name].sha256:
         raise CheckpointError(
             f"{shown(name)}: the file in {root} is not the one that the patch was made from; name the old version"
         )
     if written.hexdigest() != facts.sha256:
-        raise CheckpointError(
-            f"{shown(name)}: the patch is damaged; the file that it gives does not have the stated SHA-256;"
-            " make it again"
-        )
+        raise _damaged(name, "the file that it gives does not have the stated SHA-256")
+
+
+def _damaged(name: str, why: str) -> CheckpointError:
+    return CheckpointError(f"{shown(name)}: the patch is damaged; {why}; make it again")
+
+
+def _whole(entry: TensorEntry, reader: TensorReader) -> Iterator[bytes]:
+    """Yield a file that is stored as a whole, chunk by chunk."""
+    for start in range(0, entry.nbytes, CHUNK):
+        yield reader.read_bytes(entry, start, min(CHUNK, entry.nbytes - start)).tobytes()
 
 
 def _patched(
-    name: str, root: Path, patch: Patch, reader: TensorReader, out: object, written: object, read: object, tick: Tick
-) -> None:
-    """Write one file of the new version as a copy of the old file, with the changed bytes of the patch written over
-    it.
-    """
-    # The hashes ``written`` and ``read`` are updated, so that the caller can compare them with the patch.
-    counts_entry = patch.entry(name, COUNTS)
-    counts = None if counts_entry is None else reader.read_bytes(counts_entry).view(np.int64).reshape(-1, 2)
-    parts = {part: patch.entry(name, part) for part in (STARTS, LENGTHS, BYTES)}
-    if counts is not None:
-        _check_counts(name, counts, *(entry.shape[0] for entry in (parts[STARTS], parts[BYTES]) if entry is not None))
-    runs = at = 0
+    name: str, root: Path, parts: Mapping[str, TensorEntry], reader: TensorReader, read: Callable[[bytes], None]
+) -> Iterator[bytes]:
+    """Yield the chunks of the old file with the changed bytes of the patch written over them."""
+    # ``read`` is called with each chunk of the old file, so that the caller can compare its hash with the patch.
+    counts = np.zeros((0, 2), np.int64)
+    if COUNTS in parts:
+        counts = reader.read_bytes(parts[COUNTS]).view(np.int64).reshape(-1, 2)
+        within = counts.min(initial=0) >= 0 and counts.max(initial=0) <= CHUNK
+        if not within or counts.sum(axis=0).tolist() != [parts[STARTS].shape[0], parts[BYTES].shape[0]]:
+            raise _damaged(name, "the lengths of its runs are inconsistent")
+    index = runs = at = 0
     with path_of(root, name).open("rb") as stream:
-        for index in range(-(-patch.result[name].nbytes // CHUNK)):
-            data = stream.read(CHUNK)
-            read.update(data)  # type: ignore[attr-defined]
-            if counts is not None and counts[index, 0]:
+        while data := stream.read(CHUNK):
+            read(data)
+            if index < len(counts) and counts[index, 0]:
                 number, size = (int(count) for count in counts[index])
                 starts, lengths = (
-                    reader.read_bytes(entry, runs * 8, number * 8).view(np.int64)
-                    for part, entry in parts.items()
-                    if part != BYTES and entry is not None
+                    reader.read_bytes(parts[part], runs * 8, number * 8).view(np.int64) for part in (STARTS, LENGTHS)
                 )
-                values = parts[BYTES]
-                assert values is not None
-                data = _overlaid(name, data, starts - index * CHUNK, lengths, reader.read_bytes(values, at, size))
+                values = reader.read_bytes(parts[BYTES], at, size)
+                data = _overlaid(name, data, starts - index * CHUNK, lengths, values)
                 runs, at = runs + number, at + size
-            written.update(data)  # type: ignore[attr-defined]
-            out.write(data)  # type: ignore[attr-defined]
-            tick(len(data))
-
-
-def _check_counts(name: str, counts: np.ndarray, runs: int, nbytes: int) -> None:
-    """Raise CheckpointError if the counts per chunk do not add up to the totals that the patch stores."""
-    within = counts.min(initial=0) >= 0 and counts.max(initial=0) <= CHUNK
-    if not within or counts.sum(axis=0).tolist() != [runs, nbytes]:
-        raise CheckpointError(
-            f"{shown(name)}: the patch is damaged; the lengths of its runs are inconsistent; make it again"
-        )
+            yield data
+            index += 1
 
 
 def _overlaid(name: str, data: bytes, starts: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> bytes:
     """Return a copy of a chunk with runs of new bytes written over it."""
     within = lengths.min() >= 1 and lengths.max() <= len(data) and starts.min() >= 0 and starts.max() < len(data)
     if not within or (starts + lengths).max() > len(data) or int(lengths.sum()) != values.size:
-        raise CheckpointError(
-            f"{shown(name)}: the patch is damaged; a run of bytes lies outside its chunk; make it again"
-        )
+        raise _damaged(name, "a run of bytes lies outside its chunk")
     chunk = np.frombuffer(data, np.uint8).copy()
     chunk[positions_of(starts, lengths)] = values
     return chunk.tobytes()
-
-
-def _digest(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal text."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while data := stream.read(CHUNK):
-            digest.update(data)
-    return digest.hexdigest()

@@ -24,7 +24,7 @@ from fp4kit.checkpoint.convert.job import input_scale_of, usable_tensor_scale
 from fp4kit.checkpoint.convert.rows import divisor_of, stored_scales
 from fp4kit.checkpoint.model.closed_world import is_known_beside
 from fp4kit.checkpoint.model.unlike_layers import named_twice
-from fp4kit.checkpoint.model.weights import Piece, Weight, has_transposed_stacks, looks_quantized, pieces, stack_shape
+from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, looks_quantized, pieces, stack_shape
 from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization, Mixture
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only
 from fp4kit.checkpoint.plan.scale_search import Activations
@@ -137,20 +137,19 @@ class Rules:
 
     def _of_choice(self, choice: LayerQuantization) -> Rules:
         """Return a copy of these rules that has only the recipe and the container that were chosen for a layer."""
-        assert choice.form is not None
-        key = choice.recipe.id, choice.form.name
+        key = choice.recipe.id, str(choice.form)
         if key not in self._by_choice:
-            scaled = [one for _, one in self.mixture.choices if one.recipe.tensor_scaling == "tensor"]
-            some = bool(scaled) or self.mixture.default.recipe.tensor_scaling == "tensor"
+            choices = (self.mixture.default, *(one for _, one in self.mixture.choices))
+            some = any(one.recipe.tensor_scaling == "tensor" for one in choices)
             drop = some and choice.recipe.tensor_scaling != "tensor"
             inputs: dict[str, Any] = {"input_scale": None, "activations": None} if drop else {}
-            form = choice.form.format
+            form = choice.form and choice.form.format
             self._by_choice[key] = replace(self, recipe=choice.recipe, format=form, recipes=(), **inputs)
         return self._by_choice[key]
 
     @lazy_property
     def _by_choice(self) -> dict[tuple[str, str], Rules]:
-        """A cache for _of_choice: (id of the recipe, name of the container) -> the Rules that it has made for them."""
+        """(id of the recipe, container) -> the Rules that _of_choice has made for them."""
         return {}
 
     @lazy_property
@@ -248,20 +247,13 @@ def _has_no_gate(first: str, rows: int, config: Mapping[str, Any]) -> bool:
     text = config.get("text_config", config)
     if ".gate_proj." not in first:
         return False
-    if ".shared_expert" in first:
-        return rows == _shared_expert_rows(text)
-    return bool(rows == text.get("moe_intermediate_size" if ".experts." in first else "intermediate_size"))
-
-
-def _shared_expert_rows(config: Mapping[str, Any]) -> int | None:
-    """Return the number of rows of up_proj of the shared experts of a layer, or None if the config does not state
-    it.
-    """
-    for key in ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"):
-        if type(config.get(key)) is int:
-            return int(config[key])
-    count, size = config.get("n_shared_experts"), config.get("moe_intermediate_size")
-    return count * size if type(count) is int and type(size) is int else None
+    if ".shared_expert" not in first:
+        return bool(rows == text.get("moe_intermediate_size" if ".experts." in first else "intermediate_size"))
+    sizes = [text.get(f"{name}shared_expert_intermediate_size") for name in ("moe_", "")]
+    count, size = text.get("n_shared_experts"), text.get("moe_intermediate_size")
+    if type(count) is int and type(size) is int:
+        sizes.append(count * size)
+    return rows == next((size for size in sizes if type(size) is int), None)
 
 
 def _rows_of_first(megatron_name: str, first: str, rows: int, config: Mapping[str, Any]) -> int:
@@ -301,11 +293,8 @@ def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[A
             f" {heads_per_group + 2} heads; correct the numbers of heads in rules.config"
         )
     blocks = array.reshape(groups, heads_per_group + 2, size, *array.shape[1:])
-    parts = (
-        blocks[:, :heads_per_group],
-        blocks[:, heads_per_group : heads_per_group + 1],
-        blocks[:, heads_per_group + 1 :],
-    )
+    first, last = heads_per_group, heads_per_group + 1
+    parts = (blocks[:, :first], blocks[:, first:last], blocks[:, last:])
     q, k, v = (part.reshape(-1, *array.shape[1:]) for part in parts)
     return q, k, v
 
@@ -322,13 +311,8 @@ def layers_of(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
     if rules.form.keeps_stacks:
         yield module, stack
         return
-    for piece in _pieces(module, name, logical, rules):
+    for piece in pieces(Weight(module, name, logical, None, {}), rules.form, rules.config, False):
         yield piece.module, stack[piece.expert, piece.span[0] : piece.span[1]]
-
-
-def _pieces(module: str, name: str, shape: tuple[int, ...], rules: Rules) -> Iterator[Piece]:
-    """Yield the layers that a stack of experts is split into: for each its name, expert number and range of rows."""
-    return pieces(Weight(module, name, shape, None, {}), rules.form, rules.config, False)
 
 
 def quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
