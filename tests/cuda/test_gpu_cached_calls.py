@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from on_gpu import ON_GPU, agree, assert_same, blocks, check, cupy, differing, gpu_only
+from exhaustive import exhaustive
+from on_gpu import ON_GPU, agree, assert_same, blocks, check, cupy, differing, gpu_only, there
 
 import fp4kit
 from fp4kit.cuda import engine
 from fp4kit.cuda.cached_calls import _array_at
 from fp4kit.ops import engines as call_cache
+from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -28,8 +30,8 @@ def no_cached_calls():
 
 
 def forbid(monkeypatch, *names):
-    """Make the test fail if one of these operations, or any without names, is made without its cached call."""
-    for name in names or ("quantize", "dequantize", "fake_quantize"):
+    """Make the test fail if one of these operations is made without its cached call."""
+    for name in names:
         monkeypatch.setattr(engine, name, lambda *a, **k: pytest.fail("the call was done without its cached call"))
 
 
@@ -39,62 +41,81 @@ def misaligned(shape, dtype):
     return cupy.zeros(count + 16, np.uint8)[2 : 2 + count].view(dtype).reshape(shape)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "layout", "dtype"),
-    [
-        ("mxfp4-ocp", "linear", BF16),
-        ("nvfp4-te", "swizzled_8x4", np.float16),
-        ("nvfp4-flashinfer", "linear", np.float32),
-        ("nvfp4-modelopt", "swizzled_128x4", BF16),
-        pytest.param("mxfp4-ocp", "swizzled_128x4", np.float32, marks=pytest.mark.exhaustive),
-        pytest.param("nvfp4-te", "linear", BF16, marks=pytest.mark.exhaustive),
-        pytest.param("mxfp8-te", "linear", BF16, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_cached_calls_give_the_same_bits(monkeypatch, recipe, layout, dtype):
-    """A cached call gives the bits of a call without the cache for arrays other than those of the first call."""
-    first, second = blocks(dtype), np.ascontiguousarray(blocks(dtype)[::-1, ::-1])
-    expected = fp4kit.quantize(second, recipe, scale_layout=layout)
-    out, y = check(first, recipe, scale_layout=layout), cupy.empty(SHAPE, dtype)
-    amaxes = [None] if out.tensor_amax is None else [None, cupy.asarray(expected.tensor_amax)]
-    for x in (first, second):
+def two(dtype):
+    """Return two different arrays of one shape and dtype."""
+    first = blocks(dtype)
+    return first, np.ascontiguousarray(first[::-1, ::-1])
+
+
+CASES = [
+    ("mxfp4-ocp", 1, "linear", BF16),
+    ("nvfp4-te", 1, "swizzled_8x4", np.float16),
+    ("nvfp4-flashinfer", 1, "linear", np.float32),
+    ("nvfp4-modelopt", 1, "swizzled_128x4", BF16),
+    ("nvfp4-te-rowscaled", 1, "linear", BF16),
+    ("nvfp4-te-rowscaled", 1, "swizzled_128x4", BF16),
+    ("nvfp4-flashinfer-token", 1, "swizzled_128x4", BF16),
+    ("nvfp4-flashinfer-token-4over6-mse-256", 1, "swizzled_128x4", BF16),
+    ("fp8-modelopt-channel", 1, "linear", BF16),
+    ("int8-modelopt-channel", 1, "linear", BF16),
+    ("mxfp4-ocp", 0, "linear", np.float32),
+    ("nvfp4-te", 0, "linear", np.float32),
+    ("nvfp4-te", 0, "swizzled_128x4", BF16),
+    ("mxfp8-te", 0, "swizzled_8x4", BF16),
+    ("nvfp4-te-2d", 1, "linear", BF16),
+    ("nvfp4-te-2d", 0, "swizzled_128x4", BF16),
+    ("mxfp8-te-2d", 1, "linear", BF16),
+    *exhaustive([("mxfp4-ocp", 1, "swizzled_128x4", np.float32), ("nvfp4-te", 1, "linear", BF16)]),
+    *exhaustive([("mxfp8-te", 1, "linear", BF16), ("nvfp4-flashinfer-token", 1, "linear", BF16)]),
+]
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["amax of x", "amax given"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cached_calls_give_the_bits_of_first_calls(monkeypatch, case, given):
+    """Cached calls give the CPU's bits for arrays and amaxes other than those of the first call, new and into out=.
+
+    Amaxes of rows have a negative zero and an infinity. The caller's amaxes keep their values.
+    """
+    recipe, axis, layout, dtype = case
+    scaling = RECIPES[recipe].tensor_scaling
+    if given and scaling == "none":
+        return
+    options = {"axis": axis, "scale_layout": layout}
+    first, second = two(dtype)
+    out, y = fp4kit.quantize(there(first), recipe, **options), cupy.empty(SHAPE, dtype)
+    for seed, x in enumerate((first, second)):
+        rows = np.random.default_rng(seed).uniform(0.5, 5, len(x)).astype(np.float32)
+        rows[3], rows[5] = -0.0, np.inf
+        amax = None if not given else rows if scaling == "row" else rows[0].reshape(())
         if x is second:
-            forbid(monkeypatch)
-        for amax in amaxes:
-            for part in (out.packed, out.tensor_scale, out.tensor_amax):
-                if part is not None:
-                    part.fill(7)
-            q = fp4kit.quantize(cupy.asarray(x), recipe, tensor_amax=amax, scale_layout=layout, out=out)
-            assert q is out
-            new = fp4kit.quantize(cupy.asarray(x), recipe, tensor_amax=amax, scale_layout=layout)
-            fp4kit.dequantize(q, out=y)
-            fake = fp4kit.fake_quantize(cupy.asarray(x), recipe, tensor_amax=amax)
-            if x is second:
-                assert_same(q, expected)
-                assert_same(new, expected)
-                assert differing(y, fp4kit.dequantize(expected)) == differing(fp4kit.dequantize(q), y.get()) == 0
-                assert differing(fake, fp4kit.dequantize(fp4kit.quantize(second, recipe))) == 0
+            forbid(monkeypatch, "quantize", *(("dequantize", "fake_quantize") if axis and "2d" not in recipe else ()))
+        expected, on_gpu = fp4kit.quantize(x, recipe, tensor_amax=amax, **options), there(amax)
+        for part in out.parts().values():
+            if part is not None:
+                part.fill(7)
+        for target in (None, out):
+            q = fp4kit.quantize(there(x), recipe, tensor_amax=on_gpu, out=target, **options)
+            assert target is None or q is out
+            assert_same(q, expected)
+        assert on_gpu is None or (q.tensor_amax is not on_gpu and differing(on_gpu, amax) == 0)
+        for values in (fp4kit.dequantize(q), fp4kit.dequantize(q, out=y)):
+            assert differing(values, fp4kit.dequantize(expected)) == 0
+        agree(fp4kit.fake_quantize, x, recipe, axis=axis, tensor_amax=amax)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4-modelopt-fake", "nvfp4-modelopt-fake", "int8-modelopt", "fp8-modelopt"])
 def test_cached_fake_quantizers_give_the_same_bits(monkeypatch, recipe):
-    first, second = blocks(np.float32), np.ascontiguousarray(blocks(np.float32)[::-1])
+    first, second = two(np.float32)
     fp4kit.fake_quantize(cupy.asarray(first), recipe)
-    forbid(monkeypatch)
+    forbid(monkeypatch, "fake_quantize")
     agree(fp4kit.fake_quantize, second, recipe)
 
 
+# {what is wrong: (the changed arguments, the type of the error, a part of its text)}
 WRONG_QUANTIZE = {
-    "float64": (
-        lambda: {"x": cupy.zeros(SHAPE, np.float64)},
-        TypeError,
-        "x is float64; needs float32, float16 or bfloat16",
-    ),
-    "length": (
-        lambda: {"x": cupy.zeros((64, 500), BF16)},
-        ValueError,
-        "axis 1 has length 500; nvfp4-te needs a multiple of 16",
-    ),
+    "float64": (lambda: {"x": cupy.zeros(SHAPE, np.float64)}, TypeError, "x is float64; needs float32"),
+    "length": (lambda: {"x": cupy.zeros((64, 500), BF16)}, ValueError, "axis 1 has length 500; nvfp4-te needs"),
     "0-d": (lambda: {"x": cupy.zeros((), BF16)}, ValueError, "x is 0-d"),
     "shape": (lambda: {"x": cupy.zeros((32, 512), BF16)}, ValueError, "out has shape (64, 512); needs (32, 512)"),
     "dtype": (lambda: {"x": cupy.zeros(SHAPE, np.float16)}, ValueError, "out has dtype bfloat16; needs float16"),
@@ -107,58 +128,46 @@ WRONG_QUANTIZE = {
     "axis": (lambda: {"axis": 0}, ValueError, "out has axis 1; needs 0"),
     "axis out of range": (lambda: {"axis": 2}, ValueError, "axis 2 is out of range for a 2-d array; needs -2 to 1"),
     "axis as float": (lambda: {"axis": -1.0}, TypeError, "quantize: axis is -1.0; needs an int"),
-    "layout": (
-        lambda: {"scale_layout": "swizzled_128x4"},
-        ValueError,
-        "out has scale_layout linear; needs swizzled_128x4",
-    ),
+    "layout": (lambda: {"scale_layout": "swizzled_128x4"}, ValueError, "out has scale_layout linear"),
     "no layout": (lambda: {"scale_layout": "swizzled"}, ValueError, "scale_layout is 'swizzled'"),
     "rounding": (lambda: {"rounding": "up"}, ValueError, "rounding is 'up'"),
     "no seed": (lambda: {"rounding": "stochastic"}, ValueError, "stochastic rounding needs seed"),
     "seed": (lambda: {"seed": 1}, ValueError, "seed was given with rounding='nearest'"),
     "hadamard": (lambda: {"hadamard": 0}, ValueError, "hadamard is 0; needs False, True or 'no_signs'"),
-    "block_amax": (
-        lambda: {"block_amax": cupy.zeros((64, 32), np.float32)},
-        ValueError,
-        "block_amax was given, but nvfp4-te",
-    ),
+    "block_amax": (lambda: {"block_amax": cupy.zeros((64, 32), np.float32)}, ValueError, "block_amax was given, but"),
     "NaN": (lambda: {"tensor_amax": np.nan}, ValueError, "tensor_amax holds 1 NaN value(s) of 1"),
     "negative": (lambda: {"tensor_amax": -1.0}, ValueError, "tensor_amax holds 1 negative value(s) of 1"),
-    "amax's dtype": (
-        lambda: {"tensor_amax": cupy.ones((), np.float64)},
-        TypeError,
-        "tensor_amax is float64; needs float32",
-    ),
-    "amax's shape": (
-        lambda: {"tensor_amax": cupy.ones(2, np.float32)},
-        ValueError,
-        "tensor_amax has shape (2,); nvfp4-te needs",
-    ),
-    "host amax": (
-        lambda: {"tensor_amax": np.ones(1, np.float32)},
-        ValueError,
-        "all arrays of one call must be on one device",
-    ),
+    "amax's dtype": (lambda: {"tensor_amax": cupy.ones((), np.float64)}, TypeError, "tensor_amax is float64; needs"),
+    "amax's shape": (lambda: {"tensor_amax": cupy.ones(2, np.float32)}, ValueError, "tensor_amax has shape (2,)"),
+    "host amax": (lambda: {"tensor_amax": np.ones(1, np.float32)}, ValueError, "all arrays of one call must be on one"),
 }
+# {what is wrong: (part of out, its array, the type of the error, a part of its text)}
 OUT_PARTS = {
-    "codes misaligned": ({"packed": lambda: misaligned((64, 256), np.uint8)}, "out.packed is at address"),
-    "scales misaligned": ({"block_scale": lambda: misaligned((64, 32), np.uint8)}, "out.block_scale is at address"),
-    "codes strided": (
-        {"packed": lambda: cupy.zeros((64, 512), np.uint8)[:, ::2]},
-        "needs a contiguous CuPy array",
+    "codes misaligned": ("packed", lambda: misaligned((64, 256), np.uint8), ValueError, "out.packed is at address"),
+    "scales misaligned": (
+        "block_scale",
+        lambda: misaligned((64, 32), np.uint8),
+        ValueError,
+        "block_scale is at address",
     ),
-    "codes on the host": ({"packed": lambda: np.zeros((64, 256), np.uint8)}, "needs a NumPy array, as packed is"),
-    "scales on the host": ({"block_scale": lambda: np.zeros((64, 32), np.uint8)}, "needs a CuPy array, as packed is"),
-    "tensor scale's shape": (
-        {"tensor_scale": lambda: cupy.zeros(1, np.float32)},
-        "tensor_scale is float32 (1,); nvfp4-te of",
+    "codes strided": ("packed", lambda: cupy.zeros((64, 512), np.uint8)[:, ::2], ValueError, "needs a contiguous CuPy"),
+    "codes on the host": ("packed", lambda: np.zeros((64, 256), np.uint8), TypeError, "needs a NumPy array, as packed"),
+    "scales on the host": ("block_scale", lambda: np.zeros((64, 32), np.uint8), TypeError, "needs a CuPy array, as"),
+    "scale's shape": ("tensor_scale", lambda: cupy.zeros(1, np.float32), ValueError, "tensor_scale is float32 (1,)"),
+    "scale's dtype": ("tensor_scale", lambda: cupy.zeros((), np.float64), TypeError, "tensor_scale is float64; needs"),
+    "amax's dtype": ("tensor_amax", lambda: cupy.zeros((), np.float16), TypeError, "tensor_amax is float16; needs"),
+    "no amax": ("tensor_amax", lambda: None, ValueError, "out.tensor_amax is NoneType; needs a contiguous"),
+}
+WRONG_DEQUANTIZE = {
+    "dtype": (lambda: {"dtype": np.float64}, TypeError, "dtype is float64; needs float32"),
+    "other dtype": (lambda: {"dtype": np.float32}, ValueError, "needs a CuPy array of float32 (64, 512)"),
+    "out's shape": (
+        lambda: {"out": cupy.zeros((32, 512), BF16)},
+        ValueError,
+        "needs a CuPy array of bfloat16 (64, 512)",
     ),
-    "tensor scale's dtype": (
-        {"tensor_scale": lambda: cupy.zeros((), np.float64)},
-        "tensor_scale is float64; needs float32",
-    ),
-    "amax's dtype": ({"tensor_amax": lambda: cupy.zeros((), np.float16)}, "tensor_amax is float16; needs float32"),
-    "no amax": ({"tensor_amax": lambda: None}, "out.tensor_amax is NoneType; needs a contiguous"),
+    "host out": (lambda: {"out": np.zeros(SHAPE, BF16)}, ValueError, "needs a CuPy array of bfloat16"),
+    "no Quantized": (lambda: {"q": cupy.zeros(SHAPE, np.uint8)}, TypeError, "needs a Quantized, as fp4kit.quantize"),
 }
 
 
@@ -186,66 +195,43 @@ def given_right():
     return {"x": cupy.zeros(SHAPE, BF16), "recipe": "nvfp4-te", "tensor_amax": cupy.ones((), np.float32), "out": q}
 
 
-@pytest.mark.parametrize("wrong", WRONG_QUANTIZE)
-def test_a_wrong_quantize_after_a_right_one(wrong):
+# Cases that are right without out=.
+OF_OUT = {"shape", "dtype", "other recipe", "axis", "layout"}
+ALWAYS = sorted(WRONG_QUANTIZE.keys() - OF_OUT)
+WRONG = [
+    *((fp4kit.quantize, True, case) for case in WRONG_QUANTIZE),
+    *((fp4kit.quantize, False, case) for case in ALWAYS),
+    *((fp4kit.fake_quantize, False, case) for case in ALWAYS if case not in ("no layout", "hadamard")),
+]
+
+
+@pytest.mark.parametrize(("function", "has_out", "wrong"), WRONG, ids=lambda value: getattr(value, "__name__", value))
+def test_a_wrong_call_after_a_right_one(function, has_out, wrong):
     change, kind, text = WRONG_QUANTIZE[wrong]
     right = given_right()
+    if not has_out:
+        del right["out"]
     other = right | change()
-    assert_same_error(lambda: fp4kit.quantize(**right), lambda: fp4kit.quantize(**other), kind, text)
+    assert_same_error(lambda: function(**right), lambda: function(**other), kind, text)
 
 
 @pytest.mark.parametrize("wrong", OUT_PARTS)
 def test_a_wrong_out_after_a_right_one(wrong):
-    parts, text = OUT_PARTS[wrong]
+    part, make, kind, text = OUT_PARTS[wrong]
     right = given_right()
 
-    def wrong():
-        made = {name: make() for name, make in parts.items()}
-        fp4kit.quantize(**right | {"out": replace(right["out"], **made)})
+    def call():
+        fp4kit.quantize(**right | {"out": replace(right["out"], **{part: make()})})
 
-    kind = TypeError if "as packed is" in text or "needs float32" in text else ValueError
-    assert_same_error(lambda: fp4kit.quantize(**right), wrong, kind, text)
-
-
-WRONG_DEQUANTIZE = {
-    "dtype": (lambda q: {"dtype": np.float64}, TypeError, "dtype is float64; needs float32"),
-    "other dtype": (lambda q: {"dtype": np.float32}, ValueError, "needs a CuPy array of float32 (64, 512)"),
-    "out's shape": (
-        lambda q: {"out": cupy.zeros((32, 512), BF16)},
-        ValueError,
-        "needs a CuPy array of bfloat16 (64, 512)",
-    ),
-    "host out": (lambda q: {"out": np.zeros(SHAPE, BF16)}, ValueError, "needs a CuPy array of bfloat16 (64, 512)"),
-    "no Quantized": (lambda q: {"q": q.packed}, TypeError, "needs a Quantized, as fp4kit.quantize returns"),
-}
+    assert_same_error(lambda: fp4kit.quantize(**right), call, kind, text)
 
 
 @pytest.mark.parametrize("wrong", WRONG_DEQUANTIZE)
 def test_a_wrong_dequantize_after_a_right_one(wrong):
     change, kind, text = WRONG_DEQUANTIZE[wrong]
-    q = fp4kit.quantize(cupy.zeros(SHAPE, BF16), "nvfp4-te")
-    right = {"q": q, "out": cupy.zeros(SHAPE, BF16)}
-    other = right | change(q)
+    right = {"q": fp4kit.quantize(cupy.zeros(SHAPE, BF16), "nvfp4-te"), "out": cupy.zeros(SHAPE, BF16)}
+    other = right | change()
     assert_same_error(lambda: fp4kit.dequantize(**right), lambda: fp4kit.dequantize(**other), kind, text)
-
-
-OF_OUT = {"shape", "dtype", "other recipe", "axis", "layout"}  # cases that are wrong for out only
-
-
-@pytest.mark.parametrize("wrong", sorted(WRONG_QUANTIZE.keys() - OF_OUT))
-def test_a_wrong_quantize_without_out_after_a_right_one(wrong):
-    change, kind, text = WRONG_QUANTIZE[wrong]
-    right = {name: value for name, value in given_right().items() if name != "out"}
-    other = right | change()
-    assert_same_error(lambda: fp4kit.quantize(**right), lambda: fp4kit.quantize(**other), kind, text)
-
-
-@pytest.mark.parametrize("wrong", sorted(WRONG_QUANTIZE.keys() - OF_OUT - {"no layout", "hadamard"}))
-def test_a_wrong_fake_quantize_after_a_right_one(wrong):
-    change, kind, text = WRONG_QUANTIZE[wrong]
-    right = {name: value for name, value in given_right().items() if name != "out"}
-    other = right | change()
-    assert_same_error(lambda: fp4kit.fake_quantize(**right), lambda: fp4kit.fake_quantize(**other), kind, text)
 
 
 def test_strided_and_misaligned_arrays_after_usual_ones():
@@ -262,76 +248,6 @@ def test_strided_and_misaligned_arrays_after_usual_ones():
     for target in (y, cupy.empty((64, 1024), BF16)[:, ::2], misaligned(SHAPE, BF16), y) * 2:
         target[...] = cupy.zeros(SHAPE, BF16)
         assert differing(fp4kit.dequantize(out, out=target), values) == 0
-
-
-def test_cached_calls_compute_the_amaxes_of_rows(monkeypatch):
-    first, second = blocks(BF16), np.ascontiguousarray(blocks(BF16)[::-1, ::-1])
-    for recipe, layout in (("nvfp4-flashinfer-token", "swizzled_128x4"), ("nvfp4-te-rowscaled", "linear")):
-        out = fp4kit.quantize(cupy.asarray(first), recipe, scale_layout=layout)
-        fp4kit.quantize(cupy.asarray(first), recipe, scale_layout=layout, out=out)
-        fp4kit.fake_quantize(cupy.asarray(first), recipe)
-        expected = fp4kit.quantize(second, recipe, scale_layout=layout)
-        with monkeypatch.context() as patch:
-            forbid(patch)
-            x = cupy.asarray(second)
-            for _ in range(2):
-                for part in (out.packed, out.tensor_scale, out.tensor_amax):
-                    part.fill(7)
-                fp4kit.quantize(x, recipe, scale_layout=layout, out=out)
-                for q in (out, fp4kit.quantize(x, recipe, scale_layout=layout)):
-                    assert q.tensor_amax.shape == (len(second),)
-                    assert_same(q, expected)
-                assert differing(fp4kit.fake_quantize(x, recipe), fp4kit.fake_quantize(second, recipe)) == 0
-
-
-@pytest.mark.parametrize(
-    ("recipe", "layout"),
-    [
-        ("nvfp4-te-rowscaled", "linear"),
-        ("nvfp4-te-rowscaled", "swizzled_128x4"),
-        ("nvfp4-flashinfer-token-4over6-mse-256", "swizzled_128x4"),
-        ("fp8-modelopt-channel", "linear"),
-        ("int8-modelopt-channel", "linear"),
-    ],
-)
-def test_cached_calls_take_the_amaxes_of_rows(monkeypatch, recipe, layout):
-    """The caller's amaxes are those of other rows, negative zero among them, and are copied into the result."""
-    first, second = blocks(BF16), np.ascontiguousarray(blocks(BF16)[::-1, ::-1])
-    options = {"scale_layout": layout}
-    out = fp4kit.quantize(cupy.asarray(first), recipe, tensor_amax=cupy.ones(len(first), np.float32), **options)
-    fp4kit.quantize(cupy.asarray(first), recipe, tensor_amax=cupy.ones(len(first), np.float32), out=out, **options)
-    fp4kit.fake_quantize(cupy.asarray(first), recipe, tensor_amax=cupy.ones(len(first), np.float32))
-    amax = np.random.default_rng(1).uniform(0.5, 5, len(second)).astype(np.float32)
-    amax[3], amax[5] = -0.0, np.inf
-    expected = fp4kit.quantize(second, recipe, tensor_amax=amax, **options)
-    values = fp4kit.fake_quantize(second, recipe, tensor_amax=amax)
-    forbid(monkeypatch)
-    x, given = cupy.asarray(second), cupy.asarray(amax)
-    for part in (out.packed, out.tensor_scale, out.tensor_amax):
-        part.fill(7)
-    for target in (None, out):
-        q = fp4kit.quantize(x, recipe, tensor_amax=given, out=target, **options)
-        assert_same(q, expected)
-        assert q.tensor_amax is not given and differing(given, amax) == 0
-    assert differing(fp4kit.fake_quantize(x, recipe, tensor_amax=given), values) == 0
-
-
-@pytest.mark.parametrize(
-    ("recipe", "layout"),
-    [
-        ("nvfp4-flashinfer-token", "linear"),
-        ("nvfp4-flashinfer-token", "swizzled_128x4"),
-        ("nvfp4-flashinfer-token-4over6-mse-256", "linear"),
-        ("fp8-modelopt-channel", "linear"),
-    ],
-)
-def test_cached_calls_decode_rows_with_scales_of_their_own(monkeypatch, recipe, layout):
-    first, second = blocks(BF16), np.ascontiguousarray(blocks(BF16)[::-1, ::-1])
-    fp4kit.dequantize(fp4kit.quantize(cupy.asarray(first), recipe, scale_layout=layout), np.float32)
-    expected = fp4kit.dequantize(fp4kit.quantize(second, recipe), np.float32)
-    q = fp4kit.quantize(cupy.asarray(second), recipe, scale_layout=layout)
-    forbid(monkeypatch)
-    assert differing(fp4kit.dequantize(q, np.float32), expected) == 0
 
 
 def test_strided_amaxes_of_rows():
@@ -412,7 +328,7 @@ def test_a_cached_call_is_captured_in_a_graph(monkeypatch, amax_given):
 
     call()
     cupy.cuda.Device().synchronize()
-    forbid(monkeypatch)
+    forbid(monkeypatch, "quantize", "dequantize")
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
         call()
@@ -436,59 +352,6 @@ def test_cached_calls_hold_no_memory():
         assert pool.used_bytes() > 0 and len(call_cache._CALLS) == 4
         del x, out, y, z
         assert pool.used_bytes() == 0
-
-
-def two(dtype):
-    """Return two different arrays of one shape and dtype."""
-    first = blocks(dtype)
-    return first, np.ascontiguousarray(first[::-1, ::-1])
-
-
-@pytest.mark.parametrize("given", [False, True], ids=["amax of x", "amax given"])
-@pytest.mark.parametrize(
-    ("recipe", "axis", "layout"),
-    [
-        ("mxfp4-ocp", 0, "linear"),
-        ("nvfp4-te", 0, "linear"),
-        ("nvfp4-te", 0, "swizzled_128x4"),
-        ("mxfp8-te", 0, "swizzled_8x4"),
-        ("nvfp4-te-2d", 1, "linear"),
-        ("nvfp4-te-2d", 0, "swizzled_128x4"),
-        ("mxfp8-te-2d", 1, "linear"),
-    ],
-)
-def test_columns_and_square_blocks(monkeypatch, recipe, axis, layout, given):
-    first, second = two(BF16)
-    expected = fp4kit.quantize(second, recipe, axis=axis, scale_layout=layout)
-    options = {"axis": axis, "scale_layout": layout}
-    if given and expected.tensor_amax is not None:
-        options["tensor_amax"] = cupy.asarray(expected.tensor_amax)
-    fp4kit.quantize(cupy.asarray(first), recipe, **options)
-    forbid(monkeypatch, "quantize")
-    assert_same(fp4kit.quantize(cupy.asarray(second), recipe, **options), expected)
-
-
-@pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te"])
-def test_columns_into_out(monkeypatch, recipe):
-    first, second = two(np.float32)
-    out = fp4kit.quantize(cupy.asarray(first), recipe, axis=0)
-    assert fp4kit.quantize(cupy.asarray(first), recipe, axis=0, out=out) is out
-    forbid(monkeypatch, "quantize")
-    assert fp4kit.quantize(cupy.asarray(second), recipe, axis=0, out=out) is out
-    assert_same(out, fp4kit.quantize(second, recipe, axis=0))
-
-
-def test_columns_into_out_with_an_amax(monkeypatch):
-    """A given amax keeps its value when later calls of quantize write to the same out= under another amax."""
-    first, second = two(np.float32)
-    amaxes = [cupy.asarray(np.float32(a)) for a in (3, 4)]
-    out = fp4kit.quantize(cupy.asarray(first), "nvfp4-te", axis=0, tensor_amax=amaxes[0])
-    for amax in amaxes:
-        assert fp4kit.quantize(cupy.asarray(first), "nvfp4-te", axis=0, tensor_amax=amax, out=out) is out
-    forbid(monkeypatch, "quantize")
-    assert fp4kit.quantize(cupy.asarray(second), "nvfp4-te", axis=0, tensor_amax=amaxes[1], out=out) is out
-    assert_same(out, fp4kit.quantize(second, "nvfp4-te", axis=0, tensor_amax=np.float32(4)))
-    assert [float(a) for a in amaxes] == [3, 4]
 
 
 @pytest.mark.parametrize("axis", [-1, 0])
@@ -537,9 +400,7 @@ def test_different_options_have_different_keys():
         for _ in range(2):
             agree(fp4kit.quantize, x, "nvfp4-te", **options)
     for hadamard in (False, True, "no_signs", False):
-        both = fp4kit.quantize_both(cupy.asarray(x), "nvfp4-te", hadamard=hadamard)
-        for a, b in zip(both, fp4kit.quantize_both(x, "nvfp4-te", hadamard=hadamard), strict=True):
-            assert_same(a, b)
+        agree(fp4kit.quantize_both, x, "nvfp4-te", hadamard=hadamard)
 
 
 @pytest.mark.parametrize("layout", ["linear", "swizzled_128x4"])

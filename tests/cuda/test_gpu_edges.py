@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from exhaustive import every, exhaustive
 from inputs import BF16, ordinary
-from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy, differing
+from on_gpu import ON_GPU, agree, all_or_few, blocks, check, cupy
 from together import together
 from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, square, with_elements
 
@@ -57,69 +57,37 @@ def grouped(function, recipe="nvfp4-te", second=A, **options):
     return call
 
 
-FUNCTIONS = (
-    "quantize_grouped",
-    "fake_quantize_grouped",
-    "amax_grouped",
-    "fake_quantize_grouped_backward",
-    "GroupedPlan",
-)
 QUANTIZERS = ("quantize_grouped", "fake_quantize_grouped", "GroupedPlan")
-CASES = [
-    (f, grouped(f, second=SHORT), "xs[1]: axis 1 has length 40; nvfp4-te needs a multiple of 16") for f in FUNCTIONS
-]
-CASES += [(f, grouped(f, second=DOUBLE), "xs[1] is float64; needs float32, float16 or bfloat16") for f in FUNCTIONS]
-CASES += [(f, grouped(f, axis=2), "xs[0]: axis 2 is out of range for a 2-d array; needs -2 to 1") for f in FUNCTIONS]
-CASES += [(f, grouped(f, tensor_amax=[1.0, -1.0]), "tensor_amax[1] holds 1 negative value(s) of 1") for f in QUANTIZERS]
-CASES += [
-    (f, grouped(f, tensor_amax=[1.0, A]), "tensor_amax[1] has shape (16, 64); nvfp4-te needs ()") for f in QUANTIZERS
-]
-CASES += [(f, grouped(f, tensor_amax=[1.0]), "tensor_amax has 1 entries and xs 2 arrays") for f in QUANTIZERS]
-CASES += [
-    (f, grouped(f, "mxfp4-ocp", tensor_amax=[1.0, 1.0]), "tensor_amax[0] was given, but mxfp4-ocp") for f in QUANTIZERS
-]
-CASES += [
-    (f, grouped(f, block_amax=[A, A]), "block_amax[0] was given, but nvfp4-te computes it from x") for f in QUANTIZERS
-]
-CASES += [
-    (f, grouped(f, rounding="up"), "xs[0]: rounding is 'up'; needs 'nearest' or 'stochastic'") for f in QUANTIZERS
-]
-CASES += [(f, grouped(f, rounding="stochastic"), "xs[0]: stochastic rounding needs seed") for f in QUANTIZERS]
-CASES += [(f, grouped(f, seed=1), "xs[0]: seed was given with rounding='nearest'") for f in QUANTIZERS]
-CASES += [
-    (
-        "quantize_grouped",
-        grouped("quantize_grouped", hadamard="no"),
-        "xs[0]: hadamard is 'no'; needs False, True or 'no_signs'",
-    ),
-    ("quantize_grouped", grouped("quantize_grouped", scale_layout="tiled"), "xs[0]: scale_layout is 'tiled'"),
-    (
-        "quantize_grouped",
-        grouped("quantize_grouped", "mxfp4-modelopt-fake"),
-        "xs[0]: mxfp4-modelopt-fake is a fake quantizer",
-    ),
-    (
-        "amax_grouped",
-        lambda put: fp4kit.amax_grouped([put(A), put(A[0])], axis=1),
-        "xs[1]: axis 1 is out of range for a 1-d array; needs -1 to 0",
-    ),
-]
+FUNCTIONS = (*QUANTIZERS, "amax_grouped", "fake_quantize_grouped_backward")
+# (functions, arguments of `grouped`, the message)
+WRONG = (
+    (FUNCTIONS, {"second": SHORT}, "xs[1]: axis 1 has length 40; nvfp4-te needs a multiple of 16"),
+    (FUNCTIONS, {"second": DOUBLE}, "xs[1] is float64; needs float32, float16 or bfloat16"),
+    (FUNCTIONS, {"axis": 2}, "xs[0]: axis 2 is out of range for a 2-d array; needs -2 to 1"),
+    (QUANTIZERS, {"tensor_amax": [1.0, -1.0]}, "tensor_amax[1] holds 1 negative value(s) of 1"),
+    (QUANTIZERS, {"tensor_amax": [1.0, A]}, "tensor_amax[1] has shape (16, 64); nvfp4-te needs ()"),
+    (QUANTIZERS, {"tensor_amax": [1.0]}, "tensor_amax has 1 entries and xs 2 arrays"),
+    (QUANTIZERS, {"recipe": "mxfp4-ocp", "tensor_amax": [1.0, 1.0]}, "tensor_amax[0] was given, but mxfp4-ocp"),
+    (QUANTIZERS, {"block_amax": [A, A]}, "block_amax[0] was given, but nvfp4-te computes it from x"),
+    (QUANTIZERS, {"rounding": "up"}, "xs[0]: rounding is 'up'; needs 'nearest' or 'stochastic'"),
+    (QUANTIZERS, {"rounding": "stochastic"}, "xs[0]: stochastic rounding needs seed"),
+    (QUANTIZERS, {"seed": 1}, "xs[0]: seed was given with rounding='nearest'"),
+    (QUANTIZERS[:1], {"hadamard": "no"}, "xs[0]: hadamard is 'no'; needs False, True or 'no_signs'"),
+    (QUANTIZERS[:1], {"scale_layout": "tiled"}, "xs[0]: scale_layout is 'tiled'"),
+    (QUANTIZERS[:1], {"recipe": "mxfp4-modelopt-fake"}, "xs[0]: mxfp4-modelopt-fake is a fake quantizer"),
+)
+_ROWS = np.ones(16, np.float32)
 _BACKWARD = (
     ({"grads": [A, LONG]}, "grads[1] has shape (16, 32); needs the shape of x, (16, 64)"),
     ({"grads": [A, DOUBLE]}, "grads[1] is float64; needs float32, float16 or bfloat16"),
     ({"grads": [A]}, "grads has 1 arrays and xs 2; needs equally many"),
     ({"amax": [1.0, -1.0]}, "amax[1] holds 1 negative value(s) of 1"),
-    (
-        {"amax": [np.ones(16, np.float32), np.ones(3, np.float32)]},
-        "amax[1] has shape (3,); x (16, 64) needs (), (16,) (rows)",
-    ),
+    ({"amax": [_ROWS, _ROWS[:3]]}, "amax[1] has shape (3,); x (16, 64) needs (), (16,) (rows)"),
 )
-CASES += [
-    (f, grouped(f, pass_through=passed, **given), text)
-    for f in ("fake_quantize_grouped_backward",)
-    for given, text in _BACKWARD
-    for passed in (False, True)
-]
+WRONG += tuple((FUNCTIONS[-1:], {"pass_through": p, **g}, text) for g, text in _BACKWARD for p in (False, True))
+CASES = [(f, grouped(f, **given), text) for functions, given, text in WRONG for f in functions]
+AXIS = lambda put: fp4kit.amax_grouped([put(A), put(A[0])], axis=1)  # noqa: E731
+CASES.append(("amax_grouped", AXIS, "xs[1]: axis 1 is out of range for a 1-d array; needs -1 to 0"))
 
 
 @together("function, call, text", CASES)
@@ -255,12 +223,10 @@ def test_values_of_any_codes_under_any_scales(name) -> None:
         packed = rng.integers(0, 2 ** (8 if r.is_packed else r.element.bits), packed_shape(shape, r), np.uint8)
         scales = None if r.scale is None else np.resize(np.arange(256, dtype=np.uint8), scale_shape(shape, r))
         for scale, amax in tensor_scales(name, shape):
-            cpu = Quantized(packed, scales, scale, amax, shape, BF16, 1, r)
-            moved = (None if a is None else cupy.asarray(a) for a in (packed, scales, scale, amax))
-            gpu = Quantized(*moved, shape, BF16, 1, r)
+            q = Quantized(packed, scales, scale, amax, shape, BF16, 1, r)
             for dtype in (F32, F16):
                 with np.errstate(all="ignore"):
-                    assert differing(fp4kit.dequantize(gpu, dtype), fp4kit.dequantize(cpu, dtype)) == 0
+                    agree(fp4kit.dequantize, q, dtype)
 
 
 OTHERS = [("nvfp4-torchao", E2M1_BIAS0), ("mxfp4-te", E2M1_BIAS3), ("mxfp8-te", E3M4), ("mxfp8-te", E4M3_IEEE)]
@@ -279,7 +245,6 @@ VARIANTS = [with_elements(*other) for other in OTHERS] + [square(*block) for blo
 @pytest.mark.parametrize("dtype", [BF16, *exhaustive([F32, F16])], ids=str)
 def test_other_biases_and_heights_of_blocks(recipe, dtype) -> None:
     for x in (blocks(dtype, 64, 256), ordinary(4, (37, 288), dtype)):
-        gpu = check(x, recipe)
-        assert differing(fp4kit.dequantize(gpu, BF16), fp4kit.dequantize(fp4kit.quantize(x, recipe), BF16)) == 0
-        [in_group] = fp4kit.quantize_grouped([cupy.asarray(x)], recipe)
-        assert_same(in_group, fp4kit.quantize(x, recipe))
+        check(x, recipe)
+        agree(fp4kit.dequantize, fp4kit.quantize(x, recipe), BF16)
+        agree(fp4kit.quantize_grouped, [x], recipe)

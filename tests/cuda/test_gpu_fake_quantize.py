@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from inputs import INPUTS, as_strided, ordinary
-from on_gpu import ON_GPU, all_or_few, assert_same, blocks, cupy, differing, gpu_only
+from on_gpu import ON_GPU, agree, all_or_few, assert_same, blocks, cupy, differing, gpu_only, there
 
 import fp4kit
 from fp4kit.cuda.matrix import MAX_KERNEL_AMAX_ELEMENTS
@@ -28,13 +28,7 @@ recipes = pytest.mark.parametrize("name", all_or_few(WITH_RULE))
 
 
 def same(x: np.ndarray, name, **options) -> None:
-    """Assert that fake_quantize gives equal bytes on CPU and GPU.
-
-    Arrays among the options are moved to the device of x.
-    """
-    on_device = {k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
-    y = fp4kit.fake_quantize(cupy.asarray(x), name, **on_device)
-    assert differing(y, fp4kit.fake_quantize(x, name, **options)) == 0
+    agree(fp4kit.fake_quantize, x, name, **options)
 
 
 # ---- fake_quantize ----
@@ -150,20 +144,15 @@ def test_every_value_of_sixteen_bits_beside_every_power_of_two(name) -> None:
         for exponent in (-126, -24, -14, -1, 0, 1, 7, 15):
             anchor = np.full((4096, 16), 2.0**exponent).astype(dtype)
             same(np.concatenate([finite, anchor], axis=1), name)
-        same(
-            np.concatenate(
-                [np.minimum(np.abs(finite), dtype.type(1e30 if dtype != np.float16 else 6e4)), finite], axis=1
-            ),
-            name,
-        )
+        below = np.minimum(np.abs(finite), dtype.type(1e30 if dtype != np.float16 else 6e4))
+        same(np.concatenate([below, finite], axis=1), name)
 
 
 @pytest.mark.parametrize("name", all_or_few(MICROXCALING))
 def test_float32_near_powers_of_two(name) -> None:
     powers = np.arange(0, 255, dtype=np.uint32) << 23
-    near = (
-        (powers[:, None] + np.arange(-160, 32, dtype=np.int64)).clip(1, 0x7F7FFFFF).astype(np.uint32).view(np.float32)
-    )
+    near = (powers[:, None] + np.arange(-160, 32, dtype=np.int64)).clip(1, 0x7F7FFFFF)
+    near = near.astype(np.uint32).view(np.float32)
     blocks_of = np.zeros((near.size, 32), np.float32)
     blocks_of[:, 0], blocks_of[:, 1] = near.reshape(-1), -near.reshape(-1) / 3
     same(blocks_of, name)
@@ -191,18 +180,7 @@ def test_graph_capture() -> None:
 
 
 def same_gradient(grad: np.ndarray, x: np.ndarray, name: str, amax=None, **options) -> None:
-    """Assert that the clipped gradient of fake_quantize has equal bits on CPU and GPU.
-
-    grad: the upstream gradient.
-    amax: the limit of |x|, a number or an array; None for the amax that the recipe computes.
-    options: further arguments of fake_quantize_backward.
-    """
-    given = cupy.asarray(amax) if isinstance(amax, np.ndarray) else amax
-    gpu = fp4kit.fake_quantize_backward(
-        cupy.asarray(grad), cupy.asarray(x), name, amax=given, pass_through=False, **options
-    )
-    cpu = fp4kit.fake_quantize_backward(grad, x, name, amax=amax, pass_through=False, **options)
-    assert differing(gpu, cpu) == 0
+    agree(fp4kit.fake_quantize_backward, grad, x, name, amax=amax, pass_through=False, **options)
 
 
 @pytest.mark.parametrize("name", all_or_few(RECIPES))
@@ -218,16 +196,8 @@ def test_clip_at_the_computed_amax(name) -> None:
 def test_clip_at_given_amaxes(dtype, grad) -> None:
     x, g = INPUTS["nonfinite"].astype(dtype), ordinary(9, dtype=grad)
     rows = np.abs(ordinary(3, (128, 1)))
-    for amax in (
-        2,
-        1.0,
-        np.float32(1 + 2.0**-20),
-        np.float32(0.5),
-        np.inf,
-        rows,
-        rows[:, 0],
-        np.abs(ordinary(4, (128, 8))),
-    ):
+    per_block = np.abs(ordinary(4, (128, 8)))
+    for amax in (2, 1.0, np.float32(1 + 2.0**-20), np.float32(0.5), np.inf, rows, rows[:, 0], per_block):
         same_gradient(g, x, "nvfp4-te", amax)
     same_gradient(g[:, :77], x[:, :77], "fp8-modelopt-channel", rows)
     same_gradient(g[::-1, 3:80], x[:, 40:117], "fp8-modelopt", 1.5)
@@ -256,12 +226,10 @@ def test_torch_tensors() -> None:
         pytest.skip("this torch has no CUDA")
     x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
     y = fp4kit.fake_quantize(x, "nvfp4-modelopt-fake")
-    assert torch.equal(
-        y.cpu().view(torch.int16), fp4kit.fake_quantize(x.cpu(), "nvfp4-modelopt-fake").view(torch.int16)
-    )
-    grad = fp4kit.fake_quantize_backward(
-        x, x, "nvfp4-modelopt-fake", amax=torch.tensor(0.5, device="cuda"), pass_through=False
-    )
+    expected = fp4kit.fake_quantize(x.cpu(), "nvfp4-modelopt-fake")
+    assert torch.equal(y.cpu().view(torch.int16), expected.view(torch.int16))
+    amax = torch.tensor(0.5, device="cuda")
+    grad = fp4kit.fake_quantize_backward(x, x, "nvfp4-modelopt-fake", amax=amax, pass_through=False)
     assert torch.equal(grad, torch.where(x.abs() <= 0.5, x, 0))
 
 
@@ -269,17 +237,12 @@ def test_torch_tensors() -> None:
 
 
 def same_requantized(q: fp4kit.Quantized, target: str, exact: bool | None = None) -> None:
-    cpu, gpu = fp4kit.requantize(q, target), fp4kit.requantize(on_gpu(q), target)
+    cpu, gpu = fp4kit.requantize(q, target), fp4kit.requantize(there(q), target)
     assert_same(gpu.quantized, cpu.quantized)
     assert all(isinstance(found, cupy.ndarray) for found in gpu[1:])
     assert (bool(gpu.exact), int(gpu.changed)) == (cpu.exact, cpu.changed)
     assert differing(gpu.largest_error, np.asarray(cpu.largest_error)) == 0
     assert exact is None or cpu.exact == exact
-
-
-def on_gpu(q: fp4kit.Quantized) -> fp4kit.Quantized:
-    parts = {name: getattr(q, name) for name in ("packed", "block_scale", "tensor_scale", "tensor_amax")}
-    return replace(q, **{name: None if part is None else cupy.asarray(part) for name, part in parts.items()})
 
 
 @pytest.mark.parametrize("target", ["nvfp4-te", "nvfp4-modelopt", "nvfp4-torchao", "nvfp4-te-4over6-mae-256"])
@@ -290,9 +253,8 @@ def test_mxfp4_to_nvfp4(source, target) -> None:
     # unless the source is mxfp4-flashinfer, which decodes it to +0 too.
     exact = target != "nvfp4-modelopt" or source == "mxfp4-flashinfer"
     same_requantized(fp4kit.quantize(x, source), target, exact=exact)
-    same_requantized(
-        fp4kit.quantize(x.astype(np.float16), source, axis=0, scale_layout="swizzled_128x4"), target, exact=exact
-    )
+    swizzled = fp4kit.quantize(x.astype(np.float16), source, axis=0, scale_layout="swizzled_128x4")
+    same_requantized(swizzled, target, exact=exact)
     same_requantized(fp4kit.quantize(np.maximum(x, 0), source), target, exact=True)
     wide = x * np.exp2(np.arange(64, dtype=np.float32))[:, None]
     same_requantized(fp4kit.quantize(wide, source), target, exact=False)
@@ -338,9 +300,8 @@ def test_powers_of_two_as_scales_of_8_bit_floats(target) -> None:
         codes[:128], scales[32:64] = np.where(rng.random((128, 64)) < 0.3, 0x80, codes[:128]), lowest
         q = fp4kit.Quantized.from_parts(codes, scales, None, recipe="mxfp4-ocp", dtype=np.float32)
         same_requantized(q, target, exact=True if (lowest, top) == (113, 127) else None)
-        same_requantized(
-            fp4kit.swizzle(fp4kit.quantize(fp4kit.dequantize(q[:128]), "mxfp8-te"), "swizzled_8x4"), target
-        )
+        other = fp4kit.quantize(fp4kit.dequantize(q[:128]), "mxfp8-te")
+        same_requantized(fp4kit.swizzle(other, "swizzled_8x4"), target)
     same_requantized(fp4kit.quantize(ordinary(6, (2, 128, 160)), "mxfp4-ocp", axis=1), target)
 
 
@@ -348,9 +309,9 @@ def test_compare_and_identify_take_what_is_on_a_gpu() -> None:
     x = ordinary(6, (64, 256), ml_dtypes.bfloat16)
     a, b = (fp4kit.quantize(x, name) for name in ("nvfp4-te", "nvfp4-torchao"))
     d = cupy.asarray(x)
-    assert str(fp4kit.compare(on_gpu(a), on_gpu(b))) == str(fp4kit.compare(a, b))
-    assert fp4kit.compare(on_gpu(a), a) and fp4kit.compare(d, x)
-    assert fp4kit.identify(on_gpu(b), d) == fp4kit.identify(b, x)
+    assert str(fp4kit.compare(there(a), there(b))) == str(fp4kit.compare(a, b))
+    assert fp4kit.compare(there(a), a) and fp4kit.compare(d, x)
+    assert fp4kit.identify(there(b), d) == fp4kit.identify(b, x)
 
 
 def where_it_is(seen, *arguments):
@@ -378,7 +339,7 @@ def test_identify_proves_a_large_array_where_it_is(name, layout, known, monkeypa
     assert name in found[0].exact and not found[1].exact
     monkeypatch.setattr("fp4kit.ops.identify.best_match", functools.partial(where_it_is, proved := []))
     for each, expected in zip((q, other), found, strict=True):
-        assert fp4kit.identify(on_gpu(each), cupy.asarray(x)) == expected
+        assert fp4kit.identify(there(each), cupy.asarray(x)) == expected
     assert len(proved) >= 4 and all(type(a).__module__ == "cupy" for a in proved)
 
 

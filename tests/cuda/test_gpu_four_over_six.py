@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import exhaustive
-from on_gpu import DEVICES, ON_GPU, REPRESENTATIVE, all_or_few, assert_same, check, cupy, differing
+from on_gpu import DEVICES, ON_GPU, REPRESENTATIVE, agree, all_or_few, assert_same, check, cupy
 from row_ties import extreme_rows, rows_at_ties, unusual_rows
 
 import fp4kit
@@ -70,10 +70,8 @@ def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
     rng = np.random.default_rng(5)
     x = np.repeat(rng.uniform(0.01, 1, (8192, 1)).astype(np.float32), 16, axis=1)
     x[:, 0] = 1.0
-    low, high = (
-        np.full(len(x), 0x3C000000, np.uint32),
-        np.full(len(x), 0x3F7FFFFF, np.uint32),
-    )  # 2^-7, and the largest number below 1
+    low = np.full(len(x), 0x3C000000, np.uint32)  # 2^-7
+    high = np.full(len(x), 0x3F7FFFFF, np.uint32)  # the largest number below 1
 
     def choices(bits: np.ndarray) -> np.ndarray:
         x[:, 15] = bits.view(np.float32)
@@ -91,18 +89,6 @@ def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
     found = np.repeat(x[turns], len(steps), axis=0)
     found[:, 15] = np.minimum(np.add.outer(low[turns] - 64, steps), 0x3F7FFFFF).reshape(-1).view(np.float32)
     return found
-
-
-@pytest.mark.parametrize("name", ["nvfp4-te-4over6-mae-448", "nvfp4-te-4over6-mse-448"])
-def test_errors_that_are_nearly_equal(name) -> None:
-    """The kernel's fast comparison of errors leaves enough room for rounding (`are_apart`).
-
-    With less room, it would choose the other scale for these blocks.
-    """
-    for tensor_amax in (1.3, 3.3):
-        x = nearly_equal_errors(name, tensor_amax)
-        assert len(x) > 1000
-        check(x, name, tensor_amax=tensor_amax)
 
 
 # ---- one tensor scale per row ----
@@ -132,13 +118,22 @@ def test_rows_whose_amaxes_the_kernel_finds(name, dtype) -> None:
     check(rows(np.dtype(dtype), 48), name, axis=0)
 
 
-@pytest.mark.parametrize("name", [name for name in BY_ROW if "448" in name])
-def test_errors_that_are_nearly_equal_in_rows(name) -> None:
-    """The fast comparison of quantize_by_units leaves enough room, too."""
+NEARLY = ("nvfp4-te-4over6-mae-448", "nvfp4-te-4over6-mse-448", *(name for name in BY_ROW if "448" in name))
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_errors_that_are_nearly_equal(name) -> None:
+    """The kernels' fast comparisons of errors leave enough room for rounding (`are_apart`, quantize_by_units).
+
+    With less room, they would choose the other scale for these blocks.
+    """
     for amax in (1.3, 3.3):
         x = nearly_equal_errors(name, amax)
         assert len(x) > 1000
-        check(with_row_amax(x, amax), name)
+        if name in BY_ROW:
+            check(with_row_amax(x, amax), name)
+        else:
+            check(x, name, tensor_amax=amax)
 
 
 NAMES_FOUR_OVER_SIX_ROWS = [name for name in fp4kit.recipes() if "token-4over6" in name]
@@ -148,10 +143,9 @@ DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 
 def check_four_over_six_rows(x: np.ndarray, recipe, **options) -> None:
     """Assert that the GPU quantizes x to the bits of the CPU, if it finds the amaxes itself and if they are given."""
-    d = cupy.asarray(x)
-    cpu = fp4kit.quantize(x, recipe, **options)
-    assert_same(fp4kit.quantize(d, recipe, **options), cpu)
-    assert_same(fp4kit.quantize(d, recipe, tensor_amax=cupy.asarray(cpu.tensor_amax), **options), cpu)
+    agree(fp4kit.quantize, x, recipe, **options)
+    amax = fp4kit.quantize(x, recipe, **options).tensor_amax
+    agree(fp4kit.quantize, x, recipe, tensor_amax=amax, **options)
 
 
 def check_at_ties(name, dtype) -> None:
@@ -165,21 +159,14 @@ def check_unusual(name, dtype) -> None:
     check_four_over_six_rows(extreme_rows(np.dtype(dtype), 512), name)
 
 
-def test_elements_at_ties() -> None:
-    for name in FEW:
-        check_at_ties(name, ml_dtypes.bfloat16)
+FOUND = [(name, DTYPES[0]) for name in FEW]
+OTHERS = [(name, dtype) for name in NAMES_FOUR_OVER_SIX_ROWS for dtype in DTYPES if (name, dtype) not in FOUND]
 
 
-def test_unusual_rows() -> None:
-    for name in FEW:
-        check_unusual(name, ml_dtypes.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", exhaustive(NAMES_FOUR_OVER_SIX_ROWS))
-def test_all_recipes_and_dtypes(name, dtype) -> None:
-    check_at_ties(name, dtype)
-    check_unusual(name, dtype)
+@pytest.mark.parametrize("case", [*FOUND, *exhaustive(OTHERS)], ids=str)
+def test_ties_and_unusual_rows(case) -> None:
+    check_at_ties(*case)
+    check_unusual(*case)
 
 
 def test_rows_at_odd_addresses() -> None:
@@ -197,8 +184,7 @@ def test_recipes_that_a_user_makes() -> None:
     x = np.concatenate([rows_at_ties(np.dtype(ml_dtypes.bfloat16), 448, 3)[::8], unusual_rows(ml_dtypes.bfloat16, 48)])
     for changes in ({"flush": True}, {"sign": "signbit"}, {"sign": "not_positive"}, {"sign": "unsigned_zero"}):
         changed = replace(recipe, **changes)
-        gpu, cpu = fp4kit.quantize(cupy.asarray(x), changed), fp4kit.quantize(x, changed)
-        assert differing(gpu.packed, cpu.packed) == differing(gpu.block_scale, cpu.block_scale) == 0
+        agree(fp4kit.quantize, x, changed)
 
 
 def test_tensor_scales_of_few_bits() -> None:
@@ -206,5 +192,4 @@ def test_tensor_scales_of_few_bits() -> None:
     recipe = replace(fp4kit.recipe("nvfp4-flashinfer-token-4over6-mse-448-fasterr"), tensor_rule="comfy_kitchen")
     for changed in (recipe, replace(recipe, scale_max=256)):
         for x in (extreme_rows(np.dtype(np.float16), 64), unusual_rows(np.dtype(np.float16), 64)):
-            gpu, cpu = fp4kit.quantize(cupy.asarray(x), changed), fp4kit.quantize(x, changed)
-            assert differing(gpu.packed, cpu.packed) == differing(gpu.block_scale, cpu.block_scale) == 0
+            agree(fp4kit.quantize, x, changed)

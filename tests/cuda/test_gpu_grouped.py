@@ -13,7 +13,19 @@ from drawn_groups import DrawnGroup, groups
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import BF16
-from on_gpu import ON_GPU, all_or_few, assert_same, blocks, cupy, differing, examples, gpu_only
+from on_gpu import (
+    ON_GPU,
+    agree,
+    all_or_few,
+    assert_equal,
+    assert_same,
+    blocks,
+    cupy,
+    differing,
+    examples,
+    gpu_only,
+    there,
+)
 
 import fp4kit
 from fp4kit.cuda import compiler, matrix
@@ -27,29 +39,15 @@ FEW = ("nvfp4-te", "nvfp4-te-2d", "mxfp4-flashinfer", "fp8-modelopt", "int8-mode
 DRAWN = (BF16, np.dtype(np.float32))  # few dtypes, because each combination of dtypes is compiled
 
 
-def on_gpu(arrays):
-    return cupy.asarray(arrays) if isinstance(arrays, np.ndarray) else [cupy.asarray(x) for x in arrays]
-
-
 def check(xs, name, **options) -> None:
     """Assert that the grouped functions give equal codes, values and amaxes for the tensors xs on CPU and GPU."""
-    d, r = on_gpu(xs), fp4kit.recipe(name)
-    given = options.get("tensor_amax")
-    on_device = options | (
-        {} if given is None else {"tensor_amax": on_gpu(given) if isinstance(given[0], np.ndarray) else given}
-    )
+    r = fp4kit.recipe(name)
     if not r.fake_only:
-        for gpu, cpu in zip(
-            fp4kit.quantize_grouped(d, name, **on_device), fp4kit.quantize_grouped(xs, name, **options), strict=True
-        ):
-            assert_same(gpu, cpu)
+        agree(fp4kit.quantize_grouped, xs, name, **options)
     if not {"scale_layout", "hadamard"} & set(options):
-        values = fp4kit.fake_quantize_grouped(d, name, **on_device)
-        for gpu, cpu in zip(values, fp4kit.fake_quantize_grouped(xs, name, **options), strict=True):
-            assert differing(gpu, cpu) == 0
+        agree(fp4kit.fake_quantize_grouped, xs, name, **options)
     if r.block_rows == 1:
-        for gpu, cpu in zip(fp4kit.amax_grouped(d, name), fp4kit.amax_grouped(xs, name), strict=True):
-            assert differing(gpu, cpu) == 0
+        agree(fp4kit.amax_grouped, xs, name)
 
 
 @pytest.mark.parametrize("name", all_or_few(NAMES))
@@ -72,20 +70,15 @@ def test_gradients(drawn: DrawnGroup, axis: int, pass_through: bool, by_plan: bo
     axis = axis if all(x.shape[axis] % RECIPES[drawn.recipe].length_multiple == 0 for x in drawn.xs) else -1
     amaxes = drawn.options.get("tensor_amax") if axis == -1 else None
     grads = [np.resize(np.arange(1, 98, dtype=np.float32), x.shape).astype(x.dtype) for x in drawn.xs]
-    expected = fp4kit.fake_quantize_grouped_backward(
-        grads, drawn.xs, drawn.recipe, axis=axis, amax=amaxes, pass_through=pass_through
-    )
-    xs, d = on_gpu(drawn.xs), on_gpu(grads)
-    given_amaxes = None if amaxes is None else on_gpu(amaxes)
     if by_plan:
-        plan = fp4kit.GroupedPlan(xs, drawn.recipe, axis=axis, tensor_amax=given_amaxes)
-        plan.fake_quantize_backward(d, pass_through=pass_through)
-        found = plan.fake_quantize_backward(d, pass_through=pass_through)
+        options = {"axis": axis, "amax": amaxes, "pass_through": pass_through}
+        expected = fp4kit.fake_quantize_grouped_backward(grads, drawn.xs, drawn.recipe, **options)
+        plan = fp4kit.GroupedPlan(there(drawn.xs), drawn.recipe, axis=axis, tensor_amax=there(amaxes))
+        for _ in range(2):
+            assert_equal(plan.fake_quantize_backward(there(grads), pass_through=pass_through), expected)
     else:
-        options = {"axis": axis, "amax": given_amaxes, "pass_through": pass_through}
-        found = fp4kit.fake_quantize_grouped_backward(d, xs, drawn.recipe, **options)
-    for gpu, cpu in zip(found, expected, strict=True):
-        assert differing(gpu, cpu) == 0
+        options = {"axis": axis, "amax": amaxes, "pass_through": pass_through}
+        agree(fp4kit.fake_quantize_grouped_backward, grads, drawn.xs, drawn.recipe, **options)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -95,7 +88,7 @@ def test_stacked_arrays(name, axis) -> None:
     if x[0].shape[axis] % RECIPES[name].length_multiple == 0:
         check(x, name, axis=axis)
         check(np.stack([x, x[::-1]]), name)  # each has three dimensions
-    assert differing(fp4kit.quantize_grouped(on_gpu(x), name)[1].packed, fp4kit.quantize(x[1], name).packed) == 0
+    assert differing(fp4kit.quantize_grouped(there(x), name)[1].packed, fp4kit.quantize(x[1], name).packed) == 0
 
 
 @pytest.mark.parametrize("layout", ["swizzled_128x4", "swizzled_8x4"])
@@ -119,9 +112,8 @@ def test_options() -> None:
 
 def test_values_of_a_rule_of_its_own_are_rounded_to_nearest() -> None:
     plan = fp4kit.GroupedPlan([cupy.ones((2, 32), np.float32)], "mxfp4-modelopt-fake", rounding="stochastic", seed=1)
-    with pytest.raises(
-        ValueError, match="GroupedPlan: mxfp4-modelopt-fake rounds to nearest only; got rounding='stochastic'"
-    ):
+    text = "GroupedPlan: mxfp4-modelopt-fake rounds to nearest only; got rounding='stochastic'"
+    with pytest.raises(ValueError, match=text):
         plan.fake_quantize()
 
 
@@ -129,45 +121,37 @@ def test_misaligned_and_strided_tensors() -> None:
     flat = blocks(BF16, 16, 512).reshape(-1)
     d = cupy.asarray(flat)
     for name in FEW:
-        places = [(o, o + 32 * 32) for o in (0, 1, 64, 1030)]
-        gpu = fp4kit.quantize_grouped(
-            [d[i:j].reshape(32, 32) for i, j in places] + [d[:4096].reshape(64, 64)[::2, ::2]], name
-        )
-        cpu = fp4kit.quantize_grouped(
-            [flat[i:j].reshape(32, 32) for i, j in places] + [flat[:4096].reshape(64, 64)[::2, ::2]], name
-        )
-        for a, b in zip(gpu, cpu, strict=True):
-            assert_same(a, b)
+        parts = ([a[o : o + 32 * 32].reshape(32, 32) for o in (0, 1, 64, 1030)] for a in (d, flat))
+        strided = (a[:4096].reshape(64, 64)[::2, ::2] for a in (d, flat))
+        gpu, cpu = (fp4kit.quantize_grouped([*p, s], name) for p, s in zip(parts, strided, strict=True))
+        assert_equal(gpu, cpu)
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_plan_follows_its_tensors(name) -> None:
     x = blocks(BF16, 64, 256)
     xs = [x[:32], x[:0], x]
-    d = on_gpu(xs)
+    d = there(xs)
     plan = fp4kit.GroupedPlan(d, name)
     for step in range(3):
         for a in d:
             a[...] = cupy.asarray(np.roll(x[: len(a)], step))
         before = plan.quantize()
-        for gpu, array in zip(plan.quantize(), d, strict=True):
-            assert_same(gpu, fp4kit.quantize(array.get(), name))
+        assert_equal(plan.quantize(), [fp4kit.quantize(array.get(), name) for array in d])
         assert all(a is b for a, b in zip(before, plan.quantize(), strict=True))
-        for gpu, array in zip(plan.fake_quantize(), d, strict=True):
-            assert differing(gpu, fp4kit.fake_quantize(array.get(), name)) == 0
+        assert_equal(plan.fake_quantize(), [fp4kit.fake_quantize(array.get(), name) for array in d])
 
 
 def test_amaxes_of_a_plan() -> None:
     x = blocks(BF16, 64, 256)
-    d = on_gpu([x[:32], x])
+    d = there([x[:32], x])
     plan = fp4kit.GroupedPlan(d, "nvfp4-te")
     plan.amax()
     assert [float(a) for a in plan.amax_vector] == [float(fp4kit.amax(a)) for a in (x[:32], x)]
     plan.amax_vector[...] *= 0.5  # twice the largest bfloat16 exceeds float32; NumPy would warn, which is an error here
-    for gpu, array in zip(plan.quantize(keep_amax=True), d, strict=True):
-        assert_same(
-            gpu, fp4kit.quantize(array.get(), "nvfp4-te", tensor_amax=fp4kit.amax(array.get()) * np.float32(0.5))
-        )
+    half = [fp4kit.amax(a) * np.float32(0.5) for a in (x[:32], x)]
+    expected = [fp4kit.quantize(a.get(), "nvfp4-te", tensor_amax=amax) for a, amax in zip(d, half, strict=True)]
+    assert_equal(plan.quantize(keep_amax=True), expected)
     amaxes = cupy.asarray(np.array([1.0, 2.0], np.float32))
     plan = fp4kit.GroupedPlan(d, "nvfp4-te", tensor_amax=amaxes)
     amaxes[1] = 5
@@ -177,14 +161,11 @@ def test_amaxes_of_a_plan() -> None:
 
 def test_replaced_tensors_are_noticed() -> None:
     x = blocks(BF16, 64, 256)
-    d = on_gpu([x[:32], x])
+    d = there([x[:32], x])
     plan = fp4kit.GroupedPlan(d, "fp8-modelopt")
     plan.fake_quantize()
     d[1] = cupy.asarray(-x)
-    with pytest.raises(
-        ValueError,
-        match=r"GroupedPlan\.fake_quantize: xs\[1\] was replaced after the plan was made; call refresh",
-    ):
+    with pytest.raises(ValueError, match=r"GroupedPlan\.fake_quantize: xs\[1\] was replaced after the plan was made"):
         plan.fake_quantize()
     plan.refresh()
     assert differing(plan.fake_quantize()[1], fp4kit.fake_quantize(-x, "fp8-modelopt")) == 0
@@ -203,7 +184,7 @@ def test_memory_of_pytorch_tensors_is_noticed() -> None:
 
 def test_one_launch_and_a_graph(monkeypatch) -> None:
     x = blocks(BF16, 64, 256)
-    d = on_gpu([x[: 1 + i % 64] for i in range(100)])
+    d = there([x[: 1 + i % 64] for i in range(100)])
     plan = fp4kit.GroupedPlan(d, "nvfp4-te")
     plan.quantize()
     calls = []
@@ -223,8 +204,7 @@ def test_one_launch_and_a_graph(monkeypatch) -> None:
             a *= -1
         graph.launch()
     stream.synchronize()
-    for gpu, array in zip(codes, d, strict=True):
-        assert_same(gpu, fp4kit.quantize(array.get(), "nvfp4-te"))
+    assert_equal(codes, [fp4kit.quantize(array.get(), "nvfp4-te") for array in d])
 
 
 def test_an_expert_without_rows_alone() -> None:

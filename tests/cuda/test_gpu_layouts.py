@@ -58,11 +58,8 @@ def square_blocks(r: Recipe, layout: str, shape: tuple[int, ...]) -> fp4kit.Quan
 
 def moved(q: fp4kit.Quantized, move=None) -> fp4kit.Quantized:
     """Return q with its arrays on the device, changed by `move` if it is given."""
-    move = move or (lambda a: a)
-    parts = {name: move(cupy.asarray(getattr(q, name))) for name in ("packed", "block_scale")}
-    tensor = {name: getattr(q, name) for name in ("tensor_scale", "tensor_amax")}
-    scales = {name: None if a is None else cupy.asarray(a) for name, a in tensor.items()}
-    return replace(q, **parts, **scales)
+    moved = q.to("cupy")
+    return moved if move is None else replace(moved, packed=move(moved.packed), block_scale=move(moved.block_scale))
 
 
 def strided(a):

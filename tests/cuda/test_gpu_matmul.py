@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import every, exhaustive
-from on_gpu import DEVICES, ON_GPU, cupy, gpu_only
+from on_gpu import DEVICES, ON_GPU, cupy, gpu_only, there
 from products import PAIRS, TINY, as_quantized, at_bounds, drawn, drawn_c, drawn_options, far_apart, recorded, tiny
 
 import fp4kit
@@ -19,18 +19,19 @@ pytestmark = ON_GPU
 
 
 def moved(x):
-    """Return an operand with its arrays on the GPU; float8 arrays become Quantized (see as_quantized)."""
-    x = as_quantized(x)
-    return x.with_parts(cupy.asarray) if isinstance(x, Quantized) else cupy.asarray(x)
+    """Return an operand, or a list of them, on the GPU; float8 arrays become Quantized (see as_quantized)."""
+    return [moved(a) for a in x] if isinstance(x, list) else there(as_quantized(x))
 
 
-def both(a, b, c=None, **options) -> None:
+def both(a, b, c=None, function=None, **options) -> None:
+    """Assert that matmul, or matmul_grouped as `function`, gives equal bits on CPU and GPU."""
+    function = function or fp4kit.matmul
     with np.errstate(all="ignore"):
-        cpu = fp4kit.matmul(a, b, c=c, **options)
-    gpu = fp4kit.matmul(moved(a), moved(b), c=None if c is None else cupy.asarray(c), **options)
-    bits = f"u{cpu.dtype.itemsize}"
-    assert isinstance(gpu, cupy.ndarray)
-    np.testing.assert_array_equal(cupy.asnumpy(gpu).view(bits), cpu.view(bits))
+        cpu = function(a, b, c=c, **options)
+    gpu = function(moved(a), moved(b), c=there(c), **{name: there(value) for name, value in options.items()})
+    for x, y in zip(gpu, cpu, strict=True) if isinstance(cpu, list) else ((gpu, cpu),):
+        assert isinstance(x, cupy.ndarray)
+        np.testing.assert_array_equal(cupy.asnumpy(x).view(f"u{y.itemsize}"), y.view(f"u{y.itemsize}"))
 
 
 RECORDED = [case for case in (*recorded("mma_sim"), *recorded("h100")) if as_quantized(case.a) is not None]
@@ -72,11 +73,7 @@ def grouped(rng, kinds, rows) -> None:
     """Assert that matmul_grouped gives the bits of the CPU for products of the given kinds and numbers of rows."""
     a = [drawn(rng, kind, M, 96) for kind, M in zip(kinds, rows, strict=True)]
     b = [drawn(rng, kind, int(rng.integers(1, 90)), 96) for kind in kinds]
-    with np.errstate(all="ignore"):
-        cpu = fp4kit.matmul_grouped(a, b)
-    gpu = fp4kit.matmul_grouped([*map(moved, a)], [*map(moved, b)])
-    for x, y in zip(gpu, cpu, strict=True):
-        np.testing.assert_array_equal(cupy.asnumpy(x).view(np.uint32), y.view(np.uint32))
+    both(a, b, function=fp4kit.matmul_grouped)
 
 
 @pytest.mark.parametrize("kinds", [["nvfp4"] * 4, *exhaustive([["e4m3"] * 4, ["mxfp4", "bf16", "mxfp4", "bf16"]])])
@@ -89,10 +86,7 @@ def test_rows_of_tokens_by_expert() -> None:
     rng = np.random.default_rng(4)
     tokens, experts = drawn(rng, "nvfp4", 140, 64), drawn(rng, "nvfp4", 3, 40, 64)
     starts, c = np.array([0, 70, 70, 140], np.int32), rng.standard_normal((140, 40)).astype(np.float32)
-    with np.errstate(all="ignore"):
-        cpu = fp4kit.matmul_grouped(tokens, experts, m_indptr=starts, c=c)
-    gpu = fp4kit.matmul_grouped(moved(tokens), moved(experts), m_indptr=cupy.asarray(starts), c=cupy.asarray(c))
-    np.testing.assert_array_equal(cupy.asnumpy(gpu).view(np.uint32), cpu.view(np.uint32))
+    both(tokens, experts, c, fp4kit.matmul_grouped, m_indptr=starts)
 
 
 @pytest.mark.parametrize(("unit", "kind"), TINY)

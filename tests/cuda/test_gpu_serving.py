@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import by_default
-from on_gpu import ON_GPU, agree, blocks, check, cupy, differing
+from on_gpu import ON_GPU, agree, assert_equal, blocks, check, cupy
 from rounding_cases import underflowing
 from wrapped import over_scales, tiny_scales
 
@@ -27,16 +27,9 @@ NAMES = [
     and not r.fake_only
 ]
 FEW = (  # a rule from each header, each kind of rounding, and a factor that depends on the amax
-    *(
-        "nvfp4-vllm-emulation-cuda",
-        "nvfp4-fouroversix-absmax",
-        "nvfp4-fouroversix-mae",
-        "mxfp4-vllm",
-        "mxfp4-triton-kernels",
-        "mxfp4-quark-floor",
-    ),
-    *("mxfp4-auto-round", "mxfp4-sglang-kv", "mxfp8-qwix", "mxfp8-quark-even"),
-    *("mxfp4-torchao-even-018", "mxfp8-torchao-rceil-018"),
+    *("nvfp4-vllm-emulation-cuda", "nvfp4-fouroversix-absmax", "nvfp4-fouroversix-mae", "mxfp4-vllm"),
+    *("mxfp4-triton-kernels", "mxfp4-quark-floor", "mxfp4-auto-round", "mxfp4-sglang-kv", "mxfp8-qwix"),
+    *("mxfp8-quark-even", "mxfp4-torchao-even-018", "mxfp8-torchao-rceil-018"),
 )
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
@@ -72,8 +65,7 @@ def test_codes_scales_and_values(name, dtype) -> None:
 def test_columns_and_both(name) -> None:
     x = blocks(ml_dtypes.bfloat16, 64, 192)
     check(x, name, axis=0)
-    for gpu, cpu in zip(fp4kit.quantize_both(cupy.asarray(x), name), fp4kit.quantize_both(x, name), strict=True):
-        assert differing(gpu.packed, cpu.packed) == 0 and differing(gpu.block_scale, cpu.block_scale) == 0
+    agree(fp4kit.quantize_both, x, name)
 
 
 @pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))
@@ -99,16 +91,12 @@ def test_groups_of_recipes_that_search(name) -> None:
     for factor in np.float32([1, 3]):
         d[...] = cupy.asarray(x * factor)
         group = [x * factor, x[:16] * factor]
-        for gpu, cpu in zip(plan.quantize(), fp4kit.quantize_grouped(group, name), strict=True):
-            assert differing(gpu.packed, cpu.packed) == 0 and differing(gpu.block_scale, cpu.block_scale) == 0
-        for gpu, cpu in zip(plan.fake_quantize(), fp4kit.fake_quantize_grouped(group, name), strict=True):
-            assert differing(gpu, cpu) == 0
-    d[...] = cupy.asarray(x)
-    assert differing(fp4kit.amax(d, name), fp4kit.amax(x, name)) == 0
+        assert_equal(plan.quantize(), fp4kit.quantize_grouped(group, name))
+        assert_equal(plan.fake_quantize(), fp4kit.fake_quantize_grouped(group, name))
+    agree(fp4kit.amax, x, name)
     given = {part: getattr(q, part) for part in ("block_scale", "tensor_scale") if getattr(q, part) is not None}
-    on_device = fp4kit.quantize(d, name, **{part: cupy.asarray(a) for part, a in given.items()})
-    assert differing(on_device.packed, fp4kit.quantize(x, name, **given).packed) == 0
-    assert differing(fp4kit.dequantize(on_device), fp4kit.dequantize(fp4kit.quantize(x, name, **given))) == 0
+    agree(fp4kit.quantize, x, name, **given)
+    agree(fp4kit.dequantize, fp4kit.quantize(x, name, **given))
 
 
 @pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))
@@ -121,12 +109,10 @@ def test_codes_that_wrap_around(name, dtype) -> None:
     x = tiny_scales(dtype, RECIPES[name].scale_max)
     for tensor_amax in (None, np.float32(x.max() / 3), np.float32(x.max() / 100), np.float32(1e-30)):
         check(x, name, tensor_amax=tensor_amax)
-        gpu = fp4kit.fake_quantize(cupy.asarray(x), name, tensor_amax=tensor_amax)
-        assert differing(gpu, fp4kit.fake_quantize(x, name, tensor_amax=tensor_amax)) == 0
+        agree(fp4kit.fake_quantize, x, name, tensor_amax=tensor_amax)
     check(over_scales().astype(dtype), name, tensor_amax=np.float32(2688))
     q = fp4kit.quantize(x, name)
-    given = {"block_scale": cupy.asarray(q.block_scale), "tensor_scale": cupy.asarray(q.tensor_scale)}
-    assert differing(fp4kit.quantize(cupy.asarray(x), name, **given).packed, q.packed) == 0
+    agree(fp4kit.quantize, x, name, block_scale=q.block_scale, tensor_scale=q.tensor_scale)
 
 
 @pytest.mark.parametrize("name", ["nvfp4-quark", "nvfp4-quark-file2file"])

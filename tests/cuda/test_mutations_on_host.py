@@ -63,7 +63,7 @@ from fp4kit.reference.stochastic import TE_SIGN_MASK, hadamard_blocks
 DIFFERS = "a result differs"
 ORDER = "depends on the grid, on the order of threads or on bytes beside an array"
 OUTSIDE = "is outside of every array"
-SEEN = f"{DIFFERS}|{ORDER}|{OUTSIDE}"
+SEEN = f"{DIFFERS}|{ORDER}|{OUTSIDE}|a kernel was stopped|wrote behind|misaligned address"
 
 
 def transformed(dtype: np.dtype, kind: str, part: int = 0) -> Callable[[], None]:
@@ -193,299 +193,230 @@ GROUP_AMAX = call_of(amax_grouped, "nvfp4-te", F32, shape=(3, 37))
 PAIRS = fp4kit.custom_recipe("pairs", MX4, E8M0, 16, scale_rounding="down")
 MULTIPLES = call_of(quantize_searched, "nvfp4-auto-round-opt", F32, tensor_amax=4.0)
 NEAR = call_of(search_scales, STATIC, F32, tensor_amax=4.0, candidates="near")
-# {name of a fault: (file, text in it, replacement, call that finds the fault, part of the expected error)}
-TIES = (rows_of_ties(BF16), DIFFERS)
-DIRECTIONS = (rows_of_ties(BF16, "nvfp4-flashinfer-token-4over6-mae-448"), DIFFERS)
+TIES = rows_of_ties(BF16)
+DIRECTIONS = rows_of_ties(BF16, "nvfp4-flashinfer-token-4over6-mae-448")
 ROWS = call_of(quantize, "nvfp4-te-rowscaled", F32, shape=(300, 48))
 MANY_ROWS = call_of(quantize, "nvfp4-te-rowscaled", F32, shape=(1 << 15, 32))  # several groups per thread block
 LONG_ROWS = call_of(quantize, "nvfp4-te-rowscaled", F32, shape=(3, 16384))
 ROWS_OF_CLUSTERS = call_of(quantize, "fp8-modelopt-channel", shape=(9, 512))
-MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
-    # Faults in byte order and arithmetic.
-    "scales in wrong places": ("scale_layout.cuh", "r % 128 / 32 * 4", "(r % 128 / 32 ^ 1) * 4", SWIZZLED, DIFFERS),
-    "rows in wrong places": ("scale_layout.cuh", "* 2 + byte / 16", "* 2 + byte / 8", ROWS_SWIZZLED, SEEN),
-    "a byte too many": ("pack.cuh", "8388608.0f + 512.0f", "8388608.0f + 513.0f", RANDOM, DIFFERS),
-    "a constant one ulp off": ("tensor_rules.cuh", "1.0f / 6.0f", "0.16666666f", scales_at_ties, DIFFERS),
-    "another order of products": (
-        *("block_rules_e4m3.cuh", "amax * (t.encode * kInv6)", "(amax * t.encode) * kInv6"),
-        *(scales_at_ties, DIFFERS),
+# (file, name of the fault, text in the file, replacement, call that finds the fault)
+FAULTS: list[tuple[str, str, str, str, Any]] = [
+    ("scale_layout.cuh", "scales in wrong places", "r % 128 / 32 * 4", "(r % 128 / 32 ^ 1) * 4", SWIZZLED),
+    ("scale_layout.cuh", "rows in wrong places", "* 2 + byte / 16", "* 2 + byte / 8", ROWS_SWIZZLED),
+    ("pack.cuh", "a byte too many", "8388608.0f + 512.0f", "8388608.0f + 513.0f", RANDOM),
+    ("tensor_rules.cuh", "a constant one ulp off", "1.0f / 6.0f", "0.16666666f", scales_at_ties),
+    (
+        *("block_rules_e4m3.cuh", "another order of products", "amax * (t.encode * kInv6)"),
+        *("(amax * t.encode) * kInv6", scales_at_ties),
     ),
-    "no margin around equal errors": ("four_over_six_table.cuh", "28u << 8", "1u", TABLE, DIFFERS),
-    "no margin around equal sums": (
-        *("four_over_six_sums.cuh", "(k32Bit ? 16.0f : 0.5f)", "-1.0f"),
-        *(rows_of_ties(BF16), DIFFERS),
+    ("four_over_six_table.cuh", "no margin around equal errors", "28u << 8", "1u", TABLE),
+    ("four_over_six_sums.cuh", "no margin around equal sums", "(k32Bit ? 16.0f : 0.5f)", "-1.0f", rows_of_ties(BF16)),
+    ("four_over_six_sums.cuh", "elements above 16 bits", "k32Bit ? 14u : 15u", "15u", rows_of_ties(F32)),
+    ("four_over_six_sums.cuh", "a tie above zero", "ties == 1u && has_quarter", "false && has_quarter", TIES),
+    ("four_over_six_sums.cuh", "ties that are rounded up", "if (ties > 1u ||", "if (false ||", TIES),
+    ("four_over_six_sums.cuh", "an element above a tie", "if (ties & 0x100u)", "if (false)", TIES),
+    ("four_over_six_sums.cuh", "subnormal scales by sums", "((both & 0x78u) != 0u ||", "(true ||", TIES),
+    ("four_over_six_sums.cuh", "squares that lose bits", "(t.decode > 0x1p-54f)", "true", TIES),
+    (
+        *("four_over_six_sums.cuh", "products that underflow"),
+        *("takes_fast_path<R, In>(bits_of(t.amax), {least, least})", "true", TIES),
     ),
-    "elements above 16 bits": ("four_over_six_sums.cuh", "k32Bit ? 14u : 15u", "15u", rows_of_ties(F32), DIFFERS),
-    "a tie above zero": ("four_over_six_sums.cuh", "ties == 1u && has_quarter", "false && has_quarter", *TIES),
-    "ties that are rounded up": ("four_over_six_sums.cuh", "if (ties > 1u ||", "if (false ||", *TIES),
-    "an element above a tie": ("four_over_six_sums.cuh", "if (ties & 0x100u)", "if (false)", *TIES),
-    "subnormal scales by sums": ("four_over_six_sums.cuh", "((both & 0x78u) != 0u ||", "(true ||", *TIES),
-    "squares that lose bits": ("four_over_six_sums.cuh", "(t.decode > 0x1p-54f)", "true", *TIES),
-    "products that underflow": (
-        "four_over_six_sums.cuh",
-        "takes_fast_path<R, In>(bits_of(t.amax), {least, least})",
-        "true",
-        *TIES,
+    ("four_over_six_sums.cuh", "the wrong direction", "bytes & 0x01010101u, 0u", "bytes & 0x01010100u, 0u", DIRECTIONS),
+    (
+        *("quantize_tile.cuh", "the other format of equal errors", "errors[1] < errors[0] ? four : six;"),
+        *("errors[1] <= errors[0] ? four : six;", FORMATS),
     ),
-    "the wrong direction": (
-        "four_over_six_sums.cuh",
-        "bytes & 0x01010101u, 0u",
-        "bytes & 0x01010100u, 0u",
-        *DIRECTIONS,
+    ("four_over_six.cuh", "codes of the other format", "? int4_code(scaled) :", "? 0u :", FORMATS),
+    (
+        *("decode_rules.cuh", "integers that are not rounded"),
+        *("s.scale.amax < 0.0f ? integer : round_to<Float16>(integer)", "integer", INTEGERS),
     ),
-    "the other format of equal errors": (
-        *("quantize_tile.cuh", "errors[1] < errors[0] ? four : six;", "errors[1] <= errors[0] ? four : six;"),
-        *(FORMATS, DIFFERS),
+    ("quantize_table.cu", "a sum of the wrong rows", "sums[warp() * 32 + lane()]", "sums[lane()]", SQUARE_TABLE),
+    ("implied_amax.cuh", "another amax of the same scale", "last & ~below", "first", unknown_amaxes),
+    ("implied_amax.cuh", "a known amax that is wrong", "tensor_amax != nullptr && ", "true || ", UNKNOWN),
+    (
+        *("implied_amax.cuh", "a decode scale", "scale<R, In>(amax).encode, decode"),
+        *("scale<R, In>(amax).decode, decode", SCALED),
     ),
-    "codes of the other format": ("four_over_six.cuh", "? int4_code(scaled) :", "? 0u :", FORMATS, DIFFERS),
-    "integers that are not rounded": (
-        *("decode_rules.cuh", "s.scale.amax < 0.0f ? integer : round_to<Float16>(integer)", "integer"),
-        *(INTEGERS, DIFFERS),
+    (
+        *("summation_order.cuh", "another order of a sum", "j = 0; j < 8; ++j) sum ="),
+        *("j = 7; j >= 0; --j) sum =", MULTIPLES),
     ),
-    "a sum of the wrong rows": ("quantize_table.cu", "sums[warp() * 32 + lane()]", "sums[lane()]", SQUARE_TABLE, SEEN),
-    "another amax of the same scale": ("implied_amax.cuh", "last & ~below", "first", unknown_amaxes, DIFFERS),
-    "a known amax that is wrong": ("implied_amax.cuh", "tensor_amax != nullptr && ", "true || ", UNKNOWN, SEEN),
-    "another order of a sum": (
-        *("summation_order.cuh", "j = 0; j < 8; ++j) sum =", "j = 7; j >= 0; --j) sum ="),
-        *(MULTIPLES, DIFFERS),
+    ("search_factors.cu", "the last of equal errors", "error < least", "error <= least", MULTIPLES),
+    ("search_factors.cu", "a scale that is not tried", "code == last)", "code <= last)", MULTIPLES),
+    ("exact_path.cuh", "a pair of one element", "return x[i ^ 1]; }", "return x[i]; }", pairs),
+    ("codec.cuh", "a small 1", "magnitude_of(partner) < 1.0f", "magnitude_of(partner) <= 1.0f", pairs),
+    ("codec.cuh", "ties away from zero", "rintf(steps)", "floorf(steps + 0.5f)", pairs),
+    ("codec.cuh", "scales of the largest value", "float_of(F::kAmaxTargetBits)", "float_of(F::kMaxBits)", pairs),
+    (
+        *("search_amaxes.cu", "a searched pair of one element", "In::widen(x[j ^ 1])"),
+        *("In::widen(x[j])", call_of(search_amaxes, PAIRS, F32)),
     ),
-    "the last of equal errors": ("search_factors.cu", "error < least", "error <= least", MULTIPLES, DIFFERS),
-    "a scale that is not tried": ("search_factors.cu", "code == last)", "code <= last)", MULTIPLES, DIFFERS),
-    # Pairs that share a microexponent.
-    "a pair of one element": ("exact_path.cuh", "return x[i ^ 1]; }", "return x[i]; }", pairs, DIFFERS),
-    "a small 1": ("codec.cuh", "magnitude_of(partner) < 1.0f", "magnitude_of(partner) <= 1.0f", pairs, DIFFERS),
-    "ties away from zero": ("codec.cuh", "rintf(steps)", "floorf(steps + 0.5f)", pairs, DIFFERS),
-    "scales of the largest value": (
-        *("codec.cuh", "float_of(F::kAmaxTargetBits)", "float_of(F::kMaxBits)"),
-        *(pairs, DIFFERS),
+    (
+        *("block_reduce.cuh", "no barriers", "__syncthreads();"),
+        *("", call_of(quantize, "nvfp4-te-2d", F32, rounding="stochastic", seed=7)),
     ),
-    "a searched pair of one element": (
-        *("search_amaxes.cu", "In::widen(x[j ^ 1])", "In::widen(x[j])"),
-        *(call_of(search_amaxes, PAIRS, F32), DIFFERS),
+    (
+        *("quantize.cu", "amaxes that are read too early", "    __syncthreads();\n    for (u32 i"),
+        *("    for (u32 i", MANY_ROWS),
     ),
-    # Barriers.
-    "no barriers": (
-        "block_reduce.cuh",
-        "__syncthreads();",
-        "",
-        call_of(quantize, "nvfp4-te-2d", F32, rounding="stochastic", seed=7),
-        ORDER,
+    ("quantize.cu", "an amax of the wrong row", "place_of(k).row - first, largest", "0u, largest", ROWS),
+    ("quantize.cu", "only the first of a warp", "index != __shfl_sync(0xFFFFFFFFu, index, 0)", "false", ROWS),
+    ("quantize.cu", "rows that are not loaded again", "R::kRowStep != RowStep::one)", "false)", LONG_ROWS),
+    (
+        *("quantize.cu", "a scale of another block", "scale_offset<R::kLayout, u32>(row, block,"),
+        *("scale_offset<R::kLayout, u32>(row, block ^ 1u,", LONG_ROWS),
     ),
-    "amaxes that are read too early": (
-        *("quantize.cu", "    __syncthreads();\n    for (u32 i", "    for (u32 i"),
-        *(MANY_ROWS, SEEN),
+    (
+        *("quantize.cu", "only the last run of a thread", "own = maximum(own, largest_bits_of(x[k]));"),
+        *("own = largest_bits_of(x[k]);", rows_with(1e6, 16384)),
     ),
-    # Amaxes of rows.
-    "an amax of the wrong row": (
-        "quantize.cu",
-        "place_of(k).row - first, largest",
-        "0u, largest",
-        ROWS,
-        DIFFERS,
+    (
+        *("amax.cuh", "an amax of elements that do not count", "if (own < kInfinityBits) return"),
+        *("if (true) return", rows_with(np.nan, 512)),
     ),
-    "only the first of a warp": ("quantize.cu", "index != __shfl_sync(0xFFFFFFFFu, index, 0)", "false", ROWS, DIFFERS),
-    "rows that are not loaded again": ("quantize.cu", "R::kRowStep != RowStep::one)", "false)", LONG_ROWS, DIFFERS),
-    "a scale of another block": (
-        *("quantize.cu", "scale_offset<R::kLayout, u32>(row, block,", "scale_offset<R::kLayout, u32>(row, block ^ 1u,"),
-        *(LONG_ROWS, DIFFERS),
+    ("amax.cuh", "a part of the threads", "blockDim.x / 32u - 1u", "0u", LONG_ROWS),
+    (
+        *("warp.cuh", "amaxes of half of a row", "distance = 1; distance < 32"),
+        *("distance = 1; distance < 16", ROWS_OF_CLUSTERS),
     ),
-    "only the last run of a thread": (
-        *("quantize.cu", "own = maximum(own, largest_bits_of(x[k]));", "own = largest_bits_of(x[k]);"),
-        *(rows_with(1e6, 16384), DIFFERS),
+    (
+        *("dequantize.cu", "codes fetched too far", "if (next + kStep >= runs) return;"),
+        *("", call_of(dequantize, "mxfp8-te", shape=(512, 256))),
     ),
-    "an amax of elements that do not count": (
-        *("amax.cuh", "if (own < kInfinityBits) return", "if (true) return"),
-        *(rows_with(np.nan, 512), DIFFERS),
+    (
+        *("dequantize.cu", "a run too far", "minimum<i64>(kRun, columns - column)"),
+        *("kRun", call_of(dequantize, "fp8-modelopt-channel", shape=(5, 38))),
     ),
-    "a part of the threads": ("amax.cuh", "blockDim.x / 32u - 1u", "0u", LONG_ROWS, DIFFERS),
-    "amaxes of half of a row": (
-        *("warp.cuh", "distance = 1; distance < 32", "distance = 1; distance < 16"),
-        *(ROWS_OF_CLUSTERS, DIFFERS),
+    (
+        *("patch.cuh", "a row too far", "const i32 last = static_cast<i32>(a.rows) - 1;"),
+        *("const i32 last = static_cast<i32>(a.rows);", call_of(quantize, "nvfp4-te-2d", shape=(33, 256))),
     ),
-    # Faults in the use of arrays and shared memory.
-    "codes fetched too far": (
-        *("dequantize.cu", "if (next + kStep >= runs) return;", ""),
-        *(call_of(dequantize, "mxfp8-te", shape=(512, 256)), OUTSIDE),
+    ("grouped.cuh", "one part too few", "turn < count; turn", "turn + 1 < count; turn", GROUP_AMAX),
+    ("grouped.cuh", "the member before", "% kSmallGroup] <= i", "% kSmallGroup] < i", GROUP_AMAX),
+    (
+        *("grouped.cuh", "the next member too soon", "if (turn + gridDim.x < count) __syncthreads();  // before"),
+        *("//", GROUP),
     ),
-    "a run too far": (
-        *("dequantize.cu", "minimum<i64>(kRun, columns - column)", "kRun"),
-        *(call_of(dequantize, "fp8-modelopt-channel", shape=(5, 38)), SEEN + "|wrote behind"),
+    (
+        *("grouped.cuh", "the first member", "group.members + piece.member"),
+        *("group.members", call_of(quantize_large_group, "nvfp4-te")),
     ),
-    "a row too far": (
-        *("patch.cuh", "const i32 last = static_cast<i32>(a.rows) - 1;"),
-        *("const i32 last = static_cast<i32>(a.rows);", call_of(quantize, "nvfp4-te-2d", shape=(33, 256)), SEEN),
+    (
+        *("GROUPED", "misaligned runs", "kAligned || aligned"),
+        *("true", call_of(quantize_grouped, "nvfp4-te", F32, misaligned=True)),
     ),
-    # Groups.
-    "one part too few": (
-        "grouped.cuh",
-        "turn < count; turn",
-        "turn + 1 < count; turn",
-        GROUP_AMAX,
-        SEEN,
+    ("grouped_quantize.cuh", "no scale of an empty tensor", "i < a.rows", "i < 0", scale_of_nothing),
+    ("partial.cuh", "a neighbour's nibble", "atomicAnd(word, ~owned)", "atomicAnd(word, 0u)", SHARD),
+    ("partial.cuh", "a wrong shift", "move_down<2>(", "move_down<1>(", SHARD),
+    ("partial_amax.cu", "a row too few", "r < R::kBlockRows", "r < R::kBlockRows - 1", SHARD),
+    (
+        *("partial_scales.cu", "a scale row too far", "minimum<i64>(R::kBlockRows, a.rows - row)"),
+        *("R::kBlockRows", call_of(master_weights, "nvfp4-te-2d", F32)),
     ),
-    "the member before": (
-        "grouped.cuh",
-        "% kSmallGroup] <= i",
-        "% kSmallGroup] < i",
-        GROUP_AMAX,
-        SEEN + "|a kernel was stopped",
+    (
+        *("quantize_with_scales.cu", "a wrong block", "block = column / R::kBlock;"),
+        *("block = column / (2 * R::kBlock);", SCALED),
     ),
-    "the next member too soon": (
-        *("grouped.cuh", "if (turn + gridDim.x < count) __syncthreads();  // before", "//"),
-        *(GROUP, SEEN + "|a kernel was stopped"),
+    (
+        *("quantize_with_scales.cu", "no zero blocks", "if constexpr (!kReadsBlock<R>) return 1.0f;"),
+        *("return 1.0f;", SCALED),
     ),
-    "misaligned runs": (
-        *("GROUPED", "kAligned || aligned", "true"),
-        *(call_of(quantize_grouped, "nvfp4-te", F32, misaligned=True), "misaligned address"),
+    (
+        *("quantize_with_scales.cu", "a scaled run too far", "minimum<i64>(kRun, a.columns - column)"),
+        *("kRun", call_of(quantize_with_scales, "fp8-modelopt-channel", shape=(5, 38))),
     ),
-    "the first member": (
-        *("grouped.cuh", "group.members + piece.member", "group.members"),
-        *(call_of(quantize_large_group, "nvfp4-te"), SEEN),
+    (
+        *("quantize_with_scales.cu", "negative scales on the fast path", "if (sign_of(f.value) == 0u)"),
+        *("if (true)", negative_scales),
     ),
-    "no scale of an empty tensor": ("grouped_quantize.cuh", "i < a.rows", "i < 0", scale_of_nothing, DIFFERS),
-    # Shards.
-    "a neighbour's nibble": ("partial.cuh", "atomicAnd(word, ~owned)", "atomicAnd(word, 0u)", SHARD, SEEN),
-    "a wrong shift": ("partial.cuh", "move_down<2>(", "move_down<1>(", SHARD, SEEN),
-    "a row too few": ("partial_amax.cu", "r < R::kBlockRows", "r < R::kBlockRows - 1", SHARD, SEEN),
-    "a scale row too far": (
-        *("partial_scales.cu", "minimum<i64>(R::kBlockRows, a.rows - row)", "R::kBlockRows"),
-        *(call_of(master_weights, "nvfp4-te-2d", F32), SEEN),
+    ("quantize_stochastic.cu", "a code that leaves its neighbor alone", "(low | high >> 4)", "low", NOISY),
+    ("quantize_stochastic.cu", "one round less", "triton_word<7>(a.seed,", "triton_word<6>(a.seed,", NOISY_SCALES),
+    ("noise.cuh", "a threshold of another arithmetic", "0x1.bd5c2ap0f", "0x1.c2p0f", NOISY),
+    ("fake_ms_eden.cu", "integers on a tie", "integer_error < float_error", "integer_error <= float_error", EDEN),
+    ("fake_ms_eden.cu", "negative random words", "word >> 31 ? ~word : word", "word", EDEN),
+    ("fake_ms_eden.cu", "a correction of one block", "products = b || i ?", "products = i ?", EDEN),
+    (
+        *("hadamard.cuh", "one bit too many for float32", "21 - In::kMantissaBits"),
+        *("22 - In::kMantissaBits", transformed(BF16, "ties")),
     ),
-    # Given scales.
-    "a wrong block": (
-        *("quantize_with_scales.cu", "block = column / R::kBlock;", "block = column / (2 * R::kBlock);"),
-        *(SCALED, SEEN),
+    (
+        *("hadamard.cuh", "one bit too many for float16", "21 - In::kMantissaBits"),
+        *("22 - In::kMantissaBits", transformed(F16, "ties")),
     ),
-    "no zero blocks": (
-        *("quantize_with_scales.cu", "if constexpr (!kReadsBlock<R>) return 1.0f;", "return 1.0f;"),
-        *(SCALED, SEEN),
+    ("hadamard.cuh", "half the error of the sums", "0x1.1p-20f", "0x1.1p-26f", transformed(BF16, "ties")),
+    (
+        *("hadamard.cuh", "sums that overflow", "if (largest >= kInfinityBits) return false;"),
+        *("", transformed(BF16, "edges")),
     ),
-    "a decode scale": (
-        *("implied_amax.cuh", "scale<R, In>(amax).encode, decode", "scale<R, In>(amax).decode, decode"),
-        *(SCALED, SEEN),
+    (
+        *("hadamard.cuh", "half of the least", "minimum(smallest & 0xFFFFu, smallest >> 16)"),
+        *("(smallest & 0xFFFFu)", transformed(BF16, "ties", 1)),
     ),
-    "a scaled run too far": (
-        *("quantize_with_scales.cu", "minimum<i64>(kRun, a.columns - column)", "kRun"),
-        *(call_of(quantize_with_scales, "fp8-modelopt-channel", shape=(5, 38)), SEEN + "|wrote behind"),
+    (
+        *("hadamard.cuh", "the other column is told", "inconclusive |= 1u << j"),
+        *("inconclusive |= 2u >> j", transformed(BF16, "spread", 1)),
     ),
-    "negative scales on the fast path": (
-        *("quantize_with_scales.cu", "if (sign_of(f.value) == 0u)", "if (true)"),
-        *(negative_scales, DIFFERS),
+    ("hadamard.cuh", "one sign", "kSignMask >> (i + 1)", "kSignMask >> i", transformed(BF16, "signs")),
+    ("amax_hadamard.cu", "one column of two", "j ? 0x7632u : 0x5410u", "0x5410u", strips),
+    ("amax.cu", "-", "a.amax[row] = largest[k]", "a.amax[row] = largest[0]", call_of(amax, "nvfp4-te", axis=1)),
+    (
+        *("amax_columns.cu", "-", "+ start + i, column_largest"),
+        *("+ start, column_largest", call_of(amax, "nvfp4-te", axis=0)),
     ),
-    # Stochastic rounding by noise.
-    "a code that leaves its neighbor alone": ("quantize_stochastic.cu", "(low | high >> 4)", "low", NOISY, DIFFERS),
-    "a threshold of another arithmetic": ("noise.cuh", "0x1.bd5c2ap0f", "0x1.c2p0f", NOISY, DIFFERS),
-    "one round less": (
-        "quantize_stochastic.cu",
-        "triton_word<7>(a.seed,",
-        "triton_word<6>(a.seed,",
-        NOISY_SCALES,
-        DIFFERS,
+    (
+        *("clip.cu", "-", "(element(x, i)) <= amax"),
+        *("(element(x, i)) < amax", call_of(fake_quantize_backward, "nvfp4-te", F16)),
     ),
-    # MS-EDEN.
-    "integers on a tie": (
-        "fake_ms_eden.cu",
-        "integer_error < float_error",
-        "integer_error <= float_error",
-        EDEN,
-        DIFFERS,
+    ("count_changed.cu", "-", "changed += 1u", "changed = 1u", call_of(requantize, "mxfp4-ocp")),
+    ("fake_quantize.cu", "-", "rows[k] != rows[k - 1]", "false", call_of(fake_quantize, "int8-modelopt-channel")),
+    (
+        *("hadamard_columns.cu", "-", "kIsInverse ? 0u : sign"),
+        *("true ? 0u : sign", call_of(hadamard, "nvfp4-te", axis=0, size=64, seed=3)),
     ),
-    "negative random words": ("fake_ms_eden.cu", "word >> 31 ? ~word : word", "word", EDEN, DIFFERS),
-    "a correction of one block": ("fake_ms_eden.cu", "products = b || i ?", "products = i ?", EDEN, DIFFERS),
-    # The Hadamard transform.
-    "one bit too many for float32": (
-        "hadamard.cuh",
-        "21 - In::kMantissaBits",
-        "22 - In::kMantissaBits",
-        transformed(BF16, "ties"),
-        DIFFERS,
+    ("hadamard_rows.cu", "-", "? other - own", "? own - other", call_of(hadamard, "nvfp4-te", size=128, seed=3)),
+    (
+        *("implied_amax.cu", "-", "a.tensor_scale[i], known"),
+        *("a.tensor_scale[0], known", call_of(quantize_with_scales, "int4-modelopt-channel", F32)),
     ),
-    "one bit too many for float16": (
-        "hadamard.cuh",
-        "21 - In::kMantissaBits",
-        "22 - In::kMantissaBits",
-        transformed(F16, "ties"),
-        DIFFERS,
+    ("matmul.cu", "-", "row + first + r * kStride, n", "row + first, n", call_of(matmul, "nvfp4-te", unit="float64")),
+    ("matmul_fp4.cu", "-", "store(loaded, step + 1)", "store(loaded, step)", call_of(matmul, "nvfp4-te", unit="sm100")),
+    ("matmul_fp8.cu", "-", "start + kStep + 16", "start + 16", call_of(matmul, "fp8-modelopt", unit="sm90")),
+    ("pack_codes.cu", "-", "converted(loaded[k])", "converted(loaded[0])", call_of(pack, "nvfp4-te")),
+    ("partial_cast.cu", "-", "[a.factor_at + cursor.block()]", "[a.factor_at]", SHARD),
+    ("partial_place.cu", "-", "(pair >> 32)", "(pair)", call_of(cast_by_two, "nvfp4-te-2d", F32)),
+    (
+        *("quantize_unblocked.cu", "-", "store_tensor_scale(a, rows[k]"),
+        *("store_tensor_scale(a, 0", call_of(quantize, "int8-modelopt-channel")),
     ),
-    "half the error of the sums": (
-        *("hadamard.cuh", "0x1.1p-20f", "0x1.1p-26f"),
-        *(transformed(BF16, "ties"), DIFFERS),
+    ("requantize.cu", "-", "a.source_scales[block])", "a.source_scales[0])", kept_codes),
+    (
+        *("rotate.cu", "-", "[i * kSize + index_of(e)]"),
+        *("[index_of(e) * kSize + i]", call_of(rotate, "nvfp4-te", F16, axis=0, shape=(72, 38))),
     ),
-    "sums that overflow": (
-        *("hadamard.cuh", "if (largest >= kInfinityBits) return false;", ""),
-        *(transformed(BF16, "edges"), DIFFERS),
+    ("search.cu", "-", "amaxes[best.code]", "amaxes[best.code ^ 1u]", call_of(search_scales, STATIC, tensor_amax=4.0)),
+    (
+        *("search_full.cu", "-", "[(row + j) * across"),
+        *("[row * across", call_of(search_scales, SQUARE, tensor_amax=4.0, objective="max")),
     ),
-    "half of the least": (
-        *("hadamard.cuh", "minimum(smallest & 0xFFFFu, smallest >> 16)", "(smallest & 0xFFFFu)"),
-        *(transformed(BF16, "ties", 1), DIFFERS),
+    (
+        *("search_hessian.cu", "-", "candidate_amax<R>(code"),
+        *("candidate_amax<R>(range.low", call_of(search_scales, STATIC, tensor_amax=4.0, hessian=hessians(64))),
     ),
-    "the other column is told": (
-        *("hadamard.cuh", "inconclusive |= 1u << j", "inconclusive |= 2u >> j"),
-        *(transformed(BF16, "spread", 1), DIFFERS),
+    (
+        *("search_quest.cu", "-", "values[i] * values[i]"),
+        *("values[i]", call_of(quantize_searched, "mxfp4-fp-quant-quest", F32)),
     ),
-    "one column of two": (
-        *("amax_hadamard.cu", "j ? 0x7632u : 0x5410u", "0x5410u"),
-        *(strips, DIFFERS),
+    ("swizzle.cu", "-", "kHigh + inside % kHigh", "kHigh", call_of(swizzle, "nvfp4-te")),
+    (
+        *("transpose.cu", "-", "a.scales_out + matrix * scales_out"),
+        *("a.scales_out + scales_out", call_of(transpose, "nvfp4-te-2d", scale_layout="swizzled_128x4")),
     ),
-    "one sign": ("hadamard.cuh", "kSignMask >> (i + 1)", "kSignMask >> i", transformed(BF16, "signs"), DIFFERS),
-}
-# One fault per file in kernels/entries that has none above: {file: (text in it, replacement, call that finds it)}
-KERNELS: dict[str, tuple[str, str, Any]] = {
-    "amax.cu": ("a.amax[row] = largest[k]", "a.amax[row] = largest[0]", call_of(amax, "nvfp4-te", axis=1)),
-    "amax_columns.cu": ("+ start + i, column_largest", "+ start, column_largest", call_of(amax, "nvfp4-te", axis=0)),
-    "clip.cu": ("(element(x, i)) <= amax", "(element(x, i)) < amax", call_of(fake_quantize_backward, "nvfp4-te", F16)),
-    "count_changed.cu": ("changed += 1u", "changed = 1u", call_of(requantize, "mxfp4-ocp")),
-    "fake_quantize.cu": ("rows[k] != rows[k - 1]", "false", call_of(fake_quantize, "int8-modelopt-channel")),
-    "hadamard_columns.cu": (
-        "kIsInverse ? 0u : sign",
-        "true ? 0u : sign",
-        call_of(hadamard, "nvfp4-te", axis=0, size=64, seed=3),
+    (
+        *("transpose_codes.cuh", "-", ".w[word % 4] = square[r]"),
+        *(".w[word % 4] = square[0]", call_of(transpose, "nvfp4-te-2d")),
     ),
-    "hadamard_rows.cu": ("? other - own", "? own - other", call_of(hadamard, "nvfp4-te", size=128, seed=3)),
-    "implied_amax.cu": (
-        "a.tensor_scale[i], known",
-        "a.tensor_scale[0], known",
-        call_of(quantize_with_scales, "int4-modelopt-channel", F32),
-    ),
-    "matmul.cu": ("row + first + r * kStride, n", "row + first, n", call_of(matmul, "nvfp4-te", unit="float64")),
-    "matmul_fp4.cu": ("store(loaded, step + 1)", "store(loaded, step)", call_of(matmul, "nvfp4-te", unit="sm100")),
-    "matmul_fp8.cu": ("start + kStep + 16", "start + 16", call_of(matmul, "fp8-modelopt", unit="sm90")),
-    "pack_codes.cu": ("converted(loaded[k])", "converted(loaded[0])", call_of(pack, "nvfp4-te")),
-    "partial_cast.cu": ("[a.factor_at + cursor.block()]", "[a.factor_at]", SHARD),
-    "partial_place.cu": ("(pair >> 32)", "(pair)", call_of(cast_by_two, "nvfp4-te-2d", F32)),
-    "quantize_unblocked.cu": (
-        "store_tensor_scale(a, rows[k]",
-        "store_tensor_scale(a, 0",
-        call_of(quantize, "int8-modelopt-channel"),
-    ),
-    "requantize.cu": ("a.source_scales[block])", "a.source_scales[0])", kept_codes),
-    "rotate.cu": (
-        "[i * kSize + index_of(e)]",
-        "[index_of(e) * kSize + i]",
-        call_of(rotate, "nvfp4-te", F16, axis=0, shape=(72, 38)),
-    ),
-    "search.cu": ("amaxes[best.code]", "amaxes[best.code ^ 1u]", call_of(search_scales, STATIC, tensor_amax=4.0)),
-    "search_full.cu": (
-        "[(row + j) * across",
-        "[row * across",
-        call_of(search_scales, SQUARE, tensor_amax=4.0, objective="max"),
-    ),
-    "search_hessian.cu": (
-        "candidate_amax<R>(code",
-        "candidate_amax<R>(range.low",
-        call_of(search_scales, STATIC, tensor_amax=4.0, hessian=hessians(64)),
-    ),
-    "search_quest.cu": ("values[i] * values[i]", "values[i]", call_of(quantize_searched, "mxfp4-fp-quant-quest", F32)),
-    "swizzle.cu": ("kHigh + inside % kHigh", "kHigh", call_of(swizzle, "nvfp4-te")),
-    "transpose.cu": (
-        "a.scales_out + matrix * scales_out",
-        "a.scales_out + scales_out",
-        call_of(transpose, "nvfp4-te-2d", scale_layout="swizzled_128x4"),
-    ),
-    "transpose_codes.cuh": (".w[word % 4] = square[r]", ".w[word % 4] = square[0]", call_of(transpose, "nvfp4-te-2d")),
-}
-STOPPED = f"{SEEN}|a kernel was stopped|wrote behind"
-MUTATIONS |= {f"a fault in {file}": (file, *fault, STOPPED) for file, fault in KERNELS.items()}
+]
 SOON = ("no barriers", "a row too far", "misaligned runs", "a neighbour's nibble")
 
 
@@ -510,16 +441,19 @@ def mutated(folder: Path, file: str, text: str, changed: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [*SOON, *(pytest.param(name, marks=pytest.mark.mutations) for name in MUTATIONS if name not in SOON)]
+    ("file", "name", "text", "changed", "call"),
+    [
+        pytest.param(*fault, id=" ".join(fault[:2]), marks=[] if fault[1] in SOON else pytest.mark.mutations)
+        for fault in FAULTS
+    ],
 )
-def test_a_changed_line_is_seen(tmp_path, monkeypatch, name):
-    file, text, changed, call, seen = MUTATIONS[name]
+def test_a_changed_line_is_seen(tmp_path, monkeypatch, file, name, text, changed, call):
     if file == "GROUPED":  # the text of kernels for groups
         entries = {kernel: entry._replace(wide=entry.wide.replace(text, changed)) for kernel, entry in GROUPED.items()}
         monkeypatch.setattr(compiler, "GROUPED", entries)
     sources = compiler.SOURCES if file == "GROUPED" else mutated(tmp_path, file, text, changed)
     mutant = Libraries(tmp_path, require_compiler(tmp_path), sources)
-    with mutant.playing(), pytest.raises(AssertionError, match=seen):
+    with mutant.playing(), pytest.raises(AssertionError, match=SEEN):
         if getattr(call, "make", None) is cast_by_two:  # its threads cannot load libraries
             mutant.rehearse([lambda: call.run(cupy.asarray)])
         compare(call)
@@ -527,8 +461,8 @@ def test_a_changed_line_is_seen(tmp_path, monkeypatch, name):
 
 
 def test_every_kernel_has_a_planted_fault():
-    files = {file for file, *_ in MUTATIONS.values()}
+    files = {file for file, *_ in FAULTS}
     closures = {path.name: compiler.include_closure((path.name,)) for path in compiler.SOURCES.rglob("*.cu")}
     for kernel, closure in closures.items():
         own = {file for file in closure if sum(file in other for other in closures.values()) == 1}
-        assert own & files, f"{kernel} needs a row in KERNELS"
+        assert own & files, f"{kernel} needs a fault in FAULTS"
