@@ -191,7 +191,8 @@ class Done(NamedTuple):
 
 def slabs_of(job: Job, readers: Readers) -> Iterator[Slab]:
     """Yield the slabs of a job's weight, each of whole blocks of what the job writes."""
-    height = lcm(job.new_recipe.block_rows, job.container.slab_rows)
+    rows = 1 if job.recipe is None else job.recipe.block_rows  # verify repeats a job that keeps codes of any recipe
+    height = lcm(rows, job.container.slab_rows)
     return slabs(readers, job.weight, job.expert, job.span, height, job.slab_bytes)
 
 
