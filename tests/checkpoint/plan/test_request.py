@@ -53,13 +53,13 @@ def test_an_unknown_option(tmp_path: Path) -> None:
 ALWAYS = ("recipe", "format", "wishes", "input_scale", "requantize", "nonfinite")
 RECORDED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
-    ({"requantize": True, "input_scale": 1.0}, {"requantize": True, "input_scale": 1.0}),
-    ({"allow_loss": True}, {"allow_loss": True}),
-    ({"ignore": ["a", "b"]}, {"ignore": ["a", "b"]}),
-    ({"split_max_size": 5}, {"split_max_size": 5}),
-    (
-        {"format": "compressed-tensors", "hadamard": 16, "hadamard_seed": 0, "hadamard_only": ["a"]},
-        {"format": "compressed-tensors", "hadamard": 16, "hadamard_seed": 0, "hadamard_only": ["a"]},
+    *(
+        (options, options)
+        for options in (
+            {"requantize": True, "input_scale": 1.0},
+            {"allow_loss": True, "ignore": ["a", "b"], "split_max_size": 5},
+            {"format": "compressed-tensors", "hadamard": 16, "hadamard_seed": 0, "hadamard_only": ["a"]},
+        )
     ),
     ({"search": ScaleSearch("mse")}, {"scale_search": ScaleSearch("mse").facts()}),
 ]
@@ -71,6 +71,12 @@ def test_what_the_journal_and_the_manifest_record(options: Any, facts: dict[str,
     found = Request.of(NVFP4, options).facts
     assert [*found][: len(ALWAYS)] == [*ALWAYS] and {*found} - {*ALWAYS} == {*facts} - {*ALWAYS}
     assert {name: found[name] for name in facts} == facts
+
+
+def test_codes_of_options_are_a_path_and_those_of_a_request_an_identity() -> None:
+    """make_plan sets the identity and the recipe of the model; the path alone must not reach the journal's key."""
+    found = Request.of(NVFP4, {"codes": "elsewhere", "requantize": True})
+    assert found == Request(NVFP4, requantize=True) and "codes" not in found.facts
 
 
 def test_patterns_and_copied_codes_are_recorded() -> None:

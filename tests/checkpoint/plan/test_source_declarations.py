@@ -152,6 +152,8 @@ CACHES = [  # source, kv_cache_quant_algo, kv_cache_scheme, per target: (bits of
         {**SCHEME, "num_bits": 4},
         {"modelopt": 'the cache is {"num_bits": 4', "compressed-tensors": (4, None)},
     ),
+    ("compressed-tensors NVFP4", None, {**SCHEME, "dynamic": True}, {"modelopt": "only FP8 with static scales"}),
+    ("modelopt W4A16_NVFP4", None, {**SCHEME, "num_bits": 4}, {"modelopt": (4, None), "compressed-tensors": "can"}),
 ]
 
 
@@ -235,3 +237,70 @@ def test_the_list_covers_every_entry_of_a_config() -> None:
 def test_what_is_lost_reaches_the_user(source: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["convert", str(source("modelopt FP8")), str(tmp_path / "o"), "--format", "bf16"])
     assert "warning: the quantized KV cache of the source and its 2 scales are left out" in capsys.readouterr().out
+
+
+ATTENTION = "model.layers.{}.self_attn."
+NAMES = {
+    "modelopt": ("k_proj.k_scale", "v_proj.v_scale"),
+    "compressed-tensors": ("k_scale", "v_scale"),
+}
+RECIPES = {"modelopt": "nvfp4-modelopt", "compressed-tensors": "nvfp4-compressed-tensors"}
+
+
+def with_cache(root: Path, form: str) -> Path:
+    """Write a quantized checkpoint with the scales 0.5, 0.75, ... of a KV cache. Return its directory.
+
+    form: the container format.
+    """
+    synthetic.dense(root / "m")
+    convert(root / "m", root / "q", RECIPES[form], format=form)
+    tensors = oracle.arrays(oracle.load(root / "q"))
+    for number, name in enumerate(ATTENTION.format(layer) + leaf for layer in range(2) for leaf in NAMES[form]):
+        tensors[name] = np.float32(0.5 + number / 4)
+    config = json.loads((root / "q" / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = SCHEME
+    synthetic.write_model(root / "kv", config, tensors)
+    return root / "kv"
+
+
+@pytest.mark.parametrize("to", NAMES)
+@pytest.mark.parametrize("form", NAMES)
+def test_scales_and_scheme_are_carried(form: str, to: str, tmp_path: Path) -> None:
+    model = with_cache(tmp_path, form)
+    convert(model, tmp_path / "out", RECIPES[to], format=to)
+    have = oracle.load(tmp_path / "out")
+    for number, name in enumerate(ATTENTION.format(layer) + leaf for layer in range(2) for leaf in NAMES[to]):
+        assert have[name] == ("F32", (), np.float32(0.5 + number / 4).tobytes())
+    assert sum(name.endswith(("k_scale", "v_scale")) for name in have) == 4
+    declared = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
+    assert {key: declared[key] for key in SCHEME} == SCHEME
+    beside = tmp_path / "out" / "hf_quant_config.json"
+    if to == "modelopt":
+        assert json.loads(beside.read_text())["quantization"]["kv_cache_quant_algo"] == "FP8"  # both files agree
+    report = verify(tmp_path / "out", model)
+    assert report.clean, report.issues
+
+
+def test_scales_that_no_engine_can_use(tmp_path: Path) -> None:
+    """A negative scale is an error in verify and a warning in convert. A scale of the keys alone is a warning."""
+    model = with_cache(tmp_path, "modelopt")
+    assert not any("KV cache" in text for text in make_plan(model, format="modelopt").warnings)
+    tensors = oracle.arrays(oracle.load(model))
+    keys, values = ATTENTION.format(0) + NAMES["modelopt"][0], ATTENTION.format(1) + NAMES["modelopt"][1]
+    tensors[keys] = np.float32(-1)
+    del tensors[values]
+    synthetic.write_model(tmp_path / "bad", json.loads((model / "config.json").read_text()), tensors)
+    negative = "is -1.0; a positive finite number is needed as scale of the KV cache"
+    alone = "has a k_scale, but no v_scale"
+    warnings = make_plan(tmp_path / "bad", format="modelopt").warnings
+    assert f"{keys}: {negative}" in warnings and any(alone in text for text in warnings)
+    found = {issue.subject: issue for issue in verify(tmp_path / "bad").issues if "KV cache" in issue.text}
+    assert found[keys].severity == "error" and found[keys].text == negative
+    assert found["model.layers.1.self_attn"].severity == "warning" and alone in found["model.layers.1.self_attn"].text
+
+
+def test_a_scheme_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    model = with_cache(tmp_path, "modelopt")
+    declare(model, kv_cache_scheme="fp8_e5m2")
+    with pytest.raises(CheckpointError, match='kv_cache_scheme: is "fp8_e5m2"; needs null or an object'):
+        convert(model, tmp_path / "out", "nvfp4-modelopt", format="modelopt")
