@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import ml_dtypes
@@ -15,7 +14,6 @@ from exhaustive import sampled
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import BF16, FINITE, INPUTS, NAMES, ORDINARY, as_strided, ordinary
-from rounding_cases import TE_SCALES
 from together import together
 
 import fp4kit
@@ -194,6 +192,14 @@ def test_an_amax_for_each_expert(name, view):
         assert_same_bits(values[i], fp4kit.dequantize(one))
 
 
+@pytest.mark.parametrize("name", [r.id for r in RECIPES.values() if r.tensor_scaling == "tensor"])
+def test_fake_quantize_with_an_amax_for_each_expert(name):
+    x, amax = ordinary(8, (4, 32, 128)), np.array([3, 50, 0.5, 700], np.float32)
+    values = fp4kit.fake_quantize(x, name, tensor_amax=amax)
+    for i in range(4):
+        assert_same_bits(values[i], fp4kit.fake_quantize(x[i], name, tensor_amax=amax[i]))
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].static])
 def test_block_amaxes_can_be_given(name):
     x = ordinary(10, (2, 16, 64))
@@ -247,15 +253,6 @@ def test_tensor_scales_by_hand(name):
         assert_same_bits(q.tensor_amax, np.full(shape, amax, np.float32))
 
 
-@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d"])
-def test_the_order_of_te_s_products(name):
-    """TE computes amax * (encode_scale * (1/6)), not (amax * encode_scale) * (1/6)."""
-    for amax, code in TE_SCALES.items():
-        x = np.zeros((16, 16), np.float32)
-        x[3, 5] = -amax
-        assert set(fp4kit.quantize(x, name, tensor_amax=3.0).block_scale[3]) == {code}
-
-
 @pytest.mark.parametrize("recipe", ["nvfp4-modelopt-static", "mxfp4-ocp"])
 def test_block_amaxes_of_the_other_axis_are_refused(recipe):
     """Block amaxes for blocks along the other axis are rejected, because they are equally many but in another order.
@@ -292,11 +289,6 @@ SCALED = [name for name, r in RECIPES.items() if r.tensor_scaling != "none"]
 STATIC = [name for name, r in RECIPES.items() if r.static or takes_e8m0_amaxes(r)]
 
 
-def zeros(shape):
-    """Return two arrays of amaxes of the given shape: all +0, and all -0."""
-    return np.zeros(shape, np.float32), np.full(shape, -0.0, np.float32)
-
-
 def same_for_both(call, zero, negative):
     """Assert that `call` gives the same bits for amaxes of +0 and of -0, as a first call and as a cached call.
 
@@ -311,86 +303,66 @@ def same_for_both(call, zero, negative):
     assert_equal(call(negative), expected)
 
 
-@pytest.mark.parametrize("name", SCALED)
-def test_minus_zero_tensor_amax(name, either_engine):
-    r = RECIPES[name]
-    forms = [zeros(tensor_amax_shape(X.shape, r))]
+@pytest.mark.parametrize("name", sorted({*SCALED, *STATIC}))
+def test_minus_zero_amaxes(name, either_engine):
+    """A tensor amax or block amaxes of -0 count as +0, as arrays and as numbers."""
+    r, given = RECIPES[name], []
+    shape = tensor_amax_shape(X.shape, r)
+    if name in SCALED:
+        given += [("tensor_amax", np.zeros(shape, np.float32), np.full(shape, -0.0, np.float32))]
     if r.tensor_scaling == "tensor":
-        forms += [(0.0, -0.0), (np.float32(0), np.float32(-0.0)), (np.float64(0), np.float64(-0.0))]
-    for zero, negative in forms:
-        same_for_both(lambda amax: fp4kit.fake_quantize(X, name, tensor_amax=amax), zero, negative)
+        given += [("tensor_amax", number(0.0), number(-0.0)) for number in (float, np.float32, np.float64)]
+    if name in STATIC:
+        blocks = np.abs(ordinary(1, scale_shape(X.shape, r)))
+        blocks.ravel()[::3] = 0
+        given += [("block_amax", blocks, np.where(blocks == 0, np.float32(-0.0), blocks))]
+    for argument, zero, negative in given:
+        same_for_both(lambda amax, name_of=argument: fp4kit.fake_quantize(X, name, **{name_of: amax}), zero, negative)
         if not r.fake_only:
-            same_for_both(lambda amax: fp4kit.quantize(X, name, tensor_amax=amax), zero, negative)
+            same_for_both(lambda amax, name_of=argument: fp4kit.quantize(X, name, **{name_of: amax}), zero, negative)
 
 
-def test_minus_zero_replaces_the_amax_in_out(either_engine):
-    """A cached call that writes into out also stores +0 as the amax."""
-    out = fp4kit.quantize(X, "nvfp4-te", tensor_amax=np.float32(3))
-    expected = fp4kit.quantize(X, "nvfp4-te", tensor_amax=0.0)
-    for _ in range(2):
-        fp4kit.quantize(X, "nvfp4-te", tensor_amax=np.full((), -0.0, np.float32), out=out)
-        assert_equal(out, expected)
+def cast(name, blocks, **options):
+    out = np.zeros((32, 64), np.uint8)
+    fp4kit.partial_cast(X.ravel(), out, blocks, X.shape, 0, name, **options)
+    return out
 
 
-@pytest.mark.parametrize("name", ["nvfp4-mlx-cpu-global", "nvfp4-modelopt", "int8-modelopt"])
-def test_minus_zero_amaxes_of_experts(name, either_engine):
-    x, amaxes = np.stack([X, X, X]), np.float32([[2, 0, 1], [2, -0.0, 1]])
-    same_for_both(lambda amax: fp4kit.quantize(x, name, tensor_amax=amax), *amaxes)
+BLOCKS = {name: fp4kit.amax(X, name) for name in ("nvfp4-te-2d", "nvfp4-modelopt", "nvfp4-qwix", "mxfp4-ocp")}
+BLOCK_ZEROS = {name: np.where(np.arange(amax.shape[1]) % 2, amax, 0) for name, amax in BLOCKS.items()}
+ZEROS_OF = {"rows": np.zeros(32, np.float32), "experts": np.float32([2, 0, 1]), "number": 0.0}
+WITH_AMAX = {
+    "experts": lambda amax: fp4kit.quantize(np.stack([X, X, X]), "nvfp4-modelopt", tensor_amax=amax),
+    "experts of integers": lambda amax: fp4kit.quantize(np.stack([X, X, X]), "int8-modelopt", tensor_amax=amax),
+    "number in both directions": lambda amax: fp4kit.quantize_both(X, "nvfp4-modelopt", tensor_amax=amax),
+    "number of a search": lambda amax: fp4kit.search_scales(X, "nvfp4-modelopt-static", tensor_amax=amax),
+    "number of a group": lambda amax: fp4kit.quantize_grouped([X, X], "nvfp4-modelopt", tensor_amax=[amax, amax]),
+    "rows of a group": lambda amax: fp4kit.quantize_grouped([X], "int8-modelopt-channel", tensor_amax=[amax]),
+    "number of a shard": lambda amax: cast("nvfp4-modelopt", BLOCKS["nvfp4-modelopt"], tensor_amax=amax),
+} | {f"{name} blocks of a shard": lambda amax, name=name: cast(name, amax) for name in BLOCKS}
 
 
-def test_minus_zero_for_both_directions(either_engine):
-    same_for_both(lambda amax: fp4kit.quantize_both(X, "nvfp4-modelopt", tensor_amax=amax), 0.0, -0.0)
-
-
-@pytest.mark.parametrize("name", STATIC)
-def test_minus_zero_block_amaxes(name, either_engine):
-    r = RECIPES[name]
-    given = np.abs(ordinary(1, scale_shape(X.shape, r)))
-    given.ravel()[::3] = 0
-    negative = np.where(given == 0, np.float32(-0.0), given)
-    options = {} if r.tensor_scaling == "none" else {"tensor_amax": given.max()}
-    same_for_both(lambda amax: fp4kit.fake_quantize(X, name, block_amax=amax, **options), given, negative)
-    if not r.fake_only:
-        same_for_both(lambda amax: fp4kit.quantize(X, name, block_amax=amax, **options), given, negative)
-
-
-@pytest.mark.parametrize("name", ["nvfp4-modelopt", "nvfp4-mlx-cpu-global", "int8-modelopt-channel"])
-def test_minus_zero_amaxes_of_groups(name):
-    """Amaxes of -0 count as +0 in grouped calls, and in plans also if they are written after the plan was made.
-
-    A plan reads its amax arrays when it runs.
-    """
-    zero, negative = zeros(tensor_amax_shape(X.shape, RECIPES[name]))
-    same_for_both(lambda amax: fp4kit.quantize_grouped([X, X], name, tensor_amax=[amax, amax]), zero, negative)
-    amaxes = [np.ones_like(zero), np.ones_like(zero)]
-    plan = fp4kit.GroupedPlan([X, X], name, tensor_amax=amaxes)
-    plan.quantize()
-    amaxes[1][...] = negative
-    assert_equal(plan.quantize(), fp4kit.quantize_grouped([X, X], name, tensor_amax=[amaxes[0], zero]))
-    assert_equal(plan.amax(), [amaxes[0], zero])
-
-
-@pytest.mark.parametrize("name", ["nvfp4-te-2d", "nvfp4-modelopt", "nvfp4-qwix", "mxfp4-ocp"])
-def test_minus_zero_amax_of_shards(name):
-    r = RECIPES[name]
-    amax = fp4kit.partial_amax(X.ravel(), X.shape, 0, name)
-    amax[0, ::2] = 0
-    negative = np.where(amax == 0, np.float32(-0.0), amax)
-
-    def cast(blocks, **options):
-        out = np.zeros((32, 64), np.uint8)
-        fp4kit.partial_cast(X.ravel(), out, blocks, X.shape, 0, name, **options)
-        return out
-
-    assert_equal(cast(negative), cast(amax))
-    if r.tensor_scaling != "none":
-        assert_equal(cast(negative, tensor_amax=-0.0), cast(amax, tensor_amax=0.0))
+@pytest.mark.parametrize("kind", WITH_AMAX)
+def test_minus_zero_in_other_calls(kind, either_engine):
+    first = kind.split()[0]
+    zero = BLOCK_ZEROS[first] if first in BLOCKS else ZEROS_OF[first]
+    negative = -0.0 if first == "number" else np.where(zero == 0, np.float32(-0.0), zero)
+    same_for_both(WITH_AMAX[kind], zero, negative)
     assert np.signbit(negative).any()  # the arrays of the caller are not written to
 
 
-def test_minus_zero_amax_of_a_search(either_engine):
-    search = partial(fp4kit.search_scales, X, "nvfp4-modelopt-static")
-    same_for_both(lambda amax: search(tensor_amax=amax), 0.0, -0.0)
+def test_minus_zero_in_out_and_in_plans(either_engine):
+    """A cached call that writes into out stores +0, and a plan, which reads its amax arrays when it runs, uses +0."""
+    out, zero = fp4kit.quantize(X, "nvfp4-te", tensor_amax=np.float32(3)), np.zeros((), np.float32)
+    for _ in range(2):
+        fp4kit.quantize(X, "nvfp4-te", tensor_amax=np.full((), -0.0, np.float32), out=out)
+        assert_equal(out, fp4kit.quantize(X, "nvfp4-te", tensor_amax=0.0))
+    amaxes = [np.ones_like(zero), np.ones_like(zero)]
+    plan = fp4kit.GroupedPlan([X, X], "nvfp4-modelopt", tensor_amax=amaxes)
+    plan.quantize()
+    amaxes[1][...] = -0.0
+    assert_equal(plan.quantize(), fp4kit.quantize_grouped([X, X], "nvfp4-modelopt", tensor_amax=[amaxes[0], zero]))
+    assert_equal(plan.amax(), [amaxes[0], zero])
 
 
 def test_subnormal_amaxes_in_other_arithmetic_modes():

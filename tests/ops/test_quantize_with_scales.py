@@ -200,20 +200,6 @@ def test_float32_may_be_an_ulp_off_where_the_docstring_says(name):
     assert ulps.max() <= 2
 
 
-def test_a_code_that_such_an_ulp_changes():
-    """An encode scale that is 1 ulp off can change a code by one if the element is next to a tie, here 17 in E4M3."""
-    differ = 0
-    for amax in np.random.default_rng(0).uniform(1, 2, 400).astype(np.float32):
-        tie = np.float32(17 * float(amax) / 448)
-        steps = tie.view(np.int32) + np.arange(-4, 5)
-        x = np.append(steps.astype(np.int32).view(np.float32), amax)
-        q = fp4kit.quantize(x, "fp8-modelopt")
-        found = again(x, q)
-        assert np.abs(found.packed.astype(int) - q.packed).max() <= 1
-        differ += int((found.packed != q.packed).sum())
-    assert 10 < differ < 400
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in AMBIGUOUS and RECIPES[name].tensor_rule])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
 def test_no_other_recipe_has_two_encode_scales_that_its_codes_tell_apart(name, dtype):

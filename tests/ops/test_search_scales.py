@@ -84,55 +84,35 @@ def test_the_found_scale_has_the_smallest_error(recipe, dtype) -> None:
     assert_smallest_loss(losses(x, amax, top), code_of(found, amax, top))
 
 
-def test_weights_are_in_the_loss() -> None:
-    x, weights = some(), np.random.default_rng(1).random(64, np.float32) ** 4
-    amax = float(np.abs(x).max())
-    found = fp4kit.search_scales(x, STATIC, weights=weights)
-    assert_smallest_loss(losses(x, amax, 448, np.float64(weights)), code_of(found, amax, 448))
-    assert (found != fp4kit.search_scales(x, STATIC)).any()
+OBJECTIVES = {"mse": 2, "mae": 1, "max": np.inf, "p2.4": 2.4, "p1.5": 1.5, "p16": 16}
 
 
-@pytest.mark.parametrize(
-    ("objective", "power"), [("mae", 1), ("max", np.inf), ("p2.4", 2.4), ("p1.5", 1.5), ("p16", 16)]
-)
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_objectives(objective, power, weighted) -> None:
-    x, weights = some(16), np.random.default_rng(1).random(64, np.float32) if weighted else None
+def test_objectives(objective, weighted) -> None:
+    x, weights = some(16), np.random.default_rng(1).random(64, np.float32) ** 4 if weighted else None
     amax = float(np.abs(x).max())
     found = fp4kit.search_scales(x, STATIC, objective=objective, weights=weights)
-    every = losses(x, amax, 448, 1.0 if weights is None else np.float64(weights), power)
+    every = losses(x, amax, 448, 1.0 if weights is None else np.float64(weights), OBJECTIVES[objective])
     assert_smallest_loss(every, code_of(found, amax, 448), 1e-5)
-    assert (found != fp4kit.search_scales(x, STATIC, weights=weights)).any()
+    assert (found != fp4kit.search_scales(x, STATIC)).any() or (objective == "mse" and not weighted)
+
+
+@pytest.mark.parametrize("objective", ["mse", "mae", "max"])
+def test_square_blocks_have_the_loss_of_all_rows(objective) -> None:
+    x = some(40)
+    amax, rows = float(np.abs(x).max()), [0, 16, 32]
+    every = losses(x, amax, 448, power=OBJECTIVES[objective])
+    found = fp4kit.search_scales(x, SQUARE, objective=objective)
+    whole = (np.maximum if objective == "max" else np.add).reduceat(every, rows, axis=1)
+    assert_smallest_loss(np.repeat(whole, [16, 16, 8], axis=1), code_of(found, amax, 448), 1e-5)
+    assert (found[:16] == found[0]).all() and (found[32:] == found[32]).all()
 
 
 @pytest.mark.parametrize(("one", "other"), [("p2", "mse"), ("p2.0", "mse"), ("p1", "mae")])
 def test_objectives_of_two_names(one, other) -> None:
     found = [fp4kit.search_scales(some(8), STATIC, objective=name).tobytes() for name in (one, other)]
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(("objective", "power"), [("mae", 1), ("max", np.inf)])
-def test_objectives_of_square_blocks(objective, power) -> None:
-    x = some(16)
-    amax = float(np.abs(x).max())
-    every = losses(x, amax, 448, power=power)
-    whole = every.max(axis=1, keepdims=True) if power == np.inf else every.sum(axis=1, keepdims=True)
-    found = fp4kit.search_scales(x, SQUARE, objective=objective)
-    assert_smallest_loss(np.repeat(whole, 16, axis=1), code_of(found, amax, 448), 1e-5)
-
-
-def test_weights_of_one_change_nothing() -> None:
-    x = some()
-    found = fp4kit.search_scales(x, STATIC, weights=np.ones(64, np.float32))
-    assert found.tobytes() == fp4kit.search_scales(x, STATIC).tobytes()
-
-
-def test_a_column_of_weight_0_does_not_matter() -> None:
-    x, weights = some(), np.float32(np.arange(64) % 5)
-    other = np.where(weights == 0, 1000 * some(seed=3), x)
-    found = [fp4kit.search_scales(a, STATIC, weights=weights, tensor_amax=16) for a in (x, other)]
-    assert found[0].tobytes() == found[1].tobytes()
-    assert found[0].tobytes() != fp4kit.search_scales(x, STATIC, tensor_amax=16).tobytes()
 
 
 def test_ties_take_the_smallest_code() -> None:
@@ -159,14 +139,6 @@ def test_a_hessian_is_in_the_loss() -> None:
         every.append(np.einsum("mbi,bij,mbj->mb", d, np.float64(hessian), d))
     assert_smallest_loss(np.stack(every), code_of(found, amax, 448), 1e-4)  # terms have both signs
     assert (found != fp4kit.search_scales(x, STATIC)).any()
-
-
-def test_a_diagonal_hessian_is_weights() -> None:
-    x, weights = some(16), np.random.default_rng(1).random(64, np.float32)
-    hessian = np.stack([np.diag(part) for part in weights.reshape(4, 16)])
-    amax = float(np.abs(x).max())
-    found = fp4kit.search_scales(x, STATIC, hessian=hessian)
-    assert_smallest_loss(losses(x, amax, 448, np.float64(weights)), code_of(found, amax, 448), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -204,15 +176,6 @@ def test_each_expert_has_its_amax() -> None:
     found = fp4kit.search_scales(x, STATIC, tensor_amax=amax)
     one = [fp4kit.search_scales(part, STATIC, tensor_amax=a) for part, a in zip(x, amax, strict=True)]
     assert found.tobytes() == np.stack(one).tobytes()
-
-
-def test_square_blocks_have_the_loss_of_all_rows() -> None:
-    x = some(40)
-    amax, every = float(np.abs(x).max()), losses(x, float(np.abs(x).max()), 448)
-    found = fp4kit.search_scales(x, SQUARE)
-    whole = np.add.reduceat(every, [0, 16, 32], axis=1)
-    assert_smallest_loss(np.repeat(whole, [16, 16, 8], axis=1), code_of(found, amax, 448))
-    assert (found[:16] == found[0]).all() and (found[32:] == found[32]).all()
 
 
 def test_nonfinite_blocks_take_the_first_candidate() -> None:
@@ -277,24 +240,24 @@ def test_the_best_of_three_powers_of_two(recipe, weighted) -> None:
 
 
 @pytest.mark.parametrize(
-    "block", [("mxfp8-te", 1), ("mxfp8-te", 2), ("mxfp4-ocp", 12), ("mxfp4-ocp", 24), ("mxfp8-te", 80)]
+    "block", [("mxfp8-te", 1), ("mxfp8-te", 2), ("mxfp4-ocp", 12), ("mxfp4-ocp", 32), ("mxfp8-te", 80)]
 )
-@pytest.mark.parametrize("objective", ["mse", "max"])
+@pytest.mark.parametrize("objective", ["mse", "mae", "max", "p3"])
 def test_powers_of_blocks_of_any_length(block, objective) -> None:
     """Power-of-two searches choose the smallest error for blocks of any length.
 
     Losses are added in pairs, whose number need not be a power of two.
     """
     recipe, columns = block
-    r = replace(fp4kit.recipe(recipe), block=(1, columns))
+    r, power = replace(fp4kit.recipe(recipe), block=(1, columns)), {"mse": 2, "p3": 3}.get(objective, 1)
     x, weights = some(200, 2 * columns), np.random.default_rng(1).random(2 * columns, np.float32) ** 4 + 0.1
     found = fp4kit.search_scales(x, r, candidates=(-2, 1), weights=weights, objective=objective)
     every = []
     for step in range(-2, 2):
         values = fp4kit.dequantize(fp4kit.quantize(x, r, block_amax=np.ldexp(fp4kit.amax(x, r), step)), np.float32)
-        d = (weights * np.abs(np.float64(x) - values) ** (1 if objective == "max" else 2)).reshape(200, 2, columns)
+        d = (weights * np.abs(np.float64(x) - values) ** power).reshape(200, 2, columns)
         every.append(d.max(axis=-1) if objective == "max" else d.sum(axis=-1))
-    assert_smallest_loss(np.stack(every), np.log2(found / fp4kit.amax(x, r)).astype(int) + 2)
+    assert_smallest_loss(np.stack(every), np.log2(found / fp4kit.amax(x, r)).astype(int) + 2, 1e-5)
 
 
 def test_ties_take_the_smallest_power() -> None:
@@ -311,20 +274,6 @@ def test_powers_that_are_asked_for() -> None:
     found = fp4kit.quantize(x, "mxfp4-ocp", block_amax=fp4kit.search_scales(x, "mxfp4-ocp", candidates=(0, 1)))
     assert set(np.unique(found.block_scale.astype(int) - own.block_scale)) == {0, 1}
     assert fp4kit.compare(x, fp4kit.dequantize(found)).sqnr > fp4kit.compare(x, fp4kit.dequantize(own)).sqnr
-
-
-@pytest.mark.parametrize("objective", ["mae", "max", "p3"])
-def test_powers_by_another_objective(objective) -> None:
-    x = some(16, 64)
-    found = fp4kit.search_scales(x, "mxfp4-ocp", objective=objective)
-    power = {"mae": 1, "p3": 3, "max": 1}[objective]
-    every = []
-    for amax in (found, *(np.ldexp(fp4kit.amax(x, "mxfp4-ocp"), step) for step in (-1, 0, 1))):
-        values = fp4kit.dequantize(fp4kit.quantize(x, "mxfp4-ocp", block_amax=amax), np.float32)
-        d = (np.abs(np.float64(x) - values) ** power).reshape(16, 2, 32)
-        every.append(d.max(axis=-1) if objective == "max" else d.sum(axis=-1))
-    assert_smallest_loss(np.stack(every[1:]), np.stack(every[1:]).argmin(axis=0))
-    np.testing.assert_allclose(every[0], np.min(every[1:], axis=0), rtol=1e-5)
 
 
 def test_powers_at_the_ends_and_of_what_is_not_finite() -> None:
