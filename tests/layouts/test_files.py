@@ -121,15 +121,6 @@ def test_every_scale_lies_at_its_offset(shape):
     assert np.array_equal(aiter.unshuffle_scales(shuffled.reshape(-1), shape), scales)
 
 
-def test_the_first_scales_of_a_tile():
-    """A word of four bytes holds rows r and r + 16 of columns c and c + 4."""
-    scales = (np.arange(256)[:, None] * 8 % 251 + np.arange(8)).astype(np.uint8)
-    words = aiter.shuffle_scales(scales).reshape(-1, 4)
-    assert words[0].tolist() == [scales[0, 0], scales[16, 0], scales[0, 4], scales[16, 4]]
-    assert words[1].tolist() == [scales[1, 0], scales[17, 0], scales[1, 4], scales[17, 4]]
-    assert words[16].tolist() == [scales[0, 1], scales[16, 1], scales[0, 5], scales[16, 5]]
-
-
 @pytest.mark.parametrize("shape", [(16, 32), (48, 96)])
 def test_every_byte_of_codes_lies_at_its_offset(shape):
     packed = numbered(*shape)

@@ -103,11 +103,6 @@ def test_swizzle_is_a_permutation_that_stays_in_groups_of_four_tokens(S):
     assert [*zip(*(a.reshape(-1).tolist() for a in arrays), strict=True)] == places
 
 
-def test_a_group_of_four_tokens_holds_the_scales_of_a_block_of_four_tokens_together():
-    assert [kv.v_scale_position(t, 0, 8) for t in range(4)] == [(0, 0), (0, 1), (0, 2), (0, 3)]
-    assert [kv.v_scale_position(4, s, 8) for s in range(4)] == [(4, 0), (4, 4), (5, 0), (5, 4)]
-
-
 def test_padding_slots_are_skipped():
     cache = kv.KV_LAYOUTS["vllm-nhd-swizzled"].zeros(kv.PageShape(2, 4, 1, 64))
     parts = random_parts(np.random.default_rng(0), 4, 1, 64)

@@ -63,10 +63,6 @@ def test_last_steps_are_those_of_the_public_functions(recipe):
         assert_last_steps_are_the_public_ones(drawn(dtype, finite=i > 0), recipe, 3, i)
 
 
-def test_the_row_within_a_square_block_counts():
-    assert_last_steps_are_the_public_ones(drawn(np.float32, True), "nvfp4-te-2d", 12, 5)
-
-
 @pytest.mark.parametrize("recipe", exhaustive(RECIPES))
 def test_last_steps_of_many_elements(recipe):
     for dtype in DTYPES:

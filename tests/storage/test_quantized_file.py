@@ -165,18 +165,6 @@ def test_safetensors_alone_reads_it(tmp_path):
     assert_same_bits(found.dequantize(F32), q.dequantize(F32))
 
 
-def test_torch_reads_it(tmp_path):
-    pytest.importorskip("torch")
-    from safetensors.torch import load_file as load_torch
-
-    q = fp4kit.quantize(ORDINARY, "nvfp4-te")
-    fp4kit.save(tmp_path / "a", {"w": q})
-    tensors = load_torch(tmp_path / "a")
-    parts = (tensors[f"w.{part}"] for part in ("packed", "block_scale", "tensor_scale"))
-    found = fp4kit.Quantized.from_parts(*parts, recipe=q.recipe)
-    assert_same_bits(found.packed, q.packed)
-
-
 # ---- recipes as data ----
 
 
