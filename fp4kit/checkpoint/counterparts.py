@@ -118,9 +118,8 @@ class Origin:
     def slab(self, readers: Readers, rows: slice) -> Slab:
         """Read some of the rows without decoding them, as one Slab (codes and scales, or unquantized values)."""
         first = self.span[0]
-        return next(
-            slabs(readers, self.weight, self.expert, (first + rows.start, first + rows.stop), max_bytes=1 << 40)
-        )
+        span = first + rows.start, first + rows.stop
+        return next(slabs(readers, self.weight, self.expert, span, max_bytes=1 << 40))
 
     def amax(self, readers: Readers) -> float:
         """Return the amax of the finite values of the rows, or 0.0 if no value is finite."""
@@ -166,7 +165,16 @@ class Counterparts:
 
     def __init__(self, source: Source) -> None:
         self._config = source.config or {}
-        self._exact, self._by_key = _origins_by_name(source)
+        self._exact: dict[tuple[str, int], Origin] = {}
+        found: dict[str, Origin] = {}
+        twice: set[str] = set()
+        for weight in decodable(source.tensors, self._config).values():
+            for expert in range(weight.experts):
+                self._exact[weight.name, expert] = Origin(weight, expert, (0, weight.shape[-2]))
+                for key, ordered, span in keys_of(weight, expert, self._config):
+                    twice |= {key} & set(found)
+                    found[key] = Origin(ordered, expert, span)
+        self._by_key = {key: origin for key, origin in found.items() if key not in twice}
 
     def of(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
         """Return the rows of the source from which a matrix of a weight was made, or None if the source has none."""
@@ -187,18 +195,3 @@ class Counterparts:
         leaf = split_module(weight.name)[1]
         span = kv_b_rows(leaf, nope if leaf == "embed_q" else value, nope + value, nope, head)
         return (TurnedOrigin if leaf == "embed_q" else Origin)(whole.weight, whole.expert, span)
-
-
-def _origins_by_name(source: Source) -> tuple[dict[tuple[str, int], Origin], dict[str, Origin]]:
-    """Return two dicts with the matrices of a source."""
-    exact: dict[tuple[str, int], Origin] = {}
-    found: dict[str, Origin] = {}
-    twice: set[str] = set()
-    config = source.config or {}
-    for weight in decodable(source.tensors, config).values():
-        for expert in range(weight.experts):
-            exact[weight.name, expert] = Origin(weight, expert, (0, weight.shape[-2]))
-            for key, ordered, span in keys_of(weight, expert, config):
-                twice |= {key} & set(found)
-                found[key] = Origin(ordered, expert, span)
-    return exact, {key: origin for key, origin in found.items() if key not in twice}

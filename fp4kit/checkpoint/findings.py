@@ -40,16 +40,8 @@ from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.checkpoint.plan.source_layers import cache_troubles
 from fp4kit.checkpoint.selection.names import fused_groups, group_name, trouble
 from fp4kit.checkpoint.selection.selection import diffusers_class as class_of
-from fp4kit.checkpoint.verify.integrity import (
-    Issue,
-    doubtful_declarations,
-    grouped,
-    is_one_file,
-    loader_issue,
-    loader_issues,
-    refused_items,
-    unusable_tensor_scales,
-)
+from fp4kit.checkpoint.verify import integrity
+from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.formats import NVFP4
 from fp4kit.storage.files import listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
@@ -58,8 +50,12 @@ from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collection[str]) -> list[Issue]:
     """Return the findings that follow from headers, configs and scalars."""
     name, why = trouble(model.tensors)  # a name with a part that a wrapper of PyTorch adds, such as "_orig_mod"
-    found = [*doubtful_declarations(model), *[Issue("error", name, why)] * bool(why), *loader_issues(model, scalars)]
-    found += map(loader_issue, findings_of_rotation(rotated, model.tensors))
+    found = [
+        *integrity.doubtful_declarations(model),
+        *[Issue("error", name, why)] * bool(why),
+        *integrity.loader_issues(model, scalars),
+    ]
+    found += map(integrity.loader_issue, findings_of_rotation(rotated, model.tensors))
     return [*found, *input_scale_issues(model.layers.values(), scalars)]
 
 
@@ -70,10 +66,10 @@ def findings_of_files(
     turned = transforms.resolved(model, model.weights, ignore)
     model = model.without(turned.matrices)
     scalars = scalars_of(model.layers.values())
-    found = [*refused_items(turned.items), *findings_of(model, scalars, turned.rotations)]
+    found = [*integrity.refused_items(turned.items), *findings_of(model, scalars, turned.rotations)]
     others = other_weights(model.root, [file.name for file in model.files], model.config)
     found += [Issue("warning", name, text) for name, text in others]
-    found += unusable_tensor_scales(model.layers.values())
+    found += integrity.unusable_tensor_scales(model.layers.values())
     found += [Issue(*trouble) for trouble in cache_troubles(model.tensors)]
     return found, model, turned, scalars
 
@@ -103,24 +99,15 @@ def findings_of_plan(plan: Plan, destination: Path = Path()) -> list[Issue]:
 def _planned(plan: Plan, destination: Path) -> Checkpoint:
     """Return the checkpoint that a plan would write: its headers and configs, without any data."""
     matrices = {transforms.matrix_name(layer) for layer in plan.rotated_layers}
-    files = tuple(
-        SafetensorsFile(
-            Path(file.name),
-            file.name,
-            0,
-            tuple(
-                TensorEntry(output.name, output.dtype, output.shape, 0, output.nbytes)
-                for output in file.outputs
-                if output.name not in matrices
-            ),
-            file.metadata,
-        )
-        for file in plan.files
-    )
+    files = []
+    for file in plan.files:
+        outputs = [output for output in file.outputs if output.name not in matrices]
+        entries = (TensorEntry(one.name, one.dtype, one.shape, 0, one.nbytes) for one in outputs)
+        files.append(SafetensorsFile(Path(file.name), file.name, 0, tuple(entries), file.metadata))
     written: dict[str, Any] = {CONFIG: plan.source.config if plan.is_file else {}}
-    if not plan.is_file and not is_one_file(destination):
+    if not plan.is_file and not integrity.is_one_file(destination):
         written = configs(plan)
-    return Checkpoint(destination, written[CONFIG], written.get(HF_QUANT_CONFIG), files)
+    return Checkpoint(destination, written[CONFIG], written.get(HF_QUANT_CONFIG), tuple(files))
 
 
 def _planned_scalars(plan: Plan) -> Iterator[tuple[str, float]]:
@@ -163,7 +150,7 @@ def lines_of(issues: Iterable[Issue]) -> list[tuple[str, str]]:
     """Return (severity, text) per group of issues that differ in their subjects alone, in the words of verify."""
     return [
         (issue.severity, f"{f'{issue.loader}: ' * bool(issue.loader)}{listed(subjects)}: {shown(issue.sentence)}")
-        for issue, subjects in grouped(issues)
+        for issue, subjects in integrity.grouped(issues)
     ]
 
 
@@ -193,19 +180,23 @@ _INVERTED = float(1 << 19)
 _NUMBER = re.compile(r"\b\d+\b")
 
 
+def _nvfp4(weights: Iterable[Weight]) -> list[Weight]:
+    """Return the weights in NVFP4."""
+    return [weight for weight in weights if weight.container is not None and weight.container.kind == "nvfp4"]
+
+
 def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -> Iterator[Issue]:
     """Yield a warning for every NVFP4 input scale that contradicts the input scales of other layers."""
-    layers = [weight for weight in weights if weight.container is not None and weight.container.kind == "nvfp4"]
+    layers = _nvfp4(weights)
     amaxes = {weight.name: _amax_of(weight, stored) for weight in layers}
     known = {name: amax for name, amax in amaxes.items() if amax}
-    if known and median(known.values()) > _INVERTED:
-        yield Issue(
-            "warning",
-            "model",
-            f"the input scales stand for inputs of up to {median(known.values()):.3g} in half of the layers, as they do"
-            " if they are inverted; compare them with the formulas: input_scale is amax / 2688, and"
-            " input_global_scale is 2688 / amax",
+    if known and (middle := median(known.values())) > _INVERTED:
+        text = (
+            f"the input scales stand for inputs of up to {middle:.3g} in half of the layers, as they do if they are"
+            " inverted; compare them with the formulas: input_scale is amax / 2688, and input_global_scale is"
+            " 2688 / amax"
         )
+        yield Issue("warning", "model", text)
     yield from _outliers(known)
     divides = {weight.name for weight in layers if weight.container is not None and weight.container.divides}
     yield from _unequal(known, divides)
@@ -217,11 +208,7 @@ def unlike_activations(
     """Yield an error for every NVFP4 layer whose stored input scale does not follow from measured activations."""
     # The stored float32 must equal the input scale that is computed from the activations, bit for bit.
     # Layers without an input scale are ignored, because another check reports them (see loaders/requirements.py).
-    layers = {
-        weight.name: weight
-        for weight in weights
-        if weight.container is not None and weight.container.kind == "nvfp4" and INPUT_SCALE in weight.parts
-    }
+    layers = {weight.name: weight for weight in _nvfp4(weights) if INPUT_SCALE in weight.parts}
     amaxes = activations.of_layers({name: weight.shape[-1] for name, weight in layers.items()})
     for name, amax in amaxes.items():
         form, entry = layers[name].container, layers[name].parts[INPUT_SCALE].entry
@@ -262,12 +249,11 @@ def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:
         for name in names if len(names) >= _FEWEST else ():
             ratio = amaxes[name] / middle
             if not 1 / _FAR <= ratio <= _FAR:
-                yield Issue(
-                    "warning",
-                    name,
+                text = (
                     f"its input scale stands for inputs of up to {amaxes[name]:.3g}, {ratio:.2g} times the median of"
-                    f" {len(names)} layers of its kind; measure the activations again",
+                    f" {len(names)} layers of its kind; measure the activations again"
                 )
+                yield Issue("warning", name, text)
 
 
 def _unequal(amaxes: Mapping[str, float], divides: set[str]) -> Iterator[Issue]:

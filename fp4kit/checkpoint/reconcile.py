@@ -29,28 +29,15 @@ from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.containers.table import CODES, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.convert.job import usable_tensor_scale
 from fp4kit.checkpoint.convert.run_jobs import source_facts
+from fp4kit.checkpoint.model import model_files
 from fp4kit.checkpoint.model.closed_world import check_model
-from fp4kit.checkpoint.model.model_files import (
-    CONFIG,
-    DIFFUSERS_INDEX,
-    HF_QUANT_CONFIG,
-    INDEX,
-    MANIFEST,
-    Source,
-    digest_of,
-    existing_file,
-    is_gguf_config,
-    manifest_of,
-    names_in,
-    open_source,
-    scan,
-)
+from fp4kit.checkpoint.model.model_files import Source, open_source
 from fp4kit.checkpoint.model.slabs import Readers, codes_of, decode, row_chunks, scalar_of, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import Weight, weights_of
 from fp4kit.checkpoint.selection.names import shared_amax_groups
 from fp4kit.storage.files import CheckpointError, dump_object, shown, write_file
-from fp4kit.storage.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorEntry
+from fp4kit.storage.safetensors_file import SafetensorsWriter
 
 Progress = Callable[[int], None]
 
@@ -98,15 +85,12 @@ def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weigh
     found: dict[str, dict[str, Weight]] = {}
     for name, group in shared_amax_groups(layers).items():
         found.setdefault(group, {})[name] = layers[name]
-    return {
-        group: parts for group, parts in found.items() if len({_stored(part, readers) for part in parts.values()}) > 1
-    }
 
+    def stored(part: Weight) -> tuple[bytes, bool]:
+        assert part.container is not None
+        return scalar_of(readers, part, TENSOR_SCALE).tobytes(), part.container.divides
 
-def _stored(weight: Weight, readers: Readers) -> tuple[bytes, bool]:
-    """Return (the bytes of a weight's stored tensor scale, True if the scale divides on decode)."""
-    assert weight.container is not None
-    return scalar_of(readers, weight, TENSOR_SCALE).tobytes(), weight.container.divides
+    return {group: parts for group, parts in found.items() if len({stored(part) for part in parts.values()}) > 1}
 
 
 def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
@@ -122,10 +106,9 @@ def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
 
 def _layers(source: Source) -> dict[str, Weight]:
     """Return the layers whose tensor scale can be reconciled, as a dict from tensor name to weight."""
-    weights = source.weights
     return {
         name: weight
-        for name, weight in weights.items()
+        for name, weight in source.weights.items()
         if weight.container is not None
         and {SCALES, TENSOR_SCALE} <= set(weight.parts)
         and len(weight.shape) == 2
@@ -142,7 +125,7 @@ def reconcile(
 ) -> Reconciliation:
     """Write a copy of an NVFP4 checkpoint in which the parts of every fused layer have one tensor scale."""
     model = open_source(Path(source))
-    if is_gguf_config(model.config):
+    if model_files.is_gguf_config(model.config):
         raise CheckpointError(
             f"{source}: is a GGUF file; llama.cpp does not fuse its layers, so there is nothing to reconcile"
         )
@@ -181,23 +164,29 @@ class _Repaired:
 
     def __init__(self, weight: Weight, group: str, largest: Weight, readers: Readers) -> None:
         scale, shared = tensor_scale_of(readers, weight), tensor_scale_of(readers, largest)
-        assert (
-            scale is not None and shared is not None and weight.container is not None and largest.container is not None
-        )
+        assert scale is not None and shared is not None
+        assert weight.container is not None and largest.container is not None
         if not usable_tensor_scale(scale) or not usable_tensor_scale(shared):
-            name = shown(weight.name)
-            raise CheckpointError(
-                f"{name}: tensor scale {scale} is not a positive normal float32; convert the model again"
-            )
+            text = f"tensor scale {scale} is not a positive normal float32; convert the model again"
+            raise CheckpointError(f"{shown(weight.name)}: {text}")
         self.weight, self.group, self.shared, self.scale = weight, group, shared, scale
         self.form: Container = weight.container
         self.old: npt.NDArray[np.uint8] = readers.array(weight.parts[SCALES])
-        self.new = _rescaled(self.form, self.old, scale, shared)
+        self.new = self._rescaled()
         self.was = scalar_of(readers, weight, TENSOR_SCALE)
         # Copy the largest part's stored number: the reciprocal of a divisor's reciprocal may differ from the divisor.
         self.stored = scalar_of(readers, largest, TENSOR_SCALE)
         if largest.container.direction != self.form.direction:
             self.stored = np.float32(1) / shared if self.form.divides else shared
+
+    @ieee("reconcile")
+    def _rescaled(self) -> npt.NDArray[np.uint8]:
+        """Return the E4M3 codes of block_scale * (scale / shared)."""
+        assert self.form.scale is not None
+        found: npt.NDArray[np.uint8] = self.form.scale.encode(
+            self.form.scale.values[self.old] * (self.scale / self.shared)
+        )
+        return found
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (tensor name, new array) for the block scales, then for the tensor scale."""
@@ -225,60 +214,40 @@ class _Repaired:
         return Repair(self.weight.name, self.group, *scales, self.old.size, changed, lost, sqnr_db(signal, noise))
 
 
-@ieee("reconcile")
-def _rescaled(
-    form: Container, codes: npt.NDArray[np.uint8], scale: np.float32, shared: np.float32
-) -> npt.NDArray[np.uint8]:
-    """Return the E4M3 codes of block_scale * (scale / shared)."""
-    assert form.scale is not None
-    found: npt.NDArray[np.uint8] = form.scale.encode(form.scale.values[codes] * (scale / shared))
-    return found
-
-
 def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, readers: Readers, tick: Progress) -> None:
     """Write a copy of a model to ``target``, in which only the scales of the layers in ``changed`` have new bytes."""
     is_file = target.suffix.lower() == ".safetensors"
     if is_file and not model.root.is_file():
         raise CheckpointError(f"{target}: a model directory becomes a directory; name one without .safetensors")
-    beside = scan(model.root, {file.name for file in model.files} | {INDEX, DIFFUSERS_INDEX})
-    own = [name for name in (CONFIG, HF_QUANT_CONFIG, INDEX, DIFFUSERS_INDEX) if os.path.lexists(model.root / name)]
-    configs = {name: existing_file(model.root, name) for name in own}
+    beside = model_files.scan(
+        model.root, {file.name for file in model.files} | {model_files.INDEX, model_files.DIFFUSERS_INDEX}
+    )
+    own = [
+        name
+        for name in (model_files.CONFIG, model_files.HF_QUANT_CONFIG, model_files.INDEX, model_files.DIFFUSERS_INDEX)
+        if os.path.lexists(model.root / name)
+    ]
+    configs = {name: model_files.existing_file(model.root, name) for name in own}
     staging.check_destination(model.root, target)
     staging.check_space(target, sum(file.size for file in model.files) + sum(file.nbytes for file in beside.copied))
     new = {name: array for one in changed.values() for name, array in one.tensors()}
     with staging.staged_directory(target, paths={model.files[0].name: target} if is_file else None) as stage:
         for file in model.files:
-            _write_file(file, stage.folder, new, readers, tick)
+            with SafetensorsWriter(stage.folder / file.name, file.entries, file.metadata) as writer:
+                for entry in file.entries:
+                    chunks = [new[entry.name]] if entry.name in new else readers.of(file).chunks(entry)
+                    for chunk in chunks:
+                        writer.write(entry.name, chunk)
+                        tick(chunk.nbytes)
+                writer.finish()
         if is_file:
             return
         for extra in beside.copied:
-            if extra.name != MANIFEST:
+            if extra.name != model_files.MANIFEST:
                 staging.copy_file(extra.path, stage.folder / extra.name)
         for name, path in configs.items():
             staging.copy_file(path, stage.folder / name)
-        paths = {name: stage.folder / name for name in names_in(stage.folder)}
-        digests = {name: digest_of(path) for name, path in paths.items()}
+        paths = {name: stage.folder / name for name in model_files.names_in(stage.folder)}
+        digests = {name: model_files.digest_of(path) for name, path in paths.items()}
         facts: dict[str, Any] = {"version": __version__, "reconciled": sorted(changed), "source": source_facts(model)}
-        write_file(stage.folder / MANIFEST, dump_object(manifest_of(digests, facts)))
-
-
-def _write_file(
-    file: SafetensorsFile, folder: Path, new: Mapping[str, np.ndarray], readers: Readers, tick: Progress
-) -> None:
-    """Write a copy of one safetensors file into ``folder``."""
-    with SafetensorsWriter(folder / file.name, file.entries, file.metadata) as writer:
-        for entry in file.entries:
-            for chunk in _chunks(file, entry, new, readers):
-                writer.write(entry.name, chunk)
-                tick(chunk.nbytes)
-        writer.finish()
-
-
-def _chunks(
-    file: SafetensorsFile, entry: TensorEntry, new: Mapping[str, np.ndarray], readers: Readers
-) -> Iterator[np.ndarray]:
-    """Yield the new array of a tensor if ``new`` has its name, otherwise its stored bytes in chunks."""
-    if entry.name in new:
-        yield new[entry.name]
-    else:
-        yield from readers.of(file).chunks(entry)
+        write_file(stage.folder / model_files.MANIFEST, dump_object(model_files.manifest_of(digests, facts)))

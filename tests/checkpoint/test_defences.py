@@ -90,21 +90,14 @@ def test_code_of_the_model_is_not_run(tmp_path: Path) -> None:
         (tmp_path / "m" / name).write_text(f"import os; os.mkdir({str(trap)!r})")
     for name in ("pytorch_model.bin", "training_args.bin", "x.pt", "vocab.pkl"):
         (tmp_path / "m" / name).write_bytes(pickle.dumps(Evil(trap)))
-    config = {
-        "model_type": "llama",
-        "auto_map": {"AutoModel": "modeling_evil.X"},
-        "$(touch trap)": "`touch trap`; touch trap",
-    }
+    config = {"auto_map": {"AutoModel": "modeling_evil.X"}, "$(touch trap)": "`touch trap`; touch trap"}
+    config |= {"model_type": "llama"}
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     plan = make_plan(tmp_path / "m")
     execute(plan, tmp_path / "out; touch trap $(touch trap)", Options(2))
     assert not trap.exists() and not list(tmp_path.rglob("trap"))
-    assert {name for name, _ in plan.auxiliary.skipped} >= {
-        "modeling_evil.py",
-        "pytorch_model.bin",
-        "x.pt",
-        "vocab.pkl",
-    }
+    skipped = {name for name, _ in plan.auxiliary.skipped}
+    assert skipped >= {"modeling_evil.py", "pytorch_model.bin", "x.pt", "vocab.pkl"}
     assert not list(tmp_path.glob("out*/*.py")) + list(tmp_path.glob("out*/*.bin"))
 
 

@@ -1,6 +1,7 @@
 """Test fp4kit.explain: its last steps equal quantize, dequantize and fake_quantize in every bit, for every recipe."""
 
 import dataclasses
+from importlib import import_module
 
 import ml_dtypes
 import numpy as np
@@ -211,3 +212,11 @@ def test_a_trace_records_only_within_its_block():
             show("b", np.float32(2))
     show("c", np.float32(3))
     assert [step.name for step in steps] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"), [(0.0, -0.0, False), (-0.0, -0.0, True), (1.5, 1.5, True), (1.5, -1.5, False)]
+)
+def test_a_step_repeats_another_only_if_all_bits_do(a, b, same) -> None:
+    module = import_module("fp4kit.ops.explain")
+    assert module._same(a, b) == same and module._same(np.nan, np.nan) and not module._same(np.nan, a)

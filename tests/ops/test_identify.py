@@ -5,6 +5,7 @@ recipe.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,7 @@ from fp4kit.layouts import packed, unpacked
 from fp4kit.ops.identify import Match, Variation, either
 from fp4kit.recipes import RECIPES
 
+identify_module = import_module("fp4kit.ops.identify")  # fp4kit.ops.identify is the function
 X = (np.random.default_rng(7).standard_normal((64, 128)) * 0.02).astype(ml_dtypes.bfloat16)
 
 
@@ -220,3 +222,15 @@ def test_formats_without_a_sign_bit():
         q = fp4kit.quantize(x, fp4kit.custom_recipe("mine", element, scale, 32))
         assert fp4kit.identify(q, x).exact
         assert "no recipe reproduces all bytes; nearest is" in fp4kit.identify(q, x * 3).verdict
+
+
+@pytest.mark.parametrize("wrong", [2, 3])
+def test_a_probe_may_differ_in_one_of_1024_codes(wrong: int) -> None:
+    """Two of 2,048 codes may be others, and may have the other sign; three may not."""
+    x = X[:32, :64]
+    q = fp4kit.quantize(x, "mxfp4-ocp")
+    codes = unpacked(q.packed, q.recipe.element.packing)
+    codes.flat[np.flatnonzero(codes & 7)[:wrong]] ^= 8
+    changed = replace(q, packed=packed(codes, q.recipe.element.packing))
+    assert identify_module._has_signs_of(changed, x, False) == (wrong == 2)
+    assert identify_module._fits_probe(changed, x, q.recipe, False, False) == (wrong == 2)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.formats import Packing
+from fp4kit.formats import ElementFormat, Packing
 from fp4kit.layouts import SCALE_LAYOUTS, padded_shape, shuffle_rows, swizzle_scales, unpacked, unswizzle_scales
 from fp4kit.recipes import Recipe
 
@@ -82,6 +82,11 @@ class StoredLayer:
     def in_order(self, x: np.ndarray) -> bool:
         """Return whether block scales are declared in linear order, one per block of the source x."""
         return self.scale_layout == "linear" and self.block_scale.size * self.recipe.block_size == x.size
+
+    @property
+    def element(self) -> ElementFormat:
+        """The format of the codes."""
+        return self.recipe.element
 
     @property
     def has_usable_scale(self) -> bool:
@@ -306,14 +311,17 @@ class CorruptedRows(NamedTuple):
     source: np.ndarray
 
 
-def _stacks(rows: int) -> Iterator[CorruptedRows]:
-    """Yield the five wrong orders that the rows of a matrix may have if it stacks gate and up."""
+def _stacks(rows: int) -> list[CorruptedRows]:
+    """Return the five wrong orders that the rows of a matrix may have if it stacks gate and up."""
     half, pair = np.arange(rows).reshape(2, -1), np.arange(rows).reshape(-1, 2)
-    yield CorruptedRows("halves of the rows (gate and up) are exchanged", half[::-1].ravel())
-    yield CorruptedRows("halves of the rows (gate and up) are interleaved", half.T.ravel())
-    yield CorruptedRows("halves of the rows (gate and up) are interleaved and exchanged", half[::-1].T.ravel())
-    yield CorruptedRows("interleaved rows (gate and up) are stacked", pair.T.ravel())
-    yield CorruptedRows("interleaved rows (gate and up) are stacked and exchanged", pair[:, ::-1].T.ravel())
+    orders = (
+        ("halves of the rows (gate and up) are exchanged", half[::-1]),
+        ("halves of the rows (gate and up) are interleaved", half.T),
+        ("halves of the rows (gate and up) are interleaved and exchanged", half[::-1].T),
+        ("interleaved rows (gate and up) are stacked", pair.T),
+        ("interleaved rows (gate and up) are stacked and exchanged", pair[:, ::-1].T),
+    )
+    return [CorruptedRows(mishap, index.ravel()) for mishap, index in orders]
 
 
 def _rotary(rows: int, heads: int) -> Iterator[CorruptedRows]:
@@ -330,17 +338,15 @@ def _rotary(rows: int, heads: int) -> Iterator[CorruptedRows]:
 def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second: bool = False) -> list[CorruptedRows]:
     """Return the orders that the rows of a layer may have, without duplicates."""
     found = [CorruptedRows(None, np.arange(rows)), *(order for count in heads for order in _rotary(rows, count))]
-    for mishap, index in _stacks(2 * rows) if other else ():  # half of a gated pair, cut out of a wrong stack of both
+    for name, index in _stacks(2 * rows) if other else ():  # half of a gated pair, cut out of a wrong stack of both
         own = index[rows:] if second else index[:rows]
-        if mishap is not None and "interleaved" not in mishap:
-            mishap = "holds the other half of its pair: gate and up are exchanged"
+        is_split = "interleaved" in str(name)
+        mishap = name if is_split else "holds the other half of its pair: gate and up are exchanged"
         found.append(CorruptedRows(mishap, (own + rows) % (2 * rows) if second else own))
     if rows and not rows % 2:
         found += _stacks(rows)
-    found += (
-        CorruptedRows(f"rows are shuffled for FlashInfer (epilogue tile {tile})", index)
-        for tile, index in _shuffles(rows)
-    )
+    shuffled = "rows are shuffled for FlashInfer (epilogue tile {})"
+    found += (CorruptedRows(shuffled.format(tile), index) for tile, index in _shuffles(rows))
     seen: dict[bytes, CorruptedRows] = {}
     for order in found:
         seen.setdefault(order.source.tobytes(), order)
@@ -378,14 +384,16 @@ def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
         return f"tensor scale is missing ({_shown(right)} is needed)" if is_missing else None
     with np.errstate(all="ignore"):
         inverse = np.float32(1) / right
-    if within_ulps(stored, right):
-        return None
-    if within_ulps(stored, inverse):
-        return "tensor scale is inverted: its reciprocal is stored"
-    if within_ulps(stored, ones):
-        return f"tensor scale is 1, as if it were missing ({_shown(right)} is needed)"
-    if amax is not None and within_ulps(stored, amax):
-        return f"tensor scale is the amax, as MLX stores it ({_shown(right)} is needed)"
+    needed = f"({_shown(right)} is needed)"
+    known = (
+        (right, None),
+        (inverse, "tensor scale is inverted: its reciprocal is stored"),
+        (ones, f"tensor scale is 1, as if it were missing {needed}"),
+        (amax, f"tensor scale is the amax, as MLX stores it {needed}"),
+    )
+    for scale, mishap in known:
+        if scale is not None and within_ulps(stored, scale):
+            return mishap
     return f"{WRONG_SCALE} ({_shown(stored)} is stored, {_shown(right)} is needed)"
 
 

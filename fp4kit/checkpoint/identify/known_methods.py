@@ -6,7 +6,7 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
 
@@ -15,17 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit.arithmetic import ieee
+from fp4kit.checkpoint.identify import hypotheses
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.hypotheses import (
-    CHUNK,
-    Hypothesis,
-    LayerEvidence,
-    Layout,
-    amaxes,
-    chunks,
-    expected_parts,
-    sample_of,
-)
+from fp4kit.checkpoint.identify.hypotheses import Hypothesis, LayerEvidence, Layout
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.formats import ElementFormat
 from fp4kit.layouts import unpacked
@@ -38,23 +30,92 @@ from fp4kit.reference.search import FACTORS
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 
-def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple[Recipe, ...]:
+class _Part(NamedTuple):
+    """Some rows of a layer that is stored in order, with any codes and block scales.
+
+    source: the rows of the source (rows, K).
+    codes: one code per byte (rows, K).
+    scales: the scale codes (rows, blocks).
+    """
+
+    layer: StoredLayer
+    source: np.ndarray
+    codes: npt.NDArray[np.uint8]
+    scales: npt.NDArray[np.uint8]
+
+    @property
+    def x(self) -> npt.NDArray[np.float64]:
+        """The source as float64."""
+        return self.source.astype(np.float64)
+
+    @property
+    def factor(self) -> npt.NDArray[np.float64]:
+        """The product of block scale and tensor scale of each element."""
+        r, tensor = self.layer.recipe, self.layer.tensor_scale
+        assert r.scale is not None
+        scales = r.scale.values[self.scales].astype(np.float64) * (1.0 if tensor is None else float(tensor))
+        return np.repeat(scales, r.block_size, axis=1)
+
+    @property
+    def values(self) -> npt.NDArray[np.float64]:
+        """The decoded values."""
+        values: npt.NDArray[np.float64] = self.layer.recipe.element.values[self.codes].astype(np.float64) * self.factor
+        return values
+
+    @property
+    def errors(self) -> npt.NDArray[np.float64]:
+        """The sum of (x - values)^2 over the elements of each block, float64 (rows, blocks)."""
+        return _blocks(np.square(self.x - self.values), self.layer.recipe).sum(axis=-1)
+
+    @property
+    def amaxes(self) -> npt.NDArray[np.float32]:
+        """The amax of each block of the source, (rows, blocks)."""
+        return np.abs(_blocks(self.x, self.layer.recipe)).max(axis=-1).astype(np.float32)
+
+    def with_scales(self, scales: npt.NDArray[np.uint8]) -> _Part:
+        """Return the rows quantized again with given block scales."""
+        q = quantize(
+            np.ascontiguousarray(self.source), _STATIC, block_scale=scales, tensor_scale=self.layer.tensor_scale
+        )
+        return self._replace(codes=unpacked(q.packed, _STATIC.element.packing), scales=scales)
+
+
+def _blocks(array: np.ndarray, r: Recipe) -> np.ndarray:
+    """Return an array (rows, K) in blocks: (rows, blocks, block size)."""
+    return array.reshape(len(array), -1, r.block_size)
+
+
+def _part(layer: StoredLayer, x: np.ndarray, rows: np.ndarray) -> _Part:
+    """Return some rows of a layer and of its source."""
+    codes = unpacked(np.ascontiguousarray(layer.codes[rows]), layer.recipe.element.packing)
+    scales = np.ascontiguousarray(layer.block_scale.reshape(len(layer.codes), -1)[rows])
+    return _Part(layer, x[rows], codes, scales.view(np.uint8))
+
+
+def _parts(layer: StoredLayer, x: np.ndarray) -> Iterator[_Part]:
+    """Yield all rows of a layer that is stored in order, some rows at a time."""
+    return (_part(layer, x, rows) for rows in hypotheses.chunks(x.shape, layer.recipe))
+
+
+def _sample(evidence: LayerEvidence) -> _Part:
+    """Return a sample of the rows of a layer, with all columns."""
+    rows, _ = hypotheses.sample_of(evidence.x.shape, evidence.layer.recipe)
+    return _part(evidence.layer, evidence.x, rows)
+
+
+def recipes_under_stored_scales(plain: Layout) -> tuple[Recipe, ...]:
     """Return the recipes that reproduce all codes of a layer with its stored block scales and tensor scale."""
-    layer = evidence.layer
+    evidence, layer = plain.evidence, plain.evidence.layer
     if plain.mishaps or not layer.in_order(evidence.x) or not layer.has_usable_scale:
         return ()
     scaling = "none" if layer.tensor_scale is None else "tensor"
-    candidates = [
-        r
-        for r in evidence.recipes or candidates_of(layer.recipe)
-        if r.tensor_scaling == scaling and r.block_rows == 1 and not r.search
-    ]
-    rows = sample_of(plain.shape, layer.recipe).rows
-    tried = [
-        (r, s) for r in candidates for s in _tensor_scales(evidence, r) if _codes_match(evidence, plain, r, s, rows)
-    ]
-    exact = [r for r, s in tried if all(_codes_match(evidence, plain, r, s, part) for part in chunks(plain, r))]
-    return tuple(dict.fromkeys(exact))
+    sample, found = _sample(evidence), []
+    for r in evidence.recipes or candidates_of(layer.recipe):
+        if r.tensor_scaling == scaling and r.block_rows == 1 and not r.search:
+            tried = [scale for scale in _tensor_scales(evidence, r) if _codes_match(sample, r, scale)]
+            if any(all(_codes_match(part, r, scale) for part in _parts(layer, evidence.x)) for scale in tried):
+                found.append(r)
+    return tuple(found)
 
 
 def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | None]:
@@ -71,15 +132,11 @@ def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | 
         yield from (scale for scale in dict.fromkeys(scales) if scale != stored and abs(scale - stored) <= limit)
 
 
-def _codes_match(
-    evidence: LayerEvidence, plain: Layout, r: Recipe, tensor_scale: np.float32 | None, rows: np.ndarray
-) -> bool:
+def _codes_match(part: _Part, r: Recipe, tensor_scale: np.float32 | None) -> bool:
     """Return whether a recipe reproduces all codes of some rows, given their stored block scales and a tensor scale."""
-    codes = plain.reading.read(evidence.layer, rows, slice(0, plain.shape[1]))
-    scales = np.ascontiguousarray(evidence.layer.block_scale.reshape(plain.shape[0], -1)[rows]).view(np.uint8)
     with np.errstate(all="ignore"):
-        q = quantize(np.ascontiguousarray(evidence.x[rows]), r, block_scale=scales, tensor_scale=tensor_scale)
-    return np.array_equal(unpacked(q.packed, r.element.packing), codes)
+        q = quantize(np.ascontiguousarray(part.source), r, block_scale=part.scales, tensor_scale=tensor_scale)
+    return np.array_equal(unpacked(q.packed, r.element.packing), part.codes)
 
 
 _WIDER = (2, 4, 8)  # numbers of blocks that may have got one amax
@@ -87,57 +144,52 @@ _MOST_WIDE = 0.75  # least share of blocks that have the scale of the wider amax
 _UNROUNDED = 0.999  # least share of codes that the unrounded scales give; the order of divisions changes a few
 
 
-def wide_blocks(
-    evidence: LayerEvidence, plain: Layout, recipes: tuple[Recipe, ...]
-) -> tuple[tuple[Recipe, ...], str] | None:
+def wide_blocks(plain: Layout, recipes: tuple[Recipe, ...]) -> tuple[tuple[Recipe, ...], str] | None:
     """Return (recipes, fault) if block scales come from the amax of several neighboring blocks, otherwise None."""
-    rows, size = sample_of(plain.shape, evidence.layer.recipe).rows, evidence.layer.recipe.block_size
+    size = plain.recipe.block_size
     for count in _WIDER:
         if plain.shape[1] % (count * size):
             continue
-        pairs = [(r, amax) for r in recipes for amax in amaxes(evidence, r)]
-        found = dict.fromkeys(pair[0] for pair in pairs if _are_wide(evidence, plain, pair, count, rows))
+        found = [
+            r for r in recipes if any(_are_wide(plain, r, amax, count) for amax in hypotheses.amaxes(plain.evidence, r))
+        ]
         if found:
             return tuple(found), f"block scales come from the amaxes of {count} blocks, {count * size} elements"
     return None
 
 
-def _are_wide(
-    evidence: LayerEvidence, plain: Layout, recipe_amax: tuple[Recipe, np.ndarray | None], count: int, rows: np.ndarray
-) -> bool:
-    """Return whether the block scales of some rows come from the amaxes of ``count`` neighboring blocks."""
-    size, columns = evidence.layer.recipe.block_size, slice(0, plain.shape[1])
-    x = np.array(evidence.x[rows])
-    blocks = x.reshape(len(rows), -1, count, size)
+def _are_wide(plain: Layout, r: Recipe, amax: np.ndarray | None, count: int) -> bool:
+    """Return whether the block scales of a sample come from the amaxes of ``count`` neighboring blocks."""
+    rows, _ = hypotheses.sample_of(plain.shape, plain.recipe)
+    stored = _part(plain.evidence.layer, plain.evidence.x, rows).scales
+    x = np.array(plain.evidence.x[rows])
+    blocks = x.reshape(len(rows), -1, count, plain.recipe.block_size)
     with np.errstate(invalid="ignore"):  # NaN of the source
-        blocks[..., 0] = np.abs(x).reshape(len(rows), -1, count * size).max(axis=-1)[..., None]
-    raised = replace(evidence, x=x, other=None)
-    own = expected_parts(evidence, plain, rows, columns, recipe_amax)[1]
-    wide = expected_parts(raised, plain, np.arange(len(rows)), columns, recipe_amax)[1]
-    stored = evidence.layer.block_scale.reshape(plain.shape[0], -1)[rows]
-    differ = own != wide
-    fits = differ.any() and ((stored == own) | (stored == wide)).all()
-    return bool(fits and np.mean((stored == wide)[differ]) >= _MOST_WIDE)
+        blocks[..., 0] = np.abs(x).reshape(len(rows), stored.shape[1] // count, -1).max(axis=-1)[..., None]
+    raised = replace(plain, evidence=replace(plain.evidence, x=x, other=None))
+    own = hypotheses.expected_parts(plain, rows, r, amax)[1]
+    wide = hypotheses.expected_parts(raised, np.arange(len(rows)), r, amax)[1]
+    differ, is_wide = own != wide, np.asarray(stored == wide)
+    fits = differ.any() and ((stored == own) | is_wide).all()
+    return bool(fits and np.mean(is_wide[differ]) >= _MOST_WIDE)
 
 
-def unrounded_scales(evidence: LayerEvidence, plain: Layout) -> str | None:
+def unrounded_scales(plain: Layout) -> str | None:
     """Return the name of the fault if codes were computed with the block scales before they were rounded."""
-    r, rows = evidence.layer.recipe, sample_of(plain.shape, evidence.layer.recipe).rows
+    r, rows = plain.recipe, hypotheses.sample_of(plain.shape, plain.recipe)[0]
     if plain.mishaps or r.block_rows > 1:
         return None
-    blocks = evidence.x[rows].astype(np.float32).reshape(len(rows), -1, r.block_size)
+    blocks = _blocks(plain.evidence.x[rows].astype(np.float32), r)
     with np.errstate(all="ignore"):
         scale = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(r.element.max)
         codes = r.element.encode(np.nan_to_num(blocks / scale)).reshape(len(rows), -1)
-    stored = plain.reading.read(evidence.layer, rows, slice(0, plain.shape[1]))
+    stored = plain.read(rows)
     known = (r.element.values[stored] != 0) | (r.element.values[codes] != 0)  # zeros of both signs are equal
     differ = known & (codes != stored)
     return _FAULT if differ.sum() <= (1 - _UNROUNDED) * differ.size else None
 
 
 _FAULT = "codes were computed with the block scales before rounding"
-
-
 FOUR_OVER_SIX = "nvfp4-modelopt-static-4over6 with block amaxes times 1 or 1.5 (four over six)"
 IMPORTANCE = "auto-round's (nvfp4-auto-round-opt, iters=0), weighted by an importance matrix"
 # The recipes that reproduce the codes if four over six, or auto-round's search, chose the block scales.
@@ -151,41 +203,18 @@ _WITHIN, _NEAREST = 0.98, 0.5  # the smallest shares of codes near their quotien
 _LEAST = 0.25  # the smallest share of blocks in which a weighted search chose the smallest error without weights
 
 
-class _Rows(NamedTuple):
-    """Some rows of a layer, divided into blocks.
-
-    x: the source, float64 (rows, blocks, block size).
-    values: the decoded values of the stored codes and scales, float64 (rows, blocks, block size).
-    scales: the stored scale codes (rows, blocks).
-    rows: the numbers of the rows.
-    """
-
-    x: npt.NDArray[np.float64]
-    values: npt.NDArray[np.float64]
-    scales: npt.NDArray[np.uint8]
-    rows: npt.NDArray[np.int64]
-
-    @property
-    def error(self) -> npt.NDArray[np.float64]:
-        """The sum of (x - values)^2 over the elements of each block, float64 (rows, blocks)."""
-        found: npt.NDArray[np.float64] = np.square(self.x - self.values).sum(axis=-1)
-        return found
-
-
 @ieee("identify")
-def blocks_of_equal_error(evidence: LayerEvidence, hypothesis: Hypothesis) -> int | None:
+def blocks_of_equal_error(hypothesis: Hypothesis) -> int | None:
     """Return in how many blocks the stored scale differs from the scale of a hypothesis, but gives an equal error."""
     if not hypothesis.recipe.search or hypothesis.mishaps:
         return None
-    count, plain = 0, hypothesis.layout
-    for part in _parts(evidence, plain):
-        columns = slice(0, plain.shape[1])
-        made = expected_parts(evidence, plain, part.rows, columns, (hypothesis.recipe, hypothesis.amax))
-        codes, scales = made[0], np.asarray(made[1]).view(np.uint8)
-        other = part._replace(values=_decoded(evidence, codes, scales), scales=scales)
-        differ = scales != part.scales
-        same_values = (other.values == part.values).all(axis=-1)
-        a, b = part.error[differ], other.error[differ]
+    count, evidence = 0, hypothesis.layout.evidence
+    for made in hypothesis.predictions():
+        part = _part(evidence.layer, evidence.x, made.rows)
+        other = part._replace(codes=made.codes, scales=np.asarray(made.scales).view(np.uint8))
+        differ = other.scales != part.scales
+        same_values = np.asarray(_blocks(other.values == part.values, hypothesis.recipe).all(axis=-1))
+        a, b = part.errors[differ], other.errors[differ]
         if not same_values[~differ].all() or (np.abs(a - b) > _TIE * np.maximum(a, b)).any():
             return None
         count += int(np.count_nonzero(differ))
@@ -193,29 +222,27 @@ def blocks_of_equal_error(evidence: LayerEvidence, hypothesis: Hypothesis) -> in
 
 
 @ieee("identify")
-def is_four_over_six(evidence: LayerEvidence, plain: Layout) -> bool:
+def is_four_over_six(evidence: LayerEvidence) -> bool:
     """Return whether every block scale is computed from the block's amax or 1.5 times the amax (four over six)."""
     tensor = _tensor_of(evidence, _STATIC)
     if tensor is None:
         return False
     counts = np.zeros(2, np.int64)
     good = total = 0
-    for part in _parts(evidence, plain):
-        amax = np.abs(part.x).max(axis=-1).astype(np.float32)
-        tried = [_code(amax * np.float32(factor), tensor, _STATIC, evidence) for factor in (1, 1.5)]
+    for part in _parts(evidence.layer, evidence.x):
+        tried = [_code(part.amaxes * np.float32(factor), tensor, _STATIC, evidence) for factor in (1, 1.5)]
         is_one = [part.scales == scales for scales in tried]
         if not (is_one[0] | is_one[1]).all():
             return False
-        errors = [part._replace(values=_requantized(evidence, part, scales)).error for scales in tried]
-        best = np.minimum(*errors)
-        good += int(np.count_nonzero(part.error <= best * (1 + _TIE)))
+        best = np.minimum(*(part.with_scales(scales).errors for scales in tried))
+        good += int(np.count_nonzero(part.errors <= best * (1 + _TIE)))
         counts += [int(np.count_nonzero(one & ~other)) for one, other in (is_one, is_one[::-1])]
         total += part.scales.size
     return bool(counts.all()) and good >= _CHOSEN * total
 
 
 @ieee("identify")
-def is_weighted_search(evidence: LayerEvidence, plain: Layout) -> bool:
+def is_weighted_search(evidence: LayerEvidence) -> bool:
     """Return whether auto-round's search with an importance matrix may have chosen the block scales."""
     # Every block scale must be one that auto-round tries.
     # In a sample, at least a quarter of the block scales must have the smallest error without weights. (Weights make
@@ -224,49 +251,39 @@ def is_weighted_search(evidence: LayerEvidence, plain: Layout) -> bool:
     tensor = _tensor_of(evidence, _AUTO_ROUND)
     if tensor is None:
         return False
-    for part in _parts(evidence, plain):
-        missing = np.ones(part.scales.shape, bool)
-        for scales in _tried(evidence, part, tensor):
-            missing &= part.scales != scales
-        if missing.any():
+
+    def tried(part: _Part) -> Iterator[npt.NDArray[np.uint8]]:
+        factors = FACTORS[_AUTO_ROUND.search]
+        return (_code(part.amaxes * np.float32(factor), tensor, _AUTO_ROUND, evidence) for factor in factors)
+
+    for part in _parts(evidence.layer, evidence.x):
+        if not reduce(np.logical_or, (part.scales == scales for scales in tried(part))).all():
             return False
-    sample = _rows_of(evidence, plain, sample_of(plain.shape, evidence.layer.recipe).rows)
-    errors = (sample._replace(values=_requantized(evidence, sample, s)).error for s in _tried(evidence, sample, tensor))
-    least = reduce(np.minimum, errors)
-    return float(np.mean(sample.error <= least * (1 + _TIE))) >= _LEAST
+    sample = _sample(evidence)
+    least = reduce(np.minimum, (sample.with_scales(scales).errors for scales in tried(sample)))
+    return float(np.mean(sample.errors <= least * (1 + _TIE))) >= _LEAST
 
 
 @ieee("identify")
-def is_rounded_near(evidence: LayerEvidence, plain: Layout) -> bool:
+def is_rounded_near(plain: Layout) -> bool:
     """Return whether the codes of a layer look as if auto-round had tuned their rounding, judged by a sample."""
-    layer = evidence.layer
-    r, scale = layer.recipe, layer.tensor_scale
-    usable = not plain.mishaps and layer.in_order(evidence.x) and layer.has_usable_scale
-    if not usable or r.element.bits != _STATIC.element.bits:
+    layer, element = plain.evidence.layer, plain.recipe.element
+    usable = not plain.mishaps and layer.in_order(plain.evidence.x) and layer.has_usable_scale
+    if not usable or element.bits != _STATIC.element.bits:
         return False
-    sample = _rows_of(evidence, plain, sample_of(plain.shape, r).rows)
-    assert r.scale is not None
-    factor = r.scale.values[sample.scales].astype(np.float64)[..., None] * (1.0 if scale is None else float(scale))
-    kept = np.broadcast_to(factor > 0, sample.x.shape) & np.isfinite(sample.x)
+    sample = _sample(plain.evidence)
+    factor = sample.factor
+    kept = (factor > 0) & np.isfinite(sample.x)
     with np.errstate(all="ignore"):
         quotient, codes = ((part / factor)[kept] for part in (sample.x, sample.values))
-    low, near, high = (_nearest_values(quotient + shift, r) for shift in (-0.5, 0, 0.5))
+    low, near, high = (element.values[_nearest(quotient + shift, element)] for shift in (-0.5, 0, 0.5))
     within, nearest = np.mean((low <= codes) & (codes <= high)), np.mean(near == codes)
     return bool(within >= _WITHIN and nearest >= _NEAREST)
 
 
-def _nearest_values(quotient: npt.NDArray[np.float64], r: Recipe) -> npt.NDArray[np.float64]:
-    """Return the value of the element format that is nearest to each quotient."""
-    clipped = np.clip(quotient, -r.element.max, r.element.max).astype(np.float32)
-    found: npt.NDArray[np.float64] = r.element.values[r.element.encode(clipped)].astype(np.float64)
-    return found
-
-
-def _tried(evidence: LayerEvidence, part: _Rows, tensor: TensorScale) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the scale codes that auto-round tries for some rows, one array (rows, blocks) per multiple of the amax."""
-    amax = np.abs(part.x).max(axis=-1).astype(np.float32)
-    for factor in FACTORS[_AUTO_ROUND.search]:
-        yield _code(amax * np.float32(factor), tensor, _AUTO_ROUND, evidence)
+def _nearest(quotient: npt.NDArray[np.float64], element: ElementFormat) -> np.ndarray:
+    """Return the code whose value is nearest to each quotient."""
+    return element.encode(np.clip(quotient, -element.max, element.max).astype(np.float32))
 
 
 def _tensor_of(evidence: LayerEvidence, r: Recipe) -> TensorScale | None:
@@ -276,47 +293,19 @@ def _tensor_of(evidence: LayerEvidence, r: Recipe) -> TensorScale | None:
     is_nvfp4 = parts == (_STATIC.element, _STATIC.scale, _STATIC.block_size)
     if stored is None or not is_nvfp4 or np.ndim(stored):
         return None
-    found = (tensor_scale(np.asarray(amax), r, evidence.x.dtype) for amax in amaxes(evidence, r) if amax is not None)
+    found = (
+        tensor_scale(np.asarray(amax), r, evidence.x.dtype)
+        for amax in hypotheses.amaxes(evidence, r)
+        if amax is not None
+    )
     near = (one for one in found if abs(one.decode - stored) <= 2 * np.spacing(np.float32(stored)))
     return next(near, None)
 
 
 def _code(amax: np.ndarray, tensor: TensorScale, r: Recipe, evidence: LayerEvidence) -> npt.NDArray[np.uint8]:
     """Return the scale codes that a recipe computes from block amaxes."""
-    name = r.block_rule or ""
-    return np.asarray(BLOCK_RULES[name].code(amax, tensor.columns(r), r, evidence.x.dtype)).view(np.uint8)
-
-
-def _parts(evidence: LayerEvidence, plain: Layout) -> Iterator[_Rows]:
-    """Yield all rows of a layer as _Rows, some rows at a time."""
-    # Block scales must be in linear order.
-    yield from (_rows_of(evidence, plain, rows) for rows in chunks(plain, evidence.layer.recipe))
-
-
-def _rows_of(evidence: LayerEvidence, plain: Layout, rows: npt.NDArray[np.int64]) -> _Rows:
-    """Return some rows of a layer: the source, the decoded values, and the stored scale codes."""
-    layer = evidence.layer
-    codes = plain.reading.read(layer, rows, slice(0, plain.shape[1]))
-    scales = np.ascontiguousarray(layer.block_scale.reshape(plain.shape[0], -1)[rows]).view(np.uint8)
-    x = evidence.x[rows].astype(np.float64).reshape(len(rows), -1, layer.recipe.block_size)
-    return _Rows(x, _decoded(evidence, codes, scales), scales, rows)
-
-
-def _decoded(evidence: LayerEvidence, codes: np.ndarray, scales: np.ndarray) -> npt.NDArray[np.float64]:
-    """Return the decoded values of some rows with the stored tensor scale, float64 (rows, blocks, block size)."""
-    r, tensor = evidence.layer.recipe, evidence.layer.tensor_scale
-    assert r.scale is not None
-    elements = r.element.values[codes].astype(np.float64).reshape(*scales.shape, r.block_size)
-    factor = r.scale.values[scales].astype(np.float64) * (1.0 if tensor is None else float(tensor))
-    found: npt.NDArray[np.float64] = elements * factor[..., None]
-    return found
-
-
-def _requantized(evidence: LayerEvidence, part: _Rows, scales: np.ndarray) -> npt.NDArray[np.float64]:
-    """Quantize the source of some rows with given block scales, and return the decoded values."""
-    x = np.ascontiguousarray(evidence.x[part.rows])
-    q = quantize(x, _STATIC, block_scale=scales, tensor_scale=evidence.layer.tensor_scale)
-    return _decoded(evidence, unpacked(q.packed, _STATIC.element.packing), scales)
+    rule = BLOCK_RULES[r.block_rule or ""]
+    return np.asarray(rule.code(amax, tensor.columns(r), r, evidence.x.dtype)).view(np.uint8)
 
 
 MAX_ROWS = 512  # the largest number of rows from which factors are estimated
@@ -328,8 +317,7 @@ PRODUCERS = ("-compressed-tensors", "-modelopt")
 STEPS = 12  # the number of bfloat16 numbers that are tried on each side of an estimate
 
 
-@dataclass(frozen=True, eq=False)
-class ScaledRows:
+class ScaledRows(NamedTuple):
     """The first rows of a layer, their source and the estimated factors of the columns.
 
     q: the stored rows.
@@ -350,8 +338,7 @@ def scaled_rows(layer: StoredLayer, x: np.ndarray) -> ScaledRows | None:
     if (r.tensor_scaling == "tensor") != (scale is not None) or not np.isfinite(part := x[:rows]).all():
         return None
     scales = np.ascontiguousarray(layer.block_scale.reshape(len(x), -1)[:rows])
-    codes = np.ascontiguousarray(layer.codes[:rows])
-    q = Quantized(codes, scales, scale, None, part.shape, x.dtype, 1, r)
+    q = Quantized(np.ascontiguousarray(layer.codes[:rows]), scales, scale, None, part.shape, x.dtype, 1, r)
     with np.errstate(all="ignore"):
         d, s = np.asarray(dequantize(q, np.float32), np.float64), part.astype(np.float64)
         factors = np.nan_to_num((d * s).sum(0) / (s * s).sum(0), nan=1.0)
@@ -370,25 +357,14 @@ Scaling = Callable[[np.ndarray], np.ndarray]
 def scalings(found: ScaledRows) -> Iterator[Scaling]:
     """Yield functions that scale the columns of the source as a tool may have done before it quantized the layer."""
     near, inverse = (_neighbors(f) for f in (found.factors, 1 / found.factors))
+    ways = ((np.multiply, near), (np.divide, inverse), (np.multiply, [np.float32(1) / f for f in inverse]))
     own, seen = found.q.recipe, set()
     for r in candidates_of(own):  # one for each rule of block scales
         fits = r.tensor_scaling == own.tensor_scaling and r.block_rows == 1 and r.id.endswith(PRODUCERS)
         if not fits or r.block_rule in seen:
             continue
         seen.add(r.block_rule)
-        yield _chosen(found, r, near, _multiplied)
-        yield _chosen(found, r, inverse, _divided)
-        yield _chosen(found, r, [np.float32(1) / f for f in inverse], _multiplied)
-
-
-def _multiplied(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Return x with its columns multiplied by ``factors`` in float32, rounded to the dtype of x."""
-    return (x.astype(np.float32) * factors).astype(x.dtype)
-
-
-def _divided(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Return x with its columns divided by ``factors`` in float32, rounded to the dtype of x."""
-    return (x.astype(np.float32) / factors).astype(x.dtype)
+        yield from (_chosen(found, r, operation, factors) for operation, factors in ways)
 
 
 def _neighbors(factors: np.ndarray) -> list[np.ndarray]:
@@ -398,13 +374,17 @@ def _neighbors(factors: np.ndarray) -> list[np.ndarray]:
     return [(bits + np.int16(step)).view(ml_dtypes.bfloat16).astype(np.float32) for step in steps]
 
 
-def _chosen(found: ScaledRows, r: Recipe, candidates: list[np.ndarray], apply: Callable) -> Scaling:
-    """Return a function that scales each column of a matrix (N, K) by the candidate factor that fits the column
-    best.
+def _chosen(found: ScaledRows, r: Recipe, operation: np.ufunc, candidates: list[np.ndarray]) -> Scaling:
+    """Return a function that scales each column of a matrix (N, K) by the candidate factor that fits the column best:
+    in float32, rounded to the dtype of the matrix.
     """
-    wrong = np.stack([_wrong(found, r, apply(found.x, factors)) for factors in candidates])
+
+    def scaled(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
+        return operation(x.astype(np.float32), factors).astype(x.dtype)
+
+    wrong = np.stack([_wrong(found, r, scaled(found.x, factors)) for factors in candidates])
     best = np.stack(candidates)[np.argmin(wrong, axis=0), np.arange(found.x.shape[1])]
-    return lambda x: apply(x, best)
+    return lambda x: scaled(x, best)
 
 
 def _wrong(found: ScaledRows, r: Recipe, x: np.ndarray) -> np.ndarray:
@@ -428,27 +408,21 @@ LEAST_DB = 12.0  # the smallest signal-to-noise ratio of a layer that counts as 
 _LUCK = 0.01  # largest expected number of columns that random damage would leave without a wrong code
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """A measure of how well the codes of a layer fit its source, given the stored scales.
 
     far: the number of codes that differ from the code of their source value by more than ``steps`` representable values
         (see fit_of). Codes whose stored scale is 0 are not counted.
-    sqnr_db: the signal-to-noise ratio of the decoded values in decibels, with the source as the signal.
+    has_signal: True if the signal-to-noise ratio is at least 12 dB, so that the layer resembles its source.
     """
 
-    far: int
-    sqnr_db: float
+    far: int = 0
+    has_signal: bool = False
 
     @property
     def is_sound(self) -> bool:
-        """True if no code is far from its source value, and the signal-to-noise ratio is at least 12 dB."""
+        """True if no code is far from its source value, and the layer resembles its source."""
         return self.far == 0 and self.has_signal
-
-    @property
-    def has_signal(self) -> bool:
-        """True if the signal-to-noise ratio is at least 12 dB, so that the layer resembles its source."""
-        return self.sqnr_db >= LEAST_DB
 
 
 @ieee("identify")
@@ -458,29 +432,26 @@ def fit_of(
     columns: npt.NDArray[np.float32] | None = None,
     rows: bool = False,
     steps: int = 1,
-) -> Fit | None:
-    """Measure how well the codes of a layer fit its source with the stored scales."""
-    r = layer.recipe
+) -> Fit:
+    """Measure how well the codes of a layer fit its source with the stored scales; Fit() if they cannot be compared."""
     if not _is_comparable(layer, x):
-        return None
-    order, far, signal, noise = _order_of(r.element), 0, 0.0, 0.0
-    for part in _decoded_chunks(layer, x.shape):
-        wanted = x[part.rows].astype(np.float64) * (1.0 if columns is None else columns.astype(np.float64))
+        return Fit()
+    element, far, signal, noise = layer.recipe.element, 0, 0.0, 0.0
+    for part in _parts(layer, x):
+        wanted, factor = part.x * (1.0 if columns is None else columns.astype(np.float64)), part.factor
         with np.errstate(all="ignore"):
-            values = r.element.values[part.codes].astype(np.float64) * part.factor
+            values = part.values
             if rows:
                 sums = (np.sum(a * wanted, axis=1, keepdims=True) for a in (values, wanted))
                 wanted = wanted * np.nan_to_num(np.divide(*sums), nan=1.0)
-            quotient = np.clip(wanted / part.factor, -r.element.max, r.element.max).astype(np.float32)
-            apart = np.abs(order[part.codes] - order[r.element.encode(quotient)]) > steps
-            far += int(np.count_nonzero(apart & (part.factor != 0)))
+            apart = _steps(part.codes, wanted / factor, element) > steps
+            far += int(np.count_nonzero(apart & (factor != 0)))
             signal += float(np.sum(wanted**2))
             noise += float(np.sum((wanted - values) ** 2))
-    return Fit(far, sqnr_db(signal, noise))
+    return Fit(far, sqnr_db(signal, noise) >= LEAST_DB)
 
 
-@dataclass(frozen=True)
-class Likeness:
+class Likeness(NamedTuple):
     """A measure of how much the decoded values of a layer are like its source.
 
     correlation: their correlation coefficient, from -1 to 1; 0 if either is constant.
@@ -495,11 +466,6 @@ class Likeness:
     far: float
 
     @property
-    def is_same_size(self) -> bool:
-        """True if the decoded values are not a multiple of the source, as they are if scales are wrong."""
-        return is_near_one(self.gain, self.correlation)
-
-    @property
     def is_rounded_otherwise(self) -> bool:
         """True if every code is at most one step away from that of its source value, which damage does not do."""
         return self.far <= _NEGLIGIBLE
@@ -507,37 +473,36 @@ class Likeness:
     @property
     def is_of_another_version(self) -> bool:
         """True if the layer was probably made from another version of its source, such as a fine-tuned one."""
-        return self.is_same_size and self.correlation >= LIKE and (self.far <= _LUCK or self.equal < _MANY_EQUAL)
+        return is_like(self.correlation, self.gain) and (self.far <= _LUCK or self.equal < _MANY_EQUAL)
 
 
-def is_near_one(gain: float, correlation: float) -> bool:
-    """Return whether a gain is 1, up to what the differences of two versions with this correlation explain."""
-    return abs(gain - 1) <= MAX_GAIN + 1.2 * (1 - correlation**2)
+def is_like(correlation: float, gain: float) -> bool:
+    """Return whether two versions of a layer may have this correlation and gain.
+
+    If scales are wrong, the gain differs from 1 by more than the differences of two versions explain.
+    """
+    return correlation >= LIKE and abs(gain - 1) <= MAX_GAIN + 1.2 * (1 - correlation**2)
 
 
 LIKE = 0.8  # least correlation of two versions of a layer; equal signs alone give 0.64
 MAX_GAIN = 0.03  # largest difference from 1 of the gain of a version with correlation 1
 _NEGLIGIBLE = 1e-4  # share of codes that may be further away
 _MANY_EQUAL = 0.7  # least share of equal codes if bytes are damaged
+_MOST_ROWS = 1024
 
 
 @ieee("identify")
 def likeness_of(layer: StoredLayer, x: npt.NDArray[np.generic]) -> Likeness | None:
     """Compare the decoded values of a layer with its source."""
-    r, n = layer.recipe, len(x)
     if not _is_comparable(layer, x):
         return None
-    rows = np.unique(np.linspace(0, max(n - 1, 0), min(n, _MOST_ROWS)).astype(np.int64))
-    scales = np.ascontiguousarray(layer.block_scale.reshape(n, -1)[rows])
-    few = replace(layer, codes=np.ascontiguousarray(layer.codes[rows]), block_scale=scales)
-    part = x[rows]
-    order, sums, equal, far, total = _order_of(r.element), np.zeros(5), 0, 0, 0
-    for decoded in _decoded_chunks(few, part.shape):
-        wanted = part[decoded.rows].astype(np.float64)
+    rows = np.unique(np.linspace(0, max(len(x) - 1, 0), min(len(x), _MOST_ROWS)).astype(np.int64))
+    sums, equal, far, total = np.zeros(5), 0, 0, 0
+    for chosen in hypotheses.chunks((len(rows), x.shape[1]), layer.recipe):
+        part = _part(layer, x, rows[chosen])
         with np.errstate(all="ignore"):
-            values = r.element.values[decoded.codes].astype(np.float64) * decoded.factor
-            quotient = np.clip(wanted / decoded.factor, -r.element.max, r.element.max).astype(np.float32)
-            steps = np.abs(order[decoded.codes] - order[r.element.encode(quotient)])
+            values, wanted = part.values, part.x
+            steps = _steps(part.codes, wanted / part.factor, layer.recipe.element)
         kept = np.isfinite(values) & np.isfinite(wanted)
         a, b = values[kept], wanted[kept]
         sums += (a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
@@ -550,9 +515,6 @@ def likeness_of(layer: StoredLayer, x: npt.NDArray[np.generic]) -> Likeness | No
     return Likeness(correlation, float(ab / bb) if bb > 0 else 0.0, equal / count, far / count)
 
 
-_MOST_ROWS = 1024
-
-
 def _is_comparable(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
     """Return whether the codes of a layer can be decoded with its stored scales, row by row."""
     in_order = layer.shape == x.shape and layer.in_order(x) and layer.recipe.block_rows == 1
@@ -563,45 +525,19 @@ def _is_comparable(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
 def is_gptq(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
     """Return whether the codes of a layer look like GPTQ's."""
     # The layer must be one that fit_of can compare.
-    wrong = np.zeros(x.shape[1], np.int64)
-    encode, largest = layer.recipe.element.encode, layer.recipe.element.max
-    for part in _decoded_chunks(layer, x.shape):
+    wrong, element = np.zeros(x.shape[1], np.int64), layer.recipe.element
+    for part in _parts(layer, x):
+        factor = part.factor
         with np.errstate(all="ignore"):
-            quotient = np.clip(x[part.rows].astype(np.float64) / part.factor, -largest, largest)
-        order = _order_of(layer.recipe.element)
-        low, high = (order[encode((quotient * factor).astype(np.float32))] for factor in (1 - _BF16, 1 + _BF16))
-        found = order[part.codes]
-        wrong += np.count_nonzero((found != low) & (found != high) & (part.factor != 0), axis=0)
+            quotient = np.clip(part.x / factor, -element.max, element.max)
+        differ = [_steps(part.codes, quotient * error, element) != 0 for error in (1 - _BF16, 1 + _BF16)]
+        wrong += np.count_nonzero(differ[0] & differ[1] & (factor != 0), axis=0)
     expected = x.shape[1] * (1 - wrong.mean() / len(x)) ** len(x)
     return 0 < np.count_nonzero(wrong == 0) <= max(4, x.shape[1] // 20) and bool(expected <= _LUCK)
 
 
-@dataclass(frozen=True, eq=False)
-class _Chunk:
-    """The codes and scales of some rows of a layer.
-
-    rows: the range of rows.
-    codes: the codes (rows, K), one per byte.
-    factor: the product of block scale and tensor scale of each element, float64 (rows, K).
-    """
-
-    rows: slice
-    codes: npt.NDArray[np.uint8]
-    factor: npt.NDArray[np.float64]
-
-
-def _decoded_chunks(layer: StoredLayer, shape: tuple[int, ...]) -> Iterator[_Chunk]:
-    """Yield all rows of a layer, in ranges of rows that have about CHUNK elements each."""
-    # Codes and scales are not checked here, so the layer must be one that fit_of can compare.
-    r, step = layer.recipe, max(CHUNK // max(shape[1], 1), 1)
-    assert r.scale is not None
-    tensor = 1.0 if layer.tensor_scale is None else float(layer.tensor_scale)
-    for rows in (slice(start, start + step) for start in range(0, shape[0], step)):
-        codes = unpacked(np.ascontiguousarray(layer.codes[rows]), r.element.packing)
-        scales = r.scale.values[layer.block_scale.reshape(shape[0], -1)[rows]].astype(np.float64) * tensor
-        yield _Chunk(rows, codes, np.repeat(scales, r.block_size, axis=1))
-
-
-def _order_of(element: ElementFormat) -> npt.NDArray[np.int64]:
-    """Return the rank of each code's value in an element format, as int64. Equal values have equal ranks."""
-    return np.unique(element.values, return_inverse=True)[1].reshape(-1).astype(np.int64)
+def _steps(codes: npt.NDArray[np.uint8], quotient: npt.NDArray[np.float64], element: ElementFormat) -> np.ndarray:
+    """Return how many representable values each code is away from the code that is nearest to its quotient."""
+    # Equal values, such as zeros of both signs, have equal ranks.
+    rank = np.unique(element.values, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    return np.abs(rank[codes] - rank[_nearest(quotient, element)])

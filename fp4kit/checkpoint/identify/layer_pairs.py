@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -99,88 +99,74 @@ class LayerSpec:
         return int(stored * share + source // len(members) * (1 if self.needs_amax else share))
 
 
-class LayerSpecs:
-    """The quantized layers of a checkpoint that have a counterpart in the source, and the names of the others.
+def layer_specs(
+    stored: Source,
+    weights: Collection[Weight],
+    chosen: Iterable[Weight],
+    source: Source,
+    rotations: Mapping[str, WeightRotation],
+    all_rows: bool,
+) -> tuple[list[LayerSpec], list[str]]:
+    """Return the specs of the layers of the chosen weights, and the names of those without a counterpart in the source.
 
     stored, weights: the checkpoint, and its quantized weights.
-    source: the model with the original weights.
     rotations: layer name -> rotation, for the rotated layers of the checkpoint. They are compared with rotated rows of
         the source.
-    all_rows: True to read all rows of every layer.
     """
+    made_by, scaling = recorded(stored), scaling_of(stored, weights)
+    counterparts, group_of = Counterparts(source), shared_amax_groups(weight.name for weight in weights)
 
-    def __init__(
-        self,
-        stored: Source,
-        weights: Collection[Weight],
-        source: Source,
-        rotations: Mapping[str, WeightRotation],
-        all_rows: bool = True,
-    ) -> None:
-        self._config, self._weights, self._all_rows = stored.config, weights, all_rows
-        self._recorded = recorded(stored)
-        self._scaling = scaling_of(stored, weights)
-        self._counterparts, self._rotations = Counterparts(source), rotations
-        self._groups = shared_amax_groups(weight.name for weight in weights)
-        members: dict[tuple[str, int], list[Origin]] = defaultdict(list)
-        for weight in weights:
-            for expert in range(weight.experts) if weight.name in self._groups else ():
-                if (origin := self._origin(weight, expert)) is not None:
-                    members[self._groups[weight.name], expert].append(origin)
-        self._members = {key: tuple(origins) for key, origins in members.items()}
+    def origin_of(weight: Weight, expert: int, name: str | None = None) -> Origin | None:
+        found = counterparts.of(weight, expert, name)
+        return None if found is None else found.rotated(rotations.get(weight.name))
 
-    def _origin(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
-        """Return the rows of the source from which a matrix of a weight was made, or None if the source lacks them."""
-        found = self._counterparts.of(weight, expert, name)
-        return None if found is None else found.rotated(self._rotations.get(weight.name))
-
-    def of(self, chosen: Iterable[Weight]) -> tuple[list[LayerSpec], list[str]]:
-        """Return the specs of the layers of some weights, and the names of those that have no counterpart."""
-        specs, unpaired = [], []
-        for weight in chosen:
-            origins = [self._origin(weight, expert) for expert in range(weight.experts)]
-            scale, every = weight.parts.get(TENSOR_SCALE), tuple(one for one in origins if one is not None)
-            stack = (every,) if weight.experts > 1 and scale is not None and prod(scale.entry.shape) == 1 else ()
-            for expert, origin in enumerate(origins):
-                if origin is None:
-                    unpaired.append(_name(weight, expert))
-                else:
-                    specs.append(self._spec(weight, expert, origin, stack))
-        return specs, unpaired
-
-    def _spec(self, weight: Weight, expert: int, origin: Origin, stack: tuple[tuple[Origin, ...], ...]) -> LayerSpec:
-        """Return the spec of one layer."""
+    found: dict[tuple[str, int], list[Origin]] = defaultdict(list)
+    for weight in weights:
+        for expert in range(weight.experts) if weight.name in group_of else ():
+            if (origin := origin_of(weight, expert)) is not None:
+                found[group_of[weight.name], expert].append(origin)
+    members = {key: tuple(origins) for key, origins in found.items()}
+    specs, unpaired = [], []
+    for weight in chosen:
         parent, leaf = split_module(weight.name)
-        partner = None
-        if leaf in _HALVES:
-            partner = self._origin(weight, expert, join_module(parent, _HALVES[leaf]))
-        group = self._groups.get(weight.name)
-        groups = stack if group is None else (self._members[group, expert], *stack)
+        half = join_module(parent, _HALVES[leaf]) if leaf in _HALVES else None
         facts = {
-            "producer": self._producer(weight),
-            "recorded": "" if self._recorded is None else self._recorded.id,
-            "scaling": self._scaling,
+            "producer": _producer(weight, stored.config) if made_by is None else made_by.producer,
+            "recorded": "" if made_by is None else made_by.id,
+            "scaling": scaling,
         }
-        place = _name(weight, expert), weight, expert, origin, partner, groups
-        return LayerSpec(*place, leaf in _SECOND, self._heads(leaf), facts, self._all_rows)
+        origins = [origin_of(weight, expert) for expert in range(weight.experts)]
+        scale, every = weight.parts.get(TENSOR_SCALE), tuple(one for one in origins if one is not None)
+        stack = (every,) if weight.experts > 1 and scale is not None and prod(scale.entry.shape) == 1 else ()
+        for expert, origin in enumerate(origins):
+            # The name is such as "mlp.up_proj", or "mlp.experts.up_proj[3]" for expert 3 of a stack.
+            name = weight.name if weight.experts == 1 else f"{weight.name}[{expert}]"
+            if origin is None:
+                unpaired.append(name)
+                continue
+            partner = None if half is None else origin_of(weight, expert, half)
+            groups = stack if weight.name not in group_of else (members[group_of[weight.name], expert], *stack)
+            heads = _heads(leaf, stored.config)
+            place = name, weight, expert, origin, partner, groups
+            specs.append(LayerSpec(*place, leaf in _SECOND, heads, facts, all_rows))
+    return specs, unpaired
 
-    def _producer(self, weight: Weight) -> str:
-        """Return the name of the producer that made a layer, according to the checkpoint."""
-        if self._recorded is not None:
-            return self._recorded.producer
-        declared = self._config.get("quantization_config")
-        provider = declared.get("provider") if isinstance(declared, dict) else None
-        assert weight.container is not None
-        return "auto-round" if provider == "auto-round" else weight.container.producer
 
-    def _heads(self, leaf: str) -> tuple[int, ...]:
-        """Return the possible numbers of heads of a layer according to the config, in ascending order."""
-        if leaf not in _HEADS:
-            return ()
-        text = self._config.get("text_config")
-        sections = (self._config, text if isinstance(text, dict) else {})
-        counts = {section.get(_HEADS[leaf], "") for section in sections}
-        return tuple(sorted(count for count in counts if isinstance(count, int) and count > 0))
+def _producer(weight: Weight, config: Mapping[str, Any]) -> str:
+    """Return the name of the producer that made a layer, according to the checkpoint's config and the container."""
+    declared = config.get("quantization_config")
+    provider = declared.get("provider") if isinstance(declared, dict) else None
+    assert weight.container is not None
+    return "auto-round" if provider == "auto-round" else weight.container.producer
+
+
+def _heads(leaf: str, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the possible numbers of heads of a layer according to the config, in ascending order."""
+    if leaf not in _HEADS:
+        return ()
+    text = config.get("text_config")
+    counts = {section.get(_HEADS[leaf], "") for section in (config, text if isinstance(text, dict) else {})}
+    return tuple(sorted(count for count in counts if isinstance(count, int) and count > 0))
 
 
 class PairReader:
@@ -277,11 +263,6 @@ def scaling_of(stored: Source, weights: Iterable[Weight]) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _name(weight: Weight, expert: int) -> str:
-    """Return the name of a layer, such as "mlp.up_proj", or "mlp.experts.up_proj[3]" for expert 3 of a stack."""
-    return weight.name if weight.experts == 1 else f"{weight.name}[{expert}]"
-
-
 RECIPE_FILE = "recipe.yaml"  # llm-compressor writes it
 _MOST_BYTES = 1 << 20  # the largest number of bytes of a recipe file that are read
 
@@ -339,23 +320,17 @@ def rows_in(spans: RowRanges) -> np.ndarray:
 
 
 def some_rows(weight: Weight, expert: int, readers: Readers, spans: RowRanges | None) -> StoredLayer | Fp8Layer:
-    """Read rows of one layer."""
-    if spans is None:
-        return _limited(stored_layer(weight, expert, readers))
-    if weight.nbytes // weight.experts <= _LAYER_AT_ONCE:
-        return _limited(_selected(stored_layer(weight, expert, readers), rows_in(spans)))
-    parts = [stored_layer(weight, expert, readers, span) for span in spans]
-    codes = np.concatenate([part.codes for part in parts])
-    if isinstance(parts[0], Fp8Layer):
-        scales = [part.scales for part in parts if isinstance(part, Fp8Layer)]
-        joined = scales[0] if parts[0].scaling == "tensor" else np.concatenate(scales)
-        return replace(parts[0], codes=codes, scales=joined)
-    block_scale = np.concatenate([part.block_scale for part in parts if isinstance(part, StoredLayer)])
-    return _limited(replace(parts[0], codes=codes, block_scale=block_scale))
-
-
-def _limited(layer: StoredLayer | Fp8Layer) -> StoredLayer | Fp8Layer:
-    """Return a layer of which faults in the order of rows are not tried."""
+    """Read rows of one layer, in which faults in the order of rows are not tried."""
+    if spans is None or weight.nbytes // weight.experts <= _LAYER_AT_ONCE:
+        layer = stored_layer(weight, expert, readers)
+        layer = layer if spans is None else _selected(layer, rows_in(spans))
+    else:
+        parts = [stored_layer(weight, expert, readers, span) for span in spans]
+        layer = replace(parts[0], codes=np.concatenate([part.codes for part in parts]))
+        if isinstance(layer, StoredLayer):
+            layer = replace(layer, block_scale=np.concatenate([part.block_scale for part in parts]))  # type: ignore[union-attr]
+        elif layer.scaling != "tensor":
+            layer = replace(layer, scales=np.concatenate([part.scales for part in parts]))  # type: ignore[union-attr]
     return replace(layer, some_rows=True) if isinstance(layer, StoredLayer) else layer
 
 
@@ -406,11 +381,9 @@ def _fp8_layer(weight: Weight, expert: int, readers: Readers, span: tuple[int, i
         tensor_scale = np.asarray(slab.tensor_scale, np.float32).reshape(1, 1)
         return Fp8Layer(codes, tensor_scale, "tensor", element=form.element)
     scales = np.asarray(scales_of(form, np.asarray(slab.scales)), np.float32)
-    return (
-        Fp8Layer(codes, scales, "block", form.block[0])
-        if form.block[0] > 1
-        else Fp8Layer(codes, scales, "row", element=form.element)
-    )
+    if form.block[0] > 1:
+        return Fp8Layer(codes, scales, "block", form.block[0])
+    return Fp8Layer(codes, scales, "row", element=form.element)
 
 
 def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.ndarray:
@@ -425,13 +398,13 @@ def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.n
 @cache
 def _any_recipe(form: Container) -> Recipe:
     """Return a recipe that stands for the format of a container: its element format, scale format and block size."""
-    found = next((recipe for recipe in RECIPES.values() if form.stores(recipe)), None)
-    return found or next(variant for variant in _variants(form) if form.stores(variant))
-
-
-def _variants(form: Container) -> Iterator[Recipe]:
-    """Yield the recipes with the container's element and scale formats, changed to have its block size."""
+    for recipe in RECIPES.values():
+        if form.stores(recipe):
+            return recipe
     for recipe in RECIPES.values():
         if (recipe.element, recipe.scale) == (form.element, form.scale):
             with suppress(ValueError):  # the recipe does not allow such blocks
-                yield replace(recipe, block=form.block)
+                variant = replace(recipe, block=form.block)
+                if form.stores(variant):
+                    return variant
+    raise AssertionError(f"no recipe has the format of {form}")

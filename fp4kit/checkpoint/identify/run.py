@@ -15,23 +15,9 @@ import numpy.typing as npt
 from fp4kit.checkpoint.containers.table import SCALES
 from fp4kit.checkpoint.counterparts import TurnedOrigin
 from fp4kit.checkpoint.executors import Options, executor_of, pending_limit, run_all
-from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.layer_pairs import (
-    RECIPE_FILE,
-    LayerSpec,
-    LayerSpecs,
-    PairReader,
-    modifiers_of,
-    stored_layer,
-)
-from fp4kit.checkpoint.identify.verdicts import (
-    CheckpointVerdict,
-    Coverage,
-    LayerSeries,
-    LayerVerdict,
-    checkpoint_verdict,
-    verdict_of,
-)
+from fp4kit.checkpoint.identify import layer_pairs, verdicts
+from fp4kit.checkpoint.identify.layer_pairs import LayerSpec
+from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict, LayerSeries, LayerVerdict
 from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.doubtful_codes import doubt_of, is_empty
 from fp4kit.checkpoint.model.inspect import Checkpoint, quantization_summary
@@ -114,10 +100,17 @@ class PreparedIdentification:
                 f"{destination}: no quantized layer of a known format; a quantized checkpoint is needed; fp4kit inspect"
                 " lists its tensors"
             )
-        self._all = LayerSpecs(stored, weights, origin, rotations, all_rows)
-        self._specs, self._unpaired = self._all.of(_chosen(weights, tuple(layers)))
+        chosen = _chosen(weights, tuple(layers))
+        self._specs, self._unpaired = layer_pairs.layer_specs(stored, weights, chosen, origin, rotations, all_rows)
         if not self._specs:
-            raise CheckpointError(_nothing_matches(weights, destination, source))
+            way = "give the model that it was made from"
+            in_gguf = any(weight.container and weight.container.in_blocks for weight in weights)
+            if in_gguf and not str(source).endswith(".gguf"):
+                way = (
+                    "a source in GGUF is needed, because its names and row order are equal; write one with llama.cpp's"
+                    " convert_hf_to_gguf.py SRC --outtype bf16"
+                )
+            raise CheckpointError(f"{destination}: no quantized layer has the name of a weight of {source}; {way}")
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +122,10 @@ class PreparedIdentification:
         tick = options.progress or (lambda count: None)
         series = LayerSeries()
         found: dict[int, LayerVerdict] = {}
-        for number, layer in _explained(self._first_of_roles(), series):
+        first: dict[tuple[str, ...], tuple[int, LayerSpec]] = {}  # one layer of each role, such as the first q_proj
+        for number, spec in enumerate(self._specs):
+            first.setdefault(spec.role, (number, spec))
+        for number, layer in _explained(list(first.values())[:_MOST_ROLES], series):
             found[number] = layer
             tick(self._specs[number].nbytes)
         rest = [(number, spec) for number, spec in enumerate(self._specs) if number not in found]
@@ -139,27 +135,15 @@ class PreparedIdentification:
             for batch in run_all(executor, calls, pending_limit(options.executor, workers)):
                 found |= dict(batch)
                 tick(sum(self._specs[number].nbytes for number, _ in batch))
-        verdicts = tuple(found[number] for number in range(len(self._specs)))
-        verdict = checkpoint_verdict(verdicts, self._unpaired)
+        layers = tuple(found[number] for number in range(len(self._specs)))
+        verdict = verdicts.checkpoint_verdict(layers, self._unpaired)
         rows = [(spec.rows_read, spec.rows) for spec in self._specs]
         sampled = [count for count, total in rows if count < total]
         read, total = (sum(counts) for counts in zip(*rows, strict=True))
-        coverage = Coverage(read, total, min(sampled, default=0))
-        return replace(verdict, coverage=coverage, moved=self._other_places(verdict))
-
-    def _first_of_roles(self) -> list[tuple[int, LayerSpec]]:
-        """Return (number, spec) for one layer of each role, such as the first q_proj."""
-        found: dict[tuple[str, ...], tuple[int, LayerSpec]] = {}
-        for number, spec in enumerate(self._specs):
-            found.setdefault(spec.role, (number, spec))
-        return list(found.values())[:_MOST_ROLES]
-
-    def _other_places(self, verdict: CheckpointVerdict) -> tuple[tuple[str, str], ...]:
-        """Return (layer, layer of the source) for layers that were made from a layer of another name."""
-        unlike = {layer.name for layer in verdict.layers if layer.explanation.unlike and not layer.explanation.blank}
-        if not unlike:
-            return ()
-        return other_places([spec for spec in self._specs if spec.name in unlike], self._specs)
+        coverage = verdicts.Coverage(read, total, min(sampled, default=0))
+        unlike = {layer.name for layer in layers if layer.explanation.unlike and not layer.explanation.blank}
+        moved = other_places([spec for spec in self._specs if spec.name in unlike], self._specs) if unlike else ()
+        return replace(verdict, coverage=coverage, moved=moved)
 
 
 def _chosen(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:
@@ -195,21 +179,11 @@ def _explained_batch(batch: list[tuple[int, LayerSpec]], series: LayerSeries) ->
 def _explained(batch: list[tuple[int, LayerSpec]], series: LayerSeries) -> Iterator[tuple[int, LayerVerdict]]:
     """Read and explain some layers, and yield (number, verdict) for each. ``series`` learns from them."""
     with Readers() as readers:
-        read = PairReader(readers)
+        read = layer_pairs.PairReader(readers)
         for number, spec in batch:
             some = read.some(spec)
             found = series.explain(some, lambda spec=spec: read.whole(spec), spec.spans is None)  # type: ignore[misc]
-            yield number, verdict_of(some, found)
-
-
-def _nothing_matches(weights: list[Weight], destination: str | Path, source: str | Path) -> str:
-    """Return the error message for the case that no quantized layer of a checkpoint has a counterpart in the source."""
-    in_gguf, from_gguf = any(w.container and w.container.in_blocks for w in weights), str(source).endswith(".gguf")
-    start = f"{destination}: no quantized layer has the name of a weight of {source}; "
-    if in_gguf and not from_gguf:
-        way = "llama.cpp's convert_hf_to_gguf.py SRC --outtype bf16"
-        return f"{start}a source in GGUF is needed, because its names and row order are equal; write one with {way}"
-    return f"{start}give the model that it was made from"
+            yield number, verdicts.verdict_of(some, found)
 
 
 _MOST_UNLIKE = 64  # stored layers to look for
@@ -252,14 +226,10 @@ def _stored_signs(spec: LayerSpec, readers: Readers) -> npt.NDArray[np.float32] 
     """Return the signs of the first codes of a layer: -1, 0 or 1; None for shapes that cannot be compared."""
     if spec.origin.shape != spec.weight.shape[-2:]:
         return None
-    layer = stored_layer(spec.weight, spec.expert, readers)
-    if isinstance(layer, StoredLayer):
-        element = layer.recipe.element
-        codes = unpacked(np.ascontiguousarray(layer.codes[:_ROWS]), element.packing)[:, :_COLUMNS]
-        signs = np.where(element.values[codes] == 0, 0, np.where(codes & element.sign_bit, -1, 1))
-    else:
-        codes = layer.codes[:_ROWS, :_COLUMNS]
-        signs = np.where(codes & 0x7F == 0, 0, np.where(codes & 0x80, -1, 1))
+    layer = layer_pairs.stored_layer(spec.weight, spec.expert, readers)
+    codes, element = np.ascontiguousarray(layer.codes[:_ROWS]), layer.element
+    codes = unpacked(codes, element.packing)[:, :_COLUMNS]
+    signs = np.where(element.values[codes] == 0, 0, np.where(codes & element.sign_bit, -1, 1))
     return np.ascontiguousarray(signs.ravel(), np.float32)
 
 
@@ -283,18 +253,29 @@ def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     "GPTQModifier").
     """
     layers = checkpoint.layers
-    for form, count in Counter(weight.dtype for weight in layers.values()).most_common():
-        yield "container", f"{form} in {count} of {len(layers)} quantized layers"
+    for dtype, count in Counter(weight.dtype for weight in layers.values()).most_common():
+        yield "container", f"{dtype} in {count} of {len(layers)} quantized layers"
     for key, value in quantization_summary(checkpoint):
         yield ("recorded by fp4kit" if key == _OWN else f"config {key}"), value
-    if names := modifiers_of(checkpoint.root / RECIPE_FILE):
-        yield RECIPE_FILE, ", ".join(names)
+    if names := layer_pairs.modifiers_of(checkpoint.root / layer_pairs.RECIPE_FILE):
+        yield layer_pairs.RECIPE_FILE, ", ".join(names)
     entries = {(key, value) for file in checkpoint.files for key, value in file.metadata.items()}
     for key, text in sorted((key, str(value)) for key, value in entries):
         if len(text) <= _LONGEST and not key.startswith("tokenizer."):
             yield f"metadata {key}", text
-    yield from _largest_scales(checkpoint)
-    yield from _empty_layers(checkpoint)
+    sample, scales = _sample(checkpoint), Counter[float]()
+    with Readers() as readers:
+        for weight in sample:
+            form = weight.container
+            if form is not None and form.has_tensor_scale and form.scale is not None and SCALES in form.suffixes:
+                stored = (scales_of(form, np.asarray(slab.scales)) for slab in slabs(readers, weight))
+                scales[max((float(np.nanmax(one, initial=0)) for one in stored), default=0.0)] += 1
+        empty = sum(is_empty(readers, weight) for weight in sample)
+    for scale, count in scales.most_common(_MOST_SCALES):
+        meaning = _MEANINGS.get(scale, "")
+        yield "largest block scale", f"{scale:g} in {count} of {scales.total()} sampled layers{meaning}"
+    if empty:
+        yield "codes", f"all codes are zero in {empty} of {len(sample)} sampled layers"
 
 
 _LONGEST = 120  # longer metadata, such as a vocabulary, is left out
@@ -305,34 +286,6 @@ def _sample(checkpoint: Checkpoint) -> list[Weight]:
     layers = list(checkpoint.layers.values())
     count = min(len(layers), _MOST_SAMPLED)
     return [layers[i * len(layers) // count] for i in range(count)]
-
-
-def _largest_scales(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield ("largest block scale", text) for the three values that are most often the largest block scale of a
-    layer.
-    """
-    found: Counter[float] = Counter()
-    with Readers() as readers:
-        for weight in _sample(checkpoint):
-            form = weight.container
-            if form is None or not form.has_tensor_scale or form.scale is None or SCALES not in form.suffixes:
-                continue
-            largest = (
-                float(np.nanmax(scales_of(form, np.asarray(slab.scales)), initial=0)) for slab in slabs(readers, weight)
-            )
-            found[max(largest, default=0.0)] += 1
-    total = found.total()
-    for scale, count in found.most_common(_MOST_SCALES):
-        yield "largest block scale", f"{scale:g} in {count} of {total} sampled layers{_MEANINGS.get(scale, '')}"
-
-
-def _empty_layers(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield ("codes", text) if all codes of the first rows of a layer are zero; 64 layers are sampled at most."""
-    sample = _sample(checkpoint)
-    with Readers() as readers:
-        count = sum(is_empty(readers, weight) for weight in sample)
-    if count:
-        yield "codes", f"all codes are zero in {count} of {len(sample)} sampled layers"
 
 
 _MOST_SCALES = 3

@@ -7,26 +7,15 @@ recipe had made them. A rule is a known way to quantize that has no recipe in fp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from fp4kit.checkpoint.identify import diagnose
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import (
-    EMPTY,
-    GPTQ,
-    NEAR,
-    OTHER_CODES,
-    SCALED,
-    SCALING,
-    Diagnosis,
-    Earlier,
-    Fp8Layer,
-    explain,
-    explain_fp8,
-    without_numbers,
-)
+from fp4kit.checkpoint.identify.diagnose import Diagnosis, Fp8Layer
 from fp4kit.checkpoint.identify.hypotheses import MadeBy
 from fp4kit.checkpoint.identify.known_methods import TUNED, TUNED_BY_AUTO_ROUND, fit_of
 from fp4kit.ops.identify import either
@@ -106,7 +95,11 @@ class _Known:
         found: dict[MadeBy, dict[Recipe, None]] = {}
         for how in () if self.has_rules else self.hows:
             found.setdefault(how._replace(recipes=()), {}).update(dict.fromkeys(how.recipes))
-        return sorted((kind._replace(recipes=tuple(recipes)) for kind, recipes in found.items()), key=_mishaps)
+        hows = (kind._replace(recipes=tuple(recipes)) for kind, recipes in found.items())
+        # Simple explanations, with few mishaps, are tried first.
+        return sorted(
+            hows, key=lambda how: len(how.rows) + sum(map(bool, (how.codes, how.scales, how.tensor, how.dtype)))
+        )
 
     def learn(self, found: Diagnosis) -> None:
         """Record what explains a layer. All-zero layers are not recorded."""
@@ -114,7 +107,7 @@ class _Known:
             return
         self.failed = 0 if found.explained or found.cause else self.failed + 1
         self.has_rules |= bool(found.rules)
-        self.mishaps |= {without_numbers(found.mishap)} if found.mishap else set()
+        self.mishaps |= {diagnose.without_numbers(found.mishap)} if found.mishap else set()
         self.causes |= {found.cause} if found.cause else set()
         if found.how is None:
             return
@@ -129,11 +122,6 @@ class _Known:
         elif len(alike) == 1:  # a recipe that does not explain this layer made neither this nor the earlier layers
             how = self.hows[alike[0]]
             self.hows[alike[0]] = how._replace(recipes=tuple(r for r in how.recipes if r in recipes))
-
-
-def _mishaps(how: MadeBy) -> int:
-    """Return the number of mishaps of a MadeBy, so that simple explanations are tried first."""
-    return len(how.rows) + sum(map(bool, (how.codes, how.scales, how.tensor, how.dtype)))
 
 
 class LayerSeries:
@@ -173,7 +161,7 @@ class LayerSeries:
         if complete:
             return _explained(whole(), search)
         first = _explained(some, search)
-        if first.explained or first.searched or first.cause in (OTHER_CODES, GPTQ, *known.causes):
+        if first.explained or first.searched or first.cause in (diagnose.OTHER_CODES, diagnose.GPTQ, *known.causes):
             return first
         return _explained(whole(), True) if search else first
 
@@ -183,44 +171,32 @@ def _agrees(found: Diagnosis, known: _Known) -> bool:
     if found.explained:
         if known.has_rules != bool(found.rules):
             return False
-        return found.mishap is None or without_numbers(found.mishap) in known.mishaps
+        return found.mishap is None or diagnose.without_numbers(found.mishap) in known.mishaps
     return found.cause is not None and found.cause in known.causes
 
 
 def _explained(layer: LayerPair, unnamed: bool, known: _Known | None = None) -> Diagnosis:
     """Explain one layer with ``explain`` or ``explain_fp8``, and add what the file declares about its producer."""
     if isinstance(layer.parts, Fp8Layer):
-        return explain_fp8(layer.parts, layer.source, layer.amaxes)
+        return diagnose.explain_fp8(layer.parts, layer.source, layer.amaxes)
     earlier = None
     if known is not None:
-        scaled = any(cause.startswith(_declared(SCALED, layer.scaling)) for cause in known.causes)
-        earlier = Earlier(known.tried_first, tuple(known.useful), not scaled)
-    found = explain(
-        layer.parts,
-        layer.source,
-        other=layer.other,
-        second=layer.second,
-        heads=layer.heads,
-        amaxes=layer.amaxes,
-        unnamed=unnamed,
-        earlier=earlier,
-    )
-    if layer.scaling:
-        found = replace(
-            found,
-            sentence=_declared(found.sentence, layer.scaling),
-            cause=found.cause and _declared(found.cause, layer.scaling),
-            method=found.method and _declared(found.method, layer.scaling),
-        )
+        scaled = any(cause.startswith(_declared(diagnose.SCALED, layer.scaling)) for cause in known.causes)
+        earlier = diagnose.Earlier(known.tried_first, tuple(known.useful), not scaled)
+    pair = {"other": layer.other, "second": layer.second, "heads": layer.heads}
+    found = diagnose.explain(layer.parts, layer.source, amaxes=layer.amaxes, unnamed=unnamed, earlier=earlier, **pair)
+    texts: dict[str, Any] = {name: getattr(found, name) for name in ("sentence", "cause", "method")}
+    texts = {name: text and _declared(text, layer.scaling) for name, text in texts.items()}
+    found = replace(found, **texts)
     if layer.is_rest and not found.unlike:
-        return _of_rest(layer, found)
+        if found.explained:
+            return replace(found, sentence=f"of the weight without its low-rank part (SVDQuant): {found.sentence}")
+        text = f"{_LOW_RANK}; the nearest recipe gives {diagnose.percent(found.share)} of bytes"
+        return replace(found, cause=_LOW_RANK, sentence=text, method="SVDQuant" if _is_sound(layer) else None)
     if found.cause == TUNED and layer.producer == "auto-round" and _is_sound(layer, steps=2):
         return replace(found, cause=TUNED_BY_AUTO_ROUND, sentence=TUNED_BY_AUTO_ROUND, method="auto-round")
-    return found if unnamed else _noted(found)
-
-
-def _noted(found: Diagnosis) -> Diagnosis:
-    """Return an explanation whose sentence says that orders without a name were not tried, if nothing was found."""
+    if unnamed:
+        return found
     text = f" (other orders were not tried, because {MAX_FAILURES} layers before failed)"
     if found.explained or found.cause or found.sentence.endswith(text):
         return found
@@ -232,25 +208,14 @@ _LOW_RANK = "low-rank part (SVDQuant): the codes store the rest of the weight, w
 
 def _declared(text: str, scaling: str) -> str:
     """Return a text in which "AWQ or SmoothQuant" is replaced by the method that a file declares."""
-    return text.replace(SCALING, scaling) if scaling else text
+    return text.replace(diagnose.SCALING, scaling) if scaling else text
 
 
 def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
     """Return whether every code of a layer is near the code of its source value, and the SQNR is at least 12 dB."""
     # The layer must not be FP8 with float scales.
     assert isinstance(layer.parts, StoredLayer)
-    fit = fit_of(layer.parts, layer.source, steps=steps)
-    return fit is not None and fit.is_sound
-
-
-def _of_rest(layer: LayerPair, found: Diagnosis) -> Diagnosis:
-    """Return the explanation of an SVDQuant layer, whose codes store the weight without its low-rank part."""
-    # The method is then "SVDQuant" if every code is near the source, otherwise None.
-    if found.explained:
-        return replace(found, sentence=f"of the weight without its low-rank part (SVDQuant): {found.sentence}")
-    share = min(100 * (found.codes_equal + found.scales_equal) / max(found.total, 1), 99.99)
-    text = f"{_LOW_RANK}; the nearest recipe gives {share:.2f}% of bytes"
-    return replace(found, cause=_LOW_RANK, sentence=text, method="SVDQuant" if _is_sound(layer) else None)
+    return fit_of(layer.parts, layer.source, steps=steps).is_sound
 
 
 MOST_RECIPES = 2  # the largest number of recipes in a short sentence
@@ -277,12 +242,12 @@ class LayerVerdict:
     def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
         """Return whether a verdict with these recipes and this mishap (fault) explains the layer."""
         # The mishap of an all-zero layer is not compared, because zeros have equal bytes in every order.
-        return bool({*recipes} & {*self.explanation.names}) and (self.explanation.blank or _kind(self) == mishap)
+        return bool({*recipes} & {*self.explanation.names}) and (self.explanation.blank or self.kind == mishap)
 
-
-def _kind(layer: LayerVerdict) -> str | None:
-    """Return the layer's mishap (fault) without "(... is needed)", so that layers can be compared; None if none."""
-    return layer.explanation.mishap and without_numbers(layer.explanation.mishap)
+    @property
+    def kind(self) -> str | None:
+        """The layer's mishap (fault) without "(... is needed)", so that layers can be compared; None if none."""
+        return self.explanation.mishap and diagnose.without_numbers(self.explanation.mishap)
 
 
 @dataclass(frozen=True)
@@ -367,32 +332,35 @@ class CheckpointVerdict:
         for dtype, count in Counter(x.explanation.dtype for x in self.layers if x.explanation.dtype).items():
             found += f"; {_layers(count)} made from the source converted to {dtype}"
         if scaled := [layer for layer in self.layers if layer.explanation.scaled]:
-            found += f"; {_layers(len(scaled))} made from {SCALED.replace(SCALING, scaled[0].scaling or SCALING)}"
-        if not self.unpaired:
-            return found
-        return (
-            f"{found}; {_layers(len(self.unpaired))} without a counterpart in the source, of"
-            f" {len(self.layers) + len(self.unpaired):,}: {listed(self.unpaired, MAX_NAMES)}"
-        )
+            found += f"; {_layers(len(scaled))} made from {_declared(diagnose.SCALED, scaled[0].scaling)}"
+        if self.unpaired:
+            count, total = len(self.unpaired), len(self.layers) + len(self.unpaired)
+            names = listed(self.unpaired, MAX_NAMES)
+            found += f"; {_layers(count)} without a counterpart in the source, of {total:,}: {names}"
+        return found
 
     @property
     def problems(self) -> tuple[str, ...]:
         """The problems of the layers, such as "nibbles are swapped, 14 of 14 layers"."""
-        counts = Counter(_kind(layer) for layer in self.layers if layer.explanation.mishap)
+        counts = Counter(layer.kind for layer in self.layers if layer.explanation.mishap)
         unknown = sum(not (x.explanation.explained or x.explanation.cause) for x in self.layers)
         found = [(str(mishap), count) for mishap, count in counts.most_common()]
         found += [("nothing explains the bytes", unknown)] if unknown else []
         doubts = (str(x.explanation.cause).split(": ")[0] for x in self.layers if x.explanation.is_doubtful)
         found += [
-            (what if what == EMPTY or what in NEAR else f"{what}, but codes do not fit as they should", n)
+            (
+                what
+                if what == diagnose.EMPTY or what in diagnose.NEAR
+                else f"{what}, but codes do not fit as they should",
+                n,
+            )
             for what, n in Counter(doubts).most_common()
         ]
         total = len(self.layers)
         texts = [f"{what}, {count:,} of {_layers(total)}" for what, count in found]
         if self.unpaired:
-            texts.append(
-                f"no counterpart in the source, {_layers(len(self.unpaired))}: {listed(self.unpaired, MAX_NAMES)}"
-            )
+            names = listed(self.unpaired, MAX_NAMES)
+            texts.append(f"no counterpart in the source, {_layers(len(self.unpaired))}: {names}")
         return tuple(texts)
 
     @property
@@ -413,13 +381,14 @@ class CheckpointVerdict:
         if not self._names:
             return self._without_recipe()
         explained, total = len(self.layers) - len(self.exceptions), len(self.layers)
-        which_layers = _layers(total) if explained == total else f"{explained:,} of {_layers(total)}"
+        which_layers = _some_layers(explained, total)
         agree = " (they agree on these layers)" if len(self.recipes) > 1 else ""
-        mishap = f"; then: {self.mishap}" if self.mishap else ""
-        rest = self._rest if explained < total else ""
+        end = f"; then: {self.mishap}" if self.mishap else ""
+        known = Counter(_summary(layer.explanation) for layer in self.exceptions)
+        end += "".join(f"; {start} {_layers(count)}" for start, count in known.items() if start)
         if not self.recipes:
-            return f"{either(self.rules)} in {which_layers}{mishap}{rest}"
-        return f"{either(self.recipes)} made {which_layers}{agree}{mishap}{rest}"
+            return f"{either(self.rules)} in {which_layers}{end}"
+        return f"{either(self.recipes)} made {which_layers}{agree}{end}"
 
     @property
     def hint(self) -> str | None:
@@ -428,7 +397,7 @@ class CheckpointVerdict:
         if self.moved:
             pairs = [f"{layer} from its {other}" for layer, other in self.moved]
             return f"this is probably not the source, or its layers are in another order: {listed(pairs, MAX_NAMES)}"
-        near, tuned = (sum(found.cause == cause for found in layers) for cause in (NEAR, TUNED))
+        near, tuned = (sum(found.cause == cause for found in layers) for cause in (diagnose.NEAR, TUNED))
         if layers and 2 * (near + tuned) >= len(layers):
             return (
                 f"this is probably not the source, but a model near it{', or codes were tuned' if tuned else ''}:"
@@ -442,12 +411,6 @@ class CheckpointVerdict:
             " that this was made from"
         )
 
-    @property
-    def _rest(self) -> str:
-        """The end of the sentence, about ``exceptions``, such as "; nvfp4-te made 2 layers"; "" if none is known."""
-        known = Counter(_summary(layer.explanation) for layer in self.exceptions)
-        return "".join(f"; {start} {_layers(count)}" for start, count in known.items() if start)
-
     def _without_recipe(self) -> str:
         """Return the sentence for a format if no recipe or rule explains a layer: the known causes, with counts."""
         counts = Counter(layer.explanation.cause for layer in self.layers)
@@ -457,9 +420,7 @@ class CheckpointVerdict:
         found = []
         for cause, count in counts.most_common():
             what, _, details = str(cause).partition(": ")
-            found.append(
-                f"{what} in {_layers(total) if count == total else f'{count:,} of {_layers(total)}'}: {details}"
-            )
+            found.append(f"{what} in {_some_layers(count, total)}: {details}")
         return "; ".join(found) + "; nothing explains the others" * bool(unknown)
 
     def __str__(self) -> str:
@@ -502,9 +463,15 @@ def _layers(count: int) -> str:
     return f"{count:,} layer{'s' * (count != 1)}"
 
 
+def _some_layers(count: int, total: int) -> str:
+    """Return a number of layers of all as text, such as "12 layers" or "3 of 12 layers"."""
+    return _layers(total) if count == total else f"{count:,} of {_layers(total)}"
+
+
 def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -> CheckpointVerdict:
     """Explain every layer, and return a verdict that says what made most of them."""
-    return checkpoint_verdict(tuple(_verdicts(layers)), unpaired)
+    series = LayerSeries()
+    return checkpoint_verdict(tuple(verdict_of(layer, series.explain(layer)) for layer in layers), unpaired)
 
 
 def checkpoint_verdict(found: tuple[LayerVerdict, ...], unpaired: Sequence[str] = ()) -> CheckpointVerdict:
@@ -525,28 +492,16 @@ def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
     explained = explained or [layer for layer in found if layer.explanation.explained]
     if not explained:
         return CheckpointVerdict((), None, found)
-    mishap = Counter(_kind(layer) for layer in explained).most_common(1)[0][0]
-    made = [layer.explanation for layer in explained if _kind(layer) == mishap]
-    winners = _most_votes(e.names for e in made)
+    mishap = Counter(layer.kind for layer in explained).most_common(1)[0][0]
+    made = [layer.explanation for layer in explained if layer.kind == mishap]
+    votes = Counter(name for e in made for name in e.names)
+    winners = tuple(name for name, count in votes.items() if count == max(votes.values()))
     known = {name for e in made for name in e.recipes}
     producer, recorded = Counter((layer.producer, layer.recorded) for layer in explained).most_common(1)[0][0]
     own = sorted((name for name in winners if name in known and producer_of(name) == producer), key=len)
     first = [name for name in own if name == recorded]
     recipes = tuple(dict.fromkeys((*first, *own, *(name for name in winners if name in known))))
     return CheckpointVerdict(recipes, mishap, found, rules=() if recipes else winners)
-
-
-def _most_votes(votes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the names that occur in the largest number of tuples, in the order in which they first occur."""
-    counts = Counter(name for names in votes for name in names)
-    return tuple(name for name, count in counts.items() if count == max(counts.values()))
-
-
-def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
-    """Yield the verdict on each layer, in order."""
-    series = LayerSeries()
-    for layer in layers:
-        yield verdict_of(layer, series.explain(layer))
 
 
 def verdict_of(layer: LayerPair, found: Diagnosis) -> LayerVerdict:

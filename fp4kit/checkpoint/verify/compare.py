@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
 from fp4kit.checkpoint.counterparts import Origin, origins
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, natural_order
-from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, Source, open_source
+from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, open_source
 from fp4kit.checkpoint.model.slabs import Readers, codes_of, row_chunks, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import Rows
@@ -190,72 +190,32 @@ def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> I
                 yield key[0] if whole else f"{key[0]}[{key[1]}]", a, b
 
 
-class _Counts(NamedTuple):
-    """The numbers of values, codes and block scales that differ in some rows of a layer.
-
-    values: the number of decoded values whose float32 bits differ.
-    codes, scales: the numbers of codes and block scales that differ; None if the layer is unquantized in one
-        checkpoint.
-    signal: the sum of squares of the values in checkpoint a.
-    noise: the sum of squares of the differences between the values in a and in b.
-    """
-
-    values: int
-    codes: int | None
-    scales: int | None
-    signal: float
-    noise: float
-
-
 @ieee("compare")
 def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> LayerDifference:
     """Compare one layer of two checkpoints, a few rows at a time, and return its differences."""
-    height = max((o.weight.container.block[0] for o in (a, b) if o.weight.container is not None), default=1)
-    found = [_rows_difference(a, b, rows, readers) for rows in row_chunks(*a.shape, height)]
-    codes, scales = (_total(getattr(one, kind) for one in found) for kind in ("codes", "scales"))
-    pair = (_tensor_scale(a, readers), _tensor_scale(b, readers))
-    signal, noise = (sum(getattr(one, kind) for one in found) for kind in ("signal", "noise"))
-    values = sum(one.values for one in found)
-    names = (*a.names, *b.names)
-    return LayerDifference(name, prod(a.shape), codes, scales, values, pair, sqnr_db(signal, noise), names)
-
-
-def _total(counts: Iterable[int | None]) -> int | None:
-    """Return the sum of the counts that are not None; None if all counts are None, as for an unquantized layer."""
-    present = [count for count in counts if count is not None]
-    return sum(present) if present else None
-
-
-def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Counts:
-    """Compare some rows of a layer in two checkpoints, and return the numbers of differences."""
-    one, other = a.slab(readers, rows), b.slab(readers, rows)
-    x, y = (values_of(o.weight, slab).astype(np.float32, copy=False) for o, slab in ((a, one), (b, other)))
+    form, other = a.weight.container, b.weight.container
+    height = max((one.block[0] for one in (form, other) if one is not None), default=1)
     codes = scales = None
-    if a.weight.container is not None and b.weight.container is not None:
-        codes = _different(a.weight.container.element, b.weight.container.element, one.codes, other.codes, x.size, a, b)
-        scales = _different(a.weight.container.scale, b.weight.container.scale, one.scales, other.scales, 0)
-    values = int(np.count_nonzero(x.view(np.uint32) != y.view(np.uint32)))
-    wide = x.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # inf - inf is NaN, if both values are infinite
-        noise = float(np.sum((wide - y) ** 2))
-    return _Counts(values, codes, scales, float(np.sum(wide**2)), noise)
-
-
-def _different(
-    format_a: Any, format_b: Any, x: Any, y: Any, total: int, a: Origin | None = None, b: Origin | None = None
-) -> int:
-    """Return the number of codes, or of block scales, that differ between two layers."""
-    if format_a != format_b or x.shape != y.shape:
-        return total or int(x.size)
-    if a is not None and b is not None and a.weight.container is not None and b.weight.container is not None:
-        x, y = codes_of(a.weight.container, x), codes_of(b.weight.container, y)
-    return int(np.count_nonzero(x != y))
-
-
-def _tensor_scale(origin: Origin, readers: Readers) -> float | None:
-    """Return the tensor scale of a layer as a multiplier on decode, or None if the layer has no tensor scale."""
-    scale = tensor_scale_of(readers, origin.weight, origin.expert)
-    return None if scale is None else float(scale)
+    values, signal, noise = 0, 0.0, 0.0
+    for rows in row_chunks(*a.shape, height):
+        left: Any = a.slab(readers, rows)
+        right: Any = b.slab(readers, rows)
+        x, y = (values_of(o.weight, slab).astype(np.float32, copy=False) for o, slab in ((a, left), (b, right)))
+        if form is not None and other is not None:
+            alike = form.element == other.element and left.codes.shape == right.codes.shape
+            pair = (codes_of(form, left.codes), codes_of(other, right.codes)) if alike else None
+            codes = (codes or 0) + (x.size if pair is None else int(np.count_nonzero(pair[0] != pair[1])))
+            alike = form.scale == other.scale and left.scales.shape == right.scales.shape
+            scales = (scales or 0) + int(np.count_nonzero(left.scales != right.scales) if alike else left.scales.size)
+        values += int(np.count_nonzero(x.view(np.uint32) != y.view(np.uint32)))
+        wide = x.astype(np.float64)
+        signal += float(np.sum(wide**2))
+        with np.errstate(invalid="ignore"):  # inf - inf is NaN, if both values are infinite
+            noise += float(np.sum((wide - y) ** 2))
+    one, two = (tensor_scale_of(readers, origin.weight, origin.expert) for origin in (a, b))
+    tensor_scales = None if one is None else float(one), None if two is None else float(two)
+    names = (*a.names, *b.names)
+    return LayerDifference(name, prod(a.shape), codes, scales, values, tensor_scales, sqnr_db(signal, noise), names)
 
 
 METADATA = "__metadata__"
@@ -383,14 +343,10 @@ def gguf_pairs(a: str | Path, b: str | Path, readers: Readers) -> list[tuple[str
     a, b = Path(a), Path(b)
     if is_gguf(a) == is_gguf(b):
         return None
-    if is_gguf(a):
-        return [(name, file, own) for name, own, file in _pairs(open_source(b), open_source(a), readers)]
-    return list(_pairs(open_source(a), open_source(b), readers))
-
-
-def _pairs(directory: Source, file: Source, readers: Readers) -> Iterator[tuple[str, Origin, Origin]]:
-    """Yield (name in the directory, its rows there, its rows in the GGUF file) for the layers that both have."""
+    left, right = open_source(a), open_source(b)
+    directory, file = (right, left) if is_gguf(a) else (left, right)
     names, stored = GgufNames(file, "compare"), origins(file, GGUF_NVFP4)
+    found = []
     for layer, own in origins(directory, CT_NVFP4).items():
         name = names.of(directory, layer)
         other = stored.get(name) if name is not None else None
@@ -400,7 +356,8 @@ def _pairs(directory: Source, file: Source, readers: Readers) -> Iterator[tuple[
         if order is not None:
             rows = Rows(other.weight, other.expert, other.span)
             other = Origin(*in_closest_order(own.weight, rows, order, readers))
-        yield layer[0], own, other
+        found.append((layer[0], other, own) if directory is right else (layer[0], own, other))
+    return found
 
 
 def differing_norms(a: str | Path, b: str | Path, readers: Readers) -> Iterator[tuple[str, str, str, int]]:

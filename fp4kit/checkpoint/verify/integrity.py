@@ -6,41 +6,18 @@ dtypes and layout of its tensors.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.config_entries import (
-    DOUBTFUL,
-    IGNORED,
-    REFUSED,
-    Item,
-    lost_column_scales,
-    unfulfilled,
-)
-from fp4kit.checkpoint.containers.configs import (
-    LOADED,
-    container_id,
-    declared_for,
-    is_mixed,
-    unlisted_layers,
-    with_declaration,
-)
+from fp4kit.checkpoint.containers import config_entries, configs, table
+from fp4kit.checkpoint.containers.config_entries import Item
+from fp4kit.checkpoint.containers.configs import LOADED
 from fp4kit.checkpoint.containers.engines import Finding, comfy, finding, mlx
-from fp4kit.checkpoint.containers.table import (
-    DEEPSEEK_V4_NVFP4,
-    FP8_LAYERS,
-    INPUT_SCALE,
-    MODELOPT_NVFP4,
-    MODELOPT_STACKS,
-    TAG,
-    TENSOR_SCALE,
-    Container,
-    container,
-)
+from fp4kit.checkpoint.containers.table import Container, container
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.loaders.exclusions import READERS
 from fp4kit.checkpoint.model.closed_world import lost_tensor_scales
@@ -53,15 +30,7 @@ from fp4kit.checkpoint.model.unlike_layers import tied_head
 from fp4kit.checkpoint.model.weights import Weight, part_names
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
 from fp4kit.checkpoint.plan.source_layers import doubtful_layers
-from fp4kit.checkpoint.selection import names
-from fp4kit.checkpoint.selection.selection import (
-    Wishes,
-    candidate,
-    decide,
-    diffusers_warning,
-    is_embedding_table,
-    model_facts,
-)
+from fp4kit.checkpoint.selection import names, selection
 from fp4kit.formats import ElementFormat
 
 
@@ -99,10 +68,10 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
 
     The last is an error, all others are warnings. A warning also says which engines load a quantized output head.
     """
-    lost = lost_column_scales(model.config or {}, model.hf_quant_config, model.layers)
+    lost = config_entries.lost_column_scales(model.config or {}, model.hf_quant_config, model.layers)
     if lost:
         yield Issue("warning", "config.json", lost)
-    weights, config = [*model.weights.values()], with_declaration(model.config or {}, model.hf_quant_config)
+    weights, config = [*model.weights.values()], configs.with_declaration(model.config or {}, model.hf_quant_config)
     found = [*lost_tensor_scales(model.layers.values()), *doubtful_layers(weights, config, model.tensors)]
     yield from (Issue("warning", "model", text) for text in found)
     tied = tied_head(weights, config)
@@ -134,7 +103,7 @@ def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
     # The issue is a warning if all such scales of the layer are zero, otherwise an error.
     with Readers() as readers:
         for weight in weights:
-            place = weight.parts.get(TENSOR_SCALE)
+            place = weight.parts.get(table.TENSOR_SCALE)
             if place is None or weight.container is None or weight.container.format in _CHECKED_FORMATS:
                 continue
             values = np.asarray(readers.array(place).reshape(-1), np.float32)
@@ -151,9 +120,9 @@ _CHECKED_FORMATS = ("modelopt", "compressed-tensors", "deepseek-v4")
 def refused_items(items: Iterable[Item]) -> Iterator[Issue]:
     """Yield an error for every item that fp4kit refuses to read, and a warning for every doubtful or ignored item."""
     for item in items:
-        if item.group in (DOUBTFUL, REFUSED, IGNORED):
-            why = f"left out by --ignore; {item.why}" if item.group == IGNORED else item.why
-            yield Issue("error" if item.group == REFUSED else "warning", item.subject, why)
+        if item.group in (config_entries.DOUBTFUL, config_entries.REFUSED, config_entries.IGNORED):
+            why = f"left out by --ignore; {item.why}" if item.group == config_entries.IGNORED else item.why
+            yield Issue("error" if item.group == config_entries.REFUSED else "warning", item.subject, why)
 
 
 _FACTS = (
@@ -176,64 +145,79 @@ def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
         yield Issue("warning", name, doubt)
 
 
-def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list[Issue]:
-    """Return an issue for each fault that the engines for this kind of checkpoint would meet when they load it."""
-    form, config = _form(model.layers.values()), with_declaration(model.config or {}, model.hf_quant_config)
+def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> Iterator[Issue]:
+    """Yield an issue for each fault that the engines for this kind of checkpoint would meet when they load it."""
+    form, config = _form(model.layers.values()), configs.with_declaration(model.config or {}, model.hf_quant_config)
+    if only := _only_engine(model, form, config):
+        engine, faults = only
+        yield from (Issue("error", name, text, engine) for name, text in faults)
+        return
+    is_quantized, unloaded = form is not None, selection.diffusers_warning(config)
+    declared_only = "" if is_quantized else config_entries.unfulfilled(config, model.hf_quant_config)
+    unchecked = (
+        (is_quantized and unloaded is not None, "warning", unloaded),
+        (is_quantized and is_one_file(model.root), "warning", _ONE_FILE),
+        (not is_quantized and model.unrecognised, "warning", _UNKNOWN_FORMAT),
+        (declared_only, "error", declared_only),
+    )
+    reason = next((Issue(severity, "model", str(text)) for applies, severity, text in unchecked if applies), None)
+    yield from _required(model, form, config, tensor_scales) if reason is None else (reason,)
+
+
+def _only_engine(
+    model: Checkpoint, form: Container | None, config: Mapping[str, Any]
+) -> tuple[str, Iterable[tuple[str, str]]] | None:
+    """Return (engine, faults as (name, text)) for the formats that only one engine loads; None for all others."""
+    layers = {name: (w, w.container) for name, w in model.layers.items() if w.container is not None}
     if is_gguf_config(config):
-        scaled = [name for name, weight in model.layers.items() if TENSOR_SCALE in weight.parts]
-        found = names.scale_troubles(config[names.ARCHITECTURE], scaled, model.tensors)
-        return [Issue("error", name, text, names.ENGINE) for name, text in found]
+        scaled = [name for name, weight in model.layers.items() if table.TENSOR_SCALE in weight.parts]
+        return names.ENGINE, names.scale_troubles(config[names.ARCHITECTURE], scaled, model.tensors)
     if form is not None and form.format == mlx.FORMAT:
-        forms = {name: weight.container for name, weight in model.layers.items() if weight.container is not None}
-        return [Issue("error", name, text, mlx.ENGINE) for name, text in mlx.troubles(config, forms)]
+        return mlx.ENGINE, mlx.troubles(config, {name: one for name, (_, one) in layers.items()})
     if form is not None and form.format == comfy.FORMAT:
-        own = {
-            n: (w.container, w.shape)
-            for n, w in model.layers.items()
-            if w.container and w.container.format == comfy.FORMAT
-        }
-        faults = [*comfy.troubles(own), *comfy.wrong_dtypes(_scalar_dtypes(model.layers.values()))]
-        return [Issue("error", name, text, comfy.ENGINE) for name, text in faults]
-    unloaded = diffusers_warning(config)
-    if form is not None and unloaded is not None:
-        return [Issue("warning", "model", unloaded)]
-    if form is not None and is_one_file(model.root):
-        return [Issue("warning", "model", _ONE_FILE)]
-    if form is None and model.unrecognised:
-        return [Issue("warning", "model", "the requirements of loaders are not known for this format, so not checked")]
-    declared_only = "" if form is not None else unfulfilled(config, model.hf_quant_config)
-    if declared_only:
-        return [Issue("error", "model", declared_only)]
+        own = {name: (one, w.shape) for name, (w, one) in layers.items() if one.format == comfy.FORMAT}
+        tagged = [w.parts for w, one in layers.values() if table.TAG in w.parts or table.TAG in one.suffixes]
+        scalars = (table.TENSOR_SCALE, table.INPUT_SCALE)
+        entries = [parts[part].entry for parts in tagged for part in scalars if part in parts]
+        return comfy.ENGINE, [*comfy.troubles(own), *comfy.wrong_dtypes({e.name: e.dtype for e in entries})]
+    return None
+
+
+def _required(
+    model: Checkpoint, form: Container | None, config: Mapping[str, Any], tensor_scales: Mapping[str, float]
+) -> Iterator[Issue]:
+    """Yield what the engines require of the layers in ``form``, then of the layers in other containers."""
+
+    def findings(known: str, is_own: Callable[[str], bool], *declared: Any) -> Iterator[Issue]:
+        tensors = {t: (e.dtype, e.shape) for t, (_, e) in model.tensors.items() if is_own(t)}
+        scales = {tensor: scale for tensor, scale in tensor_scales.items() if is_own(tensor)}
+        return map(loader_issue, requirements.findings(known, tensors, scales, *declared))
+
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
     others = _other_layers(model, form)
-    unknown = [issue for other, names in others.items() for issue in _mixed_issues(model, other, names, tensor_scales)]
+    left_out = part_names(model.layers[layer] for layers in others.values() for layer in layers)
     if name not in LOADED:
-        alike = [n for n, w in model.layers.items() if w.container and form and w.container.name == form.name]
-        return [_unknown(name, alike), *unknown]
-    left_out = {
-        place.entry.name for names in others.values() for n in names for place in model.layers[n].parts.values()
-    }
-    tensors = {t: (e.dtype, e.shape) for t, (_, e) in model.tensors.items() if t not in left_out}
-    scales = {tensor: scale for tensor, scale in tensor_scales.items() if tensor not in left_out}
-    if form is not None and form.format == "modelopt" and is_mixed(config):
-        declared = declared_for(form.kind, name, config)
-        findings = requirements.findings(name, tensors, scales, declared)
-        unlisted = (Issue("error", layer, _UNLISTED, "vLLM") for layer in unlisted_layers(config, model.layers))
+        yield _unknown(
+            name, [n for n, w in model.layers.items() if w.container and form and w.container.name == form.name]
+        )
+    elif form is not None and form.format == "modelopt" and configs.is_mixed(config):
+        declared = configs.declared_for(form.kind, name, config)
+        yield from findings(name, lambda tensor: tensor not in left_out, declared)
+        yield from (Issue("error", layer, _UNLISTED, "vLLM") for layer in configs.unlisted_layers(config, model.layers))
         ids = [name, *(_container_id(container(one), (), config) for one in others)]
-        traps = (Issue("warning", "model", text) for text in support.mixture_warnings(ids))
-        return [*map(loader_issue, findings), *unlisted, *traps, *unknown]
-    declared = declared_for(form.kind, name, config) if others and form is not None else config
-    findings = requirements.findings(name, tensors, scales, declared, model.hf_quant_config)
-    return [*(loader_issue(one) for one in (*findings, *_exclusions(model, name, form, config))), *unknown]
-
-
-def _scalar_dtypes(weights: Iterable[Weight]) -> dict[str, str]:
-    """Return the safetensors dtype of each tensor scale and input scale of layers of ComfyUI, by tensor name."""
-    own = [
-        weight.parts for weight in weights if TAG in weight.parts or TAG in getattr(weight.container, "suffixes", ())
-    ]
-    entries = [parts[part].entry for parts in own for part in (TENSOR_SCALE, INPUT_SCALE) if part in parts]
-    return {entry.name: entry.dtype for entry in entries}
+        yield from (Issue("warning", "model", text) for text in support.mixture_warnings(ids))
+    else:
+        declared = configs.declared_for(form.kind, name, config) if others and form is not None else config
+        yield from findings(name, lambda tensor: tensor not in left_out, declared, model.hf_quant_config)
+        yield from map(loader_issue, _exclusions(model, name, form, config))
+    for other, layers in others.items():
+        own = [model.layers[layer] for layer in layers]
+        known = _container_id(container(other), own, config)
+        if known in LOADED:
+            is_own = part_names(own).__contains__
+            yield from findings(known, is_own, configs.declared_for(container(other).kind, known, config))
+        else:
+            yield _unknown(other, layers)
 
 
 def is_one_file(path: Path) -> bool:
@@ -242,21 +226,8 @@ def is_one_file(path: Path) -> bool:
 
 
 _ONE_FILE = "is one file without config.json, so what engines make of it was not checked; they load directories"
+_UNKNOWN_FORMAT = "the requirements of loaders are not known for this format, so not checked"
 _UNLISTED = "is not named in quantized_layers, so it is loaded as unquantized"
-
-
-def _mixed_issues(model: Checkpoint, name: str, layers: list[str], tensor_scales: Mapping[str, float]) -> list[Issue]:
-    """Return the issues of the layers of one container in a mixed checkpoint."""
-    config = with_declaration(model.config or {}, model.hf_quant_config)
-    form, own = container(name), [model.layers[layer] for layer in layers]
-    known = _container_id(form, own, config)
-    if known not in LOADED:
-        return [_unknown(name, layers)]
-    parts = part_names(own)
-    tensors = {t: (e.dtype, e.shape) for t, (_, e) in model.tensors.items() if t in parts}
-    scales = {tensor: scale for tensor, scale in tensor_scales.items() if tensor in parts}
-    found = requirements.findings(known, tensors, scales, declared_for(form.kind, known, config))
-    return [loader_issue(one) for one in found]
 
 
 def _unknown(container: str, names: list[str]) -> Issue:
@@ -275,8 +246,8 @@ def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[s
         other = weight.container
         if other is not None and form is not None and other.name != form.name and not beside:
             found[other.name].append(name)
-    if form is MODELOPT_NVFP4:  # its requirements hold for stacks too
-        found.pop(MODELOPT_STACKS.name, None)
+    if form is table.MODELOPT_NVFP4:  # its requirements hold for stacks too
+        found.pop(table.MODELOPT_STACKS.name, None)
     return found
 
 
@@ -299,17 +270,17 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
     """Return the name by which loaders/ knows the container ``form``, such as "modelopt NVFP4"."""
     declared = config.get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
-    if form.kind == DEEPSEEK_V4_NVFP4.kind and is_deepseek_v4(config) and method == "fp8":
-        return DEEPSEEK_V4_NVFP4.name
+    if form.kind == table.DEEPSEEK_V4_NVFP4.kind and is_deepseek_v4(config) and method == "fp8":
+        return table.DEEPSEEK_V4_NVFP4.name
     algo = declared.get("quant_algo") if isinstance(declared, Mapping) else None
     # A layer that fits in one block looks like FP8 with one scale per layer, so every kind of FP8 is accepted.
     if str(algo).upper() == "FP8_PB_WO" and form.kind.startswith("fp8"):
-        return FP8_LAYERS[2].name
+        return table.FP8_LAYERS[2].name
     if algo in ("NVFP4", "W4A16_NVFP4"):
-        return container_id(form, algo == "NVFP4")
+        return configs.container_id(form, algo == "NVFP4")
     own = (weight for weight in weights if weight.container is not None and weight.container.name == form.name)
-    have = [INPUT_SCALE in weight.parts for weight in own]
-    return container_id(form, 2 * sum(have) > len(have))
+    have = [table.INPUT_SCALE in weight.parts for weight in own]
+    return configs.container_id(form, 2 * sum(have) > len(have))
 
 
 def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -329,9 +300,9 @@ def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Ma
 
 def unquantized_by_engine(model: Checkpoint) -> dict[str, dict[str, bool]]:
     """Return engine -> module -> whether the engine leaves it unquantized, as it reads the exclusion list."""
-    form, config = _form(model.layers.values()), with_declaration(model.config or {}, model.hf_quant_config)
+    form, config = _form(model.layers.values()), configs.with_declaration(model.config or {}, model.hf_quant_config)
     declared = config.get("quantization_config")
-    if form is None or not isinstance(declared, Mapping) or is_mixed(config) or is_gguf_config(config):
+    if form is None or not isinstance(declared, Mapping) or configs.is_mixed(config) or is_gguf_config(config):
         return {}
     name = _container_id(form, model.layers.values(), config)
     if name not in LOADED or LOADED[name].syntax is None:
@@ -346,17 +317,17 @@ def unquantized_by_engine(model: Checkpoint) -> dict[str, dict[str, bool]]:
 
 def _unquantized(model: Checkpoint, form: Container) -> list[str]:
     """Return the names of the unquantized linear layers and stacks of experts, which must be in the exclusion list."""
-    facts = model_facts(model.config or {})
+    facts = selection.model_facts(model.config or {})
     parts = part_names(model.layers.values())
     # A stack may be stored as [E, K, N] and is then taken for [E, N, K]. This can change the reason why it is
     # unquantized, but not whether it must be listed.
     found = [
-        candidate(name, entry.dtype, entry.shape, facts)
+        selection.candidate(name, entry.dtype, entry.shape, facts)
         for name, (_, entry) in model.tensors.items()
         if name not in parts
     ]
-    found = [one for one in found if not is_embedding_table(one)]  # such tables occur in vision towers
-    decisions = decide(found, Wishes(), form.row_multiple)
+    found = [one for one in found if not selection.is_embedding_table(one)]  # such tables occur in vision towers
+    decisions = selection.decide(found, selection.Wishes(), form.row_multiple)
     return [one.module for one in found if decisions[one.name].converted or decisions[one.name].listed]
 
 
@@ -377,30 +348,21 @@ MARGIN_DB = {4: 10.0, 8: 15.0}
 SOUND_DB = {4: 12.0, 8: 18.0}
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A loss of values. The text names the kind of items that are counted if ``count`` is not 0."""
-
-    severity: str
-    text: str
-    count: int = 0
-
-
-def zeros_of(tally: StoredCounts) -> Iterator[Loss]:
+def zeros_of(name: str, tally: StoredCounts) -> Iterator[Issue]:
     """Yield the losses of a matrix that is zero where its source is not, with the causes that the source proves."""
     lost = tally.flushed_blocks - tally.underflowed_blocks - tally.emptied_blocks
     if tally.emptied_blocks:
-        yield Loss("error", _EMPTIED, tally.emptied_blocks)
+        yield Issue("error", name, _EMPTIED, count=tally.emptied_blocks)
     if lost:
-        yield Loss("error", _LOST_SCALES, lost)
+        yield Issue("error", name, _LOST_SCALES, count=lost)
     used = tally.blocks - (tally.zero_blocks - tally.flushed_blocks)  # blocks that are not zero in the source
     if 2 * tally.underflowed_blocks > used:
-        yield Loss("error", _MOSTLY_UNDERFLOWED, tally.underflowed_blocks)
+        yield Issue("error", name, _MOSTLY_UNDERFLOWED, count=tally.underflowed_blocks)
     elif tally.underflowed_blocks:
-        yield Loss("warning", _UNDERFLOWED, tally.underflowed_blocks)
+        yield Issue("warning", name, _UNDERFLOWED, count=tally.underflowed_blocks)
 
 
-def noise_of(found: float | None, usual_db: float | None, bits: int, is_of_recipe: bool) -> Iterator[Loss]:
+def noise_of(name: str, found: float | None, usual_db: float | None, bits: int, is_of_recipe: bool) -> Iterator[Issue]:
     """Yield an error if the SQNR of a matrix is far below the usual one."""
     if found is None or usual_db is None or found >= usual_db - MARGIN_DB[bits]:
         return
@@ -410,7 +372,7 @@ def noise_of(found: float | None, usual_db: float | None, bits: int, is_of_recip
         else "run fp4kit identify with this source"
     )
     below = f"{usual_db - found:.1f} dB below what {bits} bits usually give on this layer"
-    yield Loss("error", f"SQNR is {found:.1f} dB, {below}; {end}")
+    yield Issue("error", name, f"SQNR is {found:.1f} dB, {below}; {end}")
 
 
 _EMPTIED = (
@@ -437,23 +399,23 @@ def is_all_zero(tally: StoredCounts) -> bool:
     return tally.blocks > 0 and tally.zero_blocks == tally.blocks
 
 
-def emptiness_of(tally: StoredCounts, scale: ElementFormat | None, share: float) -> Iterator[Loss]:
+def emptiness_of(name: str, tally: StoredCounts, scale: ElementFormat | None, share: float) -> Iterator[Issue]:
     """Yield a finding about a matrix without a source if most of its blocks are zero."""
     if 2 * tally.zero_blocks <= tally.blocks:
         return
     low = 0.0 if scale is None else _NEAR_SMALLEST * float(scale.min_subnormal)
     tells = "verify with --source tells"
     if not is_all_zero(tally) and tally.largest_scale <= low:
-        yield Loss("error", _UNDERFLOWED_ALONE, tally.zero_blocks)
+        yield Issue("error", name, _UNDERFLOWED_ALONE, count=tally.zero_blocks)
     elif not is_all_zero(tally):
         text = f"most blocks are zero, which is a fault unless the layer is sparse; {tells}; zero blocks"
-        yield Loss("warning", text, tally.zero_blocks)
+        yield Issue("warning", name, text, count=tally.zero_blocks)
     elif tally.smallest_scale < tally.largest_scale:
-        yield Loss("error", LOST_CODES)
+        yield Issue("error", name, LOST_CODES)
     elif share > 0.5:
-        yield Loss("error", "all values are zero, as in most layers of this model, so the weights were lost")
+        yield Issue("error", name, "all values are zero, as in most layers of this model, so the weights were lost")
     else:
-        yield Loss("warning", f"all values are zero, which is a fault unless the layer was pruned; {tells}")
+        yield Issue("warning", name, f"all values are zero, which is a fault unless the layer was pruned; {tells}")
 
 
 _NEAR_SMALLEST = 8  # a scale of at most this many times the smallest one has at most 3 significant bits

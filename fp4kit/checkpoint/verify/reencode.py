@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.containers.table import INPUT_SCALE, VALUES, Container
+from fp4kit.checkpoint.containers.table import COLUMN_SCALE, INPUT_SCALE, LOW_RANK_A, VALUES, Container
 from fp4kit.checkpoint.convert.job import (
     DEQUANTIZE,
     MERGE,
@@ -549,9 +549,10 @@ def sampled_losses(
             assert form is not None
             tally, bits = tally_of_rows(check, readers, _spans(check, _MOST_SPANS)), form.element.bits
             usual = usual_db(check, readers) if is_low(tally, bits) and not is_weighted else None
-            losses = [*zeros_of(tally), *noise_of(tally.sqnr_db, usual, bits, is_of_recipe=True)]
+            name = _name(check)
+            losses = [*zeros_of(name, tally), *noise_of(name, tally.sqnr_db, usual, bits, is_of_recipe=True)]
             for each in (each for each in losses if each.severity == "error"):
-                lost.setdefault(_name(check), f"{each.text}: {each.count}" if each.count else each.text)
+                lost.setdefault(name, each.sentence)
     return tuple(lost.items())
 
 
@@ -587,7 +588,7 @@ def _name(check: Check) -> str:
     return check.stored.name if check.stored.experts == 1 else f"{check.stored.name}[{check.expert}]"
 
 
-_SMOOTHED_ROWS = 64  # rows of a layer that are compared
+_FEW_ROWS = 64  # rows of a layer that are compared
 _GAIN_DB = 0.5  # a layer is smoothed if multiplying its source by f improves the SQNR by at least this
 _SMOOTHED_DB = 1.0  # a norm is smoothed if f brings one of its layers this near to the format's usual SQNR
 
@@ -617,7 +618,7 @@ def smoothing_of(changed: Iterable[tuple[Located, Located]], checks: Iterable[Ch
                 continue
             for check in matrices:
                 if check.stored.name.startswith(f"{parent}.") and check.stored.shape[-1] == factor.size:
-                    plain, scaled = (_sqnr_db(check, f, readers) for f in (np.ones_like(factor), factor))
+                    plain, scaled = (_db_of_rows(check, readers, f) for f in (np.ones_like(factor), factor))
                     if scaled < plain + _GAIN_DB:
                         continue
                     usual = usual_db(check, readers)
@@ -638,24 +639,27 @@ def _factor(stored: Located, source: Located, readers: Readers) -> npt.NDArray[n
     return factor
 
 
-def _sqnr_db(check: Check, factor: npt.NDArray[np.float32], readers: Readers) -> float:
-    """Return the SQNR in decibels of the first 64 rows of a stored matrix."""
-    count = min(_SMOOTHED_ROWS, check.stored.shape[-2])
+def _db_of_rows(
+    check: Check, readers: Readers, factor: npt.NDArray[np.float32] | float = 1.0, is_inverted: bool = False
+) -> float:
+    """Return the SQNR in decibels of the first 64 rows of a stored matrix.
+
+    factor: factors of the source's columns.
+    is_inverted: True to replace the stored factors per column by their reciprocals.
+    """
     assert check.origin is not None and check.stored.container is not None
-    height = check.stored.container.block[0]
+    count, height = min(_FEW_ROWS, check.stored.shape[-2]), check.stored.container.block[0]
     slab = next(slabs(readers, check.stored, check.expert, (0, -(-count // height) * height), height))
-    return _db_of_rows(check, slab, rows_of(check.origin, 0, count).values(readers).astype(np.float64) * factor)
-
-
-def _db_of_rows(check: Check, slab: Slab, x: npt.NDArray[np.float64]) -> float:
-    """Return the SQNR in decibels of the values of a slab, with x, the first of its rows, as the signal."""
-    error = values_of(check.stored, slab)[: len(x)].astype(np.float64) - x
+    with np.errstate(all="ignore"):
+        if is_inverted and slab.column_scale is not None:
+            slab = slab._replace(column_scale=np.float32(1) / slab.column_scale)
+        x = rows_of(check.origin, 0, count).values(readers).astype(np.float64) * factor
+        error = values_of(check.stored, slab)[: len(x)].astype(np.float64) - x
     return sqnr_db(float(np.square(x).sum()), float(np.square(error).sum()))
 
 
 _MOST_FAULTY = 4  # at most this many layers are examined, because this takes much longer than comparing
 _FAULTY_ELEMENTS = 1 << 26  # layers with more elements are not examined
-_ROWS = 64  # rows of an AWQ layer that are compared
 _NEAR_USUAL_DB = 10.0  # an AWQ layer's SQNR under the right factors is within this of the format's usual SQNR
 
 
@@ -680,8 +684,10 @@ def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
     form, origin = check.stored.container, check.origin
     if form is None or origin is None:
         return ""
-    if _has_reciprocal_columns(check, readers):
-        return "pre_quant_scale is stored as its reciprocals"
+    if COLUMN_SCALE in check.stored.parts and LOW_RANK_A not in check.stored.parts:
+        usual = usual_db(check, readers)
+        if usual is not None and _db_of_rows(check, readers, is_inverted=True) > usual - _NEAR_USUAL_DB:
+            return "pre_quant_scale is stored as its reciprocals"
     x, amaxes = origin.values(readers), tuple(one.origin.amax(readers) for one in members if one.origin is not None)
     shared = (max(amaxes),) if amaxes else ()
     parts = stored_layer(check.stored, check.expert, readers)
@@ -691,17 +697,3 @@ def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
     assert isinstance(parts, StoredLayer)
     mishap = explain(parts, x, amaxes=shared, unnamed=False).mishap
     return "" if mishap is None else without_numbers(mishap)
-
-
-def _has_reciprocal_columns(check: Check, readers: Readers) -> bool:
-    """Return whether an AWQ layer decodes to its source if its factors per column are replaced by their reciprocals."""
-    count, origin, form = min(_ROWS, check.stored.shape[-2]), check.origin, check.stored.container
-    assert origin is not None and form is not None
-    slab = next(slabs(readers, check.stored, check.expert, (0, -(-count // form.block[0]) * form.block[0])))
-    usual = usual_db(check, readers)
-    if slab.column_scale is None or slab.low_rank is not None or usual is None:
-        return False
-    x = rows_of(origin, 0, count).values(readers).astype(np.float64)
-    with np.errstate(all="ignore"):
-        inverted = slab._replace(column_scale=np.float32(1) / slab.column_scale)
-        return _db_of_rows(check, inverted, x) > usual - _NEAR_USUAL_DB

@@ -44,16 +44,10 @@ def worst_first(report: VerifyReport) -> list[LayerReport]:
     return sorted(report.layers, key=key)
 
 
-def error_of(db: float) -> str:
-    """Return the root-mean-square error at a SQNR as a percentage of the weights, such as "9.4%"."""
-    return f"{100 * 10 ** (-db / 20):.3g}%"
-
-
-def median_and_worst(report: VerifyReport) -> tuple[float, float, str] | None:
-    """Return (median SQNR, smallest SQNR, name of the layer with the smallest), both in decibels."""
-    found = [(layer.tally.sqnr_db, layer.name) for layer in report.layers if layer.tally.sqnr_db is not None]
-    finite = [(db, name) for db, name in found if math.isfinite(db)]
-    return (median(db for db, _ in finite), *min(finite)) if finite else None
+def _decibels_of(report: VerifyReport) -> list[tuple[float, str]]:
+    """Return (SQNR in decibels, layer) of all layers with a finite SQNR."""
+    found = [(layer.tally.sqnr_db, layer.name) for layer in report.layers]
+    return [(db, name) for db, name in found if db is not None and math.isfinite(db)]
 
 
 def summary_of(report: VerifyReport) -> Iterator[str]:
@@ -62,19 +56,19 @@ def summary_of(report: VerifyReport) -> Iterator[str]:
         return
     named = {issue.subject for issue in report.issues}
     total, faulty = len(report.layers), sum(layer.name in named for layer in report.layers)
-    text = f"{total - faulty} of {_layers(total)} as expected"
+    text = f"{total - faulty} of {_counted('layer', total)} as expected"
     if faulty:
         worst = worst_first(report)[0]
         why = next(issue.sentence for issue in report.issues if issue.subject == worst.name)
         text += f"; the worst: {shown(worst.name)}: {shown(why)}"
     yield text
-    found = median_and_worst(report)
-    if found is not None:
-        middle, least, name = found
-        yield (
-            f"SQNR: median {middle:.2f} dB, an error of {error_of(middle)} of the weights; worst {least:.2f} dB in"
-            f" {shown(name)}"
+    if found := _decibels_of(report):
+        middle, (least, name) = median(db for db, _ in found), min(found)
+        error = f"{100 * 10 ** (-middle / 20):.3g}%"  # root mean square, relative to the weights
+        text = (
+            f"SQNR: median {middle:.2f} dB, an error of {error} of the weights; worst {least:.2f} dB in {shown(name)}"
         )
+        yield text
     if report.parallel is not None:
         yield report.parallel.line
 
@@ -87,15 +81,14 @@ def unchecked(report: VerifyReport) -> list[str]:
     if report.manifest == "none":
         found.append("checksums of the files, because there is no manifest")
     if report.source is not None:
-        alone = sum(not layer.compared for layer in report.layers)
-        if alone:
-            found.append(f"the bytes of {_layers(alone)}, which were not encoded again")
+        if alone := sum(not layer.compared for layer in report.layers):
+            found.append(f"the bytes of {_counted('layer', alone)}, which were not encoded again")
     return found
 
 
-def _layers(count: int) -> str:
-    """Return a number of layers as text, such as "1 layer" or "12 layers"."""
-    return f"{count} layer{'s' * (count != 1)}"
+def _counted(word: str, count: int) -> str:
+    """Return a count with its noun, such as "1 error" or "2 errors"."""
+    return f"{count} {word}{'s' * (count != 1)}"
 
 
 # Sizes of a chart in pixels: width, height, left margin, and the margin on the other three sides.
@@ -112,7 +105,9 @@ def page(report: VerifyReport) -> str:
     """Return the whole HTML page of a report. Equal reports give equal pages."""
     style, script = (Path(__file__).with_name(f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
     columns = _columns(report)
-    style += _labels(columns)
+    # On narrow pages, the heading of a column is shown before the content of each of its cells.
+    heads = (f'#layers td:nth-child({i + 1})::before{{content:"{name}"}}' for i, name in enumerate(columns) if i)
+    style += f"@media (max-width: 46rem) {{{''.join(heads)}}}\n"
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
     title = f"fp4kit verify: {report.path.name}"
     parts = [_head(report), _summary_list(report), _issues(report), *_charts(report), _table(report, columns)]
@@ -140,16 +135,20 @@ def _head(report: VerifyReport) -> str:
     verdict = "clean" if report.clean else "error"
     warnings = len(report.issues) - report.errors
     word = f"{_counted('error', report.errors)}, {_counted('warning', warnings)}"
-    facts: list[tuple[str, object]] = [("checkpoint", report.path), ("source", report.source or "none given")]
-    facts += [("format", ", ".join(report.formats) or "unquantized"), ("recipe", report.recipe or "none recorded")]
-    facts += [("scales", report.scales)] if report.scales else []
-    facts += [("manifest", report.manifest), ("layers", len(report.layers))]
+    facts: dict[str, object] = {
+        "checkpoint": report.path,
+        "source": report.source or "none given",
+        "format": ", ".join(report.formats) or "unquantized",
+        "recipe": report.recipe or "none recorded",
+        **({"scales": report.scales} if report.scales else {}),
+        "manifest": report.manifest,
+        "layers": len(report.layers),
+    }
     if report.source is not None:
-        facts.append(("tensors copied", report.copied))
-        facts.append(
-            ("differing bytes", sum(layer.differing for layer in report.layers) + sum(n for _, n in report.changed))
-        )
-    items = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in facts)
+        facts["tensors copied"] = report.copied
+        counts = (*(layer.differing for layer in report.layers), *(n for _, n in report.changed))
+        facts["differing bytes"] = sum(counts)
+    items = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in facts.items())
     return (
         f'<h1>{_text(report.path.name)}</h1>\n<p id="verdict" class="{verdict}">{word}'
         f'<span class="soft">, fp4kit {_text(__version__)}</span></p>\n<dl>{items}</dl>\n'
@@ -161,7 +160,7 @@ def _summary_list(report: VerifyReport) -> str:
     checked.
     """
     lines = [*summary_of(report)]
-    if median_and_worst(report) is not None:
+    if _decibels_of(report):
         lines.append(DECIBELS)
     missing = unchecked(report)
     lines += [f"Not checked: {'; '.join(missing)}"] if missing else []
@@ -169,11 +168,6 @@ def _summary_list(report: VerifyReport) -> str:
         return ""
     items = "".join(f"<li>{_text(line)}</li>" for line in lines)
     return f'<h2>Summary</h2>\n<ul id="summary">{items}</ul>\n'
-
-
-def _counted(word: str, count: int) -> str:
-    """Return a count with its noun, such as "1 error" or "2 errors"."""
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _issues(report: VerifyReport) -> str:
@@ -276,23 +270,34 @@ def _chart(
     """Return the HTML of one chart, with one line per kind of layer and the layer numbers on the horizontal axis."""
     ticks = _ticks([value for value in values if math.isfinite(value)], least)
     numbers = sorted({point.number for point in points})
-    place = _Scale(numbers[0], max(numbers[-1], numbers[0] + 1), ticks[0], ticks[-1])
-    lines: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+    left, low, high = numbers[0], ticks[0], ticks[-1]
+    right = max(numbers[-1], left + 1)
+
+    def x(number: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _EDGE) * (number - left) / (right - left)
+
+    def y(value: float) -> float:
+        """Infinities are placed at the edges."""
+        return _HEIGHT - _EDGE - (_HEIGHT - 2 * _EDGE) * (min(max(value, low), high) - low) / (high - low)
+
+    drawn = []
+    for tick in ticks:
+        drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _EDGE}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        drawn.append(f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.6g}</text>')
+    plain = [number for number in numbers if number != other]
+    labels: list[tuple[int, object]] = [(number, number) for number in plain[:: -(-len(plain) // 24)]]
+    for number, label in [*labels, *([] if other is None else [(other, "other")])]:
+        drawn.append(f'<text x="{x(number):.1f}" y="{_HEIGHT - 3}" text-anchor="middle">{label}</text>')
+    lines: dict[str, list[tuple[float, float, str]]] = {kind: [] for kind in marks}
     for point, value in zip(points, values, strict=True):
         if not math.isnan(value):
-            lines[point.kind].append((place.x(point.number), place.y(value), _tip(point, value, other)))
-    drawn = "".join(_line(lines[kind], mark) for kind, mark in marks.items())
+            tip = f"{point.kind}{'' if point.number == other else f' {point.number}'}: {value:.4g}"
+            lines[point.kind].append((x(point.number), y(value), tip))
+    drawn += [marks[kind].line(line) for kind, line in lines.items()]
     return (
         f'<figure id="chart-{name}"><figcaption>{title}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-        f' width="{_WIDTH}" height="{_HEIGHT}" role="img"'
-        f' aria-label="{title}">{_axes(place, numbers, ticks, other)}{drawn}</svg></figure>\n'
+        f' width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{title}">{"".join(drawn)}</svg></figure>\n'
     )
-
-
-def _tip(point: _Point, value: float, other: int | None) -> str:
-    """Return the tooltip of a point, such as "mlp.up_proj 3: 20.4", with its kind, layer number and value."""
-    number = "" if point.number == other else f" {point.number}"
-    return f"{point.kind}{number}: {value:.4g}"
 
 
 def _ticks(values: Sequence[float], least: float = 0.0) -> list[float]:
@@ -306,42 +311,6 @@ def _ticks(values: Sequence[float], least: float = 0.0) -> list[float]:
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [i * step for i in range(first, max(last, first + 1) + 1)]
-
-
-class _Scale(NamedTuple):
-    """Map layer numbers and values to positions in a chart. Infinities are placed at the top and bottom edges.
-
-    left, right: the layer numbers at the left and right edges.
-    low, high: the values at the bottom and top edges.
-    """
-
-    left: int
-    right: int
-    low: float
-    high: float
-
-    def x(self, number: float) -> float:
-        """Return the distance of a layer number from the left side of the chart, in pixels."""
-        return _LEFT + (_WIDTH - _LEFT - _EDGE) * (number - self.left) / (self.right - self.left)
-
-    def y(self, value: float) -> float:
-        """Return the distance of a value from the top of the chart, in pixels."""
-        inside = min(max(value, self.low), self.high)
-        return _HEIGHT - _EDGE - (_HEIGHT - 2 * _EDGE) * (inside - self.low) / (self.high - self.low)
-
-
-def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float], other: int | None) -> str:
-    """Return the SVG of a chart's horizontal grid lines and of the labels of both axes."""
-    found = []
-    for tick in ticks:
-        y = place.y(tick)
-        found.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _EDGE}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        found.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.6g}</text>')
-    plain = [number for number in numbers if number != other]
-    labels = [(number, str(number)) for number in plain[:: -(-len(plain) // 24)]]
-    for number, label in [*labels, *([] if other is None else [(other, "other")])]:
-        found.append(f'<text x="{place.x(number):.1f}" y="{_HEIGHT - 3}" text-anchor="middle">{label}</text>')
-    return "".join(found)
 
 
 # Colors (distinct for color-blind readers), dashes, and shapes of points. Kinds of layers differ in all three.
@@ -373,16 +342,15 @@ class _Mark(NamedTuple):
             f' stroke-dasharray="{self.dash}" d="M0 5H30"/><path d="{self.shape.format(x=15, y=5)}"/></g></svg>'
         )
 
-
-def _line(points: Sequence[tuple[float, float, str]], mark: _Mark) -> str:
-    """Return the SVG of one line of a chart, with its points."""
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
-    dots = "".join(
-        f'<path class="point" data-y="{y:.1f}" d="{mark.shape.format(x=x, y=y)}"><title>{_text(t)}</title></path>'
-        for x, y, t in points
-    )
-    line = f'<polyline points="{path}" stroke="{mark.color}" stroke-dasharray="{mark.dash}"/>'
-    return f'<g fill="{mark.color}" stroke="none">{line}{dots}</g>'
+    def line(self, points: Sequence[tuple[float, float, str]]) -> str:
+        """Return the SVG of one line of a chart, with its points (x, y, tooltip)."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
+        dots = "".join(
+            f'<path class="point" data-y="{y:.1f}" d="{self.shape.format(x=x, y=y)}"><title>{_text(t)}</title></path>'
+            for x, y, t in points
+        )
+        line = f'<polyline points="{path}" stroke="{self.color}" stroke-dasharray="{self.dash}"/>'
+        return f'<g fill="{self.color}" stroke="none">{line}{dots}</g>'
 
 
 def _marks(kinds: Iterable[str]) -> Mapping[str, _Mark]:
@@ -391,22 +359,6 @@ def _marks(kinds: Iterable[str]) -> Mapping[str, _Mark]:
         kind: _Mark(_COLORS[i % len(_COLORS)], _DASHES[i % len(_DASHES)], _SHAPES[i % len(_SHAPES)])
         for i, kind in enumerate(kinds)
     }
-
-
-def _decibels(value: float | None) -> str:
-    """Return a number of decibels as text with two decimals, such as "20.41"; "-" for None."""
-    return "-" if value is None else f"{value:.2f}"
-
-
-class _Column(NamedTuple):
-    """A column of the table of layers.
-
-    name: the heading.
-    cell: a function that returns the HTML of a layer's cell.
-    """
-
-    name: str
-    cell: Callable[[LayerReport], str]
 
 
 def _shape(layer: LayerReport) -> str:
@@ -420,45 +372,40 @@ def _clipped(layer: LayerReport) -> str:
     return _number(_share(found.saturated, found.compared) if found.compared else None)
 
 
-_COLUMNS = (
-    _Column("layer", lambda layer: f"<td>{_text(layer.name)}</td>"),
-    _Column("format", lambda layer: f'<td class="text">{_text(layer.format)}</td>'),
-    _Column("shape", _shape),
-    _Column("SQNR dB", lambda layer: _number(layer.tally.sqnr_db, _decibels(layer.tally.sqnr_db))),
-    _Column("clipped %", _clipped),
-    _Column("at the largest code %", lambda layer: _number(_share(layer.tally.at_max, layer.tally.elements))),
-    _Column("zero blocks", lambda layer: _number(layer.tally.zero_blocks)),
-    _Column("flushed blocks", lambda layer: _number(layer.tally.flushed_blocks if layer.tally.compared else None)),
-    _Column("subnormal scales", lambda layer: _number(layer.tally.subnormal_scales)),
-    _Column("tensor scale", lambda layer: _number(layer.tensor_scale)),
-    _Column("differing bytes", lambda layer: _number(layer.differing if layer.compared else None)),
-)
+_Cell = Callable[[LayerReport], str]
+# heading -> a function that returns the HTML of a layer's cell
+_COLUMNS: dict[str, _Cell] = {
+    "layer": lambda layer: f"<td>{_text(layer.name)}</td>",
+    "format": lambda layer: f'<td class="text">{_text(layer.format)}</td>',
+    "shape": _shape,
+    "SQNR dB": lambda layer: _number(layer.tally.sqnr_db, ".2f"),
+    "clipped %": _clipped,
+    "at the largest code %": lambda layer: _number(_share(layer.tally.at_max, layer.tally.elements)),
+    "zero blocks": lambda layer: _number(layer.tally.zero_blocks, "d"),
+    "flushed blocks": lambda layer: _number(layer.tally.flushed_blocks if layer.tally.compared else None, "d"),
+    "subnormal scales": lambda layer: _number(layer.tally.subnormal_scales, "d"),
+    "tensor scale": lambda layer: _number(layer.tensor_scale),
+    "differing bytes": lambda layer: _number(layer.differing if layer.compared else None, "d"),
+}
 
 
-def _columns(report: VerifyReport) -> tuple[_Column, ...]:
-    """Return the columns of the table: the layer's name, and columns of values."""
+def _columns(report: VerifyReport) -> dict[str, _Cell]:
+    """Return the columns of the table: the layer's name, and columns of values that are not equal in all layers."""
     if len(report.layers) < 2:
         return _COLUMNS
-    name, *others = _COLUMNS
-    return name, *(one for one in others if len({one.cell(layer) for layer in report.layers}) > 1)
+    differ = {name: len({cell(layer) for layer in report.layers}) > 1 for name, cell in _COLUMNS.items()}
+    return {name: cell for name, cell in _COLUMNS.items() if name == "layer" or differ[name]}
 
 
-def _labels(columns: Sequence[_Column]) -> str:
-    """Return the CSS for narrow pages, which shows the heading of a column before the content of each of its cells."""
-    rules = "".join(
-        f'#layers td:nth-child({i + 1})::before{{content:"{column.name}"}}' for i, column in enumerate(columns) if i
-    )
-    return f"@media (max-width: 46rem) {{{rules}}}\n"
-
-
-def _table(report: VerifyReport, columns: Sequence[_Column]) -> str:
+def _table(report: VerifyReport, columns: Mapping[str, _Cell]) -> str:
     """Return the HTML table of layers, worst first, or an empty string if there are none."""
     if not report.layers:
         return ""
-    heads = "".join(f'<th><button type="button">{column.name}</button></th>' for column in columns)
+    heads = "".join(f'<th><button type="button">{name}</button></th>' for name in columns)
     layers = worst_first(report)
-    rows = "".join(f"<tr>{''.join(column.cell(layer) for column in columns)}</tr>\n" for layer in layers)
-    same = [f"{one.name} {_content(one.cell(layers[0]))}" for one in _COLUMNS if one not in columns]
+    rows = "".join(f"<tr>{''.join(cell(layer) for cell in columns.values())}</tr>\n" for layer in layers)
+    cells = {name: cell(layers[0]) for name, cell in _COLUMNS.items() if name not in columns}
+    same = [f"{name} {cell[cell.index('>') + 1 : cell.rindex('<')]}" for name, cell in cells.items()]
     note = f'<p id="same">All layers: {"; ".join(same)}.</p>\n' if same else ""
     return (
         f'<h2>Layers, worst first</h2>\n{note}<p><label>Filter <input id="filter" type="search"></label> <span'
@@ -467,14 +414,9 @@ def _table(report: VerifyReport, columns: Sequence[_Column]) -> str:
     )
 
 
-def _content(cell: str) -> str:
-    """Return the HTML between the opening and the closing tag of a table cell."""
-    return cell[cell.index(">") + 1 : cell.rindex("<")]
-
-
-def _number(value: float | None, text: str | None = None) -> str:
+def _number(value: float | None, shown_as: str = ".4g") -> str:
     """Return the HTML of a table cell that sorts as a number."""
     if value is None:
         return '<td data-value="NaN">-</td>'
     exact = str(value).replace("inf", "Infinity").replace("nan", "NaN")
-    return f'<td data-value="{exact}">{text if text is not None else f"{value:.4g}" if isinstance(value, float) else value}</td>'  # noqa: E501
+    return f'<td data-value="{exact}">{value:{shown_as}}</td>'

@@ -5,9 +5,10 @@ by byte. SQNR is the signal-to-noise ratio of the quantized values in decibels.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +33,9 @@ from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import Activations, ScaleSearch, recorded_search
 from fp4kit.checkpoint.plan.source_layers import expert_stacks, is_split, split_layers
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE
-from fp4kit.checkpoint.verify.integrity import (
-    Issue,
-    emptiness_of,
-    is_all_zero,
-    noise_of,
-    stored_issues,
-    swapped_nibbles,
-    zeros_of,
-)
-from fp4kit.checkpoint.verify.reencode import (
-    Check,
-    ReencodedLayer,
-    Settings,
-    Smoothing,
-    checks_of,
-    checks_of_restored,
-    differing_bytes,
-    faults_of,
-    origins_of,
-    run,
-    smoothing_of,
-    transposed_from,
-)
+from fp4kit.checkpoint.verify import integrity, reencode
+from fp4kit.checkpoint.verify.integrity import Issue
+from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings, Smoothing
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
@@ -229,7 +210,7 @@ def prepare(
     issues, model, turned, scales = findings_of_files(model, tuple(ignore))
     parallel = None if model.root.is_file() else sharding_of(model.weights.values(), model.config or {})
     issues += _cut_layers(model, tp, ep)
-    issues += swapped_nibbles(model)
+    issues += integrity.swapped_nibbles(model)
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
     given = tuple((pattern, find_recipe(one)) for pattern, one in recipes)
     manifest = load_manifest(model.root) or {}
@@ -237,17 +218,19 @@ def prepare(
     settings, others = _with_adapter(model, _object(manifest.get("request")), settings, adapter, source is not None)
     issues += [*texts, *others]
     if source is None:
-        checks, reference = tuple(checks_of(model.layers.values(), {}, settings)), reference_of(model.weights.values())
+        checks, reference = (
+            tuple(reencode.checks_of(model.layers.values(), {}, settings)),
+            reference_of(model.weights.values()),
+        )
         return Verification(model.root, None, settings, checks, (), tuple(issues), parallel, reference)
     original = open_source(Path(source))
     facts, now = manifest.get("source"), source_facts(original)
     if isinstance(facts, dict):
         changed = sorted(name for name in {*facts, *now} if facts.get(name) != now.get(name))
         issues += [Issue("warning", name, _OTHER_SOURCE) for name in changed]
-    beside = _SourceComparison(model, original, settings, turned.rotations)
-    _check_patterns(beside.checks, [pattern for pattern, _ in given])
-    issues += beside.issues()
-    return Verification(model.root, original.root, settings, beside.checks, beside.copies, tuple(issues), parallel)
+    checks, copies, more = _compared_with_source(model, original, settings, turned.rotations)
+    _check_patterns(checks, [pattern for pattern, _ in given])
+    return Verification(model.root, original.root, settings, checks, copies, (*issues, *more), parallel)
 
 
 _OTHER_SOURCE = "is not the source file that was converted: its size or header differs"
@@ -348,93 +331,83 @@ def _check_patterns(checks: Iterable[Check], patterns: Sequence[str]) -> None:
 _CASTS = ("F8_E4M3", "F8_E5M2")  # dtypes to which a model may have been cast
 
 
-class _SourceComparison:
-    """Match the tensors of a checkpoint with the tensors of its source, and decide which to compare.
+def _compared_with_source(
+    model: Checkpoint, original: Source, settings: Settings, rotations: Mapping[str, WeightRotation]
+) -> tuple[tuple[Check, ...], tuple[tuple[Located, Located], ...], list[Issue]]:
+    """Match the tensors of a checkpoint with the tensors of its source. Return (checks, copies, issues).
 
     checks: the matrices that are quantized in the checkpoint or were decoded from a quantized source.
     copies: (stored, source) pairs of all other tensors that both have under one name, with equal shapes, and with equal
         dtypes or two float dtypes, because tools cast some tensors, such as the router's.
+    issues: what the matching shows, before any values are compared.
     """
+    known, weights = weights_of(original.tensors, original.config), model.weights.values()
+    if model.layers:
+        items, matrices = check_model(original, known), frozenset[str]()
+    else:
+        _, items, matrices = transforms.undo(original, known)
+    checks = (
+        *reencode.checks_of(weights, reencode.origins_of(weights, original, rotations, settings.adapter), settings),
+    )
+    checks += (*_restored(model, original, settings, {check.stored.name for check in checks}),)
+    transposed = reencode.transposed_from(weights, original)
+    made = {part.entry.name for check in checks for part in check.stored.parts.values()}
+    used = {name for check in checks if check.origin is not None for name in check.origin.names}
+    used |= matrices | {item.name for item in items if item.why in LEFT_OUT}
+    used |= {name for names in transposed.values() for name in names}
+    without = [check.stored.name for check in checks if check.origin is None and check.stored.name not in transposed]
+    copies, unlike, cast = [], [], []
+    for name, (file, entry) in model.tensors.items():
+        if name in made:
+            continue
+        if name not in original.tensors:
+            without += [] if is_attention_scale(name) else [name]
+            continue
+        used.add(name)
+        other_file, other = original.tensors[name]
+        floats = {entry.dtype, other.dtype} <= {*FLOAT_DTYPES, *_CASTS}
+        if entry.shape != other.shape or not (entry.dtype == other.dtype or floats):
+            have, want = (f"{one.dtype} {list(one.shape)}" for one in (entry, other))
+            unlike.append(Issue("error", name, f"is {have}; the source has {want}"))
+            continue
+        copies.append((located(file, entry), located(other_file, other)))
+        if entry.dtype != other.dtype and other.dtype not in _CASTS:  # the values of casts are exact
+            text = f"is {entry.dtype}; the source has {other.dtype}, which was rounded for the comparison"
+            cast.append(Issue("warning", name, text))
+    missing = [name for name in original.tensors if name not in used and not is_attention_scale(name)]
+    issues = [Issue("error", name, "is not in the source") for name in dict.fromkeys(without)]
+    issues += [Issue("error", name, "is missing; the source has it") for name in missing]
+    issues += [*unlike, *cast]
+    for name, names in transposed.items():
+        issues.append(Issue("warning", name, f"is a transposed part of {', '.join(names)} and is not compared"))
+    if any_quantized(known.values()):
+        issues += _quantized_although_kept(model, checks)
+    for why, n in Counter(check.why for check in checks if check.why).items():
+        issues.append(Issue("warning", "model", f"{n} layer{' is' if n == 1 else 's are'} not re-encoded: {why}"))
+    return checks, tuple(copies), issues
 
-    def __init__(
-        self, model: Checkpoint, original: Source, settings: Settings, rotations: Mapping[str, WeightRotation]
-    ) -> None:
-        self._model, self._original = model, original
-        known, weights = weights_of(original.tensors, original.config), model.weights.values()
-        if model.layers:
-            items, matrices = check_model(original, known), frozenset[str]()
-        else:
-            _, items, matrices = transforms.undo(original, known)
-        checks = list(checks_of(weights, origins_of(weights, original, rotations, settings.adapter), settings))
-        checked = {check.stored.name for check in checks}
-        rest = [weight for weight in weights if weight.name not in checked]
-        # The layers that a conversion to unquantized values may have put together from several weights.
-        sources = decodable(original.tensors, original.config)
-        sources = sources if settings.adapter is None else settings.adapter.attach(sources, original.config)
-        restored = [*expert_stacks(sources, original.config).values()]
-        if not any(is_split(name) for name in model.tensors):
-            restored += split_layers(original.tensors, sources).values()
-        self.checks = (*checks, *checks_of_restored(rest, restored, settings))
-        self._made = {part.entry.name for check in self.checks for part in check.stored.parts.values()}
-        self._transposed = transposed_from(weights, original)
-        self._used = {name for check in self.checks if check.origin is not None for name in check.origin.names}
-        self._used |= matrices | {item.name for item in items if item.why in LEFT_OUT}
-        self._used |= {name for names in self._transposed.values() for name in names}
-        self._alike: dict[str, tuple[Located, Located]] = {}
-        self._unlike: dict[str, str] = {}  # name of a tensor that cannot be compared -> what differs
-        for name, (file, entry) in model.tensors.items():
-            if name in self._made or name not in original.tensors:
-                continue
-            other_file, other = original.tensors[name]
-            floats = {entry.dtype, other.dtype} <= {*FLOAT_DTYPES, *_CASTS}
-            if entry.shape == other.shape and (entry.dtype == other.dtype or floats):
-                self._alike[name] = located(file, entry), located(other_file, other)
-            else:
-                text = f"is {entry.dtype} {list(entry.shape)}; the source has {other.dtype} {list(other.shape)}"
-                self._unlike[name] = text
-        self.copies = tuple(self._alike.values())
 
-    def issues(self) -> list[Issue]:
-        """Return the issues that the matching shows, before any values are compared."""
-        stored, source = self._model.tensors, self._original.tensors
-        without = [check.stored.name for check in self.checks if check.origin is None]
-        strange = [name for name in without if name not in self._transposed]
-        strange += [n for n in stored if n not in self._made and n not in source and not is_attention_scale(n)]
-        known = {*self._used, *self._alike, *self._unlike}
-        missing = [name for name in source if name not in known and not is_attention_scale(name)]
-        cast = [
-            (name, have.entry.dtype, want.entry.dtype)
-            for name, (have, want) in self._alike.items()
-            if have.entry.dtype != want.entry.dtype and want.entry.dtype not in _CASTS  # the values of casts are exact
-        ]
-        rows = [("error", name, "is not in the source") for name in dict.fromkeys(strange)]
-        rows += [("error", name, "is missing; the source has it") for name in missing]
-        rows += [("error", name, text) for name, text in self._unlike.items()]
-        rows += [
-            ("warning", n, f"is {a}; the source has {b}, which was rounded for the comparison") for n, a, b in cast
-        ]
-        rows += [
-            ("warning", name, f"is a transposed part of {', '.join(names)} and is not compared")
-            for name, names in self._transposed.items()
-        ]
-        rows += [("error", name, _QUANTIZED_ALONE) for name in self._quantized_although_kept()]
-        for why, n in Counter(check.why for check in self.checks if check.why).items():
-            rows.append(("warning", "model", f"{n} layer{' is' if n == 1 else 's are'} not re-encoded: {why}"))
-        return [Issue(*row) for row in rows]
+def _restored(model: Checkpoint, original: Source, settings: Settings, checked: Collection[str]) -> Iterator[Check]:
+    """Yield checks of layers that a conversion to unquantized values may have put together from several weights."""
+    rest = [weight for weight in model.weights.values() if weight.name not in checked]
+    sources = decodable(original.tensors, original.config)
+    sources = sources if settings.adapter is None else settings.adapter.attach(sources, original.config)
+    layers = [*expert_stacks(sources, original.config).values()]
+    if not any(is_split(name) for name in model.tensors):
+        layers += split_layers(original.tensors, sources).values()
+    return reencode.checks_of_restored(rest, layers, settings)
 
-    def _quantized_although_kept(self) -> list[str]:
-        """Return the quantized layers that the source, which has quantized layers, keeps unquantized."""
-        if not any_quantized(weights_of(self._original.tensors, self._original.config).values()):
-            return []
-        include = recorded_include(self._model.files)
-        made = [(check.stored, check.origin.weight) for check in self.checks if check.origin is not None]
-        alone = [
-            stored.name
-            for stored, weight in made
-            if stored.container is not None and weight.container is None and weight.dtype in FLOAT_DTYPES
-            if first_match(include, weight.name) is None
-        ]
-        return list(dict.fromkeys(alone))
+
+def _quantized_although_kept(model: Checkpoint, checks: Iterable[Check]) -> Iterator[Issue]:
+    """Yield an error for each quantized layer that the source, which has quantized layers, keeps unquantized."""
+    include, seen = recorded_include(model.files), set()
+    for check in checks:
+        name, origin = check.stored.name, check.origin
+        if origin is None or check.stored.container is None or origin.weight.container is not None or name in seen:
+            continue
+        if origin.weight.dtype in FLOAT_DTYPES and first_match(include, origin.weight.name) is None:
+            seen.add(name)
+            yield Issue("error", name, _QUANTIZED_ALONE)
 
 
 def execute(prepared: Verification, options: Options | None = None) -> VerifyReport:
@@ -443,7 +416,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
     start_devices(options.devices, options.executor)
     tick = options.progress or (lambda count: None)
     with executor_of(options.executor, options.workers or 1, bool(options.devices)) as executor:
-        found = list(run(prepared.checks, executor, tick))
+        found = list(reencode.run(prepared.checks, executor, tick))
         changed = []
         for stored, count in run_all(executor, deque((_copy_differs, pair) for pair in prepared.copies)):
             tick(stored.entry.nbytes)
@@ -451,69 +424,18 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
         file_differences = differences(prepared.root, executor)
     differing = {name for name, _ in changed}
     pairs = [pair for pair in prepared.copies if pair[0].entry.name in differing]
-    smoothing = smoothing_of(pairs, prepared.checks) if prepared.settings.recipe is None else Smoothing((), {})
-    return _report(prepared, found, sorted(changed), file_differences, smoothing)
-
-
-def _copy_differs(stored: Located, source: Located) -> tuple[Located, int]:
-    """Compare an unconverted tensor with its source tensor. Return (``stored``, number of bytes that differ)."""
-    return stored, differing_bytes(stored, source)
-
-
-def _report(
-    prepared: Verification,
-    found: Sequence[ReencodedLayer],
-    changed: Sequence[tuple[str, int]],
-    file_differences: Sequence[str] | None,
-    smoothing: Smoothing,
-) -> VerifyReport:
-    """Combine the results of a verification into a report, whose layers are in the order of the files."""
-    of_layer: dict[str, list[ReencodedLayer]] = defaultdict(list)
-    for one in found:
-        of_layer[one.check.stored.name].append(one)
-    order = dict.fromkeys(check.stored.name for check in prepared.checks)
+    smoothing = reencode.smoothing_of(pairs, prepared.checks) if prepared.settings.recipe is None else Smoothing((), {})
     with Readers() as readers:
-        layers = tuple(_layer(of_layer[name], readers) for name in order)
-    parts = (line.rpartition(": ") for line in file_differences or ())
-    issues = [Issue("error", name, text) for name, _, text in parts]
-    roots = dict.fromkeys((prepared.root, whole_path(prepared.root)))
-    issues += [Issue("error", path.name, _LEFTOVER_TEXT) for root in roots for path in leftovers_of(root)]
-    issues += prepared.issues
-    zeros = [*_zeros(found)]
-    issues += zeros
-    with Readers() as readers:
-        issues += _doubtful_magnitudes(found, layers, prepared.reference, readers)
-    issues += [issue for layer in layers for issue in stored_issues(layer.name, layer.tally)]
-    lost = {issue.subject.partition("[")[0] for issue in zeros if issue.severity == "error"}
-    issues += [
-        Issue("error" if one.doubt in CERTAIN else "warning", one.check.stored.name, one.doubt)
-        for one in found
-        if one.doubt and not (one.doubt in CERTAIN and one.check.stored.name in lost)
-    ]
-    issues += [
-        Issue("error", one.check.stored.name, f"cannot be re-encoded: {shown(one.error)}") for one in found if one.error
-    ]
-    far = (
-        issue
-        for layer in layers
-        for issue in _too_far_from_source(layer, smoothing.layers.get(layer.name), prepared.settings.weighted)
-    )
-    too_far = [issue for issue in far if issue.subject not in lost]  # the zeros are the cause
-    different = (layer.name for layer in layers if _is_unlike(layer) and layer.name not in lost)
-    unlike = [*(issue.subject for issue in too_far), *different]
-    issues += too_far
-    faults = faults_of(prepared.checks, dict.fromkeys(unlike))
-    issues += [Issue("error", name, f"{fault}{_REPAIR}") for name, fault in faults.items()]
-    issues += [Issue("warning", name, _SMOOTHED) for name in smoothing.norms]
-    settings = prepared.settings
-    used = {one.check.stored.name: one.check.job.recipe for one in found if one.check.job is not None}
-    issues += [issue for layer in layers for issue in _differing(layer, used.get(layer.name), settings.search)]
-    issues += [
-        Issue("error", name, "bytes of a copied tensor that differ from the source", count=n)
-        for name, n in changed
-        if name not in smoothing.norms
-    ]
-    recipes = None
+        layers = _layers(prepared.checks, found, readers)
+        issues = [
+            *_issues_of_files(prepared.root, file_differences or ()),
+            *prepared.issues,
+            *_issues_of_layers(prepared, found, layers, smoothing, readers),
+        ]
+    for name, count in sorted(changed):
+        if name not in smoothing.norms:
+            issues.append(Issue("error", name, "bytes of a copied tensor that differ from the source", count=count))
+    settings, recipes = prepared.settings, None
     if settings.recipe is not None:
         recipes = ", ".join([settings.recipe.id, *(f"{pattern}={one.id}" for pattern, one in settings.patterns)])
     return VerifyReport(
@@ -525,10 +447,57 @@ def _report(
         "none" if file_differences is None else "differs" if file_differences else "equal",
         layers,
         len(prepared.copies),
-        tuple(changed),
+        tuple(sorted(changed)),
         tuple(sorted(dict.fromkeys(issues), key=lambda issue: issue.severity)),
         prepared.parallel,
     )
+
+
+def _copy_differs(stored: Located, source: Located) -> tuple[Located, int]:
+    """Compare an unconverted tensor with its source tensor. Return (``stored``, number of bytes that differ)."""
+    return stored, reencode.differing_bytes(stored, source)
+
+
+def _issues_of_files(root: Path, file_differences: Iterable[str]) -> Iterator[Issue]:
+    """Yield an error for each file that differs from the manifest, and for each file that a killed run left."""
+    for line in file_differences:
+        name, _, text = line.rpartition(": ")
+        yield Issue("error", name, text)
+    for place in dict.fromkeys((root, whole_path(root))):
+        yield from (Issue("error", path.name, _LEFTOVER_TEXT) for path in leftovers_of(place))
+
+
+def _issues_of_layers(
+    prepared: Verification,
+    found: Sequence[ReencodedLayer],
+    layers: Sequence[LayerReport],
+    smoothing: Smoothing,
+    readers: Readers,
+) -> Iterator[Issue]:
+    """Yield what the values of the layers show."""
+    zeros, settings = [*_zeros(found)], prepared.settings
+    yield from zeros
+    yield from _doubtful_magnitudes(found, layers, prepared.reference, readers)
+    for layer in layers:
+        yield from integrity.stored_issues(layer.name, layer.tally)
+    lost = {issue.subject.partition("[")[0] for issue in zeros if issue.severity == "error"}
+    for one in found:
+        name = one.check.stored.name
+        if one.doubt and not (one.doubt in CERTAIN and name in lost):
+            yield Issue("error" if one.doubt in CERTAIN else "warning", name, one.doubt)
+    failed = [one for one in found if one.error]
+    yield from (Issue("error", x.check.stored.name, f"cannot be re-encoded: {shown(x.error)}") for x in failed)
+    kept = [layer for layer in layers if layer.name not in lost]  # of the others, the zeros are the cause
+    far = [*chain.from_iterable(_too_far(layer, smoothing.layers.get(layer.name), settings.weighted) for layer in kept)]
+    yield from far
+    # More than 1% of the bytes of the codes, or of those of the block scales, differ.
+    different = [x.name for x in kept if any(100 * count > compared for count, compared in (x.codes, x.scales))]
+    faults = reencode.faults_of(prepared.checks, dict.fromkeys([*(issue.subject for issue in far), *different]))
+    yield from (Issue("error", name, f"{fault}{_REPAIR}") for name, fault in faults.items())
+    yield from (Issue("warning", name, _SMOOTHED) for name in smoothing.norms)
+    used = {one.check.stored.name: one.check.job.recipe for one in found if one.check.job is not None}
+    for layer in layers:
+        yield from _differing(layer, used.get(layer.name), settings.search)
 
 
 _QUANTIZED_ALONE = (
@@ -536,6 +505,14 @@ _QUANTIZED_ALONE = (
     " --include if this layer is to be quantized too"
 )
 _LEFTOVER_TEXT = "was left by a run that was killed after it had completed; fp4kit convert --remove-stale removes it"
+
+
+def _layers(checks: Iterable[Check], found: Iterable[ReencodedLayer], readers: Readers) -> tuple[LayerReport, ...]:
+    """Return one report per layer or stack of experts, in the order of the files."""
+    members: dict[str, list[ReencodedLayer]] = {check.stored.name: [] for check in checks}
+    for one in found:
+        members[one.check.stored.name].append(one)
+    return tuple(_layer(of_layer, readers) for of_layer in members.values())
 
 
 def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
@@ -569,13 +546,16 @@ _SMOOTHED = "was divided by a factor per column that layers after it were multip
 def _zeros(found: Sequence[ReencodedLayer]) -> Iterator[Issue]:
     """Yield an issue for each matrix whose values are zero where those of the source are not, or all zero."""
     quantized = [one for one in found if one.check.stored.container is not None]
-    share = sum(is_all_zero(one.tally) for one in quantized) / max(len(quantized), 1)
+    share = sum(integrity.is_all_zero(one.tally) for one in quantized) / max(len(quantized), 1)
     for one in quantized:
         stored, form = one.check.stored, one.check.stored.container
         scale = None if form is None else form.scale
         name = stored.name if stored.experts == 1 else f"{stored.name}[{one.check.expert}]"
-        for each in zeros_of(one.tally) if one.tally.compared else emptiness_of(one.tally, scale, share):
-            yield Issue(each.severity, name, each.text, count=each.count)
+        yield from (
+            integrity.zeros_of(name, one.tally)
+            if one.tally.compared
+            else integrity.emptiness_of(name, one.tally, scale, share)
+        )
 
 
 def _doubtful_magnitudes(
@@ -593,25 +573,17 @@ def _doubtful_magnitudes(
         yield from (Issue(doubt.severity, name, doubt.text) for name in doubt.names or ("model",))
 
 
-def _too_far_from_source(layer: LayerReport, smoothed_db: float | None, is_weighted: bool) -> Iterator[Issue]:
+def _too_far(layer: LayerReport, smoothed_db: float | None, is_weighted: bool) -> Iterator[Issue]:
     """Yield an error if a layer is much farther from its source than its format requires (see MARGIN_DB)."""
     is_of_recipe = bool(layer.compared) and not layer.differing
-    if layer.usual_db is None or (is_of_recipe and is_weighted):
-        return
-    bits = container(layer.format).element.bits
-    sqnr = layer.tally.sqnr_db if smoothed_db is None else smoothed_db
-    for each in noise_of(sqnr, layer.usual_db, bits, is_of_recipe):
-        yield Issue(each.severity, layer.name, each.text)
+    if layer.usual_db is not None and not (is_of_recipe and is_weighted):
+        sqnr = layer.tally.sqnr_db if smoothed_db is None else smoothed_db
+        yield from integrity.noise_of(
+            layer.name, sqnr, layer.usual_db, container(layer.format).element.bits, is_of_recipe
+        )
 
 
 _REPAIR = ", as the source shows; undo this in the file, or convert the source again"
-
-
-def _is_unlike(layer: LayerReport) -> bool:
-    """Return whether more than 1% of the bytes of a layer's codes differ, or more than 1% of those of its block
-    scales.
-    """
-    return any(100 * differing > compared for differing, compared in (layer.codes, layer.scales))
 
 
 def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | None) -> Iterator[Issue]:

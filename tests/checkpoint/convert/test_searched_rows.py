@@ -19,7 +19,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint import ConversionReport, Options, ScaleSearch, convert, make_plan
-from fp4kit.checkpoint.identify import diagnose
+from fp4kit.checkpoint.identify import hypotheses
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict, LayerVerdict
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
@@ -330,10 +330,9 @@ def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path
     """
     source, tensors = model
     searched(source, tmp_path / "d", column_weights(tmp_path / "w.safetensors", tensors))
-    tried, right = [], diagnose.try_layout
-    monkeypatch.setattr(
-        diagnose, "try_layout", lambda case, layout, *rest: tried.append(layout) or right(case, layout, *rest)
-    )
+    tried, right = [], hypotheses.try_layout
+    counted = lambda layout, *rest: tried.append(layout) or right(layout, *rest)  # noqa: E731
+    monkeypatch.setattr(hypotheses, "try_layout", counted)
     assert all(layer.explanation.searched for layer in identify_checkpoint(tmp_path / "d", source).layers)
     assert len(tried) == 5 and not any(layout.mishaps for layout in tried)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -84,9 +85,8 @@ def scales(layer, layout, declared="linear"):
 
 def cut_scales(layer):
     rows, columns = layer.block_scale.shape
-    return replace(
-        layer, block_scale=np.ascontiguousarray(swizzle_scales(layer.block_scale, "swizzled_128x4")[:rows, :columns])
-    )
+    kept = swizzle_scales(layer.block_scale, "swizzled_128x4")[:rows, :columns]
+    return replace(layer, block_scale=np.ascontiguousarray(kept))
 
 
 def moved(layer, rows):
@@ -100,33 +100,29 @@ def order(layer, kind):
 
     kind: the name of the order. Raises ValueError if the number of rows does not fit the order.
     """
-    N = layer.codes.shape[0]
-    if N % {"rotary": 2 * HEADS, "unrotary": 2 * HEADS, "random": 1, "flashinfer": 1}.get(kind, 2):
-        raise ValueError("not of so many rows")
-    if kind == "exchanged":
-        return moved(layer, [*range(N // 2, N), *range(N // 2)])
-    if kind == "interleaved":
-        return moved(layer, [i // 2 + (N // 2) * (i % 2) for i in range(N)])
-    if kind == "up first":
-        return moved(layer, [i // 2 + (N // 2) * (1 - i % 2) for i in range(N)])
-    if kind == "up above":
-        return moved(layer, [*range(1, N, 2), *range(0, N, 2)])
-    if kind == "stacked":
-        return moved(layer, [*range(0, N, 2), *range(1, N, 2)])
-    d = N // HEADS
-    if kind == "rotary":
-        return moved(layer, [h * d + (i % 2) * (d // 2) + i // 2 for h in range(HEADS) for i in range(d)])
-    if kind == "unrotary":
-        return moved(layer, [h * d + (i % (d // 2)) * 2 + i // (d // 2) for h in range(HEADS) for i in range(d)])
+    n = len(layer.codes)
     if kind == "flashinfer":
-        return moved(layer, shuffle_rows(N, 128))
-    return moved(layer, np.random.default_rng(5).permutation(N))
+        return moved(layer, shuffle_rows(n, 128))
+    if n % {"rotary": 2 * HEADS, "unrotary": 2 * HEADS, "random": 1}.get(kind, 2):
+        raise ValueError("not of so many rows")
+    i, half, d = np.arange(n), n // 2, max(n // HEADS, 2)
+    head, j = i // d * d, i % d
+    rows = {
+        "exchanged": (i + half) % n,
+        "interleaved": i // 2 + half * (i % 2),
+        "up first": i // 2 + half * (1 - i % 2),
+        "up above": np.argsort(1 - i % 2, kind="stable"),
+        "stacked": np.argsort(i % 2, kind="stable"),
+        "rotary": head + j % 2 * (d // 2) + j // 2,
+        "unrotary": head + j % (d // 2) * 2 + j // (d // 2),
+        "random": np.random.default_rng(5).permutation(n),
+    }
+    return moved(layer, rows[kind])
 
 
 def transposed_bytes(layer):
-    return replace(
-        layer, codes=np.ascontiguousarray(layer.codes.T), block_scale=np.ascontiguousarray(layer.block_scale.T)
-    )
+    codes, scales = (np.ascontiguousarray(part.T) for part in (layer.codes, layer.block_scale))
+    return replace(layer, codes=codes, block_scale=scales)
 
 
 def transposed_codes(layer):
@@ -162,22 +158,23 @@ def turned_blocks(layer):
     return replace(layer, codes=codes, block_scale=layer.block_scale[:, ::-1])
 
 
+HALVES = {16: " (GGML's order of MXFP4)", 8: " (GGML's order of NVFP4)", 32: ""}
+SHARED = {half: f"elements j and j + {half} of each {2 * half} share a byte{note}" for half, note in HALVES.items()}
 PACKED = {
     "nibbles": (nibbles, "nibbles are swapped"),
-    "ggml mxfp4": (
-        lambda layer: halves(layer, 16),
-        "elements j and j + 16 of each 32 share a byte (GGML's order of MXFP4)",
-    ),
-    "ggml nvfp4": (
-        lambda layer: halves(layer, 8),
-        "elements j and j + 8 of each 16 share a byte (GGML's order of NVFP4)",
-    ),
-    "halves of 64": (lambda layer: halves(layer, 32), "elements j and j + 32 of each 64 share a byte"),
-    "ggml, high first": (
-        lambda layer: nibbles(halves(layer, 16)),
-        "elements j and j + 16 of each 32 share a byte (GGML's order of MXFP4), high nibble first",
-    ),
+    **{f"halves {half}": (partial(halves, half=half), name) for half, name in SHARED.items()},
+    "halves 16, high first": (lambda layer: nibbles(halves(layer, 16)), f"{SHARED[16]}, high nibble first"),
     "bytes transposed": (transposed_bytes, "packed bytes are transposed; block scales lie column by column"),
+}
+ORDERS = {
+    "exchanged": "halves of the rows (gate and up) are exchanged",
+    "interleaved": "halves of the rows (gate and up) are interleaved",
+    "stacked": "interleaved rows (gate and up) are stacked",
+    "up first": "halves of the rows (gate and up) are interleaved and exchanged",
+    "up above": "interleaved rows (gate and up) are stacked and exchanged",
+    "rotary": "rows are in GGUF's and Meta's rotary order of q and k (4 heads)",
+    "unrotary": "rows are permuted to Hugging Face's rotary order of q and k once too often (4 heads)",
+    "flashinfer": "rows are shuffled for FlashInfer (epilogue tile 128)",
 }
 ANY = {
     "swizzled": (lambda layer: scales(layer, "swizzled_128x4"), "block scales are swizzled_128x4, declared linear"),
@@ -195,20 +192,7 @@ ANY = {
         lambda layer: replace(layer, block_scale=np.ascontiguousarray(layer.block_scale.T)),
         "block scales lie column by column",
     ),
-    "exchanged": (lambda layer: order(layer, "exchanged"), "halves of the rows (gate and up) are exchanged"),
-    "interleaved": (lambda layer: order(layer, "interleaved"), "halves of the rows (gate and up) are interleaved"),
-    "stacked": (lambda layer: order(layer, "stacked"), "interleaved rows (gate and up) are stacked"),
-    "up first": (
-        lambda layer: order(layer, "up first"),
-        "halves of the rows (gate and up) are interleaved and exchanged",
-    ),
-    "up above": (lambda layer: order(layer, "up above"), "interleaved rows (gate and up) are stacked and exchanged"),
-    "rotary": (lambda layer: order(layer, "rotary"), "rows are in GGUF's and Meta's rotary order of q and k (4 heads)"),
-    "unrotary": (
-        lambda layer: order(layer, "unrotary"),
-        "rows are permuted to Hugging Face's rotary order of q and k once too often (4 heads)",
-    ),
-    "flashinfer": (lambda layer: order(layer, "flashinfer"), "rows are shuffled for FlashInfer (epilogue tile 128)"),
+    **{kind: (partial(order, kind=kind), mishap) for kind, mishap in ORDERS.items()},
     "codes transposed": (transposed_codes, "codes are transposed; block scales lie column by column"),
     "scales of other blocks": (other_blocks, "block scales are those of other blocks of the same row"),
 }
@@ -251,7 +235,7 @@ def test_faults_are_found(name, fault) -> None:
 )
 @pytest.mark.parametrize("wrong", TENSOR)
 @pytest.mark.parametrize(
-    "fault", half([None, "nibbles", "ggml mxfp4", "swizzled", "cut", "interleaved", "rotary", "bytes transposed"])
+    "fault", half([None, "nibbles", "halves 16", "swizzled", "cut", "interleaved", "rotary", "bytes transposed"])
 )
 def test_tensor_scales_alone_and_with_another_fault(name, wrong, fault) -> None:
     x = weights(1)
@@ -364,11 +348,10 @@ def test_scales_of_other_rows() -> None:
 def test_several_kinds_of_permuted_blocks() -> None:
     x = weights(13)
     layer = stored(x, "nvfp4-te")
-    assert_found(
-        found(turned_blocks(layer), x), "nvfp4-te", "blocks, codes and scales, are in other places of their rows"
-    )
+    moved_blocks = "blocks, codes and scales, are in other places of their rows"
+    assert_found(found(turned_blocks(layer), x), "nvfp4-te", moved_blocks)
     both = found(tensor(turned_blocks(layer), "inverted"), x).mishap
-    assert both == f"blocks, codes and scales, are in other places of their rows; {TENSOR['inverted']}"
+    assert both == f"{moved_blocks}; {TENSOR['inverted']}"
     both = found(tensor(other_blocks(layer), "inverted"), x).mishap
     assert both == f"block scales are those of other blocks of the same row; {TENSOR['inverted']}"
     rows = turned_blocks(layer)
@@ -398,9 +381,7 @@ def test_an_amax_of_a_group() -> None:
         layer = StoredLayer(q.packed, q.block_scale, q.tensor_scale, RECIPES[name])
         for options in ({}, {"amaxes": (amax,)}):
             assert found(layer, x, **options).mishap is None
-        assert_found(
-            found(tensor(layer, "dropped"), x, amaxes=(amax,)), name, "tensor scale is 1, as if it were missing"
-        )
+        assert_found(found(tensor(layer, "dropped"), x, amaxes=(amax,)), name, TENSOR["dropped"])
         assert found(tensor(layer, "dropped"), x).recipe is None
         assert_found(found(tensor(layer, "inverted"), x), name, TENSOR["inverted"])
         mlx = replace(layer, tensor_scale=amax)
@@ -426,11 +407,8 @@ def test_a_half_of_zeros_does_not_hide_a_dropped_tensor_scale() -> None:
     x = weights(23)
     q = fp4kit.quantize(x, "nvfp4-te")
     layer = StoredLayer(q.packed, q.block_scale, np.float32(1), RECIPES["nvfp4-te"])
-    assert_found(
-        found(layer, x, other=np.zeros_like(x), second=True),
-        "nvfp4-te",
-        "tensor scale is 1, as if it were missing",
-    )
+    e = found(layer, x, other=np.zeros_like(x), second=True)
+    assert_found(e, "nvfp4-te", "tensor scale is 1, as if it were missing")
 
 
 def test_a_reciprocal_of_a_reciprocal_is_no_mishap() -> None:
@@ -503,9 +481,7 @@ def test_random_sizes(name, rows, blocks, fault, seed, rounded) -> None:
         changed = layer
     e = found(changed, x, heads=(HEADS,))
     assert name in e.recipes, e
-    same = np.array_equal(changed.codes, layer.codes) and np.array_equal(
-        changed.block_scale.ravel(), layer.block_scale.ravel()
-    )
+    same = all(np.array_equal(getattr(changed, p).ravel(), getattr(layer, p).ravel()) for p in ("codes", "block_scale"))
     if same and changed.scale_layout == "linear":
         assert e.mishap is None
     elif changed.scale_layout == "linear" and fault != "cut":
@@ -677,10 +653,6 @@ def test_stochastic_rounding_is_no_gptq() -> None:
     assert found.cause is None and "stochastic" in found.sentence
 
 
-def test_another_source_is_no_gptq() -> None:
-    assert explain(layer_of(quantize(weight(), "mxfp4-ocp")), weight(1)).cause is None
-
-
 @pytest.mark.parametrize(("step", "mishap"), [(1, "twice"), (-1, "half")])
 @pytest.mark.parametrize("recipe", ["mxfp4-modelopt", "mxfp8-te"])
 def test_e8m0_scales_that_are_one_off(recipe: str, step: int, mishap: str) -> None:
@@ -774,8 +746,9 @@ def test_rows_scaled_by_the_next_layer(fault: str) -> None:
     assert bool(fault) != found.sentence.endswith("; its rows are scaled too, by factors of the next layer's columns")
 
 
-def test_an_unrelated_source_has_no_factors() -> None:
-    assert explain(layer_of(quantize(weight(), "nvfp4-te")), weight(1)).cause is None
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp"])
+def test_another_source_has_no_cause(recipe: str) -> None:
+    assert explain(layer_of(quantize(weight(), recipe)), weight(1)).cause is None
 
 
 def test_one_factor_for_all_columns_is_no_awq() -> None:
@@ -929,9 +902,8 @@ def test_tuned_scales_and_codes(half_width: float, named: bool) -> None:
         assert found.method is None  # because another source may be the reason
         damaged = replace(layer, codes=layer.codes.copy())
         damaged.codes[3, 3] ^= 0x88
-        verdict = identify_layers(
-            [LayerPair(str(i), p, x, producer="auto-round") for i, p in enumerate((layer, damaged))]
-        )
+        pairs = [LayerPair(str(i), p, x, producer="auto-round") for i, p in enumerate((layer, damaged))]
+        verdict = identify_layers(pairs)
         assert [one.explanation.method for one in verdict.layers] == ["auto-round", None] and not verdict.is_clean
         assert "tuned by auto-round in 1 of 2 layers: " in verdict.sentence
 

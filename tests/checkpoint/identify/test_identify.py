@@ -115,9 +115,8 @@ def test_exceptions_are_listed() -> None:
 
 def test_zeros_contradict_no_mishap() -> None:
     pairs = model(layers=3)
-    zeros = StoredLayer(
-        np.zeros((64, 64), np.uint8), np.zeros((64, 8), np.uint8), np.float32(1), RECIPES["nvfp4-modelopt"]
-    )
+    codes, scales = np.zeros((64, 64), np.uint8), np.zeros((64, 8), np.uint8)
+    zeros = StoredLayer(codes, scales, np.float32(1), RECIPES["nvfp4-modelopt"])
     blank = [LayerPair(f"expert.{i}", zeros, np.zeros((64, 128), BF16)) for i in range(5)]
     verdict = identify_layers([*blank, *(faulty(pair, swapped) for pair in pairs)])
     assert verdict.mishap == "nibbles are swapped" and not verdict.exceptions
@@ -295,13 +294,8 @@ def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path:
     gate, up, down = tensors.values()
     gate[0, 0], up[3, 5], down[:2, 7] = 1, np.inf, np.nan
     synthetic.write_model(tmp_path / "m", {}, tensors)
-    convert(
-        tmp_path / "m",
-        tmp_path / "q",
-        recipe,
-        format="modelopt" if recipe != "mxfp4-ocp" else None,
-        nonfinite=nonfinite,
-    )
+    format = "modelopt" if recipe != "mxfp4-ocp" else None
+    convert(tmp_path / "m", tmp_path / "q", recipe, format=format, nonfinite=nonfinite)
     verdict = identify_checkpoint(tmp_path / "q", tmp_path / "m")
     assert recipe in verdict.recipes and verdict.mishap is None and not verdict.exceptions
     told = {layer.name: "NaN and infinities replaced" in layer.explanation.sentence for layer in verdict.layers}
@@ -324,10 +318,8 @@ def test_searched_scales_under_a_divisor(tmp_path: Path) -> None:
     options = {"format": "compressed-tensors", "search": ScaleSearch.of("mse", str(tmp_path / "w"))}
     convert(tmp_path / "m", tmp_path / "q", "nvfp4-modelopt-static", **options)
     verdict = identify_checkpoint(tmp_path / "q", tmp_path / "m")
-    assert (
-        all(layer.explanation.searched for layer in verdict.layers)
-        and "searched scales in 14 layers" in verdict.sentence
-    )
+    assert all(layer.explanation.searched for layer in verdict.layers)
+    assert "searched scales in 14 layers" in verdict.sentence
 
 
 F32 = np.dtype(np.float32)
@@ -395,9 +387,8 @@ def test_the_amax_of_a_group_is_tried() -> None:
     clipped = Fp8Layer(np.where(x < 0, 0xFE, 0x7E).astype(np.uint8), layer.scales / 1e6, "tensor")
     found = explain_fp8(clipped, x)
     assert found.searched and found.method is None
-    assert identify_layers([LayerPair("a", clipped, x)]).problems == (
-        "FP8 per tensor under given scales, but codes do not fit as they should, 1 of 1 layer",
-    )
+    problem = "FP8 per tensor under given scales, but codes do not fit as they should, 1 of 1 layer"
+    assert identify_layers([LayerPair("a", clipped, x)]).problems == (problem,)
 
 
 def test_layers_of_several_formats_have_one_verdict_each() -> None:
@@ -418,9 +409,8 @@ def test_layers_without_a_counterpart_are_named_and_counted() -> None:
     pair = LayerPair("a", quantized(x, "row", F32, F32), x)
     verdict = identify_layers([pair], [f"layer.{i}" for i in range(6)])
     assert not verdict.is_clean and verdict.unpaired == tuple(f"layer.{i}" for i in range(6))
-    assert verdict.sentence.endswith(
-        "; 6 layers without a counterpart in the source, of 7: layer.0, layer.1, layer.2, layer.3 and 2 more"
-    )
+    end = "6 layers without a counterpart in the source, of 7: layer.0, layer.1, layer.2, layer.3 and 2 more"
+    assert verdict.sentence.endswith(f"; {end}")
     assert identify_layers([pair]).is_clean and not CheckpointVerdict((), None, ()).is_clean
 
 

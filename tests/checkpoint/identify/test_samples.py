@@ -157,6 +157,20 @@ def test_a_sample_has_the_ends_and_a_part_of_everything_between(made: Callable[[
     assert np.diff(index).max() <= 2 * rows / len(spans) and len(index) >= min(SAMPLED_ROWS - 16, rows - 16)
 
 
+def test_samples_of_layers_lie_in_different_places(made: Callable[[str], Path]) -> None:
+    """The rows within the parts of a layer are drawn from its name, so that one fault does not miss all samples."""
+    stored = open_source(made("fp8-modelopt"))
+    weight = next(one for one in weights_of(stored.tensors, stored.config).values() if one.container is not None)
+    places = set()
+    for name in ("a", "b", "c"):
+        spans = sample_spans(replace(weight, name=name, shape=(16 * 1600, 64)))
+        assert spans is not None and spans == sample_spans(replace(weight, name=name, shape=(16 * 1600, 64)))
+        inner = {start % 1600 for start, _ in spans[1:-1]}  # 16 parts of 1600 rows
+        assert len(inner) > 10 and max(inner) > 800 and all(start % 16 == 0 for start in inner)
+        places.add(spans[1:-1])
+    assert len(places) == 3
+
+
 def damaged(share: float) -> Callable[[str, np.ndarray], np.ndarray]:
     """Return a change that inverts some bytes of the last rows of gate_proj."""
 

@@ -207,12 +207,15 @@ def test_compare_metadata(tmp_path: Path) -> None:
     If the files have different names, the metadata of all files is compared as a whole.
     """
     x = {name: np.zeros(1, np.float32) for name in "pq"}
+
+    def write(folder: str, name: str, **metadata: str) -> None:
+        path = tmp_path / folder / f"{name}.safetensors"
+        synthetic.write_file(path, {name: x[name]}, {"format": "pt", **metadata})
+
     for folder, metadata in (("a", ("1", "2")), ("b", ("2", "1")), ("c", ("1", "1"))):
         (tmp_path / folder).mkdir()
         for name, value in zip("pq", metadata, strict=True):
-            synthetic.write_file(
-                tmp_path / folder / f"{name}.safetensors", {name: x[name]}, {"format": "pt", "key": value}
-            )
+            write(folder, name, key=value)
     place = "__metadata__ of {}.safetensors".format
     assert config_differences(tmp_path / "a", tmp_path / "b") == [
         (place("p"), "key", "value", '"1" and "2"'),
@@ -223,10 +226,8 @@ def test_compare_metadata(tmp_path: Path) -> None:
     expected = [("__metadata__", "key", "value", '"1" and ["1", "2"]')]
     assert config_differences(tmp_path / "whole.safetensors", tmp_path / "a") == expected
     for name in "pq":
-        synthetic.write_file(
-            tmp_path / "c" / f"{name}.safetensors", {name: x[name]}, {"format": "pt", "key": "3", "new": "x"}
-        )
-        synthetic.write_file(tmp_path / "a" / f"{name}.safetensors", {name: x[name]}, {"format": "pt", "key": "1"})
+        write("c", name, key="3", new="x")
+        write("a", name, key="1")
     both = "__metadata__ of p.safetensors and 1 more"
     expected = [(both, "key", "value", '"1" and "3"'), (both, "new", "extra", '"x"')]
     assert config_differences(tmp_path / "a", tmp_path / "c") == expected
@@ -264,31 +265,25 @@ def test_compare_original_and_quantized(tmp_path: Path, recipe: str) -> None:
     tensors = synthetic.moe(tmp_path / "m")
     report = convert(tmp_path / "m", tmp_path / "out", recipe)
     comparison = compare_checkpoints(tmp_path / "m", tmp_path / "out")
-    assert sorted(layer.name for layer in comparison.layers) == sorted(
-        piece.module for t in report.plan.converted for piece in t.pieces
-    )
+    groups = {t.name: t.group or {} for t in report.plan.converted}
+    modules = [piece.module for t in report.plan.converted for piece in t.pieces]
+    assert sorted(layer.name for layer in comparison.layers) == sorted(modules)
     for layer in comparison.layers:
-        group = (report.plan.converted[0].group or {}) and next(
-            t.group for t in report.plan.converted if t.name == f"{layer.name}.weight"
-        )
-        members = [
-            n for t in report.plan.converted for n, g in (t.group or {}).items() if g == (group or {}).get(layer.name)
-        ]
+        group = groups[f"{layer.name}.weight"]
+        members = [n for one in groups.values() for n, g in one.items() if g == group.get(layer.name)]
         x = tensors[f"{layer.name}.weight"]
         amax = max(np.abs(tensors[f"{n}.weight"].astype(np.float32)).max() for n in members or [layer.name])
         r = fp4kit.recipe(recipe)
-        y = fp4kit.dequantize(
-            fp4kit.quantize(x, r, tensor_amax=None if r.tensor_scaling == "none" else amax), np.float32
-        )
+        q = fp4kit.quantize(x, r, tensor_amax=None if r.tensor_scaling == "none" else amax)
+        y = fp4kit.dequantize(q, np.float32)
         wide = x.astype(np.float64)
         noise = np.sum((wide - y) ** 2)
         wanted = np.inf if noise == 0 else 10 * np.log10(np.sum(wide**2) / noise)
         assert layer.sqnr_db == pytest.approx(wanted, abs=1e-4)  # another order of decoding may differ by an ulp
         assert (layer.codes, layer.scales, layer.elements) == (None, None, tensors[f"{layer.name}.weight"].size)
     back = compare_checkpoints(tmp_path / "out", tmp_path / "m")
-    assert {layer.name: layer.values for layer in back.layers} == {
-        layer.name: layer.values for layer in comparison.layers
-    }
+    one, other = ({layer.name: layer.values for layer in found.layers} for found in (back, comparison))
+    assert one == other
 
 
 def test_compare_plain_tensors(tmp_path: Path) -> None:

@@ -37,9 +37,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     modules = [f"model.layers.0.self_attn.{name}" for name in names]
-    tensors = {
-        f"{module}.weight": synthetic.random(module, (SIZE, SIZE), 0.02 + i / 100) for i, module in enumerate(modules)
-    }
+    drawn = (synthetic.random(module, (SIZE, SIZE), 0.02 + i / 100) for i, module in enumerate(modules))
+    tensors = {f"{module}.weight": x for module, x in zip(modules, drawn, strict=True)}
     synthetic.write_model(root / "s", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, tensors)
     for recipe, form in FORMS.items():
         convert(root / "s", root / recipe, recipe, format=form)
@@ -248,10 +247,9 @@ def test_layers_three_decibels_below_the_median_are_outliers() -> None:
 )
 def test_each_lost_block_is_counted_under_one_cause(zero, flushed, underflowed, emptied, findings) -> None:
     """Of 10 blocks; those that are zero in the source too do not count."""
-    counts = StoredCounts(
-        blocks=10, zero_blocks=zero, flushed_blocks=flushed, underflowed_blocks=underflowed, emptied_blocks=emptied
-    )
-    found = [*zeros_of(counts)]
+    lost = {"flushed_blocks": flushed, "underflowed_blocks": underflowed, "emptied_blocks": emptied}
+    counts = StoredCounts(blocks=10, zero_blocks=zero, **lost)
+    found = [*zeros_of("a", counts)]
     assert [(loss.severity, loss.count) for loss in found] == [(severity, count) for severity, _, count in findings]
     assert all(phrase in loss.text for loss, (_, phrase, _) in zip(found, findings, strict=True))
 
@@ -269,6 +267,6 @@ def test_each_lost_block_is_counted_under_one_cause(zero, flushed, underflowed, 
 )
 def test_mostly_zero_blocks_without_a_source(zero, smallest, largest, share, severity, phrase) -> None:
     counts = StoredCounts(blocks=10, zero_blocks=zero, smallest_scale=smallest, largest_scale=largest)
-    found = [*emptiness_of(counts, E4M3, share)]
+    found = [*emptiness_of("a", counts, E4M3, share)]
     assert [loss.severity for loss in found] == [severity] * bool(severity)
     assert all(phrase in loss.text for loss in found)

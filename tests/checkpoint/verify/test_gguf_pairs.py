@@ -49,9 +49,8 @@ def test_layers_are_compared_under_the_names_of_the_directory(tmp_path: Path) ->
         assert len(found.layers) == QUANTIZED and not found.equal
         # llama.cpp decodes the code of -0 to +0, so the bits of some values differ, but no value does
         assert all((one.codes, one.scales, one.sqnr_db) == (0, 0, np.inf) for one in found.layers)
-        assert {"model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.1.up_proj"} <= {
-            one.name for one in found.layers
-        }
+        names = {one.name for one in found.layers}
+        assert {"model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.1.up_proj"} <= names
         assert not any("proj" in one.name for one in found.tensors)
     half = compare_checkpoints(tmp_path / "plain", tmp_path / "q.gguf").layers
     assert len(half) == QUANTIZED and all(one.codes is None and one.sqnr_db > 15 for one in half)
@@ -88,9 +87,8 @@ def test_norms_are_compared_by_value(tmp_path: Path) -> None:
     for a, b in (("plain", "m.gguf"), ("m.gguf", "plain")):
         found = compare_checkpoints(tmp_path / a, tmp_path / b)
         assert found.same == 1
-        assert {(one.name, one.detail) for one in found.tensors if one.kind == "values"} == {
-            ("model.layers.0.post_attention_layernorm.weight", "1 values differ")
-        }
+        changed = {(one.name, one.detail) for one in found.tensors if one.kind == "values"}
+        assert changed == {("model.layers.0.post_attention_layernorm.weight", "1 values differ")}
         assert {one.name for one in found.tensors if one.kind in ("missing", "extra")} == {
             "model.norm.weight",
             "output_norm.weight",

@@ -92,9 +92,8 @@ def test_the_loss_is_reported(quantized, tmp_path):
         assert scales.tobytes() == new[f"{repair.name}.weight_scale"]
         assert repair.changed == np.count_nonzero(scales != codes)
         assert repair.underflow == np.count_nonzero((scales == 0) & (codes != 0))
-    touched = {f"{r.name}.{SCALE[form]}" for r in found.repairs} | {
-        f"{r.name}.weight_scale" for r in found.repairs if r.changed
-    }
+    touched = {f"{r.name}.{SCALE[form]}" for r in found.repairs}
+    touched |= {f"{r.name}.weight_scale" for r in found.repairs if r.changed}
     assert {name for name in old if old[name] != new[name]} == touched
     assert [
         name
@@ -161,18 +160,15 @@ def test_divisors_of_one_reciprocal_are_repaired(tmp_path):
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")
     one = np.float32(1)
-    twins = [
-        x for x in np.linspace(1.9, 1.99, 1000, dtype=np.float32) if one / x == one / np.nextafter(x, np.float32(2))
-    ]
+    drawn = np.linspace(1.9, 1.99, 1000, dtype=np.float32)
+    twins = [x for x in drawn if one / x == one / np.nextafter(x, np.float32(2))]
 
     for leaf, divisor in (("q", twins[0]), ("k", np.nextafter(twins[0], np.float32(2))), ("v", twins[0])):
         change(tmp_path / "q", f"{leaf}_proj.weight_global_scale", lambda x, new=divisor: np.full_like(x, new))
     errors = [issue.text for issue in verify(tmp_path / "q").issues if issue.severity == "error"]
     assert any("reconcile repairs it" in text for text in errors)
     found = reconcile(tmp_path / "q", tmp_path / "out")
-    assert [r.changed for r in found.repairs] == [0, 0] and {r.name.rpartition(".")[2] for r in found.repairs} == {
-        "k_proj"
-    }
+    assert [(r.changed, r.name.rpartition(".")[2]) for r in found.repairs] == [(0, "k_proj")] * 2
     assert all(len(bits) == 1 for bits in fused(tmp_path / "out")) and reconcile(tmp_path / "out", None).repairs == ()
 
 
@@ -183,9 +179,8 @@ def test_the_index_goes_along(quantized, tmp_path):
     names = [{path.name for path in folder.iterdir()} for folder in (root, tmp_path / "out")]
     # The contract is left out, because repaired scales are those of no recipe.
     assert INDEX in names[0] and names[0] - {CONTRACT} == names[1]
-    assert (root / INDEX).read_bytes() == (tmp_path / "out" / INDEX).read_bytes() and differences(
-        tmp_path / "out"
-    ) == []
+    assert (root / INDEX).read_bytes() == (tmp_path / "out" / INDEX).read_bytes()
+    assert differences(tmp_path / "out") == []
 
 
 def test_a_hugging_face_cache(quantized, tmp_path):

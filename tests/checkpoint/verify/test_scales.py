@@ -248,9 +248,8 @@ def test_fused_layers_that_differ(format: str, used: str, tmp_path: Path) -> Non
     assert issues(tmp_path, format, {}) == []
     change(tmp_path / "out", f"model.layers.0.self_attn.q_proj.{SUFFIX[format]}", lambda x: x * np.float32(2.0))
     found = [issue for issue in verify(tmp_path / "out").issues if "input scales differ" in issue.text]
-    assert [(issue.severity, issue.subject) for issue in found] == [
-        ("warning", "model.layers.0.self_attn.(q_proj|k_proj|v_proj)")
-    ]
+    subject = "model.layers.0.self_attn.(q_proj|k_proj|v_proj)"
+    assert [(issue.severity, issue.subject) for issue in found] == [("warning", subject)]
     assert "by a factor of 2, although" in found[0].text and f"vLLM uses {used}" in found[0].text
 
 

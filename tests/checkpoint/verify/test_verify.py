@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -138,9 +139,8 @@ def naive(
         block = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
         part, source = all_codes[block], x[block].astype(np.float64)
         values = form.element.values[part].astype(np.float64)
-        limit = (
-            abs(float(scale)) * float(form.element.max) * (1.0 if tensor_scale is None else abs(float(tensor_scale)))
-        )
+        outer = 1.0 if tensor_scale is None else abs(float(tensor_scale))
+        limit = abs(float(scale)) * float(form.element.max) * outer
         with np.errstate(all="ignore"):
             factor = np.float32(scale) if tensor_scale is None else np.float32(scale) * tensor_scale
             decoded = (form.element.values[part] * factor).astype(np.float64)
@@ -160,10 +160,9 @@ def naive(
             usable = np.isfinite(source)
             amax = np.abs(np.where(usable, source, 0)).max()
             smallest = 2.0**-126 if form.scale is None else float(form.scale.values[form.scale.values > 0].min())
-            need = (
-                smallest * float(form.element.max) if scale == 0 else abs(float(scale)) * float(form.element.values[1])
-            )
-            small = amax <= (1.0 if tensor_scale is None else abs(float(tensor_scale))) * need
+            most, least_code = float(form.element.max), float(form.element.values[1])
+            need = smallest * most if scale == 0 else abs(float(scale)) * least_code
+            small = amax <= outer * need
             facts["underflowed_blocks"] += small
             facts["emptied_blocks"] += not small and scale != 0
         if np.isfinite(scale):
@@ -182,14 +181,8 @@ def naive(
 
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 2.0**-126, float(FLT_MAX), -float(FLT_MAX), np.inf, -np.inf, np.nan, 6.0, 448.0]
-DRAWN = (
-    MODELOPT_NVFP4,
-    CT_NVFP4,
-    MODELOPT_MXFP8,
-    FP8_BLOCKS,
-    FP8_POWERS,
-    *(f for f in CONTAINERS if f.kind == "mxfp4"),
-)
+MXFP4 = [form for form in CONTAINERS if form.kind == "mxfp4"]
+DRAWN = (MODELOPT_NVFP4, CT_NVFP4, MODELOPT_MXFP8, FP8_BLOCKS, FP8_POWERS, *MXFP4)
 
 
 @pytest.mark.parametrize("form", half(DRAWN), ids=str)
@@ -207,10 +200,7 @@ def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypa
             columns -= int(rng.integers(0, 31))
         codes, scales, scale, x = draw(rng, form, rows, columns, case)
         with np.errstate(all="ignore"):
-            found, wanted = (
-                tally(form, codes, scales, scale, x.astype(dtype)),
-                naive(form, codes, scales, scale, x.astype(dtype)),
-            )
+            found, wanted = (count(form, codes, scales, scale, x.astype(dtype)) for count in (tally, naive))
         sums = {name: (getattr(found, name), getattr(wanted, name)) for name in ("signal", "noise")}
         for a, b in sums.values():
             assert a == b or abs(a - b) <= 1e-9 * b
@@ -265,9 +255,8 @@ def test_sqnr() -> None:
     assert sqnr_db(100.0, 1.0) == 20.0
     assert sqnr_db(0.0, 0.0) == sqnr_db(1.0, 0.0) == np.inf
     assert sqnr_db(0.0, 1.0) == sqnr_db(1.0, np.inf) == -np.inf
-    assert StoredCounts().sqnr_db is None and StoredCounts(compared=1, signal=1e3, noise=1.0).sqnr_db == pytest.approx(
-        30
-    )
+    assert StoredCounts().sqnr_db is None
+    assert StoredCounts(compared=1, signal=1e3, noise=1.0).sqnr_db == pytest.approx(30)
 
 
 def test_amax_and_nonfinite() -> None:
@@ -292,28 +281,22 @@ def exclude(model: Path, *names: str) -> None:
     edit(model / "hf_quant_config.json", lambda config: config["quantization"].update(exclude_modules=list(names)))
 
 
+def undeclare(model: Path) -> None:
+    edit(model / "config.json", lambda config: config.pop(DECLARED))
+    (model / "hf_quant_config.json").unlink()
+
+
+def flipped(part: str, at: int, change: Callable[[int], int] = lambda b: b ^ 1) -> Callable[[Path], object]:
+    """Return a fault: a changed byte of the query layer."""
+    return lambda m: poke(m, f"{Q}.{part}", at, change)
+
+
 FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "code": (
-        lambda m: poke(m, f"{Q}.weight", 5, lambda b: b ^ 1),
-        Q,
-        "codes that differ from the source encoded with nvfp4-te",
-    ),
-    "scale": (lambda m: poke(m, f"{Q}.weight_scale", 0, lambda b: b ^ 1), Q, "bytes of block scales that differ"),
-    "NaN scale": (
-        lambda m: poke(m, f"{Q}.weight_scale", 3, lambda b: 0x7F),
-        Q,
-        "block scales that are NaN or infinite: 1",
-    ),
-    "negative scale": (
-        lambda m: poke(m, f"{Q}.weight_scale", 3, lambda b: b | 0x80),
-        Q,
-        "block scales that are negative",
-    ),
-    "tensor scale": (
-        lambda m: poke(m, f"{Q}.weight_scale_2", 2, lambda b: b ^ 1),
-        Q,
-        "bytes of tensor scales, input scales or",
-    ),
+    "code": (flipped("weight", 5), Q, "codes that differ from the source encoded with nvfp4-te"),
+    "scale": (flipped("weight_scale", 0), Q, "bytes of block scales that differ"),
+    "NaN scale": (flipped("weight_scale", 3, lambda b: 0x7F), Q, "block scales that are NaN or infinite: 1"),
+    "negative scale": (flipped("weight_scale", 3, lambda b: b | 0x80), Q, "block scales that are negative"),
+    "tensor scale": (flipped("weight_scale_2", 2), Q, "bytes of tensor scales, input scales or"),
     "copied": (lambda m: poke(m, NORM, 0, lambda b: b ^ 1), NORM, "a copied tensor that differ from the source: 1"),
     "file": (lambda m: (m / "extra.txt").write_text("x"), "extra.txt", "was not written by the conversion"),
     "lost file": (lambda m: (m / "tokenizer_config.json").unlink(), "tokenizer_config.json", "is missing"),
@@ -321,11 +304,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "list of junk": (lambda m: declare(m, ignore=[7]), "config.json", "a list of names is needed"),
     "method": (lambda m: declare(m, quant_method="fp8"), "config.json", "quant_method"),
     "algorithm": (lambda m: declare(m, quant_algo="NVFP4"), Q, "input_scale is missing"),
-    "undeclared": (
-        lambda m: (edit(m / "config.json", lambda config: config.pop(DECLARED)), (m / "hf_quant_config.json").unlink()),
-        "config.json",
-        "quant_method is ''",
-    ),
+    "undeclared": (undeclare, "config.json", "quant_method is ''"),
 }
 
 
@@ -357,9 +336,7 @@ def test_input_scales_that_no_engine_can_use(tmp_path: Path, change: Callable[[i
     poke(model, f"{Q}.input_scale", 2, lambda b: 0xC0)
     poke(model, f"{Q}.input_scale", 3, change)
     found = [issue for issue in errors(verify(model)) if issue.subject == Q]
-    assert found and all(
-        "input_scale is" in issue.text and "a positive finite number is needed" in issue.text for issue in found
-    )
+    assert found and all(re.search("input_scale is.*a positive finite number is needed", one.text) for one in found)
 
 
 def test_both_configs_of_deepseek_v4_with_nvfp4_belong_there(tmp_path: Path) -> None:
@@ -451,13 +428,9 @@ def test_recipe(tmp_path: Path) -> None:
     edit(model / "config.json", lambda c: c["quantization_config"].pop("fp4kit"))
     report = verify(model, source)
     assert (report.recipe, report.manifest, report.clean) == (None, "none", True)
-    assert any(
-        "14 layers are not re-encoded: no recipe is recorded; give one with --recipe" == issue.text
-        for issue in report.issues
-    )
-    assert all(
-        layer.compared == 0 and layer.tally.sqnr_db is not None and layer.tally.sqnr_db > 18 for layer in report.layers
-    )
+    text = "14 layers are not re-encoded: no recipe is recorded; give one with --recipe"
+    assert text in [issue.text for issue in report.issues]
+    assert all(layer.compared == 0 and (layer.tally.sqnr_db or 0) > 18 for layer in report.layers)
     assert verify(model, source, "nvfp4-te").layers[0].compared
 
 
@@ -481,9 +454,8 @@ def test_input_scale_and_nonfinite_values_as_they_were_asked_for(tmp_path: Path)
     report = verify(tmp_path / "out", tmp_path / "m")
     assert report.clean and any(issue.text.startswith("values of the source that are NaN") for issue in report.issues)
     assert next(layer for layer in report.layers if layer.name == Q).tally.nonfinite == 2
-    convert(
-        tmp_path / "m", tmp_path / "inputs", wishes=Wishes(keep=("*.self_attn.*",)), format="modelopt", input_scale=0.5
-    )
+    wishes = Wishes(keep=("*.self_attn.*",))
+    convert(tmp_path / "m", tmp_path / "inputs", wishes=wishes, format="modelopt", input_scale=0.5)
     report = verify(tmp_path / "inputs", tmp_path / "m")
     assert report.clean and all(layer.others == (0, 8) for layer in report.layers)
     poke(tmp_path / "inputs", "model.layers.0.mlp.up_proj.input_scale", 3, lambda b: b ^ 1)
@@ -502,9 +474,8 @@ def test_workers_executors_and_slabs_do_not_show(tmp_path: Path, monkeypatch: py
     assert done[0] == prepare(model, source).nbytes
     assert [without_sums(layer) for layer in counted.layers] == [without_sums(layer) for layer in whole.layers]
     assert counted.issues == whole.issues
-    assert [layer.tally.sqnr_db for layer in counted.layers] == pytest.approx(
-        [layer.tally.sqnr_db for layer in whole.layers]
-    )
+    counted_db, whole_db = ([layer.tally.sqnr_db for layer in one.layers] for one in (counted, whole))
+    assert counted_db == pytest.approx(whole_db)
     assert [layer.name for layer in whole.layers if layer.differing] == ["model.layers.0.mlp.experts.1.up_proj"]
 
 
@@ -548,10 +519,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     held = sum(entry.nbytes for name, (_, entry) in open_source(model).tensors.items() if "proj" in name)
     assert f"{Q} [64,64]" in text
-    assert (
-        f"files match the manifest; 0 of {held} bytes differ from the source encoded with nvfp4-te; 0 of 6 copied"
-        in text
-    )
+    same = f"files match the manifest; 0 of {held} bytes differ from the source encoded with nvfp4-te; 0 of 6 copied"
+    assert same in text
     poke(model, f"{Q}.weight", 5, lambda b: b ^ 1)
     assert main(["verify", str(model), "--source", str(source), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -559,10 +528,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layer = next(layer for layer in found["layers"] if layer["name"] == Q)
     assert layer["codes"] == {"differing": 1, "compared": 2048} and layer["scales"]["differing"] == 0
     assert main(["verify", str(model)]) == 1
-    assert (
-        "error: model-00001-of-00002.safetensors: its content differs from what the conversion wrote"
-        in capsys.readouterr().out
-    )
+    text = "error: model-00001-of-00002.safetensors: its content differs from what the conversion wrote"
+    assert text in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
