@@ -11,27 +11,11 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from fp4kit.checkpoint.containers.table import (
-    GGUF_MXFP4,
-    GGUF_NVFP4,
-    GGUF_SCALED,
-    Container,
-)
+from fp4kit.checkpoint.containers.table import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, Container
 from fp4kit.checkpoint.loaders.exclusions import container_of
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
-from fp4kit.checkpoint.selection.names import (
-    ARCHITECTURE,
-    ENGINE,
-    INCLUDED,
-    KEPT_CODES,
-    PARTLY_CARRIED,
-    PATTERNS,
-    RECIPE,
-    fused_groups,
-    group_name,
-    scale_troubles,
-)
+from fp4kit.checkpoint.selection import names
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile
@@ -94,8 +78,8 @@ class Mixture:
         kept = next((module for module in copied if fnmatchcase(module, pattern)), None)
         if kept is not None:
             return f"every module that it matches stays unquantized: {shown(kept)} ({copied[kept]})"
-        names = [*modules, *copied]
-        near = get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:2]
+        known = [*modules, *copied]
+        near = get_close_matches(pattern, known, n=3, cutoff=0.4) or known[:2]
         return (
             f"matches no module; near names are {listed(near)};"
             " a pattern must match a whole name, with its case and without .weight"
@@ -105,8 +89,8 @@ class Mixture:
         """Raise CheckpointError if layers that engines compute together would get different recipes or containers."""
         if not self._patterns:
             return
-        for key, members in fused_groups(layers).items():
-            self._check_equal(group_name(*key), {m: self.of(layers[m]).recipe.id for m in members}, "recipe")
+        for key, members in names.fused_groups(layers).items():
+            self._check_equal(names.group_name(*key), {m: self.of(layers[m]).recipe.id for m in members}, "recipe")
         experts: dict[str, dict[str, str]] = defaultdict(dict)
         for name, original in layers.items():
             holder = container_of(name)
@@ -147,38 +131,34 @@ def gguf_form_for(recipe: Recipe) -> Container:
 
 
 def check_gguf(source: Source, form: Container | None, modules: Collection[str]) -> None:
-    """Raise CheckpointError if llama.cpp could not use the result of converting a GGUF file; otherwise do nothing."""
-    file = source.files[0]
-    if source.config[ARCHITECTURE] == "clip":
+    """Raise CheckpointError if llama.cpp could not use the result of converting a GGUF file, or would ignore scales."""
+    architecture = source.config[names.ARCHITECTURE]
+    if architecture == "clip":
         raise CheckpointError(
-            f"{file.label}: is an image or audio projector, which is never quantized; convert the language model's file"
+            f"{source.files[0].label}: is an image or audio projector, which is never quantized; convert the language"
+            " model's file"
         )
-    if form is not None and form.has_tensor_scale:
-        _check_scales(source, modules)
-
-
-def _check_scales(source: Source, modules: Collection[str]) -> None:
-    """Raise CheckpointError if llama.cpp would ignore or reject the tensor scale of a module to quantize."""
-    found = list(scale_troubles(source.config[ARCHITECTURE], modules, source.tensors))
+    has_scale = form is not None and form.has_tensor_scale
+    found = list(names.scale_troubles(architecture, modules, source.tensors)) if has_scale else []
     if found:
         module, text = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         plain = ", ".join(id for id, r in RECIPES.items() if GGUF_NVFP4.stores(r))
         way_out = f"keep it unquantized with --keep, or use a recipe without tensor scale: {plain}"
-        raise CheckpointError(f"{shown(module)}{more}: {ENGINE}: {text}; {way_out}")
+        raise CheckpointError(f"{shown(module)}{more}: {names.ENGINE}: {text}; {way_out}")
 
 
 def recorded_recipe(source: Source) -> str:
     """Return the id of the fp4kit recipe that made a model's codes, as the model records it; "" if it records none."""
     own, is_declared = record(source), isinstance(source.config.get("quantization_config"), Mapping)
-    if own is not None and own.get("codes") == PARTLY_CARRIED:
+    if own is not None and own.get("codes") == names.PARTLY_CARRIED:
         return ""
     found = (own or {}).get("recipe")
     if isinstance(found, str):
         return found
-    if is_declared or is_gguf_config(source.config) or any(KEPT_CODES in file.metadata for file in source.files):
+    if is_declared or is_gguf_config(source.config) or any(names.KEPT_CODES in file.metadata for file in source.files):
         return ""
-    return next((file.metadata[RECIPE] for file in source.files if RECIPE in file.metadata), "")
+    return next((file.metadata[names.RECIPE] for file in source.files if names.RECIPE in file.metadata), "")
 
 
 def record(model: Source | Checkpoint) -> Mapping[str, Any] | None:
@@ -192,15 +172,15 @@ def recorded_patterns(model: Source | Checkpoint) -> list[list[str]]:
     """Return the [pattern, recipe id] pairs that a model records for layers with a recipe of their own; [] if none."""
     own = record(model)
     if own is None:
-        texts = (file.metadata[PATTERNS] for file in model.files if PATTERNS in file.metadata)
-        own = next((parse_object(text.encode(), PATTERNS) for text in texts), {})
+        texts = (file.metadata[names.PATTERNS] for file in model.files if names.PATTERNS in file.metadata)
+        own = next((parse_object(text.encode(), names.PATTERNS) for text in texts), {})
     return patterns_in(own.get("recipes"))
 
 
 def recorded_include(files: Iterable[SafetensorsFile]) -> list[str]:
     """Return the globs of --include that the headers of converted files record; [] if they record none."""
-    texts = dict.fromkeys(file.metadata[INCLUDED] for file in files if INCLUDED in file.metadata)
-    found = [parse_object(text.encode(), INCLUDED).get("include") for text in texts]
+    texts = dict.fromkeys(file.metadata[names.INCLUDED] for file in files if names.INCLUDED in file.metadata)
+    found = [parse_object(text.encode(), names.INCLUDED).get("include") for text in texts]
     return [one for patterns in found if isinstance(patterns, list) for one in patterns if isinstance(one, str)]
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 import glob
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import translate
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fp4kit.checkpoint.containers.config_entries import DOUBTFUL, check_declared, lost_column_scales
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, LOADED, MIXED, container_id, with_declaration
@@ -48,6 +48,8 @@ from fp4kit.storage.files import CheckpointError, listed, shown
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+T = TypeVar("T")
+
 
 def with_defaults(
     request: Request, config: Mapping[str, Any], weights: Iterable[Weight], recorded: str, given: bool
@@ -63,82 +65,63 @@ def with_defaults(
             sizes[weight.container] += prod(weight.shape)
             layers[weight.name] = weight.container
     forms = [form for form, _ in sizes.most_common()]
-    formats = list(_formats(request, config, forms))
+    formats: list[str | None] = [request.format]
+    if request.format is None and not is_gguf_config(config):
+        own = (form.format or form.method for form in forms)
+        formats = [*dict.fromkeys(one for one in own if one in ALL_FORMATS), None]
     if given:
-        suitable = (one for one in formats if _mixes(replace(request, format=one), config))
+        possible = ((one, _possible(replace(request, format=one).mixture_for, config)) for one in formats)
+        suitable = (one for one, mixture in possible if mixture is not None)
         return replace(request, format=next(suitable, request.format))
-    for is_like in (_keeps_codes, _is_of_kind):
+    for kept in ("codes", "kind"):
         for format in formats:
             for have in forms:
-                found = _followed(replace(request, format=format), config, have, recorded, is_like)
+                found = _followed(replace(request, format=format), config, have, (recorded, *DEFAULTS), kept)
                 if found is not None:
                     return _with_others(found, config, layers, have)
     return _by_default(request, config, forms)
 
 
-def _formats(request: Request, config: Mapping[str, Any], forms: Iterable[Container]) -> Iterator[str | None]:
-    """Yield the formats to try, the best first: the one that the user names, or else the source's and then None."""
-    if request.format is None and not is_gguf_config(config):
-        own = (form.format or form.method for form in forms)
-        yield from dict.fromkeys(one for one in own if one in ALL_FORMATS)
-    yield request.format
-
-
 def _followed(
-    request: Request, config: Mapping[str, Any], have: Container, recorded: str, is_like: Any
+    request: Request, config: Mapping[str, Any], have: Container, names: Iterable[str], kept: str = "codes"
 ) -> Request | None:
     """Return the request with the first recipe that stores layers of the container ``have`` alike; None if none
     does.
     """
-    for name in (recorded, *DEFAULTS):
+    for name in names:
         if name in RECIPES:
             one = replace(request, recipe=RECIPES[name], chosen=f"as the source, which is stored as {have}")
-            form = _form(one, config)
-            if form is not None and is_like(have, form):
+            form = _possible(one.form_for, config)
+            if form is not None and (have.same_codes(form) if kept == "codes" else have.kind == form.kind):
                 return one
     return None
 
 
-def _keeps_codes(have: Container, form: Container) -> bool:
-    return have.same_codes(form)
-
-
-def _is_of_kind(have: Container, form: Container) -> bool:
-    return have.kind == form.kind
-
-
-def _form(request: Request, config: Mapping[str, Any]) -> Container | None:
-    """Return the container that a request writes, or None if it cannot be fulfilled."""
+def _possible(make: Callable[[Mapping[str, Any]], T], config: Mapping[str, Any]) -> T | None:
+    """Return what ``make`` returns for a config, or None if it refuses it."""
     try:
-        return request.form_for(config)
+        return make(config)
     except CheckpointError:
         return None
 
 
-def _mixes(request: Request, config: Mapping[str, Any]) -> bool:
-    """Return whether the format of a request can hold all its recipes."""
-    try:
-        request.mixture_for(config)
-    except CheckpointError:
-        return False
-    return True
-
-
-def _with_others(request: Request, config: Mapping[str, Any], layers: Mapping[str, Container], first: Container) -> Any:
+def _with_others(
+    request: Request, config: Mapping[str, Any], layers: Mapping[str, Container], first: Container
+) -> Request:
     """Return the request with recipes for the layers whose container is not that of the default recipe."""
-    default = _form(request, config)
+    default = _possible(request.form_for, config)
     if request.recipes or is_gguf_config(config) or request.codes or request.format not in (None, *MIXED):
         return request
     others: dict[str, list[str]] = defaultdict(list)
     for name, have in layers.items():
-        if have is first or (default is not None and _keeps_codes(have, default)):
+        if have is first or (default is not None and have.same_codes(default)):
             continue
-        found = _followed(request, config, have, "", _keeps_codes)
+        found = _followed(request, config, have, DEFAULTS)
         if found is not None:
             others[found.recipe.id].append(name)
     pairs = tuple((pattern, RECIPES[id]) for id, names in others.items() for pattern in _patterns(names, layers))
     mixed = replace(request, recipes=pairs, follows_layers=True)
-    return mixed if pairs and _mixes(mixed, config) else request
+    return request if not pairs or _possible(mixed.mixture_for, config) is None else mixed
 
 
 def _patterns(names: Iterable[str], layers: Iterable[str]) -> list[str]:
@@ -160,12 +143,11 @@ def _by_default(request: Request, config: Mapping[str, Any], forms: list[Contain
     why = f"the default{named}"
     if forms and named:
         why = f"{why}, which cannot keep the codes of layers in {shown(str(forms[0]))}"
-    candidates: Iterable[Recipe] = (RECIPES[name] for name in DEFAULTS)
-    found = (replace(request, recipe=one, chosen=why) for one in candidates)
+    found = (replace(request, recipe=RECIPES[name], chosen=why) for name in DEFAULTS)
     kinds = {kind_of(RECIPES[name]): RECIPES[name] for name in DEFAULTS if name != GGUF_ONLY}
     usual = next((kinds[form.kind] for form in forms if form.kind in kinds), None)
     refused = replace(request, recipe=usual or request.recipe, chosen=why)  # making the plan raises the error
-    return next((one for one in found if _form(one, config) is not None), refused)
+    return next((one for one in found if _possible(one.form_for, config) is not None), refused)
 
 
 def _layers(plan: Plan) -> tuple[list[str], list[str]]:

@@ -34,12 +34,7 @@ from fp4kit.checkpoint.model.weights import (
     members,
     parts_of,
 )
-from fp4kit.checkpoint.selection.names import (
-    ARCHITECTURE,
-    HEADS,
-    adapter_tensor,
-    unwrapped,
-)
+from fp4kit.checkpoint.selection.names import ARCHITECTURE, HEADS, adapter_tensor, unwrapped
 from fp4kit.storage.files import CheckpointError, listed, load_object, shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, read_header
 

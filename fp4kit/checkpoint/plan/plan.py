@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
+from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.configs import (
     MIXED,
     awq_declarations,
@@ -25,45 +26,8 @@ from fp4kit.checkpoint.containers.configs import (
 )
 from fp4kit.checkpoint.containers.configs import declared as declared_in
 from fp4kit.checkpoint.containers.engines import comfy, mlx
-from fp4kit.checkpoint.containers.table import (
-    CODES,
-    INPUT_SCALE,
-    MODELOPT_AWQ,
-    MODELOPT_NVFP4,
-    ROTATION,
-    SCALES,
-    TENSOR_SCALE,
-    VALUES,
-    Container,
-    OutputTensor,
-)
-from fp4kit.checkpoint.convert.job import (
-    CARRY,
-    CAST,
-    COPY,
-    DEQUANTIZE,
-    MERGE,
-    QUANTIZE,
-    RENAME,
-    REQUANTIZE,
-    RESCALE,
-    SEARCHED,
-    Job,
-    Target,
-    is_rounded,
-    target_of,
-)
-from fp4kit.checkpoint.model import closed_world, transforms
-from fp4kit.checkpoint.model.model_files import (
-    CONFIG,
-    DIFFUSERS_INDEX,
-    HF_QUANT_CONFIG,
-    INDEX,
-    AuxiliaryFiles,
-    Source,
-    is_gguf_config,
-    scan,
-)
+from fp4kit.checkpoint.convert import job
+from fp4kit.checkpoint.model import closed_world, model_files, transforms
 from fp4kit.checkpoint.model.weights import (
     Located,
     Piece,
@@ -80,30 +44,13 @@ from fp4kit.checkpoint.plan.layer_recipes import recorded_include, recorded_patt
 from fp4kit.checkpoint.plan.plan_facts import RECORDED, Declared, PlanFacts, carried, outcomes_of, producer_of
 from fp4kit.checkpoint.plan.request import mixes_codes
 from fp4kit.checkpoint.plan.source_layers import Restored
-from fp4kit.checkpoint.selection.names import (
-    INCLUDED,
-    KEPT_CODES,
-    PARTLY_CARRIED,
-    PATTERNS,
-    RECIPE,
-    SCALE_SEARCH,
-    VERSION,
-)
+from fp4kit.checkpoint.selection import names
 from fp4kit.checkpoint.selection.selection import DIFFUSERS_CLASS
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
+from fp4kit.storage import gguf_file
 from fp4kit.storage.files import CheckpointError, shown
-from fp4kit.storage.gguf_file import (
-    SPLIT_KEYS,
-    GgufFile,
-    Value,
-    divide,
-    gguf_header,
-    keys_of_part,
-    name_of_part,
-    whole_path,
-)
 from fp4kit.storage.safetensors_file import (
     DTYPE_BITS,
     SafetensorsFile,
@@ -128,16 +75,18 @@ class OutputFile:
     """
 
     name: str
-    outputs: tuple[OutputTensor, ...]
+    outputs: tuple[table.OutputTensor, ...]
     metadata: Mapping[str, str]
-    numbers: Mapping[str, Value]
+    numbers: Mapping[str, gguf_file.Value]
     is_first: bool = True
 
-    def header(self, source: Source) -> tuple[bytes, dict[str, int], int]:
+    def header(self, source: model_files.Source) -> tuple[bytes, dict[str, int], int]:
         """Return (bytes of the header, {tensor name: offset of its data}, size of the file in bytes)."""
         file = source.files[0]
-        if isinstance(file, GgufFile):
-            return gguf_header(file, self.outputs, {**self.metadata, **self.numbers}, SPLIT_KEYS, self.is_first)
+        if isinstance(file, gguf_file.GgufFile):
+            return gguf_file.gguf_header(
+                file, self.outputs, {**self.metadata, **self.numbers}, gguf_file.SPLIT_KEYS, self.is_first
+            )
         ordered = file_order(self.outputs)
         header, found = header_bytes(ordered, self.metadata), {}
         position = len(header)
@@ -155,7 +104,7 @@ def final_path(target: Path, name: str) -> Path:
 def check_target(target: Path) -> None:
     """Raise CheckpointError if the destination of a split GGUF model has the name of one of its files."""
     # The destination must be DST.gguf, not DST-00001-of-00003.gguf.
-    whole = whole_path(target)
+    whole = gguf_file.whole_path(target)
     if whole != target:
         raise CheckpointError(
             f"{shown(str(target))}: is the name of one file of a split model; name the model without numbers,"
@@ -195,10 +144,10 @@ class TensorPlan:
     recipe: Recipe | None = None
 
     @property
-    def outputs(self) -> tuple[OutputTensor, ...]:
+    def outputs(self) -> tuple[table.OutputTensor, ...]:
         """The output tensors that this source tensor or weight becomes, each listed once."""
         if self.place is not None:
-            return (OutputTensor(self.renamed or self.name, self.dtype, self.shape),)
+            return (table.OutputTensor(self.renamed or self.name, self.dtype, self.shape),)
         return tuple(dict.fromkeys(output for piece in self.pieces for output in piece.outputs))
 
     @property
@@ -222,7 +171,7 @@ class ShardPlan:
     metadata: Mapping[str, str]
 
     @lazy_property
-    def outputs(self) -> tuple[OutputTensor, ...]:
+    def outputs(self) -> tuple[table.OutputTensor, ...]:
         """The output tensors of all tensors of the source file."""
         return tuple(output for tensor in self.tensors for output in tensor.outputs)
 
@@ -270,10 +219,10 @@ class Plan(PlanFacts):
         return (replace(shards[0], tensors=tuple(tensor for shard in shards for tensor in shard.tensors)),)
 
     @lazy_property
-    def auxiliary(self) -> AuxiliaryFiles:
+    def auxiliary(self) -> model_files.AuxiliaryFiles:
         """The other files of the model directory, such as tokenizers, to copy or to skip."""
-        names = {file.name for file in self.source.files} | {INDEX, DIFFUSERS_INDEX}
-        return scan(self.source.root, names, keeps_layers=False)
+        own = {file.name for file in self.source.files} | {model_files.INDEX, model_files.DIFFUSERS_INDEX}
+        return model_files.scan(self.source.root, own, keeps_layers=False)
 
     @lazy_property
     def declarations(self) -> tuple[Declared, ...]:
@@ -283,12 +232,12 @@ class Plan(PlanFacts):
         return outcomes_of(self)
 
     @lazy_property
-    def layers_of_forms(self) -> dict[Container, list[str]]:
+    def layers_of_forms(self) -> dict[table.Container, list[str]]:
         """Container -> names of the converted layers that are written in it; {} for unquantized output.
 
         Several containers mean that the output is a mixed checkpoint. Layers that are copied are not listed.
         """
-        found: dict[Container, dict[str, None]] = defaultdict(dict)
+        found: dict[table.Container, dict[str, None]] = defaultdict(dict)
         for piece in (piece for tensor in self.converted for piece in tensor.pieces):
             if piece.form is not None:
                 found[piece.form][piece.module] = None
@@ -307,7 +256,7 @@ class Plan(PlanFacts):
         This is possible only for the output formats compressed-tensors and modelopt. Model-Optimizer's NVFP4 with and
         without AWQ counts as one container.
         """
-        forms = {MODELOPT_NVFP4 if form is MODELOPT_AWQ else form for form in self.layers_of_forms}
+        forms = {table.MODELOPT_NVFP4 if form is table.MODELOPT_AWQ else form for form in self.layers_of_forms}
         return len(forms) > 1 and self.format in MIXED
 
     @property
@@ -370,7 +319,7 @@ class Plan(PlanFacts):
 
         It is also False if the output is a single safetensors file.
         """
-        return is_gguf_config(self.config)
+        return model_files.is_gguf_config(self.config)
 
     @property
     def is_split(self) -> bool:
@@ -383,13 +332,13 @@ class Plan(PlanFacts):
         if self.request.split_max_size is None:
             return tuple(OutputFile(shard.name, shard.outputs, shard.metadata, {}) for shard in self.shards)
         (shard,) = self.shards
-        slices = divide([output.nbytes for output in shard.outputs], self.request.split_max_size)
+        slices = gguf_file.divide([output.nbytes for output in shard.outputs], self.request.split_max_size)
         return tuple(
             OutputFile(
-                name_of_part(i, len(slices)),
+                gguf_file.name_of_part(i, len(slices)),
                 shard.outputs[tensors],
                 shard.metadata if i == 0 else {},
-                keys_of_part(i, len(slices), len(shard.outputs)),
+                gguf_file.keys_of_part(i, len(slices), len(shard.outputs)),
                 i == 0,
             )
             for i, tensors in enumerate(slices)
@@ -403,7 +352,7 @@ class Plan(PlanFacts):
     @lazy_property
     def converted(self) -> tuple[TensorPlan, ...]:
         """The plans of all tensors and weights whose action is not "copy"."""
-        return tuple(tensor for tensor in self.tensors if tensor.action != COPY)
+        return tuple(tensor for tensor in self.tensors if tensor.action != job.COPY)
 
     @property
     def format_name(self) -> str:
@@ -428,7 +377,7 @@ class Plan(PlanFacts):
 
 def jobs_of(
     plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Sequence[int | None] = (None,)
-) -> Iterator[Job]:
+) -> Iterator[job.Job]:
     """Yield the jobs of a plan, in the order of its tensors: one per tensor to copy, and one per piece to convert."""
     number = 0
     for tensor in plan.tensors:
@@ -437,7 +386,9 @@ def jobs_of(
             # The key of a copy is the name of the tensor. All other keys end in "#" and a number. If the name contains
             # "#", append "#", so that the key of the copy differs from all of them.
             key = f"{tensor.name}#" if "#" in tensor.name else tensor.name
-            yield Job(key, COPY, tensor.place, (Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
+            yield job.Job(
+                key, job.COPY, tensor.place, (job.Target(table.VALUES, path, at, tensor.bytes_in, tensor.dtype),)
+            )
             continue
         for piece in tensor.pieces:
             yield _job(plan, tensor, piece, positions, device[number % len(device)])
@@ -446,19 +397,19 @@ def jobs_of(
 
 def _job(
     plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None
-) -> Job:
+) -> job.Job:
     """Return the job that converts one piece of a tensor's plan."""
     targets = []
     for output in piece.outputs:
         path, at = positions[output.name]
         begin, count = piece.share(output.nbytes)
-        targets.append(Target(output.part, path, at + begin, count, output.dtype))
+        targets.append(job.Target(output.part, path, at + begin, count, output.dtype))
     key = f"{piece.module}#{piece.number}"
     search, recipe = plan.request.search, tensor.recipe or plan.recipe
     if search is not None and not search.supports(recipe):
         search = None
     input_amax = plan.input_amaxes.get(piece.module)
-    return Job(
+    return job.Job(
         key,
         tensor.action,
         piece.weight,
@@ -475,20 +426,20 @@ def _job(
         "" if search is None else search.objective,
         None if search is None else search.columns_of((piece.module, piece.weight), piece.expert),
         None if input_amax is None else float(input_amax),
-        plan.request.adapter_scales if tensor.action == MERGE else "",
+        plan.request.adapter_scales if tensor.action == job.MERGE else "",
     )
 
 
 # Action -> the words that describe it in TensorPlan.reason.
 _WORDS = {
-    QUANTIZE: "quantized",
-    RENAME: "same codes",
-    CAST: "same codes where exponents allow",
-    CARRY: "same codes where scales are powers of two",
-    RESCALE: "same values where powers of two as scales allow it",
-    REQUANTIZE: "decoded and quantized again",
-    DEQUANTIZE: "decoded",
-    MERGE: "decoded, and quantized again with an adapter's update",
+    job.QUANTIZE: "quantized",
+    job.RENAME: "same codes",
+    job.CAST: "same codes where exponents allow",
+    job.CARRY: "same codes where scales are powers of two",
+    job.RESCALE: "same values where powers of two as scales allow it",
+    job.REQUANTIZE: "decoded and quantized again",
+    job.DEQUANTIZE: "decoded",
+    job.MERGE: "decoded, and quantized again with an adapter's update",
 }
 
 
@@ -497,25 +448,25 @@ def _shard(plan: Plan, file: SafetensorsFile) -> ShardPlan:
     parts = (part_names(plan.weights.values()) - set(plan.weights)) | plan.left_out
     parts |= plan.absorbed - set(plan.restored)
     tensors = tuple(_tensor(plan, file, entry) for entry in file.entries if entry.name not in parts)
-    own = {VERSION: __version__}
+    own = {names.VERSION: __version__}
     if plan.form is not None and plan.recorded:
-        own = {RECIPE: plan.recorded, **own}
+        own = {names.RECIPE: plan.recorded, **own}
     if plan.form is not None and plan.recorded_patterns:
-        own[PATTERNS] = json.dumps({"recipes": plan.recorded_patterns})
+        own[names.PATTERNS] = json.dumps({"recipes": plan.recorded_patterns})
     if plan.form is not None and mixes_codes({*plan.actions.values()}, plan.request, plan.source):
-        own[KEPT_CODES] = PARTLY_CARRIED
+        own[names.KEPT_CODES] = names.PARTLY_CARRIED
     if plan.is_file and plan.request.search is not None:
-        own[SCALE_SEARCH] = plan.request.search.words.removeprefix("searched by ")
+        own[names.SCALE_SEARCH] = plan.request.search.words.removeprefix("searched by ")
     include = plan.request.wishes.include
     if include:
-        own[INCLUDED] = json.dumps({"include": [*dict.fromkeys((*recorded_include([file]), *include))]})
+        own[names.INCLUDED] = json.dumps({"include": [*dict.fromkeys((*recorded_include([file]), *include))]})
     if plan.is_file:
         return ShardPlan(file.name, tensors, own)
     quantized = {weight.name for weight in plan.weights.values() if weight.container is not None}
     kept = {
         key: text
         for key, text in file.metadata.items()
-        if key not in (RECIPE, PATTERNS, KEPT_CODES)
+        if key not in (names.RECIPE, names.PATTERNS, names.KEPT_CODES)
         and not closed_world.describes_stored_layers(key, plan.source.tensors, quantized)
     }
     kept = {"format": "pt", **kept} | ({"format": mlx.FORMAT} if plan.format == mlx.FORMAT else {})
@@ -527,7 +478,7 @@ def _tensor(plan: Plan, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan
     name = entry.name
     if name in plan.restored:
         one = plan.restored[name]
-        return _planned(one, DEQUANTIZE, one.reason, one.pieces)
+        return _planned(one, job.DEQUANTIZE, one.reason, one.pieces)
     weight = plan.weights.get(name)
     if weight is not None and name in plan.selected:
         return _converted(plan, weight)
@@ -542,8 +493,8 @@ def _tensor(plan: Plan, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan
                 f"{shown(weight.name)}: the adapter has an update of this layer, which stays {weight.container};"
                 " leave the layer out of the adapter, or use --format bf16"
             )
-        found = pieces(weight, weight.container, plan.config, INPUT_SCALE in weight.parts)
-        return _planned(weight, RENAME, f"{reason}; as it is", found)
+        found = pieces(weight, weight.container, plan.config, table.INPUT_SCALE in weight.parts)
+        return _planned(weight, job.RENAME, f"{reason}; as it is", found)
     if weight is not None and weight.update is not None:
         return _decoded(plan, weight, f"{reason}; an adapter's update is added")
     renamed = ""
@@ -553,10 +504,12 @@ def _tensor(plan: Plan, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan
     may_be_cast = entry.dtype.startswith("F8") and plan.format != comfy.FORMAT
     cast = cast_of(place, plan.weights.values()) if may_be_cast else None
     if cast is not None:
-        output = OutputTensor(name, "BF16", entry.shape, VALUES)
+        output = table.OutputTensor(name, "BF16", entry.shape, table.VALUES)
         piece = Piece(cast, 0, (0, cast.shape[0]), name, None, (output,), cast.shape[0])
-        return TensorPlan(name, cast.dtype, entry.shape, DEQUANTIZE, f"{cast.dtype}: decoded", entry.nbytes, (piece,))
-    return TensorPlan(name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), place, renamed=renamed)
+        return TensorPlan(
+            name, cast.dtype, entry.shape, job.DEQUANTIZE, f"{cast.dtype}: decoded", entry.nbytes, (piece,)
+        )
+    return TensorPlan(name, entry.dtype, entry.shape, job.COPY, reason, entry.nbytes, (), place, renamed=renamed)
 
 
 def _planned(one: Weight | Restored, action: str, reason: str, found: Iterable[Piece], **more: Any) -> TensorPlan:
@@ -570,10 +523,10 @@ def _decoded(plan: Plan, weight: Weight, reason: str) -> TensorPlan:
     of_type = is_interleaved(plan.config) or (
         form is not None and form.stack == "blocks" and has_transposed_stacks(plan.config)
     )
-    own_release = form is not None and form.suffixes[CODES] == ".blocks"
+    own_release = form is not None and form.suffixes[table.CODES] == ".blocks"
     transposed = len(weight.shape) == 3 and (weight.transposed or (of_type and not own_release))
     dtype = "BF16" if form is not None else weight.dtype
-    return _planned(weight, DEQUANTIZE, reason, unquantized_pieces(weight, dtype, transposed))
+    return _planned(weight, job.DEQUANTIZE, reason, unquantized_pieces(weight, dtype, transposed))
 
 
 def _converted(plan: Plan, weight: Weight) -> TensorPlan:
@@ -583,36 +536,38 @@ def _converted(plan: Plan, weight: Weight) -> TensorPlan:
         return _decoded(plan, weight, f"{weight.dtype}{': decoded' if weight.container is not None else ''}{words}")
     action, form = plan.actions[weight.tensor], plan.form_of(weight.name)
     has_input_scale = form.name in plan.input_scaled
-    form = target_of(weight.container, form) if action == RENAME else form
+    form = job.target_of(weight.container, form) if action == job.RENAME else form
     found = [*pieces(weight, form, plan.config, has_input_scale)]
-    if weight.rotation is not None or plan.request.activations is not None or action == RENAME:
+    if weight.rotation is not None or plan.request.activations is not None or action == job.RENAME:
         found = [replace(piece, outputs=tuple(_outputs(plan, weight, piece, action))) for piece in found]
     groups = {piece.module: plan.groups[piece.module] for piece in found if piece.module in plan.groups}
     made_by, search = plan.mixture.of(weight.name).recipe, plan.request.search
     words = "" if weight.rotation is None else f"rotated in blocks of {weight.rotation.size}, "
-    shares = action == MERGE and weight.update is None
+    shares = action == job.MERGE and weight.update is None
     words += "same codes, if merged layers keep the tensor scale" if shares else _WORDS[action]
-    words += ", with an adapter's update" if weight.update is not None and action in (QUANTIZE, REQUANTIZE) else ""
-    words += f" by {made_by.id}" if plan.request.recipes and action in SEARCHED else ""
+    words += (
+        ", with an adapter's update" if weight.update is not None and action in (job.QUANTIZE, job.REQUANTIZE) else ""
+    )
+    words += f" by {made_by.id}" if plan.request.recipes and action in job.SEARCHED else ""
     words += "" if search is None or shares else search.words_for(action, made_by)
     words += f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
     reason = f"{plan.decisions[weight.tensor].reason}: {words}"
     return _planned(weight, action, reason, found, group=groups, recipe=made_by)
 
 
-def _outputs(plan: Plan, weight: Weight, piece: Piece, action: str) -> Iterator[OutputTensor]:
+def _outputs(plan: Plan, weight: Weight, piece: Piece, action: str) -> Iterator[table.OutputTensor]:
     """Yield the tensors of a piece of a converted weight, with the model's rotation matrix if it is the first one."""
     # Decoding rounds values to the dtype of the scales, so another dtype would change values that keep their codes.
-    kept = weight.parts if action == RENAME and is_rounded(weight) else {}
+    kept = weight.parts if action == job.RENAME and job.is_rounded(weight) else {}
     unmeasured = plan.without_input_scale(weight, piece)
     for output in piece.outputs:
-        if output.part in (SCALES, TENSOR_SCALE) and output.part in kept:
+        if output.part in (table.SCALES, table.TENSOR_SCALE) and output.part in kept:
             yield replace(output, dtype=kept[output.part].entry.dtype)
-        elif output.part != INPUT_SCALE or not unmeasured:
+        elif output.part != table.INPUT_SCALE or not unmeasured:
             yield output
     if weight.rotation is not None and weight is next(one for one in plan.selected.values() if one.rotation):
         shape = (weight.rotation.size, weight.rotation.size)
-        yield OutputTensor(transforms.matrix_name(piece.module), "F32", shape, ROTATION)
+        yield table.OutputTensor(transforms.matrix_name(piece.module), "F32", shape, table.ROTATION)
 
 
 def configs(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -620,18 +575,18 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if plan.source.has_index or len(plan.files) > 1:
         weight_map = {output.name: file.name for file in plan.files for output in file.outputs}
-        name = INDEX if DIFFUSERS_CLASS not in plan.config else DIFFUSERS_INDEX
+        name = model_files.INDEX if DIFFUSERS_CLASS not in plan.config else model_files.DIFFUSERS_INDEX
         found[name] = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
     config = _without_float8(without_declarations(plan.config))
     # ComfyUI reads tags in the safetensors file, and no entry of config.json.
     if plan.form is None or plan.format == comfy.FORMAT:
-        return found | {CONFIG: config}
+        return found | {model_files.CONFIG: config}
     own: dict[str, Any] = {
         "version": __version__,
         **({"recipe": plan.recorded} if plan.recorded else {}),
         **({"recipes": plan.recorded_patterns} if plan.recorded_patterns else {}),
         **({"codes": "carried"} if plan.carries_codes else {}),
-        **({"codes": PARTLY_CARRIED} if plan.carries_some_codes else {}),
+        **({"codes": names.PARTLY_CARRIED} if plan.carries_some_codes else {}),
     }
     producer = producer_of(plan.source)
     own |= {RECORDED: producer} if producer else {}
@@ -639,7 +594,9 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
         own["scale_search"] = plan.request.search.words.removeprefix("searched by ")
     if plan.format == mlx.FORMAT:
         config["quantization"] = mlx.declaration(plan.form)
-        return found | {CONFIG: {**config, "quantization_config": {**config["quantization"], "fp4kit": own}}}
+        return found | {
+            model_files.CONFIG: {**config, "quantization_config": {**config["quantization"], "fp4kit": own}}
+        }
     if plan.format == "deepseek-v4":
         config["expert_dtype"] = "fp4"
     if plan.is_mixed:
@@ -650,19 +607,19 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     if plan.format == "deepseek-v4":  # layers in FP8 stay as they are
         tiles = declared_in(plan.config).get("weight_block_size")
         declared |= {"weight_block_size": tiles} if tiles else {}
-    if MODELOPT_AWQ in plan.layers_of_forms and not plan.is_mixed:
+    if table.MODELOPT_AWQ in plan.layers_of_forms and not plan.is_mixed:
         declared, beside = awq_declarations(declared, beside)
     declared, beside = _with_carried(plan, declared, beside)
     if plan.rotated_layers:
         rotation = plan.request.rotation
         assert rotation is not None
-        names = (output.name.rpartition(".")[0] for tensor in plan.tensors for output in tensor.outputs)
+        modules = (output.name.rpartition(".")[0] for tensor in plan.tensors for output in tensor.outputs)
         rotated = plan.rotated_layers
-        others = [name for name in dict.fromkeys(names) if name not in {*rotated}]
+        others = [name for name in dict.fromkeys(modules) if name not in {*rotated}]
         transform = transforms.declaration(rotation, rotated, others)
         declared = {**declared, transforms.KEY: transform}
     config["quantization_config"] = declared
-    return found | {CONFIG: config} | ({HF_QUANT_CONFIG: beside} if beside is not None else {})
+    return found | {model_files.CONFIG: config} | ({model_files.HF_QUANT_CONFIG: beside} if beside is not None else {})
 
 
 def _without_float8(config: Mapping[str, Any]) -> dict[str, Any]:

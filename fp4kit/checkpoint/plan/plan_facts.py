@@ -12,29 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.config_entries import IGNORED, Item, brief, declared_unquantized
 from fp4kit.checkpoint.containers.configs import EXCLUSIONS, entries
 from fp4kit.checkpoint.containers.engines import comfy, mlx
-from fp4kit.checkpoint.containers.table import (
-    COLUMN_SCALE,
-    COMFY_OLD,
-    COMFY_OLD_E5M2,
-    INPUT_SCALE,
-    LOW_RANK_A,
-    TAG,
-    Container,
-)
-from fp4kit.checkpoint.convert.job import (
-    CARRY,
-    MERGE,
-    QUANTIZE,
-    RENAME,
-    REQUANTIZE,
-    RESCALE,
-    action_of,
-    is_rounded,
-    target_of,
-)
+from fp4kit.checkpoint.convert import job
 from fp4kit.checkpoint.convert.rows import check_carried, check_rescaled
 from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
@@ -43,17 +25,8 @@ from fp4kit.checkpoint.model.weights import Q8_0, Piece, Weight, any_quantized, 
 from fp4kit.checkpoint.plan.layer_recipes import check_gguf
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4, rotated_weights
 from fp4kit.checkpoint.plan.source_layers import check_layers, expert_stacks, kv_cache_of, split_layers
+from fp4kit.checkpoint.selection import selection
 from fp4kit.checkpoint.selection.names import missing_gated_halves, shared_amax_groups
-from fp4kit.checkpoint.selection.selection import (
-    AS_IN_SOURCE,
-    Candidate,
-    Decision,
-    candidate,
-    check,
-    decide,
-    is_stored_quantized,
-    model_facts,
-)
 from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.safetensors_file import TensorEntry
 
@@ -87,7 +60,7 @@ class PlanFacts:
         left_out: frozenset[str] = frozenset(),
     ) -> None:
         self.source, self.request, self.config, self.items = source, request, source.config, items
-        self._model = model_facts(self.config)
+        self._model = selection.model_facts(self.config)
         self.mixture = request.mixture_for(self.config)
         self.form = self.mixture.default.form
         self.split = {} if self.format == mlx.FORMAT else split_layers(source.tensors, weights)
@@ -105,7 +78,7 @@ class PlanFacts:
             found = {name: self._candidate(name, source.tensors[name][1]) for name in self.selected}
             self.selected |= rotated_weights(self.selected, found, request.rotation, request.hadamard_only)
             self.weights |= self.selected
-        self.forms: dict[Container, dict[str, Weight]] = defaultdict(dict)
+        self.forms: dict[table.Container, dict[str, Weight]] = defaultdict(dict)
         if self.form is not None:
             check_layers(self.selected, self.others())
             for name, weight in self.selected.items():
@@ -120,10 +93,10 @@ class PlanFacts:
         self.groups = self._groups()
         self.actions = {} if self.form is None else self._actions()
         self.input_amaxes = self._input_amaxes()
-        carried = self._with_action(CARRY)
+        carried = self._with_action(job.CARRY)
         if carried and not request.requantize:
             check_carried(carried)
-        rescaled = self._with_action(RESCALE)
+        rescaled = self._with_action(job.RESCALE)
         if rescaled and not request.requantize:
             check_rescaled((w, self.form_of(w.name), self.mixture.of(w.name).recipe) for w in rescaled)
 
@@ -143,7 +116,7 @@ class PlanFacts:
     @property
     def keeps_layers(self) -> bool:
         """True if every selected layer keeps the codes that it has, of the source or of the --codes model."""
-        return {*self.actions.values()} == {RENAME}
+        return {*self.actions.values()} == {job.RENAME}
 
     def _with_action(self, action: str) -> list[Weight]:
         return [self.selected[tensor] for tensor, own in self.actions.items() if own == action]
@@ -152,60 +125,62 @@ class PlanFacts:
         of_layer = self.form is None and closed_world.is_scale_of_layer(item)
         return item.group == IGNORED or item.why in closed_world.LEFT_OUT or of_layer
 
-    def _decisions(self) -> dict[str, Decision]:
+    def _decisions(self) -> dict[str, selection.Decision]:
         """Decide for each tensor whether to convert it, and return the decisions by tensor name."""
         if self.form is None:
             changes = {name: w.container is not None or w.update is not None for name, w in self.weights.items()}
-            return {name: Decision(converted, "already unquantized") for name, converted in changes.items()}
+            return {name: selection.Decision(converted, "already unquantized") for name, converted in changes.items()}
         wishes = self.request.wishes
         if experts_only(self.form) and wishes.preset != "experts":
             wishes = replace(wishes, preset="experts")
         found = self._candidates()
-        by_block: dict[int, list[Candidate]] = defaultdict(list)
+        by_block: dict[int, list[selection.Candidate]] = defaultdict(list)
         for one in found:
             by_block[self.form_of(one.module).row_multiple].append(one)
         unordered = {
-            name: one for block, alike in by_block.items() for name, one in decide(alike, wishes, block).items()
+            name: one
+            for block, alike in by_block.items()
+            for name, one in selection.decide(alike, wishes, block).items()
         }
         decisions = {one.name: unordered[one.name] for one in found}
-        without = Decision(False, "not quantized in the --codes model", True)
-        alone = Decision(False, f"not a routed expert; {self.form} stores nothing else", True)
+        without = selection.Decision(False, "not quantized in the --codes model", True)
+        alone = selection.Decision(False, f"not a routed expert; {self.form} stores nothing else", True)
         for one in found:
             if decisions[one.name].converted and self.request.codes and not self.has_codes(one.name):
                 decisions[one.name] = without
             elif decisions[one.name].converted and experts_only(self.form) and one.kind != "routed expert":
                 decisions[one.name] = alone
-        check(found, wishes, decisions)
-        names = {one.name: one.module for one in found if decisions[one.name] == AS_IN_SOURCE}
+        selection.check(found, wishes, decisions)
+        names = {one.name: one.module for one in found if decisions[one.name] == selection.AS_IN_SOURCE}
         declared = declared_unquantized(self.source, [*names.values()])
         self.as_in_source = {module: module in declared for module in names.values()}
         for name, module in names.items():
             why = f"unquantized, as the source {'declares' if module in declared else 'stores it'}"
-            decisions[name] = replace(AS_IN_SOURCE, reason=why)
+            decisions[name] = replace(selection.AS_IN_SOURCE, reason=why)
         return decisions
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self) -> list[selection.Candidate]:
         """Return all tensors of the source as the selection rules see them, without scales and other parts of
         weights.
         """
         parts = (part_names(self.weights.values()) - set(self.weights)) | self.absorbed
         found = [self._candidate(name, entry) for name, (_, entry) in self.source.tensors.items() if name not in parts]
-        if self.request.codes or not any(map(is_stored_quantized, found)):
+        if self.request.codes or not any(map(selection.is_stored_quantized, found)):
             return found
         model = replace(self._model, is_quantized=True)
         return [replace(one, model=model) for one in found]
 
-    def _candidate(self, name: str, entry: TensorEntry) -> Candidate:
+    def _candidate(self, name: str, entry: TensorEntry) -> selection.Candidate:
         """Return a Candidate, which describes a tensor to the selection rules."""
         # If requantizing is allowed, the dtype of a weight in Q8_0 is described as that of a container, so that the
         # rules let it be quantized.
         weight = self.weights.get(name)
         if weight is None:
-            return candidate(name, entry.dtype, entry.shape, self._model)
+            return selection.candidate(name, entry.dtype, entry.shape, self._model)
         dtype = f"gguf {Q8_0}" if weight.dtype == Q8_0 and self.request.requantize else weight.dtype
-        return Candidate(name, weight.name, dtype, weight.shape, self._model)
+        return selection.Candidate(name, weight.name, dtype, weight.shape, self._model)
 
-    def form_of(self, module: str) -> Container:
+    def form_of(self, module: str) -> table.Container:
         """Return the container to write for a layer of the source, if the output is quantized."""
         form = self.mixture.of(module).form
         assert form is not None
@@ -223,7 +198,7 @@ class PlanFacts:
     def stays_quantized(self, weight: Weight) -> bool:
         """Return whether a quantized layer that is not selected stays as it is."""
         form = weight.container
-        if form is not None and self.format == comfy.FORMAT and (TAG in form.suffixes or form.is_cast):
+        if form is not None and self.format == comfy.FORMAT and (table.TAG in form.suffixes or form.is_cast):
             return True
         return is_deepseek_v4(self.config) and experts_only(self.form)
 
@@ -252,7 +227,7 @@ class PlanFacts:
         layers = ((self.form_of(weight.name), weight) for weight in self.selected.values())
         self.mixture.check_fused({n: weight.name for form, weight in layers for n in self._names(form, weight)})
 
-    def _names(self, form: Container | None, weight: Weight) -> tuple[str, ...]:
+    def _names(self, form: table.Container | None, weight: Weight) -> tuple[str, ...]:
         return layer_names(weight, form, self.config)
 
     def _groups(self) -> dict[str, str]:
@@ -276,25 +251,28 @@ class PlanFacts:
                 if name in self.groups:
                     groups[self.groups[name]].add(tensor)
         forms = {name: self.form_of(weight.name) for name, weight in selected.items()}
-        found = {name: action_of(weight, target_of(weight.container, forms[name])) for name, weight in selected.items()}
+        found = {
+            name: job.action_of(weight, job.target_of(weight.container, forms[name]))
+            for name, weight in selected.items()
+        }
         mixed: dict[str, str] = {}
         for group, names in groups.items():
             self._check_dtypes(group, [selected[name] for name in names])
             actions = {found[name] for name in names}
             if (
-                MERGE in actions
-                and actions <= {MERGE, RENAME}
-                and not any(is_rounded(selected[name]) for name in names)
+                job.MERGE in actions
+                and actions <= {job.MERGE, job.RENAME}
+                and not any(job.is_rounded(selected[name]) for name in names)
             ):
-                found |= dict.fromkeys(names, MERGE)
+                found |= dict.fromkeys(names, job.MERGE)
             elif len(actions) > 1:
-                mixed |= {name: group for name in names if found[name] != QUANTIZE}
-        found |= dict.fromkeys(mixed, REQUANTIZE)
+                mixed |= {name: group for name in names if found[name] != job.QUANTIZE}
+        found |= dict.fromkeys(mixed, job.REQUANTIZE)
         updated = {name for name in found if selected[name].update is not None}
         for name in sorted(updated):
             _check_factors(selected[name], forms[name])
         updated |= {name for names in groups.values() if updated & names for name in names}
-        lossy = next((name for name, action in found.items() if action == REQUANTIZE and name not in updated), None)
+        lossy = next((name for name, action in found.items() if action == job.REQUANTIZE and name not in updated), None)
         if lossy is not None and not self.request.requantize:
             why = f"quantizing it as {forms[lossy]} would change its values"
             if lossy in mixed:
@@ -318,7 +296,7 @@ class PlanFacts:
                 f" dtype ({', '.join(dtypes)}); use another recipe"
             )
 
-    def _has_input_scale(self, form: Container, own: Mapping[str, Weight]) -> bool:
+    def _has_input_scale(self, form: table.Container, own: Mapping[str, Weight]) -> bool:
         """Return whether the layers of a container get input scales."""
         if not form.has_tensor_scale or self.request.gives_input_scales:
             return form.has_tensor_scale
@@ -327,7 +305,7 @@ class PlanFacts:
             for weight in own.values()
             if weight.container is not None
             and weight.container.kind == form.kind
-            and INPUT_SCALE in weight.parts
+            and table.INPUT_SCALE in weight.parts
             and not _is_unused_input_scale(weight)
         ]
         if have and len(have) < len(own):
@@ -361,7 +339,7 @@ class PlanFacts:
     def _gets_new_input_scale(self, weight: Weight) -> bool:
         """Return whether a selected weight gets an input scale other than its own."""
         return self.gets_input_scale(weight) and not (
-            self.actions[weight.tensor] in (RENAME, MERGE) and INPUT_SCALE in weight.parts
+            self.actions[weight.tensor] in (job.RENAME, job.MERGE) and table.INPUT_SCALE in weight.parts
         )
 
     def without_input_scale(self, weight: Weight, piece: Piece) -> bool:
@@ -372,15 +350,15 @@ class PlanFacts:
 
 def _is_unused_input_scale(weight: Weight) -> bool:
     """Return whether a layer has ComfyUI's older ``scale_input`` of 1, which ComfyUI ignores."""
-    if weight.dtype not in (COMFY_OLD.name, COMFY_OLD_E5M2.name):
+    if weight.dtype not in (table.COMFY_OLD.name, table.COMFY_OLD_E5M2.name):
         return False
     with Readers() as readers:
-        return bool(scalar_of(readers, weight, INPUT_SCALE) == 1)
+        return bool(scalar_of(readers, weight, table.INPUT_SCALE) == 1)
 
 
-def _check_factors(weight: Weight, form: Container) -> None:
+def _check_factors(weight: Weight, form: table.Container) -> None:
     """Raise CheckpointError for a weight with an update whose format scales columns or adds a matrix of its own."""
-    factors = {COLUMN_SCALE, LOW_RANK_A} & weight.parts.keys()
+    factors = {table.COLUMN_SCALE, table.LOW_RANK_A} & weight.parts.keys()
     if factors and weight.container is not None and weight.container.kind == form.kind:
         raise CheckpointError(
             f"{shown(weight.name)}: is stored as {weight.container}, with factors into which no adapter is merged; use"
@@ -483,7 +461,7 @@ def _other_caches(facts: PlanFacts, found: Mapping[str, Any]) -> tuple[str, str]
 
 
 def _stored_input_scales(facts: PlanFacts) -> list[Weight] | None:
-    return [weight for weight in facts.weights.values() if INPUT_SCALE in weight.parts] or None
+    return [weight for weight in facts.weights.values() if table.INPUT_SCALE in weight.parts] or None
 
 
 def _input_scales(facts: PlanFacts, have: list[Weight]) -> tuple[str, str]:

@@ -15,15 +15,9 @@ from typing import Any, TypedDict, TypeVar
 from fp4kit.arguments import Flag, flag
 from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.call.parse import HADAMARD_SIZES
+from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WRITTEN
 from fp4kit.checkpoint.containers.engines import Finding, comfy, finding, mlx
-from fp4kit.checkpoint.containers.table import (
-    DEEPSEEK_V4,
-    DEEPSEEK_V4_NVFP4,
-    GPT_OSS,
-    MODELOPT_FP8,
-    Container,
-)
 from fp4kit.checkpoint.convert.job import CARRY, CAST, MERGE, NONFINITE, RENAME, RESCALE
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
@@ -559,7 +553,7 @@ class Request:
         text = f"NaN and infinity would spread over their blocks; leave --nonfinite {self.nonfinite} out"
         yield self.nonfinite != "error" and (name, text)
 
-    def form_for(self, config: Mapping[str, Any]) -> Container | None:
+    def form_for(self, config: Mapping[str, Any]) -> table.Container | None:
         """Return the container to write for a model, or None to write unquantized tensors (format "bf16")."""
         form = self._form_for(config)
         if self.search is not None:
@@ -607,7 +601,7 @@ class Request:
         ordered = [*MIXED] if len({*kinds}) > 1 else [*([best] if best else []), *FORMATS[:-1]]
         return next((f for f in ordered if not any(support.refusal(f, kind, family) for kind in kinds)), best)
 
-    def _form_for(self, config: Mapping[str, Any]) -> Container | None:
+    def _form_for(self, config: Mapping[str, Any]) -> table.Container | None:
         """Return the container to write for a model, or None to write unquantized tensors."""
         if is_gguf_config(config):
             if self.format not in (None, UNQUANTIZED):
@@ -633,7 +627,7 @@ class Request:
             self._refuse_input_scales(f"{self.recipe.id} has no input scale", ", or use an NVFP4 recipe")
         return form
 
-    def _loaded_form(self, config: Mapping[str, Any]) -> Container:
+    def _loaded_form(self, config: Mapping[str, Any]) -> table.Container:
         """Return the container to write for a model in one of FORMATS, the best one if the user names none."""
         kind, family = kind_of(self.recipe), support.family_of(config)
         # If no format fits, use "modelopt": it is refused below, with a message that says what to do.
@@ -683,23 +677,23 @@ def kind_of(recipe: Recipe) -> str:
     return form.kind
 
 
-def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
+def check_input_scale(form: table.Container | None, has_input_scale: bool) -> None:
     """Raise CheckpointError if loaders of the container require input scales and none will be written."""
-    if form is DEEPSEEK_V4_NVFP4 and not has_input_scale:
+    if form is table.DEEPSEEK_V4_NVFP4 and not has_input_scale:
         raise CheckpointError(
             "input scale: loaders of DeepSeek-V4 with NVFP4 experts require one; "
             "measure activations for --activations, or add --input-scale 1.0 (not calibrated)"
         )
-    if form is MODELOPT_FP8 and not has_input_scale:
+    if form is table.MODELOPT_FP8 and not has_input_scale:
         raise CheckpointError(
             "input scale: Model-Optimizer's FP8 layers have one; measure activations for --activations, or use"
             " fp8-modelopt-channel or --format compressed-tensors, with which engines scale inputs at run time"
         )
 
 
-def experts_only(form: Container | None) -> bool:
+def experts_only(form: table.Container | None) -> bool:
     """Return whether loaders of the container ``form`` support only quantized routed experts, and no other layers."""
-    return form in (GPT_OSS, DEEPSEEK_V4, DEEPSEEK_V4_NVFP4)
+    return form in (table.GPT_OSS, table.DEEPSEEK_V4, table.DEEPSEEK_V4_NVFP4)
 
 
 def is_deepseek_v4(config: Mapping[str, Any]) -> bool:
