@@ -143,7 +143,7 @@ class Rules:
             some = any(one.recipe.tensor_scaling == "tensor" for one in choices)
             drop = some and choice.recipe.tensor_scaling != "tensor"
             inputs: dict[str, Any] = {"input_scale": None, "activations": None} if drop else {}
-            form = choice.form and choice.form.format
+            form = None if choice.form is None else choice.form.format
             self._by_choice[key] = replace(self, recipe=choice.recipe, format=form, recipes=(), **inputs)
         return self._by_choice[key]
 

@@ -13,7 +13,6 @@ import numpy as np
 import oracle
 import processes
 import pytest
-import runs
 import synthetic
 from synthetic import refused
 
@@ -24,7 +23,6 @@ from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict, LayerVerdict
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
-from fp4kit.storage.safetensors_file import read_header
 
 RECIPE = "nvfp4-modelopt-static"
 QUERY = "encoder.layer.0.attention.self.query"
@@ -71,30 +69,36 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 # ---- bytes ----
 
 
-@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_bytes_are_those_of_search_and_quantize(model, tmp_path: Path, format: str, weighted: bool) -> None:
+@pytest.mark.parametrize(
+    ("format", "objective", "weighted"),
+    [("modelopt", "mse", True), ("compressed-tensors", "mse", False), ("modelopt", "mae", False)],
+)
+def test_bytes_are_those_of_search_and_quantize(
+    model, tmp_path: Path, format: str, objective: str, weighted: bool
+) -> None:
     """convert writes the bytes of search_scales and quantize, with the tensor amax of all layers that share a scale.
 
     weighted: whether the search weights the errors of columns
     """
     source, tensors = model
     weights = column_weights(tmp_path / "w.safetensors", tensors) if weighted else None
-    searched(source, tmp_path / "d", weights, format=format)
+    search = ScaleSearch.of(objective, weights)
+    convert(source, tmp_path / "d", RECIPE, search=search, format=format)
     found = oracle.arrays(oracle.load(tmp_path / "d"))
     vectors = oracle.arrays(oracle.load(tmp_path)) if weights else {}
     group = max(float(np.abs(tensors[name]).max()) for name in QKV)
     for name in CONVERTED:
         x = tensors[name].astype(np.float32)
         amax = np.float32(group if name in QKV else np.abs(x).max())
-        best = fp4kit.search_scales(x, RECIPE, tensor_amax=amax, weights=vectors.get(name))
+        given = {"objective": objective, "weights": vectors.get(name)}
+        best = fp4kit.search_scales(x, RECIPE, tensor_amax=amax, **given)
         q = fp4kit.quantize(x, RECIPE, tensor_amax=amax, block_amax=best)
         module = name.removesuffix(".weight")
         codes = found[f"{module}.{'weight' if format == 'modelopt' else 'weight_packed'}"]
-        assert (
-            codes.tobytes() == q.packed.tobytes()
-            and found[f"{module}.weight_scale"].tobytes() == q.block_scale.tobytes()
-        )
+        assert codes.tobytes() == q.packed.tobytes()
+        assert found[f"{module}.weight_scale"].tobytes() == q.block_scale.tobytes()
+    report = verify(tmp_path / "d", source, search=search if weighted else None)
+    assert report.clean and report.scales == f"searched by {'weighted ' * weighted}{objective}"
 
 
 def test_slabs_threads_and_resuming_do_not_matter(model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,17 +133,6 @@ def test_a_layer_of_zeros_has_nothing_to_search(tmp_path: Path) -> None:
     assert verify(tmp_path / "d", source).clean
 
 
-def test_another_objective(model, tmp_path: Path, run: Run) -> None:
-    source, tensors = model
-    code, text, _ = run("convert", source, tmp_path / "d", "--scale-search", "mae", "--format", "modelopt")
-    assert code == 0 and "scales searched by mae: SQNR" in text
-    x = tensors[DENSE].astype(np.float32)
-    q = fp4kit.quantize(x, RECIPE, block_amax=fp4kit.search_scales(x, RECIPE, objective="mae"))
-    assert oracle.arrays(oracle.load(tmp_path / "d"))[f"{DENSE}_scale"].tobytes() == q.block_scale.tobytes()
-    report = verify(tmp_path / "d", source)
-    assert report.clean and report.scales == "searched by mae"
-
-
 # ---- what the plan and reports say ----
 
 
@@ -170,18 +163,17 @@ def test_weighted_errors(model, tmp_path: Path) -> None:
 def test_the_command(model, tmp_path: Path, run: Run) -> None:
     source, _ = model
     code, text, _ = run("convert", source, tmp_path / "d", "--scale-search", "mse")
-    assert (
-        code == 0
-        and "SQNR dB by amax" in text
-        and "scales searched by mse: SQNR 20.36 dB by amax, 21.69 dB searched" in text
-    )
+    assert code == 0 and "SQNR dB by amax" in text
+    assert "scales searched by mse: SQNR 20.36 dB by amax, 21.69 dB searched" in text
     code, text, _ = run("verify", tmp_path / "d", "--source", source)
-    assert (
-        code == 0
-        and f"0 of 13844 bytes differ from the source encoded with {RECIPE} with scales searched by mse" in text
-    )
+    made = f"0 of 13844 bytes differ from the source encoded with {RECIPE} with scales searched by mse"
+    assert code == 0 and made in text
     code, text, _ = run("identify", tmp_path / "d", "--source", source)
     assert (code, text) == (0, "nvfp4-modelopt-mse (Model-Optimizer) made 5 layers\n")
+    found = json.loads(run("convert", source, tmp_path / "plain", "--json").out)
+    assert (found["recipe"], found["scale_search"], found["searched"]) == ("nvfp4-te", None, [])
+    for name in ("config.json", "fp4kit_manifest.json"):
+        assert "scale_search" not in (tmp_path / "plain" / name).read_text()
 
 
 def test_dry_run_and_json(model, tmp_path: Path, run: Run) -> None:
@@ -201,15 +193,6 @@ def test_dry_run_and_json(model, tmp_path: Path, run: Run) -> None:
     assert config["quantization_config"]["fp4kit"]["scale_search"] == "weighted mse"
 
 
-def test_no_search_says_nothing(model, tmp_path: Path, run: Run) -> None:
-    source, _ = model
-    code, text, _ = run("convert", source, tmp_path / "d", "--json")
-    found = json.loads(text)
-    assert (code, found["recipe"], found["scale_search"], found["searched"]) == (0, "nvfp4-te", None, [])
-    for name in ("config.json", "fp4kit_manifest.json"):
-        assert "scale_search" not in (tmp_path / "d" / name).read_text()
-
-
 def test_compare_says_what_scales_are(model, tmp_path: Path) -> None:
     source, _ = model
     convert(source, tmp_path / "a", RECIPE)
@@ -222,27 +205,19 @@ def test_compare_says_what_scales_are(model, tmp_path: Path) -> None:
 # ---- verify and identify ----
 
 
-def test_verify_needs_the_column_weights(model, tmp_path: Path, run: Run) -> None:
+def test_verify_needs_the_column_weights(model, tmp_path: Path) -> None:
     source, tensors = model
-    weights = column_weights(tmp_path / "w.safetensors", tensors)
-    searched(source, tmp_path / "d", weights)
+    searched(source, tmp_path / "d", column_weights(tmp_path / "w.safetensors", tensors))
     without = verify(tmp_path / "d", source)
     needed = (
         "5 layers are not re-encoded: their scales were searched with column weights; give the weights with "
         "--column-weights or --imatrix"
     )
     assert without.clean and [issue.text for issue in without.issues] == [needed]
-    code, text, _ = run("verify", tmp_path / "d", "--source", source, "--column-weights", weights)
-    assert (
-        code == 0
-        and f"0 of 13844 bytes differ from the source encoded with {RECIPE} with scales searched by weighted mse"
-        in text
-    )
     others = column_weights(tmp_path / "v.safetensors", tensors, dense=np.ones(64, np.float32))
     found = verify(tmp_path / "d", source, search=ScaleSearch.of("mse", others))
-    assert not found.clean and "the column weights differ from those that the checkpoint was made with" in [
-        issue.text for issue in found.issues
-    ]
+    wrong = "the column weights differ from those that the checkpoint was made with"
+    assert not found.clean and wrong in [issue.text for issue in found.issues]
 
 
 @pytest.mark.parametrize("manifest", [True, False])
@@ -252,16 +227,12 @@ def test_verify_takes_the_recorded_error_under_column_weights(model, tmp_path: P
     convert(source, tmp_path / "d", RECIPE, search=ScaleSearch.of("mae", weights))
     if not manifest:
         (tmp_path / "d" / "fp4kit_manifest.json").unlink()
-    code, text, _ = run("verify", tmp_path / "d", "--source", source, "--column-weights", weights)
-    assert (
-        code == 0
-        and f"0 of 13844 bytes differ from the source encoded with {RECIPE} with scales searched by weighted mae"
-        in text
-    )
-    code, text, _ = run(
-        "verify", tmp_path / "d", "--source", source, "--column-weights", weights, "--scale-search", "mse"
-    )
-    assert code == 1 and "with scales searched by weighted mse;" in text
+    command = ("verify", tmp_path / "d", "--source", source, "--column-weights", weights)
+    made = f"differ from the source encoded with {RECIPE} with scales searched by weighted"
+    code, text, _ = run(*command)
+    assert code == 0 and f"0 of 13844 bytes {made} mae" in text
+    code, text, _ = run(*command, "--scale-search", "mse")
+    assert code == 1 and f"{made} mse;" in text
 
 
 @pytest.mark.parametrize(
@@ -282,23 +253,6 @@ def test_verify_refuses_a_search_that_the_recipe_has_not(
     convert(model[0], tmp_path / "d", recipe)
     code, out, error = run("verify", tmp_path / "d", "--source", model[0], "--scale-search", "mse")
     assert (code, out) == (2, "") and error.startswith(f"fp4kit verify: scale search: {text}")
-
-
-def test_verify_without_a_manifest(model, tmp_path: Path) -> None:
-    source, _ = model
-    searched(source, tmp_path / "d")
-    (tmp_path / "d" / "fp4kit_manifest.json").unlink()
-    assert (verify(tmp_path / "d", source).scales, verify(tmp_path / "d", source).clean) == ("searched by mse", True)
-
-
-def test_verify_of_a_changed_scale(model, tmp_path: Path) -> None:
-    source, _ = model
-    searched(source, tmp_path / "d")
-    file = read_header(tmp_path / "d" / "model.safetensors")
-    runs.flip(file.path, next(entry.start for entry in file.entries if entry.name == f"{QUERY}.weight_scale"))
-    issues = [(issue.text, issue.count) for issue in verify(tmp_path / "d", source).issues if issue.subject == QUERY]
-    made = f"the source encoded with {RECIPE} with scales searched by mse"
-    assert issues == [(f"bytes of block scales that differ from {made}", 1)]
 
 
 def test_the_recipe_that_searches_writes_the_same(model, tmp_path: Path) -> None:
