@@ -138,53 +138,37 @@ def _break(patch: pytest.MonkeyPatch, place: str, error: BaseException) -> None:
     patch.setattr(found, last, fail)
 
 
-@pytest.mark.parametrize("kind", ["directory", "file", "link"])
-def test_destination_that_exists(tmp_path: Path, kind: str) -> None:
+def test_destinations_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synthetic.bert(tmp_path / "m")
-    out = tmp_path / "out"
-    make: dict[str, Callable[[], None]] = {
-        "directory": out.mkdir,
-        "file": out.touch,
-        "link": lambda: out.symlink_to("nowhere"),
-    }
-    make[kind]()
-    for call in (convert, lambda source, out: check(make_plan(source), out)):
-        with refused("out: exists; name a new directory, or remove it first"):
-            call(tmp_path / "m", out)
-    assert os.path.lexists(out)
-
-
-def test_destination_without_parent(tmp_path: Path) -> None:
-    synthetic.bert(tmp_path / "m")
-    with refused("its parent directory does not exist; create"):
-        convert(tmp_path / "m", tmp_path / "a" / "out")
-
-
-def test_destination_below_a_loop_of_links(tmp_path: Path) -> None:
-    synthetic.bert(tmp_path / "m")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
-    with refused("its symbolic links form a cycle"):
-        convert(tmp_path / "m", tmp_path / "loop" / "out")
-
-
-def test_destination_inside_source(tmp_path: Path) -> None:
-    synthetic.bert(tmp_path / "m")
     (tmp_path / "alias").symlink_to("m")
-    for parent in (tmp_path / "m", tmp_path / "alias"):
-        with refused("is inside the source"):
-            convert(tmp_path / "m", parent / "out")
-
-
-def test_source_inside_destination(tmp_path: Path) -> None:
-    """A destination that contains the source is rejected.
-
-    check_destination is called directly with a resolved source path, because a destination that does not exist yet can
-    contain the source only through a link.
-    """
-    synthetic.bert(tmp_path / "a" / "m")
-    (tmp_path / "a" / "m").rename(tmp_path / "m")
-    with refused("contains the source"):
+    before = sorted(tmp_path.rglob("*"))
+    for name, said in (
+        *(
+            (kind, f"{kind}: exists; name a new directory, or remove it first")
+            for kind in ("directory", "file", "link")
+        ),
+        ("a/out", "its parent directory does not exist; create"),
+        ("loop/out", "its symbolic links form a cycle"),
+        ("m/out", "is inside the source"),
+        ("alias/out", "is inside the source"),
+    ):
+        for call in (convert, lambda source, out: check(make_plan(source), out)):
+            with refused(said):
+                call(tmp_path / "m", tmp_path / name)
+    with refused("contains the source"):  # without a link, a destination that does not exist cannot contain it
         staging.check_destination(tmp_path / "out" / "m", tmp_path / "out")
+    assert sorted(tmp_path.rglob("*")) == before
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with refused(".out.partial: cannot be created (Permission denied)"):
+        convert(tmp_path / "m", tmp_path / "out")
 
 
 def test_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,17 +202,6 @@ def test_destination_that_appears_meanwhile(tmp_path: Path) -> None:
         )
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_partial_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synthetic.bert(tmp_path / "m")
-
-    def fail(*arguments: object, **options: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "mkdir", fail)
-    with refused(".out.partial: cannot be created (Permission denied)"):
-        convert(tmp_path / "m", tmp_path / "out")
 
 
 @pytest.fixture

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import JOBS, ModelConversion, flip, shard, stopping
+from runs import JOBS, ModelConversion, flip, noted, shard, stopping
 from synthetic import refused
 
 from fp4kit.checkpoint import staging
-from fp4kit.checkpoint.convert import run_jobs as journal
-from fp4kit.checkpoint.convert import run_jobs as run_job
+from fp4kit.checkpoint.convert import run_jobs
 from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.selection.selection import Wishes
@@ -27,34 +26,18 @@ def model(tmp_path: Path) -> ModelConversion:
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which the key of each job is appended when the job writes its tensors."""
-    keys: list[str] = []
-    write = run_job.write_job
-
-    def noted(job: run_job.Job, *rest: Any) -> run_job.Done:
-        keys.append(job.key)
-        return write(job, *rest)
-
-    monkeypatch.setattr(run_job, "write_job", noted)
-    return keys
+def written(monkeypatch: pytest.MonkeyPatch) -> list[run_jobs.Job]:
+    """Return a list to which each job is appended when it writes its tensors."""
+    return noted(monkeypatch, run_jobs, "write_job")
 
 
-def test_nothing_is_done_twice(model: ModelConversion, written: list[str]) -> None:
+def test_nothing_is_done_twice(model: ModelConversion, written: list[run_jobs.Job]) -> None:
     for at in (1, 7, JOBS - 1):
         model.interrupt(at)
         before = len(written)
         model.resume()
-        assert len(set(written[before:])) == len(written) - before == JOBS - at
+        assert len({job.key for job in written[before:]}) == len(written) - before == JOBS - at
         shutil.rmtree(model.out)
-
-
-def test_interrupted_again_and_again(model: ModelConversion) -> None:
-    model.interrupt(2)
-    for at in range(4, JOBS, 3):
-        with pytest.raises(KeyboardInterrupt):
-            model.convert(resume=True, progress=stopping(at))
-    model.resume()
 
 
 @pytest.mark.exhaustive
@@ -97,10 +80,10 @@ def test_journal_cut_anywhere(model: ModelConversion) -> None:
 def test_line_after_one_that_was_cut(tmp_path: Path) -> None:
     """After an incomplete last line, the next journal entry begins on a line of its own."""
     for name in "ab":
-        with journal.Journal(tmp_path / "j", "k") as one:
-            one.note_done(run_job.Done(name, "0", "copy"))
+        with run_jobs.Journal(tmp_path / "j", "k") as one:
+            one.note_done(run_jobs.Done(name, "0", "copy"))
         os.truncate(tmp_path / "j", (tmp_path / "j").stat().st_size - 3 * (name == "a"))
-    with journal.Journal(tmp_path / "j", "k") as two:
+    with run_jobs.Journal(tmp_path / "j", "k") as two:
         assert set(two.done) == {"b"}
 
 
@@ -160,33 +143,12 @@ def test_damaged_shard(model: ModelConversion, damage: str) -> None:
     model.resume()
 
 
-def test_damage_is_redone_alone(model: ModelConversion, written: list[str]) -> None:
+def test_damage_is_redone_alone(model: ModelConversion, written: list[run_jobs.Job]) -> None:
     model.interrupt(JOBS - 1, workers=1)  # several workers could leave the job with the last byte unwritten
     flip(shard(model), -1)
     before = len(written)
     model.resume()
     assert len(written) - before == 2  # the job whose last byte is missing, and the job whose entry was not written
-
-
-def touch_tensor(model: ModelConversion) -> None:
-    flip(model.source / "model-00001-of-00002.safetensors", -1)
-
-
-def touch_config(model: ModelConversion) -> None:
-    path = model.source / "config.json"
-    path.write_text(path.read_text().replace("qwen3", "qwen2"))
-
-
-@pytest.mark.parametrize("change", [touch_tensor, touch_config])
-def test_another_source_is_not_gone_on_with(model: ModelConversion, change: Callable[[ModelConversion], None]) -> None:
-    model.interrupt(5)
-    text = model.journal.read_bytes()
-    change(model)
-    with refused(
-        ".out.partial: was started from another source, with other options or by another version; remove it with"
-    ):
-        model.convert(resume=True)
-    assert model.journal.read_bytes() == text and shard(model).exists()
 
 
 OTHERS: list[dict[str, Any]] = [
@@ -199,21 +161,35 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", OTHERS, ids=str)
-def test_other_options_are_not_gone_on_with(model: ModelConversion, changes: dict[str, Any]) -> None:
+def test_other_options_sources_and_versions_are_not_gone_on_with(
+    model: ModelConversion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is resumed only with its options, its version and its source; otherwise its files stay as they are."""
     model.interrupt(5)
-    with refused("was started from another source, with other options"):
-        convert(model.source, model.out, **changes, options=Options(resume=True))
-    model.resume()  # the partial directory still exists
+    text = model.journal.read_bytes()
+    said = ".out.partial: was started from another source, with other options or by another version; remove it with"
 
+    def refuse(**changes: Any) -> None:
+        with refused(said):
+            convert(model.source, model.out, **changes, options=Options(resume=True))
+        assert model.journal.read_bytes() == text and shard(model).exists()
 
-def test_other_version_is_not_gone_on_with(model: ModelConversion, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.interrupt(5)
+    for changes in OTHERS:
+        refuse(**changes)
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "__version__", "9.9")
-        with refused("or by another version"):
-            model.convert(resume=True)
+        patch.setattr(run_jobs, "__version__", "9.9")
+        refuse()
     model.resume()
+    shutil.rmtree(model.out)
+    model.interrupt(5)
+    text = model.journal.read_bytes()
+    config = model.source / "config.json"
+    before = config.read_text()
+    config.write_text(before.replace("qwen3", "qwen2"))
+    refuse()
+    config.write_text(before)
+    flip(model.source / "model-00001-of-00002.safetensors", -1)
+    refuse()
 
 
 def test_nothing_to_resume(model: ModelConversion) -> None:
@@ -224,27 +200,20 @@ def test_nothing_to_resume(model: ModelConversion) -> None:
 
 def test_measured_weights_are_not_read_again(model: ModelConversion, monkeypatch: pytest.MonkeyPatch) -> None:
     model.interrupt(3)
-    known, again, measure = model.journal.read_text(), [], run_job.measure_job
-
-    def noted(job: run_job.Job, *rest: Any) -> run_job.Measured:
-        again.append(job.key)
-        return measure(job, *rest)
-
-    monkeypatch.setattr(run_job, "measure_job", noted)
+    known = model.journal.read_text()
+    again = noted(monkeypatch, run_jobs, "measure_job")
     model.resume()
-    assert len(again) == 14 - known.count('"measured"') and not [
-        key for key in again if f'"measured": ["{key}"' in known
-    ]
-    assert 0 < len(again) < 14
+    assert 0 < len(again) == 14 - known.count('"measured"') < 14
+    assert not [job.key for job in again if f'"measured": ["{job.key}"' in known]
 
 
 def test_amax_in_the_journal_is_exact(tmp_path: Path) -> None:
     """Amaxes that are read from the text of a journal have the bits of the measured ones."""
     limits = np.finfo(np.float32)
     values = [np.float32(0.1), limits.smallest_subnormal, limits.max, np.float32(0)]
-    with journal.Journal(tmp_path / "j", "k") as one:
+    with run_jobs.Journal(tmp_path / "j", "k") as one:
         for i, value in enumerate(values):
-            one.note_measured(run_job.Measured(str(i), float(value), 0, -3, 5, True))
-    with journal.Journal(tmp_path / "j", "k") as two:
+            one.note_measured(run_jobs.Measured(str(i), float(value), 0, -3, 5, True))
+    with run_jobs.Journal(tmp_path / "j", "k") as two:
         assert [np.float32(found.amax) for found in two.measured.values()] == values
-        assert two.measured["0"] == run_job.Measured("0", float(np.float32(0.1)), 0, -3, 5, True)
+        assert two.measured["0"] == run_jobs.Measured("0", float(np.float32(0.1)), 0, -3, 5, True)

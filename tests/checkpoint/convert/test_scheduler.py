@@ -22,8 +22,7 @@ from kill_points import files_of
 from synthetic import refused
 
 from fp4kit.checkpoint import staging
-from fp4kit.checkpoint.convert import run_jobs as run_job
-from fp4kit.checkpoint.convert import run_jobs as scheduler
+from fp4kit.checkpoint.convert import run_jobs
 from fp4kit.checkpoint.convert.convert import bytes_to_read, convert, execute
 from fp4kit.checkpoint.convert.job import Job
 from fp4kit.checkpoint.executors import Options, run_all
@@ -63,13 +62,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
         monkeypatch.setattr(owner, name, noted)
 
-    for owner, name, word in (
-        (run_job, "measure_job", "measure"),
-        (run_job, "write_job", "write"),
-        (staging, "sync_file", "sync"),
-        (scheduler, "digest_of", "hash"),
-    ):
-        note(owner, name, word)
+    note(run_jobs, "measure_job", "measure")
+    note(run_jobs, "write_job", "write")
+    note(staging, "sync_file", "sync")
+    note(run_jobs, "digest_of", "hash")
     return found
 
 
@@ -155,9 +151,9 @@ def test_removal_waits_for_running_jobs(tmp_path: Path, monkeypatch: pytest.Monk
     tensors = {f"{name}.weight": synthetic.random(name, (64, 64)) for name in "abcdefgh"}
     tensors["d.weight"][1, 1] = np.nan
     synthetic.write_model(tmp_path / "m", {}, tensors)
-    running, write, remove = set(), run_job.write_job, staging._remove
+    running, write, remove = set(), run_jobs.write_job, staging._remove
 
-    def noted(job: Job, *rest: Any) -> run_job.Done:
+    def noted(job: Job, *rest: Any) -> run_jobs.Done:
         running.add(job.key)
         try:
             return write(job, *rest)
@@ -168,7 +164,7 @@ def test_removal_waits_for_running_jobs(tmp_path: Path, monkeypatch: pytest.Monk
         assert not running
         remove(partial)
 
-    monkeypatch.setattr(run_job, "write_job", noted)
+    monkeypatch.setattr(run_jobs, "write_job", noted)
     monkeypatch.setattr(staging, "_remove", checked)
     with ThreadPoolExecutor(4) as pool, refused("d.weight: 1 of 4096 values are NaN or infinite"):
         convert(tmp_path / "m", tmp_path / "out", options=Options(executor=pool))

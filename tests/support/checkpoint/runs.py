@@ -139,3 +139,16 @@ def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """Return a list to which the first argument of every later call of a function of `owner` is appended."""
+    found: list[Any] = []
+    call = getattr(owner, name)
+
+    def note(first: Any, *rest: Any) -> Any:
+        found.append(first)
+        return call(first, *rest)
+
+    monkeypatch.setattr(owner, name, note)
+    return found
