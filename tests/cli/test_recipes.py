@@ -23,19 +23,14 @@ from fp4kit.evidence.golden import check as agreement
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.recipes import recipes
 
+
+def commands(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Return the parsers of all commands, of the parser for some arguments."""
+    (found,) = (action for action in parser(arguments)._actions if action.dest == "command")
+    return dict(found.choices)
+
+
 README = Path(__file__).resolve().parents[2] / "README.md"
-
-
-def test_recipes_lists_all(capsys) -> None:
-    assert main(["recipes"]) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in recipes())
-
-
-def test_recipes_shows_some(capsys) -> None:
-    assert main(["recipes", "nvfp4"]) == 0
-    out = capsys.readouterr().out
-    assert "nvfp4-te = nvfp4" in out and "mxfp4-ocp" not in out
 
 
 @pytest.mark.parametrize(
@@ -54,10 +49,16 @@ def test_recipes_of_a_format_or_a_producer(capsys, names: list[str], ids: list[s
     assert [one["id"] for one in json.loads(capsys.readouterr().out)["recipes"]] == ids
 
 
-def test_recipes_shows_versions(capsys) -> None:
+def test_recipes_shows_aliases_and_versions(capsys) -> None:
+    assert main(["recipes", "nvfp4"]) == 0
+    out = capsys.readouterr().out
+    assert "nvfp4-te = nvfp4" in out and "mxfp4-ocp" not in out
     assert main(["recipes", "mxfp4-mlx-cpu-0321", "nvfp4-te", "--json"]) == 0
-    found = [one["versions"] for one in json.loads(capsys.readouterr().out)["recipes"]]
-    assert found == [{"first": "0.30.6", "last": "0.32.1"}, {"first": "d0067d0", "last": "d0067d0"}]
+    first, second = json.loads(capsys.readouterr().out)["recipes"]
+    assert first["versions"] == {"first": "0.30.6", "last": "0.32.1"}
+    assert second["versions"] == {"first": "d0067d0", "last": "d0067d0"}
+    assert second["id"] == "nvfp4-te" and second["block"] == "1x16"
+    assert "TE's CUDA" in second["equal_bit_for_bit_to"]
 
 
 @pytest.mark.exhaustive
@@ -81,20 +82,6 @@ def test_check_reports_a_difference(tmp_path, capsys) -> None:
     assert main(["recipes", "mxfp4", "--check", "--golden", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "ao: normal__f32/mxfp4_floor/codes: 1 of 16384 differ" in out and "1 of 2 arrays are equal" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["recipes", "nvfp4-ta"], "no recipe is called 'nvfp4-ta'; did you mean 'nvfp4-te'"),
-        (["recipes", "--golden", "x"], "--golden was given without --check; add --check"),
-        (["recipes", "--check", "--golden", "nowhere"], "nowhere is neither"),
-    ],
-)
-def test_errors_are_one_line(arguments, message, capsys) -> None:
-    assert main(arguments) == 2
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1 and err.startswith("fp4kit recipes: ")
 
 
 @pytest.mark.parametrize("engine", ["compiled", *exhaustive(["specification"])])
@@ -167,6 +154,9 @@ def test_formats_and_agreement(capsys, monkeypatch, engine) -> None:
         ),
         ([], "fp4kit: got no command; a command is needed, such as convert; see fp4kit --help"),
         (["recipes", "nvfp4-tee"], "did you mean 'nvfp4-te' or "),
+        (["recipes", "nvfp4-ta"], "fp4kit recipes: recipe: no recipe is called 'nvfp4-ta'; did you mean 'nvfp4-te'"),
+        (["recipes", "--golden", "x"], "fp4kit recipes: --golden was given without --check; add --check"),
+        (["recipes", "--check", "--golden", "nowhere"], "nowhere is neither"),
     ],
 )
 def test_errors_of_wrong_arguments(arguments, message, capsys) -> None:
@@ -196,14 +186,12 @@ def test_help_lists_each_command_on_one_line_under_a_heading(capsys, monkeypatch
     listed = capsys.readouterr().out.partition("commands:\n")[2].partition("\n\nExit codes")[0].splitlines()
     headings = ["convert and serve", "check and compare", "find out", "measure and prove"]
     assert [line.strip(" :") for line in listed if re.match(r"  \S", line)] == headings
-    (commands,) = (action for action in parser()._actions if action.dest == "command")
-    assert [line.split()[0] for line in listed if re.match(r"    \S", line)] == list(commands.choices)
-    assert len([line for line in listed if line]) == len(headings) + len(commands.choices)
+    assert [line.split()[0] for line in listed if re.match(r"    \S", line)] == list(commands())
+    assert len([line for line in listed if line]) == len(headings) + len(commands())
 
 
 def test_every_help_begins_with_examples_that_parse(capsys) -> None:
-    (commands,) = (action for action in parser()._actions if action.dest == "command")
-    for name, command in {"": parser(), **commands.choices}.items():
+    for name, command in {"": parser(), **commands()}.items():
         assert main([*([name] if name else []), "--help"]) == 0
         text = capsys.readouterr().out
         assert re.match(r"usage: fp4kit .*?\n\nexamples:\n  fp4kit \S+", text, re.DOTALL), name
@@ -232,30 +220,17 @@ print(*(name for name in sys.modules if name.startswith("fp4kit.c")), file=sys.s
 
 
 def test_the_parser_of_one_command_parses_as_that_of_all_commands() -> None:
-    """A command's help, and the list of commands, do not depend on which modules are imported."""
-    (commands,) = (action for action in parser()._actions if action.dest == "command")
-    for name, command in commands.choices.items():
-        one = parser([name, "--quiet"])
-        assert one.format_help() == parser().format_help()
-        (found,) = (action for action in one._actions if action.dest == "command")
-        assert found.choices[name].format_help() == command.format_help()
-    assert all(
-        action.choices["verify"].get_default("func") for action in (commands, _commands(["--print-completion=zsh"]))
-    )
+    """A command's help, and the list of commands, do not depend on which modules are imported.
 
-
-def _commands(arguments: list[str]) -> Any:
-    """Return the action that holds the commands, of the parser for some arguments."""
-    (found,) = (action for action in parser(arguments)._actions if action.dest == "command")
-    return found
-
-
-def test_every_command_takes_json_and_quiet() -> None:
-    """Every command has the options --json and --quiet. The loop covers commands that are added later."""
-    (commands,) = (action for action in parser()._actions if action.dest == "command")
-    for command in commands.choices.values():
+    Every command has the options --json and --quiet.
+    """
+    whole = parser().format_help()
+    for name, command in commands().items():
+        assert parser([name, "--quiet"]).format_help() == whole
+        assert commands([name, "--quiet"])[name].format_help() == command.format_help()
         assert {"--json", "--quiet"} <= command._option_string_actions.keys()
         assert command.get_default("func") and not command.allow_abbrev
+    assert commands(["--print-completion=zsh"])["verify"].get_default("func")
 
 
 @pytest.mark.parametrize(
@@ -274,12 +249,6 @@ def test_json(arguments, schema, key, count, capsys) -> None:
     assert found["schema"] == f"fp4kit.{schema}" and len(found[key]) == count and err == ""
     assert main([*arguments, "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
-
-
-def test_json_of_recipes(capsys) -> None:
-    main(["recipes", "nvfp4-te", "--json"])
-    (found,) = json.loads(capsys.readouterr().out)["recipes"]
-    assert found["id"] == "nvfp4-te" and found["block"] == "1x16" and "TE's CUDA" in found["equal_bit_for_bit_to"]
 
 
 def test_an_encoding_without_the_signs_of_names() -> None:
@@ -302,8 +271,3 @@ def test_completion(shell, capsys) -> None:
     assert main(["--print-completion", shell]) == 0
     out = capsys.readouterr().out
     assert "convert" in out and "--remove-stale" in out
-
-
-def test_module_is_the_command() -> None:
-    run = subprocess.run([sys.executable, "-m", "fp4kit", "--version"], capture_output=True, text=True, check=True)
-    assert run.stdout.startswith("fp4kit ")

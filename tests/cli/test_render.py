@@ -14,7 +14,6 @@ import pytest
 from rich.cells import cell_len
 from together import together
 
-from fp4kit.cli import output as progress
 from fp4kit.cli import output as render
 from fp4kit.cli.output import Output
 
@@ -22,15 +21,12 @@ COLUMNS = ("tensor", "dtype", "#bytes")
 ROWS = [(f"model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "BF16", str(10**i)) for i in range(2) for e in (0, 127)]
 
 
-def test_a_pipe_gets_what_the_cells_need() -> None:
+def test_a_narrow_terminal_gets_shorter_names() -> None:
     assert render.table_lines(COLUMNS, ROWS[:2]) == [
         "tensor                                           dtype  bytes",
         "model.layers.0.mlp.experts.0.gate_proj.weight    BF16       1",
         "model.layers.0.mlp.experts.127.gate_proj.weight  BF16       1",
     ]
-
-
-def test_a_narrow_terminal_gets_shorter_names() -> None:
     assert render.table_lines(COLUMNS, ROWS[:2], 56) == [
         "tensor                                      dtype  bytes",
         "model.layers.0.m…xperts.0.gate_proj.weight  BF16       1",
@@ -148,14 +144,14 @@ def test_duration(seconds: float, text: str) -> None:
 
 
 def test_text_of_the_progress_meter() -> None:
-    meter = progress.Meter("converting", 10**10, 0.0)
+    meter = render.Meter("converting", 10**10, 0.0)
     assert meter.text(0.0) == "converting 0%  0 bytes of 10.0 GB"
     meter.add(37 * 10**8)
     assert meter.text(3.0) == "converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left"
     assert meter.text(20.0) == "converting 37%  3.7 GB of 10.0 GB", "nothing came for longer than the window"
     meter.add(63 * 10**8)
     assert meter.text(21.0) == "converting 100%  10.0 GB of 10.0 GB  6.3 GB/s  0 s left"
-    assert progress.Meter("comparing", 0, 0.0).text(1.0) == "comparing 100%  0 bytes of 0 bytes"
+    assert render.Meter("comparing", 0, 0.0).text(1.0) == "comparing 100%  0 bytes of 0 bytes"
 
 
 def test_options_decide_what_goes_out(capsys: pytest.CaptureFixture[str]) -> None:

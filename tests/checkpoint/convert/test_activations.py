@@ -120,19 +120,15 @@ def test_experts_that_the_file_does_not_name_count_as_unseen(tmp_path: Path) -> 
     for name, columns in full.columns().items():
         if f"{EXPERTS}.2." not in name:
             kept = Collector.merge([kept, measured({name: float(full.amaxes()[name])}, columns)])
-    with refused(f"3 layers have seen no input other than zero: {EXPERTS}.2."):
-        make_plan(tmp_path / "m", activations=Activations.of(kept))
+    for collector in (kept, whole(tmp_path / "m", expert_amaxes((2,)))):
+        for text in (
+            f"activations: 3 layers have seen no input other than zero: {EXPERTS}.2.",
+            "--unseen-experts layer takes the largest amax of the layer's experts",
+        ):
+            with refused(text):
+                make_plan(tmp_path / "m", activations=Activations.of(collector))
     plan = make_plan(tmp_path / "m", activations=Activations.of(kept, unseen="layer"))
     assert plan.input_amaxes[f"{EXPERTS}.2.down_proj"] == 4
-
-
-def test_unseen_experts_stop_the_conversion(tmp_path: Path) -> None:
-    synthetic.moe(tmp_path / "m")
-    activations = Activations.of(whole(tmp_path / "m", expert_amaxes((2,))))
-    with refused(f"activations: 3 layers have seen no input other than zero: {EXPERTS}.2."):
-        make_plan(tmp_path / "m", activations=activations)
-    with refused("--unseen-experts layer takes the largest amax of the layer's experts"):
-        make_plan(tmp_path / "m", activations=activations)
 
 
 @pytest.mark.parametrize("format", SUFFIX)
@@ -256,10 +252,6 @@ def test_another_number_of_columns(tmp_path: Path) -> None:
     collector = Collector.merge([measured({name: 1.0}, 32) for name in layers_of(tmp_path / "m")])
     with refused("was measured with 32 columns, and model.layers.0.self_attn.q_proj has 64; measure the model that is"):
         make_plan(tmp_path / "m", activations=Activations.of(collector))
-
-
-def test_another_number_of_columns_of_the_fused_layer(tmp_path: Path) -> None:
-    synthetic.dense(tmp_path / "m")
     fused = "model.layers.0.mlp.gate_up_proj"
     collector = Collector.merge([whole(tmp_path / "m"), measured({fused: 1.0}, 32)])
     with refused(f"{fused}: was measured with 32 columns, and model.layers.0.mlp.gate_proj has 64"):
@@ -287,19 +279,17 @@ def test_amaxes_too_small_for_an_input_scale(amax: float, tmp_path: Path) -> Non
         ({"recipe_id": "mxfp8-te", "format": "comfy"}, "activations: mxfp8-te has no input scale; leave them out"),
         ({"recipe_id": "mxfp4-ocp", "format": "mlx"}, "activations: mlx-lm reads no input scales; leave them out"),
         ({"format": "bf16"}, "activations: unquantized layers have no input scale; leave them out"),
+        (
+            {"format": "bf16", "input_scale": 1.0, "activations": None},
+            "input scale: unquantized layers have no input scale; leave it out",
+        ),
         ({"input_scale": 1.0}, "activations: are given with an input scale for all layers; use only one of them"),
     ],
 )
 def test_requests_that_have_no_input_scale(options: dict[str, Any], text: str, tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m")
     with refused(text):
-        make_plan(tmp_path / "m", **options, activations=Activations.of(measured({"a": 1.0})))
-
-
-def test_unquantized_output_has_no_input_scale(tmp_path: Path) -> None:
-    synthetic.dense(tmp_path / "m")
-    with refused("input scale: unquantized layers have no input scale; leave it out"):
-        make_plan(tmp_path / "m", format="bf16", input_scale=1.0)
+        make_plan(tmp_path / "m", **{"activations": Activations.of(measured({"a": 1.0})), **options})
 
 
 def test_files(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ import pytest
 import synthetic
 from file_values import read_values
 from oracle import arrays, load
+from runs import stopping
 from synthetic import refused
 
 from fp4kit.__main__ import main
-from fp4kit.checkpoint import Activations, ScaleSearch, Wishes, convert, make_plan
+from fp4kit.checkpoint import Activations, ConversionReport, ScaleSearch, Wishes, convert, make_plan
 from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model import slabs
 from fp4kit.checkpoint.verify.verify import verify
@@ -112,6 +113,11 @@ def test_an_unquantized_model_is_merged_then_quantized(root: Path, tmp_path: Pat
         convert(tmp_path / "merged", tmp_path / f"want {recipe}", recipe)
         assert load(tmp_path / f"got {recipe}") == load(tmp_path / f"want {recipe}")
         assert verify(tmp_path / f"got {recipe}", root / "base", adapter=root / "adapter").clean
+    made = convert(root / "base", tmp_path / "kept", wishes=Wishes(keep=(Q, K, V)), adapter=root / "adapter")
+    assert load(tmp_path / "kept")[f"{Q}.weight"] == load(tmp_path / "merged")[f"{Q}.weight"]
+    assert (
+        set(made.survival) == set(SHAPES) and verify(tmp_path / "kept", root / "base", adapter=root / "adapter").clean
+    )
 
 
 @pytest.mark.parametrize(("recipe", "form"), CONTAINERS)
@@ -305,31 +311,16 @@ def test_a_vanished_update_is_a_warning(root: Path, tmp_path: Path, capsys: pyte
 
 def test_workers_and_resumed_runs_write_the_same_bytes(root: Path, tmp_path: Path) -> None:
     convert(root / "base", tmp_path / "base", "nvfp4-modelopt")
-    whole = convert(tmp_path / "base", tmp_path / "whole", "nvfp4-modelopt", adapter=root / "adapter")
-    steps = []
 
-    def stop(count: int) -> None:
-        steps.append(count)
-        if len(steps) == 20:
-            raise KeyboardInterrupt
+    def merge(name: str, **given: Any) -> ConversionReport:
+        return convert(tmp_path / "base", tmp_path / name, "nvfp4-modelopt", adapter=root / "adapter", **given)
 
-    given: dict[str, Any] = {"adapter": root / "adapter"}
+    whole = merge("whole")
     with pytest.raises(KeyboardInterrupt):
-        convert(
-            tmp_path / "base", tmp_path / "out", "nvfp4-modelopt", options=Options(workers=1, progress=stop), **given
-        )
+        merge("out", options=Options(workers=1, progress=stopping(20)))
     with refused("was started from another source"):
-        convert(
-            tmp_path / "base",
-            tmp_path / "out",
-            "nvfp4-modelopt",
-            options=Options(resume=True),
-            adapter_scales="base",
-            **given,
-        )
-    made = convert(
-        tmp_path / "base", tmp_path / "out", "nvfp4-modelopt", options=Options(workers=2, resume=True), **given
-    )
+        merge("out", options=Options(resume=True), adapter_scales="base")
+    made = merge("out", options=Options(workers=2, resume=True))
     assert load(tmp_path / "out") == load(tmp_path / "whole")
     assert made.survival == whole.survival
 
@@ -398,50 +389,40 @@ BAD_TENSORS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "text"), BAD_OPTIONS, ids=lambda value: str(value)[:40])
-def test_options_that_make_another_update_are_refused(
-    root: Path, tmp_path: Path, options: dict[str, Any], text: str
+@pytest.mark.parametrize(
+    ("tensors", "options", "text"),
+    [*(({}, *case) for case in BAD_OPTIONS), *((tensors, {}, text) for tensors, text in BAD_TENSORS)],
+    ids=lambda value: str(value)[:40],
+)
+def test_adapters_that_are_refused(
+    root: Path, tmp_path: Path, tensors: dict[str, Any], options: dict[str, Any], text: str
 ) -> None:
     with refused(text):
-        make_plan(root / "base", adapter=lora.write(tmp_path / "bad", one_of(), **options))
+        make_plan(root / "base", adapter=lora.write(tmp_path / "bad", one_of(**tensors), **options))
 
 
-@pytest.mark.parametrize(("tensors", "text"), BAD_TENSORS, ids=lambda value: str(value)[:40])
-def test_tensors_that_are_no_update_are_refused(root: Path, tmp_path: Path, tensors: dict[str, Any], text: str) -> None:
-    with refused(text):
-        make_plan(root / "base", adapter=lora.write(tmp_path / "bad", one_of(**tensors)))
-
-
-def test_options_that_conflict_are_refused(root: Path, tmp_path: Path) -> None:
+def test_requests_that_are_refused(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, given = root / "base", {"adapter": root / "adapter"}
     convert(base, tmp_path / "quantized", "nvfp4-modelopt")
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "adapter_config.json").write_text("{}")
+    (tmp_path / "pickled" / "adapter_model.bin").write_bytes(b"x")
     for options, text in (
         ({"adapter_scales": "new"}, "add --adapter DIR"),
         ({**given, "adapter_scales": "best"}, "use one of nearest, base, new"),
         ({**given, "nonfinite": "keep"}, "leave --nonfinite keep out"),
         ({**given, "codes": tmp_path / "quantized"}, "leave --codes out"),
         ({"adapter": tmp_path}, "has no adapter_config.json"),
+        ({"adapter": tmp_path / "pickled"}, "adapter_model.bin is pickled"),
+        ({"adapter": lora.write(tmp_path / "empty", {})}, "has no update of a layer"),
     ):
         with refused(text):
             make_plan(base, **options)  # type: ignore[arg-type]
-    (tmp_path / "pickled").mkdir()
-    (tmp_path / "pickled" / "adapter_config.json").write_text("{}")
-    (tmp_path / "pickled" / "adapter_model.bin").write_bytes(b"x")
-    with refused("adapter_model.bin is pickled"):
-        make_plan(base, adapter=tmp_path / "pickled")
-
-
-def test_gguf_files_and_budgets_are_refused(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gguf_files.write_model(tmp_path / "m.gguf")
     with refused("is not merged into a GGUF file"):
         make_plan(tmp_path / "m.gguf", "nvfp4-gguf", adapter=root / "adapter")
-    assert main(["convert", str(root / "base"), str(tmp_path / "x"), "--bits", "5", "--adapter", str(tmp_path)]) == 2
+    assert main(["convert", str(base), str(tmp_path / "x"), "--bits", "5", "--adapter", str(tmp_path)]) == 2
     assert "measures errors without an adapter" in capsys.readouterr().err
-
-
-def test_an_adapter_without_updates_is_refused(root: Path, tmp_path: Path) -> None:
-    with refused("has no update of a layer"):
-        make_plan(root / "base", adapter=lora.write(tmp_path / "empty", {}))
 
 
 @pytest.mark.parametrize("nested", ["model.language_model.layers.0.self_attn.q_proj", "layers.0.self_attn.q_proj"])
@@ -463,15 +444,6 @@ def test_patterns_set_rank_and_alpha(root: Path, tmp_path: Path) -> None:
     weight = arrays(load(root / "base"))[f"{Q}.weight"]
     want = (weight.astype(np.float32) + lora.delta(tensors, Q, 6 / 2)).astype(weight.dtype)
     assert np.array_equal(arrays(load(tmp_path / "out"))[f"{Q}.weight"], want)
-
-
-def test_layers_that_stay_unquantized_are_merged_too(root: Path, tmp_path: Path) -> None:
-    made = convert(root / "base", tmp_path / "out", wishes=Wishes(keep=(Q, K, V)), adapter=root / "adapter")
-    weight = arrays(load(root / "base"))[f"{Q}.weight"]
-    want = (weight.astype(np.float32) + updates(root)[Q]).astype(weight.dtype)
-    assert np.array_equal(arrays(load(tmp_path / "out"))[f"{Q}.weight"], want)
-    assert set(made.survival) == set(SHAPES)
-    assert verify(tmp_path / "out", root / "base", adapter=root / "adapter").clean
 
 
 def test_another_format_and_a_rotation_merge_first(root: Path, tmp_path: Path) -> None:

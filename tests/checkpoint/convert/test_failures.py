@@ -20,40 +20,8 @@ from synthetic import refused
 from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.convert.convert import check, convert, execute
 from fp4kit.checkpoint.executors import Options
-from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.storage.files import CheckpointError
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight"])
-def test_nonfinite_values(tmp_path: Path, value: float, name: str) -> None:
-    tensors = synthetic.dense(tmp_path / "m")
-    shutil.rmtree(tmp_path / "m")
-    tensors[name][1, 2:5] = value
-    synthetic.write_model(tmp_path / "m", {"model_type": "qwen3", "num_hidden_layers": 2}, tensors)
-    with refused(
-        f"{name}: 3 of {tensors[name].size} values are NaN or infinite; repair the source, leave the layer out "
-        "with --keep"
-    ):
-        convert(tmp_path / "m", tmp_path / "out")
-    _nothing_left(tmp_path)
-    layer = name.rsplit(".", 2)[0]
-    report = convert(tmp_path / "m", tmp_path / "out", wishes=Wishes(keep=(f"{layer}.*",)))
-    assert name in inspect_checkpoint(report.destination).tensors
-
-
-@pytest.mark.parametrize("nonfinite", ["keep", "saturate"])
-def test_nonfinite_values_on_request(tmp_path: Path, nonfinite: str) -> None:
-    x = synthetic.random("a", (64, 64))
-    x[1, :3] = np.nan, np.inf, -np.inf
-    synthetic.write_model(tmp_path / "m", {}, {"model.layers.0.mlp.down_proj.weight": x})
-    for workers in (1, 2):
-        wanted = {"format": "compressed-tensors", "nonfinite": nonfinite, "options": Options(workers)}
-        report = convert(tmp_path / "m", tmp_path / f"out{workers}", "mxfp4-ocp", **wanted)
-        assert report.replaced == (3 if nonfinite == "saturate" else 0)
-    assert files_of(tmp_path / "out1") == files_of(tmp_path / "out2")
 
 
 def test_subnormal_tensor_scale(tmp_path: Path) -> None:

@@ -5,18 +5,16 @@ runs.
 from __future__ import annotations
 
 import os
-import tracemalloc
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import gguf_files
-import ml_dtypes
 import numpy as np
 import pytest
 import synthetic
 from gguf_files import EXPERTS
+from runs import stopping
 from synthetic import refused
 
 import fp4kit
@@ -90,22 +88,15 @@ def test_bytes_are_those_of_quantize(recipe: str, tmp_path: Path) -> None:
     warning = "blk.1.ffn_down_exps: K = 96 is not a multiple of 64; it stays BF16"
     assert list(report.plan.warnings) == ([] if multiple == 32 else [warning])
     assert sorted(os.listdir(tmp_path)) == ["m.gguf", "out.gguf"]
+    checked = verify(tmp_path / "out.gguf", tmp_path / "m.gguf")
+    assert checked.clean and checked.recipe == recipe and not checked.issues and checked.manifest == "none"
+    assert all(layer.compared and not layer.differing for layer in checked.layers)
+    assert recipe in identify_checkpoint(tmp_path / "out.gguf", tmp_path / "m.gguf").recipes
 
 
 def keys(file: GgufFile) -> list[bytes]:
     whole = file.path.read_bytes()
     return [whole[field.start : field.end] for field in file.fields]
-
-
-@pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te", "nvfp4-torchao-single"])
-def test_it_is_verified_and_identified(recipe: str, tmp_path: Path) -> None:
-    """verify finds no error in a converted file, and identify finds the recipe that the file records."""
-    gguf_files.write_model(tmp_path / "m.gguf")
-    run(tmp_path / "m.gguf", recipe=recipe)
-    report = verify(tmp_path / "out.gguf", tmp_path / "m.gguf")
-    assert report.clean and report.recipe == recipe and not report.issues and report.manifest == "none"
-    assert all(layer.compared and not layer.differing for layer in report.layers)
-    assert recipe in identify_checkpoint(tmp_path / "out.gguf", tmp_path / "m.gguf").recipes
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te", "nvfp4-torchao-single"])
@@ -265,42 +256,29 @@ def test_tensor_scales_that_llama_cpp_cannot_use_are_refused(module: str, tmp_pa
     assert not (tmp_path / "out.gguf").exists()
 
 
-REFUSED = {
-    "format": (
-        {"format": "modelopt"},
-        "format modelopt: a GGUF file can only become a GGUF file; leave --format out, or use bf16",
-    ),
-    "recipe": ({"recipe": "mxfp8-te"}, "recipe mxfp8-te: cannot be stored in a GGUF file; use one of "),
-    "input scale": ({"input_scale": 1.0}, "input scale: llama.cpp supports only calibrated input scales; leave it out"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_requests_that_are_refused(case: str, tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path: Path) -> None:
     gguf_files.write_model(tmp_path / "m.gguf")
-    options, text = REFUSED[case]
-    with refused(text):
-        run(tmp_path / "m.gguf", **options)
-
-
-def test_sources_that_are_refused(tmp_path: Path) -> None:
-    gguf_files.write_model(tmp_path / "m.gguf", **{"split.count": 3})
-    with refused("m.gguf: is one of 3 files of a split model, but is not named so"):
-        run(tmp_path / "m.gguf")
-    gguf_files.write_model(tmp_path / "m.gguf", **{"general.architecture": "clip"})
-    with refused("m.gguf: is an image or audio projector, which is never quantized"):
-        run(tmp_path / "m.gguf")
-
-
-def test_names_that_are_refused(tmp_path: Path) -> None:
-    gguf_files.write_model(tmp_path / "m.gguf")
+    for options, text in (
+        ({"format": "modelopt"}, "a GGUF file can only become a GGUF file; leave --format out, or use bf16"),
+        ({"recipe": "mxfp8-te"}, "recipe mxfp8-te: cannot be stored in a GGUF file; use one of "),
+        ({"input_scale": 1.0}, "input scale: llama.cpp supports only calibrated input scales; leave it out"),
+    ):
+        with refused(text):
+            run(tmp_path / "m.gguf", **options)
     with refused("out: a GGUF file becomes a GGUF file, whose name ends in .gguf"):
         convert(tmp_path / "m.gguf", tmp_path / "out")
+    with refused("m.gguf: exists; name a new directory, or remove it first"):
+        convert(tmp_path / "m.gguf", tmp_path / "m.gguf")
     synthetic.bert(tmp_path / "model")
     with refused("out.gguf: a model directory becomes a directory; convert_hf_to_gguf.py"):
         convert(tmp_path / "model", tmp_path / "out.gguf")
-    with refused("m.gguf: exists; name a new directory, or remove it first"):
-        convert(tmp_path / "m.gguf", tmp_path / "m.gguf")
+    for key, value, text in (
+        ("split.count", 3, "m.gguf: is one of 3 files of a split model, but is not named so"),
+        ("general.architecture", "clip", "m.gguf: is an image or audio projector, which is never quantized"),
+    ):
+        gguf_files.write_model(tmp_path / "m.gguf", **{key: value})
+        with refused(text):
+            run(tmp_path / "m.gguf")
 
 
 def test_nan(tmp_path: Path) -> None:
@@ -314,51 +292,21 @@ def test_nan(tmp_path: Path) -> None:
         run(tmp_path / "m.gguf", recipe="mxfp4-ocp", nonfinite="keep")
 
 
-def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
     """An interrupted run leaves its unfinished file in a separate directory and writes no output file.
 
     --resume completes the conversion.
     """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
-    jobs = import_module("fp4kit.checkpoint.convert.run_jobs")
-    write, calls = jobs.write_job, []
-
-    def dying(*arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == 9:
-            raise KeyboardInterrupt
-        return write(*arguments)
-
-    monkeypatch.setattr(jobs, "write_job", dying)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "m.gguf", options=Options(workers=1))
+        run(tmp_path / "m.gguf", options=Options(workers=1, progress=stopping(20)))
     partial = staging.partial_of(tmp_path / "out.gguf")
     assert sorted(os.listdir(partial)) == [".journal.jsonl", ".lock", "m.gguf"] and not (tmp_path / "out.gguf").exists()
     with refused("was left by an interrupted run; continue it with --resume"):
         run(tmp_path / "m.gguf")
-    monkeypatch.setattr(jobs, "write_job", write)
     run(tmp_path / "m.gguf", options=Options(resume=True))
     assert content(tmp_path / "out.gguf") == expected(tensors, "nvfp4-te") and not partial.exists()
     assert staging.is_published(tmp_path / "out.gguf") and (tmp_path / "out.gguf").stat().st_mode & 0o100 == 0
-
-
-@pytest.mark.exhaustive
-def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With slabs of 1 MiB, converting matrices of 32 MiB allocates at most 16 MiB at a time.
-
-    A slab is a group of rows that is converted at once.
-    """
-    x = np.random.default_rng(0).standard_normal((4096, 4096), dtype=np.float32).astype(ml_dtypes.bfloat16)
-    gguf_files.write(
-        tmp_path / "m.gguf", {"blk.0.attn_q.weight": gguf_files.plain(x), "output.weight": gguf_files.plain(x)}
-    )
-    del x
-    monkeypatch.setattr(import_module("fp4kit.checkpoint.model.slabs"), "SLAB_BYTES", 1 << 20)
-    tracemalloc.start()
-    run(tmp_path / "m.gguf", options=Options(workers=1))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 16 << 20
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,23 +109,3 @@ def test_file_beside_another_model(source: Path, tmp_path: Path) -> None:
     beside = tmp_path / "m" / "other.safetensors"
     beside.write_bytes(source.read_bytes())
     assert [*open_source(beside).tensors] == [*open_source(source).tensors]
-
-
-def test_interrupted_file_is_resumed(source: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, source.with_name("q.safetensors"), options=_stopping())
-    assert not source.with_name("q.safetensors").exists()
-    assert source.with_name(".q.safetensors.partial").is_dir()
-    convert(source, source.with_name("q.safetensors"), options=_resuming())
-    assert verify(source.with_name("q.safetensors"), source).clean
-
-
-def _stopping() -> object:
-    def stop(count: int) -> None:
-        raise KeyboardInterrupt
-
-    return fp4kit.checkpoint.Options(progress=stop)
-
-
-def _resuming() -> object:
-    return fp4kit.checkpoint.Options(resume=True)

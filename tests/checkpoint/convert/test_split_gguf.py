@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import synthetic
 from synthetic import refused
-from together import together
 
 from fp4kit.checkpoint import ConversionReport, Options, convert, make_plan, staging
 from fp4kit.checkpoint.convert.run_jobs import remove_leftovers
@@ -60,7 +59,7 @@ def content(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_split_model_becomes_one_file(first: int, tmp_path: Path) -> None:
-    """convert takes any file of a split model for the whole, and writes one file.
+    """Every command takes any file of a split model for the whole; convert writes one file.
 
     The file has the tensors and keys that it writes for the unsplit model.
     """
@@ -72,62 +71,38 @@ def test_a_split_model_becomes_one_file(first: int, tmp_path: Path) -> None:
     assert read_gguf(tmp_path / "b.gguf").metadata == read_gguf(tmp_path / "a.gguf").metadata
     assert verify(tmp_path / "b.gguf", paths[first]).clean
     assert verify(tmp_path / "a.gguf", paths[1]).clean
+    assert identify_checkpoint(tmp_path / "b.gguf", paths[first]).recipe == "nvfp4-gguf"
+    assert len(inspect_checkpoint(paths[1]).tensors) == 22
+    assert compare_checkpoints(paths[first], tmp_path / "whole.gguf").equal
 
 
-def test_every_command_reads_all_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = write_split(tmp_path)
-    gguf_files.write_model(tmp_path / "whole.gguf")
-    convert(paths[0], tmp_path / "b.gguf", "nvfp4-gguf")
-    assert main(["inspect", str(paths[1])]) == 0
-    assert "22" in capsys.readouterr().out
-    assert identify_checkpoint(tmp_path / "b.gguf", paths[0]) is not None
-    assert main(["compare", str(paths[0]), str(tmp_path / "whole.gguf")]) == 0
-    assert compare_checkpoints(paths[2], tmp_path / "whole.gguf") is not None
+def test_files_that_are_no_whole_model_are_refused(tmp_path: Path) -> None:
+    def refuse(path: Path, text: str) -> None:
+        with refused(text):
+            read_gguf_model(path)
 
-
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    paths = write_split(tmp_path)
-    paths[1].unlink()
-    with refused(f"{paths[0].name}: 1 of 3 files of the split model are missing: {paths[1].name}; put them into"):
-        read_gguf_model(paths[0])
-
-
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
+    for changed, text in (
         ({"no": 1}, "split.no is 1, but 2 is expected"),
         ({"tensors.count": 4}, "split.tensors.count is 4, but"),
         ({"count": 4}, "split.count is 4, but 3 is expected"),
-    ],
-)
-def test_files_that_contradict_each_other_are_refused(changed: dict[str, Any], text: str, tmp_path: Path) -> None:
-    paths = write_split(tmp_path, **changed)
-    with refused(text):
-        read_gguf_model(paths[0])
-
-
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    paths = write_split(tmp_path, 2)
-    x = {"blk.0.attn_q.weight": gguf_files.plain(np.zeros((4, 64), np.float32))}
-    keys = {"split.no": 1, "split.count": 2, "split.tensors.count": len(gguf_files.model())}
-    gguf_files.write(paths[1], x, keys)
-    if "blk.0.attn_q.weight" not in content(paths[0]):
-        x = {next(iter(content(paths[0]))): x["blk.0.attn_q.weight"]}
-        gguf_files.write(paths[1], x, keys)
-    with refused("is in both"):
-        read_gguf_model(paths[0])
-
-
-def test_a_file_with_a_wrong_name_or_count_is_refused(tmp_path: Path) -> None:
+    ):
+        refuse(write_split(tmp_path, **changed)[0], text)
     paths = write_split(tmp_path)
-    (tmp_path / "renamed.gguf").write_bytes(paths[0].read_bytes())
-    with refused("renamed.gguf: is one of 3 files of a split model, but is not named so"):
-        read_gguf_model(tmp_path / "renamed.gguf")
     data = paths[0].read_bytes()
+    renamed = tmp_path / "renamed.gguf"
+    renamed.write_bytes(data)
+    refuse(renamed, "renamed.gguf: is one of 3 files of a split model, but is not named so")
     start = data.index(b"split.count") + len(b"split.count") + 4
-    (tmp_path / "renamed.gguf").write_bytes(data[:start] + struct.pack("<I", 70000) + data[start + 4 :])
-    with refused("is one of 70000 files of a split model"):
-        read_gguf_model(tmp_path / "renamed.gguf")
+    renamed.write_bytes(data[:start] + struct.pack("<I", 70000) + data[start + 4 :])
+    refuse(renamed, "is one of 70000 files of a split model")
+    paths[1].unlink()
+    text = f"{paths[0].name}: 1 of 3 files of the split model are missing: {paths[1].name}; put them into"
+    refuse(paths[0], text)
+    paths = write_split(tmp_path, 2)
+    keys = {"split.no": 1, "split.count": 2, "split.tensors.count": len(gguf_files.model())}
+    twice = next(iter(content(paths[0])))
+    gguf_files.write(paths[1], {twice: gguf_files.plain(np.zeros((4, 64), np.float32))}, keys)
+    refuse(paths[0], "is in both")
 
 
 RECIPE, LIMIT = "mxfp4-gguf", 26_112
@@ -225,22 +200,16 @@ def test_a_split_source_is_split_anew(tmp_path: Path, capsys: pytest.CaptureFixt
     assert read_gguf(tmp_path / names[0]).metadata["split.count"] == str(len(names)) and len(names) > 3
 
 
-@pytest.mark.parametrize(("text", "wanted"), [("1", 1), ("500K", 500_000), ("5M", 5_000_000), ("50G", 50_000_000_000)])
-def test_sizes(text: str, wanted: int) -> None:
-    assert bytes_of_text(text) == wanted
-
-
-@together("text", ["", "0", "-1", "5g", "5GB", "1.5G", "G", "5 G", "05G"])
-def test_other_sizes_are_refused(text: str) -> None:
-    with refused("is not a size; a positive integer is needed, perhaps with K, M or G"):
-        bytes_of_text(text)
-
-
 def test_limits() -> None:
     """divide puts tensors into one file while their padded sizes fit in its limit.
 
     It rejects a limit that is below the largest tensor, or that gives more than 65535 files.
     """
+    for text, wanted in (("1", 1), ("500K", 500_000), ("5M", 5_000_000), ("50G", 50_000_000_000)):
+        assert bytes_of_text(text) == wanted
+    for text in ("", "0", "-1", "5g", "5GB", "1.5G", "G", "5 G", "05G"):
+        with refused("is not a size; a positive integer is needed, perhaps with K, M or G"):
+            bytes_of_text(text)
     assert divide([32, 31, 1, 64, 1], 64) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
     assert divide([33, 1], 96) == [slice(0, 2)] and divide([33, 1], 95) == [slice(0, 1), slice(1, 2)]
     assert len(divide([32] * 65535, 32)) == 65535
@@ -265,12 +234,9 @@ def test_bad_requests_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert files_in(tmp_path) == {NAMES[3]: b"mine"}
     assert main(["convert", str(source), str(tmp_path / "out.gguf"), "--split-max-size", "5GB"]) == 2
     assert "size 5GB: is not a size" in capsys.readouterr().err
-
-
-def test_other_models_are_not_split(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "dir")
     with refused("split-max-size: only GGUF models are split; leave it out"):
-        convert(tmp_path / "dir", tmp_path / "out", split_max_size=LIMIT)
+        convert(tmp_path / "dir", tmp_path / "directory", split_max_size=LIMIT)
 
 
 def test_the_name_of_the_model_leads_to_its_first_file(tmp_path: Path) -> None:

@@ -133,10 +133,12 @@ def test_a_damaged_patch_is_refused(tmp_path: Path) -> None:
             assert contents(target) == contents(new)
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", ".hidden", "a/../b", "a\\b", ""])
+@pytest.mark.parametrize("name", ["../x", "/etc/x", ".hidden", "a/../b", "a\\b", "", "config.json"])
 def test_names_cannot_lead_out_of_the_directory(name: str, tmp_path: Path) -> None:
+    """Files of a patch lie in the directory; those of a patch between files have the names of files of a model."""
     facts = {name: patch_file.FileFacts(1, "0" * 64)}
-    synthetic.write_file(tmp_path / "p", {f"{name}/whole": np.zeros(1, np.uint8)}, patch_file.metadata_of({}, facts))
+    metadata = patch_file.metadata_of({}, facts, is_directory=name != "config.json")
+    synthetic.write_file(tmp_path / "p", {f"{name}/whole": np.zeros(1, np.uint8)}, metadata)
     with refused("is malformed; make the patch again"):
         patch_file.open_patch(tmp_path / "p")
 
@@ -276,14 +278,6 @@ def test_split_gguf_models(tmp_path: Path) -> None:
     diff(old, tmp_path / "whole.gguf", tmp_path / "r")
     apply(old, tmp_path / "r", tmp_path / "one.gguf")
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
-
-
-def test_a_patch_of_files_has_names_of_files(tmp_path: Path) -> None:
-    facts = {"config.json": patch_file.FileFacts(1, "0" * 64)}
-    metadata = patch_file.metadata_of({}, facts, is_directory=False)
-    synthetic.write_file(tmp_path / "p", {"config.json/whole": np.zeros(1, np.uint8)}, metadata)
-    with refused("is malformed; make the patch again"):
-        patch_file.open_patch(tmp_path / "p")
 
 
 def test_positions_of() -> None:

@@ -64,13 +64,6 @@ def test_linked_directory_in_the_partial_directory_is_not_followed(tmp_path: Pat
     assert not list((tmp_path / "victim").iterdir())
 
 
-def test_leftovers_are_reported(model: ModelConversion) -> None:
-    model.interrupt(5)
-    with refused(f".out.partial: was left by an interrupted run; {staging.recovery_advice(model.out)}"):
-        model.convert()
-    model.resume()
-
-
 @pytest.mark.parametrize("resume", [False, True])
 def test_two_runs_at_once(model: ModelConversion, resume: bool) -> None:
     def second(nbytes: int) -> None:
