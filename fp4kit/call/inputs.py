@@ -18,14 +18,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.formats import E4M3, E8M0, FLOATS
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized.container import (
-    NEVER_NAN,
-    check_codes,
-    fitting_shape,
-    in_order,
-    scale_shape,
-    tensor_amax_shape,
-)
+from fp4kit.quantized.container import NEVER_NAN, check_codes, fitting_shape, in_order, scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import COMFYUI_STOCHASTICS, SCALE_STOCHASTICS
 

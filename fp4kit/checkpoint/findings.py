@@ -25,13 +25,7 @@ from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.loaders.requirements import REJECTS
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint
-from fp4kit.checkpoint.model.model_files import (
-    CONFIG,
-    HF_QUANT_CONFIG,
-    load_manifest,
-    open_source,
-    other_weights,
-)
+from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, load_manifest, open_source, other_weights
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.weights import Piece, Weight
 from fp4kit.checkpoint.plan.plan import Plan, TensorPlan, configs

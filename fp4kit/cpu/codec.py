@@ -18,28 +18,9 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.call.parse import Declined
-from fp4kit.cpu.coverage import (
-    PANEL_COLUMNS,
-    SEGMENT,
-    Tables,
-    decode_key,
-    element_key,
-    kept_factors,
-    not_encoded,
-    not_encoded_under_scales,
-    rule_key,
-    tables_of,
-)
-from fp4kit.cpu.library import (
-    ELEMENTS_PER_CALL,
-    AmaxCall,
-    DecodeCall,
-    EncodeCall,
-    SourceMatrix,
-    address,
-    functions,
-    threads_for,
-)
+from fp4kit.cpu import coverage, library
+from fp4kit.cpu.coverage import PANEL_COLUMNS, SEGMENT, Tables, tables_of
+from fp4kit.cpu.library import ELEMENTS_PER_CALL, address, functions, threads_for
 from fp4kit.formats import Packing
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
@@ -83,18 +64,18 @@ class Kernels(NamedTuple):
 def kernels_of(r: Recipe) -> Kernels:
     """Return the Kernels of a recipe."""
     found = functions()
-    if (reason := not_encoded(r)) is not None:
+    if (reason := coverage.not_encoded(r)) is not None:
         raise Declined(f"{r.id} has {reason}")
     block = r.block_size if r.block else SEGMENT
     if r.is_custom:
         no_limits, own = ((0.0, math.inf),) * len(INPUTS), tables_of(r)
         return Kernels(-1 if r.block_rule is None else 0, own.element, block, r.block_rows, no_limits, own)
-    key = rule_key(r)
+    key = coverage.rule_key(r)
     block_rule = -1 if key is None else found.fp4kit_block_rule(key.encode())
-    element = found.fp4kit_element(element_key(r).encode())
+    element = found.fp4kit_element(coverage.element_key(r).encode())
     if element < 0 or (key is not None and block_rule < 0):
         raise Declined(f"the CPU engine has no compiled rules for {r.id}")
-    return Kernels(block_rule, element, block, r.block_rows, tuple(kept_factors(r, dtype) for dtype in INPUTS))
+    return Kernels(block_rule, element, block, r.block_rows, tuple(coverage.kept_factors(r, dtype) for dtype in INPUTS))
 
 
 def check_array(x: np.ndarray) -> None:
@@ -164,21 +145,30 @@ class Tiles(NamedTuple):
             yield from (tile for tile, mark in zip(self.tiles(rows, columns), marks, strict=True) if mark)
 
 
-def source(x: np.ndarray, hadamard: int | None = None) -> SourceMatrix:
+def source(x: np.ndarray, hadamard: int | None = None) -> library.SourceMatrix:
     """Return the SourceMatrix that describes a matrix to the library: its address, shape and strides in elements."""
     steps = (step // x.itemsize for step in x.strides)
-    return SourceMatrix(address(x), *x.shape, *steps, -1 if hadamard is None else hadamard)
+    return library.SourceMatrix(address(x), *x.shape, *steps, -1 if hadamard is None else hadamard)
+
+
+def slab_call(
+    kind: Any, tiles: Tiles, x: np.ndarray, out: np.ndarray | None, hadamard: int | None = None, **fields: Any
+) -> Any:
+    """Return the struct `kind` for a call to the library that writes one float32 number per block of a slab to out."""
+    step, (tile_rows, tile_columns) = 0 if out is None else out.strides[0] // 4, tiles[2:]
+    places = {"x": source(x, hadamard), "out": address(out), "out_step": step, "input": INPUTS[x.dtype]}
+    return kind(**places, tile_rows=tile_rows, tile_columns=tile_columns, **fields)
 
 
 def encode_call(
     x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: int, hadamard: int | None = None
-) -> EncodeCall:
+) -> library.EncodeCall:
     """Return a prototype: an EncodeCall for matrices with the shape, strides and dtype of x, but without addresses."""
     tiles = Tiles.of(x, kernels.block, kernels.block_rows, hadamard)
     matrix = source(x, hadamard)
     matrix.data = None
     min_factor, max_factor = kernels.kept[INPUTS[x.dtype]]
-    return EncodeCall(
+    return library.EncodeCall(
         x=matrix,
         min_factor=min_factor,
         max_factor=max_factor,
@@ -228,7 +218,7 @@ def encode_matrix(
     options: EncodeOptions,
 ) -> None:
     """Encode a matrix x (M, K) under given scales, and write its codes into packed."""
-    if (reason := not_encoded_under_scales(recipe)) is not None:
+    if (reason := coverage.not_encoded_under_scales(recipe)) is not None:
         raise Declined(f"{recipe.id} has {reason}")
     kernels, height = kernels_of(recipe)._replace(block_rule=-1, block_rows=1), recipe.block_rows
     for part in _row_slices(x.shape, height):
@@ -362,16 +352,9 @@ def largest(
     for rows, columns in tiles.slabs():
         cut = x[rows, columns]
         target = None if out is None else out[rows.start // block_rows :, columns.start // block :]
-        call = AmaxCall(
-            source(cut, hadamard),
-            address(target),
-            0 if out is None else out.strides[0] // 4,
-            *tiles[2:],
-            input_kind,
-            block,
-            block_rows,
-            threads_for(cut.size, is_quick=True),
-        )
+        threads = threads_for(cut.size, is_quick=True)
+        sizes = {"block": block, "block_rows": block_rows, "threads": threads}
+        call = slab_call(library.AmaxCall, tiles, cut, target, hadamard, **sizes)
         amax_bits = max(amax_bits, functions().fp4kit_amax(ctypes.byref(call)))
     bits_dtype, infinity = _BITS[input_kind]
     return np.float32(np.array(amax_bits, bits_dtype).view(x.dtype)) if amax_bits < infinity else None
@@ -428,7 +411,7 @@ def decoder_of(r: Recipe, dtype: np.dtype) -> int:
     if r.is_custom:
         functions()
         return -1
-    found = functions().fp4kit_decoder(decode_key(decoding(r, dtype)).encode())
+    found = functions().fp4kit_decoder(coverage.decode_key(decoding(r, dtype)).encode())
     if found < 0:
         raise Declined(f"the CPU engine has no decoder for {r.id}")
     return found
@@ -494,12 +477,12 @@ def tensors_of(q: Quantized, to_bytes: Callable[[Any], bytes] = np.ndarray.tobyt
 
 def decode_call(
     shape: tuple[int, int], dtype: np.dtype, r: Recipe, out_step: int, packed_step: int, scales_step: int
-) -> DecodeCall:
+) -> library.DecodeCall:
     """Return a prototype: a DecodeCall without addresses, for a matrix of values under one tensor scale."""
     M, K = shape
     block = r.block_size if r.block else max(K, 1)
     width = max(min(max(TILE_ELEMENTS // block, 1) * block, K), 1)
-    return DecodeCall(
+    return library.DecodeCall(
         rows=M,
         columns=K,
         packed_step=packed_step,

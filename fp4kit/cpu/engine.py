@@ -27,16 +27,8 @@ from fp4kit.call.matmul import (
 )
 from fp4kit.call.parse import Call, Declined, Rotation
 from fp4kit.call.search_scales import Search
-from fp4kit.cpu import codec, coverage
-from fp4kit.cpu.library import (
-    ELEMENTS_PER_CALL,
-    ProductCall,
-    ProductOperand,
-    RotateCall,
-    address,
-    functions,
-    threads_for,
-)
+from fp4kit.cpu import codec, coverage, library
+from fp4kit.cpu.library import ELEMENTS_PER_CALL, address, functions, threads_for
 from fp4kit.cpu.search_scales import rule_of, search_matrix, searched
 from fp4kit.formats import ElementFormat
 from fp4kit.host import engine as reference
@@ -284,7 +276,7 @@ def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
     # The work is divided into calls to the library of about 2^30 multiplications (TERMS_PER_CALL), because Python can
     # handle Ctrl-C only between them.
     outs = [np.empty(call.shape, call.out_dtype) if call.out is None else call.out for call in calls]
-    parts: list[ProductCall] = []
+    parts: list[library.ProductCall] = []
     terms = 0
     for call, out in zip(calls, outs, strict=True):
         for part in _parts(call, out):
@@ -298,15 +290,15 @@ def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
     return outs
 
 
-def _run(parts: list[ProductCall], terms: int) -> None:
+def _run(parts: list[library.ProductCall], terms: int) -> None:
     """Compute parts of matrix products by one call to the library, which writes the results that the parts name."""
-    functions().fp4kit_matmul((ProductCall * len(parts))(*parts), len(parts), threads_for(terms))
+    functions().fp4kit_matmul((library.ProductCall * len(parts))(*parts), len(parts), threads_for(terms))
 
 
-def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[ProductCall]:
+def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[library.ProductCall]:
     """Yield the parts of a call, which together compute its result."""
     adder, *fields = addition_of(call)
-    part = ProductCall(length=call.a.k, output=codec.INPUTS[call.out_dtype], adder=ADDERS.index(adder))
+    part = library.ProductCall(length=call.a.k, output=codec.INPUTS[call.out_dtype], adder=ADDERS.index(adder))
     for name, value in zip(Addition._fields[1:], fields, strict=True):
         setattr(part, name, value)
     batch, M, N = call.shape
@@ -318,7 +310,7 @@ def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[ProductCall]:
             part.a, part.rows = _operand(call.a, i, start), len(target)
             part.c = None if call.c is None else address(call.c[i, start:])
             part.out = address(target)
-            yield ProductCall.from_buffer_copy(part)
+            yield library.ProductCall.from_buffer_copy(part)
 
 
 @lru_cache
@@ -329,11 +321,11 @@ def _tables(decode: Callable[[Any], Decoding], form: str | ElementFormat) -> tup
     return decoding.values, np.ldexp(1.0, as_terms(*decoding).exponent)
 
 
-def _operand(x: Operand, i: int, start: int) -> ProductOperand:
+def _operand(x: Operand, i: int, start: int) -> library.ProductOperand:
     """Return matrix i of an operand from row `start` on, in the form that the library takes."""
     i = min(i, x.codes.shape[0] - 1)
     values, powers = _tables(decoding_of, x.element)
-    operand = ProductOperand(
+    operand = library.ProductOperand(
         values=address(values),
         powers=address(powers),
         codes=address(x.codes[i, start:]),
@@ -359,7 +351,7 @@ def rotate(r: Rotation) -> np.ndarray:
     rows = max(ELEMENTS_PER_CALL // max(prod(r.shape[1:]), 1), 1)
     for first in range(0, len(x) if x.size else 0, rows):
         part, target = x[first : first + rows], out[first : first + rows]
-        call = RotateCall(
+        call = library.RotateCall(
             address(part),
             address(target),
             address(r.signs),

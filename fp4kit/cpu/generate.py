@@ -12,13 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fp4kit.cpu.coverage import computed_format, decode_key, element_key, rule_key, tensor_key, top_rule
-from fp4kit.cuda.compiler import decode_rule, format_struct
+from fp4kit.cuda.compiler import constant, decode_rule, format_struct
 from fp4kit.formats import E2M1, E4M3, ElementFormat, IntegerOrFloat
 from fp4kit.recipes import Recipe, recipes
 from fp4kit.recipes.schema import as_stored, decoding, faking, then_encodes
 from fp4kit.recipes.table import recipe
 
 PATH = Path(__file__).parent / "source" / "recipes.inc"
+
+
+Facts = dict[str, object]  # members of a C++ struct: {name of a type: type} and {"type name" of a constant: value}
 
 
 def text() -> str:
@@ -31,31 +34,26 @@ def text() -> str:
     elements = {element_key(r): r for r in reversed(table)}
     dtypes = ("float32", "float16", "bfloat16")
     decoded = [other for r in table for other in {faking(r), *(decoding(r, dtype) for dtype in dtypes)}]
-    decoded += [as_stored(r, divides) for r in table if not r.fake_only for divides in _stored_directions(r)]
+    for r in table:  # decoders of checkpoints, which may store the tensor scale or its reciprocal
+        has_both = r.tensor_scaling == "tensor" and r.scale is not None
+        decoded += [] if r.fake_only else [as_stored(r, divides) for divides in (False, True)[: 1 + has_both]]
     decodes = {decode_key(r): r for r in reversed(decoded)}
-    return "\n".join(
-        [
-            "// Written by cpu/generate.py from the recipes of the table.",
-            "// clang-format off",
-            *(format_struct(f, _format(f)) for _, f in sorted(formats.items())),
-            *_structs("BlockRule", rules, _rule),
-            *_structs("FourOverSix", four_over_six, _four_over_six),
-            *_structs("TensorRule", tensors, _tensor),
-            *_structs("Element", elements, _element),
-            *_structs("Decoder", decodes, _decode),
-            _list("FP4KIT_BLOCK_RULES", "FP4KIT_BLOCK_RULE", "BlockRule", rules),
-            _list("FP4KIT_FOUR_OVER_SIX_RULES", "FP4KIT_FOUR_OVER_SIX_RULE", "FourOverSix", four_over_six),
-            _list("FP4KIT_TENSOR_RULES", "FP4KIT_TENSOR_RULE", "TensorRule", tensors),
-            _list("FP4KIT_ELEMENTS", "FP4KIT_ELEMENT", "Element", elements),
-            _list("FP4KIT_DECODERS", "FP4KIT_DECODER", "Decoder", decodes),
-            "",
-        ]
+    # (struct, macro that lists the structs, {key: a recipe with this key}, the members of a recipe's struct)
+    kinds: tuple[tuple[str, str, dict[str, Recipe], Callable[[Recipe], Facts]], ...] = (
+        ("BlockRule", "FP4KIT_BLOCK_RULE", rules, _rule),
+        ("FourOverSix", "FP4KIT_FOUR_OVER_SIX_RULE", four_over_six, _four_over_six),
+        ("TensorRule", "FP4KIT_TENSOR_RULE", tensors, _tensor),
+        ("Element", "FP4KIT_ELEMENT", elements, _element),
+        ("Decoder", "FP4KIT_DECODER", decodes, _decode),
     )
-
-
-def _stored_directions(r: Recipe) -> tuple[bool, ...]:
-    """Return the values of schema.as_stored's argument `divides` for which a recipe needs a decoder of checkpoints."""
-    return (False, True) if r.tensor_scaling == "tensor" and r.scale is not None else (False,)
+    lines = ["// Written by cpu/generate.py from the recipes of the table.", "// clang-format off"]
+    lines += [format_struct(f, _format(f)) for _, f in sorted(formats.items())]
+    for name, _, found, facts in kinds:
+        lines += [f"struct {name}{i} {{ {_members(facts(found[key]))} }};" for i, key in enumerate(sorted(found))]
+    for name, macro, found, _ in kinds:
+        entries = (f'{macro}("{key}", {name}{i})' for i, key in enumerate(sorted(found)))
+        lines.append(f"#define {macro}S " + " ".join(entries))
+    return "\n".join([*lines, ""])
 
 
 def _format(f: ElementFormat) -> str:
@@ -63,100 +61,79 @@ def _format(f: ElementFormat) -> str:
     return f"Format_{f.name}"
 
 
-def _structs(name: str, found: dict[str, Recipe], facts: Callable[[Recipe], list[str]]) -> list[str]:
-    """Return the definitions of C++ structs, one per key of `found` in sorted order."""
-    return [f"struct {name}{i} {{ {' '.join(facts(found[key]))} }};" for i, key in enumerate(sorted(found))]
+def _members(facts: Facts) -> str:
+    """Return the definitions of the members of a C++ struct."""
+    return " ".join(constant(k, v) if " " in k else f"using {k} = {v};" for k, v in facts.items())
 
 
-def _rule(r: Recipe) -> list[str]:
-    """Return the C++ definitions of the members of a recipe's block rule struct."""
-    assert r.scale is not None
-    return [
-        f"using Element = {_format(r.element)};",
-        f"using Scale = {_format(r.scale)};",
-        f"using BlockRule = block_{r.block_rule};",
-        f"static constexpr int kScaleMax = {r.scale_max};",
-        f"static constexpr bool kKeepInfinity = {_bool(r.keep_infinity)};",
-        f"static constexpr bool kPropagateNan = {_bool(r.amax_nan == 'propagate')};",
-    ]
-
-
-def _two_formats(r: Recipe) -> list[str]:
-    """Return the C++ definition of FloatElement for an IF4 recipe, as a list; otherwise an empty list."""
-    return [f"using FloatElement = {_format(E2M1)};"] if isinstance(r.element, IntegerOrFloat) else []
-
-
-def _four_over_six(r: Recipe) -> list[str]:
-    """Return the C++ definitions of the members of the struct of a recipe's 4over6 or IF4 rule."""
-    facts = {
-        "kSquaredError": r.four_over_six == "mse",
-        "kLargestError": r.four_over_six == "max",
-        "kFastError": r.fast_error,
-        "kLaneSums": r.lane_sums,
-        "kKeepInfinity": r.keep_infinity,
-        "kFlush": r.flush,
+def _rule(r: Recipe) -> Facts:
+    """Return the members of a recipe's block rule struct."""
+    return {
+        "Element": _format(r.element),
+        "Scale": _format(r.scale or E4M3),
+        "BlockRule": f"block_{r.block_rule}",
+        "int kScaleMax": r.scale_max,
+        "bool kKeepInfinity": r.keep_infinity,
+        "bool kPropagateNan": r.amax_nan == "propagate",
     }
-    return [
-        f"using Element = {_format(computed_format(r))};",
-        f"using Scale = {_format(r.scale or E4M3)};",
-        f"using TensorRule = tensor_{top_rule(r)};",
-        f"static constexpr int kScaleMax = {r.scale_max};",
-        f"static constexpr Rounding kRounding = Rounding::{r.rounding};",
-        *(f"static constexpr bool {name} = {_bool(value)};" for name, value in facts.items()),
-        *_two_formats(r),
-    ]
 
 
-def _tensor(r: Recipe) -> list[str]:
-    """Return the C++ definitions of the members of a recipe's tensor rule struct."""
-    return [
-        f"using Element = {_format(computed_format(r))};",
-        f"using TensorRule = tensor_{r.tensor_rule};",
-        f"static constexpr int kScaleMax = {r.scale_max};",
-    ]
+def _two_formats(r: Recipe) -> Facts:
+    """Return the definition of FloatElement for an IF4 recipe; otherwise no members."""
+    return {"FloatElement": _format(E2M1)} if isinstance(r.element, IntegerOrFloat) else {}
 
 
-def _element(r: Recipe) -> list[str]:
-    """Return the C++ definitions of the members of a recipe's element arithmetic struct."""
-    flags = {
-        "kDivide": r.apply != "multiply",
-        "kCompare": r.apply == "compare",
-        "kFlush": r.flush,
-        "kRoundScaled": r.round_scaled,
-        "kNarrow": r.narrow,
-        "kStochasticFloat16": r.stochastic == "comfy_kitchen_fp8",
-        "kThenEncode": then_encodes(r),
+def _four_over_six(r: Recipe) -> Facts:
+    """Return the members of the struct of a recipe's 4over6 or IF4 rule."""
+    return {
+        "Element": _format(computed_format(r)),
+        "Scale": _format(r.scale or E4M3),
+        "TensorRule": f"tensor_{top_rule(r)}",
+        "int kScaleMax": r.scale_max,
+        "Rounding kRounding": f"Rounding::{r.rounding}",
+        "bool kSquaredError": r.four_over_six == "mse",
+        "bool kLargestError": r.four_over_six == "max",
+        "bool kFastError": r.fast_error,
+        "bool kLaneSums": r.lane_sums,
+        "bool kKeepInfinity": r.keep_infinity,
+        "bool kFlush": r.flush,
+        **_two_formats(r),
     }
-    return [
-        f"using Format = {_format(computed_format(r))};",
-        f"static constexpr Rounding kRounding = Rounding::{r.rounding};",
-        f"static constexpr Sign kSign = Sign::{r.sign};",
-        *(f"static constexpr bool {name} = {_bool(value)};" for name, value in flags.items()),
-    ]
 
 
-def _decode(r: Recipe) -> list[str]:
-    """Return the C++ definitions of the members of a recipe's decoder struct."""
-    return [
-        f"using Element = {_format(r.element)};",
-        f"using Scale = {_format(r.scale or E4M3)};",
-        f"using DecodeRule = {decode_rule(r)};",
-        f"using TensorRule = tensor_{top_rule(r)};",
-        f"static constexpr int kScaleMax = {r.scale_max};",
-        f"static constexpr bool kHasScales = {_bool(r.scale is not None)};",
-        *_two_formats(r),
-    ]
+def _tensor(r: Recipe) -> Facts:
+    """Return the members of a recipe's tensor rule struct."""
+    element = _format(computed_format(r))
+    return {"Element": element, "TensorRule": f"tensor_{r.tensor_rule}", "int kScaleMax": r.scale_max}
 
 
-def _bool(value: bool) -> str:
-    """Return a bool as C++ spells it: "true" or "false"."""
-    return str(value).lower()
+def _element(r: Recipe) -> Facts:
+    """Return the members of a recipe's element arithmetic struct."""
+    return {
+        "Format": _format(computed_format(r)),
+        "Rounding kRounding": f"Rounding::{r.rounding}",
+        "Sign kSign": f"Sign::{r.sign}",
+        "bool kDivide": r.apply != "multiply",
+        "bool kCompare": r.apply == "compare",
+        "bool kFlush": r.flush,
+        "bool kRoundScaled": r.round_scaled,
+        "bool kNarrow": r.narrow,
+        "bool kStochasticFloat16": r.stochastic == "comfy_kitchen_fp8",
+        "bool kThenEncode": then_encodes(r),
+    }
 
 
-def _list(name: str, entry: str, struct: str, found: dict[str, Recipe]) -> str:
-    """Return the definition of a C++ macro called `name`, which calls the macro `entry` for every key in `found`."""
-    entries = (f'{entry}("{key}", {struct}{i})' for i, key in enumerate(sorted(found)))
-    return f"#define {name} " + " ".join(entries)
+def _decode(r: Recipe) -> Facts:
+    """Return the members of a recipe's decoder struct."""
+    return {
+        "Element": _format(r.element),
+        "Scale": _format(r.scale or E4M3),
+        "DecodeRule": decode_rule(r),
+        "TensorRule": f"tensor_{top_rule(r)}",
+        "int kScaleMax": r.scale_max,
+        "bool kHasScales": r.scale is not None,
+        **_two_formats(r),
+    }
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import BLOCK_COLUMNS, Search
-from fp4kit.cpu.codec import INPUTS, Tiles, blocks_of, decoder_of, kernels_of, source, tensor_rows
+from fp4kit.cpu.codec import Tiles, blocks_of, decoder_of, kernels_of, slab_call, tensor_rows
 from fp4kit.cpu.coverage import not_searched, rule_key
 from fp4kit.cpu.library import SearchFactorsCall, SearchQuestCall, SearchScalesCall, address, functions, threads_for
 from fp4kit.recipes import Recipe, rules
@@ -37,27 +38,15 @@ def search_factors(
     tensor, step = tensor_rows(tensor_scale(amax, recipe, x.dtype), len(x))
     cost = 1 + len(factors) // _CANDIDATES_PER_COST
     tiles = Tiles.of(x, recipe.block_size, 1, hadamard)
+    fields = {"factors": address(factors), "count": len(factors), "factors_by_code": factors_by_code}
+    fields |= {"tensor_step": step, "block_rule": kernels.block_rule, "element": kernels.element, "decoder": decoder}
+    fields |= {"block": recipe.block_size}
     for rows, columns in tiles.slabs(cost):
         cut, found = x[rows, columns], out[rows, blocks_of(columns, recipe)]
         needs_fallback = np.zeros(tiles.count_tiles(rows, columns), np.uint8)
-        call = SearchFactorsCall(
-            source(cut, hadamard),
-            *(address(part[rows] if step else part) for part in tensor),
-            address(factors),
-            step,
-            len(factors),
-            address(found),
-            out.strides[0] // out.itemsize,
-            address(needs_fallback),
-            *tiles[2:],
-            INPUTS[x.dtype],
-            kernels.block_rule,
-            kernels.element,
-            decoder,
-            recipe.block_size,
-            factors_by_code,
-            threads_for(cut.size * cost),
-        )
+        call = slab_call(SearchFactorsCall, tiles, cut, found, hadamard, **fields, threads=threads_for(cut.size * cost))
+        call.encode, call.decode, call.amax = (address(part[rows] if step else part) for part in tensor)
+        call.needs_fallback = address(needs_fallback)
         functions().fp4kit_search_factors(ctypes.byref(call))
         for tile_rows, tile_columns in tiles.marked(rows, columns, needs_fallback):
             part = amax if amax is None or not step else amax.reshape(-1)[tile_rows]
@@ -72,16 +61,8 @@ def search_quest(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe
     tiles = Tiles.of(x, recipe.block_size, 1, hadamard)
     for rows, columns in tiles.slabs(1):
         cut, found = x[rows, columns], out[rows, blocks_of(columns, recipe)]
-        call = SearchQuestCall(
-            source(cut, hadamard),
-            address(found),
-            out.strides[0] // out.itemsize,
-            *tiles[2:],
-            INPUTS[x.dtype],
-            recipe.block_size,
-            recipe.element.emax,
-            threads_for(cut.size),
-        )
+        sizes = {"block": recipe.block_size, "emax": recipe.element.emax, "threads": threads_for(cut.size)}
+        call = slab_call(SearchQuestCall, tiles, cut, found, hadamard, **sizes)
         functions().fp4kit_search_quest(ctypes.byref(call))
 
 
@@ -107,29 +88,18 @@ def search_matrix(
     candidates = _candidates(np.float32(amax.reshape(())), r, terms)
     counted = np.zeros(1, np.uint64) if unproven is None else unproven
     tiles = Tiles.of(x, BLOCK_COLUMNS, r.block_rows)
+    fields: dict[str, Any] = {"unproven": address(counted)}
+    fields |= zip(("amaxes", "scales", "reciprocals"), map(address, candidates), strict=True)
+    fields |= {"lower": lower, "upper": upper, "power": terms.power, "tensor_amax": float(amax.reshape(()))}
+    fields |= {"block_rule": rule, "block_rows": r.block_rows, "is_pruned": bounded}
     for rows, columns in tiles.slabs(cost):
         cut, blocks = x[rows, columns], slice(columns.start // BLOCK_COLUMNS, columns.stop // BLOCK_COLUMNS)
         weights = None if terms.weights is None else terms.weights[columns]
         hessian = None if terms.hessian is None else terms.hessian[blocks]
-        call = SearchScalesCall(
-            source(cut),
-            *map(address, candidates),
-            address(weights),
-            address(hessian),
-            address(out[rows, blocks]),
-            out.strides[0] // out.itemsize,
-            address(counted),
-            *tiles[2:],
-            lower,
-            upper,
-            terms.power,
-            float(amax.reshape(())),
-            INPUTS[x.dtype],
-            rule,
-            r.block_rows,
-            bounded,
-            threads_for(cut.size * cost),
+        call = slab_call(
+            SearchScalesCall, tiles, cut, out[rows, blocks], **fields, threads=threads_for(cut.size * cost)
         )
+        call.weights, call.hessian = map(address, (weights, hessian))
         functions().fp4kit_search_scales(ctypes.byref(call))
 
 

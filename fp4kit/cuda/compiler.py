@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +67,7 @@ def architecture(capability: str) -> str:
 
 
 def compile_source(source: str, arch: str, name: str = "fp4kit.cu") -> tuple[bytes, str]:
-    """Compile an instantiation for an architecture such as "sm_90"."""
+    """Compile an instantiation for an architecture such as "sm_90", and return the cubin and the compiler's log."""
     headers = include_closure(tuple(_INCLUDE.findall(source)))
     return compile_cubin(source, headers, (*OPTIONS, f"-arch={arch}"), name)
 
@@ -116,19 +116,13 @@ def cubin_path(source: str, arch: str, rebuild: bool = False) -> Path:
 def function(source: str, kernel: str, device: int) -> Any:
     """Return the CuPy function of one kernel of an instantiation, compiled if needed and loaded on a device."""
     # If the cached cubin cannot be loaded, compile it again.
-    module = imports.cupy()
-    with module.cuda.Device(device) as current:
+    cupy = imports.cupy()
+    with cupy.cuda.Device(device) as current:
         arch = architecture(current.compute_capability)
         try:
-            return module.RawModule(path=str(cubin_path(source, arch))).get_function(kernel)
-        except module.cuda.driver.CUDADriverError:
-            return module.RawModule(path=str(cubin_path(source, arch, rebuild=True))).get_function(kernel)
-
-
-_MISSING = (
-    "fp4kit.cuda: NVRTC was not found (libnvrtc.so.12 or .13); install it with the extra that fits the driver: "
-    'pip install "fp4kit[cuda12]" or "fp4kit[cuda13]"'
-)
+            return cupy.RawModule(path=str(cubin_path(source, arch))).get_function(kernel)
+        except cupy.cuda.driver.CUDADriverError:
+            return cupy.RawModule(path=str(cubin_path(source, arch, rebuild=True))).get_function(kernel)
 
 
 class CompileError(RuntimeError):
@@ -159,7 +153,10 @@ def nvrtc_library() -> ctypes.CDLL:
             return ctypes.CDLL(path)
         except OSError:
             continue
-    raise RuntimeError(_MISSING)
+    raise RuntimeError(
+        "fp4kit.cuda: NVRTC was not found (libnvrtc.so.12 or .13); install it with the extra that fits the driver: "
+        'pip install "fp4kit[cuda12]" or "fp4kit[cuda13]"'
+    )
 
 
 @cache
@@ -180,14 +177,16 @@ def _check(status: int, call: str) -> None:
 def compile_cubin(source: str, headers: Mapping[str, str], options: tuple[str, ...], name: str) -> tuple[bytes, str]:
     """Compile a source to a cubin, and return the cubin and the compiler's log."""
     nvrtc = nvrtc_library()
-    program = ctypes.c_void_p()
-    texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
-    names = (ctypes.c_char_p * len(headers))(*(header.encode() for header in headers))
-    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    create = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names)
-    _check(create, "nvrtcCreateProgram")
+    program, count = ctypes.c_void_p(), len(headers)
+
+    def strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+        encoded = [text.encode() for text in texts]
+        return (ctypes.c_char_p * len(encoded))(*encoded)
+
+    given = source.encode(), name.encode(), count, strings(headers.values()), strings(headers)
+    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), *given), "nvrtcCreateProgram")
     try:
-        status = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
+        status = nvrtc.nvrtcCompileProgram(program, len(options), strings(options))
         log = _text(program, "ProgramLog").decode(errors="replace").rstrip("\0\n")
         if status:
             raise CompileError(f"fp4kit.cuda: {name} did not compile with {' '.join(options)}:\n{log}")
@@ -350,7 +349,7 @@ def format_struct(f: ElementFormat, name: str) -> str:
         "bool kIsE4m3": is_same(f, E4M3),
         "bool kIsE5m2": is_same(f, E5M2),
     }
-    members = [_constant(fact, value) for fact, value in facts.items()]
+    members = [constant(fact, value) for fact, value in facts.items()]
     if isinstance(f, Codebook):
         members += _table_members(f)
     return f"struct {name} {{ {' '.join(members)} }};"
@@ -360,17 +359,14 @@ def _table_members(f: Codebook) -> list[str]:
     """Return the definitions of the C++ members that only a Codebook has (kernels/rules/codec.cuh)."""
     values = "".join(f"code == {code}u ? {_literal(value)} : " for code, value in enumerate(f.values[:-1]))
     value = f"FP4KIT_DEVICE float value(u32 code) {{ return {values}{_literal(f.values[-1])}; }}"
-    if not isinstance(f, PairedMicroexponents):
-        return [_nearest_function(f), value]
-    target = int(np.float32(f.amax_target).view(np.uint32))
-    return ["using HasPairs = void;", _constant("u32 kAmaxTargetBits", target), value]
-
-
-def _nearest_function(f: Codebook) -> str:
-    """Return the definition of the C++ function `nearest`, which returns the code of the value nearest to a float."""
+    if isinstance(f, PairedMicroexponents):
+        target = int(np.float32(f.amax_target).view(np.uint32))
+        return ["using HasPairs = void;", constant("u32 kAmaxTargetBits", target), value]
+    # `nearest` returns the code of the value nearest to a float.
     steps = " + ".join(["0u", *(f"(x > {_literal(midpoint)})" for midpoint in f.midpoints)])
     codes = sum(int(code) << (4 * i) for i, code in enumerate(f.order))
-    return f"FP4KIT_DEVICE u32 nearest(float x) {{ return static_cast<u32>({codes}ull >> (4u * ({steps}))) & 15u; }}"
+    found = f"static_cast<u32>({codes}ull >> (4u * ({steps}))) & 15u"
+    return [f"FP4KIT_DEVICE u32 nearest(float x) {{ return {found}; }}", value]
 
 
 def _literal(x: np.float32) -> str:
@@ -378,7 +374,7 @@ def _literal(x: np.float32) -> str:
     return f"float_of({int(np.float32(x).view(np.uint32))}u)"
 
 
-def _constant(name: str, value: object) -> str:
+def constant(name: str, value: object) -> str:
     """Return the C++ definition of a static constant."""
     text = str(value).lower() if isinstance(value, bool) else f"{value}u" if name.startswith("u32") else str(value)
     return f"static constexpr {name} = {text};"
@@ -469,7 +465,7 @@ def recipe_struct(
         *([f"using FakeRule = fake_{r.fake_rule};"] if r.fake_rule and unit == 1 else []),
         *(["using FloatElement = FloatFormat;"] if isinstance(r.element, IntegerOrFloat) else []),
     ]
-    constants = [_constant(name, value) for name, value in facts.items()]
+    constants = [constant(name, value) for name, value in facts.items()]
     cluster = [f"#define FP4KIT_FINDERS {FINDERS}"] if finds_amax else []
     return "\n".join([*cluster, *formats, f"struct R {{ {' '.join(names + constants)} }};"])
 

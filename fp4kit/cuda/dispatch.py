@@ -18,7 +18,7 @@ import numpy as np
 from fp4kit.call.parse import Declined
 from fp4kit.cuda.compiler import THREAD_BYTES, has_table
 from fp4kit.cuda.launch import CACHE_SIZE, THREADS, UNLIMITED, grid, struct_of
-from fp4kit.formats import E2M1, Codebook, ElementFormat, IntegerOrFloat, is_same
+from fp4kit.formats import E2M1, Codebook, IntegerOrFloat, is_same
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
@@ -67,7 +67,7 @@ class Arguments(NamedTuple):
     @property
     def struct(self) -> np.dtype:
         """Return the NumPy dtype of the struct of all arguments."""
-        return struct_of(" ".join((*self.pointers, *self.words)), " ".join(self.sizes))
+        return struct_of(" ".join(self.pointers + self.words), " ".join(self.sizes))
 
 
 # All kernels except quantize_columns take these arguments.
@@ -77,23 +77,9 @@ ROWS = Arguments(
     ("rows", "columns"),
 )
 # The kernel quantize_columns takes these arguments.
-PATCHES = Arguments(
-    (
-        "x",
-        "packed",
-        "scales",
-        "column_packed",
-        "column_scales",
-        "values",
-        "tensor_amax",
-        "tensor_scale",
-        "column_tensor_scale",
-        "amax_out",
-        "column_amax_out",
-    ),
-    (),
-    ("rows", "columns", "shift"),
-)
+_COLUMNWISE = ("column_packed", "column_scales")
+_AMAXES = ("tensor_amax", "tensor_scale", "column_tensor_scale", "amax_out", "column_amax_out")
+PATCHES = Arguments(("x", "packed", "scales", *_COLUMNWISE, "values", *_AMAXES), (), ("rows", "columns", "shift"))
 
 
 class LaunchRequest(NamedTuple):
@@ -185,13 +171,8 @@ def _takes_ms_eden(request: LaunchRequest) -> bool:
 def _takes_fake(request: LaunchRequest) -> bool:
     """Return True if the kernel fake_quantize supports a request: fake-quantized values, computed by a fake_rule."""
     rows, columns = request.recipe.block or (1, FAKE_BLOCKS[0])
-    return (
-        uses_fake_rule(request)
-        and fake_unit(request.recipe) == 1
-        and rows == 1
-        and columns in FAKE_BLOCKS
-        and request.recipe.amax_nan != "lanes"
-    )
+    fits = rows == 1 and columns in FAKE_BLOCKS and request.recipe.amax_nan != "lanes"
+    return uses_fake_rule(request) and fake_unit(request.recipe) == 1 and fits
 
 
 def _takes_noise(request: LaunchRequest) -> bool:
@@ -219,11 +200,9 @@ def _takes_patch(request: LaunchRequest) -> bool:
     unit = r.block_size if has_tall_blocks else PATCH_ROW_UNIT // request.dtype.itemsize
     needs_patches = request.columns or has_tall_blocks
     can_transform = request.mask is None or (request.columns and r.block == (1, HADAMARD_BLOCK))
-    plain = (
-        not (request.stochastic or request.calibrated or request.grouped or request.scaled or uses_fake_rule(request))
-        and can_transform
-    )
-    return needs_patches and plain and has_patch_kernel(r) and request.shape[1] % unit == 0
+    others = request.stochastic or request.calibrated or request.grouped or request.scaled or uses_fake_rule(request)
+    fits = can_transform and has_patch_kernel(r) and request.shape[1] % unit == 0
+    return needs_patches and not others and fits
 
 
 def _takes_table(request: LaunchRequest) -> bool:
@@ -260,11 +239,8 @@ def _takes_tile(request: LaunchRequest) -> bool:
 
 def _takes_scaled(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize_with_scales supports a request."""
-    return (
-        request.scaled
-        and not request.columns
-        and (request.recipe.block is None or request.recipe.block_size % SCALED_RUN == 0)
-    )
+    r = request.recipe
+    return request.scaled and not request.columns and (r.block is None or r.block_size % SCALED_RUN == 0)
 
 
 def _takes_unblocked(request: LaunchRequest) -> bool:
@@ -284,9 +260,8 @@ def _takes_rows(request: LaunchRequest) -> bool:
 def finds_rows(request: LaunchRequest) -> bool:
     """Return True if each thread block computes the amaxes of the rows that it quantizes."""
     by_row = request.finds_amax and request.recipe.tensor_scaling == "row"
-    return by_row and (
-        _takes_rows(request) or (_takes_tile(request) and request.recipe.block_rows == 1 and not request.values)
-    )
+    of_tiles = _takes_tile(request) and request.recipe.block_rows == 1 and not request.values
+    return by_row and (_takes_rows(request) or of_tiles)
 
 
 def needs_search(request: LaunchRequest) -> bool:
@@ -400,35 +375,23 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
     return grid(work, device, 96 if prepares else UNLIMITED)
 
 
-def _scaled_grid(request: LaunchRequest, device: int) -> int:
-    """Return the number of thread blocks of quantize_with_scales: one thread per SCALED_RUN (16) elements."""
+def _threads_grid(request: LaunchRequest, device: int, unit: int) -> int:
+    """Return the number of thread blocks of a kernel with one thread per `unit` elements of a row."""
     rows, columns = request.kernel_shape
-    return grid(-(-rows * -(-columns // SCALED_RUN) // THREADS), device, UNLIMITED)
-
-
-def _noise_grid(request: LaunchRequest, device: int) -> int:
-    """Return the number of thread blocks of quantize_stochastic: one thread per quantization block."""
-    rows, columns = request.shape
-    return grid(-(-rows * (columns // request.recipe.block_size) // THREADS), device, UNLIMITED)
-
-
-def _ms_eden_grid(request: LaunchRequest, device: int) -> int:
-    """Return the number of thread blocks of fake_ms_eden: one thread per unit of elements (fake_unit)."""
-    rows, columns = request.shape
-    return grid(-(-rows * (columns // fake_unit(request.recipe)) // THREADS), device, UNLIMITED)
+    return grid(-(-rows * -(-columns // unit) // THREADS), device, UNLIMITED)
 
 
 # ---- the table of kernels ----
 
 KERNEL_CHOICES = (
     # For stochastic rounding by noise (ComfyUI, MSLK), which no other kernel computes.
-    KernelChoice("quantize_stochastic", _takes_noise, _noise_grid),
+    KernelChoice("quantize_stochastic", _takes_noise, lambda w, d: _threads_grid(w, d, w.recipe.block_size)),
     # For the fake rules of fouroversix's MS-EDEN, which correct the scales of several blocks together.
-    KernelChoice("fake_ms_eden", _takes_ms_eden, _ms_eden_grid),
+    KernelChoice("fake_ms_eden", _takes_ms_eden, lambda w, d: _threads_grid(w, d, fake_unit(w.recipe))),
     # For fake-quantized values by another fake_rule (the producer's own fake quantizer), which needs no codes.
     KernelChoice("fake_quantize", _takes_fake, _fake_grid),
     # For codes under scales that the caller passes. No amax is needed; each thread computes the factor of its elements.
-    KernelChoice("quantize_with_scales", _takes_scaled, _scaled_grid),
+    KernelChoice("quantize_with_scales", _takes_scaled, lambda w, d: _threads_grid(w, d, SCALED_RUN)),
     # For columnwise codes, with or without rowwise codes, and for square blocks. Speed relative to a copy (H200,
     # 2026-11-21):
     #     request           quantize_columns   alternative
@@ -464,51 +427,41 @@ def kernel_for(request: LaunchRequest) -> KernelChoice:
     return choice
 
 
+_ON_THE_CPU = "compute on the CPU with cupy.asnumpy(x)"
+
+
 def why_declined(request: LaunchRequest) -> str:
     """Return the error message for a request for which find_kernel returns None: what is unsupported, what is
     needed.
     """
     # The recipe itself must be supported (check_formats).
-    r = request.recipe
-    rows, columns = r.block or (1, 1)
-    if needs_search(request):
-        return (
-            f"{r.id} has search={r.search!r}: a separate kernel chooses the block amaxes; call quantize, which launches"
-            " both"
-        )
+    return next(text for is_reason, text in _reasons(request) if is_reason)
+
+
+def _reasons(request: LaunchRequest) -> Iterator[tuple[bool, str]]:
+    """Yield pairs (whether this is why a request has no kernel, the message). The last pair is always a reason."""
+    r, (rows, columns) = request.recipe, request.recipe.block or (1, 1)
+    blocks, none = f"blocks of {rows}x{columns}", "no CUDA kernel; needs"
+    search = f"{r.id} has search={r.search!r}: a separate kernel chooses the block amaxes"
+    yield needs_search(request), f"{search}; call quantize, which launches both"
     if adds_noise(request):
-        if request.grouped:
-            return f"stochastic rounding of {r.id} in a group has no CUDA kernel; call quantize for each array"
-        what = "under given scales" if request.scaled else f"in blocks of {rows}x{columns}"
-        return (
-            f"stochastic rounding of {r.id} {what} has no CUDA kernel; needs scales computed from x, and blocks of one"
-            f" row and a multiple of {NOISE_RUN} columns; compute on the CPU with cupy.asnumpy(x)"
-        )
-    if fake_unit(request.recipe) > 1:
-        return (
-            f"blocks of {rows}x{columns} by {r.id} have no CUDA kernel; needs a multiple of {EDEN_RUN} columns, and"
-            " amax_nan 'ignore' or 'propagate'; compute on the CPU with cupy.asnumpy(x)"
-        )
-    if uses_fake_rule(request):
-        if r.amax_nan == "lanes":
-            what = "amax_nan='lanes'"
-        else:
-            what = f"blocks of {rows}x{columns}"
-        return (
-            f"{what} with fake_rule={r.fake_rule!r} have no CUDA kernel; needs one row of 16, 32, 64, 128, 256 or 512"
-            " columns, and amax_nan 'ignore' or 'propagate'; compute on the CPU with cupy.asnumpy(x)"
-        )
-    if request.scaled:
-        return (
-            f"blocks of {rows}x{columns} under given scales have no CUDA kernel; needs a multiple of {SCALED_RUN}"
-            " columns; compute on the CPU with cupy.asnumpy(x)"
-        )
-    if request.calibrated and (rows > 1 or r.four_over_six):
-        return "block_amax of blocks of several rows, or of 4over6, has no CUDA kernel; compute on the CPU"
-    return (
-        f"blocks of {rows}x{columns} have no CUDA kernel; needs 16 columns or a multiple of 32 (at most 32 for blocks"
-        " of several rows and 4over6); compute on the CPU with cupy.asnumpy(x)"
-    )
+        rounding = f"stochastic rounding of {r.id}"
+        yield request.grouped, f"{rounding} in a group has no CUDA kernel; call quantize for each array"
+        needed = f"scales computed from x, and blocks of one row and a multiple of {NOISE_RUN} columns"
+        where = "under given scales" if request.scaled else f"in {blocks}"
+        yield True, f"{rounding} {where} has {none} {needed}; {_ON_THE_CPU}"
+    needed = f"a multiple of {EDEN_RUN} columns, and amax_nan 'ignore' or 'propagate'"
+    yield fake_unit(r) > 1, f"{blocks} by {r.id} have {none} {needed}; {_ON_THE_CPU}"
+    what = "amax_nan='lanes'" if r.amax_nan == "lanes" else blocks
+    needed = "one row of 16, 32, 64, 128, 256 or 512 columns, and amax_nan 'ignore' or 'propagate'"
+    yield uses_fake_rule(request), f"{what} with fake_rule={r.fake_rule!r} have {none} {needed}; {_ON_THE_CPU}"
+    needed = f"a multiple of {SCALED_RUN} columns"
+    yield request.scaled, f"{blocks} under given scales have {none} {needed}; {_ON_THE_CPU}"
+    is_tall = rows > 1 or r.four_over_six is not None
+    what = "block_amax of blocks of several rows, or of 4over6, has no CUDA kernel; compute on the CPU"
+    yield request.calibrated and is_tall, what
+    needed = "16 columns or a multiple of 32 (at most 32 for blocks of several rows and 4over6)"
+    yield True, f"{blocks} have {none} {needed}; {_ON_THE_CPU}"
 
 
 MAX_EXPONENT = 100  # the largest |exponent| of an element, so that encoding and decoding stay in float32's range
@@ -517,24 +470,25 @@ FOUR_OVER_SIX_COLUMNS = 16  # the columns of a 4over6 block that kernels support
 
 def check_formats(r: Recipe) -> None:
     """Raise Declined if no kernel supports a recipe. The message says what is needed and what to do instead."""
-    wrong = unsupported(r)
-    if wrong:
-        raise Declined(f"{r.id} has {wrong}; compute on the CPU with cupy.asnumpy(x)")
+    if wrong := unsupported(r):
+        raise Declined(f"{r.id} has {wrong}; {_ON_THE_CPU}")
 
 
 @lru_cache(256)
 def unsupported(r: Recipe) -> str | None:
     """Return why no kernel supports a recipe, or None if it exceeds no limit of the kernels."""
-    return next(
-        (f"{what}, which no CUDA kernel supports; needs {needed}" for is_wrong, what, needed in _limits(r) if is_wrong),
-        None,
+    texts = (
+        f"{what}, which no CUDA kernel supports; needs {needed}" for is_wrong, what, needed in _limits(r) if is_wrong
     )
+    return next(texts, None)
 
 
 def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     """Yield one tuple per limit: whether a recipe exceeds it, the property that exceeds it, and what is needed."""
     e, s = r.element, r.scale
-    yield not _has_kernels(e), f"elements {e} with bias {e.bias}", "values from 2^-100 to 2^100"
+    # Kernels can encode and decode elements whose smallest and largest exponents are at most MAX_EXPONENT.
+    fits = -MAX_EXPONENT <= e.emin - e.mantissa_bits and e.emax <= MAX_EXPONENT and e.bias >= 0
+    yield not (e.is_integer or fits), f"elements {e} with bias {e.bias}", "values from 2^-100 to 2^100"
     if r.is_custom and s is not None and s.has_zero:
         yield s.bias < 0, f"scales {s} with bias {s.bias}", "a bias of 0 or more"
         yield s.mantissa_bits == 0, f"scales {s} without mantissa bits", "E8M0, or at least one mantissa bit"
@@ -546,17 +500,7 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     if r.four_over_six:
         yield not (is_same(e, E2M1) or isinstance(e, IntegerOrFloat)), f"4over6 with elements {e}", "E2M1"
         in_lanes = (r.lane_sums or r.four_over_six == "max") and r.block_rows > 1
-        yield (
-            in_lanes,
-            f"4over6 by {'lane_sums' if r.lane_sums else 'max'} with blocks of {r.block_rows} rows",
-            "one row",
-        )
+        rule = f"4over6 by {'lane_sums' if r.lane_sums else 'max'}"
+        yield in_lanes, f"{rule} with blocks of {r.block_rows} rows", "one row"
         shape = f"4over6 with blocks of {r.block_size} columns"
         yield r.block_size != FOUR_OVER_SIX_COLUMNS, shape, f"{FOUR_OVER_SIX_COLUMNS}"
-
-
-def _has_kernels(e: ElementFormat) -> bool:
-    """Return True if kernels can encode and decode an element format."""
-    if e.is_integer:
-        return True
-    return -MAX_EXPONENT <= e.emin - e.mantissa_bits and e.emax <= MAX_EXPONENT and e.bias >= 0

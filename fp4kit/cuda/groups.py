@@ -26,9 +26,9 @@ from fp4kit.cuda.amax import (
 )
 from fp4kit.cuda.dispatch import LaunchRequest
 from fp4kit.cuda.launch import GroupedLaunch
-from fp4kit.cuda.matrix import Clip, Matrix, empty_scales, launch_request, split_matrices
+from fp4kit.cuda.matrix import Clip, Matrix, launch_request, split_matrices
 from fp4kit.cuda.search import group_launches, matrices_to_search, without_search
-from fp4kit.quantized.container import Quantized, packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.quantized.container import Quantized, scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import has_tall_scales
 
@@ -241,30 +241,23 @@ class CudaGroup:
 
     def _prepare_codes(self) -> tuple[list[Quantized], list[GroupedLaunch]]:
         """Allocate codes and scales."""
-        r, layout, moved = self.recipe, self.calls[0].layout, [call.moved.shape for call in self.calls]
+        cupy, r, layout = imports.cupy(), self.recipe, self.calls[0].layout
         each(self._op, lambda call: check_codes(call, layout), self.calls)
-        packed = self._outputs([packed_shape(s, r) for s in moved], [np.uint8] * len(moved), imports.cupy().empty)
-        scales: list[Any] = [None] * len(moved)
-        if r.scale is not None:
-            make: Callable[..., Any] = lambda shape, dtype: empty_scales(shape, layout)  # noqa: E731
-            scales = self._outputs([scale_shape(s, r) for s in moved], [np.uint8] * len(moved), make)
-        decode: list[Any] = [None] * len(moved)
-        # Arrays for copies of the caller's amaxes, because the caller may overwrite the amaxes later.
-        given: list[Any] = [None] * len(moved)
-        if r.tensor_scaling != "none":
-            shapes = [a.shape for a in self.amaxes]
-            decode = cut(imports.cupy().empty(sum(map(prod, shapes)), np.float32), shapes)
-            if self.vector is None:
-                given = cut(imports.cupy().empty(sum(map(prod, shapes)), np.float32), shapes)
-        parts = [*zip(self.amaxes, packed, scales, decode, given, strict=True)]
-        matrices = [
-            Matrix(x, c, s, None, amax, d, amax_out=out)
-            for x, (amax, c, s, d, out) in zip(self._xs, parts, strict=True)
-        ]
+        specs, none = [call._replace(tensor_amax=None).part_specs() for call in self.calls], [None] * len(self.calls)
+        made: dict[str, list[Any]] = dict.fromkeys(("packed", "block_scale", "tensor_scale", "tensor_amax"), none)
+        for name in specs[0]:
+            if name in ("packed", "block_scale"):
+                make = cupy.empty if name == "packed" or layout == "linear" else cupy.zeros
+                made[name] = self._outputs([s[name][0] for s in specs], [np.uint8] * len(specs), make)
+            elif name == "tensor_scale" or self.vector is None:  # copies of amaxes that the caller may overwrite later
+                shapes = [a.shape for a in self.amaxes]
+                made[name] = cut(cupy.empty(sum(map(prod, shapes)), np.float32), shapes)
+        parts = [*zip(self._xs, self.amaxes, *made.values(), strict=True)]
+        matrices = [Matrix(x, c, s, None, amax, d, amax_out=out) for x, amax, c, s, d, out in parts]
         launches = self._launches(matrices, values=False)
         return [
             Quantized(codes, s, d, amax if out is None else out, call.x.shape, call.x.dtype, call.axis, r, layout)
-            for call, (amax, codes, s, d, out) in zip(self.calls, parts, strict=True)
+            for call, (_, amax, codes, s, d, out) in zip(self.calls, parts, strict=True)
         ], launches
 
     def _prepare_values(self, amaxes: list[Any]) -> list[GroupedLaunch]:

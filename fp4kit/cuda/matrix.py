@@ -15,18 +15,9 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call, Declined
+from fp4kit.cuda import dispatch
 from fp4kit.cuda.compiler import FINDERS, has_table, recipe_struct
-from fp4kit.cuda.dispatch import (
-    MORE_VALUE_RUNS,
-    VALUE_RUNS,
-    KernelChoice,
-    LaunchRequest,
-    RowPlan,
-    finds_rows,
-    kernel_for,
-    row_plan,
-    value_blocks,
-)
+from fp4kit.cuda.dispatch import KernelChoice, LaunchRequest
 from fp4kit.cuda.launch import (
     CACHE_SIZE,
     MAX_PIECE,
@@ -94,7 +85,7 @@ def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
     )
 
 
-def kernel_structs(request: LaunchRequest, plan: RowPlan | None = None) -> str:
+def kernel_structs(request: LaunchRequest, plan: dispatch.RowPlan | None = None) -> str:
     """Return the C++ text of the structs that are template arguments of the kernel for a request."""
     options: dict[str, Any] = {
         "fake": request.values,
@@ -115,7 +106,7 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
     check_count(sizes[0] * sizes[1])
     if request.recipe.block:
         check_columns(sizes[1])
-    plan = row_plan(request, device)
+    plan = dispatch.row_plan(request, device)
     traits = (("Input", request.dtype), ("kAligned", aligned_runs))
     function = function_of(choice.kernel, choice.kernel, device, kernel_structs(request, plan), traits)
     blocks = choice.grid(request, device)
@@ -127,7 +118,7 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
 
 def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: KernelChoice | None = None) -> None:
     """Quantize the matrix m.x by one launch, which writes the output arrays of m."""
-    choice = choice or kernel_for(request)
+    choice = choice or dispatch.kernel_for(request)
     launch = quantize_launch(choice, request, has_aligned_runs(m, request), m.x.device.id)
     numbers = (seed, m.group) if choice.arguments.words else ()
     launch(*(address(getattr(m, name)) for name in choice.arguments.pointers), *numbers)
@@ -145,7 +136,9 @@ def dequantize_launch(
     prepares_tables = (
         layout != "linear" and r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
     )
-    blocks = value_blocks(rows, columns, dtype, MORE_VALUE_RUNS if prepares_tables else VALUE_RUNS)
+    blocks = dispatch.value_blocks(
+        rows, columns, dtype, dispatch.MORE_VALUE_RUNS if prepares_tables else dispatch.VALUE_RUNS
+    )
     sizes = rows, columns, resident_blocks(device)
     return prepared("dequantize", blocks, sizes, device, (original, dtype), recipe_struct(decoding(r, dtype), layout))
 
@@ -229,7 +222,7 @@ def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
 def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest], seed: int = 0) -> GroupedLaunch:
     """Return a prepared launch that quantizes all matrices as quantize_matrix does."""
     first, r = matrices[0], requests[0].recipe
-    choice = kernel_for(requests[0]._replace(grouped=True))
+    choice = dispatch.kernel_for(requests[0]._replace(grouped=True))
     aligned_runs = [has_aligned_runs(m, w) for m, w in zip(matrices, requests, strict=True)]
     arguments = np.zeros(len(matrices), choice.arguments.struct)
     for name in choice.arguments.pointers:
@@ -340,7 +333,7 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
         and has_aligned_runs(Matrix(x), request)
         and matrix_count(call, request, None) == 1
     )
-    return finding if is_small or finds_rows(finding) else request
+    return finding if is_small or dispatch.finds_rows(finding) else request
 
 
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:

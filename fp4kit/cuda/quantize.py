@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,22 +12,13 @@ from fp4kit.arrays import imports
 from fp4kit.call.inputs import without_sign
 from fp4kit.call.outputs import empty_quantized
 from fp4kit.call.parse import Call, QuantizeOptions, quantize_call
+from fp4kit.cuda import matrix
 from fp4kit.cuda.amax import empty_amax, tensor_amax
 from fp4kit.cuda.compiler import recipe_struct
 from fp4kit.cuda.dispatch import LaunchRequest, check_formats, find_kernel, kernel_for
 from fp4kit.cuda.launch import THREADS, address, as_aligned, prepared
 from fp4kit.cuda.layouts import swizzle
-from fp4kit.cuda.matrix import (
-    Matrix,
-    clip_gradient,
-    dequantize_matrix,
-    empty_scales,
-    implied_amaxes,
-    launch_request,
-    matrix_count,
-    quantize_matrices,
-    with_kernel_amax,
-)
+from fp4kit.cuda.matrix import Matrix
 from fp4kit.cuda.search import with_searched_amaxes
 from fp4kit.quantized.container import Quantized, packed_shape
 from fp4kit.recipes import Recipe
@@ -42,50 +33,45 @@ from fp4kit.types import ScaleLayout
 def quantize(call: Call) -> Quantized:
     """Quantize the array of a call."""
     original, call = call, with_searched_amaxes(call)
-    request = launch_request(call, columns=_is_columnwise(call))
+    request = matrix.launch_request(call, columns=call.axis == call.x.ndim - 2)
     if find_kernel(request) is None:
-        request = launch_request(call)
-    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # both may raise Declined, so call them first
+        request = matrix.launch_request(call)
+    (
+        kernel_for(request),
+        matrix.matrix_count(call, request, call.tensor_amax),
+    )  # may raise Declined: before any work
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.x if request.columns else call.moved)
-        request = with_kernel_amax(call, request, x)
+        request = matrix.with_kernel_amax(call, request, x)
         amax = empty_amax(x, call.recipe) if request.finds_amax else tensor_amax(call, x, request.columns)
-        new = allocate if original.tensor_amax is None else _allocate_own
-        result = new(original, amax) if call.out is None else call.out
+        result = _allocate(original, amax, original.tensor_amax is not None) if call.out is None else call.out
         launch(call, request, x, amax, *((None, result) if request.columns else (result, None)))
     return result
 
 
-def _is_columnwise(call: Call) -> bool:
-    """Return True if the blocks of a call lie along the columns of its matrices, which is axis -2."""
-    return call.axis == call.x.ndim - 2
-
-
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
     """Return the results of quantize for the rowwise and for the columnwise call, as two new Quantized."""
-    request = launch_request(column, columns=True)
+    request = matrix.launch_request(column, columns=True)
     one_amax = column.mask is None or row.tensor_amax is not None or row.recipe.tensor_scaling == "none"
     if find_kernel(request) is None or not one_amax:
         return quantize(row), quantize(column)
     with imports.making_current(row.x.device.id):
         x = imports.cupy().ascontiguousarray(row.x)
-        request = with_kernel_amax(row._replace(mask=column.mask), request, x)
+        request = matrix.with_kernel_amax(row._replace(mask=column.mask), request, x)
         amax = empty_amax(x, row.recipe) if request.finds_amax else tensor_amax(row, x)
-        results = _allocate_own(row, amax), _allocate_own(column, amax)
+        results = _allocate(row, amax, True), _allocate(column, amax, True)
         launch(column, request, x, amax, *results)
     return results
 
 
-def allocate(call: Call, amax: Any) -> Quantized:
-    """Return a new Quantized for the result of a call."""
-    return empty_quantized(call, amax, imports.cupy().empty, empty_scales)
+def _allocate(call: Call, amax: Any, own_amax: bool) -> Quantized:
+    """Return a new Quantized for the result of a call, whose tensor_amax is `amax`.
 
-
-def _allocate_own(call: Call, amax: Any) -> Quantized:
-    """Return a new Quantized for the result of a call, like allocate, but with a new, uninitialized tensor_amax."""
-    # The new tensor_amax has the shape and dtype of `amax`, which is not used itself, because it may belong to the
-    # caller or to another result.
-    return allocate(call, None if amax is None else imports.cupy().empty(amax.shape, amax.dtype))
+    own_amax: True for a new, uninitialized tensor_amax, because `amax` may belong to the caller or to another result.
+    """
+    new = imports.cupy().empty
+    amax = new(amax.shape, amax.dtype) if own_amax and amax is not None else amax
+    return empty_quantized(call, amax, new, matrix.empty_scales)
 
 
 def launch(
@@ -94,18 +80,13 @@ def launch(
     """Quantize contiguous x along its rows into `row`, along its columns into `column`, or in both directions."""
     if not x.size:
         return _fill_scales(call, amax, row, column)
-    arrays = Matrix(x, tensor_amax=amax)
-    if row is not None:
-        arrays = arrays._replace(packed=row.packed, scales=row.block_scale, tensor_scale=row.tensor_scale)
-        arrays = arrays._replace(amax_out=None if row.tensor_amax is amax else row.tensor_amax)
-    if column is not None:
-        parts = {
-            "column_packed": column.packed,
-            "column_scales": column.block_scale,
-            "column_tensor_scale": column.tensor_scale,
-        }
-        arrays = arrays._replace(**parts, column_amax_out=None if column.tensor_amax is amax else column.tensor_amax)
-    return quantize_matrices(call, request, arrays)
+    arrays = {"tensor_amax": amax}
+    for prefix, q in (("", row), ("column_", column)):
+        if q is not None:
+            parts = {"packed": q.packed, "scales": q.block_scale, "tensor_scale": q.tensor_scale}
+            parts["amax_out"] = None if q.tensor_amax is amax else q.tensor_amax
+            arrays |= {prefix + name: array for name, array in parts.items()}
+    return matrix.quantize_matrices(call, request, Matrix(x, **arrays))
 
 
 def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
@@ -118,24 +99,19 @@ def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
 
 def quantize_with_scales(call: Call) -> Quantized:
     """Quantize call.moved with the scales that the caller passed."""
-    request = launch_request(call)
-    kernel_for(request), matrix_count(call, request, call.tensor_scale)  # both may raise Declined, so call them first
+    request = matrix.launch_request(call)
+    (
+        kernel_for(request),
+        matrix.matrix_count(call, request, call.tensor_scale),
+    )  # may raise Declined: before any work
     with imports.making_current(call.x.device.id):
         result = _result(call)
         if call.x.size:
-            amax = (
-                implied_amaxes(result.tensor_scale, None, call.recipe, call.x.dtype)
-                if encodes_by_amax(call.recipe)
-                else None
-            )
-            arrays = Matrix(
-                imports.cupy().ascontiguousarray(call.moved),
-                result.packed,
-                result.block_scale,
-                tensor_amax=amax,
-                tensor_scale=result.tensor_scale,
-            )
-            quantize_matrices(call, request, arrays)
+            scale, amax, x = result.tensor_scale, None, imports.cupy().ascontiguousarray(call.moved)
+            if encodes_by_amax(call.recipe):
+                amax = matrix.implied_amaxes(scale, None, call.recipe, call.x.dtype)
+            arrays = Matrix(x, result.packed, result.block_scale, tensor_amax=amax, tensor_scale=scale)
+            matrix.quantize_matrices(call, request, arrays)
     return result
 
 
@@ -156,24 +132,23 @@ def fake_quantize(call: Call) -> Any:
     """Return the fake-quantized values of a call, in a new array with the shape and dtype of call.x."""
     # If that kernel cannot compute the amax itself, another kernel computes it first.
     call = with_searched_amaxes(call)
-    cupy, request = imports.cupy(), launch_request(call, values=True)
-    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # both may raise Declined, so call them first
+    cupy, request = imports.cupy(), matrix.launch_request(call, values=True)
+    (
+        kernel_for(request),
+        matrix.matrix_count(call, request, call.tensor_amax),
+    )  # may raise Declined: before any work
     with imports.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
         values = cupy.empty(x.shape, x.dtype)
-        request = with_kernel_amax(call, request, x)
-        if request.finds_amax:
-            amax = empty_amax(x, call.recipe)
-        else:
-            amax = None if kernel_computes_amaxes(call) else tensor_amax(call, x)
+        request = matrix.with_kernel_amax(call, request, x)
+        # The kernel fake_quantize computes the amaxes of blocks while it writes the values.
+        by_kernel = call.tensor_amax is None and call.recipe.tensor_scaling == "block" and call.recipe.fake_rule
+        amax = empty_amax(x, call.recipe) if request.finds_amax else None
+        if not (request.finds_amax or by_kernel):
+            amax = tensor_amax(call, x)
         if x.size:
-            quantize_matrices(call, request, Matrix(x, values=values, tensor_amax=amax))
+            matrix.quantize_matrices(call, request, Matrix(x, values=values, tensor_amax=amax))
         return cupy.moveaxis(values, -1, call.axis)
-
-
-def kernel_computes_amaxes(call: Call) -> bool:
-    """Return True if the kernel fake_quantize computes the amaxes of blocks while it writes the values."""
-    return call.tensor_amax is None and call.recipe.tensor_scaling == "block" and call.recipe.fake_rule is not None
 
 
 def clip(call: Call, amax: Any) -> Any:
@@ -182,7 +157,7 @@ def clip(call: Call, amax: Any) -> Any:
     with imports.making_current(call.x.device.id):
         x, g, limit = (cupy.ascontiguousarray(a) for a in (call.moved, np.moveaxis(call.grad, call.axis, -1), amax))
         out = cupy.empty(g.shape, g.dtype)
-        clip_gradient(g, x, limit, out)
+        matrix.clip_gradient(g, x, limit, out)
         return cupy.moveaxis(out, -1, call.axis)
 
 
@@ -214,48 +189,7 @@ def _dequantize_matrices(q: Quantized, moved: Any) -> None:
     for i in range(B):
         scale, amax = (part_for_matrix(a, q.recipe, i, (B, moved.size // B // K)) for a in tensor_arrays)
         arrays = (packed[i], None if scales is None else scales[i], recipe, q.scale_layout, scale, amax)
-        dequantize_matrix(*arrays, q.dtype, values[i].reshape(-1, K))
-
-
-class KeptSource(NamedTuple):
-    """The source of a requantization: a quantized array whose codes may be kept.
-
-    codes, scales: contiguous arrays, aligned to 8 bytes; scales are E8M0 in the linear layout.
-    recipe, dtype: the recipe, and the dtype that was quantized.
-    extent: the range of the scales, uint32 (3,), which power_amax finds.
-    """
-
-    codes: Any
-    scales: Any
-    recipe: Recipe
-    dtype: np.dtype
-    extent: Any
-
-
-def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> KeptSource:
-    """Return a KeptSource for codes and scales."""
-    return KeptSource(codes, scales, r, dtype, imports.cupy().zeros(3, np.uint32))
-
-
-def power_amax(source: KeptSource, target: Recipe, amax: Any) -> None:
-    """Overwrite `amax`, the tensor amax of the decoded source, with one that lets `target` keep codes of the source."""
-    for kernel in ("requantize_range", "requantize_amax"):
-        _launch(kernel, source, target, None, None, None, amax)
-
-
-def keep_codes(source: KeptSource, result: Quantized) -> None:
-    """Overwrite the blocks of the result whose new scale the target can represent, with the codes of the source."""
-    arrays = (result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
-    _launch("requantize_keep", source, result.recipe, *arrays)
-
-
-def _launch(kernel: str, source: KeptSource, target: Recipe, *arrays: Any) -> None:
-    """Launch one of the kernels of requantize.cu."""
-    traits = (source.dtype, DECODE_RULES[source.recipe.decode_rule].unsigned_zero)
-    blocks, device = source.scales.size, source.codes.device.id
-    sizes = (blocks, source.recipe.block_size)
-    launch = prepared(kernel, -(-blocks // THREADS), sizes, device, traits, recipe_struct(target))
-    launch(*map(address, (source.codes, source.scales, source.extent, *arrays)))
+        matrix.dequantize_matrix(*arrays, q.dtype, values[i].reshape(-1, K))
 
 
 def count_changed(x: Any, y: Any) -> tuple[Any, Any]:
@@ -294,12 +228,22 @@ def _requantized(q: Quantized, target: Recipe, values: Any) -> tuple[Quantized, 
         call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout))
         return replace(quantize(call), dtype=q.dtype), q.scale_layout
     call = quantize_call("requantize", values, target, q.axis)
-    codes, scales = q.packed, _layout_changed(q.block_scale, q.scale_layout, "linear", q.scale_shape)
-    source = source_of(as_aligned(codes), as_aligned(scales), q.recipe, q.dtype)
+    scales = as_aligned(_layout_changed(q.block_scale, q.scale_layout, "linear", q.scale_shape))
+    source = as_aligned(q.packed), scales, imports.cupy().zeros(3, np.uint32)  # the last one gets the range of scales
+
+    def launch(kernel: str, *arrays: Any) -> None:
+        traits = (q.dtype, DECODE_RULES[q.recipe.decode_rule].unsigned_zero)
+        sizes, device = (scales.size, q.recipe.block_size), q.packed.device.id
+        prepare = prepared(kernel, -(-scales.size // THREADS), sizes, device, traits, recipe_struct(target))
+        prepare(*map(address, (*source, *arrays)))
+
+    # Overwrite the tensor amax with one that lets the target keep codes of the source. Afterwards, overwrite the blocks
+    # whose new scale the target can represent with the codes of the source.
     amax = tensor_amax(call, imports.cupy().ascontiguousarray(call.moved))
-    power_amax(source, target, amax)
+    for kernel in ("requantize_range", "requantize_amax"):
+        launch(kernel, None, None, None, amax)
     result = replace(quantize(call._replace(tensor_amax=amax)), dtype=q.dtype)
-    keep_codes(source, result)
+    launch("requantize_keep", result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
     return result, "linear"
 
 

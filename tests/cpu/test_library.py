@@ -19,7 +19,7 @@ from exhaustive import by_default
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cpu import cached_calls, codec, engine, generate
+from fp4kit.cpu import codec, generate
 from fp4kit.cpu import library as native
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.ops import engines
@@ -28,14 +28,6 @@ from fp4kit.reference.arith import reciprocal_table
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = ("base", "avx2", "avx512")
-# Modules that may have imported the function `library`, and in which a test must replace it.
-HOLDERS = (
-    native,
-    codec,
-    engine,
-    engines,
-    cached_calls,
-)
 FEW = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
 FEW += ("nvfp4-flashinfer-4over6-mae-448", "nvfp4-te-4over6-mse-448-2d", "nvfp4-fouroversix")
 
@@ -44,9 +36,8 @@ FEW += ("nvfp4-flashinfer-4over6-mae-448", "nvfp4-te-4over6-mse-448-2d", "nvfp4-
 def using(monkeypatch, library):
     """Make fp4kit use the CompiledLibrary `library` in the with block, with an empty call cache."""
     with monkeypatch.context() as patch:
-        for module in HOLDERS:
-            if hasattr(module, "library"):
-                patch.setattr(module, "library", lambda: library)
+        for module in (native, engines):
+            patch.setattr(module, "library", lambda: library)
         patch.setattr(engines, "_CALLS", {})
         as_large_ones(patch)
         codec.kernels_of.cache_clear()
