@@ -7,7 +7,6 @@ For JAX, see tests/jax/test_functions.py.
 import copy
 import gc
 import pickle
-import weakref
 from dataclasses import replace
 
 import ml_dtypes
@@ -149,19 +148,6 @@ def memoryview_exporter(x):
         __dlpack__, __dlpack_device__ = tensor(x).__dlpack__, tensor(x).__dlpack_device__
 
     return Exporter()
-
-
-@pytest.mark.exhaustive
-def test_many_calls_leave_no_tensor_alive():
-    x = tensor(X[BF16])
-    gc.collect()
-    alive = []
-    for _ in range(200):
-        q = quantized(x)
-        alive += [weakref.ref(t) for t in (q.packed, q.block_scale, q.tensor_scale, fp4kit.dequantize(q))]
-    del q
-    gc.collect()
-    assert not [ref for ref in alive if ref() is not None]
 
 
 def test_tensors_of_8_bit_floats_keep_their_dtype():

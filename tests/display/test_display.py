@@ -103,14 +103,6 @@ def test_counts_are_those_of_the_definition(name, chunk, monkeypatch):
             assert found.counts.sum() == q.block_scale.size
 
 
-def test_counts_of_if4_do_not_depend_on_chunks(monkeypatch):
-    q = fp4kit.quantize(ORDINARY * np.exp2(np.arange(128, dtype=F32) % 9 - 4)[:, None], "if4-fouroversix")
-    whole = statistics_of(q)
-    monkeypatch.setattr(display, "CHUNK_BYTES", 100)
-    parts = statistics_of(q)
-    assert 0 < whole.saturated == parts.saturated and whole.zero_blocks == parts.zero_blocks
-
-
 def test_every_code_of_every_format_is_counted():
     for name in ("nvfp4-te", "mxfp8-te", "mxfp8-te-e5m2", "mxfp6-torchao-floor-e2m3", "int8-modelopt", "int4-modelopt"):
         fmt = RECIPES[name].element

@@ -104,11 +104,6 @@ def test_histogram_of_eight_bit_elements_has_one_bar_per_value(x):
     assert sum(bar.get_height() for bar in ax.patches) == pytest.approx(1)
 
 
-def test_error_against_scale_of_powers_of_two(x):
-    ax = fp4kit.plot.error_against_scale(x[0, :32], ["mxfp4-ocp", "mxfp4-te"])
-    assert {np.log2(scale) % 1 for scale in ax.lines[0].get_xdata()} == {0.0} and len(ax.lines) == 4
-
-
 @pytest.mark.parametrize("scale", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_error_against_float_scales(x, scale):
     """The curve consists of scales of the recipe's type with their errors, and contains the scale that it chooses."""
@@ -121,13 +116,6 @@ def test_error_against_float_scales(x, scale):
     at, error = (float(part[0]) for part in ax.lines[2].get_data())
     assert at == fp4kit.quantize(block, recipe).tensor_scale and error == errors[scales == at]
     assert ax.lines[1].get_ydata()[0] == errors.min() < error and ax.get_xlabel() == "block scale"
-
-
-def test_error_against_scale_of_producers_float_scales(x):
-    for recipe in ("fp8-deepseek-v4", "int4-modelopt", "int4-qat"):
-        block = np.resize(x, fp4kit.recipe(recipe).block[1]).astype(np.float16)
-        curve, _, mark = fp4kit.plot.error_against_scale(block, recipe).lines
-        assert mark.get_ydata()[0] == curve.get_ydata()[curve.get_xdata() == mark.get_xdata()[0]]
 
 
 def test_error_against_scale_takes_the_amax_of_a_row(x):
