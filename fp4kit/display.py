@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.formats import Codebook, IntegerOrFloat
+from fp4kit.formats import IntegerOrFloat
 from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.quantized.container import PARTS, Quantized
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
@@ -201,15 +201,11 @@ def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
 
 def _zero_blocks(codes: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return a bool array (rows of blocks, blocks per row): True where a block has only zeros, of either sign."""
-    fmt = recipe.element
-    if isinstance(fmt, Codebook):
-        pairs = np.array([fmt.values[byte & 15] != 0 or fmt.values[byte >> 4] != 0 for byte in range(256)])
-        return _zero_words(pairs[codes].reshape(len(codes), -1, fmt.packing.length(recipe.block_size)), recipe)
-    zero = 0xFF if fmt.is_integer else ~fmt.sign_bit & 0xFF
-    mask = zero & 0x0F | (zero & 0x0F) << 4 if fmt.packing.codes > 1 else zero
+    fmt, byte = recipe.element, np.arange(256)
+    used = np.resize(fmt.values != 0, 256)
+    used = used if fmt.packing.codes == 1 else used[byte & 15] | used[byte >> 4]
     length = fmt.packing.length(recipe.block_size)
-    wide = np.uint64 if length % 8 == 0 else np.uint8  # a block of NVFP4 is one 8-byte word
-    words = np.ascontiguousarray(codes).view(wide) & np.array([mask] * np.dtype(wide).itemsize, np.uint8).view(wide)
+    words = used[codes].view(np.uint64 if length % 8 == 0 else bool)  # a block of NVFP4 is one 8-byte word
     return _zero_words(words.reshape(len(codes), -1, length // words.itemsize), recipe)
 
 

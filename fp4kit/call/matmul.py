@@ -28,17 +28,10 @@ _ARRAY_ELEMENTS = {  # dtypes of plain operands, by name -> the name of the elem
     "float8_e4m3fnuz": "E4M3FNUZ",
     "float8_e5m2fnuz": "E5M2FNUZ",
 }
-_DTYPES = {
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
-    "E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
-}
 # How engines add the products of a step; the enum Adder of cuda/kernels/rules/matmul_terms.cuh says what each does.
 ADDERS = ("truncate", "truncate_groups", "floor", "exact", "float64", "float32_blocks", "float32")
 _OF_ORDER = {"exact": "exact", "float64": "float64", "float32-blocks": "float32_blocks", "dequantized": "float32"}
 MAX_BLOCK = 512  # elements per block of the unit "float32-blocks"
-_LEAST_EXPONENTS = {"float16": -14, "bfloat16": -126, "E4M3FNUZ": -7, "E5M2FNUZ": -15}
 _FP8, _FNUZ, _FP6_FP4 = {"E4M3", "E5M2"}, {"E4M3FNUZ", "E5M2FNUZ"}, {"E2M3", "E3M2", "E2M1"}
 _NEEDS = "needs a Quantized, or an array of " + ", ".join(_ARRAY_ELEMENTS)
 
@@ -169,13 +162,14 @@ class Decoding(NamedTuple):
 @lru_cache
 def decoding_of(element: str) -> Decoding:
     """Return the Decoding of the element format with the name `element`, such as "E2M1" or "bfloat16"."""
-    if element in _DTYPES:
-        dtype = np.dtype(_DTYPES[element])
-        codes = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}")
-        with np.errstate(all="ignore"):
-            return Decoding(codes.view(dtype).astype(np.float64), _LEAST_EXPONENTS[element])
-    found: ElementFormat = getattr(formats, element)
-    return Decoding(found.values.astype(np.float64), found.emin)
+    if element not in _ARRAY_ELEMENTS.values():
+        found: ElementFormat = getattr(formats, element)
+        return Decoding(found.values.astype(np.float64), found.emin)
+    name = next(name for name, own in _ARRAY_ELEMENTS.items() if own == element)
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    codes = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}")
+    with np.errstate(all="ignore"):
+        return Decoding(codes.view(dtype).astype(np.float64), int(ml_dtypes.finfo(dtype).minexp))
 
 
 @lru_cache
@@ -374,15 +368,11 @@ def list_call(a: Sequence[Any], b: Any, u: Unit, out_dtype: Any, alpha: Any, c: 
     lefts, rights = _matrices("a", a), _matrices("b", b)
     if len(lefts) != len(rights):
         raise ValueError(f"{GROUPED}: a has {len(lefts)} matrices and b {len(rights)}; needs equally many")
-    dtype = output_dtype(GROUPED, out_dtype)
-    firsts, alphas = _per_product("c", c, len(lefts)), _per_product("alpha", alpha, len(lefts))
-    calls = []
-    for i, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-        call = _grouped_product(left, right, u, dtype, alphas[i])
-        if firsts[i] is not None:
-            check_one_device(GROUPED, **{left.name: left.codes, f"c[{i}]": firsts[i]})
-            call = call._replace(c=first_sums(GROUPED, f"c[{i}]", firsts[i], call.shape[1:])[None])
-        calls.append(call)
+    calls = _products(lefts, rights, u, output_dtype(GROUPED, out_dtype), alpha)
+    for i, (call, first) in enumerate(zip(calls, _per_product("c", c, len(calls)), strict=True)):
+        if first is not None:
+            check_one_device(GROUPED, **{call.a.name: call.a.codes, f"c[{i}]": first})
+            calls[i] = call._replace(c=first_sums(GROUPED, f"c[{i}]", first, call.shape[1:])[None])
     return calls
 
 
@@ -395,20 +385,16 @@ def rows_call(
     rows, dtype = left.codes.shape[1], output_dtype(GROUPED, out_dtype)
     if not rights:
         raise ValueError(f"{GROUPED}: b has no matrices; needs at least one with m_indptr")
-    starts = _starts(m_indptr, rows, len(rights))
-    widths = [right.codes.shape[1] for right in rights]
-    if len(set(widths)) > 1:
-        raise ValueError(
-            f"{GROUPED}: b has matrices of {sorted(set(widths))} rows; needs equal numbers of rows with m_indptr"
-        )
+    cuts = [*pairwise(_starts(m_indptr, rows, len(rights)))]
+    widths = sorted({right.codes.shape[1] for right in rights})
+    if len(widths) > 1:
+        raise ValueError(f"{GROUPED}: b has matrices of {widths} rows; needs equal numbers of rows with m_indptr")
     first = None if c is None else first_sums(GROUPED, "c", c, (rows, widths[0]))
+    calls = _products([left.rows(*cut) for cut in cuts], rights, u, dtype, alpha)
     out = empty_result((rows, widths[0]), dtype, left.codes)
-    calls = []
-    for (start, stop), right, number in zip(
-        pairwise(starts), rights, _per_product("alpha", alpha, len(rights)), strict=True
-    ):
-        call = _grouped_product(left.rows(start, stop), right, u, dtype, number)
-        calls.append(call._replace(c=None if first is None else first[None, start:stop], out=out[None, start:stop]))
+    for i, (start, stop) in enumerate(cuts):
+        part = None if first is None else first[None, start:stop]
+        calls[i] = calls[i]._replace(c=part, out=out[None, start:stop])
     return calls, out
 
 
@@ -430,10 +416,15 @@ def _matrices(name: str, xs: Any, index: str = "[{}]") -> list[Operand]:
     return [x.reshaped(1, x.codes.shape[0]) for x in found]
 
 
-def _grouped_product(a: Operand, b: Operand, u: Unit, dtype: np.dtype, alpha: Any) -> MatmulCall:
-    """Return the MatmulCall of one product of a group, whose operands must be on one device."""
-    check_one_device(GROUPED, **{a.name: a.codes, b.name: b.codes})
-    return _product(GROUPED, a, b, u, dtype, alpha)
+def _products(
+    lefts: Sequence[Operand], rights: Sequence[Operand], u: Unit, dtype: np.dtype, alpha: Any
+) -> list[MatmulCall]:
+    """Return the MatmulCalls of a group. The operands of a product must be on one device."""
+    calls = []
+    for a, b, number in zip(lefts, rights, _per_product("alpha", alpha, len(rights)), strict=True):
+        check_one_device(GROUPED, **{a.name: a.codes, b.name: b.codes})
+        calls.append(_product(GROUPED, a, b, u, dtype, number))
+    return calls
 
 
 def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
@@ -441,8 +432,8 @@ def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
     is_number = not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0
     if value is None or (name == "alpha" and is_number):
         return [value] * count
-    if not hasattr(value, "__len__") or len(value) != count:
-        got = f"{len(value)} entries" if hasattr(value, "__len__") else f"the value {value!r:.40}"
+    if is_number or len(value) != count:
+        got = f"the value {value!r:.40}" if is_number else f"{len(value)} entries"
         raise ValueError(f"{GROUPED}: {name} has {got}; needs one entry for each of {count} products")
     return [value[i] for i in range(count)]
 

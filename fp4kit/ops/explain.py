@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import ml_dtypes
@@ -18,10 +17,10 @@ from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.call.parse import Call, QuantizeOptions, fake_call
 from fp4kit.display import Panel, Shown
+from fp4kit.host.engine import compute_tensor_amax
 from fp4kit.ops.engines import run, specification
 from fp4kit.recipes import Recipe
 from fp4kit.reference.codec import Step, is_per_expert, show, traced
-from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.stochastic import HADAMARD_BLOCK, RandomStream, stream_of
 from fp4kit.types import Array, Hadamard, RecipeId, RoundingMode
 
@@ -250,7 +249,7 @@ def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
 
 def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
     """Return (crop, row, column): a call for only the block that holds an element, and the element's position in it."""
-    r, moved = call.recipe, call.moved
+    r, moved, amax = call.recipe, call.moved, call.tensor_amax
     where = (*index[: call.axis], *index[call.axis + 1 :], index[call.axis])
     if moved.ndim == 1:
         moved, where = moved[None], (0, *where)
@@ -258,43 +257,30 @@ def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
     width = r.length_multiple if call.mask is None else max(r.length_multiple, HADAMARD_BLOCK)
     top, left = row // r.block_rows * r.block_rows, column // width * width
     rows, columns = slice(top, top + r.block_rows), slice(left, left + width)
-    matrix = moved[tuple(lead)]
-    x = np.ascontiguousarray(matrix[rows, columns])
-    amax = _tensor_amax(call, moved, (tuple(lead), rows, columns))
-    block_amax = call.block_amax
-    if block_amax is not None:
-        blocks = slice(left // r.block_size, (left + width) // r.block_size)
-        block_amax = block_amax.reshape(*moved.shape[:-1], -1)[tuple(lead)][rows, blocks]
-    crop = call._replace(x=x, moved=x, axis=1, tensor_amax=amax, block_amax=block_amax)
-    if isinstance(call.random, int):
+    blocks = slice(left // r.block_size, (left + width) // r.block_size)
+
+    def cut(a: np.ndarray, across: slice | int) -> np.ndarray:
+        """Return the part that belongs to the block, from an array with elements, amaxes or bytes of all of x."""
+        part: np.ndarray = a.reshape(*moved.shape[:-1], -1)[tuple(lead)][rows, across]
+        return part
+
+    if amax is None and r.tensor_scaling != "none":
+        amax = compute_tensor_amax(call.moved, r, call.mask)
+    if amax is not None and is_per_expert(amax, r):
+        amax = np.asarray(amax[lead[0]])
+    elif r.tensor_scaling in ("row", "block"):
+        amax = cut(amax, 0 if r.tensor_scaling == "row" else blocks)
+    block_amax = None if call.block_amax is None else cut(call.block_amax, blocks)
+    x, random = np.ascontiguousarray(cut(moved, columns)), call.random
+    if isinstance(random, int):
         first = int(np.ravel_multi_index((*lead, 0), moved.shape[:-1])) * moved.shape[-1]
-        whole_rows = slice(top, min(top + r.block_rows, moved.shape[-2]))
-        stream = stream_of(r, call.random, first, moved.shape[-1])
+        stream = stream_of(r, random, first, moved.shape[-1])
         part = stream.tile if isinstance(stream, RandomStream) else stream.cut
-        crop = crop._replace(random=part(whole_rows, columns))
-    elif call.random is not None:
-        crop = crop._replace(random=call.random.reshape(moved.shape)[tuple(lead)][rows, columns])
+        random = part(slice(top, min(top + r.block_rows, moved.shape[-2])), columns)
+    elif random is not None:
+        random = cut(random, columns)
+    crop = call._replace(x=x, moved=x, axis=1, tensor_amax=amax, block_amax=block_amax, random=random)
     return crop, row - top, column - left
-
-
-def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice, slice]) -> np.ndarray | None:
-    """Return the tensor amaxes that apply to a block, one or one per row."""
-    (lead, rows, columns), r, given = at, call.recipe, call.tensor_amax
-    if r.tensor_scaling == "none":
-        return None
-    matrix, width = moved[lead], r.block_size
-    if given is None:
-        covered = {"tensor": moved.reshape(prod(moved.shape[:-1]), -1), "row": matrix[rows]}
-        amax = matrix_amax(covered.get(r.tensor_scaling, matrix[rows, columns]), r, call.mask)
-        return amax.reshape(-1) if r.tensor_scaling == "row" else amax
-    if is_per_expert(given, r):
-        return np.asarray(given[lead[0] if lead else rows.start])
-    if r.tensor_scaling == "row":
-        return np.asarray(given.reshape(moved.shape[:-1])[lead][rows])
-    if r.tensor_scaling == "block":
-        blocks = slice(columns.start // width, columns.stop // width)
-        return np.asarray(given.reshape(*moved.shape[:-1], -1)[lead][rows, blocks])
-    return np.asarray(given)
 
 
 def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> ExplainedStep:

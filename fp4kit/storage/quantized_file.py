@@ -33,7 +33,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,7 +101,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
     specs = [NewTensor(name, _STORED[part], tuple(array.shape)) for name, (part, array) in stored.items()]
     entry = json.dumps({"version": VERSION, "arrays": facts})
     header, sums = _header_sum(entry, specs), dict.fromkeys((spec.name for spec in specs), _digits(0))
-    metadata = {ENTRY: entry, SUMS: _sums_entry(header, sums)}
+    metadata = {ENTRY: entry, SUMS: json.dumps({"header": header, "tensors": sums})}
     with (
         whole_file(target) as temporary,
         SafetensorsWriter(temporary, specs, metadata) as writer,
@@ -113,18 +113,13 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
             later = second.submit(zlib.crc32, raw.data) if raw.size > _CHUNK else None
             writer.write(name, raw)
             sums[name] = _digits(later.result() if later else zlib.crc32(raw.data))
-        writer.replace_metadata({ENTRY: entry, SUMS: _sums_entry(header, sums)})
+        writer.replace_metadata({ENTRY: entry, SUMS: json.dumps({"header": header, "tensors": sums})})
         writer.finish()
 
 
 def _digits(crc32: int) -> str:
     """Return a CRC-32 as 8 hexadecimal digits."""
     return f"{crc32:08x}"
-
-
-def _sums_entry(header: str, tensors: Mapping[str, str]) -> str:
-    """Return the value of the metadata entry fp4kit_crc32 as JSON text."""
-    return json.dumps({"header": header, "tensors": tensors})
 
 
 def _header_sum(entry: str, specs: Iterable[TensorEntry | NewTensor]) -> str:
@@ -277,27 +272,20 @@ def _check_facts(label: str, facts: Any) -> None:
     if not isinstance(facts, dict) or sorted(facts) != sorted(_FIELDS):
         found = ", ".join(map(shown, facts)) if isinstance(facts, dict) else _brief(facts)
         raise CheckpointError(f"{label}: its metadata has {found or 'nothing'}; needs {', '.join(_FIELDS)}")
-    checks = {
-        "recipe": isinstance(facts["recipe"], str | dict),
-        "shape": isinstance(facts["shape"], list) and all(type(n) is int for n in facts["shape"]),
-        "dtype": isinstance(facts["dtype"], str) and facts["dtype"] in _DTYPES,
-        "axis": type(facts["axis"]) is int,
-        "scale_layout": isinstance(facts["scale_layout"], str),
-        "parts": isinstance(facts["parts"], list) and facts["parts"] in _ORDERS,
+    recipe, shape, dtype, axis, layout, parts = (facts[field] for field in _FIELDS)
+    is_shape = isinstance(shape, list) and all(type(n) is int for n in shape)
+    needs = {
+        "recipe": isinstance(recipe, str | dict) or "an id or an object of fields",
+        "shape": is_shape or "a list of integers",
+        "dtype": (isinstance(dtype, str) and dtype in _DTYPES) or f"one of {', '.join(_DTYPES)}",
+        "axis": type(axis) is int or "an integer",
+        "scale_layout": isinstance(layout, str) or "the name of a layout",
+        "parts": (isinstance(parts, list) and parts in _ORDERS)
+        or f"packed first, then the other parts in the order {', '.join(PARTS)}",
     }
-    for field, is_right in checks.items():
-        if not is_right:
-            raise CheckpointError(f"{label}: its {field} is {_brief(facts[field])}; needs {_NEEDED[field]}")
-
-
-_NEEDED = {
-    "recipe": "an id or an object of fields",
-    "shape": "a list of integers",
-    "dtype": f"one of {', '.join(_DTYPES)}",
-    "axis": "an integer",
-    "scale_layout": "the name of a layout",
-    "parts": f"packed first, then the other parts in the order {', '.join(PARTS)}",
-}
+    for field, needed in needs.items():
+        if needed is not True:
+            raise CheckpointError(f"{label}: its {field} is {_brief(facts[field])}; needs {needed}")
 
 
 # the values that the metadata field "parts" can have: the lists of array names that ``save`` writes
@@ -325,21 +313,25 @@ class _Contents(NamedTuple):
     second: Executor
     sums: Mapping[str, str] | None
 
-    def read(self, entry: TensorEntry) -> np.ndarray:
-        """Read a tensor and return it as a new array."""
+    def read(self, name: str, dtype: str) -> np.ndarray:
+        """Read the tensor `name`, which must be there and have the dtype, and return it as a new array."""
+        entry, what = self.entries.get(name), f"{self.file.label}: the tensor {shown(name)}"
+        if entry is None:
+            raise CheckpointError(f"{what} is missing; write the file again with fp4kit.save")
+        if entry.dtype != dtype:
+            raise CheckpointError(f"{what} is {entry.dtype}; needs {dtype}")
         if self.sums is None:
             return self.reader.read(entry)
         raw = np.empty(entry.nbytes, np.uint8)
-        found = self._read_into(raw, entry)
-        _check_sum(f"{self.file.label}: the tensor {shown(entry.name)}", _digits(found), self.sums[entry.name])
-        return raw.view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
+        _check_sum(what, _digits(self._read_into(raw, entry)), self.sums[name])
+        return raw.view(NUMPY_DTYPES[dtype]).reshape(entry.shape)
 
     def _read_into(self, raw: np.ndarray, entry: TensorEntry) -> int:
         """Read the whole tensor into ``raw``, which has its size in bytes. Return the CRC-32 of the bytes."""
         if raw.size <= _CHUNK:
             self.reader.read_into(raw, entry, 0)
             return zlib.crc32(raw.data)
-        crc32 = None
+        crc32: Future[int] | None = None
         for start in range(0, raw.size, _CHUNK):
             chunk = raw[start : start + _CHUNK]
             self.reader.read_into(chunk, entry, start)
@@ -350,23 +342,11 @@ class _Contents(NamedTuple):
 
 def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
     """Return one array of the file as a Quantized."""
-    label = contents.file.label
-    parts = {part: _part(f"{name}.{part}", _STORED[part], contents) for part in facts["parts"]}
-    fields: dict[str, Any] = {part: parts.get(part) for part in PARTS}
-    fields |= {"shape": tuple(facts["shape"]), "dtype": _DTYPES[facts["dtype"]]}
+    fields: dict[str, Any] = dict.fromkeys(PARTS) | {"shape": tuple(facts["shape"]), "dtype": _DTYPES[facts["dtype"]]}
+    fields |= {part: contents.read(f"{name}.{part}", _STORED[part]) for part in facts["parts"]}
     try:
         return Quantized(
             **fields, axis=facts["axis"], recipe=from_data(facts["recipe"]), scale_layout=facts["scale_layout"]
         )
     except (TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{label}: {shown(name)}: {shown(str(error))}") from None
-
-
-def _part(name: str, dtype: str, contents: _Contents) -> np.ndarray:
-    """Return one part of a saved array (its packed codes, a scale or an amax): the tensor `name` of the file."""
-    entry, label = contents.entries.get(name), contents.file.label
-    if entry is None:
-        raise CheckpointError(f"{label}: the tensor {shown(name)} is missing; write the file again with fp4kit.save")
-    if entry.dtype != dtype:
-        raise CheckpointError(f"{label}: the tensor {shown(name)} is {entry.dtype}; needs {dtype}")
-    return contents.read(entry)
+        raise CheckpointError(f"{contents.file.label}: {shown(name)}: {shown(str(error))}") from None

@@ -227,11 +227,11 @@ def test_quantized_in_boxes(small_boxes, name) -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Comparing 2^22 values allocates less than 8 MiB.
+    """Comparing 2^21 values allocates less than 6 MiB.
 
     This holds for arrays, and for a Quantized with one long row, along axis 0 or with swizzled scales.
     """
-    x = np.resize(X.astype(np.float32), (1024, 4096))
+    x = np.resize(X.astype(np.float32), (512, 4096))
     y = x * np.float32(1.001)
     half = x.astype(ml_dtypes.bfloat16)
     long = fp4kit.quantize(half.reshape(-1), "nvfp4-te")
@@ -245,7 +245,7 @@ def test_memory_is_bounded() -> None:
         "swizzled": (fp4kit.swizzle(q, "swizzled_128x4"), q),
     }
     for name, (a, b) in pairs.items():
-        assert min(peak_of(lambda a=a, b=b: fp4kit.compare(a, b)) for _ in range(2)) < 8 << 20, name
+        assert any(peak_of(lambda a=a, b=b: fp4kit.compare(a, b)) < 6 << 20 for _ in range(2)), name
 
 
 def peak_of(call: Callable[[], object]) -> int:

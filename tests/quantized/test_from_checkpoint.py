@@ -141,7 +141,7 @@ def test_a_divisor_gives_the_scale_and_the_values_of_its_producer(dtype):
     """
     rng = np.random.default_rng(5)
     with_amax = 0
-    for _ in range(200):
+    for _ in range(60):
         x = (rng.standard_normal((3, 4, 32)) * np.exp2(rng.uniform(-12, 12, (3, 1, 1)))).astype(dtype)
         for one in (x, x[0]):
             q = fp4kit.quantize(one, "nvfp4-compressed-tensors")
