@@ -346,9 +346,8 @@ def test_scales_that_are_missing_are_no_casts(tmp_path: Path) -> None:
     """FP8 without scales is refused if the file says that there were scales, or if its codes are large."""
     tensors, _ = old(E4M3)
     first, second = LAYERS
-    bare = {
-        name: x for name, x in tensors.items() if not name.endswith((".scale_weight", ".scale_input", "scaled_fp8"))
-    }
+    dropped = (".scale_weight", ".scale_input", "scaled_fp8")
+    bare = {name: x for name, x in tensors.items() if not name.endswith(dropped)}
     marked = {**bare, "scaled_fp8": np.zeros(2, E4M3)}
     small, _ = cast(E4M3)
     mixed = {**small, f"{first}.weight_scale": np.float32(1).reshape(()), "x.weight_scale": np.ones((), np.float32)}
@@ -389,11 +388,8 @@ def test_input_scales_of_some_layers(tmp_path: Path) -> None:
 
 def test_the_dtype_of_a_cast_model_becomes_bfloat16(tmp_path: Path) -> None:
     tensors, _ = cast(E4M3)
-    config = {
-        "torch_dtype": "float8_e4m3fn",
-        "text_config": {"dtype": "torch.float8_e4m3fn", "x": 1},
-        "dtype": "float16",
-    }
+    text = {"dtype": "torch.float8_e4m3fn", "x": 1}
+    config = {"torch_dtype": "float8_e4m3fn", "text_config": text, "dtype": "float16"}
     synthetic.write_model(tmp_path / "m", config, tensors)
     convert(tmp_path / "m", tmp_path / "out", format="bf16")
     wanted = {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16", "x": 1}, "dtype": "float16"}

@@ -78,16 +78,14 @@ def mixtral(root: Path) -> synthetic.Tensors:
     shapes = {"model.embed_tokens": (128, 64), "lm_head": (128, 64)}
     for i in range(2):
         prefix = f"model.layers.{i}"
-        shapes |= {
-            f"{prefix}.self_attn.{name}_proj": (rows, 64) for name, rows in {"q": 64, "k": 32, "v": 32, "o": 64}.items()
-        }
+        rows = {"q": 64, "k": 32, "v": 32, "o": 64}
+        shapes |= {f"{prefix}.self_attn.{name}_proj": (count, 64) for name, count in rows.items()}
         shapes[f"{prefix}.block_sparse_moe.gate"] = 4, 64
         for expert in range(4):
             for name, shape in {"w1": (96, 64), "w2": (64, 96), "w3": (96, 64)}.items():
                 shapes[f"{prefix}.block_sparse_moe.experts.{expert}.{name}"] = shape
-        tensors |= {
-            f"{prefix}.{name}_layernorm.weight": np.ones(64, synthetic.BF16) for name in ("input", "post_attention")
-        }
+        norms = (f"{prefix}.{name}_layernorm.weight" for name in ("input", "post_attention"))
+        tensors |= {name: np.ones(64, synthetic.BF16) for name in norms}
     tensors |= {f"{name}.weight": synthetic.random(name, shape) for name, shape in shapes.items()}
     return synthetic.write_model(root, config("mixtral", num_local_experts=4, num_experts_per_tok=2), tensors)
 
@@ -139,11 +137,7 @@ def test_it_becomes_another_format_and_numbers(recipe: str, tmp_path: Path) -> N
     convert(tmp_path / "m", tmp_path / "a", recipe, format="mlx")
     convert(tmp_path / "a", tmp_path / "b", format="bf16")
     model, found = arrays_of(tmp_path / "b")
-    assert (
-        model.config is not None
-        and not {"quantization", "quantization_config"} & set(model.config)
-        and not model.layers
-    )
+    assert not {"quantization", "quantization_config"} & set(model.config) and not model.layers
     for name in inspect_checkpoint(tmp_path / "a").layers:
         q = fp4kit.quantize(tensors[f"{name}.weight"], recipe)
         values = fp4kit.dequantize(q, np.float32).astype(ml_dtypes.bfloat16)
@@ -257,9 +251,8 @@ def test_a_global_scale_is_made_anew(recipe: str, tmp_path: Path) -> None:
     report = verify(tmp_path / "q", tmp_path / "m", recipe)
     assert [(layer.differing, layer.others) for layer in report.layers] == [(0, (0, 4))]
     assert report.layers[0].tensor_scale == float(np.float32(stored) / GLOBAL)
-    assert [issue.text for issue in report.issues] == [
-        "has a global_scale, which mlx-lm reads only for experts (switch_mlp)"
-    ]
+    (issue,) = report.issues
+    assert issue.text == "has a global_scale, which mlx-lm reads only for experts (switch_mlp)"
 
 
 def test_verify_reports_what_mlx_lm_cannot_read(tmp_path: Path) -> None:
@@ -315,9 +308,7 @@ def test_experts_whose_scales_mlx_lm_loses(tmp_path: Path) -> None:
     synthetic.moe(tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     path.write_text(json.dumps(config("qwen3_moe", num_experts=4)))
-    with refused(
-        "mlx-lm 0.32.2 would drop the scales of the experts of qwen3_moe models; keep them unquantized with --keep"
-    ):
+    with refused("mlx-lm 0.32.2 would drop the scales of the experts of qwen3_moe models; keep them unquantized with"):
         make_plan(tmp_path / "m", "mxfp4-ocp", format="mlx")
     plan = make_plan(tmp_path / "m", "mxfp4-ocp", format="mlx", wishes=Wishes(keep=("*.experts.*",)))
     assert plan.converted and not any("experts" in tensor.name for tensor in plan.converted)

@@ -67,10 +67,8 @@ def layers(q: Quantized) -> dict[str, tuple[fp4kit.Quantized, slice]]:
     found = {}
     for e, (both, down) in enumerate(zip(q["gate_up_proj"], q["down_proj"], strict=True)):
         half = both.packed.shape[0] // 2
-        found |= {
-            f"{EXPERTS}.{e}.gate_proj": (both, slice(0, half)),
-            f"{EXPERTS}.{e}.up_proj": (both, slice(half, None)),
-        }
+        found[f"{EXPERTS}.{e}.gate_proj"] = both, slice(0, half)
+        found[f"{EXPERTS}.{e}.up_proj"] = both, slice(half, None)
         found[f"{EXPERTS}.{e}.down_proj"] = down, slice(None)
     return found
 

@@ -189,9 +189,8 @@ def renamed(release: Release) -> Release:
         for name, x in release.tensors.items()
     }
     names = {f"{name} weight_scale_inv" if "fp8" in name else name: n for name, n in release.containers.items()}
-    return release._replace(
-        tensors=tensors, containers=names, errors=("weight_scale_inv: not a tensor of deepseek-v4",)
-    )
+    errors = ("weight_scale_inv: not a tensor of deepseek-v4",)
+    return release._replace(tensors=tensors, containers=names, errors=errors)
 
 
 def kimi(nested: bool) -> Release:
@@ -204,11 +203,7 @@ def kimi(nested: bool) -> Release:
     weights = {"num_bits": 4, "group_size": 32, "type": "float", "strategy": "group", "symmetric": True}
     weights |= {"scale_dtype": "torch.uint8", "dynamic": False, "actorder": None, "observer_kwargs": {}}
     group = {"weights": weights, "input_activations": None, "targets": ["Linear"], "format": "mxfp4-pack-quantized"}
-    declared = {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
-        "config_groups": {"group_0": group},
-    }
+    declared = {"quant_method": "compressed-tensors", "format": group["format"], "config_groups": {"group_0": group}}
     declared |= {"ignore": ["re:.*self_attn.*", "re:.*lm_head.*"], "sparsity_config": {}, "transform_config": {}}
     text: dict[str, Any] = {"model_type": "kimi_linear", "hidden_size": H, "num_experts": 2, "num_hidden_layers": 2}
     config: dict[str, Any] = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3"}

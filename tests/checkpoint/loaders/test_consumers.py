@@ -32,13 +32,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("default")  # warnings come from these libraries
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+SIZES |= {"max_position_embeddings": 64}
 HEADS = {"num_key_value_heads": 2, "head_dim": 16}
 MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
@@ -79,9 +74,8 @@ def _gpt_oss() -> Any:
 
 def _deepseek() -> Any:
     sizes = {**SIZES, **MLA, **EXPERTS, "num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 32}
-    config = transformers.DeepseekV3Config(
-        n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, **sizes
-    )
+    sizes |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    config = transformers.DeepseekV3Config(**sizes)
     return transformers.DeepseekV3ForCausalLM(config)
 
 
@@ -207,9 +201,8 @@ def _unpacked(stored: dict[str, Any], args: Any) -> Any:
     else:
         codes = unpack_fp4_from_uint8(packed, len(packed), 2 * packed.shape[1], torch.float32)
     scale = stored["weight_scale"] if args.group_size in (16, None) else decompress_mx_scale(stored["weight_scale"])
-    return dequantize(
-        codes, scale.float(), args=args, dtype=torch.float32, global_scale=stored.get("weight_global_scale")
-    )
+    factor = stored.get("weight_global_scale")
+    return dequantize(codes, scale.float(), args=args, dtype=torch.float32, global_scale=factor)
 
 
 @pytest.mark.parametrize(
@@ -256,13 +249,8 @@ def _back(root: Path, source: Path) -> Path:
 
 LOADED = [("llama", target) for target in (NVFP4, NVFP4_OWN, MXFP4, MXFP8)]
 LOADED += [(name, ("mxfp8-te", "sglang-mxfp8")) for name in ("qwen3_moe", "deepseek")]
-LOADED += [
-    ("tied", NVFP4),
-    ("tied", MXFP4),
-    ("qwen3_moe", MXFP4),
-    ("deepseek", MXFP4),
-    ("gpt_oss", ("mxfp4-ocp", "gpt-oss")),
-]
+LOADED += [(name, MXFP4) for name in ("tied", "qwen3_moe", "deepseek")]
+LOADED += [("tied", NVFP4), ("gpt_oss", ("mxfp4-ocp", "gpt-oss"))]
 
 
 def _different(model: Any, numbers: Any) -> list[str]:
@@ -471,9 +459,8 @@ def test_transformers_has_no_quantizer_for_modelopt(made: Path, tmp_path: Path, 
         convert(tmp_path / recipe, tmp_path / f"{recipe}-bf16", format="bf16")
         wrong = _different(_loaded(tmp_path / recipe), _loaded(tmp_path / f"{recipe}-bf16"))
         assert any(each.endswith("self_attn.o_proj.weight") for each in wrong)
-    plan = convert(
-        made / name, tmp_path / "mixed", "nvfp4-te", format="modelopt", recipes=[("*.o_proj", "mxfp8-te")]
-    ).plan
+    recipes = [("*.o_proj", "mxfp8-te")]
+    plan = convert(made / name, tmp_path / "mixed", "nvfp4-te", format="modelopt", recipes=recipes).plan
     assert support.cell(plan.format_name, family, "transformers").status == "fails"
     with pytest.raises(RuntimeError):
         _loaded(tmp_path / "mixed")

@@ -13,10 +13,12 @@ import synthetic
 
 import fp4kit
 from fp4kit.checkpoint import convert, make_plan
+from fp4kit.checkpoint.counterparts import gate_first
 from fp4kit.checkpoint.loaders import exclusions, support
 from fp4kit.checkpoint.loaders.support import SPLIT_EXPERTS
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
+from fp4kit.checkpoint.model.weights import HeadOrder, Weight
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
 
@@ -32,6 +34,27 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
 }
 LAYER = "model.layers.0"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "leaf", "shape", "alternates"),
+    [
+        ("gpt_oss", "gate_up_proj", (2, 8, 64), True),
+        ("gpt_oss", "down_proj", (2, 8, 64), False),
+        ("gpt_oss", "gate_up_proj", (8, 64), False),
+        ("llama4", "gate_up_proj", (2, 8, 64), False),
+        ("qwen3_vl_moe", "gate_up_proj", (2, 8, 64), False),
+    ],
+)
+def test_rows_of_gate_and_up_alternate_only_in_stacks_of_gpt_oss(
+    model_type: str, leaf: str, shape: tuple[int, ...], alternates: bool
+) -> None:
+    weight = Weight(f"{LAYER}.mlp.experts.{leaf}", leaf, shape, None, {})
+    order = gate_first(weight, {"model_type": model_type}).order
+    assert order == (HeadOrder(8, False) if alternates else None)
+    assert order is None or order.sources(8).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
 STACKS = {
     "granitemoe": ("block_sparse_moe.input_linear", "block_sparse_moe.output_linear", "block_sparse_moe.experts"),
     "aria_text": ("mlp.experts.fc1", "mlp.experts.fc2", "mlp.experts"),
@@ -57,10 +80,8 @@ def test_copied_stacks_are_named_and_excluded(tmp_path: Path, model_type: str, f
     source = with_stacks(tmp_path / "m", model_type)
     first, second, container = (f"{LAYER}.{name}" for name in STACKS[model_type])
     plan = make_plan(source, "nvfp4-te", format=format)
-    assert {t.name for t in plan.tensors if "unsupported expert stack" in t.reason} == {
-        f"{first}.weight",
-        f"{second}.weight",
-    }
+    refused = {t.name for t in plan.tensors if "unsupported expert stack" in t.reason}
+    assert refused == {f"{first}.weight", f"{second}.weight"}
     assert tuple(text for text in plan.warnings if ": model: " not in text) == (
         f"2 layers ({first}.weight, {second}.weight): kept unquantized, because expert stacks of such names are not"
         " supported",

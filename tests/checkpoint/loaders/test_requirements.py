@@ -21,10 +21,8 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 ROWS, COLUMNS = 96, 64
 Q, EXPERT = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.experts.0.down_proj"
 
-MEMORY, ONE = (
-    "the engine uses uninitialised memory in its place",
-    "the engine uses 1.0 in its place, which is not calibrated",
-)
+MEMORY = "the engine uses uninitialised memory in its place"
+ONE = "the engine uses 1.0 in its place, which is not calibrated"
 PER_TOKEN = f"{MEMORY}, unless it is configured to quantize the inputs of experts per token"
 W4A16, NVFP4, MXFP8, MXFP4 = "modelopt W4A16_NVFP4", "modelopt NVFP4", "modelopt MXFP8", "modelopt mxfp4"
 CT_NVFP4, CT_MXFP4, CT_MXFP8 = (
@@ -110,12 +108,8 @@ def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
         "strategy": "tensor_group" if nv else "group",
     }
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": name,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
+    declared = {"quant_method": "compressed-tensors", "format": name, "config_groups": {"group_0": group}}
+    return {**declared, "ignore": ["lm_head"]}
 
 
 def config(container: str) -> dict[str, Any]:
@@ -242,9 +236,8 @@ def test_what_other_engines_do_with_a_missing_tensor() -> None:
 
     An engine may be unable to decode the layer, or use zeros or uninitialized memory instead.
     """
-    assert (
-        consequence("transformers", CT_NVFP4, Q, ".input_global_scale") == "it is not known what the engine does then"
-    )
+    unknown = consequence("transformers", CT_NVFP4, Q, ".input_global_scale")
+    assert unknown == "it is not known what the engine does then"
     assert consequence("transformers", CT_NVFP4, Q, ".weight_scale") == "the layer cannot be decoded"
     assert consequence("SGLang", "sglang-mxfp8", Q, ".weight_scale_inv") == "the engine uses zeros in its place"
     assert consequence("vLLM", "gpt-oss", Q, "_scales") == "the engine uses zeros in its place"
@@ -409,13 +402,8 @@ def nested(**entries: object) -> dict[str, Any]:
 
     entries: the new values; an entry with the value "absent" is left out.
     """
-    quantization = {
-        "quant_algo": "NVFP4",
-        "kv_cache_quant_algo": None,
-        "group_size": 16,
-        "exclude_modules": [],
-        **entries,
-    }
+    quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": []}
+    quantization |= entries
     return {"quantization": {key: value for key, value in quantization.items() if value != "absent"}}
 
 
@@ -431,10 +419,8 @@ def nested(**entries: object) -> dict[str, Any]:
 )
 def test_keys_of_hf_quant_config(container: str, hf: dict[str, Any], missing: str) -> None:
     (found,) = checked(container, layer(container, Q), hf_quant_config=hf)
-    assert (found.subject, found.text) == (
-        "hf_quant_config.json",
-        f"quantization lacks {missing}; loading fails without it",
-    )
+    assert found.subject == "hf_quant_config.json"
+    assert found.text == f"quantization lacks {missing}; loading fails without it"
 
 
 def warnings(

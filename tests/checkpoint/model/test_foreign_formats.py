@@ -32,10 +32,8 @@ from fp4kit.storage.safetensors_file import read_header
 
 N, K = 64, 128
 LAYER = "model.layers.0.self_attn.q_proj"
-OTHER = {
-    "model.layers.0.mlp.up_proj.weight": numpy.gaussian(0, N, K).astype(BF16),
-    "model.norm.weight": np.ones(K, BF16),
-}
+OTHER = {"model.layers.0.mlp.up_proj.weight": numpy.gaussian(0, N, K).astype(BF16)}
+OTHER["model.norm.weight"] = np.ones(K, BF16)
 DTYPES = {"U8": np.uint8, "I8": np.int8, "I32": np.int32, "U32": np.uint32, "F16": np.float16, "BF16": BF16}
 DTYPES |= {"F32": np.float32, "E4M3": E4M3, "I16": np.int16, "I64": np.int64}
 
@@ -148,11 +146,8 @@ def test_names_are_split_at_the_longest_suffix() -> None:
 
 
 def test_masks_and_indices_are_no_weights(tmp_path: Path) -> None:
-    tensors = {
-        **OTHER,
-        "h.0.attn.bias": np.ones((1, 1, 64, 64), np.uint8),
-        "pos.position_ids": np.ones((1, 2048), np.int32),
-    }
+    masks = {"h.0.attn.bias": np.ones((1, 1, 64, 64), np.uint8), "pos.position_ids": np.ones((1, 2048), np.int32)}
+    tensors = {**OTHER, **masks}
     synthetic.write_model(tmp_path / "m", {"model_type": "gpt2"}, tensors)
     assert not inspect_checkpoint(tmp_path / "m").items
 
@@ -196,11 +191,8 @@ def test_vllms_fused_experts(tmp_path: Path) -> None:
 
 def test_formats_of_comfyui_that_are_not_read(tmp_path: Path) -> None:
     tag = np.frombuffer(json.dumps({"format": "convrot_w4a4"}).encode(), np.uint8)
-    tensors = {
-        "a.weight": np.zeros((N, K // 2), np.int8),
-        "a.weight_scale": np.ones(N, np.float32),
-        "a.comfy_quant": tag,
-    }
+    codes, scales = np.zeros((N, K // 2), np.int8), np.ones(N, np.float32)
+    tensors = {"a.weight": codes, "a.weight_scale": scales, "a.comfy_quant": tag}
     synthetic.write_file(tmp_path / "a.safetensors", {**OTHER, **tensors})
     with refused("is ComfyUI's convrot_w4a4, a format that fp4kit does not read"):
         make_plan(tmp_path / "a.safetensors", format="bf16")

@@ -220,16 +220,11 @@ def test_names_of_multi_token_prediction(name: str, expected: str) -> None:
 
 
 def test_mlps_without_gates() -> None:
-    for stem in (
-        "mlp.linear_fc1.weight",
-        "mlp.experts.linear_fc1.weight3",
-        "mlp.experts.local_experts.3.linear_fc1.weight",
-    ):
-        (name,) = hugging_face_names(f"{LAYER}.{stem}", gated=False)
-        assert name.endswith("up_proj.weight") and name in hugging_face_names(f"{LAYER}.{stem}")
-    assert hugging_face_names(f"{LAYER}.mlp.linear_fc2.weight", gated=False) == (
-        "model.layers.12.mlp.down_proj.weight",
-    )
+    for stem in ("linear_fc1.weight", "experts.linear_fc1.weight3", "experts.local_experts.3.linear_fc1.weight"):
+        (name,) = hugging_face_names(f"{LAYER}.mlp.{stem}", gated=False)
+        assert name.endswith("up_proj.weight") and name in hugging_face_names(f"{LAYER}.mlp.{stem}")
+    down = hugging_face_names(f"{LAYER}.mlp.linear_fc2.weight", gated=False)
+    assert down == ("model.layers.12.mlp.down_proj.weight",)
 
 
 @together("name", published.MODELS)
@@ -348,9 +343,8 @@ def groups_of(name: str) -> dict[str, set[str]]:
     candidates = published.MODELS[name]()
     decisions = decide(candidates, Wishes(), 16)
     found: dict[str, set[str]] = {}
-    for module, group in fused_layers.shared_amax_groups(
-        t.module for t in candidates if decisions[t.name].converted
-    ).items():
+    modules = (t.module for t in candidates if decisions[t.name].converted)
+    for module, group in fused_layers.shared_amax_groups(modules).items():
         found.setdefault(group, set()).add(module)
     return found
 
@@ -391,10 +385,8 @@ def test_groups_of_published_models(name: str, count: int) -> None:
 )
 def test_what_shares_an_amax(parent: str, leaves: tuple[str, ...]) -> None:
     modules = [f"{parent}.{leaf}" for leaf in leaves]
-    others = [
-        f"{parent}.{leaf}"
-        for leaf in ("o_proj", "down_proj", "w2", "q_b_proj", "wq_b", "kv_b_proj", "wo_a", "out_proj")
-    ]
+    alone = "o_proj down_proj w2 q_b_proj wq_b kv_b_proj wo_a out_proj".split()
+    others = [f"{parent}.{leaf}" for leaf in alone]
     groups = fused_layers.shared_amax_groups([*modules, *others, f"other.{leaves[0]}"])
     assert set(groups) == set(modules) and len(set(groups.values())) == 1
     assert all(leaf in groups[modules[0]] for leaf in leaves)

@@ -137,9 +137,8 @@ def test_a_pattern_may_be_a_single_name() -> None:
 )
 def test_a_subtree_is_asked_for_by_its_name(pattern: str, asks: bool) -> None:
     name = "model.layers.3.mlp.experts.0.up_proj"
-    (found,) = decide(
-        [candidate(f"{name}.weight", "BF16", (16, 64), ModelFacts(3))], Wishes(only=(pattern,)), 16
-    ).values()
+    tensor = candidate(f"{name}.weight", "BF16", (16, 64), ModelFacts(3))
+    (found,) = decide([tensor], Wishes(only=(pattern,)), 16).values()
     assert found.converted == asks
 
 
@@ -242,18 +241,11 @@ def test_one_selector_keeps_two_models_apart() -> None:
     selector = Selector(Wishes(), 16)
     name = "model.layers.3.mlp.experts.0.up_proj.weight"
     models = (ModelFacts(3), ModelFacts(4), ModelFacts(3))
-    assert [selector.decide(candidate(name, "BF16", (16, 64), model)).converted for model in models] == [
-        False,
-        True,
-        False,
-    ]
+    found = [selector.decide(candidate(name, "BF16", (16, 64), model)).converted for model in models]
+    assert found == [False, True, False]
     others = [("BF16", (16, 72)), ("I64", (16, 64)), ("BF16", (64,)), ("BF16", (16, 64))]
-    assert [selector.decide(candidate(name, *other, models[1])).converted for other in others] == [
-        False,
-        False,
-        False,
-        True,
-    ]
+    found = [selector.decide(candidate(name, *other, models[1])).converted for other in others]
+    assert found == [False, False, False, True]
     assert not selector.decide(candidate(name.removesuffix(".weight"), "BF16", (16, 64), models[1])).converted
 
 
@@ -391,13 +383,10 @@ def test_multi_token_prediction_has_its_own_rule(wishes: Wishes, count: int) -> 
 
 
 def test_multi_token_prediction_is_a_subtree_unless_it_is_asked_for() -> None:
-    layer = {
-        name: found for name, found in decide(published.deepseek_v3(), Wishes(), 16).items() if ".layers.3." in name
-    }
+    every = decide(published.deepseek_v3(), Wishes(), 16)
+    layer = {name: found for name, found in every.items() if ".layers.3." in name}
     weights = {name: found for name, found in layer.items() if name.endswith(".weight")}
-    assert {found.subtree for found in weights.values()} == {"model.layers.3"} and all(
-        f.listed for f in weights.values()
-    )
+    assert {(found.subtree, found.listed) for found in weights.values()} == {("model.layers.3", True)}
     assert set(weights.values()) == {Decision(False, "multi-token prediction (model.layers.3)", True, "model.layers.3")}
     asked = decide(published.deepseek_v3(), Wishes(only=("model.layers.3.*",)), 16)
     assert not any(found.subtree for found in asked.values())
@@ -586,10 +575,8 @@ def test_every_model_of_transformers_with_conv1d() -> None:
         config = next(folder.glob("configuration_*.py")).read_text(encoding="utf-8")
         kinds = set(re.findall(r'model_type = "([\w-]+)"', config))
         assert any(selection.model_facts({"model_type": kind}).conv1d == kind for kind in kinds)
-    assert (
-        selection.model_facts({"model_type": "vision-encoder-decoder", "decoder": {"model_type": "gpt2"}}).conv1d
-        == "gpt2"
-    )
+    outer = {"model_type": "vision-encoder-decoder", "decoder": {"model_type": "gpt2"}}
+    assert selection.model_facts(outer).conv1d == "gpt2"
     assert selection.model_facts({"model_type": "llama", "text_config": {"model_type": "gpt_bigcode"}}).conv1d == ""
 
 

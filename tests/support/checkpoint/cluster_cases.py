@@ -49,17 +49,8 @@ def main() -> None:
         command = [sys.executable, "-m", "fp4kit", "convert", source, out, "--dask", local.scheduler_address, "--quiet"]
         subprocess.run(command, check=True)
         assert files_of(out) == whole
-        verified = [
-            sys.executable,
-            "-m",
-            "fp4kit",
-            "verify",
-            out,
-            "--source",
-            source,
-            "--dask",
-            local.scheduler_address,
-        ]
+        verified = [sys.executable, "-m", "fp4kit", "verify", out, "--source", source]
+        verified += ["--dask", local.scheduler_address]
         subprocess.run(verified, check=True)
         shutil.rmtree(out)
         try:

@@ -54,11 +54,8 @@ def write(path: Path, tensors: Mapping[str, Info], keys: Mapping[str, Any] | Non
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys)) + b"".join(key(*pair) for pair in keys.items())
     data = b""
     for name, (number, raw, shape) in tensors.items():
-        head += (
-            text(name)
-            + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
-            + struct.pack("<IQ", number, len(data))
-        )
+        head += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+        head += struct.pack("<IQ", number, len(data))
         data += raw.tobytes() + bytes(-raw.size % alignment)
     path.write_bytes(head + bytes(-len(head) % alignment) + data)
 

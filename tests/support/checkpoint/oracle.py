@@ -235,9 +235,8 @@ def cast(group: list[Layer]) -> list[StoredParts] | None:
     did not keep the codes. Also return None if loaders cannot use the tensor scale.
     """
     rows = np.cumsum([len(layer.x) for layer in group])[:-1]
-    codes, scales = (
-        np.concatenate([np.asarray(getattr(layer, part)) for layer in group]) for part in ("codes", "scales")
-    )
+    parts = ([np.asarray(getattr(layer, part)) for layer in group] for part in ("codes", "scales"))
+    codes, scales = map(np.concatenate, parts)
     q = fp4kit.Quantized.from_parts(codes, scales, None, recipe="mxfp4-ocp")
     new = fp4kit.requantize(q, "nvfp4-te")
     scale = np.float32(new.quantized.tensor_scale)
@@ -350,9 +349,8 @@ def numbers(name: str, layers_of: Mapping[str, Layer], columns: bool) -> Loaded:
     ((module, layer),) = layers_of.items()
     stack = layer.x.ndim == 3
     x = (np.swapaxes(layer.x, 1, 2) if stack and columns else layer.x).astype(BF16)
-    return plain(
-        {module if stack else f"{module}.weight": np.ascontiguousarray(x)}, [module if stack else f"{module}.weight"]
-    )
+    name = module if stack else f"{module}.weight"
+    return plain({name: np.ascontiguousarray(x)}, [name])
 
 
 def expected(

@@ -40,11 +40,9 @@ def _candidate(name: str, shape: tuple[int, ...], model: ModelFacts, stored: str
         model: the facts about the model.
         stored: the container in which the tensor is quantized; None if it is unquantized. Biases are never quantized.
     """
-    if len(shape) == 3:
-        return (
-            Candidate(f"{name}_blocks", name, stored, shape, model) if stored else candidate(name, "BF16", shape, model)
-        )
-    if name.endswith("bias"):
+    if len(shape) == 3 and stored:
+        return Candidate(f"{name}_blocks", name, stored, shape, model)
+    if len(shape) == 3 or name.endswith("bias"):
         return candidate(name, "BF16", shape, model)
     return Candidate(f"{name}.weight", name, stored or "BF16", shape, model)
 
@@ -160,16 +158,13 @@ def deepseek_v3(stored: str | None = None) -> list[Candidate]:
     def specs() -> Iterator[Spec]:
         yield from base()
         for i in range(4):
-            yield from mla(
-                f"model.layers.{i}.self_attn", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-            )
+            leaves = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+            yield from mla(f"model.layers.{i}.self_attn", leaves)
             if i == 0:
                 yield from mlp("model.layers.0.mlp", 80)
                 continue
-            yield from (
-                (f"model.layers.{i}.mlp.gate", (E, H)),
-                (f"model.layers.{i}.mlp.gate.e_score_correction_bias", (E,)),
-            )
+            gate = f"model.layers.{i}.mlp.gate"
+            yield from ((gate, (E, H)), (f"{gate}.e_score_correction_bias", (E,)))
             yield from experts(f"model.layers.{i}.mlp.experts")
             yield from mlp(f"model.layers.{i}.mlp.shared_experts")
         yield from ((f"model.layers.3.{leaf}", (V, 2 * H)) for leaf in ("eh_proj", "embed_tokens", "shared_head.head"))

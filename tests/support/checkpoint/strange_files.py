@@ -22,7 +22,6 @@ import synthetic
 from fp4kit.checkpoint import convert
 
 FOREIGN = Path(__file__).resolve().parents[2] / "data" / "foreign"
-Stored = tuple[str, tuple[int, ...], bytes]  # dtype, shape, bytes of a tensor
 DTYPES = {
     "F32": np.float32,
     "F16": np.float16,
@@ -75,7 +74,7 @@ SOUND = (*CONVERTED, *(p.name for p in sorted(FOREIGN.iterdir()) if p.is_dir() a
 class Files:
     """The content of a checkpoint: its tensors, and its JSON files by name."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, synthetic.Stored]
     configs: dict[str, dict[str, Any]]
     exponents: bool = True  # scales in U8 are exponents, as in all formats but MLX's NVFP4
 
@@ -84,14 +83,7 @@ class Files:
         root.mkdir(parents=True)
         for name, content in self.configs.items():
             (root / name).write_text(json.dumps(content))
-        header, bodies, at = {"__metadata__": {"format": "pt"}}, [], 0
-        for name, (dtype, shape, data) in self.tensors.items():
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}  # type: ignore[assignment]
-            bodies.append(data)
-            at += len(data)
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        (root / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(bodies))
+        synthetic.write_bytes(root / "model.safetensors", self.tensors, {"format": "pt"})
 
 
 def source_of(name: str, folder: Path) -> Path:

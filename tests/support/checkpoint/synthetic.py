@@ -37,6 +37,7 @@ DTYPE_NAMES = {
 }
 HIDDEN, VOCABULARY, EXPERTS = 64, 128, 4
 Tensors = dict[str, np.ndarray]
+Stored = tuple[str, tuple[int, ...], bytes]  # safetensors dtype, shape and bytes of a tensor
 
 
 def refused(text: str) -> pytest.RaisesExc[CheckpointError]:
@@ -57,6 +58,19 @@ def random(name: str, shape: tuple[int, ...], std: float = 0.02, dtype: np.dtype
     return (generator.standard_normal(shape) * std).astype(dtype)
 
 
+def write_bytes(path: Path, tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> None:
+    """Write tensors to a safetensors file, without checking that bytes fit dtypes."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    body = b"".join(data for _, _, data in tensors.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
 def write_file(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file with the tensors in the given order.
 
@@ -65,16 +79,8 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[
         tensors: {name: array}.
         metadata: the metadata of the header; None for {"format": "pt"}.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
-    begin = 0
-    for name, x in tensors.items():
-        end = begin + x.nbytes
-        header[name] = {"dtype": DTYPE_NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    body = b"".join(x.tobytes() for x in tensors.values())
-    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+    stored = {name: (DTYPE_NAMES[x.dtype], x.shape, x.tobytes()) for name, x in tensors.items()}
+    write_bytes(path, stored, metadata or {"format": "pt"})
 
 
 def write_model(
@@ -180,11 +186,8 @@ def moe(root: Path) -> Tensors:
         _mlp(tensors, f"model.layers.1.mlp.experts.{expert}", 96)
     for name in ("3.gate_proj", "3.up_proj", "3.down_proj", "2.gate_proj"):
         tensors[f"model.layers.1.mlp.experts.{name}.weight"][:] = 0
-    config: dict[str, object] = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_hidden_layers": 2,
-        "num_experts": EXPERTS,
-    }
+    config: dict[str, object] = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2}
+    config["num_experts"] = EXPERTS
     return write_model(root, config, tensors, lambda name: 2 if "experts.1" in name else int("up_proj" in name))
 
 
@@ -263,10 +266,8 @@ def vlm(root: Path) -> Tensors:
     _mlp(tensors, "model.visual.blocks.0.mlp", 96)
     tensors["model.visual.patch_embed.proj.weight"] = random("patch", (HIDDEN, 3, 2, 14, 14))
     _linear(tensors, "lm_head", (VOCABULARY, HIDDEN))
-    config: dict[str, object] = {
-        "model_type": "qwen3_vl",
-        "text_config": {"num_hidden_layers": 1, "model_type": "qwen3"},
-    }
+    text = {"num_hidden_layers": 1, "model_type": "qwen3"}
+    config: dict[str, object] = {"model_type": "qwen3_vl", "text_config": text}
     return write_model(root, config, tensors)
 
 
@@ -402,10 +403,8 @@ def deepseek_v4(root: Path) -> Tensors:
 
     It has experts of multi-token prediction. Two experts have their scales in another file than their codes.
     """
-    tensors: Tensors = {
-        "embed.weight": random("emb", (VOCABULARY, HIDDEN)),
-        "head.weight": random("h", (VOCABULARY, HIDDEN)),
-    }
+    size = VOCABULARY, HIDDEN
+    tensors: Tensors = {"embed.weight": random("emb", size), "head.weight": random("h", size)}
     for layer in ("layers.0", "layers.1", "mtp.0"):
         for name, shape in (("wq_a", (32, HIDDEN)), ("wq_b", (64, 32)), ("wkv", (32, HIDDEN)), ("wo_b", (HIDDEN, 64))):
             _fp8(tensors, f"{layer}.attn.{name}", shape, True, ".scale")
@@ -421,9 +420,8 @@ def deepseek_v4(root: Path) -> Tensors:
                 tensors[f"{module}.scale"] = any_bytes(f"{module}s", (rows, columns // 32), 114, 124).view(E8M0)
     config = {"model_type": "deepseek_v4", "num_hidden_layers": 2, "expert_dtype": "fp4"}
     declared = {**_FP8, "scale_fmt": "ue8m0"}
-    return write_model(
-        root, {**config, "quantization_config": declared}, tensors, lambda name: int("experts.1.w" in name)
-    )
+    config = {**config, "quantization_config": declared}
+    return write_model(root, config, tensors, lambda name: int("experts.1.w" in name))
 
 
 MODELS = {function.__name__: function for function in (dense, moe, fused, deepseek, bert, vlm, mixtral, vlm_moe)}
