@@ -240,14 +240,10 @@ def _compressed_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
 
 _TILES = [128, 128]
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": _TILES}
-_SGLANG_MXFP8 = {
-    **{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "mxfp8"},
-    **{"weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
-}
-_DEEPSEEK_V4 = {
-    **{"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"},
-    **{"activation_scheme": "dynamic", "weight_block_size": _TILES},
-}
+_SGLANG_MXFP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "mxfp8", "weight_block_size": [1, 32]}
+_SGLANG_MXFP8["scale_fmt"] = "ue8m0"
+_DEEPSEEK_V4: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"}
+_DEEPSEEK_V4 |= {"activation_scheme": "dynamic", "weight_block_size": _TILES}
 
 
 def _deepseek_v4_nvfp4(
@@ -315,10 +311,7 @@ def _require_modelopt(container: str, form: Container, config: Config) -> Iterat
         yield finding("SGLang", "error", _CONFIG, text)  # SGLang compares case-sensitively
     inputs = [_section(group, "input_activations") for group in _groups(config)]
     if container == "modelopt NVFP4" and inputs and not any(inputs):
-        text = (
-            "no group of config_groups has input_activations: the engine treats NVFP4 as W4A16_NVFP4 and ignores"
-            " input_scale"
-        )
+        text = "no group has input_activations: the engine treats NVFP4 as W4A16_NVFP4 and ignores input_scale"
         yield finding("vLLM", "warning", _CONFIG, text)
     size, group_size = section.get("group_size"), form.group_size or None
     if size is not None and size != group_size:
@@ -443,9 +436,8 @@ DECLARATIONS = {
 FORMATS = (*DECLARATIONS, "bf16")
 ALL_FORMATS = (*FORMATS, "mlx", "comfy")  # the modules in loaders/ cover FORMATS only
 # The containers that a conversion with one of FORMATS can write. No engine loads Model-Optimizer's MXFP4.
-WRITTEN = tuple(
-    form for format in FORMATS for form in CONTAINERS if form.format == format and form != table.MODELOPT_MXFP4
-)
+_UNREAD = table.MODELOPT_MXFP4
+WRITTEN = tuple(one for format in FORMATS for one in CONTAINERS if one.format == format and one != _UNREAD)
 KINDS = ("nvfp4", "mxfp4", "mxfp8", "fp8 tensor", "fp8 rows", "fp8")
 
 

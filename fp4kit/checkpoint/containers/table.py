@@ -281,11 +281,8 @@ class Container:
         size = recipe.block_size == self.group_size if recipe.block else self.kind in ("fp8 rows", "fp8 tensor")
         if self.kind == "fp8":
             size = recipe.block == self.block
-        return (
-            not recipe.fake_only
-            and (recipe.element, recipe.scale, recipe.tensor_scaling) == (self.element, self.scale, scaling)
-            and size
-        )
+        parts = recipe.element, recipe.scale, recipe.tensor_scaling
+        return not recipe.fake_only and parts == (self.element, self.scale, scaling) and size
 
     def same_codes(self, other: Container) -> bool:
         """Return whether a layer can move to the container ``other`` with the same codes and block scales."""
@@ -438,9 +435,8 @@ MODELOPT_NVFP4, MODELOPT_MXFP4, MODELOPT_MXFP8, MODELOPT_AWQ, MODELOPT_STACKS, M
     container(f"modelopt {name}")
     for name in ("NVFP4", "mxfp4", "MXFP8", "NVFP4_AWQ", "NVFP4 stacks", "FP8", "FP8 per row")
 )
-CT_NVFP4, CT_MXFP4, CT_MXFP8, CT_FP8, CT_FP8_ROWS, CT_FP8_BLOCKS = (
-    one for one in CONTAINERS if one.format == "compressed-tensors"
-)
+_COMPRESSED = (one for one in CONTAINERS if one.format == "compressed-tensors")
+CT_NVFP4, CT_MXFP4, CT_MXFP8, CT_FP8, CT_FP8_ROWS, CT_FP8_BLOCKS = _COMPRESSED
 FP8_LAYERS = tuple(one for one in CONTAINERS if " FP8" in one.name)
 SGLANG_MXFP8, GPT_OSS, VLLM_EXPERTS = map(container, ("sglang-mxfp8", "gpt-oss", "vllm fused mxfp4"))
 DEEPSEEK_V4, DEEPSEEK_V4_NVFP4 = map(container, ("deepseek-v4", "deepseek-v4 nvfp4"))

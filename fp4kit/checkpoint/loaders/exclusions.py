@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import translate
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fp4kit.checkpoint.containers.configs import LOADED
 from fp4kit.checkpoint.containers.engines import Finding, finding
+from fp4kit.checkpoint.containers.table import Config
 from fp4kit.checkpoint.selection.names import fused_groups, join_module, split_module
 from fp4kit.checkpoint.selection.selection import GRANITE_STACKS
 from fp4kit.lazy import lazy_property
@@ -461,7 +462,7 @@ _CLASSES = {
 }
 
 
-def class_of(config: Mapping[str, Any]) -> _ModelClass:
+def class_of(config: Config) -> _ModelClass:
     """Return how engines build the model of a config.json; a class without renames if nothing is known about it."""
     names = config.get("architectures")
     found = (_CLASSES[name] for name in (names if isinstance(names, list) else ()) if name in _CLASSES)
@@ -499,7 +500,7 @@ def exclusion_list(
     return tuple(sorted(_SYNTAXES[syntax][0](names, roots, containers, converted)))
 
 
-def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ...]:
+def listed(syntax: str, quantization_config: Config) -> tuple[str, ...]:
     """Return the exclusion list in a ``quantization_config``, or () if it has none."""
     for key in _SYNTAXES[syntax][1]:
         patterns = quantization_config.get(key)
@@ -527,10 +528,8 @@ def _mla_advice(reader: Reader, culprit: str) -> str:
     parent, leaf = split_module(culprit.removeprefix(" by "))
     if reader.engine != "SGLang" or leaf not in MLA_LEAVES:
         return ""
-    return (
-        f"; it applies an exclusion that ends in {leaf} to every layer: exclude {parent}.*, or {leaf}*,"
-        f" or the whole subtree of that layer"
-    )
+    way = f"exclude {parent}.*, or {leaf}*, or the whole subtree of that layer"
+    return f"; it applies an exclusion that ends in {leaf} to every layer: {way}"
 
 
 def _verdict(
@@ -549,10 +548,8 @@ def _verdict(
         return f"loading fails: {error}"
     if excluded and quantized:
         culprit = _culprit(reader, name, patterns)
-        return (
-            f"is quantized, but excluded{culprit}: the engine then expects unpacked weights of another shape"
-            f"{_mla_advice(reader, culprit)}"
-        )
+        advice = _mla_advice(reader, culprit)
+        return f"is quantized, but excluded{culprit}: the engine then expects unpacked weights of another shape{advice}"
     if not excluded and not quantized:
         return "is not quantized, but expected to be; add it to the exclusion list"
     return None
@@ -563,7 +560,7 @@ def check(
     patterns: Iterable[str],
     copied: Iterable[str],
     converted: Iterable[str],
-    config: Mapping[str, Any] | None = None,
+    config: Config | None = None,
 ) -> tuple[Finding, ...]:
     """Return a finding for every module that an exclusion list makes an engine load wrongly; () if there is none."""
     converted, known = tuple(converted), class_of(config or {})
@@ -579,7 +576,7 @@ def check(
 
 
 def unquantized(
-    container: str, patterns: Iterable[str], modules: Iterable[str], config: Mapping[str, Any]
+    container: str, patterns: Iterable[str], modules: Iterable[str], config: Config
 ) -> dict[str, dict[str, bool]]:
     """Return engine -> module -> whether the engine leaves it unquantized, for the modules that it looks up."""
     known = class_of(config)

@@ -61,11 +61,8 @@ _CONSEQUENCES = (
 def consequence(engine: str, container: str, layer: str, suffix: str) -> str:
     """Return a clause that says what ``engine`` does if the tensor ``suffix`` of a layer is missing."""
     names, is_expert = (engine, container, suffix), container_of(layer) is not None
-    return next(
-        text
-        for *patterns, experts, text in _CONSEQUENCES
-        if experts in (None, is_expert) and all(map(fnmatchcase, names, patterns))
-    )
+    rows = (row for row in _CONSEQUENCES if row[3] in (None, is_expert) and all(map(fnmatchcase, names, row[:3])))
+    return next(text for *_, text in rows)
 
 
 DtypeAndShape = tuple[str, tuple[int, ...]]  # dtype (a safetensors name) and shape
@@ -106,11 +103,8 @@ def _required(container: str, form: Container, config: Config) -> list[str]:
     """Return the parts that engines require for a layer, the codes first."""
     static = form.format in ("modelopt", "deepseek-v4") and container != "modelopt W4A16_NVFP4"
     has_input_scale = (static and form.has_tensor_scale) or has_static_inputs(container, config)
-    return [
-        part
-        for part in (CODES, SCALES, TENSOR_SCALE, INPUT_SCALE)
-        if part in form.suffixes and (part != INPUT_SCALE or has_input_scale)
-    ]
+    parts = [part for part in (CODES, SCALES, TENSOR_SCALE, INPUT_SCALE) if part in form.suffixes]
+    return [part for part in parts if part != INPUT_SCALE or has_input_scale]
 
 
 def _logical(form: Container, codes: tuple[int, ...]) -> tuple[tuple[int, ...], int, int] | None:

@@ -287,10 +287,8 @@ def refusal(format: str, kind: str, family: str) -> str | None:
     notes = ((engine, cell(target.id, family, engine).note) for engine in SERVING)
     why = [f"{engine} {VERSIONS[engine]}: {note}" for engine, note in notes if note]
     reasons = f" ({'; '.join(why)})" if why else ""
-    return (
-        f"--format {format} with {kind}: no engine is known to load it for {family} models{reasons};"
-        f" {_way_out(kind, family)}"
-    )
+    trouble = f"no engine is known to load it for {family} models{reasons}"
+    return f"--format {format} with {kind}: {trouble}; {_way_out(kind, family)}"
 
 
 def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:

@@ -67,10 +67,8 @@ def check_integers(items: Iterable[Item]) -> None:
     """Raise CheckpointError if a tensor is in a type of llama.cpp that fp4kit cannot decode, such as Q4_K."""
     found = [item.subject for item in items if item.why == INTEGERS]
     if found:
-        raise CheckpointError(
-            f"{listed(found)}: in a type of llama.cpp that fp4kit does not decode; convert the GGUF file of the"
-            " unquantized model"
-        )
+        why = "in a type of llama.cpp that fp4kit does not decode; convert the GGUF file of the unquantized model"
+        raise CheckpointError(f"{listed(found)}: {why}")
 
 
 def check(items: Collection[Item], ignore: Collection[str] = ()) -> None:
@@ -154,7 +152,7 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight], config: Mappi
         if name in parts:
             weight, part = parts[name]
             understood = Item(UNDERSTOOD, "tensor", name, f"{_PART_NAMES.get(part, part)} of {weight.dtype}")
-            yield _tag_item(weight, file, tagged) if part == TAG else understood
+            yield _tag_item(weight, tagged) if part == TAG else understood
         elif adapter := adapter_trouble(name):
             yield _refused(entry, adapter)
         elif owner is not None and owner.name != name and quantized and entry.dtype in FLOAT_DTYPES:
@@ -347,7 +345,7 @@ def _comfy_verdict(weight: Weight, entry: Any) -> tuple[str, str]:
     return (DOUBTFUL, _NIBBLES) if unsaid else (UNDERSTOOD, "")
 
 
-def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) -> Item:
+def _tag_item(weight: Weight, tagged: Mapping[str, Any]) -> Item:
     """Return the item for a layer's tensor ``.comfy_quant``: refused if it contradicts the layer, otherwise
     understood.
     """
@@ -465,8 +463,5 @@ def _without_class(files: Iterable[SafetensorsFile], quantized: Mapping[str, Wei
     for name, weight in quantized.items():
         form = weight.container
         if form is not None and form.method == "torchao" and not {name, f"{name}.weight"} & keys:
-            why = (
-                "has no entry of torchao, which would say whether its block scales are swizzled; fp4kit would read them"
-                " as swizzled"
-            )
+            why = "has no entry of torchao, which would say whether its block scales, read as swizzled, are swizzled"
             yield Item(REFUSED, "metadata", f"{name}.weight", why)

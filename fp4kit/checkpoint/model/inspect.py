@@ -93,9 +93,8 @@ def inspect_checkpoint(path: str | Path) -> Checkpoint:
         config, beside = load_configs(place)
         return Checkpoint(place, config, beside, *parts)
     if not os.path.lexists(place) and not first_parts_of(place):
-        raise CheckpointError(
-            f"{place}: does not exist; a model directory, a .safetensors or a GGUF file is needed{hint_on_path(place)}"
-        )
+        what = "a model directory, a .safetensors or a GGUF file is needed"
+        raise CheckpointError(f"{place}: does not exist; {what}{hint_on_path(place)}")
     try:
         return Checkpoint(place, {}, None, read_gguf_model(place) if is_gguf(place) else (read_header(place),))
     except CheckpointError:
@@ -106,9 +105,8 @@ def inspect_checkpoint(path: str | Path) -> Checkpoint:
 def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
     """Return a sort key for tensor names that compares numbers in them by value: layers.2 comes before layers.10."""
     parts = re.split("([0-9]+)", name)
-    return [
-        (len(part.lstrip("0")) if i % 2 else 0, part.lstrip("0") if i % 2 else part) for i, part in enumerate(parts)
-    ], name
+    digits = [part.lstrip("0") for part in parts]
+    return [(len(digits[i]), digits[i]) if i % 2 else (0, part) for i, part in enumerate(parts)], name
 
 
 def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
@@ -259,9 +257,8 @@ def _usual(weight: Weight, form: Container) -> Recipe:
     ids = [*(one for one in RECIPES if one == own or one.startswith(f"{own}-")), _USUAL.get(form.kind, own), *RECIPES]
     found = next((RECIPES[one] for one in ids if one in RECIPES and form.stores(RECIPES[one])), None)
     if found is None:
-        raise CheckpointError(
-            f"{shown(weight.name)}: no recipe has the blocks of {form}; fp4kit convert --format bf16 decodes it"
-        )
+        why = f"no recipe has the blocks of {form}; fp4kit convert --format bf16 decodes it"
+        raise CheckpointError(f"{shown(weight.name)}: {why}")
     return found
 
 

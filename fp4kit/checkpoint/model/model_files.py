@@ -81,9 +81,8 @@ def resolved(path: Path) -> Path:
         path.stat()
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise CheckpointError(
-                f"{shown(str(path))}: its symbolic links form a cycle; replace the link by the file itself"
-            ) from None
+            why = "its symbolic links form a cycle; replace the link by the file itself"
+            raise CheckpointError(f"{shown(str(path))}: {why}") from None
     return Path(os.path.realpath(path))
 
 

@@ -181,6 +181,9 @@ class Readers:
         return raw.view(NUMPY_DTYPES[place.entry.dtype]).reshape(shape)
 
 
+Span = tuple[int, int] | None  # (first row, row after the last one); None for all rows
+
+
 class Slab(NamedTuple):
     """Consecutive rows of one matrix, either unquantized (values) or quantized (codes and scales).
 
@@ -246,7 +249,7 @@ def slabs(
     readers: Readers,
     weight: Weight,
     expert: int = 0,
-    span: tuple[int, int] | None = None,
+    span: Span = None,
     height: int = 1,
     max_bytes: int | None = None,
 ) -> Iterator[Slab]:
@@ -265,11 +268,8 @@ def slabs(
     elif weight.dtype != Q8_0:
         itemsize = NUMPY_DTYPES[weight.dtype].itemsize
     common = _beside_rows(readers, weight, expert)
-    transposed = {
-        part: _TransposedReader(readers, weight.parts[part], rows, expert)
-        for part in _ROWS & set(weight.parts)
-        if weight.transposed
-    }
+    rows_of = _ROWS & set(weight.parts) if weight.transposed else ()
+    transposed = {part: _TransposedReader(readers, weight.parts[part], rows, expert) for part in rows_of}
     nbytes = SLAB_BYTES if max_bytes is None else max_bytes
     if any(part.whole is None for part in transposed.values()):
         # Use few, large slabs, because each slab reads a short range of every stored column.
@@ -304,7 +304,7 @@ def _beside_rows(readers: Readers, weight: Weight, expert: int) -> Slab:
 
 
 def _in_order(
-    readers: Readers, weight: Weight, expert: int, span: tuple[int, int] | None, height: int, max_bytes: int | None
+    readers: Readers, weight: Weight, expert: int, span: Span, height: int, max_bytes: int | None
 ) -> Iterator[Slab]:
     """Yield the slabs of a weight whose rows must be reordered within each attention head (see Weight.order)."""
     order, (first, end) = weight.order, span or (0, weight.shape[-2])
@@ -319,9 +319,7 @@ def _in_order(
         yield slab.rows(order.sources(count)[low:high])._replace(start=slab.start + low)
 
 
-def _of_members(
-    readers: Readers, weight: Weight, span: tuple[int, int] | None, height: int, max_bytes: int | None
-) -> Iterator[Slab]:
+def _of_members(readers: Readers, weight: Weight, span: Span, height: int, max_bytes: int | None) -> Iterator[Slab]:
     """Yield the rows of a composed matrix as slabs, member by member (see Weight.members)."""
     # A slab never holds rows of two members, and it has the tensor scale of its member.
     first, end = span or (0, weight.shape[-2])

@@ -211,15 +211,11 @@ def doubt_about(reach: float, lost: int) -> str:
     """Return a warning if scales are probably wrong; "" if nothing is odd about them."""
     run = "run fp4kit identify with the unquantized source"
     if reach > LARGEST_REACH:
-        return (
-            f"its scales allow values up to {reach:.2g}, far beyond trained weights; scales that are stored as"
-            f" their reciprocals look so; {run}"
-        )
+        what = "far beyond trained weights; scales that are stored as their reciprocals look so"
+        return f"its scales allow values up to {reach:.2g}, {what}; {run}"
     if 0 < reach < SMALLEST_REACH:
-        return (
-            f"its scales allow only values up to {reach:.2g}, far below trained weights; scales that are multiplied"
-            f" twice look so; {run}"
-        )
+        what = "far below trained weights; scales that are multiplied twice look so"
+        return f"its scales allow only values up to {reach:.2g}, {what}; {run}"
     return f"the scales of {lost} blocks are 0 although their codes are not, so their values are lost" if lost else ""
 
 

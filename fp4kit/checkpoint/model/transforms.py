@@ -31,6 +31,7 @@ KEY = "transform_config"
 _GROUP = "v"  # the name of the config group that ``declaration`` returns; llm-compressor uses it for such transforms
 HADAMARD, RANDOM = "hadamard", "random-hadamard"  # types of transforms; RANDOM has random signs
 _SCHEME = {"type", "apply", "randomize", "requires_grad", "head_dim", "precision"}
+_PLACES = ("input", "weight_input")
 _APPLY = {"targets", "location", "inverse", "ignore"}
 
 
@@ -48,6 +49,9 @@ class _Transform(NamedTuple):
     group: str
     size: int
     has_signs: bool
+
+
+_Found = Mapping[str, _Transform]  # tensor name of a weight, or of a matrix -> transform
 
 
 class Undone(NamedTuple):
@@ -99,7 +103,7 @@ def resolved(model: Source, weights: Mapping[str, Weight], ignore: Collection[st
     return Undone(_turned(weights, found, rotations), items, frozenset(matrices))
 
 
-def _understood(item: Item, layers: int, matrices: Mapping[str, _Transform], wrong: Collection[str]) -> Item:
+def _understood(item: Item, layers: int, matrices: _Found, wrong: Collection[str]) -> Item:
     """Return the item that replaces ``item`` if the transforms of the model are undone."""
     if item.group != REFUSED:
         return item
@@ -118,10 +122,7 @@ def _understood(item: Item, layers: int, matrices: Mapping[str, _Transform], wro
 def declaration(rotation: WeightRotation, rotated: Collection[str], others: Collection[str]) -> dict[str, Any]:
     """Return the ``transform_config`` of a model whose layers were rotated, as compressed-tensors writes it."""
     targets = _targets(rotated, others)
-    both = [
-        {"targets": targets, "location": place, "inverse": place == "weight_input", "ignore": []}
-        for place in ("input", "weight_input")
-    ]
+    both = [{"targets": targets, "location": place, "inverse": place != "input", "ignore": []} for place in _PLACES]
     kind = RANDOM if rotation.signs else HADAMARD
     group = {"type": kind, "apply": both, "randomize": False, "requires_grad": False, "head_dim": rotation.size}
     return {"config_groups": {_GROUP: {**group, "precision": "torch.float32"}}}
@@ -155,16 +156,14 @@ def decodable(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
 
 
 def _turned(
-    weights: Mapping[str, Weight], found: Mapping[str, _Transform], rotations: Mapping[_Transform, WeightRotation]
+    weights: Mapping[str, Weight], found: _Found, rotations: Mapping[_Transform, WeightRotation]
 ) -> dict[str, Weight]:
     """Return all weights; those in ``found`` are copies that have the rotation of their transform."""
     turned = {name: replace(weights[name], rotation=rotations.get(one)) for name, one in found.items()}
     return {**weights, **turned}
 
 
-def _stored_matrices(
-    found: Mapping[str, _Transform], weights: Mapping[str, Weight], tensors: Tensors
-) -> dict[str, _Transform]:
+def _stored_matrices(found: _Found, weights: Mapping[str, Weight], tensors: Tensors) -> dict[str, _Transform]:
     """Return the tensors that hold matrices of transforms: tensor name -> transform; {} if no matrix is stored."""
     names = {matrix_name(weights[tensor].name, one.group): one for tensor, one in found.items()}
     stored = {name: one for name, one in names.items() if name in tensors}
@@ -174,9 +173,7 @@ def _stored_matrices(
     return stored
 
 
-def _rotations(
-    found: Mapping[str, _Transform], matrices: Mapping[str, _Transform], tensors: Tensors
-) -> tuple[dict[_Transform, WeightRotation], set[str]]:
+def _rotations(found: _Found, matrices: _Found, tensors: Tensors) -> tuple[dict[_Transform, WeightRotation], set[str]]:
     """Read the stored matrices and return (transform -> the rotation that undoes it, names of wrong matrices)."""
     rotations = {one: WeightRotation(one.size, inverse=True) for one in found.values() if not one.has_signs}
     wrong = set()

@@ -23,6 +23,7 @@ from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry
 # missing. But the axes of neighboring layers have equal lengths. If lengths differ, the layer with the rarer length is
 # named.
 
+Entries = Mapping[str, TensorEntry]  # tensor name -> header entry
 _N, _K = 0, 1
 # Other names of layers -> the names that _AXES uses.
 _OTHER_NAMES = {
@@ -111,13 +112,13 @@ def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iter
             yield Misfit(query, _N, needed, ("o_proj",))
 
 
-def bias_of(weight: Weight, tensors: Mapping[str, TensorEntry]) -> TensorEntry | None:
+def bias_of(weight: Weight, tensors: Entries) -> TensorEntry | None:
     """Return the header entry of a layer's bias, the tensor LAYER.bias or LAYER_bias; None if it has none."""
     names = (f"{weight.name}.bias", f"{weight.name}_bias")
     return next((tensors[name] for name in names if name in tensors), None)
 
 
-def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+def unfit_biases(weights: Iterable[Weight], tensors: Entries) -> Iterator[str]:
     """Yield a warning for each layer whose bias is not a float vector with one element per row of the layer."""
     for weight in weights:
         bias, rows = bias_of(weight, tensors), weight.shape[:-1]
@@ -194,9 +195,7 @@ def role_of(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def unlike_layers(
-    weights: Iterable[Weight], tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]
-) -> Iterator[str]:
+def unlike_layers(weights: Iterable[Weight], tensors: Entries, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning for each way in which layers differ from their peers (see the head of this file)."""
     layers = [weight for weight in weights if weight.container is not None]
     beside: dict[str, set[str]] = defaultdict(set)
@@ -274,7 +273,7 @@ def _other_containers(families: list[list[Weight]]) -> Iterator[str]:
         )
 
 
-def _leaves(layer: Weight, beside: Mapping[str, set[str]], tensors: Mapping[str, TensorEntry]) -> set[str]:
+def _leaves(layer: Weight, beside: Mapping[str, set[str]], tensors: Entries) -> set[str]:
     """Return the last parts of the names of the tensors in a layer's module, such as {"weight", "weight_scale"}."""
     scale = layer.parts.get(TENSOR_SCALE)
     found = beside.get(layer.name, set()) - ({scale.entry.name.rpartition(".")[2]} if scale else set())

@@ -47,10 +47,8 @@ def trouble(names: Iterable[str]) -> tuple[str, str]:
             known = (text for part, text in {**_WRAPPERS, **_LEADING}.items() if part in name.split("."))
             wrapper = next(known, "PEFT")
             way = _MERGE if wrapper == "PEFT" else _SAVE
-            return name, (
-                f"{wrapper} has added to this name, so no engine finds the tensor; {way}, which calls it"
-                f" {shown(plain)}, or rename the tensors"
-            )
+            out = f"{way}, which calls it {shown(plain)}, or rename the tensors"
+            return name, f"{wrapper} has added to this name, so no engine finds the tensor; {out}"
     return "", ""
 
 
@@ -404,10 +402,8 @@ def partly_converted(copied: Iterable[str], converted: Collection[str]) -> Itera
     for key, members in fused_groups([*copied, *converted]).items():
         kept = [split_module(member)[1] for member in members if member not in converted]
         if kept and len(kept) < len(members):
-            yield (
-                f"{group_name(*key)}: {', '.join(kept)} stays unquantized;"
-                " loaders that fuse these layers need all of them quantized, or none"
-            )
+            rest = "stays unquantized; loaders that fuse these layers need all of them quantized, or none"
+            yield f"{group_name(*key)}: {', '.join(kept)} {rest}"
 
 
 # GGUF -----------------------------------------------------------------------------------------------------------------

@@ -695,9 +695,8 @@ def _check_count(wishes: Wishes, count: int | None) -> None:
     """Raise CheckpointError if --keep-first or --keep-last cannot be applied."""
     for option, wanted in (("--keep-first", wishes.keep_first), ("--keep-last", wishes.keep_last)):
         if wanted and count is None:
-            raise CheckpointError(
-                f"{option} {wanted}: config.json does not say how many layers there are; add num_hidden_layers"
-            )
+            why = "config.json does not say how many layers there are; add num_hidden_layers"
+            raise CheckpointError(f"{option} {wanted}: {why}")
         if count is not None and wanted > count:
             raise CheckpointError(f"{option} {wanted}: the decoder has {count} layers; ask for at most that many")
 
@@ -714,10 +713,8 @@ def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
     for option, kept in (("--keep-first", first), ("--keep-last", last)):
         absent = [number for number in kept if number not in present]
         if absent:
-            raise CheckpointError(
-                f"{option} {len(kept)}: no tensor is in layer {absent[0]} of {count}; correct num_hidden_layers of"
-                " config.json"
-            )
+            why = f"no tensor is in layer {absent[0]} of {count}; correct num_hidden_layers of config.json"
+            raise CheckpointError(f"{option} {len(kept)}: {why}")
 
 
 def _check_not_empty(candidates: Iterable[Candidate], decisions: Mapping[str, Decision]) -> None:
