@@ -225,7 +225,7 @@ def _group(group: Any, layers: _Layers) -> Reasons:
     form, targets, scheme = (group.get(key) for key in ("format", "targets", "weights"))
     if form is not None and not is_one_of(form, _FORMATS):
         yield f"with the format {brief(form)}, which fp4kit does not know"
-    if targets is not None and not _is_list_of_names(targets):
+    if targets is not None and not is_list_of_names(targets):
         yield f"whose targets are {brief(targets)}; a list of names and patterns is needed"
     if scheme is not None:
         why = first_reason(_scheme(scheme, layers))
@@ -239,7 +239,7 @@ def _scheme(value: Any, layers: _Layers) -> Reasons:
         yield why and f"has {shown(key)}, which {why}"
 
 
-def _is_list_of_names(value: Any) -> bool:
+def is_list_of_names(value: Any) -> bool:
     """Return whether a value is a list of strings, each a name or a valid regular expression ("re:...")."""
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         return False
@@ -318,7 +318,7 @@ def _listed(value: Any, layers: _Layers) -> Reasons:
     """Yield reasons to refuse a list of unquantized layers."""
     if value is None:
         return
-    yield not _is_list_of_names(value) and f"is {brief(value)}; a list of names and patterns is needed"
+    yield not is_list_of_names(value) and f"is {brief(value)}; a list of names and patterns is needed"
     for pattern in value:
         glob = pattern if "*" in pattern else escape(pattern)
         expression = pattern[3:] if pattern.startswith("re:") else translate(glob)
@@ -682,33 +682,29 @@ def _declarations(config: Config, hf_quant_config: Config | None) -> Iterator[st
 
 def declared_unquantized(source: Source, names: Iterable[str]) -> set[str]:
     """Return those of the names of unquantized layers that the config files of a model declare unquantized."""
+    found, layers = set(), [*names]
     entries = [declared(source.config), source.config.get("quantization"), source.hf_quant_config]
     entries += [one.get("quantization") for one in entries if isinstance(one, Mapping)]
-    tests = [test for one in entries if isinstance(one, Mapping) for test in _tests(one)]
-    return {name for name in names if any(test(name) for test in tests)}
+    for unquantized, patterns in (both for one in entries if isinstance(one, Mapping) for both in _layer_lists(one)):
+        if patterns:
+            is_named = _matcher(patterns)
+            found |= {name for name in layers if is_named(name) == unquantized}
+    return found
 
 
-def _tests(entry: Config) -> Iterator[Callable[[str], bool]]:
-    """Yield functions that say of an unquantized layer whether one entry of a config file declares it unquantized."""
-    excluded = [pattern for key in EXCLUSIONS for pattern in _texts(entry.get(key))]
-    if excluded:
-        yield _matcher(excluded)
-    quantized = entry.get("quantized_layers")
-    if isinstance(quantized, Mapping) and quantized:
-        among = _matcher(quantized)
-        yield lambda name: not among(name)
-    groups = entry.get("config_groups")
-    groups = [one for one in groups.values() if isinstance(one, Mapping)] if isinstance(groups, Mapping) else []
-    targets = [target for group in groups for target in _texts(group.get("targets"))]
-    if targets and not any(map(_is_class, targets)):
-        targeted = _matcher(targets)
-        yield lambda name: not targeted(name)
-    extra = entry.get("extra_config")
-    own = extra.items() if isinstance(extra, Mapping) else ()
-    plain = [name for name, one in own if isinstance(one, Mapping) and one.get("bits") in (16, 32)]
-    if plain:  # auto-round
-        yield _matcher(plain)
-    yield lambda name: entry.get(name) is False  # mlx-lm
+def _layer_lists(entry: Config) -> Iterator[tuple[bool, list[str]]]:
+    """Yield (True if they are unquantized, names and patterns) for each list of layers in one entry of a config."""
+    yield True, [pattern for key in EXCLUSIONS for pattern in _texts(entry.get(key))]
+    quantized, groups, extra = (
+        one if isinstance(one, Mapping) else {}
+        for one in map(entry.get, ("quantized_layers", "config_groups", "extra_config"))
+    )
+    yield False, [*quantized]
+    schemes = [one for one in groups.values() if isinstance(one, Mapping)]
+    targets = [target for scheme in schemes for target in _texts(scheme.get("targets"))]
+    yield False, [] if any(map(_is_class, targets)) else targets
+    yield True, [name for name, one in extra.items() if isinstance(one, Mapping) and one.get("bits") in (16, 32)]
+    yield True, [f"re:{re.escape(name)}$" for name, one in entry.items() if one is False]  # mlx-lm
 
 
 def _texts(value: Any) -> list[str]:

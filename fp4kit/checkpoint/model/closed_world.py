@@ -463,5 +463,5 @@ def _without_class(files: Iterable[SafetensorsFile], quantized: Mapping[str, Wei
     for name, weight in quantized.items():
         form = weight.container
         if form is not None and form.method == "torchao" and not {name, f"{name}.weight"} & keys:
-            why = "has no entry of torchao, which would say whether its block scales, read as swizzled, are swizzled"
+            why = "has no entry of torchao, which would say whether its block scales are swizzled, as fp4kit reads them"
             yield Item(REFUSED, "metadata", f"{name}.weight", why)

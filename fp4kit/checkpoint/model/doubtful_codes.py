@@ -272,36 +272,33 @@ def swapped_layers(weights: Iterable[Weight], tensors: Tensors) -> list[Weight]:
     found = []
     with Readers() as readers:
         for columns, own in layers.items():
-            references = dict(_references(weights, tensors, columns, readers)) if columns >= _PROFILE_ROWS else {}
+            references = _references(weights, tensors, columns, readers) if columns >= _PROFILE_ROWS else []
             examined = own[:_MOST_LAYERS] if references else []
-            found += [weight for weight in examined if _is_swapped(_sizes(weight, readers), references.values())]
+            found += [weight for weight in examined if _is_swapped(_sizes(weight, readers), references)]
     return found
 
 
-def _references(
-    weights: Iterable[Weight], tensors: Tensors, columns: int, readers: Readers
-) -> Iterator[tuple[str, _Floats]]:
-    """Yield (name, profile) for tensors to compare columns with: norms and unquantized matrices."""
+def _references(weights: Iterable[Weight], tensors: Tensors, columns: int, readers: Readers) -> list[_Floats]:
+    """Return the profiles of tensors to compare columns with: norms and unquantized matrices."""
     norms = [
         located(file, entry)
         for name, (file, entry) in tensors.items()
         if "norm" in name.lower() and entry.shape == (columns,) and entry.dtype in FLOAT_DTYPES
     ]
     plain = [w for w in weights if w.dtype in FLOAT_DTYPES and len(w.shape) == 2 and w.shape[-1] == columns]
-    for place in norms[:_MOST_REFERENCES]:
-        yield from _if_varied(place.entry.name, np.abs(readers.array(place).astype(np.float64)))
-    for weight in plain[:_MOST_REFERENCES]:
-        yield from _if_varied(weight.tensor, _sizes(weight, readers))
+    sizes = [np.abs(readers.array(place).astype(np.float64)) for place in norms[:_MOST_REFERENCES]]
+    sizes += [_sizes(weight, readers) for weight in plain[:_MOST_REFERENCES]]
+    return [profile for profile in map(_profile, sizes) if profile is not None]
 
 
-def _if_varied(name: str, sizes: _Floats) -> Iterator[tuple[str, _Floats]]:
-    """Yield (name, profile) once, or nothing if the columns do not vary enough to tell their order."""
+def _profile(sizes: _Floats) -> _Floats | None:
+    """Return the profile of columns; None if they do not vary enough to tell their order."""
     usable = np.isfinite(sizes) & (sizes > 0)
-    if 2 * np.count_nonzero(usable) > sizes.size:
-        profile = np.where(usable, np.log(np.where(usable, sizes, 1)), 0)
-        profile[usable] -= profile[usable].mean()
-        if profile.std() > 1e-3:
-            yield name, profile / profile.std()
+    if 2 * np.count_nonzero(usable) <= sizes.size:
+        return None
+    profile = np.where(usable, np.log(np.where(usable, sizes, 1)), 0)
+    profile[usable] -= profile[usable].mean()
+    return profile / profile.std() if profile.std() > 1e-3 else None
 
 
 def _sizes(weight: Weight, readers: Readers) -> _Floats:
@@ -318,7 +315,7 @@ def _is_swapped(sizes: _Floats, references: Iterable[_Floats]) -> bool:
     """Return whether a layer's columns match a reference only if neighboring columns are exchanged."""
     # The correlation with the best reference must be large if neighbors are exchanged, and clearly larger than without
     # the exchange (see _LEAST, _GAIN and _SIGMAS).
-    profile = next((found for _, found in _if_varied("", sizes)), None)
+    profile = _profile(sizes)
     if profile is None:
         return False
     exchanged = profile.reshape(-1, 2)[:, ::-1].reshape(-1)

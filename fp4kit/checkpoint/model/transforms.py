@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fp4kit.call.parse import HADAMARD_SIZES
-from fp4kit.checkpoint.containers.config_entries import REFUSED, UNDERSTOOD, Item, brief
+from fp4kit.checkpoint.containers.config_entries import REFUSED, UNDERSTOOD, Item, brief, is_list_of_names
 from fp4kit.checkpoint.containers.configs import declared
 from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.model_files import Source
@@ -250,12 +250,7 @@ def _names(value: Any) -> list[str]:
     """Return the targets in ``value``, a string or a list of strings, as a new list."""
     names = [value] if isinstance(value, str) else value
     for one in names if isinstance(names, list) else [names]:
-        try:
-            is_known = isinstance(one, str) and (one == "Linear" or not one[:1].isupper())
-            re.compile(one.removeprefix("re:") if is_known and one.startswith("re:") else "")
-        except re.error:
-            is_known = False
-        if not is_known:
+        if not is_list_of_names([one]) or (one[:1].isupper() and one != "Linear"):
             raise _NotUndone(f"has the target {brief(one)}")
     return list(names)
 

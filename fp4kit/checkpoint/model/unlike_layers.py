@@ -143,17 +143,9 @@ def tied_head(weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
     )
 
 
-# Names of one layer, by role: if a module has layers under two of them, it is not known which one a reader takes.
-_ROLES = (
-    ("gate_proj", "w1"),
-    ("down_proj", "w2"),
-    ("up_proj", "w3"),
-    ("gate_proj", "gate_up_proj"),
-    ("up_proj", "gate_up_proj"),
-    ("q_proj", "qkv_proj"),
-    ("k_proj", "qkv_proj"),
-    ("v_proj", "qkv_proj"),
-)
+# Other name of layers -> their names. If a module has layers under both, it is not known which one a reader takes.
+_ROLES: dict[str, tuple[str, ...]] = {"w1": ("gate_proj",), "w2": ("down_proj",), "w3": ("up_proj",)}
+_ROLES |= {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
 # Layer of a single expert -> the stack of all experts that holds it too.
 _STACKED = (("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_proj", "down_proj"))
 
@@ -166,7 +158,7 @@ def named_twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         parent, _, leaf = name.rpartition(".")
         leaves[parent][leaf] = None
     for parent, own in leaves.items():
-        for one, other in _ROLES:
+        for other, one in ((other, one) for other, ones in _ROLES.items() for one in ones):
             if one in own and other in own:
                 yield f"{parent}.{other}", _why_twice(f"{parent}.{one}")
         holder, _, number = parent.rpartition(".")
