@@ -43,6 +43,7 @@ Parts = dict[str, tuple[str, tuple[int, ...]]]
 _FORMATS = """
 bitsandbytes NF4 | bitsandbytes | .weight U8[4096,1] .weight.absmax U8[128] .weight.quant_map F32[16] .weight.nested_absmax F32[1] .weight.quant_state.bitsandbytes__nf4 U8[90]
 bitsandbytes FP4 | bitsandbytes | .weight U8[4096,1] .weight.absmax F32[128] .weight.quant_state.bitsandbytes__fp4 U8[90]
+bitsandbytes, 4 bits |  | .weight U8[4096,1] .weight.absmax F32[128]
 bitsandbytes INT8 |  | .weight I8[64,128] .SCB F32[64] .weight_format U8[]
 GPTQ integers | gptq | .qweight I32[16,64] .qzeros I32[1,8] .scales F16[1,64] .g_idx I32[128]
 AWQ integers | awq | .qweight I32[128,8] .qzeros I32[1,8] .scales F16[1,64]
@@ -124,7 +125,7 @@ def test_every_row_is_tested() -> None:
     """The rows that need more than these tensors have tests of their own."""
     named = {row.what for row in FOREIGN if not any(row.what in name for name in FORMATS)}
     assert named == {
-        *("bitsandbytes, 4 bits", "GPTQ or AWQ integers", "SVDQuant of Nunchaku, NVFP4"),
+        *("GPTQ or AWQ integers", "SVDQuant of Nunchaku, NVFP4"),
         "MXFP4 stacks of Model-Optimizer for gpt-oss, whose blocks run along the output axis",
         "vLLM's fused form of experts, w13_weight and w2_weight",
         "a ComfyUI format other than nvfp4, mxfp8, FP8 and int8_tensorwise",
