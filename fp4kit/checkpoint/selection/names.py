@@ -151,15 +151,15 @@ def adapter_trouble(name: str) -> str:
 
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d{1,9})\.(.+)")
 _MEGATRON_WRAPPERS = re.compile(r"(?:module\.)*(language_model\.)?")
-_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d{1,9})")
-_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d{1,9})\.(linear_fc[12])\.(weight|bias)")
+_GROUPED_EXPERT = re.compile(r"\Amlp\.experts\.(linear_fc[12])\.(weight|bias)(\d{1,9})\Z")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d{1,9})\.(linear_fc[12])\.(weight|bias)")
 # Prefixes of the transformer layer inside a multi-token prediction layer.
 _INNER = ("transformer_layer.", "mtp_model_layer.")
-_OUTSIDE = {
-    "embedding.word_embeddings": "embed_tokens",
-    "embedding.position_embeddings": "embed_positions",
-    "decoder.final_layernorm": "norm",
-    "decoder.final_norm": "norm",
+_OUTSIDE = {  # module outside the layers -> its name in the model whose prefix replaces {}
+    "output_layer": "lm_head",
+    "embedding.word_embeddings": "{}.embed_tokens",
+    "embedding.position_embeddings": "{}.embed_positions",
+    **dict.fromkeys(("decoder.final_layernorm", "decoder.final_norm"), "{}.norm"),
 }
 # Megatron module within a layer -> Hugging Face modules; the suffix (.weight, .bias) stays. Layer norms that Megatron
 # fuses with the next linear layer are in _FUSED_NORMS.
@@ -231,11 +231,9 @@ def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = Tr
 def _outside(plain: str, root: str) -> tuple[str, ...] | None:
     """Return the Hugging Face name of a parameter outside the layers, such as the embedding, as a tuple of one name."""
     module, _, kind = plain.rpartition(".")
-    if module != "output_layer" and module not in _OUTSIDE:
+    if module not in _OUTSIDE:
         return None
-    if kind.startswith("_extra_state"):
-        return ()
-    return (f"lm_head.{kind}",) if module == "output_layer" else (f"{root}.{_OUTSIDE[module]}.{kind}",)
+    return () if kind.startswith("_extra_state") else (f"{_OUTSIDE[module].format(root)}.{kind}",)
 
 
 @lru_cache(1 << 16)
@@ -245,32 +243,19 @@ def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | No
     parameter = parameter.removeprefix(inner)
     if parameter in _PARAMETERS:
         return (_PARAMETERS[parameter],)
-    expert = _expert(parameter)
+    expert = _EXPERT.fullmatch(_GROUPED_EXPERT.sub(r"mlp.experts.local_experts.\3.\1.\2", parameter))
     module, _, kind = parameter.rpartition(".")
     if kind.startswith("_extra_state"):
         return ()
     if kind in ("layer_norm_weight", "layer_norm_bias") and module in _FUSED_NORMS:
         return (f"{_FUSED_NORMS[module]}.{kind.removeprefix('layer_norm_')}",)
+    names = (_MTP_MODULES if is_mtp and not inner else _MODULES).get(module, ())
     if expert is not None:
-        module, names, kind = expert
-    else:
-        names = (_MTP_MODULES if is_mtp and not inner else _MODULES).get(module, ())
+        number, module, kind = expert.groups()
+        names = tuple(name.replace("mlp.", f"mlp.experts.{number}.") for name in _MODULES[f"mlp.{module}"])
     if not names or kind not in ("weight", "bias"):
         return None
     return tuple(f"{name}.{kind}" for name in (names if gated or not module.endswith("linear_fc1") else names[1:]))
-
-
-def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
-    """Return (linear layer, Hugging Face modules, "weight" or "bias") of an expert's parameter; None for any other."""
-    grouped, local = _GROUPED_EXPERT.fullmatch(parameter), _LOCAL_EXPERT.fullmatch(parameter)
-    if grouped:
-        linear, kind, number = grouped.groups()
-    elif local:
-        number, linear, kind = local.groups()
-    else:
-        return None
-    leaves = ("gate_proj", "up_proj") if linear == "linear_fc1" else ("down_proj",)
-    return linear, tuple(f"mlp.experts.{number}.{leaf}" for leaf in leaves), kind
 
 
 # Fused layers ---------------------------------------------------------------------------------------------------------
