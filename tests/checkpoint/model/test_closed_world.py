@@ -284,7 +284,11 @@ def test_group_sizes_of_schemes() -> None:
 
 
 @pytest.mark.parametrize(
-    "targets", [["Linear"], ["FusedMoE"], ["re:.*proj"], ["model.layers"], ["re:.*(mlp|k_proj)", "re:.*[qvo]_proj"]]
+    "targets",
+    [
+        *(["Linear"], ["FusedMoE"], ["re:.*proj"], ["model.layers"], ["re:.*(mlp|k_proj)", "re:.*[qvo]_proj"]),
+        ["re:.*mlp", "q_proj", "self_attn.k_proj", "v_proj", "o_proj"],  # the ends of names
+    ],
 )
 def test_targets_that_name_all_layers(targets: list[str], sound: Make, tmp_path: Path) -> None:
     """Targets that cover every layer are accepted: classes, patterns of names, and parents of the layers."""
