@@ -1,12 +1,8 @@
 """Call fp4kit's functions from JAX, also inside functions that JAX traces (jit, grad, vmap).
-In a traced program, a call is described by a text: JSON with the function's name and its arguments.
 
-Arrays that have values are passed to fp4kit directly. In a traced program, a text describes the call and is compiled
-into the program. The text is JSON: the function's name and its arguments, with every array replaced by its position.
-When the program runs, one of two mechanisms reads the text and makes the call:
-
-- on CUDA, if CuPy is installed: a handler of XLA's foreign function interface, on the device (ffi.py)
-- otherwise: jax.pure_callback, on the host
+Arrays that have values are passed to fp4kit directly. In a traced program, a text describes the call: JSON with the
+function's name and its arguments, with every array replaced by its position. When the program runs, a handler of XLA's
+foreign function interface reads it on CUDA, if CuPy is installed; otherwise jax.pure_callback does, on the host.
 """
 
 from __future__ import annotations
@@ -92,12 +88,7 @@ def run(text: str, *arrays: JaxArray) -> list[JaxArray]:
 def _encoded(value: Any, arrays: list[JaxArray]) -> Any:
     """Return an argument in a form that JSON can hold and _decoded can read."""
     if isinstance(value, Quantized):
-        facts = {
-            "shape": value.shape,
-            "dtype": value.dtype.name,
-            "axis": value.axis,
-            "scale_layout": value.scale_layout,
-        }
+        facts = {name: getattr(value, name) for name in ("shape", "axis", "scale_layout")} | {"dtype": value.dtype.name}
         parts = {name: _encoded(array, arrays) for name, array in value.parts().items()}
         return {"quantized": {**facts, **parts, "recipe": _encoded(value.recipe, arrays)}}
     if isinstance(value, fp4kit.Recipe):
@@ -186,9 +177,11 @@ def _api_call(frame: Any, number: int, arguments: Any) -> Any:
     return _Function(getattr(_Api.from_address(frame.api), f"function{number}"))(ctypes.addressof(arguments))
 
 
-def _shape(buffer: Any) -> tuple[int, ...]:
-    """Return the shape of an XLA buffer; () for a scalar, whose dims may be a null pointer."""
-    return tuple(buffer.dims[: buffer.rank]) if buffer.rank else ()
+def _outline(buffer: Any) -> tuple[tuple[int, ...], np.dtype, int]:
+    """Return the shape, dtype and number of bytes of an XLA buffer. The dims of a scalar may be a null pointer."""
+    shape = tuple(buffer.dims[: buffer.rank]) if buffer.rank else ()
+    dtype = np.dtype(_DTYPES[buffer.dtype])
+    return shape, dtype, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
 
 
 def _buffers(found: Any) -> list[Any]:
@@ -198,16 +191,14 @@ def _buffers(found: Any) -> list[Any]:
 
 def host_array(buffer: Any) -> np.ndarray:
     """Return a NumPy array that shares the memory of an XLA buffer on the host."""
-    shape, dtype = _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
-    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = (ctypes.c_uint8 * count).from_address(buffer.data) if count else bytearray()
+    shape, dtype, count = _outline(buffer)
+    memory: Any = (ctypes.c_uint8 * count).from_address(buffer.data) if count else bytearray()
     return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
 
 
 def device_array(buffer: Any) -> Any:
     """Return a CuPy array that shares the memory of an XLA buffer on the current device."""
-    cupy, shape, dtype = imports.cupy(), _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
-    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    cupy, (shape, dtype, count) = imports.cupy(), _outline(buffer)
     if not count:
         return cupy.empty(shape, dtype)
     memory = cupy.cuda.UnownedMemory(buffer.data, count, None, cupy.cuda.runtime.getDevice())

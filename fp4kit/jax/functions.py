@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, NoReturn, cast
@@ -389,15 +390,10 @@ def fake_quantize_grouped(
     static, seed = static_options(op, recipe, axis, rounding, seed, pass_through)
     names = {"tensor_amax": tensor_amax, "block_amax": block_amax, "amax": amax}
     columns = {name: None if a is None else per_tensor(op, name, a, len(xs)) for name, a in names.items()}
-    given = TracedOptions(**columns, seed=seed)
-    each(op, lambda x, row: check_fake(op, static, x, row), xs, _rows(xs, given))
-    return list(_fake_quantize(static, xs, given))
-
-
-def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
-    """Return one TracedOptions per array of xs, from `given`, whose amax fields are lists with one entry per array."""
-    columns = [column or [None] * len(xs) for column in (given.tensor_amax, given.block_amax, given.amax)]
-    return [TracedOptions(tensor, block, given.seed, amax) for tensor, block, amax in zip(*columns, strict=True)]
+    entries = zip(*(column or [None] * len(xs) for column in columns.values()), strict=True)
+    rows = [TracedOptions(tensor, block, seed, limit) for tensor, block, limit in entries]
+    each(op, lambda x, row: check_fake(op, static, x, row), xs, rows)
+    return list(_fake_quantize(static, xs, TracedOptions(**columns, seed=seed)))
 
 
 class StaticLinear(NamedTuple):
@@ -558,11 +554,6 @@ def _linear(static: StaticLinear, x: Any, w: Any, seed: Any) -> Any:
     return product(_OPERATIONS, static.settings, x, w)
 
 
-def _linear_forward(static: StaticLinear, x: Any, w: Any, seed: Any) -> tuple[Any, Any]:
-    """Return the result of _linear, and the residuals for _backward: x, w and seed."""
-    return _linear(static, x, w, seed), (x, w, seed)
-
-
 def _linear_backward(static: StaticLinear, residuals: Any, grad: Any) -> tuple[Any, Any, None]:
     """Return the gradients of _linear with respect to x, w and seed."""
     (x, w, seed), s = residuals, static.settings
@@ -582,7 +573,7 @@ def _linear_backward(static: StaticLinear, residuals: Any, grad: Any) -> tuple[A
     return of_x, multiply(grad.T, rows).astype(w.dtype), None
 
 
-_linear.defvjp(_linear_forward, _linear_backward)
+_linear.defvjp(lambda static, x, w, seed: (_linear(static, x, w, seed), (x, w, seed)), _linear_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -596,27 +587,20 @@ _values.defvjp(
 )
 
 
-def _seed_of(static: StaticLinear, given: Any) -> Any:
-    """Return the seed to pass to quantize: `given`, the seed as an array, or static.seed if `given` is None."""
-    return static.seed if given is None else given
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gradient_of_x(static: StaticLinear, dtype: Any, grad: Any, w: Any, seed: Any) -> Any:
-    """Return the gradient of _linear with respect to x, (M, K), from quantized operands."""
-    return gradient_of_x(_OPERATIONS, static.settings, grad, w, _seed_of(static, seed), dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gradient_of_w(static: StaticLinear, dtype: Any, grad: Any, x: Any, seed: Any) -> Any:
-    """Return the gradient of _linear with respect to w, (N, K), from quantized operands."""
-    return gradient_of_w(_OPERATIONS, static.settings, grad, x, _seed_of(static, seed), dtype)
-
-
 def _no_gradient(*arguments: Any) -> NoReturn:
     """Always raise NotImplementedError, because gradients from quantized operands have no gradients themselves."""
     raise NotImplementedError(NO_SECOND_GRADIENT)
 
 
-_gradient_of_x.defvjp(lambda static, dtype, *arguments: (_gradient_of_x(static, dtype, *arguments), None), _no_gradient)
-_gradient_of_w.defvjp(lambda static, dtype, *arguments: (_gradient_of_w(static, dtype, *arguments), None), _no_gradient)
+def _final(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """Return gradient_of_x or gradient_of_w as a function of (static, dtype, grad, operand, seed) for JAX."""
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+    def call(static: StaticLinear, dtype: Any, grad: Any, operand: Any, seed: Any) -> Any:
+        return gradient(_OPERATIONS, static.settings, grad, operand, static.seed if seed is None else seed, dtype)
+
+    call.defvjp(lambda static, dtype, *arguments: (call(static, dtype, *arguments), None), _no_gradient)
+    return call
+
+
+_gradient_of_x, _gradient_of_w = _final(gradient_of_x), _final(gradient_of_w)
