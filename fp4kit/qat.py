@@ -18,17 +18,8 @@ from typing import Any, Literal
 from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.model.weights import Weight, layer_names
 from fp4kit.checkpoint.plan.request import Request, experts_only
+from fp4kit.checkpoint.selection import selection
 from fp4kit.checkpoint.selection.names import adapter_tensor, partly_converted, shared_amax_groups, unwrapped
-from fp4kit.checkpoint.selection.selection import (
-    CONV1D,
-    Candidate,
-    Selector,
-    Wishes,
-    conv1d_wildcard,
-    is_transposed,
-    model_facts,
-    no_multiple,
-)
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.schema import as_stored
 from fp4kit.storage.files import CheckpointError
@@ -200,14 +191,14 @@ def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
 def _decided(choice: QatChoice, weights: Sequence[TrainedWeight], form: Container | None) -> Iterator[TrainedWeight]:
     """Yield each parameter with the decision whether it is quantized: the user's, otherwise the converter's."""
     multiple = choice.recipe.length_multiple if form is None else form.row_multiple
-    facts = model_facts(choice.config or {})
-    selector = Selector(Wishes(preset="experts" if experts_only(form) else "linear"), multiple)
+    facts = selection.model_facts(choice.config or {})
+    selector = selection.Selector(selection.Wishes(preset="experts" if experts_only(form) else "linear"), multiple)
     for weight in weights:
         name, dtype = unwrapped(weight.saved), _SAFETENSORS.get(weight.dtype, weight.dtype)
-        decision = selector.decide(Candidate(name, weight.layer, dtype, weight.shape, facts))
-        is_conv1d = is_transposed(decision.reason) or weight.kind == "conv1d"
-        leaf = conv1d_wildcard(weight.layer.rpartition(".")[2]).removesuffix("*") + "*"
-        no_conv1d = f"is stored transposed; {CONV1D}; to leave it unquantized, pass exclude=('*.{leaf}',)"
+        decision = selector.decide(selection.Candidate(name, weight.layer, dtype, weight.shape, facts))
+        is_conv1d = selection.is_transposed(decision.reason) or weight.kind == "conv1d"
+        leaf = selection.conv1d_wildcard(weight.layer.rpartition(".")[2]).removesuffix("*") + "*"
+        no_conv1d = f"is stored transposed; {selection.CONV1D}; to leave it unquantized, pass exclude=('*.{leaf}',)"
         if any(fnmatchcase(weight.name, pattern) for pattern in choice.include):
             for fault in _include_faults(weight, multiple, no_conv1d if is_conv1d else ""):
                 if fault:
@@ -242,7 +233,7 @@ def _include_faults(weight: TrainedWeight, multiple: int, no_conv1d: str) -> Ite
     if adapter is not None:
         yield f"a tensor of an adapter ({adapter.kind}), which is never quantized; correct the wildcard"
     yield len(weight.shape) < 2 and f"which has shape {weight.shape}; needs two dimensions"
-    yield weight.shape[-1] % multiple > 0 and f"whose {no_multiple(weight.shape, multiple)}"
+    yield weight.shape[-1] % multiple > 0 and f"whose {selection.no_multiple(weight.shape, multiple)}"
 
 
 def _faults(choice: QatChoice, weight: TrainedWeight, form: Container | None) -> Iterator[str | bool]:

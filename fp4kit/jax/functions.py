@@ -13,25 +13,16 @@ import numpy as np
 import fp4kit
 from fp4kit.arguments import as_entries, as_flag, as_index
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call.inputs import AbstractArray
+from fp4kit.call import linear as linear_call
+from fp4kit.call.inputs import AbstractArray, check_is_quantized, check_values_dtype
 from fp4kit.call.inputs import check_seed as check_seed_range
-from fp4kit.call.linear import (
-    NO_SECOND_GRADIENT,
-    OP,
-    LinearOperations,
-    LinearSettings,
-    check_linear,
-    check_weight,
-    gradient_of_w,
-    gradient_of_x,
-    linear_settings,
-    product,
-)
+from fp4kit.call.linear import OP, LinearSettings
+from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import QuantizeOptions, backward_call, check_float, each, fake_call, quantize_call
 from fp4kit.jax.calls import is_traced, like, outline, traced
 from fp4kit.ops.grouped import check_stack, per_tensor
 from fp4kit.ops.quantize import check_rounding, clip_amax
-from fp4kit.quantized.container import Quantized, check_is_quantized, check_values_dtype
+from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import FACTS, flatten, unflatten
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
@@ -298,7 +289,7 @@ def quantize(
     quantize_options = QuantizeOptions(scale_layout, rounding, 0 if number else outline(seed), hadamard)
     given = outline(tensor_amax), outline(block_amax)
     call = quantize_call("quantize", outline(x), r, axis, quantize_options, tensor_amax=given[0], block_amax=given[1])
-    shapes = {name: jax.ShapeDtypeStruct(*facts) for name, facts in call.part_specs().items()}
+    shapes = {name: jax.ShapeDtypeStruct(*facts) for name, facts in part_specs(call).items()}
     arrays = traced("quantize", list(shapes.values()), x=x, recipe=r, seed=seed, **options, **amaxes)
     return unflatten(arrays, (tuple(shapes), call.x.shape, call.x.dtype, call.axis, r, scale_layout))
 
@@ -502,14 +493,14 @@ def linear(
     x = as_jax(OP, x)
     weight, shape = None, None
     if isinstance(w, Quantized):
-        check_weight(w)
+        linear_call.check_weight(w)
         weight, shape = (w.recipe, w.scale_layout), AbstractArray(w.shape, np.dtype(np.float32))
     else:
         w = as_jax(OP, w, "w")
     options = unit, x.dtype if out_dtype is None else out_dtype, backward, str(rounding), hadamard
-    s = linear_settings(OP, (recipe_x, recipe_w, recipe_grad), weight, *options)
+    s = linear_call.linear_settings(OP, (recipe_x, recipe_w, recipe_grad), weight, *options)
     number, given = _seeds(seed)
-    check_linear(s, outline(x), outline(w) if shape is None else shape, seed is not None)
+    linear_call.check_linear(s, outline(x), outline(w) if shape is None else shape, seed is not None)
     y = _linear(StaticLinear(s, number), x.reshape(prod(x.shape[:-1]), x.shape[-1]), w, given)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -538,20 +529,20 @@ def _transpose(q: Quantized) -> Quantized:
     if not is_traced(q):
         return fp4kit.transpose(q)
     options = QuantizeOptions(q.scale_layout)
-    specs = quantize_call(OP, AbstractArray(q.shape, q.dtype), q.recipe, 0, options).part_specs()
+    specs = part_specs(quantize_call(OP, AbstractArray(q.shape, q.dtype), q.recipe, 0, options))
     names = flatten(q)[1][0]
     arrays = traced("transpose", [jax.ShapeDtypeStruct(*specs[name]) for name in names], q=q)
     facts = {name: getattr(q, name) for name in FACTS} | {"axis": 0}
     return unflatten(arrays, (names, *facts.values()))
 
 
-_OPERATIONS = LinearOperations(quantize, _transpose, _matmul)
+_OPERATIONS = linear_call.LinearOperations(quantize, _transpose, _matmul)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(static: StaticLinear, x: Any, w: Any, seed: Any) -> Any:
     """Return y (M, N) for x (M, K) and w, as `linear` describes it."""
-    return product(_OPERATIONS, static.settings, x, w)
+    return linear_call.product(_OPERATIONS, static.settings, x, w)
 
 
 def _linear_backward(static: StaticLinear, residuals: Any, grad: Any) -> tuple[Any, Any, None]:
@@ -589,7 +580,7 @@ _values.defvjp(
 
 def _no_gradient(*arguments: Any) -> NoReturn:
     """Always raise NotImplementedError, because gradients from quantized operands have no gradients themselves."""
-    raise NotImplementedError(NO_SECOND_GRADIENT)
+    raise NotImplementedError(linear_call.NO_SECOND_GRADIENT)
 
 
 def _final(gradient: Callable[..., Any]) -> Callable[..., Any]:
@@ -603,4 +594,4 @@ def _final(gradient: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_gradient_of_x, _gradient_of_w = _final(gradient_of_x), _final(gradient_of_w)
+_gradient_of_x, _gradient_of_w = _final(linear_call.gradient_of_x), _final(linear_call.gradient_of_w)

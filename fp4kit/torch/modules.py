@@ -21,31 +21,12 @@ from fp4kit.checkpoint.selection.selection import CONV1D
 from fp4kit.qat import QatChoice, QatPlan, QuantizedNames, ServedDtype, TrainedWeight, make_plan, similar
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.serialization import to_spec
-from fp4kit.torch.adapters import (
-    Adapters,
-    FakeQuantizing,
-    adapter_layers_around,
-    adapters_of,
-    attach,
-    fake_quantizing,
-    pending,
-    restore,
-)
+from fp4kit.torch import adapters as peft_layers
+from fp4kit.torch import parameters as stored
+from fp4kit.torch.adapters import Adapters, FakeQuantizing, fake_quantizing
 from fp4kit.torch.inputs import add_hook, input_hooks, remove_hook
 from fp4kit.torch.operators import check_fake
-from fp4kit.torch.parameters import (
-    FakeQuantized,
-    ServedWeight,
-    check_kind,
-    config_of,
-    held_tensor,
-    is_conv1d,
-    keep_names,
-    parameters_of,
-    parts_of,
-    release_names,
-    weights_of,
-)
+from fp4kit.torch.parameters import FakeQuantized, ServedWeight, check_kind, parts_of
 from fp4kit.training.settings import EXPERT_WEIGHTS, FakeQuantSettings, naming
 from fp4kit.types import RecipeId
 
@@ -174,9 +155,9 @@ def fake_quantize_model(
         return _by_settings(model, given)
     if not isinstance(given, (str, Recipe)):
         raise TypeError(f"{OP}: recipe is {given!r:.60}; needs a recipe id, such as 'nvfp4-te', or a Recipe")
-    pass_through, adapters = as_flag(OP, "pass_through", pass_through), adapters_of(OP, adapters)
+    pass_through, adapters = as_flag(OP, "pass_through", pass_through), peft_layers.adapters_of(OP, adapters)
     _check_not_fsdp(model)
-    config = config_of(model) if config is None else config
+    config = stored.config_of(model) if config is None else config
     wildcards = {"parameters": parameters, "exclude": exclude, "include": include}
     choice = QatChoice.of(OP, given, format, config, served_dtype, **wildcards)
     return _by_plan(model, choice, pass_through, (activations, input_amaxes), adapters)
@@ -186,7 +167,7 @@ def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[st
     """Fake-quantize each parameter that the settings include, one at a time, and return the names of these
     parameters.
     """
-    places = list(parameters_of(model))
+    places = list(stored.parameters_of(model))
     matching = [place for place in places if settings.is_quantized(place[0])]
     if settings.recipe is not None:
         _check_patterns([name for name, _, _ in places], settings, bool(matching))
@@ -213,9 +194,9 @@ def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[st
             hint = f"leave the parameter out with FakeQuantSettings(..., exclude=({name!r},))"
             raise ValueError(f"{text}; {hint}") from None
     for name, module, leaf in selected:
-        if leaf == "weight" and is_conv1d(module):
+        if leaf == "weight" and stored.is_conv1d(module):
             raise ValueError(f"{OP}: {name} is stored transposed; {CONV1D}; to leave it unquantized, pass exclude=")
-    layers = adapter_layers_around(OP, model, {id(module): name for name, module, _ in selected}, "base")
+    layers = peft_layers.adapter_layers_around(OP, model, {id(module): name for name, module, _ in selected}, "base")
     vectors = [name for name, module, leaf in selected if getattr(module, leaf).ndim < 2]
     if vectors:
         shown = ", ".join(map(repr, vectors[:3])) + (f" and {len(vectors) - 3} more" if len(vectors) > 3 else "")
@@ -227,7 +208,7 @@ def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[st
     for name, module, leaf in selected:
         parametrize.register_parametrization(module, leaf, FakeQuantized(settings, name))
     for layer, base in layers:
-        attach(layer, fake_quantizing(base))
+        peft_layers.attach(layer, fake_quantizing(base))
     return [name for name, _, _ in selected]
 
 
@@ -273,12 +254,12 @@ def _by_plan(
     adapters: Adapters,
 ) -> QuantizedNames:
     """Implement fake_quantize_model for a recipe."""
-    weights = weights_of(model)
+    weights = stored.weights_of(model)
     plan = make_plan(choice, weights)
     for weight in plan.selected:
         _check(weight, plan)
     names = {id(weight.module): weight.name for weight in plan.selected}
-    layers = adapter_layers_around(OP, model, names, adapters)
+    layers = peft_layers.adapter_layers_around(OP, model, names, adapters)
     if adapters == "merged":
         plan = _with_adapters(plan, {id(base) for _, base in layers})
     hooks = input_hooks(OP, plan.selected, *inputs)
@@ -288,10 +269,10 @@ def _by_plan(
     for weight in plan.selected:
         part = ServedWeight(weight, plan, pass_through, adapters == "merged")
         if not parametrize.is_parametrized(weight.module, weight.leaf):
-            keep_names(weight.module, weight.leaf, tuple(orders[id(weight.module)]))
+            stored.keep_names(weight.module, weight.leaf, tuple(orders[id(weight.module)]))
         parametrize.register_parametrization(weight.module, weight.leaf, part, unsafe=True)
     for layer, base in layers:
-        attach(layer, fake_quantizing(base))
+        peft_layers.attach(layer, fake_quantizing(base))
     for weight, hook in hooks:
         add_hook(weight.module, hook)
     return QuantizedNames(plan, tuple(dict.fromkeys(weight.saved.removesuffix(".weight") for weight, _ in hooks)))
@@ -328,7 +309,7 @@ def _check(weight: TrainedWeight, plan: QatPlan) -> None:
                 f"{OP}: {weight.name} is already fake-quantized; leave it out with exclude=, or call"
                 " fp4kit.torch.remove_fake_quantization first"
             )
-    parameter = held_tensor(weight.module, weight.leaf)
+    parameter = stored.held_tensor(weight.module, weight.leaf)
     matrix = torch.empty(weight.shape, dtype=parameter.dtype, device="meta")
     amax = torch.empty(weight.shape[:1] if weight.kind == "stack" else (), device="meta") if plan.shares else None
     with naming(weight.name):
@@ -415,7 +396,7 @@ def remove_fake_quantization(model: torch.nn.Module, *, keep: Kept = "original")
         if value is not None:
             with torch.no_grad():
                 module._parameters[leaf].copy_(value)  # type: ignore[union-attr]
-    restore(model, [part for *_, part in found if isinstance(part, FakeQuantizing)])
+    peft_layers.restore(model, [part for *_, part in found if isinstance(part, FakeQuantizing)])
     for module in model.modules():
         remove_hook(module)
     return [name for name, *_ in found]
@@ -424,7 +405,7 @@ def remove_fake_quantization(model: torch.nn.Module, *, keep: Kept = "original")
 def _fake_quantized(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
     """Yield (name, module, name within the module, parametrization) for every fake-quantized parameter of a model."""
     seen = set()
-    for name, module, leaf in parameters_of(model):
+    for name, module, leaf in stored.parameters_of(model):
         for part in parts_of(module, leaf):
             if isinstance(part, (ServedWeight, FakeQuantized)) and id(part) not in seen:
                 seen.add(id(part))
@@ -434,7 +415,7 @@ def _fake_quantized(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
 def _check_alone(op: str, found: Sequence[tuple[str, torch.nn.Module, str, torch.nn.Module]]) -> None:
     """Raise ValueError if a fake-quantized parameter has further parametrizations and thus cannot be overwritten."""
     for name, module, leaf, part in found:
-        if isinstance(part, FakeQuantizing) and pending(part):
+        if isinstance(part, FakeQuantizing) and peft_layers.pending(part):
             raise ValueError(
                 f"{op}: the values of {name} contain its adapter; call merge_adapter() or merge_and_unload() of the"
                 ' PEFT model first, or use keep="original"'
@@ -452,7 +433,7 @@ def _remove(module: torch.nn.Module, leaf: str, part: torch.nn.Module) -> None:
     else:
         held: Any = module.parametrizations
         del held[leaf][[one is part for one in parts].index(True)]
-    release_names(module, leaf)
+    stored.release_names(module, leaf)
 
 
 def _own_class(module: torch.nn.Module) -> None:

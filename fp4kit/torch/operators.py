@@ -18,22 +18,14 @@ from torch.autograd import forward_ad
 import fp4kit
 from fp4kit.arrays.imports import check_one_device, is_distributed, way_to_array, way_to_local
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call.inputs import AbstractArray, check_clip_amax
-from fp4kit.call.linear import (
-    NO_SECOND_GRADIENT,
-    OP,
-    LinearOperations,
-    LinearSettings,
-    check_linear,
-    gradient_of_w,
-    gradient_of_x,
-    product,
-    settings_from_text,
-)
+from fp4kit.call import linear as linear_call
+from fp4kit.call.inputs import AbstractArray, check_clip_amax, check_values_dtype
+from fp4kit.call.linear import OP, LinearSettings
+from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import Call, QuantizeOptions, backward_call, each, fake_call, quantize_call
 from fp4kit.formats import FLOATS
 from fp4kit.ops.quantize import check_rounding, clip_amax
-from fp4kit.quantized.container import PARTS, check_values_dtype
+from fp4kit.quantized.container import PARTS
 from fp4kit.quantized.slicing import unflatten
 from fp4kit.recipes.serialization import from_spec, to_spec
 from fp4kit.types import RoundingMode
@@ -242,42 +234,58 @@ def _(grad: Tensor, *rest: Any) -> Tensor:
     return empty(grad, _check_backward("fake_quantize_backward", grad, *rest))
 
 
-def _save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, x, recipe, axis, amax = inputs
-    ctx.how = recipe, axis
-    ctx.save_for_backward(x, amax)
+def _keep(ctx: Any, x: Any, recipe: str, axis: int, amax: Any) -> None:
+    """Save what clipping the gradient of one tensor or of a group needs. No other input gets a gradient."""
+    ctx.how, ctx.count = (recipe, axis), len(x) if isinstance(x, (list, tuple)) else None
+    ctx.save_for_backward(*((x, amax) if ctx.count is None else (*x, *amax)))
 
 
-def _clip_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, amax = ctx.saved_tensors
-    return _clip(grad, x, *ctx.how, amax), None, None, None, None
+def _clipped(ctx: Any, grad: Any) -> Any:
+    """Return the clipped gradient of one tensor or of a group, from what _keep saved."""
+    if ctx.count is None:
+        x, amax = ctx.saved_tensors
+        return _clip(grad, x, *ctx.how, amax)
+    xs, limits = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+    return fake_quantize_grouped_backward_op(list(grad), xs, *ctx.how, limits)
+
+
+def _no_gradients(inputs: tuple[Any, ...]) -> list[Any]:
+    """Return None in place of every input but the first, and of every entry of a list."""
+    return [[None] * len(one) if isinstance(one, (list, tuple)) else None for one in inputs[1:]]
+
+
+def _save_clip(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.others = _no_gradients(inputs)
+    _keep(ctx, *inputs[1:])
+
+
+def _clip_backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
+    return _clipped(ctx, grad), *ctx.others
+
+
+def _save_fake(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, recipe, axis, tensor_amax, _, _, _, amax, ctx.pass_through = inputs
+    ctx.others = _no_gradients(inputs)
+    if not ctx.pass_through:
+        is_given = len(amax) > 0 if isinstance(amax, (list, tuple)) else amax is not None
+        _keep(ctx, x, recipe, axis, amax if is_given else tensor_amax)
+
+
+def _fake_backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
+    return grad if ctx.pass_through else _clipped(ctx, grad), *ctx.others
 
 
 _clip = _differentiable(
     fake_quantize_backward_op,
-    _save_clip_inputs,
+    _save_clip,
     _clip_backward,
     lambda grad, x, recipe, axis, amax: fake_quantize_backward_op(grad, x, recipe, axis, amax),
 )
 
 
-def _save_fake_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, recipe, axis, tensor_amax, _, _, _, amax, pass_through = inputs
-    ctx.how, ctx.pass_through = (recipe, axis), pass_through
-    if not pass_through:
-        ctx.save_for_backward(x, tensor_amax if amax is None else amax)
-
-
-def _fake_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    if not ctx.pass_through:
-        x, amax = ctx.saved_tensors
-        grad = _clip(grad, x, *ctx.how, amax)
-    return grad, *[None] * 8
-
-
 fake_quantize = _differentiable(
     fake_quantize_op,
-    _save_fake_inputs,
+    _save_fake,
     _fake_backward,
     lambda x, recipe, axis, tensor, block, rounding, seed, amax, through: fake_quantize_op(
         x, recipe, axis, tensor, block, rounding, seed, amax, through
@@ -344,37 +352,8 @@ def _(grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[
     return each(op, one, grads, xs, amax or [None] * len(xs))
 
 
-def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    xs, recipe, axis, tensor_amax, block_amax, _, _, amax, pass_through = inputs
-    ctx.how, ctx.pass_through, ctx.count = (recipe, axis), pass_through, len(xs)
-    ctx.given = len(tensor_amax), len(block_amax), len(amax)
-    if not pass_through:
-        ctx.save_for_backward(*xs, *(amax or tensor_amax))
-
-
-def _group_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    if not ctx.pass_through:
-        xs, amax = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
-        grads = fake_quantize_grouped_backward_op(list(grads), xs, *ctx.how, amax)
-    tensor, block, limit = ([None] * count for count in ctx.given)
-    return grads, None, None, tensor, block, None, None, limit, None
-
-
-def _save_clip_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, xs, recipe, axis, amax = inputs
-    ctx.how, ctx.counts = (recipe, axis), (len(xs), len(amax))
-    ctx.save_for_backward(*xs, *amax)
-
-
-def _clip_group_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    count, limits = ctx.counts
-    xs, amax = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
-    found = fake_quantize_grouped_backward_op(list(grads), xs, *ctx.how, amax)
-    return found, [None] * count, None, None, [None] * limits
-
-
-_differentiable(fake_quantize_grouped_op, _save_group, _group_backward)
-_differentiable(fake_quantize_grouped_backward_op, _save_clip_group, _clip_group_backward)
+_differentiable(fake_quantize_grouped_op, _save_fake, _fake_backward)
+_differentiable(fake_quantize_grouped_backward_op, _save_clip, _clip_backward)
 
 
 # ---- quantize and dequantize: the arrays of a Quantized are passed and returned as tensors ----
@@ -410,7 +389,7 @@ def _(x: Tensor, recipe: str, axis: int, tensor_amax: Tensor | None, *rest: Any)
     op, options = "quantize", QuantizeOptions(scale_layout, rounding, seed_outline(seed), flag)
     given, amaxes = _outlines(op, x, tensor_amax, block_amax, seed)
     call = quantize_call(op, given, from_spec(recipe), axis, options, **amaxes)
-    return [x.new_empty(shape, dtype=_TENSOR_DTYPES[dtype.name]) for shape, dtype in call.part_specs().values()]
+    return [x.new_empty(shape, dtype=_TENSOR_DTYPES[dtype.name]) for shape, dtype in part_specs(call).values()]
 
 
 quantize_op.register_vmap(loop_over(quantize_op))
@@ -449,7 +428,7 @@ dequantize_op.register_vmap(loop_over(dequantize_op))
 # ---- linear: w is a float tensor (N, K), or packed codes, whose scales follow; settings as in settings_from_text ----
 
 
-_EAGER = LinearOperations(fp4kit.quantize, fp4kit.transpose, fp4kit.matmul)
+_EAGER = linear_call.LinearOperations(fp4kit.quantize, fp4kit.transpose, fp4kit.matmul)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -476,14 +455,14 @@ def _checked(
     x: Tensor, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None, seed: Tensor | None, settings: str
 ) -> LinearSettings:
     """Check the arguments of linear, and return the settings that the text `settings` describes."""
-    s = settings_from_text(settings)
+    s = linear_call.settings_from_text(settings)
     check_devices(OP, x=x, w=w, block_scale=block_scale, tensor_scale=tensor_scale)
     if seed is not None and seed.ndim:
         raise ValueError(f"{OP}: seed has shape {tuple(seed.shape)}; needs an int, or a 0-d integer tensor")
     whole = outline(w) if s.scale_layout is None else AbstractArray(_weight_shape(s, w), np.dtype(np.float32))
     given = outline(x)
     assert given is not None and whole is not None
-    check_linear(s, given, whole, seed is not None)
+    linear_call.check_linear(s, given, whole, seed is not None)
     return s
 
 
@@ -492,7 +471,7 @@ def linear_op(
     x: Tensor, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None, seed: Tensor | None, settings: str
 ) -> Tensor:
     s = _checked(x, w, block_scale, tensor_scale, seed, settings)
-    y = product(_EAGER, s, _rows(x.detach()), _weight(s, w, block_scale, tensor_scale))
+    y = linear_call.product(_EAGER, s, _rows(x.detach()), _weight(s, w, block_scale, tensor_scale))
     return copy_if_shared(y.reshape(*x.shape[:-1], w.shape[0]))
 
 
@@ -512,22 +491,26 @@ def linear_gradient_of_x_op(
     settings: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    s = settings_from_text(settings)
+    s = linear_call.settings_from_text(settings)
     weight = _weight(s, w, block_scale, tensor_scale)
-    gradient = gradient_of_x(_EAGER, s, _rows(grad.detach()), weight, seed_of(seed), dtype)
+    gradient = linear_call.gradient_of_x(_EAGER, s, _rows(grad.detach()), weight, seed_of(seed), dtype)
     return copy_if_shared(gradient.reshape(*grad.shape[:-1], _weight_shape(s, w)[1]))
 
 
 @linear_gradient_of_x_op.register_fake
 def _(grad: Tensor, w: Tensor, *rest: Any) -> Tensor:
     settings, dtype = rest[-2:]
-    return grad.new_empty((*grad.shape[:-1], _weight_shape(settings_from_text(settings), w)[1]), dtype=dtype)
+    return grad.new_empty(
+        (*grad.shape[:-1], _weight_shape(linear_call.settings_from_text(settings), w)[1]), dtype=dtype
+    )
 
 
 @torch.library.custom_op("fp4kit::linear_gradient_of_w", mutates_args=())
 def linear_gradient_of_w_op(grad: Tensor, x: Tensor, seed: Tensor | None, settings: str, dtype: torch.dtype) -> Tensor:
-    s = settings_from_text(settings)
-    return copy_if_shared(gradient_of_w(_EAGER, s, _rows(grad.detach()), _rows(x.detach()), seed_of(seed), dtype))
+    s = linear_call.settings_from_text(settings)
+    return copy_if_shared(
+        linear_call.gradient_of_w(_EAGER, s, _rows(grad.detach()), _rows(x.detach()), seed_of(seed), dtype)
+    )
 
 
 @linear_gradient_of_w_op.register_fake
@@ -551,7 +534,7 @@ def _save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _no_gradient(ctx: Any, *grads: Tensor) -> NoReturn:
-    raise NotImplementedError(NO_SECOND_GRADIENT)
+    raise NotImplementedError(linear_call.NO_SECOND_GRADIENT)
 
 
 _gradient_of_x = _differentiable(linear_gradient_of_x_op, _save_dtype, _no_gradient)
@@ -566,7 +549,7 @@ def _save_linear_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, w, *scales, seed = ctx.saved_tensors
-    s, of_x, of_w = settings_from_text(ctx.settings), None, None
+    s, of_x, of_w = linear_call.settings_from_text(ctx.settings), None, None
     if s.backward == "quantized":
         if ctx.needs_input_grad[0]:
             of_x = _gradient_of_x(grad, w, *scales, seed, ctx.settings, x.dtype)

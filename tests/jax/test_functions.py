@@ -3,7 +3,6 @@
 A Quantized is a pytree.
 """
 
-import doctest
 import gc
 import importlib
 import os
@@ -16,16 +15,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import wrong_calls
-from exhaustive import exhaustive, half
-from inputs import BF16, NAMES, STOCHASTIC, ordinary
+from exhaustive import exhaustive
+from inputs import BF16, NAMES, ordinary
 from together import together
 from wrong_calls import RANDOM, codes, fake
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.quantized.container import PARTS
-from fp4kit.quantized.slicing import FACTS
-from fp4kit.recipes import RECIPES
 
 jax = pytest.importorskip("jax")
 jnp = importlib.import_module("jax.numpy")
@@ -68,44 +64,8 @@ def both(function, x, grad):
 
 def same_quantized(q, expected):
     """Assert that a Quantized of JAX arrays has the bits and the attributes of one of NumPy arrays."""
-    for name in PARTS:
-        array, wanted = getattr(q, name), getattr(expected, name)
-        assert (array is None) == (wanted is None), name
-        if wanted is not None:
-            assert isinstance(array, jax.Array), name
-            assert_same_bits(host(array), np.asarray(wanted), name)
-    assert [getattr(q, name) for name in FACTS] == [getattr(expected, name) for name in FACTS]
-
-
-@pytest.mark.parametrize("name", half(RECIPES))
-@pytest.mark.parametrize("axis, dtype", [(-1, np.float32), (0, BF16), (-1, np.float16)], ids=str)
-def test_every_recipe(name, axis, dtype):
-    """Traced calls give the values, codes and clipped gradient of calls on NumPy arrays."""
-    x, grad = ordinary(1, SHAPE, dtype), ordinary(3, SHAPE, dtype)
-    y, g = both(lambda w: fj.fake_quantize(w, name, axis=axis, pass_through=False), x, grad)
-    assert_same_bits(y, fp4kit.fake_quantize(x, name, axis=axis))
-    assert_same_bits(g, fp4kit.fake_quantize_backward(grad, x, name, axis=axis, pass_through=False))
-    if name in NAMES:
-        q = fp4kit.quantize(x, name, axis=axis)
-        found = jax.jit(lambda x: fj.quantize(x, name, axis=axis))(x)
-        same_quantized(found, q)
-        same_quantized(fj.quantize(jnp.asarray(x), name, axis=axis), q)
-        for decode in (fj.dequantize, jax.jit(fj.dequantize)):
-            assert_same_bits(host(decode(found)), fp4kit.dequantize(q))
-
-
-@pytest.mark.parametrize("recipe", VARIED, ids=str)
-def test_gradients(recipe):
-    assert_same_bits(both(lambda w: fj.fake_quantize(w, recipe), SMALL, OTHER)[1], OTHER)
-    takes = fp4kit.recipe(recipe).tensor_scaling == "tensor"
-    for tensor_amax in (None, 2.5, np.float32(2.5), jnp.float32(2.5)) if takes else (None,):
-        for amax in (None, 1.5, jnp.float32(1.5)):
-            options = {"tensor_amax": tensor_amax, "amax": amax, "pass_through": False}
-            y, g = both(lambda w, o=options: fj.fake_quantize(w, recipe, **o), SMALL, OTHER)
-            limit = tensor_amax if amax is None else amax
-            limit, given = (None if a is None else np.float32(a) for a in (limit, tensor_amax))
-            assert_same_bits(y, fp4kit.fake_quantize(SMALL, recipe, tensor_amax=given))
-            assert_same_bits(g, fp4kit.fake_quantize_backward(OTHER, SMALL, recipe, amax=limit, pass_through=False))
+    assert all(isinstance(array, jax.Array) for array in q.parts().values() if array is not None)
+    assert q.to("numpy").equals(expected)
 
 
 def test_amaxes_get_no_gradient_and_the_mask_is_differentiated_again():
@@ -118,20 +78,6 @@ def test_amaxes_get_no_gradient_and_the_mask_is_differentiated_again():
     assert of_amax == 0 and g.any()
     again = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x, amax)))(jnp.asarray(SMALL))
     assert_same_bits(host(again), 2 * (np.abs(SMALL) <= 1).astype(np.float32))
-
-
-@pytest.mark.parametrize("name", half(name for name in STOCHASTIC if RECIPES[name].fake_rule is None))
-def test_the_same_seed_gives_the_same_bits(name):
-    x = np.concatenate([SMALL, SMALL], axis=1)  # fp8-deepseek-v4 has blocks of 128 columns
-    random = np.random.default_rng(1).integers(0, 256, x.shape, np.uint8)
-    for seed in (0, 7, 2**63, 2**64 - 1, np.int32(5), jnp.int32(9), random):
-        number = seed if isinstance(seed, np.ndarray) else int(seed)
-        options = {"rounding": "stochastic", "seed": seed}
-        expected = fp4kit.quantize(x, name, rounding="stochastic", seed=number)
-        for wrap in (lambda f: f, jax.jit):
-            same_quantized(wrap(lambda v, o=options: fj.quantize(v, name, **o))(jnp.asarray(x)), expected)
-            y = wrap(lambda v, o=options: fj.fake_quantize(v, name, **o))(jnp.asarray(x))
-            assert_same_bits(host(y), fp4kit.dequantize(expected))
 
 
 def test_a_traced_seed_in_a_scan():
@@ -181,51 +127,6 @@ def test_subnormal_numbers(name):
     assert_same_bits(y, fp4kit.fake_quantize(tiny, name))
     assert_same_bits(g, fp4kit.fake_quantize_backward(tiny, tiny, name, amax=2.0**-130, pass_through=False))
     assert name != "mxfp4-ocp" or (y[np.abs(tiny) < 2.0**-126] != 0).any()
-
-
-@pytest.mark.parametrize("shape", [(0, 32), (4, 0), (32,), (2, 3, 4, 32)])
-def test_shapes(shape):
-    x = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
-    y, g = both(lambda w: fj.fake_quantize(w, "nvfp4-te", pass_through=False), x, x)
-    assert_same_bits(y, fp4kit.fake_quantize(x, "nvfp4-te"))
-    assert_same_bits(g, fp4kit.fake_quantize_backward(x, x, "nvfp4-te", pass_through=False))
-
-
-def test_special_values():
-    x = np.array([0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 6, -6] * 4, np.float32).reshape(1, 32)
-    for name in ("nvfp4-te", "mxfp4-ocp", "mxfp8-te"):
-        assert_same_bits(both(lambda w, n=name: fj.fake_quantize(w, n), x, x)[0], fp4kit.fake_quantize(x, name))
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4-te", *exhaustive(["mxfp4-flashinfer", VARIANT])], ids=str)
-@pytest.mark.parametrize("pass_through", [True, False])
-def test_groups_are_loops(recipe, pass_through):
-    arrays = [ordinary(i, shape) for i, shape in enumerate([(4, 128), (0, 128), (64, 256), (1, 128)])]
-    for amaxes in (None, [1.0, 2.0, np.float32(3), jnp.float32(4)], jnp.arange(1.0, 5)):
-        if amaxes is not None and recipe != "nvfp4-te":
-            continue
-
-        def pulled(xs, amaxes=amaxes):
-            group = lambda xs: fj.fake_quantize_grouped(xs, recipe, tensor_amax=amaxes, pass_through=pass_through)  # noqa: E731
-            ys, pull = jax.vjp(group, xs)
-            return ys, pull(list(xs))[0]
-
-        for call in (pulled, jax.jit(pulled)):
-            ys, gs = call([jnp.asarray(a) for a in arrays])
-            for i, (y, g, a) in enumerate(zip(ys, gs, arrays, strict=True)):
-                amax = None if amaxes is None else np.float32(amaxes[i])
-                assert_same_bits(host(y), fp4kit.fake_quantize(a, recipe, tensor_amax=amax))
-                expected = fp4kit.fake_quantize_backward(a, a, recipe, amax=amax, pass_through=pass_through)
-                assert_same_bits(host(g), expected)
-    assert [y.shape for y in fj.fake_quantize_grouped(jnp.ones((3, 2, 128)), recipe)] == [(2, 128)] * 3
-    assert fj.fake_quantize_grouped([], recipe) == []
-
-
-def test_quantize_options():
-    options = {"scale_layout": "swizzled_128x4", "hadamard": "no_signs", "axis": 0, "tensor_amax": np.float32(3)}
-    expected = fp4kit.quantize(SMALL, "nvfp4-te", **options)
-    for call in (lambda f: f, jax.jit):
-        same_quantized(call(lambda x: fj.quantize(x, "nvfp4-te", **options))(SMALL), expected)
 
 
 def test_gradients_stop_at_codes():
@@ -333,12 +234,6 @@ def test_calls_leave_nothing_behind(rounds):
         work()
     gc.collect()
     assert len(jax.live_arrays()) == alive
-
-
-@pytest.mark.parametrize("module", ["functions", "served_params"])
-def test_the_examples_of_docstrings(module):
-    found = doctest.testmod(importlib.import_module(f"fp4kit.jax.{module}"))
-    assert found.attempted and not found.failed
 
 
 @pytest.mark.parametrize("dtype", ["float4_e2m1fn", "int4"])

@@ -3,7 +3,6 @@
 Errors, threads and lifetimes are tested, too.
 """
 
-import doctest
 import gc
 import importlib
 import re
@@ -17,7 +16,7 @@ import pytest
 import wrong_calls
 from exhaustive import exhaustive
 from float_modes import BITS, NEEDS_ENVIRONMENT, mode
-from inputs import BF16, NAMES, STOCHASTIC, ordinary
+from inputs import BF16, ordinary
 from tensors import to_numpy, to_torch
 from together import together
 from wrong_calls import RANDOM, codes, fake
@@ -48,74 +47,8 @@ def both(function, x, grad):
 
 def same_quantized(q, expected):
     """Assert that a Quantized of tensors has the bits and the attributes of one of NumPy arrays."""
-    for name in PARTS:
-        array, wanted = getattr(q, name), getattr(expected, name)
-        assert (array is None) == (wanted is None), name
-        if wanted is not None:
-            assert isinstance(array, torch.Tensor), name
-            assert_same_bits(to_numpy(array), np.asarray(wanted), name)
-    for name in ("shape", "dtype", "axis", "recipe", "scale_layout"):
-        assert getattr(q, name) == getattr(expected, name), name
-
-
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("axis", [-1, 0])
-@DTYPES
-def test_every_recipe(name, axis, dtype):
-    """The forward result, both kinds of gradient, codes and values equal those of calls on NumPy arrays."""
-    shape = (128, 128)
-    x, grad = ordinary(1, shape, dtype), ordinary(3, shape, dtype)
-    if name in NAMES:
-        q = fp4kit.quantize(x, name, axis=axis)
-        same_quantized(ft.quantize(to_torch(x), name, axis=axis), q)
-        assert_same_bits(to_numpy(ft.dequantize(ft.quantize(to_torch(x), name, axis=axis))), fp4kit.dequantize(q))
-    expected = fp4kit.fake_quantize(x, name, axis=axis)
-    for pass_through in (True, False):
-        y, g = both(lambda w, p=pass_through: ft.fake_quantize(w, name, axis=axis, pass_through=p), x, grad)
-        assert_same_bits(y, expected)
-        assert_same_bits(g, fp4kit.fake_quantize_backward(grad, x, name, axis=axis, pass_through=pass_through))
-
-
-@pytest.mark.parametrize("name", STOCHASTIC)
-def test_the_same_seed_gives_the_same_bits(name):
-    random = rng.integers(0, 256, X.shape, np.uint8)
-    for seed in (0, 7, 2**63 - 1, 2**63, 2**64 - 1):
-        expected = (
-            fp4kit.fake_quantize(X, name, rounding="stochastic", seed=seed) if RECIPES[name].fake_rule is None else None
-        )
-        if expected is None:
-            with pytest.raises(ValueError, match=r"fake_quantize: .* rounds to nearest only"):
-                ft.fake_quantize(to_torch(X), name, rounding="stochastic", seed=seed)
-            return
-        assert_same_bits(to_numpy(ft.fake_quantize(to_torch(X), name, rounding="stochastic", seed=seed)), expected)
-    for seed in (7, random):
-        expected = fp4kit.fake_quantize(X, name, rounding="stochastic", seed=seed)
-        found = ft.fake_quantize(to_torch(X), name, rounding="stochastic", seed=torch.tensor(seed))
-        assert_same_bits(to_numpy(found), expected)
-        same_quantized(
-            ft.quantize(to_torch(X), name, rounding="stochastic", seed=torch.tensor(seed)),
-            fp4kit.quantize(X, name, rounding="stochastic", seed=seed),
-        )
-
-
-@pytest.mark.parametrize(
-    "recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "int8-modelopt", VARIANT], ids=str
-)
-def test_clipped_at_the_amax_that_is_used(recipe):
-    """The gradient is clipped at amax if it is given, else at tensor_amax, else at the amax that the recipe computes.
-
-    Each may be a number, an array or a tensor.
-    """
-    takes = fp4kit.recipe(recipe).tensor_scaling == "tensor"
-    for tensor_amax in (None, 2.5, np.float32(2.5), torch.tensor(2.5), 3) if takes else (None,):
-        for amax in (None, 1.5, torch.tensor(1.5)):
-            options = {"tensor_amax": tensor_amax, "amax": amax}
-            y, g = both(lambda w, o=options: ft.fake_quantize(w, recipe, pass_through=False, **o), X, X)
-            limit = tensor_amax if amax is None else amax
-            limit, given = (None if a is None else np.float32(a) for a in (limit, tensor_amax))
-            assert_same_bits(y, fp4kit.fake_quantize(X, recipe, tensor_amax=given))
-            assert_same_bits(g, fp4kit.fake_quantize_backward(X, X, recipe, amax=limit, pass_through=False))
-            assert limit is None or (g != X).any()
+    assert all(isinstance(array, torch.Tensor) for array in q.parts().values() if array is not None)
+    assert q.to("numpy").equals(expected)
 
 
 def test_amaxes_of_experts_and_rows_clip_too():
@@ -149,32 +82,14 @@ def test_gradients_are_those_of_the_rule():
     assert torch.equal(again[0], 3 * mask) and again[1] is None
 
 
-def test_special_values():
-    """Special values give fp4kit's bits in every arithmetic mode.
-
-    They are zeros of both signs, subnormals, infinities, NaN and the largest numbers.
-    """
-    specials = np.array([0, -0.0, 1e-45, -1e-38, np.inf, -np.inf, np.nan, 3.4e38] * 4, np.float32).reshape(1, 32)
-    for name in ("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "nvfp4-flashinfer"):
-        y, g = both(lambda w, n=name: ft.fake_quantize(w, n, pass_through=False, amax=float("inf")), specials, specials)
-        assert_same_bits(y, fp4kit.fake_quantize(specials, name))
-        assert_same_bits(g, np.where(np.isnan(specials), np.float32(0), specials))
+def test_flushed_subnormals():
+    """PyTorch may flush subnormals in its own operations; fp4kit's give the bits of every other mode."""
+    x = np.array([0, -0.0, 1e-45, -1e-38] * 8, np.float32).reshape(1, 32)
     try:
         torch.set_flush_denormal(True)
-        assert_same_bits(
-            to_numpy(ft.fake_quantize(to_torch(specials), "mxfp4-ocp")), fp4kit.fake_quantize(specials, "mxfp4-ocp")
-        )
+        assert_same_bits(to_numpy(ft.fake_quantize(to_torch(x), "mxfp4-ocp")), fp4kit.fake_quantize(x, "mxfp4-ocp"))
     finally:
         torch.set_flush_denormal(False)
-
-
-@pytest.mark.parametrize("shape", [(0, 32), (4, 0), (32,), (2, 3, 4, 32)])
-def test_shapes(shape):
-    x = rng.standard_normal(shape).astype(np.float32)
-    y, g = both(lambda w: ft.fake_quantize(w, "nvfp4-te", pass_through=False), x, x)
-    assert_same_bits(y, fp4kit.fake_quantize(x, "nvfp4-te"))
-    assert_same_bits(g, fp4kit.fake_quantize_backward(x, x, "nvfp4-te", pass_through=False))
-    same_quantized(ft.quantize(to_torch(x), "nvfp4-te"), fp4kit.quantize(x, "nvfp4-te"))
 
 
 def test_strides_and_inputs_are_left_alone():
@@ -187,34 +102,10 @@ def test_strides_and_inputs_are_left_alone():
     assert torch.equal(x, before)
 
 
-def test_quantize_options_and_dtypes():
-    x, amax = to_torch(X), torch.tensor(3.0)
-    options = {"scale_layout": "swizzled_128x4", "hadamard": "no_signs", "axis": 0}
-    q = ft.quantize(x.clone().requires_grad_(), "nvfp4-te", tensor_amax=amax, **options)
-    same_quantized(q, fp4kit.quantize(X, "nvfp4-te", tensor_amax=np.float32(3), **options))
+def test_codes_need_no_gradient_and_no_memory_of_their_amax():
+    amax = torch.tensor(3.0)
+    q = ft.quantize(to_torch(X).requires_grad_(), "nvfp4-te", tensor_amax=amax)
     assert not any(getattr(q, name).requires_grad for name in PARTS) and q.tensor_amax.data_ptr() != amax.data_ptr()
-    q = ft.quantize(x, VARIANT)
-    for dtype, numpy_dtype in ((torch.float16, np.float16), (torch.bfloat16, BF16), (None, np.float32)):
-        assert_same_bits(to_numpy(ft.dequantize(q, dtype)), fp4kit.dequantize(fp4kit.quantize(X, VARIANT), numpy_dtype))
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-flashinfer", "int4-qat", VARIANT], ids=str)
-@pytest.mark.parametrize("pass_through", [True, False])
-def test_groups_are_loops(recipe, pass_through):
-    arrays = [ordinary(i, shape) for i, shape in enumerate([(4, 128), (0, 128), (64, 256), (1, 128)])]
-    given = [None, [1.0, 2.0, np.float32(3), torch.tensor(4.0)], torch.tensor([1.0, 2, 3, 4])]
-    for amaxes in given if fp4kit.recipe(recipe).tensor_scaling == "tensor" and recipe != "int4-qat" else [None]:
-        xs = [to_torch(a).requires_grad_() for a in arrays]
-        ys = ft.fake_quantize_grouped(xs, recipe, tensor_amax=amaxes, pass_through=pass_through)
-        torch.autograd.backward(ys, [to_torch(a) for a in arrays])
-        for i, (x, y, a) in enumerate(zip(xs, ys, arrays, strict=True)):
-            amax = None if amaxes is None else float(amaxes[i])
-            one = both(lambda w, m=amax: ft.fake_quantize(w, recipe, tensor_amax=m, pass_through=pass_through), a, a)
-            assert_same_bits(to_numpy(y), one[0])
-            assert_same_bits(to_numpy(x.grad), one[1])
-    stacked = ft.fake_quantize_grouped(to_torch(STACK).repeat(1, 1, 2), recipe)
-    assert [y.shape for y in stacked] == [(32, 128)] * 3
-    assert ft.fake_quantize_grouped([], recipe) == []
 
 
 def test_a_group_of_which_one_result_is_used():
@@ -349,12 +240,6 @@ def test_calls_leave_nothing_behind(rounds):
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert held < 200_000
-
-
-@pytest.mark.parametrize("module", ["functions", "modules", "parameters", "inputs"])
-def test_the_examples_of_docstrings(module):
-    found = doctest.testmod(importlib.import_module(f"fp4kit.torch.{module}"))
-    assert found.attempted and not found.failed
 
 
 @pytest.fixture(params=["float32", "bfloat16", "float64"])

@@ -98,6 +98,7 @@ def check_served(model, names, folder, recipe, form, config=CONFIG):
 
 
 EVERY_RUN = (
+    ("nvfp4-te", None),  # the format that convert chooses
     ("nvfp4-te", "compressed-tensors"),
     ("nvfp4-te", "modelopt"),
     ("nvfp4-compressed-tensors", "compressed-tensors"),
@@ -116,6 +117,7 @@ def test_trained_values_are_served_values(tmp_path, recipe, form):
     model = a_llama(width=64 if fp4kit.recipe(recipe).block_size <= 64 else 256)
     names = ft.fake_quantize_model(model, recipe, format=form, config=CONFIG)
     assert check_served(model, names, tmp_path, recipe, form) == 14
+    assert names.plan.format == (form or "compressed-tensors")
 
 
 def a_part(kind, prefix, whole, block):
@@ -136,16 +138,21 @@ def a_part(kind, prefix, whole, block):
         mlp = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
         shapes = {f"mlp.{name}.weight": shape for name, shape in mlp.items()}
         shapes |= {f"self_attn.{name}_proj.weight": (width, width) for name in "qkvo" if whole}
+    sizes = {name: torch.rand(shape[0], 1, 1) if len(shape) == 3 else torch.rand(()) for name, shape in shapes.items()}
+    return module_of({f"{prefix}.{name}": torch.randn(shape) * sizes[name] * 3 for name, shape in shapes.items()})
+
+
+def module_of(tensors):
+    """Return a module whose parameters have the names and values of tensors."""
     root = torch.nn.Module()
-    for name, shape in shapes.items():
-        *path, leaf = f"{prefix}.{name}".split(".")
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
         module = root
-        for key in path:
-            if key not in module._modules:
-                module.add_module(key, torch.nn.Module())
-            module = module._modules[key]
-        sizes = torch.rand(shape[0], *[1] * (len(shape) - 1)) if len(shape) == 3 else torch.rand(())
-        module.register_parameter(leaf, torch.nn.Parameter(torch.randn(shape) * sizes * 3))
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module._modules[part]
+        module.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
     return root
 
 
@@ -183,23 +190,6 @@ def test_every_recipe_in_every_format(tmp_path, whole):
             assert_same_bits(weight, values, f"{name} by {recipe} in {form} ({container})")
         count += len(recipes)
     assert count > (520 if whole else 130)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-compressed-tensors", "mxfp4-ocp"])
-def test_16_bits_are_rounded_once(tmp_path, recipe, dtype):
-    model = a_llama(dtype)
-    ft.fake_quantize_model(model, recipe, format="compressed-tensors", config=CONFIG)
-    convert(save(model, tmp_path / "trained"), tmp_path / "served", recipe, format="compressed-tensors")
-    for module, values in served.weights(tmp_path / "served", fp4kit.recipe(recipe)).items():
-        assert torch.equal(model.get_submodule(module).weight, torch.from_numpy(values).to(dtype))
-
-
-def test_the_default_format_is_that_of_convert(tmp_path):
-    model = a_llama()
-    names = ft.fake_quantize_model(model, "nvfp4-te", config=CONFIG)
-    assert check_served(model, names, tmp_path, "nvfp4-te", None) == 14
-    assert names.plan.format == "compressed-tensors"
 
 
 class Experts(torch.nn.Module):
@@ -366,10 +356,12 @@ def test_other_parametrizations_stay():
     assert torch.equal(model[0].weight, normed)
 
 
+PRODUCT = dataclasses.replace(fp4kit.recipe("nvfp4-te"), decode_rule="product")  # as Model-Optimizer's container
+
+
 def served_values(w):
     """Return the values that Model-Optimizer's container gives for the codes of nvfp4-te."""
-    product = dataclasses.replace(fp4kit.recipe("nvfp4-te"), decode_rule="product")
-    return torch.from_numpy(fp4kit.fake_quantize(to_numpy(w), product))
+    return torch.from_numpy(fp4kit.fake_quantize(to_numpy(w), PRODUCT))
 
 
 def test_convolutions_and_embeddings():
@@ -459,34 +451,36 @@ def test_settings_are_removed_too():
     assert ft.remove_fake_quantization(model) == ["0.weight"]
 
 
-def test_amaxes_of_other_dtypes_are_rounded_as_the_weight_is():
-    """With mixed precision, FSDP gathers a weight in bfloat16 while others of its group are still in float32."""
+def gate_and_up():
     model = torch.nn.ModuleDict({f"{name}_proj": torch.nn.Linear(32, 16, bias=False) for name in ("gate", "up")})
     torch.nn.init.constant_(model["up_proj"].weight, 1.001)
+    return model
+
+
+def test_amaxes_of_other_dtypes_are_rounded_as_the_weight_is():
+    """With mixed precision, FSDP gathers a weight in bfloat16 while others of its group are still in float32."""
+    model = gate_and_up()
     ft.fake_quantize_model(model, "nvfp4-te", format="modelopt")
     w, part = torch.randn(16, 32, dtype=torch.bfloat16) / 9, model["gate_proj"].parametrizations.weight[0]
-    product = dataclasses.replace(fp4kit.recipe("nvfp4-te"), decode_rule="product")
-    expected = fp4kit.fake_quantize(to_numpy(w), product, tensor_amax=np.float32(1))
+    expected = fp4kit.fake_quantize(to_numpy(w), PRODUCT, tensor_amax=np.float32(1))
     assert_same_bits(to_numpy(part(w)), expected)
 
 
 def test_fused_weights_of_two_dtypes():
     """The shared amax is not rounded to the dtype of a weight, as in the converter."""
-    model = torch.nn.ModuleDict({f"{name}_proj": torch.nn.Linear(32, 16, bias=False) for name in ("gate", "up")})
-    torch.nn.init.constant_(model["up_proj"].weight, 1.001)
+    model = gate_and_up()
     model["gate_proj"].bfloat16()
     w = to_numpy(model["gate_proj"].weight)
     ft.fake_quantize_model(model, "nvfp4-te", format="modelopt")
-    product = dataclasses.replace(fp4kit.recipe("nvfp4-te"), decode_rule="product")
-    expected = fp4kit.fake_quantize(w, product, tensor_amax=np.float32(1.001))
-    assert (expected != fp4kit.fake_quantize(w, product, tensor_amax=np.float32(1))).any()
+    expected = fp4kit.fake_quantize(w, PRODUCT, tensor_amax=np.float32(1.001))
+    assert (expected != fp4kit.fake_quantize(w, PRODUCT, tensor_amax=np.float32(1))).any()
     assert_same_bits(to_numpy(model["gate_proj"].weight), expected)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-modelopt"])
 def test_nan_in_a_fused_weight_is_an_error(recipe):
     """No weight of the group gets finite values of another scale."""
-    model = torch.nn.ModuleDict({f"{name}_proj": torch.nn.Linear(32, 16, bias=False) for name in ("gate", "up")})
+    model = gate_and_up()
     with torch.no_grad():
         model["gate_proj"].weight[3, 4] = torch.nan
     ft.fake_quantize_model(model, recipe, format="modelopt")
@@ -495,28 +489,13 @@ def test_nan_in_a_fused_weight_is_an_error(recipe):
             _ = model[name].weight
 
 
-def module_of(tensors):
-    """Return a module whose parameters have the names and values of tensors."""
-    root = torch.nn.Module()
-    for name, x in tensors.items():
-        *path, leaf = name.split(".")
-        module = root
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, torch.nn.Module())
-            module = module._modules[part]
-        tensor = to_torch(x)
-        module.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
-    return root
-
-
 @pytest.mark.parametrize("recipe", ["nvfp4-te", pytest.param("nvfp4-compressed-tensors", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", synthetic.MODELS)
 def test_published_models(tmp_path, name, recipe):
     """Every layer that the converter writes as a matrix is one that the model reads, bit for bit."""
     tensors = synthetic.MODELS[name](tmp_path / "trained")
     config = json.loads((tmp_path / "trained" / "config.json").read_text())
-    model = module_of(tensors)
+    model = module_of({name: to_torch(x) for name, x in tensors.items()})
     names = ft.fake_quantize_model(model, recipe, config=config)
     convert(tmp_path / "trained", tmp_path / "served", recipe)
     compared = 0
@@ -611,7 +590,11 @@ def test_conv1d_of_transformers_is_refused(tmp_path, kind):
         dict(fp4kit.checkpoint.convert_tensors(state, rules))
 
 
-ROUNDED = (("nvfp4-te", "compressed-tensors"), ("nvfp4-te", "modelopt"), ("mxfp8-te", "sglang-mxfp8"))
+DTYPES = ("float32", "float16", "bfloat16")
+ROUNDED = (
+    *(("nvfp4-te", "compressed-tensors"), ("nvfp4-te", "modelopt"), ("nvfp4-compressed-tensors", "compressed-tensors")),
+    *(("mxfp8-te", "sglang-mxfp8"), ("mxfp4-ocp", "compressed-tensors")),
+)
 
 
 def layers():
@@ -625,25 +608,22 @@ def layers():
     return model
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("stored", "dtype"), [("float32", d) for d in DTYPES] + [(d, None) for d in DTYPES[1:]])
 @pytest.mark.parametrize(("recipe", "form"), ROUNDED)
-def test_decoded_values_are_rounded_once(tmp_path, recipe, form, dtype):
-    safetensors = pytest.importorskip("safetensors.torch")
-    model = layers()
+def test_decoded_values_are_rounded_once(tmp_path, recipe, form, stored, dtype):
+    """They are rounded to served_dtype, or to the dtype of the parameter."""
+    model = layers().to(getattr(torch, stored))
     names = ft.fake_quantize_model(model, recipe, format=form, served_dtype=dtype)
-    assert f"; values as served from --format {form}, decoded to {dtype}\n" in str(names) and "note:" not in str(names)
-    trained = tmp_path / "trained"
-    trained.mkdir()
-    safetensors.save_file(model.state_dict(), trained / "model.safetensors")
-    (trained / "config.json").write_text("{}")
-    convert(trained, tmp_path / "served", recipe, format=form)
+    decoded_to = f", decoded to {dtype}" if dtype else ""
+    assert f"; values as served from --format {form}{decoded_to}\n" in str(names) and "note:" not in str(names)
+    convert(save(model, tmp_path / "trained", {}), tmp_path / "served", recipe, format=form)
     for name, decoded in served.weights(tmp_path / "served", fp4kit.recipe(recipe)).items():
         w = model[name].weight
         w.sum().backward()
-        expected = torch.from_numpy(decoded).to(getattr(torch, dtype)).float()
+        expected = torch.from_numpy(decoded).to(getattr(torch, dtype or stored)).to(w.dtype)
         assert_same_bits(to_numpy(w), to_numpy(expected))
         gradient = model[name].parametrizations.weight.original.grad
-        assert w.dtype == torch.float32 and torch.equal(gradient, torch.ones_like(gradient))
+        assert w.dtype == getattr(torch, stored) and torch.equal(gradient, torch.ones_like(gradient))
 
 
 def test_gradients_are_not_rounded():
