@@ -14,15 +14,14 @@ import fp4kit
 from fp4kit.arguments import as_entries, as_flag, as_index
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call import linear as linear_call
-from fp4kit.call.inputs import AbstractArray, check_is_quantized, check_values_dtype
+from fp4kit.call.inputs import AbstractArray
 from fp4kit.call.inputs import check_seed as check_seed_range
 from fp4kit.call.linear import OP, LinearSettings
-from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import QuantizeOptions, backward_call, check_float, each, fake_call, quantize_call
 from fp4kit.jax.calls import is_traced, like, outline, traced
 from fp4kit.ops.grouped import check_stack, per_tensor
 from fp4kit.ops.quantize import check_rounding, clip_amax
-from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.container import Quantized, check_is_quantized, check_values_dtype
 from fp4kit.quantized.slicing import FACTS, flatten, unflatten
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
@@ -289,7 +288,7 @@ def quantize(
     quantize_options = QuantizeOptions(scale_layout, rounding, 0 if number else outline(seed), hadamard)
     given = outline(tensor_amax), outline(block_amax)
     call = quantize_call("quantize", outline(x), r, axis, quantize_options, tensor_amax=given[0], block_amax=given[1])
-    shapes = {name: jax.ShapeDtypeStruct(*facts) for name, facts in part_specs(call).items()}
+    shapes = {name: jax.ShapeDtypeStruct(*facts) for name, facts in call.part_specs().items()}
     arrays = traced("quantize", list(shapes.values()), x=x, recipe=r, seed=seed, **options, **amaxes)
     return unflatten(arrays, (tuple(shapes), call.x.shape, call.x.dtype, call.axis, r, scale_layout))
 
@@ -529,7 +528,7 @@ def _transpose(q: Quantized) -> Quantized:
     if not is_traced(q):
         return fp4kit.transpose(q)
     options = QuantizeOptions(q.scale_layout)
-    specs = part_specs(quantize_call(OP, AbstractArray(q.shape, q.dtype), q.recipe, 0, options))
+    specs = quantize_call(OP, AbstractArray(q.shape, q.dtype), q.recipe, 0, options).part_specs()
     names = flatten(q)[1][0]
     arrays = traced("transpose", [jax.ShapeDtypeStruct(*specs[name]) for name in names], q=q)
     facts = {name: getattr(q, name) for name in FACTS} | {"axis": 0}

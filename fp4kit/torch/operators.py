@@ -19,13 +19,12 @@ import fp4kit
 from fp4kit.arrays.imports import check_one_device, is_distributed, way_to_array, way_to_local
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call import linear as linear_call
-from fp4kit.call.inputs import AbstractArray, check_clip_amax, check_values_dtype
+from fp4kit.call.inputs import AbstractArray, check_clip_amax
 from fp4kit.call.linear import OP, LinearSettings
-from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import Call, QuantizeOptions, backward_call, each, fake_call, quantize_call
 from fp4kit.formats import FLOATS
 from fp4kit.ops.quantize import check_rounding, clip_amax
-from fp4kit.quantized.container import PARTS
+from fp4kit.quantized.container import PARTS, check_values_dtype
 from fp4kit.quantized.slicing import unflatten
 from fp4kit.recipes.serialization import from_spec, to_spec
 from fp4kit.types import RoundingMode
@@ -389,7 +388,7 @@ def _(x: Tensor, recipe: str, axis: int, tensor_amax: Tensor | None, *rest: Any)
     op, options = "quantize", QuantizeOptions(scale_layout, rounding, seed_outline(seed), flag)
     given, amaxes = _outlines(op, x, tensor_amax, block_amax, seed)
     call = quantize_call(op, given, from_spec(recipe), axis, options, **amaxes)
-    return [x.new_empty(shape, dtype=_TENSOR_DTYPES[dtype.name]) for shape, dtype in part_specs(call).values()]
+    return [x.new_empty(shape, dtype=_TENSOR_DTYPES[dtype.name]) for shape, dtype in call.part_specs().values()]
 
 
 quantize_op.register_vmap(loop_over(quantize_op))
