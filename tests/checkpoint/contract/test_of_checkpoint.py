@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import numpy as np
+import oracle
 import pytest
+import synthetic
+from changed_bytes import change
 from safetensors.numpy import save_file
 
 import fp4kit
@@ -20,35 +23,20 @@ LEAVES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_
 def source(tmp_path_factory):
     """Return the directory of a small unquantized model."""
     folder = tmp_path_factory.mktemp("model") / "source"
-    folder.mkdir()
     rng = np.random.default_rng(0)
-    tensors = {f"model.layers.0.{leaf}.weight": rng.standard_normal((64, 64), np.float32) for leaf in LEAVES}
-    tensors["model.embed_tokens.weight"] = rng.standard_normal((64, 64), np.float32)
-    tensors["model.norm.weight"] = np.ones(64, np.float32)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    names = (*(f"model.layers.0.{leaf}" for leaf in LEAVES), "model.embed_tokens")
+    tensors = {f"{name}.weight": rng.standard_normal((64, 64), np.float32) for name in names}
+    synthetic.write_model(folder, {"model_type": "llama"}, tensors | {"model.norm.weight": np.ones(64, np.float32)})
     return folder
 
 
-def edit(path, change):
-    """Call change(header, data) on a safetensors file, and write the result."""
-    raw = path.read_bytes()
-    n = int.from_bytes(raw[:8], "little")
-    header, data = json.loads(raw[8 : 8 + n]), bytearray(raw[8 + n :])
-    change(header, data)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
-def double(name):
-    """Return a change for `edit` that doubles the first float32 of a tensor."""
-
-    def change(header, data):
-        at = header[name]["data_offsets"][0]
-        data[at : at + 4] = (np.frombuffer(data, np.float32, 1, at) * 2).tobytes()
-
-    return change
+def without_records(folder):
+    """Remove the contract of a directory, and fp4kit's records in its config and in the header of its file."""
+    (folder / FILE).unlink()
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]["fp4kit"]
+    (folder / "config.json").write_text(json.dumps(config))
+    synthetic.write_file(folder / "model.safetensors", oracle.arrays(oracle.load(folder)))
 
 
 def test_a_conversion_writes_its_contract(source, tmp_path):
@@ -134,16 +122,14 @@ def test_layers_that_a_conversion_decodes_are_excluded(source, tmp_path):
 
 def test_stacks_of_experts_that_are_kept_are_excluded(source, tmp_path):
     """Some stacks have names without ".weight"."""
-    model = tmp_path / "model"
-    model.mkdir()
     prefix = "model.layers.0.mlp.experts"
     tensors = {
         f"{prefix}.gate_up_proj": np.ones((4, 64, 64), np.float32),
         f"{prefix}.down_proj": np.ones((4, 64, 32), np.float32),
         "model.layers.0.self_attn.q_proj.weight": np.ones((64, 64), np.float32),
     }
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    model = tmp_path / "model"
+    synthetic.write_model(model, {"model_type": "qwen3_moe"}, tensors)
     convert(model, tmp_path / "out", "nvfp4-te", wishes=Wishes(keep=("*.experts*",)), format="compressed-tensors")
     contract = fp4kit.Contract.of(tmp_path / "out")
     assert contract.excluded == (f"{prefix}.down_proj", f"{prefix}.gate_up_proj")
@@ -180,9 +166,7 @@ def test_a_record_that_cannot_be_right_is_not_stated(source, tmp_path):
 
 def test_unknown_formats_are_not_called_unquantized(tmp_path):
     config = {"model_type": "llama", "quantization_config": {"quant_method": "awq"}}
-    (tmp_path / "declared").mkdir()
-    save_file({"a.weight": np.ones((64, 64), np.float32)}, tmp_path / "declared" / "model.safetensors")
-    (tmp_path / "declared" / "config.json").write_text(json.dumps(config))
+    synthetic.write_model(tmp_path / "declared", config, {"a.weight": np.ones((64, 64), np.float32)})
     with pytest.raises(CheckpointError, match="declares quant_method 'awq'"):
         fp4kit.Contract.of(tmp_path / "declared")
     packed = {"a.qweight": np.ones((8, 32), np.int32), "a.qzeros": np.ones((1, 4), np.int32)}
@@ -194,15 +178,8 @@ def test_unknown_formats_are_not_called_unquantized(tmp_path):
 def test_rotations_of_some_layers(source, tmp_path):
     """The contract states one transform for all layers. The stored matrix of a transform is not a layer."""
     out = tmp_path / "out"
-    convert(
-        source,
-        out,
-        "nvfp4-te",
-        format="compressed-tensors",
-        hadamard=32,
-        hadamard_seed=3,
-        hadamard_only=["*.down_proj"],
-    )
+    options = {"hadamard": 32, "hadamard_seed": 3, "hadamard_only": ["*.down_proj"]}
+    convert(source, out, "nvfp4-te", format="compressed-tensors", **options)
     contract = fp4kit.Contract.of(out)
     assert {"hadamard", "hadamard_signs"} <= {*contract.unknown}
     (out / FILE).unlink()
@@ -231,17 +208,15 @@ def test_the_contract_is_inferred_without_a_file(source, tmp_path):
     out = tmp_path / "out"
     convert(source, out, "nvfp4-te-4over6-mse-448", format="compressed-tensors")
     written = fp4kit.Contract.of(out)
-    (out / FILE).unlink()
+    (out / FILE).rename(tmp_path / "away.json")
     recorded = fp4kit.Contract.of(out)
+    (tmp_path / "away.json").rename(out / FILE)
     assert recorded == written and dict(recorded.inferred)["weights"] == "recorded by fp4kit convert"
-    config = json.loads((out / "config.json").read_text())
-    del config["quantization_config"]["fp4kit"]
-    (out / "config.json").write_text(json.dumps(config))
-    edit(out / "model.safetensors", lambda header, data: header.pop("__metadata__"))
+    without_records(out)
     unknown = fp4kit.Contract.of(out)
     assert unknown.weights is None and "weights" in unknown.unknown
     assert unknown.shared_amax == written.shared_amax and unknown.excluded == written.excluded
-    edit(out / "model.safetensors", double("model.layers.0.mlp.up_proj.weight_global_scale"))
+    change(out, "up_proj.weight_global_scale", lambda scale: 2 * scale)
     assert fp4kit.Contract.of(out).shared_amax == (("k_proj", "q_proj", "v_proj"),)
     plain = fp4kit.Contract.of(source)
     assert plain.weights is None and "weights" not in plain.unknown
@@ -252,11 +227,7 @@ def test_the_recipe_is_identified_from_the_bytes(source, tmp_path):
     out = tmp_path / "out"
     convert(source, out, "nvfp4-te-4over6-mse-448", format="compressed-tensors")
     written = fp4kit.Contract.of(out)
-    (out / FILE).unlink()
-    config = json.loads((out / "config.json").read_text())
-    del config["quantization_config"]["fp4kit"]
-    (out / "config.json").write_text(json.dumps(config))
-    edit(out / "model.safetensors", lambda header, data: header.pop("__metadata__"))
+    without_records(out)
     identified = fp4kit.Contract.of(out, source=source)
     assert identified.weights.id == "nvfp4-te-4over6-mse-448" and identified == written
     assert dict(identified.inferred)["weights"].startswith("identified: nvfp4-te-4over6-mse-448")
@@ -266,12 +237,12 @@ def test_a_malformed_contract_is_refused_by_name(source, tmp_path):
     out = tmp_path / "out"
     convert(source, out, "nvfp4-te")
     data = json.loads((out / FILE).read_text())
-    for change, message in (
+    for changed, message in (
         ({"rounding": "rz"}, f"{FILE}: unknown key 'rounding'"),
         ({"hadamard": 3}, f"{FILE}: Contract: hadamard is 3"),
         ({"excluded": 3}, f"{FILE}: Contract: excluded is 3"),
     ):
-        (out / FILE).write_text(json.dumps(data | change))
+        (out / FILE).write_text(json.dumps(data | changed))
         with pytest.raises(CheckpointError, match=message):
             fp4kit.Contract.of(out)
     with pytest.raises(CheckpointError, match="is not a file; needs a contract"):
@@ -286,6 +257,7 @@ def test_a_file_of_save_states_its_recipes(tmp_path):
     assert contract.weights.id == "nvfp4-te" and dict(contract.inferred)["weights"] == "recorded by fp4kit.save"
     assert [(name, r.id) for name, r in contract.patterns] == [("b", "mxfp4-ocp")]
     assert contract.unknown == ("activations", "input_scales", "kv_cache", "kv_layout", "unit")
-    edit(tmp_path / "q.safetensors", lambda header, data: header["__metadata__"].update(fp4kit_quantized="{}"))
+    raw = (tmp_path / "q.safetensors").read_bytes()
+    (tmp_path / "q.safetensors").write_bytes(raw.replace(b"mxfp4-ocp", b"mxfp4-OCP"))
     with pytest.raises(CheckpointError, match="CRC-32"):
         fp4kit.Contract.of(tmp_path / "q.safetensors")

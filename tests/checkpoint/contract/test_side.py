@@ -25,11 +25,9 @@ LEAVES = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 def models(tmp_path_factory):
     """Return a directory with a small model (source), and the model in NVFP4 (served)."""
     folder = tmp_path_factory.mktemp("models")
-    (folder / "source").mkdir()
-    tensors = {f"model.layers.0.{leaf}.weight": RNG.standard_normal((64, 64), np.float32) for leaf in LEAVES}
-    tensors["model.embed_tokens.weight"] = RNG.standard_normal((64, 64), np.float32)
-    save_file(tensors, folder / "source" / "model.safetensors", metadata={"format": "pt"})
-    (folder / "source" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    names = (*(f"model.layers.0.{leaf}" for leaf in LEAVES), "model.embed_tokens")
+    tensors = {f"{name}.weight": RNG.standard_normal((64, 64), np.float32) for name in names}
+    synthetic.write_model(folder / "source", {"model_type": "llama"}, tensors)
     convert(folder / "source", folder / "served", "nvfp4-te", format="modelopt")
     return folder
 
@@ -87,11 +85,9 @@ def test_two_checkpoints_without_weights(models, tmp_path):
 
 
 def test_stacks_of_experts_are_compared_per_expert(tmp_path):
-    (tmp_path / "source").mkdir()
-    stack = {f"model.layers.0.mlp.experts.{n}": RNG.standard_normal((2, 64, 64), np.float32) for n in ("gate_up_proj",)}
-    stack["model.layers.0.mlp.experts.down_proj"] = RNG.standard_normal((2, 64, 32), np.float32)
-    save_file(stack, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "source" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 2}))
+    shapes = {"gate_up_proj": (2, 64, 64), "down_proj": (2, 64, 32)}
+    stacks = {f"model.layers.0.mlp.experts.{n}": RNG.standard_normal(x, np.float32) for n, x in shapes.items()}
+    synthetic.write_model(tmp_path / "source", {"model_type": "qwen3_moe", "num_experts": 2}, stacks)
     convert(tmp_path / "source", tmp_path / "served", "nvfp4-te", format="modelopt")
     found = fp4kit.parity(tmp_path / "served" / FILE, tmp_path / "served", weights=tmp_path / "source")
     assert found.equal and not found.notes[1:] and len(found.layers) == 6, str(found)
@@ -123,15 +119,13 @@ def with_others(folder, **changes):
 
     changes: tensor name, with "_" in place of ".", -> its value; None to leave the tensor out.
     """
-    folder.mkdir()
     tensors = {f"model.layers.0.{leaf}.weight": np.ones((32, 64), np.float32) for leaf in LEAVES}
     others = {"model.norm.weight": 1.0, "model.layers.0.mlp.down_proj.bias": 0.0, "model.inv_freq": 2.0}
     for name, value in others.items():
         value = changes.get(name.replace(".", "_"), value)
         if value is not None:
             tensors[name] = np.full(48, value, np.int64 if name == "model.inv_freq" else np.float32)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    synthetic.write_model(folder, {"model_type": "llama"}, tensors)
     return folder
 
 
@@ -172,9 +166,7 @@ def test_tensors_that_one_checkpoint_lacks(tmp_path):
     convert(source, tmp_path / "q", "nvfp4-te", format="modelopt")
     weights = {name: x for name, x in tensors.items() if x.ndim == 2}
     found = fp4kit.parity(contract, tmp_path / "q", weights=weights)
-    assert [
-        text for text in found.notes if text.startswith("3 tensors besides the layers, which train does not have: ")
-    ]
+    assert any(text.startswith("3 tensors besides the layers, which train does not have: ") for text in found.notes)
 
 
 def test_input_scales_of_checkpoints(tmp_path):
@@ -195,11 +187,8 @@ def raw(folder, **tensors):
     tensors = {"m.up_proj.weight": ("BF16", (32, 64), bytes(4096)), **tensors}
     header, data = {}, b""
     for name, (dtype, shape, content) in tensors.items():
-        header[name.replace("__", ".")] = {
-            "dtype": dtype,
-            "shape": shape,
-            "data_offsets": (len(data), len(data) + len(content)),
-        }
+        place = (len(data), len(data) + len(content))
+        header[name.replace("__", ".")] = {"dtype": dtype, "shape": shape, "data_offsets": place}
         data += content
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -211,14 +200,12 @@ def numbers(*values, dtype):
     return np.array(values, dtype).tobytes()
 
 
-PAIRS = {
-    "a scalar and one element": (("F32", (), numbers(1.5, dtype="f4")), ("F32", (1,), numbers(1.5, dtype="f4")), True),
-    "large integers": (("I64", (1,), numbers(2**60, dtype="i8")), ("U64", (1,), numbers(2**60 + 1, dtype="u8")), False),
-    "an integer and a float": (
-        *(("I64", (1,), numbers(2**60 + 1, dtype="i8")), ("F32", (1,), numbers(2.0**60, dtype="f4"))),
-        False,
-    ),
-    "FP8 and its value": (("F8_E4M3", (1,), b"\x38"), ("F32", (1,), numbers(1.0, dtype="f4")), True),
+ONE, LARGE = numbers(1.0, dtype="f4"), numbers(2**60 + 1, dtype="i8")
+PAIRS = {  # case -> (dtype, shape, bytes) of both sides, and whether they are equal
+    "a scalar and one element": (("F32", (), ONE), ("F32", (1,), ONE), True),
+    "large integers": (("I64", (1,), numbers(2**60, dtype="i8")), ("U64", (1,), LARGE), False),
+    "an integer and a float": (("I64", (1,), LARGE), ("F32", (1,), numbers(2.0**60, dtype="f4")), False),
+    "FP8 and its value": (("F8_E4M3", (1,), b"\x38"), ("F32", (1,), ONE), True),
     "FP8 and its bits": (("F8_E4M3", (1,), b"\x38"), ("F32", (1,), numbers(56.0, dtype="f4")), False),
     "two NaN": (("F8_E4M3", (1,), b"\x7f"), ("F8_E4M3", (1,), b"\xff"), True),
     "formats of FP8": (("F8_E4M3", (1,), b"\x38"), ("F8_E5M2", (1,), b"\x38"), False),
