@@ -21,6 +21,7 @@ from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.selection import Wishes
 
+AGAIN = {"requantize": True}
 ALL = synthetic.MODELS | synthetic.GPT_OSS | synthetic.QUANTIZED
 
 
@@ -31,13 +32,8 @@ def plan_of(tmp_path: Path, name: str, recipe: str = "nvfp4-te", **options: Any)
 
 def converted(plan: Plan) -> set[str]:
     """Return the modules that are quantized in the output."""
-    named = (
-        layer_names(piece.weight, plan.form, plan.source.config)
-        for t in plan.converted
-        for piece in t.pieces
-        if piece.form
-    )
-    return {name for names in named for name in names}
+    pieces = [piece for tensor in plan.converted for piece in tensor.pieces if piece.form]
+    return {name for piece in pieces for name in layer_names(piece.weight, plan.form, plan.config)}
 
 
 def own_warnings(plan: Plan) -> tuple[str, ...]:
@@ -85,14 +81,8 @@ def test_counts_of_models(tmp_path: Path, name: str, recipe: str) -> None:
         ("gpt_oss", "mxfp4-ocp", {}, "gpt-oss", {"quantize": 4}),
         ("gpt_oss_mxfp4", "mxfp4-ocp", {}, "gpt-oss", {"rename": 4}),
         ("gpt_oss_mxfp4", "nvfp4-te", {"format": "bf16"}, "bf16", {"dequantize": 4}),
-        (
-            "deepseek_fp8",
-            "nvfp4-te",
-            {"requantize": True},
-            "modelopt W4A16_NVFP4",
-            {"requantize": 22, "dequantize": 11},
-        ),
-        ("deepseek_fp8", "mxfp8-te", {"requantize": True}, "sglang-mxfp8", {"carry": 22, "dequantize": 11}),
+        ("deepseek_fp8", "nvfp4-te", AGAIN, "modelopt W4A16_NVFP4", {"requantize": 22, "dequantize": 11}),
+        ("deepseek_fp8", "mxfp8-te", AGAIN, "sglang-mxfp8", {"carry": 22, "dequantize": 11}),
         ("deepseek_fp8", "nvfp4-te", {"format": "bf16"}, "bf16", {"dequantize": 33}),
         ("deepseek_v4", "mxfp4-ocp", {}, "deepseek-v4", {"rename": 24 + 12 + 3 * 7}),
         ("deepseek_v4", "nvfp4-te", {"format": "bf16"}, "bf16", {"dequantize": 3 * (4 + 15)}),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-import oracle
 import pytest
 import synthetic
 from oracle import load
+from partly_quantized import declare
 from synthetic import refused
 
 from fp4kit.__main__ import main
 from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.plan.make_plan import make_plan
+from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
 
@@ -70,9 +72,8 @@ def test_stacks_match_under_their_own_names(tmp_path: Path) -> None:
     """A pattern matches the names of the source, so that a stack of experts gets one recipe."""
     synthetic.fused(tmp_path / "m")
     plan = make_plan(tmp_path / "m", recipes=[("*.experts.down_proj", "nvfp4-te-2d")])
-    found = {tensor.name.rpartition(".experts.")[2]: tensor.recipe for tensor in plan.converted}
-    assert found["down_proj"] is not None and found["down_proj"].id == "nvfp4-te-2d"
-    assert found["gate_up_proj"] is not None and found["gate_up_proj"].id == "nvfp4-te"
+    found = {one.name.rpartition(".experts.")[2]: one.recipe and one.recipe.id for one in plan.converted}
+    assert (found["down_proj"], found["gate_up_proj"]) == ("nvfp4-te-2d", "nvfp4-te")
     convert(tmp_path / "m", tmp_path / "out", recipes=[("*.experts.down_proj", "nvfp4-te-2d")])
     assert verify(tmp_path / "out", tmp_path / "m").clean
 
@@ -84,29 +85,23 @@ def test_the_first_pattern_decides(model: Path) -> None:
     assert ids["model.layers.1.mlp.down_proj.weight"] == "nvfp4-te-2d"
 
 
-REFUSED = {
-    "matches no module; near names are model.layers": [("model.layers.0.mlp.down_prj", "nvfp4-te-2d")],
-    "an earlier pattern, *.down_proj, matches all its layers": [*DOWN, ("*0.mlp.down_proj", "nvfp4-te")],
-    "every module that it matches stays unquantized: model.embed_tokens": [("model.embed_tokens", "nvfp4-te-2d")],
-    "(q_proj|k_proj|v_proj): model.layers.0.self_attn.q_proj would get the recipe nvfp4-te-2d": [
-        ("*.q_proj", "nvfp4-te-2d")
-    ],
-    "(gate_proj|up_proj): ": [("*.gate_proj", "nvfp4-te-2d")],
-    "--recipe *.down_proj=...: is given twice": [*DOWN, *DOWN],
+REFUSED: dict[str, tuple[list[tuple[str, str]], dict[str, Any]]] = {  # part of the message -> (patterns, options)
+    "matches no module; near names are model.layers": ([("model.layers.0.mlp.down_prj", "nvfp4-te-2d")], {}),
+    "an earlier pattern, *.down_proj, matches all its layers": ([*DOWN, ("*0.mlp.down_proj", "nvfp4-te")], {}),
+    "every module that it matches stays unquantized: model.embed_": ([("model.embed_tokens", "nvfp4-te-2d")], {}),
+    "(q_proj|k_proj|v_proj): model.layers.0.self_attn.q_proj would get the recipe": ([("*.q_proj", "nvfp4-te-2d")], {}),
+    "(gate_proj|up_proj): ": ([("*.gate_proj", "nvfp4-te-2d")], {}),
+    "--recipe *.down_proj=...: is given twice": ([*DOWN, *DOWN], {}),
+    "has no effect with --format bf16": (DOWN, {"format": "bf16"}),
+    "(--keep *.down_proj)": (DOWN, {"wishes": Wishes(keep=("*.down_proj",))}),
 }
 
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_is_refused(model: Path, text: str) -> None:
+    recipes, options = REFUSED[text]
     with refused(text):
-        make_plan(model, recipes=REFUSED[text])
-
-
-def test_patterns_that_would_have_no_effect(model: Path) -> None:
-    with refused("has no effect with --format bf16"):
-        make_plan(model, recipes=DOWN, format="bf16")
-    with refused("(--keep *.down_proj)"):
-        make_plan(model, recipes=DOWN, wishes=Wishes(keep=("*.down_proj",)))
+        make_plan(model, recipes=recipes, **options)
 
 
 def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,10 +130,7 @@ def test_an_empty_recipe_is_refused(
 def test_verify_takes_patterns(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Patterns tell verify which recipe made which layers if no recipe is recorded."""
     convert(model, tmp_path / "out", "nvfp4-te", recipes=DOWN)
-    path = tmp_path / "out" / "config.json"
-    config = json.loads(path.read_text())
-    del config["quantization_config"]["fp4kit"]
-    path.write_text(json.dumps(config))
+    declare(tmp_path / "out", fp4kit=None)
     (tmp_path / "out" / "fp4kit_manifest.json").unlink()
     command = ["verify", str(tmp_path / "out"), "--source", str(model), "--recipe", "nvfp4-te"]
     assert main(command) == 1 and "bytes of codes that differ" in capsys.readouterr().out
@@ -162,17 +154,8 @@ def test_patterns_replace_those_that_are_recorded(model: Path, tmp_path: Path) -
 
 def test_a_search_covers_the_recipes_that_allow_it(model: Path, tmp_path: Path) -> None:
     """Scales are searched only where the recipe accepts any block scale; verify knows which layers these are."""
-    from fp4kit.checkpoint.plan.scale_search import ScaleSearch
-
     search = ScaleSearch.of("mse", None, None)
     recipes = [("*.down_proj", "nvfp4-te")]
     report = convert(model, tmp_path / "out", "nvfp4-modelopt-static", recipes=recipes, search=search)
     assert report.gains and not any(name.endswith("down_proj") for name in report.gains)
     assert verify(tmp_path / "out", model).clean
-
-
-def test_the_oracle_sees_both_recipes(model: Path, tmp_path: Path) -> None:
-    """The independent oracle decodes every layer of a mixed checkpoint."""
-    convert(model, tmp_path / "out", "nvfp4-te", recipes=DOWN, format="modelopt")
-    layers = oracle.layers(oracle.arrays(load(tmp_path / "out")))
-    assert sum(layer.kind == "nvfp4" for found in layers.values() for layer in found.values()) == 14
