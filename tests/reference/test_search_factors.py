@@ -21,7 +21,7 @@ from fp4kit.formats import E2M1
 from fp4kit.host.engine import compute_tensor_amax
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.arith import sum_lanes
-from fp4kit.reference.search import AUTO_ROUND_PERCENTS, AUTO_ROUND_POWERS, best_by_block, search_matrix
+from fp4kit.reference.search import AUTO_ROUND_PERCENTS, AUTO_ROUND_POWERS, search_matrix
 
 NAMES = [name for name, r in RECIPES.items() if r.search]
 # Recipes whose candidates are multiples of the block amax.
@@ -122,12 +122,6 @@ def test_the_first_of_equal_errors_wins():
     assert chosen(x, MXFP4).item() == 2.0
     x[0], x[0, 0] = 0, 7.5  # twice the scale holds 8, the scale itself 6
     assert chosen(x, MXFP4).item() == 15.0
-
-
-def test_best_by_block_keeps_the_first_where_errors_are_equal_or_nan():
-    candidates = [np.float32([1, 1, 1]), np.float32([2, 2, 2]), np.float32([3, 3, 3])]
-    errors = iter([np.float32([5, np.nan, 2]), np.float32([5, 1, 3]), np.float32([4, 0, 2])])
-    assert best_by_block(candidates, lambda *_: next(errors)).tolist() == [3, 1, 1]
 
 
 def test_sums_are_those_of_lanes():
