@@ -25,7 +25,7 @@ import numpy as np
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.arrays import drawn
 from fp4kit.evidence.fuzz.recipes import Pool
-from fp4kit.evidence.golden.check import GoldenResult, check_bytes, check_row
+from fp4kit.evidence.golden.check import byte_arrays, result_of, row_arrays
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.testing import SPECIFICATION, ComparedEngine, Outcome, adversarial_blocks, attempt, compare
@@ -252,18 +252,15 @@ def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
 
 def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
     """Compare an engine's results with every recorded producer output of the recipe ``id``."""
-    total = Outcome()
-    for row in ROWS:
-        if row.recipe == id:
-            total += attempt(partial(_checked, check_row, row, golden, engine), f"{id}: {row.variant}")
-    return total + attempt(partial(_checked, check_bytes, id, golden, engine), f"{id}: bytes")
 
+    def compared(arrays: Callable[..., Any], source: Any) -> Outcome:
+        result = result_of(id, arrays(source, golden, engine))
+        first = "".join(f"{d.key}: {d.differing} of {d.size}" for d in result.differences[:1])
+        return Outcome(result.values, sum(d.differing for d in result.differences), first)
 
-def _checked(check: Callable[..., GoldenResult], *arguments: Any) -> Outcome:
-    """Call ``check(*arguments)``, a comparison with recorded outputs, and return its GoldenResult as an Outcome."""
-    result = check(*arguments)
-    first = "".join(f"{d.key}: {d.differing} of {d.size}" for d in result.differences[:1])
-    return Outcome(result.values, sum(d.differing for d in result.differences), first)
+    rows = [row for row in ROWS if row.recipe == id]
+    outcomes = [attempt(partial(compared, row_arrays, row), f"{id}: {row.variant}") for row in rows]
+    return sum(outcomes, attempt(partial(compared, byte_arrays, id), f"{id}: bytes"))
 
 
 def specified(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
@@ -298,18 +295,6 @@ def round_trip(
     for dtype in decoded:
         total += _agreed(engine, f"{what} decoded to {dtype}", dequantize, expected, dtype)
     return total
-
-
-def fuzzed(engine: ComparedEngine, ids: tuple[str, ...], seed: int, count: int, changes: int = 0) -> Outcome:
-    """Compare an engine with the specification on ``count`` random calls of public functions, and return the
-    Outcome.
-    """
-    return fuzz.outcome(engine, Pool(recipes=ids, changes=changes), seed, count)
-
-
-def products(engine: ComparedEngine, id: str, seed: int, count: int) -> Outcome:
-    """Compare an engine's matmul with the specification's, on random products of operands that a unit can multiply."""
-    return fuzz.outcome(engine, Pool(operations=("matmul",), units=(id,), faults=False), seed, count)
 
 
 def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
@@ -384,10 +369,12 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
     tasks += [Task("adversarial blocks and random bits", id, partial(specified, engine, id, quick)) for id in ids]
     for seed in range(1 if quick else 5):
         for unit in UNITS:
-            calls = partial(products, engine, unit, seed, 10 if quick else 60)
+            pool = Pool(operations=("matmul",), units=(unit,), faults=False)
+            calls = partial(fuzz.outcome, engine, pool, seed, 10 if quick else 60)
             tasks.append(Task("matrix products of every unit", f"{unit} seed {seed}", calls))
+    pool = Pool(recipes=ids, changes=0 if quick else 1)
     for seed in range(6 if quick else 20):
-        calls = partial(fuzzed, engine, ids, seed, 8 if quick else 50, 0 if quick else 1)
+        calls = partial(fuzz.outcome, engine, pool, seed, 8 if quick else 50)
         tasks.append(Task("random shapes, strides, alignment", f"seed {seed}", calls))
     return tasks
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import fields, replace
 
 import ml_dtypes
 import numpy as np
@@ -21,13 +21,11 @@ from fp4kit.cli.output import RECIPE_COLUMNS, recipe_rows
 from fp4kit.cuda.dispatch import unsupported
 from fp4kit.evidence.fuzz.recipes import Picks, Pool, draw_variant
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.formats import BNB_FP4, E2M1, E3M2, E4M3, E8M0, IF4, INT4, INT8, NF4, Codebook, ElementFormat, bit_patterns
+from fp4kit.formats import BNB_FP4, E2M1, E3M2, E4M3, E8M0, INT4, INT8, NF4, Codebook, ElementFormat, bit_patterns
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, recipe, rules
-from fp4kit.recipes.rules import ROUNDINGS
 from fp4kit.recipes.schema import Versions, as_stored, fields_of, of_format, searching
 from fp4kit.recipes.serialization import as_data, from_data, from_spec, to_spec
 from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.codec import SIGNS
 from fp4kit.reference.dequantize import DECODE_RULES
 from fp4kit.reference.fake import FAKE_RULES
 from fp4kit.reference.tensor_rules import TENSOR_RULES
@@ -62,16 +60,6 @@ def test_a_row_sets_the_fields_that_it_names():
         of_format(fp4kit.formats.NVFP4, "nvfp4-any", "blok_rule=te", source="", exact="")
 
 
-@recipes
-def test_names_exist(r):
-    chooses = r.block_rule in ("four_over_six", "fouroversix_if4") and r.four_over_six
-    assert r.block_rule is None or r.block_rule in BLOCK_RULES or chooses
-    assert r.tensor_rule is None or r.tensor_rule in TENSOR_RULES
-    assert r.decode_rule in DECODE_RULES
-    assert r.fake_rule is None or r.fake_rule in FAKE_RULES
-    assert r.rounding in ROUNDINGS and r.sign in SIGNS
-
-
 def test_every_rule_is_used_or_decodes_recorded_arrays():
     used = {name for r in RECIPES.values() for name in (r.block_rule, r.tensor_rule, r.fake_rule, r.decode_rule)}
     narrow = [rule for name, rule in rules.DECODE_RULES.items() if name in used]
@@ -86,16 +74,8 @@ def test_every_rule_is_used_or_decodes_recorded_arrays():
 def test_fields_agree(r):
     elements, scale = FORMATS[r.id.split("-")[0]]
     assert (r.fake_only or r.element.name in elements.split()) and (r.scale.name if r.scale else None) == scale
-    assert (r.scale is None) == (r.block_rule is None)
-    assert (r.tensor_scaling == "none") == (r.tensor_rule is None)
     assert r.scale is not E8M0 or r.tensor_scaling == "none"
-    assert (r.block is None) == (r.scale is None and r.tensor_scaling != "block")
-    assert r.fake_rule or not r.fake_only
-    assert r.nan_code is None or 0 <= r.nan_code < 2**r.element.bits
     assert r.is_packed == (r.element.bits == 4)
-    chosen = (r.block_rule, r.element, r.scale)
-    assert r.four_over_six is None or chosen in (("four_over_six", E2M1, E4M3), ("fouroversix_if4", IF4, E4M3))
-    assert not r.fast_error or r.four_over_six
 
 
 @recipes
@@ -114,12 +94,7 @@ def test_text_fields_for_the_tables(r):
     assert r.format_name == r.id.split("-")[0].upper() and f"{r.id}-".startswith(
         f"{r.format_name.lower()}-{r.producer}-"
     )
-    assert repr(r) == f"Recipe({r.id!r})"
-
-
-@recipes
-def test_recipe_finds_it(r):
-    assert fp4kit.recipe(r.id) is r and fp4kit.recipe(r) is r
+    assert repr(r) == f"Recipe({r.id!r})" and fp4kit.recipe(r.id) is r and fp4kit.recipe(r) is r
 
 
 def test_producers():
@@ -157,19 +132,12 @@ def test_versions_change_no_bit_and_survive_storage():
 def test_aliases():
     assert not set(ALIASES) & set(RECIPES)
     for alias, name in ALIASES.items():
-        assert fp4kit.recipe(alias) is RECIPES[name]
+        assert fp4kit.recipe(alias) is RECIPES[name] is spec.from_spec(alias) and spec.to_spec(alias) == name
     assert {name: ALIASES[name] for name in ("nvfp4", "mxfp4", "mxfp8")} == {
         "nvfp4": "nvfp4-te",
         "mxfp4": "mxfp4-ocp",
         "mxfp8": "mxfp8-te",
     }
-
-
-def test_recipes_are_frozen():
-    r = fp4kit.recipe("nvfp4-te")
-    with pytest.raises(FrozenInstanceError):
-        r.block = (1, 32)
-    assert replace(r, block=(1, 32)) != r and replace(r) == r
 
 
 def test_every_field_is_explained():
@@ -207,11 +175,6 @@ def test_variants_come_back():
         assert spec.to_spec(again) == text
     assert len({spec.to_spec(variant) for variant in variants}) == len(set(variants))
     assert len(variants) > 2 * len(RECIPES)
-
-
-def test_an_alias_is_the_recipe():
-    for alias, id in ALIASES.items():
-        assert spec.to_spec(alias) == id and spec.from_spec(alias) == recipe(id)
 
 
 def test_the_string_is_the_same_in_another_process():

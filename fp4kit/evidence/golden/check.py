@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -32,7 +33,7 @@ from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import block_amax, decode
 from fp4kit.reference.tensor_rules import tensor_scale
 
-# (key, fp4kit's array, recorded array, mask of elements that are not compared)
+# ("file: key", fp4kit's array, recorded array, mask of elements that are not compared)
 Compared = tuple[str, Any, Any, Any]
 
 
@@ -65,16 +66,16 @@ class GoldenResult(NamedTuple):
         return self.compared - len(self.differences)
 
 
-def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResult:
+def result_of(recipe: str, arrays: Iterable[Compared]) -> GoldenResult:
     """Compare arrays and return the GoldenResult."""
     compared, values, differences = 0, 0, []
-    for file, (key, ours, recorded, skip) in arrays:
+    for key, ours, recorded, skip in arrays:
         compared, values = compared + 1, values + np.size(recorded)
         different = np.ones(recorded.shape, bool)
         if ours.shape == recorded.shape:
             different = (differing(ours, recorded) if ours.dtype == recorded.dtype else different) & ~skip
         if different.any():
-            differences.append(ArrayDifference(f"{file}: {key}", int(different.sum()), different.size))
+            differences.append(ArrayDifference(key, int(different.sum()), different.size))
     return GoldenResult(recipe, compared, tuple(differences), values)
 
 
@@ -99,6 +100,10 @@ class RecordedCase:
     def key(self, part: str) -> str:
         """Return the key under which the file stores the recorded array ``part``: <input>/<variant>/<part>."""
         return f"{self.name}/{self.row.variant}/{part}"
+
+    def compared(self, part: str, ours: Any, recorded: Any, skip: Any = np.False_) -> Compared:
+        """Return what is compared for the recorded array ``part``."""
+        return f"{self.row.file}: {self.key(part)}", ours, recorded, skip
 
     def part(self, part: str) -> np.ndarray | None:
         """Return the recorded array named ``part``, or None if it was not recorded."""
@@ -241,17 +246,14 @@ def _skipped(case: RecordedCase, shape: tuple[int, ...]) -> np.ndarray:
 
 def check_recipe(name: str, golden: GoldenSet, engine: ComparedEngine = SPECIFICATION) -> GoldenResult:
     """Compare all recorded arrays of a recipe with the results of an engine, and return counts and differences."""
-    results = [check_row(row, golden, engine) for row in ROWS if row.recipe == name]
-    results.append(check_bytes(name, golden, engine))
-    differences = tuple(difference for result in results for difference in result.differences)
-    return GoldenResult(name, sum(r.compared for r in results), differences, sum(r.values for r in results))
+    rows = chain.from_iterable(row_arrays(row, golden, engine) for row in ROWS if row.recipe == name)
+    return result_of(name, chain(rows, byte_arrays(name, golden, engine)))
 
 
-def check_row(row: GoldenRow, golden: GoldenSet, engine: ComparedEngine = SPECIFICATION) -> GoldenResult:
-    """Compare every recorded array of a GoldenRow with the results of an engine."""
+def row_arrays(row: GoldenRow, golden: GoldenSet, engine: ComparedEngine) -> Iterator[Compared]:
+    """Yield what is compared for every recorded array of a GoldenRow."""
     arrays = _searched_arrays if row.searched else _fake_arrays if row.fake else _arrays
-    found = ((row.file, compared) for case in cases(row, golden, engine) for compared in arrays(case))
-    return result_of(row.recipe, found)
+    return (compared for case in cases(row, golden, engine) for compared in arrays(case))
 
 
 def _arrays(case: RecordedCase) -> Iterator[Compared]:
@@ -260,12 +262,12 @@ def _arrays(case: RecordedCase) -> Iterator[Compared]:
     skip = _skipped(case, case.q.moved_shape)
     codes, scales, turned = case.recorded_codes(), case.part("scales"), case.row.columnwise_in_place
     if codes is not None:
-        yield case.key("codes"), *_element_codes(case, codes), skip.T if turned else skip
+        yield case.compared("codes", *_element_codes(case, codes), skip.T if turned else skip)
     if scales is not None:
         ours = case.q.block_scale.T if turned else case.q.block_scale
         by_block = skip[:, :: case.recipe.block_size] if case.row.skip in SKIPPED_SCALES else np.False_
         found = _unsign_nan(np.maximum(ours, np.uint8(case.row.min_scale)), case.recipe.scale)
-        yield case.key("scales"), found, _unsign_nan(_crop(scales, ours), case.recipe.scale), by_block
+        yield case.compared("scales", found, _unsign_nan(_crop(scales, ours), case.recipe.scale), by_block)
     yield from _tensor_arrays(case)
     yield from _stored_arrays(case, skip)
 
@@ -283,19 +285,19 @@ def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray
 def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
     """Yield one item per recorded array of a case: the tensor amax, tensor scales and block amaxes."""
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
-    if amax is not None and not case.row.given_amaxes:
-        ours = np.maximum(case.q.tensor_amax, np.float32(case.row.min_amax))
-        yield case.key("global_amax"), ours.reshape(-1), amax.reshape(-1), np.False_
-    if scale is not None and case.row.given_amaxes == "global_scale":
-        yield case.key("global_scale"), case.q.tensor_amax.reshape(-1), scale, np.False_
-    elif scale is not None and case.q.tensor_amax is not None:
-        both = tensor_scale(case.q.tensor_amax, case.recipe, case.x.dtype)
+    own, given = case.q.tensor_amax, case.row.given_amaxes
+    if amax is not None and not given:
+        yield case.compared("global_amax", np.maximum(own, np.float32(case.row.min_amax)).reshape(-1), amax.reshape(-1))
+    if scale is not None and given == "global_scale":
+        yield case.compared("global_scale", own.reshape(-1), scale)
+    elif scale is not None and own is not None:
+        both = tensor_scale(own, case.recipe, case.x.dtype)
         ours = both.decode if case.row.file in ("modelopt", "ao", "quark", "comfy_kitchen") else both.encode
-        yield case.key("global_scale"), ours.reshape(-1), scale.reshape(-1), np.False_
+        yield case.compared("global_scale", ours.reshape(-1), scale.reshape(-1))
     if (token := case.part("token_scale")) is not None:
-        yield case.key("token_scale"), case.q.tensor_scale, token, np.False_
-    if block is not None and not case.row.given_amaxes:
-        yield case.key("block_amax"), case.engine.call(op_amax, case.x, case.recipe), block, np.False_
+        yield case.compared("token_scale", case.q.tensor_scale, token)
+    if block is not None and not given:
+        yield case.compared("block_amax", case.engine.call(op_amax, case.x, case.recipe), block)
 
 
 RAW: dict[str, Callable[[Any], np.ndarray]] = {  # {GoldenRow.raw: function from a Quantized to its stored bytes}
@@ -311,19 +313,19 @@ def _stored_arrays(case: RecordedCase, skip: np.ndarray) -> Iterator[Compared]:
     """Yield items to compare: stored bytes, decoded values, and arrays that the producer does not store."""
     raw = case.part("raw")
     if case.row.raw and raw is not None:
-        yield case.key("raw"), RAW[case.row.raw](case.q), raw, np.False_
+        yield case.compared("raw", RAW[case.row.raw](case.q), raw)
     for part, rule in DECODED.items() if case.row.decoded else ():
         if (values := case.part(part)) is not None:
             q = replace(case.q, recipe=replace(case.recipe, decode_rule=rule)) if rule else case.q
-            yield case.key(part), case.engine.call(dequantize, q, values.dtype), values, skip
+            yield case.compared(part, case.engine.call(dequantize, q, values.dtype), values, skip)
     for part in ("scale_applied", "scale"):
         if (applied := case.part(part)) is not None:
             has_blocks = case.recipe.block_rule is not None
             ours = _applied_scales(case.x, case.recipe) if has_blocks else case.q.tensor_scale.reshape(-1)
-            yield case.key(part), ours, applied, np.False_
+            yield case.compared(part, ours, applied)
     if (values := case.part("values")) is not None:
         # NaN values are not compared, because E2M1 has no code for NaN.
-        yield case.key("values"), decode(unpack(case.q.packed), case.recipe.element), values, np.isnan(values)
+        yield case.compared("values", decode(unpack(case.q.packed), case.recipe.element), values, np.isnan(values))
 
 
 def _searched_arrays(case: RecordedCase) -> Iterator[Compared]:
@@ -331,9 +333,9 @@ def _searched_arrays(case: RecordedCase) -> Iterator[Compared]:
     amax, key = case.part("global_amax"), f"hessian_{case.x.shape[-1]}"
     terms = {"hessian": case.golden.get(case.row.file, key)} if case.row.searched == "by hessian" else {}
     if amax is not None:
-        yield case.key("global_amax"), case.engine.call(op_amax, case.x), amax, np.False_
+        yield case.compared("global_amax", case.engine.call(op_amax, case.x), amax)
     ours = case.engine.call(search_scales, case.x, case.recipe, **terms)
-    yield case.key("block_amax"), ours, case.part("block_amax"), np.False_
+    yield case.compared("block_amax", ours, case.part("block_amax"))
 
 
 def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
@@ -342,14 +344,14 @@ def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
     for name in case.row.values:
         if (output := case.part(name)) is not None:
             y = case.engine.call(fake_quantize, case.x, case.recipe, **arguments)
-            yield case.key(name), y.astype(output.dtype), output, skip
+            yield case.compared(name, y.astype(output.dtype), output, skip)
     gradient = case.part("grad_clip")
     if gradient is not None:
         upstream = case.golden.get(case.row.file, f"{case.name}/upstream/grad_out")
         upstream = upstream.view(ml_dtypes.bfloat16) if upstream.dtype == np.uint16 else upstream
         options = {"amax": arguments.get("tensor_amax"), "pass_through": False}
         ours = case.engine.call(fake_quantize_backward, upstream, case.x, case.recipe, **options)
-        yield case.key("grad_clip"), ours, gradient, np.False_
+        yield case.compared("grad_clip", ours, gradient)
 
 
 @np.errstate(all="ignore")
@@ -392,30 +394,29 @@ BYTES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 
 
-def check_bytes(name: str, golden: GoldenSet, engine: ComparedEngine = SPECIFICATION) -> GoldenResult:
-    """Compare recorded arrays that a producer computed from codes and scales, not from input values."""
-    found = _byte_arrays(name, golden, engine) if name in BYTES else ()
-    return result_of(name, ((BYTES[name][0], (*compared, np.False_)) for compared in found))
-
-
-def _byte_arrays(id: str, golden: GoldenSet, engine: ComparedEngine) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, fp4kit's array, recorded array)."""
+def byte_arrays(id: str, golden: GoldenSet, engine: ComparedEngine) -> Iterator[Compared]:
+    """Yield what is compared for the recorded arrays that a producer computed from codes and scales alone."""
+    if id not in BYTES:
+        return
     file, variant, blocks = BYTES[id]
     for part, dtype in _TYPES.items():
         key = f"all_bytes/{variant}/{part}"
         if key in golden.keys(file):
             recorded, q = golden.get(file, key), all_bytes(recipe(id), np.dtype(dtype))
-            yield key, engine.call(dequantize, q, np.dtype(dtype))[:, : recorded.shape[1]], recorded.view(dtype)
+            ours = engine.call(dequantize, q, np.dtype(dtype))[:, : recorded.shape[1]]
+            yield f"{file}: {key}", ours, recorded.view(dtype), np.False_
     for key in golden.keys(file):
         head, _, part = key.rpartition("/")
         name = head.rpartition("/")[2]
         if part != "raw" or name not in blocks:
             continue
         raw, codes, scales = (golden.get(file, f"{head}/{each}") for each in ("raw", "codes", "scales"))
-        yield key, pack_gguf(codes, scales, variant), raw
+        yield f"{file}: {key}", pack_gguf(codes, scales, variant), raw, np.False_
         if name.startswith("repack_"):  # other variants are compared with the results of quantize
-            ours = unpack_gguf(raw, variant)
-            yield from ((f"{head}/codes", ours[0], codes), (f"{head}/scales", ours[1], scales))
+            for each, ours, recorded in zip(
+                ("codes", "scales"), unpack_gguf(raw, variant), (codes, scales), strict=True
+            ):
+                yield f"{file}: {head}/{each}", ours, recorded, np.False_
 
 
 def all_bytes(r: Recipe, dtype: np.dtype) -> Quantized:
@@ -470,9 +471,7 @@ def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
     found: dict[bytes, list[Recipe]] = {}
     for r in group:
         q = quantize(x, r)
-        found.setdefault(b"".join(part.tobytes() for part in (q.packed, q.block_scale) if part is not None), []).append(
-            r
-        )
+        found.setdefault(q.packed.tobytes() + q.block_scale.tobytes(), []).append(r)
     return list(found.values())
 
 

@@ -20,10 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["BASES", "INDEX", "INPUTS", "NumpyArray", "is_packed", "read_packed", "references"]
-
-NumpyArray = np.ndarray[Any, np.dtype[Any]]
-
+Arrays = Mapping[str, np.ndarray]
 INPUTS = "inputs"
 INDEX = "index.json"
 BASES = (INPUTS, "ao", "modelopt", "modelopt_fake", "te", "mlx")
@@ -44,7 +41,7 @@ def references(path: Path) -> dict[str, tuple[str, ...]]:
     return {key: tuple(index["arrays"][number][3:]) for key, number in index["keys"].items()}
 
 
-def read_packed(path: Path, base: Callable[[str], Mapping[str, NumpyArray]]) -> dict[str, NumpyArray]:
+def read_packed(path: Path, base: Callable[[str], Arrays]) -> dict[str, np.ndarray]:
     """Return {key: read-only array} of one packed file."""
     with np.load(path, allow_pickle=False) as npz:
         index = json.loads(npz[INDEX])
@@ -53,9 +50,7 @@ def read_packed(path: Path, base: Callable[[str], Mapping[str, NumpyArray]]) -> 
     return {key: arrays[number] for key, number in index["keys"].items()}
 
 
-def _array(
-    members: Mapping[str, NumpyArray], entry: list[Any], base: Callable[[str], Mapping[str, NumpyArray]]
-) -> NumpyArray:
+def _array(members: Mapping[str, np.ndarray], entry: list[Any], base: Callable[[str], Arrays]) -> np.ndarray:
     """Return the array that an entry of the index describes, read-only."""
     dtype, start, shape = entry[:3]
     array = members[dtype][start : start + math.prod(shape)].reshape(shape)
@@ -66,10 +61,6 @@ def _array(
     array.flags.writeable = False
     return array
 
-
-__all__ = ["RECORDED", "GoldenSet"]
-
-Arrays = Mapping[str, NumpyArray]
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 _OWN_INPUT = "/input/values"
@@ -121,7 +112,7 @@ class GoldenSet:
         """Return the keys of one file, or () if the set has no such file."""
         return tuple(self._file(file))
 
-    def get(self, file: str, key: str) -> NumpyArray:
+    def get(self, file: str, key: str) -> np.ndarray:
         """Return the array under `key` in `file`."""
         arrays = self._file(file)
         if key not in arrays:
@@ -133,7 +124,7 @@ class GoldenSet:
         """Return the names of the inputs, such as "normal__bf16", or () if the set has no file of inputs."""
         return self.keys(INPUTS)
 
-    def input(self, name: str, file: str = INPUTS) -> NumpyArray:
+    def input(self, name: str, file: str = INPUTS) -> np.ndarray:
         """Return the input array `name`: float32, float16 or, if the name ends in "__bf16", bfloat16."""
         own = name + _OWN_INPUT
         array = self.get(file, own) if own in self.keys(file) else self.get(INPUTS, name)
@@ -156,7 +147,7 @@ class GoldenSet:
         return self._read(name) if name in self._names else {}
 
 
-def _read_original(path: Path) -> dict[str, NumpyArray]:
+def _read_original(path: Path) -> dict[str, np.ndarray]:
     """Return {key: read-only array} for all arrays of a plain file, as numpy.savez writes it."""
     with np.load(path, allow_pickle=False) as npz:
         arrays = {key: npz[key] for key in npz.files}

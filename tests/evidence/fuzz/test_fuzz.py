@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
+from math import prod
 
+import ml_dtypes
 import numpy as np
 import pytest
+from engine_cases import NEEDS_ENGINE
 from exhaustive import every, exhaustive
 from fuzz_faults import SMALL, executed, one_bit, plant
 from together import together
+from tool_module import tool_module
 
 import fp4kit
 from fp4kit.cli import main
+from fp4kit.cpu import engine
 from fp4kit.evidence.fuzz import arrays as fuzz_arrays
 from fp4kit.evidence.fuzz import run as fuzz
-from fp4kit.evidence.fuzz.arrays import DrawnArray, View
+from fp4kit.evidence.fuzz import shrink
+from fp4kit.evidence.fuzz.arrays import DISTANCES, DTYPES, FORMATS, PATTERNS, DrawnArray, View, codes_of, drawn
 from fp4kit.evidence.fuzz.check import Verdict, agree
-from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOptions, draw
+from fp4kit.evidence.fuzz.draw import ALPHAS, ARRAYS, LONGEST, DrawnCase, DrawnOptions, changes_of, draw, units_for
 from fp4kit.evidence.fuzz.programs import check, script
 from fp4kit.evidence.fuzz.recipes import CHANGES, OPERATIONS, Picks, Pool, Variant, draw_variant
-from fp4kit.evidence.fuzz.shrink import shrunk
 from fp4kit.recipes import RECIPES, Recipe
+
+PRODUCTS = Pool(operations=("matmul",))
+SMALL_PRODUCTS = replace(SMALL, operations=("matmul",))
 
 # ---- the specification ----
 
@@ -115,29 +124,81 @@ def test_a_pool_of_variants():
     assert {case.recipe for case in drawn if case.operation == "transpose"} == {variant}
 
 
+def products(count: int, pool: Pool = PRODUCTS) -> list:
+    """Return the products of ``count`` cases."""
+    return [draw(number, pool)[0].product for number in range(count)]
+
+
+# ---- what is drawn ----
+
+
+def test_draws_reach_everything():
+    """Draws have every unit, variant, dtype of arrays, alpha and layout, K of one step and the longest K."""
+    found = products(1500)
+    assert {p.unit.id for p in found} == {u.id for u in fp4kit.units()}
+    changed = set().union(*(changes_of(p.unit) for p in found))
+    assert changed == {"float16", "bfloat16", "fp8", "fp8_fnuz", "fp6_fp4", "mx", "fp4", "promote"}
+    assert {x.dtype for p in found for x in (p.a, p.b)} == {"", *ARRAYS}
+    assert {p.alpha for p in found} == {None, *ALPHAS} and {p.out_dtype for p in found} == set(PRODUCTS.dtypes)
+    assert {x.layout for p in found for x in (p.a, p.b)} == {"linear", "swizzled_128x4", "swizzled_8x4"}
+    lengths = [(p.a.codes.shape[-1], {step.k for step in p.unit.steps().values()}) for p in found]
+    assert any(K in steps for K, steps in lengths) and any(K % 2 for K, _ in lengths)
+    assert max(K for K, _ in lengths) == LONGEST and min(K for K, _ in lengths) == 0
+    stacks = {(p.a.codes.ndim > 2, p.b.codes.ndim > 2) for p in found}
+    assert len(stacks) == 4 and any(p.a.columns for p in found) and any(not p.a.codes.view.is_plain for p in found)
+
+
+def test_few_products_are_refused():
+    pool = replace(SMALL_PRODUCTS, faults=False)
+    report = fuzz.run(None, 600, 1, cases=180, pool=pool)
+    assert report.failures == [] and report.total("refused") == 0 and report.total("values") > 9_000
+    sums = Counter()
+    for number in range(180):
+        p = draw(fuzz.CASES_PER_SEED + number, pool)[0].product
+        a, b = p.a.codes.shape, p.b.codes.shape
+        sums[p.unit.id] += prod(np.broadcast_shapes(a[:-2], b[:-2])) * a[-2] * b[-2]
+    assert report.sums == sums and report.as_json()["sums"] == dict(sums)
+
+
+def test_a_pool_restricts_units():
+    pool = replace(SMALL_PRODUCTS, units=("sm70", "cdna3"), changes=0, faults=False)
+    assert {p.unit for p in products(60, pool)} == {fp4kit.unit("sm70"), fp4kit.unit("cdna3")}
+    with pytest.raises(ValueError, match=r"fuzz: units holds \['sm71'\]; needs one or more of sm100, sm90"):
+        Pool(units=("sm71",))
+
+
+def test_units_of_two_operands():
+    nvfp4, mxfp4, int8 = (Variant(id) for id in ("nvfp4-te", "mxfp4-ocp", "int8-modelopt"))
+    orders = ("exact", "float64", "float32-blocks", "dequantized")
+    assert units_for(nvfp4, nvfp4) == ("sm100", *orders)
+    assert units_for(nvfp4, mxfp4) == ("exact", "float64", "dequantized")
+    assert units_for(int8, int8) == ("dequantized",)
+    assert units_for("float16", "float16")[:4] == ("sm100", "sm90", "sm89", "sm80")
+
+
 # ---- planted faults ----
 
 
-def another_recipe(right, x, recipe, **options):
-    """Stand in for fp4kit.quantize with a planted fault (fuzz_faults.plant): round ties away from zero.
+# Each fault replaces a public function; it is called as fault(right, *arguments, **options) (fuzz_faults.plant).
 
-    right: the correct function. A recipe with 4over6 is quantized correctly.
-    """
+
+def another_recipe(right, x, recipe, **options):
+    """Round ties away from zero, except by 4over6."""
     recipe = fp4kit.recipe(recipe)
     return right(x, recipe if recipe.four_over_six else replace(recipe, rounding="rna"), **options)
 
 
 def ignored_option(right, x, *arguments, scale_layout="linear", **options):
-    """Stand in for fp4kit.quantize with a planted fault: swizzle scales in 128x4 tiles if 8x4 tiles are requested."""
+    """Swizzle scales in 128x4 tiles if 8x4 tiles are requested."""
     return right(
-        x, *arguments, scale_layout="swizzled_128x4" if scale_layout == "swizzled_8x4" else scale_layout, **options
+        x, *arguments, scale_layout={"swizzled_8x4": "swizzled_128x4"}.get(scale_layout, scale_layout), **options
     )
 
 
 def ignored_amax(right, x, *arguments, tensor_amax=None, **options):
-    """Stand in for fp4kit.quantize with a planted fault: use the first expert's amax for all experts."""
-    if np.ndim(tensor_amax):
-        tensor_amax = np.full_like(tensor_amax, np.ravel(tensor_amax)[0]) if np.size(tensor_amax) else tensor_amax
+    """Use the first expert's amax for all experts."""
+    if np.ndim(tensor_amax) and np.size(tensor_amax):
+        tensor_amax = np.full_like(tensor_amax, np.ravel(tensor_amax)[0])
     return right(x, *arguments, tensor_amax=tensor_amax, **options)
 
 
@@ -166,30 +227,65 @@ def reworded(right, x, *arguments, **options):
         raise ValueError("wrong") from error
 
 
+def without_c(right, a, b, c=None, **options):
+    return right(a, b, **options)
+
+
+def without_promotion(right, a, b, unit, **options):
+    """Add in one chain over K."""
+    unit = fp4kit.unit(unit) if isinstance(unit, str) else unit
+    return right(a, b, unit=replace(unit, promote=None), **options)
+
+
+def one_bit_less(right, a, b, unit, **options):
+    """Drop the last bit of every term."""
+    unit = fp4kit.unit(unit) if isinstance(unit, str) else unit
+    steps = {kind: step for kind, step in unit.steps().items() if step.fraction_bits > 1}
+    less = {kind: replace(step, fraction_bits=step.fraction_bits - 1) for kind, step in steps.items()}
+    return right(a, b, unit=replace(unit, **less), **options)
+
+
+def without_the_smallest_scale(right, a, b, **options):
+    """Take the block scale code 0 of b for 1."""
+    if isinstance(b, fp4kit.Quantized) and b.block_scale is not None:
+        b = replace(b, block_scale=np.maximum(b.block_scale, 1))
+    return right(a, b, **options)
+
+
+def first_row(right, a, b, **options):
+    """Return zeros in the second row of more than four."""
+    d = right(a, b, **options)
+    if d.shape[-2] > 4:
+        d[..., 1, :] = 0
+    return d
+
+
 FAULTS = {
-    "one bit": (one_bit, "differs"),
-    "another recipe": (another_recipe, "differs"),
-    "an ignored option": (ignored_option, "differs"),
-    "an ignored amax": (ignored_amax, "differs"),
-    "another exception": (raises, "raised"),
-    "an input that is written to": (writes, "written"),
-    "no refusal": (accepts, "not refused"),
-    "other words": (reworded, "message"),
+    one_bit: "differs",
+    another_recipe: "differs",
+    ignored_option: "differs",
+    ignored_amax: "differs",
+    raises: "raised",
+    writes: "written",
+    accepts: "not refused",
+    reworded: "message",
 }
+PRODUCT_FAULTS = (without_c, without_promotion, one_bit_less, without_the_smallest_scale, first_row)
 
 
-@pytest.mark.parametrize("name", every(4, FAULTS))
-def test_a_fault_is_found_shrunk_and_reproduced(name, away, monkeypatch):
-    fault, kind = FAULTS[name]
-    restore = plant(monkeypatch, "quantize", fault)
-    pool = replace(SMALL, operations=("quantize",), largest=1 << 11)
+@pytest.mark.parametrize("fault", [*every(4, FAULTS), *every(3, PRODUCT_FAULTS)])
+def test_a_fault_is_found_shrunk_and_reproduced(fault, away, monkeypatch):
+    kind = FAULTS.get(fault, "differs")
+    function = "matmul" if fault in PRODUCT_FAULTS else "quantize"
+    restore = plant(monkeypatch, function, fault)
+    pool = SMALL_PRODUCTS if function == "matmul" else replace(SMALL, operations=("quantize",), largest=1 << 11)
     reports = (fuzz.run(away, 600, seed, cases=20, pool=pool, shrink_seconds=2) for seed in range(40))
-    text = next(f.script for report in reports for f in report.failures if f.kind == kind)
-    assert "fp4kit.quantize(x, r" in text and "agree(program, np, arrays_away)" in text
-    found = executed(text)
-    assert found.startswith(f"{kind}: "), found
+    failure = next(f for report in reports for f in report.failures if f.kind == kind)
+    assert failure.function == ("" if kind == "written" else f"fp4kit.{function}")
+    assert f"fp4kit.{function}(" in failure.script and "agree(program, np, arrays_away)" in failure.script
+    assert executed(failure.script).startswith(f"{kind}: "), failure.script
     restore()
-    assert executed(text) == ""
+    assert executed(failure.script) == ""
 
 
 def test_one_bit_is_shrunk_to_one_block(away, monkeypatch):
@@ -201,13 +297,20 @@ def test_one_bit_is_shrunk_to_one_block(away, monkeypatch):
     assert text.count("0x") <= 2, text
 
 
+def test_a_wrong_row_is_shrunk_to_five_rows(away, monkeypatch):
+    plant(monkeypatch, "matmul", first_row)
+    report = fuzz.run(away, 600, 3, cases=30, pool=SMALL_PRODUCTS, shrink_seconds=20)
+    failure = next(f for f in report.failures if f.kind == "differs")
+    assert "[5, " in failure.shrunk and not any(word in failure.script for word in ("View", "swizzle", "c=", "drawn"))
+
+
 def test_elements_that_do_not_matter_become_zero():
     def fails(case):
         return case.x.size > 9 and case.x.values().reshape(-1)[-3] != 0
 
     pool = replace(SMALL, operations=("pack",))
     number = next(n for n in range(50) if fails(draw(n, pool)[0]))
-    small = shrunk(number, pool, fails, 20).x
+    small = shrink.shrunk(number, pool, fails, 20).x
     assert small.size == 16 and np.flatnonzero(small.values()).tolist() == [13]
 
 
@@ -311,10 +414,12 @@ def test_a_guard_that_is_written_to_is_counted(step):
 # ---- shrinking and printing ----
 
 
-@pytest.mark.parametrize("number", every(6, range(60)))
-def test_programs_are_printed_as_they_run(number, away):
+@pytest.mark.parametrize(
+    "operations, number", [(OPERATIONS, n) for n in every(6, range(60))] + [(("matmul",), n) for n in range(20)]
+)
+def test_programs_are_printed_as_they_run(operations, number, away):
     """The printed program of a case passes if the case passes, and raises the same error if the case is rejected."""
-    case, _ = draw(number, replace(SMALL, largest=1 << 10))
+    case, _ = draw(number, replace(SMALL, largest=1 << 10, operations=operations))
     verdict = check(case, away)
     assert not verdict.failed
     whole = Verdict("written", step=10**6)  # so that every statement is printed
@@ -432,3 +537,95 @@ def test_processes_draw_with_their_own_seeds():
     assert report.total("cases") == 10 and sum(counted) == report.total("calls") and report.failures == []
     singles = [fuzz.run(None, 600, seed, cases=5, pool=pool) for seed in (4, 5)]
     assert report.total("values") == sum(single.total("values") for single in singles)
+
+
+def test_the_command_repeats_a_case_with_its_units(away, monkeypatch, capsys):
+    monkeypatch.setattr(fuzz, "device_engine", lambda: (away, "Away"))
+    monkeypatch.setattr(shrink, "shrunk", lambda number, pool, *_: draw(number, pool)[0])
+    plant(monkeypatch, "matmul", without_c)
+    assert main(["fuzz", "--cases", "30", "--operations", "matmul", "--units", "sm90", "sm80"]) == 1
+    arguments = capsys.readouterr().out.partition("# fp4kit fuzz ")[2].partition("\n")[0].split()
+    assert arguments[2:] == ["--operations", "matmul", "--units", "sm90", "sm80"]
+    assert main(["fuzz", *arguments]) == 1
+
+
+@NEEDS_ENGINE
+@pytest.mark.parametrize("seed, cases", [(1, 40), pytest.param(2, 300, marks=pytest.mark.exhaustive)])
+def test_the_compiled_engine_multiplies_as_the_specification(seed, cases):
+    engine, _ = fuzz.host_engine()
+    report = fuzz.run(engine, 600, seed, cases=cases, pool=PRODUCTS)
+    assert not report.failures, "\n\n".join(f"{f.drawn}\n{f.text}\n{f.script}" for f in report.failures)
+    assert report.total("values") > 6000 * cases
+
+
+# ---- patterns ----
+
+
+@together("name", FORMATS)
+@together("pattern", PATTERNS)
+def test_patterns_give_codes_of_the_format(pattern, name):
+    c = codes_of(np.dtype(FORMATS[name]))
+    codes = drawn(f"codes of {name}, {pattern}", "uint8", (40, 96), 1)
+    assert codes.max() < 2 * c.sign and codes.max() >= c.sign
+    special = np.isin(codes, c.special)
+    assert special.any() == bool(c.special.size and pattern in ("any", "with special"))
+    assert pattern == "any" or special.mean() < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_products_of_pairs_cancel(distance, dtype):
+    a, b = (drawn(f"{kind} by {distance}", dtype, (30, 4 * distance), 2).astype(np.float64) for kind in PAIRED)
+    assert np.isfinite(a).all() and (a != 0).mean() > 0.9
+    for x, y in zip(a, b, strict=True):
+        terms = (x * y).reshape(2, 2, distance)
+        assert (terms[:, 0] == -terms[:, 1]).all()
+
+
+PAIRED = ("paired", "opposed")
+
+
+def test_one_large_value_per_row():
+    x = np.abs(drawn("one large", "float16", (50, 64), 3).astype(np.float32))
+    assert ((x == float(ml_dtypes.finfo(np.float16).max)).sum(axis=1) == 1).all() and np.sort(x)[:, -2].max() <= 4
+
+
+def test_zero_runs_have_rows_of_zeros():
+    x = drawn("zero runs", "bfloat16", (60, 64), 4).astype(np.float32)
+    rows = (x == 0).all(axis=1)
+    assert 0 < rows.sum() < 60 and np.signbit(x[x == 0]).any() and not np.signbit(x[x == 0]).all()
+    assert ((x[~rows].reshape(-1, 4, 16) == 0).all(axis=-1) | (x[~rows].reshape(-1, 4, 16) != 0).all(axis=-1)).all()
+
+
+def test_scales_of_every_kind():
+    ordinary = fp4kit.formats.E4M3.values[drawn("scale codes of E4M3", "uint8", (40, 8), 1)]
+    assert 2.0**-2 <= np.abs(ordinary[ordinary != 0]).min() and np.abs(ordinary).max() <= 2.0**4
+    assert drawn("smallest scale codes", "uint8", (3, 8), 2).max() < 8
+    assert fuzz_arrays.SCALES.keys() == {"E4M3", "E8M0"} and DTYPES["uint8"] == np.uint8
+
+
+module = tool_module("compare_products")
+
+
+@NEEDS_ENGINE
+def test_sums_are_equal_and_a_wrong_one_is_counted(monkeypatch, capsys):
+    assert module.main(["--sums", "2000", "--units", "sm100", "sm70"]) == 0
+    assert capsys.readouterr().out.count(" 0 different") == 3
+    right = engine.matmul
+
+    def wrong(calls):
+        results = right(calls)
+        results[0].view(np.uint32)[0, 0, 0] ^= 1
+        return results
+
+    monkeypatch.setattr(engine, "matmul", wrong)
+    counts = module.compare(fp4kit.unit("sm90"), 1, 0)
+    assert counts["different"] == 1 and counts["sums"] > 1
+
+
+def test_every_step_of_every_unit_has_operands():
+    """All pairs of operands are multiplied by the unit, so that no kind of operands is left out."""
+    for unit in fp4kit.units():
+        assert set(unit.steps()) <= set(module.PAIRS)
+    kinds = {type(a) for a, _, _ in (next(module.products(fp4kit.unit("sm100"), seed)) for seed in range(12))}
+    assert kinds == {np.ndarray, fp4kit.Quantized}

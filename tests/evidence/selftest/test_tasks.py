@@ -67,8 +67,8 @@ def comparisons(engine, golden):
     return {
         "recorded": partial(selftest.recorded, engine, golden, "mxfp4-te"),
         "specification": partial(selftest.specified, engine, "nvfp4-te", quick=False),
-        "fuzzed": partial(selftest.fuzzed, engine, ("mxfp4-ocp", "nvfp4-te-2d", "fp8-modelopt-channel"), 1, 30),
-        "products": partial(selftest.products, engine, "sm90", 1, 20),
+        "fuzzed": partial(fuzz.outcome, engine, fuzz.Pool(("mxfp4-ocp", "nvfp4-te-2d"), changes=0), 1, 30),
+        "products": partial(fuzz.outcome, engine, fuzz.Pool(operations=("matmul",), units=("sm90",)), 1, 20),
         "large": partial(selftest.large, engine, "nvfp4-te", BF16, (64, 512)),
         "every_bfloat16": partial(selftest.every_bfloat16, engine, "nvfp4-te"),
         "every_code": partial(selftest.every_code, engine, "nvfp4-modelopt"),
