@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from fp4kit.evidence.fuzz.arrays import DrawnArray, View
-from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, E8M0, INT4, INT8, IntegerOrFloat
+from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, INT4, INT8
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import RECIPES, Recipe, rules
-from fp4kit.recipes.validate import can_be_repacked
 from fp4kit.units import UNITS
 
 OPERATIONS = (
@@ -110,7 +108,8 @@ class Picks:
     """A source of random choices. Sources with equal seeds and pools make equal choices.
 
     ``made`` and ``seeds`` record the choices, so that hypothesis can repeat and simplify them (shrink.py). Smaller
-    numbers are simpler, so sequences to choose from begin with the simplest choice.
+    numbers are simpler, so sequences to choose from begin with the simplest choice. ``refused`` counts the changes of
+    recipes that Recipe rejected.
     """
 
     def __init__(self, seed: int, pool: Pool) -> None:
@@ -118,6 +117,7 @@ class Picks:
         self.pool = pool
         self.made: list[int] = []
         self.seeds: list[int] = []
+        self.refused = 0
 
     def record(self, choice: int, limit: int) -> int:
         """Record and return a choice among the numbers below ``limit``."""
@@ -171,138 +171,71 @@ class Picks:
 
 # ---- variants of recipes ----
 
-FLOAT_ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2)
 E8M0_RULES = [name for name, rule in rules.BLOCK_RULES.items() if rule.scale == "E8M0" and "flashinfer" not in name]
 E4M3_RULES = [name for name, rule in rules.BLOCK_RULES.items() if rule.scale == "E4M3" and rule.flush is False]
-TENSOR_SCALE_RULES = [name for name in E4M3_RULES if not rules.BLOCK_RULES[name].one_level]
-TENSOR_RULES = [name for name, over in rules.TENSOR_RULES.items() if over == "E4M3"]
-UNSCALED_TENSOR_RULES = ("fp8_modelopt", "fp8_transformers", "fp8_deepgemm", "int_modelopt", "int4_qat")
 E8M0_DECODE = [name for name, rule in rules.DECODE_RULES.items() if rule.scales == ("E8M0",)]
 E4M3_DECODE = ["product", "compressed_tensors", "stored_divisor", "auto_round", "gguf", "modelopt", "mlx_0322"]
-AMAX_DECODE = ["te", "fouroversix", "fouroversix_float32"]
-SQUARES = ((16, 16), (32, 32), (8, 8), (2, 16), (4, 32), (16, 32), (64, 64))
-FIELDS = tuple(field.name for field in fields(Recipe))
+OTHER_DECODE = ["te", "fouroversix", "fouroversix_float32", "int_modelopt"]
+TENSOR_RULES = [name for name, over in rules.TENSOR_RULES.items() if over == "E4M3"]
+UNSCALED_TENSOR_RULES = ["fp8_modelopt", "fp8_transformers", "fp8_deepgemm", "int_modelopt", "int4_qat"]
+SQUARES = [(16, 16), (32, 32), (8, 8), (2, 16), (4, 32), (16, 32), (64, 64)]
+FIRST = {"rounding": "first", "nan_code": 0}
+FLAGS = (False, True)
 
 
-def _blocks(r: Any) -> Sequence[Any]:
-    if r.block is None:
-        return ()
-    columns = (16, 32, 8, 2) if r.stochastic == "ms_eden" else (16, 32, 64, 128, 8, 2)[: 5 if r.search else 6]
-    one_row = r.fake_rule or r.search or r.tensor_scaling == "row" or r.stochastic == "mslk"
-    return [(1, size) for size in columns] + ([] if one_row else list(SQUARES))
+def _with_block_rule(name: str) -> dict[str, Any]:
+    apply = rules.BLOCK_RULES[name].apply
+    return {"block_rule": name, "apply": apply} | (FIRST if apply == "compare" else {})
 
 
-def _elements(r: Any) -> Sequence[Any]:
-    if r.element.is_integer:
-        return (INT4, INT8)
-    fixed = r.scale == E4M3 or r.nan_code or r.rounding == "rnw" or r.stochastic in rules.NOISE_STOCHASTICS
-    return () if fixed else 5 * FLOAT_ELEMENTS + (E1M2, E3M0)
-
-
-def _tensor_scalings(r: Any) -> Sequence[Any]:
-    if r.tensor_rule is None or r.four_over_six or (r.block is not None and r.block[0] > 1):
-        return ()
-    return ("tensor", "row", "block") if r.scale is None and r.block is not None else ("tensor", "row")
-
-
-def _roundings(r: Any) -> Sequence[Any]:
-    if r.four_over_six:
-        return () if r.fast_error else ("rn", "rnw")
-    if r.apply == "compare":
-        return ()
-    unfit = {"first"} if r.element.is_integer or r.nan_is_max else set()
-    unfit |= set() if r.element == E2M1 else {"rnw"}
-    first = {"rounding": "first", "nan_code": 0}
-    return [first if name == "first" else name for name in rules.ROUNDINGS if name not in unfit]
-
-
-def _searches(r: Any) -> Sequence[Any]:
-    plain = r.block and r.block[0] == 1 and not (r.four_over_six or r.static or r.fake_rule or r.block[1] % 8)
-    if not plain or r.scale is None:
-        return ()
-    return ["", *(name for name, rule in rules.SEARCHES.items() if rule.scale == r.scale.name)]
-
-
-def _decode_rules(r: Any) -> Sequence[Any]:
-    if r.scale is None:
-        return ("product", "int_modelopt")
-    return E8M0_DECODE if r.scale == E8M0 else E4M3_DECODE + (AMAX_DECODE if r.tensor_scaling != "none" else [])
-
-
-def _block_rules(r: Any) -> Sequence[Any]:
-    # Other fields of recipes with FlashInfer's rules or 4over6 depend on the rule.
-    if r.block_rule is None or r.flush or r.four_over_six:
-        return ()
-    names = E8M0_RULES if r.scale == E8M0 else TENSOR_SCALE_RULES if r.tensor_scaling != "none" else E4M3_RULES
-    found = [{"block_rule": name, "apply": rules.BLOCK_RULES[name].apply} for name in names]
-    return [each | ({"rounding": "first", "nan_code": 0} if each["apply"] == "compare" else {}) for each in found]
-
-
-def _stochastics(r: Any) -> Sequence[Any]:
-    if r.element.is_integer or r.stochastic == "ms_eden":
-        return ()
-    is_e2m1 = r.element == E2M1
-    is_mslk = is_e2m1 and r.scale == E8M0 and r.block is not None and r.block[0] == 1
-    allowed = {"comfyui_nvfp4": is_e2m1, "comfyui_nvfp4_cuda": is_e2m1, "mslk": is_mslk, "ms_eden": False}
-    return [name for name in rules.STOCHASTICS if allowed.get(name, True)]
-
-
-def _errors(r: Any) -> Sequence[Any]:
-    if not r.four_over_six:
-        return ()
-    if isinstance(r.element, IntegerOrFloat):
-        return [*rules.ERRORS]
-    rows = [(error, not r.flush and r.rounding == "rn", False) for error in rules.ERRORS[:2]]
-    if not r.flush:
-        rows += [(error, False, lanes) for error in rules.ERRORS for lanes in (False, True)]
-    return [dict(zip(("four_over_six", "fast_error", "lane_sums"), row, strict=True)) for row in rows]
-
-
-def _unless(condition: Any, choices: Sequence[Any]) -> Sequence[Any]:
-    return () if condition else choices
-
-
-# {field: function from a recipe to the new values to choose from, none if the recipe does not allow a change}. A value
-# that is a dict changes several fields. The functions know which fields fit together; Recipe may still reject some.
-CHANGES: dict[str, Callable[[Any], Sequence[Any]]] = {
-    "block": _blocks,
-    "element": _elements,
-    "tensor_scaling": _tensor_scalings,
-    "rounding": _roundings,
-    "sign": lambda r: _unless(r.element.is_integer, tuple(rules.SIGNS)),
-    "nan_code": lambda r: _unless(r.rounding == "first", (None, 0, 3, r.element.max_code, r.element.sign_bit)),
-    "amax_nan": lambda r: ("ignore", "propagate", "lanes")[: 3 if r.block else 2],
-    "static": lambda r: _unless(
-        r.four_over_six or r.search or r.scale is None or rules.BLOCK_RULES[r.block_rule].reads_amax, (False, True)
-    ),
-    "search": _searches,
-    "narrow": lambda r: _unless(not r.element.is_integer, (not r.narrow,)),
-    "scale_max": lambda r: _unless(r.scale != E4M3, (448, 256)),
-    "apply": lambda r: _unless(r.block_rule is not None, ("multiply", "divide")),
-    "decode_rule": _decode_rules,
-    "block_rule": _block_rules,
-    "tensor_rule": lambda r: _unless(
-        r.tensor_rule is None or r.four_over_six, UNSCALED_TENSOR_RULES if r.scale is None else TENSOR_RULES
-    ),
-    "round_scaled": lambda r: _unless(r.four_over_six or r.apply == "compare", (not r.round_scaled,)),
-    "stochastic": _stochastics,
-    "repacked": lambda r: _unless(not can_be_repacked(r), (not r.repacked,)),
-    "nan_is_max": lambda r: _unless(
-        r.four_over_six or r.element.is_integer or r.rounding == "first", (not r.nan_is_max,)
-    ),
-    "four_over_six": _errors,
+# {field: the new values to choose from}. A value that is a dict changes several fields.
+CHANGES: dict[str, Sequence[Any]] = {
+    "block": [
+        *((1, n) for n in (16, 32, 64, 128, 8, 2)),
+        *((n, n) for n in (16, 32, 8, 64)),
+        (2, 16),
+        (4, 32),
+        (16, 32),
+    ],
+    "element": (E2M1, E2M3, E3M2, E4M3, E5M2, E1M2, E3M0, INT4, INT8),
+    "tensor_scaling": ("tensor", "row", "block"),
+    "rounding": [FIRST if name == "first" else name for name in rules.ROUNDINGS],
+    "sign": tuple(rules.SIGNS),
+    "nan_code": (None, 0, 3, 7, 8),
+    "amax_nan": ("ignore", "propagate", "lanes"),
+    "static": FLAGS,
+    "search": ("", *rules.SEARCHES),
+    "narrow": FLAGS,
+    "scale_max": (448, 256),
+    "apply": ("multiply", "divide"),
+    "decode_rule": (*E4M3_DECODE, *OTHER_DECODE, *E8M0_DECODE),
+    "block_rule": [*map(_with_block_rule, [*E4M3_RULES, *E8M0_RULES])],
+    "tensor_rule": (*TENSOR_RULES, *UNSCALED_TENSOR_RULES),
+    "round_scaled": FLAGS,
+    "stochastic": tuple(rules.STOCHASTICS),
+    "repacked": FLAGS,
+    "nan_is_max": FLAGS,
+    "four_over_six": rules.ERRORS,
+    "fast_error": FLAGS,
+    "lane_sums": FLAGS,
 }
+TRIES = 5  # values that are tried per change
 
 
 def draw_variant(d: Picks, id: str, changes: int) -> Variant:
-    """Return recipe ``id`` as a Variant, changed by up to ``changes`` different rows of CHANGES."""
-    r: Any = RECIPES[id]
+    """Return recipe ``id`` as a Variant with up to ``changes`` changes, each of which Recipe accepts."""
+    r = RECIPES[id]
     found: dict[str, Any] = {}
-    names = list(CHANGES)
     for _ in range(changes):
-        name = names.pop(d.below(len(names)))
-        if choices := CHANGES[name](r):
-            value = d.pick(choices)
-            found |= value if isinstance(value, dict) else {name: value}
-            r = SimpleNamespace(**{field: found.get(field, getattr(r, field)) for field in FIELDS})
+        for _ in range(TRIES):
+            name = d.pick(tuple(CHANGES))
+            value = d.pick(CHANGES[name])
+            fields = value if isinstance(value, dict) else {name: value}
+            try:
+                r = replace(r, **fields)  # Recipe knows which fields fit together
+            except ValueError:
+                d.refused += 1
+            else:
+                found |= fields
+                break
     return Variant(id, tuple((name, value) for name, value in found.items() if getattr(RECIPES[id], name) != value))

@@ -65,7 +65,7 @@ class Report:
         sums: {id of a matrix unit: number of sums of matmul that were compared and equal}. Variants count for their
             unit.
         reasons: {why a call was rejected or declined: number of such calls}.
-        redrawn: number of variants that Recipe rejected.
+        redrawn: number of changes of recipes that Recipe rejected.
         seconds: running time.
         failures: the first failure of each kind and function, at most MAX_FAILURES.
     """

@@ -72,18 +72,10 @@ def test_a_case_is_drawn_from_its_number_alone():
 def test_every_field_is_changed():
     """Drawn variants of recipes differ in every field that can change, and Recipe accepts them."""
     d = Picks(0, SMALL)
-    changed, refused = set(), 0
-    for id in RECIPES:
-        for _ in range(30):
-            variant = draw_variant(d, id, 4)
-            try:
-                assert isinstance(variant.recipe, Recipe)
-            except ValueError:
-                refused += 1
-            else:
-                changed |= {name for name, _ in variant.changes}
-    assert refused < 15 * len(RECIPES)
-    assert changed >= set(CHANGES) - {"four_over_six"} | {"fast_error"}
+    variants = [draw_variant(d, id, 4) for id in RECIPES for _ in range(20)]
+    assert all(isinstance(variant.recipe, Recipe) for variant in variants)
+    assert {name for variant in variants for name, _ in variant.changes} >= set(CHANGES)
+    assert sum(len(variant.changes) for variant in variants) > len(variants)
 
 
 def test_a_pool_restricts_what_is_drawn():
