@@ -166,10 +166,7 @@ def _flashinfer_token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
         name = f"the Python reference with 4over6, error {r.four_over_six} and scales up to {r.scale_max}"
         yield replace(r, exact=name)
         yield variant(
-            r,
-            f"{r.id}-fasterr",
-            "fast_error=True",
-            exact=f"{name}, and FLASHINFER_NVFP4_4OVER6_ERR_USE_FAST_MATH=1",
+            r, f"{r.id}-fasterr", "fast_error=True", exact=f"{name}, and FLASHINFER_NVFP4_4OVER6_ERR_USE_FAST_MATH=1"
         )
 
 

@@ -278,11 +278,7 @@ def auto_round() -> Made:
             exact=f"packed tensors with data type function quant_mx_{rule}{_AUTO_ROUND_PACKED}",
         )
     mxfp8 = variant(
-        floor,
-        "mxfp8-auto-round",
-        "nan_code=0xFF",
-        element=MXFP8_E4M3.element,
-        exact=f"codes{_AUTO_ROUND_PACKED8}",
+        floor, "mxfp8-auto-round", "nan_code=0xFF", element=MXFP8_E4M3.element, exact=f"codes{_AUTO_ROUND_PACKED8}"
     )
     yield mxfp8
     yield variant(

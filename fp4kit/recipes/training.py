@@ -29,10 +29,7 @@ def fouroversix() -> Made:
     )
     yield mse
     mae = variant(
-        mse,
-        "nvfp4-fouroversix-mae",
-        "four_over_six=mae",
-        exact=f"codes with scale rule mae. {_FOUROVERSIX_BEYOND}",
+        mse, "nvfp4-fouroversix-mae", "four_over_six=mae", exact=f"codes with scale rule mae. {_FOUROVERSIX_BEYOND}"
     )
     yield mae
     yield variant(

@@ -281,12 +281,7 @@ _SCALE_TOP = np.float32(255.99)  # the block scale of the block with the tensor'
 
 
 def ms_eden(
-    x: Array,
-    recipe: Recipe,
-    tensor_amax: Array,
-    amax: Array | None,
-    dtype: Dtype,
-    random: Array | None = None,
+    x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, dtype: Dtype, random: Array | None = None
 ) -> Array:
     """Fake-quantize x as MS-EDEN does for NVFP4: q * s * D, computed from left to right.
 
@@ -308,12 +303,7 @@ def ms_eden(
 
 
 def ms_eden_if4(
-    x: Array,
-    recipe: Recipe,
-    tensor_amax: Array,
-    amax: Array | None,
-    dtype: Dtype,
-    random: Array | None = None,
+    x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, dtype: Dtype, random: Array | None = None
 ) -> Array:
     """Fake-quantize x as MS-EDEN does for IF4: as ms_eden, but a block may be rounded to integers instead of E2M1.
 
@@ -327,12 +317,7 @@ def ms_eden_if4(
 
 
 def _ms_eden(
-    x: Array,
-    recipe: Recipe,
-    tensor_amax: Array,
-    amax: Array | None,
-    random: Array | None,
-    integers: bool,
+    x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, random: Array | None, integers: bool
 ) -> Array:
     """Return the result of ms_eden or, if integers is True, of ms_eden_if4."""
     blocks = x.reshape(len(x), -1, recipe.block_size) + ZERO

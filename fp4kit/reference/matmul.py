@@ -279,12 +279,7 @@ def sum_float32(a: Factor, b: Factor, c: Array) -> Array:
     return c
 
 
-_ORDERS = {
-    "exact": sum_exact,
-    "float64": sum_float64,
-    "float32-blocks": sum_float32_blocks,
-    "dequantized": sum_float32,
-}
+_ORDERS = {"exact": sum_exact, "float64": sum_float64, "float32-blocks": sum_float32_blocks, "dequantized": sum_float32}
 
 
 def sums(a: Factor, b: Factor, c: Array, unit: Unit, step: DotAdd | FloorDotAdd | None) -> Array:

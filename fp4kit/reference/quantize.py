@@ -97,12 +97,7 @@ def tensor_amax(x: Array, recipe: Recipe, hadamard: int | None = None) -> Array:
 
 
 def quantize_tile(
-    x: Array,
-    recipe: Recipe,
-    tensor: TensorScale,
-    dtype: Dtype,
-    amax: Array | None,
-    random: Array | Noise | None,
+    x: Array, recipe: Recipe, tensor: TensorScale, dtype: Dtype, amax: Array | None, random: Array | Noise | None
 ) -> tuple[Array, Array | None]:
     """Return the codes (m, k) and block scale codes (m, k / block) of float32 x (m, k).
 
@@ -152,12 +147,7 @@ def quantize_tile(
 
 
 def encode_tile(
-    x: Array,
-    recipe: Recipe,
-    tensor: TensorScale,
-    dtype: Dtype,
-    scales: Array | None,
-    random: Array | Noise | None,
+    x: Array, recipe: Recipe, tensor: TensorScale, dtype: Dtype, scales: Array | None, random: Array | Noise | None
 ) -> Array:
     """Return the codes (m, k) of float32 x (m, k) under block scales that are given instead of computed.
 
@@ -187,12 +177,7 @@ def encode_tile(
 
 
 def encode_elements(
-    blocks: Array,
-    factor: Array,
-    recipe: Recipe,
-    dtype: Dtype,
-    random: Array | Noise | None,
-    tensor: TensorScale,
+    blocks: Array, factor: Array, recipe: Recipe, dtype: Dtype, random: Array | Noise | None, tensor: TensorScale
 ) -> Array:
     """Return the codes of elements: uint8 (m, blocks, block), one code per byte.
 
@@ -257,12 +242,7 @@ def _scale_elements(blocks: Array, factor: Array, recipe: Recipe) -> Array:
 
 @np.errstate(all="ignore")
 def quantize_matrix(
-    x: Array,
-    recipe: Recipe,
-    amax: Array | None,
-    packed: Array,
-    scales: Array | None,
-    options: EncodeOptions,
+    x: Array, recipe: Recipe, amax: Array | None, packed: Array, scales: Array | None, options: EncodeOptions
 ) -> None:
     """Quantize x (M, K) tile by tile, and write the results into packed (M, K/2 or K) and scales (M, K/block).
 
@@ -290,12 +270,7 @@ def quantize_matrix(
 
 @np.errstate(all="ignore")
 def encode_matrix(
-    x: Array,
-    recipe: Recipe,
-    tensor: TensorScale,
-    scales: Array | None,
-    packed: Array,
-    options: EncodeOptions,
+    x: Array, recipe: Recipe, tensor: TensorScale, scales: Array | None, packed: Array, options: EncodeOptions
 ) -> None:
     """Encode x (M, K) under given block scales and a given tensor scale, and write the codes into packed.
 
@@ -397,13 +372,7 @@ def partial_amax(shard: Array, shape: tuple[int, int], start: int, recipe: Recip
 
 @np.errstate(all="ignore")
 def partial_cast(
-    shard: Array,
-    out: Array,
-    amax: Array,
-    shape: tuple[int, int],
-    start: int,
-    recipe: Recipe,
-    tensor_amax: Array | None,
+    shard: Array, out: Array, amax: Array, shape: tuple[int, int], start: int, recipe: Recipe, tensor_amax: Array | None
 ) -> None:
     """Write the codes of the shard's elements into the packed codes `out` of the whole matrix. Keep all other codes.
 

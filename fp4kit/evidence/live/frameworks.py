@@ -283,6 +283,6 @@ TRANSFORMERS = Adapter(
     calls={
         "fp8-transformers-block": ProducerCall(
             _transformers_quantize, columns=TRANSFORMERS_SIZE, dependency_versions=SATURATING_CASTS
-        ),
+        )
     },
 )
