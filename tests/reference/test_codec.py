@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 from codec_inputs import ALL_16_BITS, NANS, SWEEP
 from exhaustive import half
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from inputs import BF16, ML_DTYPES, codes_of
 from together import together
 
 import fp4kit
 from fp4kit.arithmetic import ROUNDINGS, exponent_field, power_of_two
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, ELEMENT_FORMATS, INT4, INT8
+from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, ELEMENT_FORMATS, INT4, INT8
 from fp4kit.reference.codec import SIGNS, block_amax, decode, encode, encode_e8m0, encode_magnitude
 
 FLOATS = tuple(ML_DTYPES)
@@ -117,14 +115,6 @@ def test_decode_ignores_higher_bits(fmt):
 
 @formats
 @roundings
-def test_every_code_round_trips(fmt, rounding):
-    codes = np.arange(2**fmt.bits, dtype=np.uint8)
-    codes = codes[np.isfinite(fmt.values)]
-    assert_same_bits(encode(decode(codes, fmt), fmt, rounding), codes)
-
-
-@formats
-@roundings
 def test_edges(fmt, rounding):
     x = edges(fmt)
     assert_same_bits(encode(x, fmt, rounding), oracle(x, fmt, rounding))
@@ -153,18 +143,6 @@ def test_nearest_by_exact_fractions(fmt):
             nearest = nearest_by_fractions(x, fmt)
             for rounding in ("rn", "rna", "rnz"):
                 assert int(encode(np.array([x]), fmt, rounding)[0]) in nearest
-
-
-@floats
-def test_encode_equals_ml_dtypes_where_its_rule_is_the_same(fmt):
-    """ml_dtypes gives equal codes, except beyond the largest value.
-
-    ml_dtypes also rounds to nearest even, but E4M3 becomes NaN above 464, and E5M2 infinite from 61440 on.
-    """
-    limit = {E4M3: 464, E5M2: 61439}.get(fmt, np.inf)
-    for x in (edges(fmt), SWEEP, ALL_16_BITS.view(np.float16), ALL_16_BITS.view(BF16)):
-        x = x[np.abs(x.astype(np.float32)) <= limit]
-        assert_same_bits(encode(x, fmt), x.astype(ML_DTYPES[fmt]).view(np.uint8))
 
 
 @floats
@@ -208,18 +186,6 @@ def test_nan_codes_by_hand():
 
 
 @floats
-def test_infinities_saturate(fmt):
-    infinities = np.array([np.inf, -np.inf], np.float32)
-    assert encode(infinities, fmt).tolist() == [fmt.max_code, fmt.max_code | fmt.sign_bit]
-
-
-def test_integers_saturate():
-    x = np.array([np.inf, -np.inf, 127.49, 127.5, 200, -127.5, -128.5, -129, -1e30], np.float32)
-    assert encode(x, INT8).view(np.int8).tolist() == [127, -128, 127, 127, 127, -128, -128, -128, -128]
-    assert decode(encode(x[:2], INT4), INT4).tolist() == [7, -8]
-
-
-@floats
 @pytest.mark.parametrize(
     "sign, negative",
     [
@@ -244,30 +210,13 @@ def test_integers_have_one_zero(sign):
 
 
 @formats
-def test_ties_by_rounding(fmt):
-    """A midpoint rounds to the even code by "rn" and "rns", to the lower by "rz" and "rnz", to the upper by "rna"."""
-    middle = fmt.midpoints.astype(np.float32)
-    lower = np.arange(len(middle))
-    assert encode(middle, fmt, "rn").tolist() == (lower + lower % 2).tolist()
-    assert encode(middle, fmt, "rz").tolist() == lower.tolist()
-    assert encode(middle, fmt, "rna").tolist() == (lower + 1).tolist()
-    assert encode(middle, fmt, "rnz").tolist() == lower.tolist()
-    assert encode(middle, fmt, "rns").tolist() == encode(middle, fmt, "rn").tolist()
-
-
-@formats
 def test_shape_dtype_and_input(fmt):
     x = np.array([[1.0, -2.0], [np.nan, 0.5]], np.float32)
     x.setflags(write=False)
     codes = encode(x, fmt)
     assert (codes.shape, codes.dtype) == ((2, 2), np.uint8)
     assert encode(np.empty((0, 3), np.float32), fmt).shape == (0, 3)
-
-
-@formats
-def test_scalars(fmt):
-    assert int(encode(np.float32(1), fmt)) == int(encode(np.array([1], np.float32), fmt)[0])
-    assert int(encode(np.float32(np.nan), fmt)) == fmt.nan_code
+    assert int(encode(np.float32(1), fmt)) == codes[0, 0] and int(encode(np.float32(np.nan), fmt)) == codes[1, 0]
 
 
 @floats
@@ -275,38 +224,6 @@ def test_scalars(fmt):
 def test_encode_magnitude_is_encode_of_the_absolute_value(fmt, rounding):
     x = edges(fmt)
     assert_same_bits(encode_magnitude(np.abs(x), fmt, rounding), encode(np.abs(x), fmt, rounding))
-
-
-float32s = st.floats(width=32, allow_nan=False)
-some = settings(max_examples=12)  # for each format and rounding, of which there are 35
-
-
-@formats
-@roundings
-@some
-@given(x=st.lists(float32s, min_size=2, max_size=20))
-def test_encode_is_monotonic(fmt, rounding, x):
-    x = np.sort(np.array(x, np.float32))
-    values = decode(encode(x, fmt, rounding), fmt)
-    assert np.all(values[1:] >= values[:-1])
-
-
-@floats
-@roundings
-@some
-@given(x=st.lists(float32s, min_size=1, max_size=20))
-def test_encode_is_symmetric(fmt, rounding, x):
-    x = np.array(x, np.float32)
-    assert_same_bits(encode(-x, fmt, rounding), encode(x, fmt, rounding) ^ np.uint8(fmt.sign_bit))
-
-
-@formats
-@roundings
-@some
-@given(x=float32s)
-def test_any_float32(fmt, rounding, x):
-    x = np.array([x], np.float32)
-    assert_same_bits(encode(x, fmt, rounding), oracle(x, fmt, rounding))
 
 
 # ---- helpers ----
@@ -371,12 +288,6 @@ def same_rule(x):
     return (x > 0) & (x < 1.5 * 2.0**127) & ~((x > 2.0**-127) & (x < 1.5 * 2.0**-127))
 
 
-def test_e8m0_rn_equals_ml_dtypes():
-    x = POSITIVE[same_rule(POSITIVE)]
-    assert len(x) > 160_000
-    assert_same_bits(encode_e8m0(x, "rn"), x.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8))
-
-
 @pytest.mark.parametrize("producer", ["ml_dtypes", "torch"])
 def test_e8m0_rn_equals_the_recorded_casts(producer, golden):
     x = golden.get("casts", "x__f32/input/bits")
@@ -390,12 +301,6 @@ def test_e8m0_specials(rounding):
     x = np.array([0, -0.0, 2.0**-149, 2.0**127, 3.4028235e38, np.inf, -1, -np.inf], np.float32)
     assert encode_e8m0(x, rounding).tolist() == [0, 0, 0, 254, 254, 254, 255, 255]
     assert encode_e8m0(NANS, rounding).tolist() == [255] * len(NANS)
-
-
-@pytest.mark.parametrize("rounding", ["rp", "rz", "rn"])
-def test_e8m0_round_trips(rounding):
-    codes = np.arange(255, dtype=np.uint8)
-    assert_same_bits(encode_e8m0(decode(codes, E8M0), rounding), codes)
 
 
 def four_over_six(x, amax, error, scale_max):
