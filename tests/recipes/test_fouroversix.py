@@ -11,6 +11,7 @@ import matplotlib
 import ml_dtypes
 import numpy as np
 import pytest
+import statements
 from engine_cases import NEEDS_ENGINE, agree, as_large_ones, counted
 from inputs import BF16, codes_of
 from philox import triton_word
@@ -22,7 +23,7 @@ from fp4kit import plot
 from fp4kit.display import statistics_of as statistics
 from fp4kit.evidence.golden.check import all_bytes
 from fp4kit.evidence.testing import adversarial_blocks, assert_same_bits
-from fp4kit.formats import E2M1, E4M3, FLOATS, IF4, INT4, is_same
+from fp4kit.formats import E2M1, E4M3, FLOATS, IF4, is_same
 from fp4kit.recipes import RECIPES
 from fp4kit.recipes.serialization import as_data, from_data
 from fp4kit.reference.arith import divide_full
@@ -126,16 +127,6 @@ NAMES_IF4 = [*RULES]
 R = RECIPES["if4-fouroversix"]
 FLOAT32 = replace(R, decode_rule="fouroversix_float32")
 ONE, SIX, RANGE = np.float32(1), np.float32(6), np.float32(2688)
-FLOATS_OF_E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-VALUES_OF_E4M3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-
-
-def nearest(a, values):
-    """Return the indices of the values nearest to a >= 0; ties go to even indices. values: ascending."""
-    distance = np.abs(np.minimum(a, values[-1]).astype(np.float64)[..., None] - values)
-    tied = distance == distance.min(-1, keepdims=True)
-    even = tied & (np.arange(len(values)) % 2 == 0)
-    return np.where(even.any(-1), even.argmax(-1), tied.argmax(-1))
 
 
 def error_of(difference, rule):
@@ -157,12 +148,12 @@ def stated(x, rule):
     """
     x = x.astype(np.float32)
     amax = np.abs(x).max()
-    scales = nearest(np.abs(x).max(-1) / SIX * (RANGE / amax), VALUES_OF_E4M3)
-    scale = VALUES_OF_E4M3[scales][:, None]
+    scales = statements.nearest(np.abs(x).max(-1) / SIX * (RANGE / amax), statements.E4M3)
+    scale = statements.E4M3[scales][:, None]
     factor = np.where(scale == 0, 0, ONE / (ONE / (RANGE / amax) * np.where(scale == 0, ONE, scale)))
     y = x * factor.astype(np.float32)
-    magnitudes = nearest(np.abs(y), FLOATS_OF_E2M1)
-    floats = FLOATS_OF_E2M1[magnitudes] * np.sign(y)
+    magnitudes = statements.nearest(np.abs(y), statements.E2M1)
+    floats = statements.E2M1[magnitudes] * np.sign(y)
     integers = np.rint(np.clip(y * np.float32(7 / 6), -7, 7))
     step = np.float32(6 / 7)
     by_floats = error_of(floats * scale * amax / RANGE - x, rule)
@@ -326,39 +317,6 @@ def test_explain_shows_both_formats():
         assert found["result"].value == fp4kit.dequantize(q)[row, 5]
 
 
-REFUSED = {  # {fields changed by replace: part of the message}
-    ("if4-fouroversix", "element", E2M1): "element is E2M1; block_rule 'fouroversix_if4' needs fp4kit.formats.IF4",
-    ("if4-fouroversix", "element", INT4): "element is INT4",
-    ("nvfp4-fouroversix", "element", IF4): "element is IF4; needs block_rule 'fouroversix_if4'",
-    ("nvfp4-te", "element", IF4): "element is IF4; needs block_rule 'fouroversix_if4'",
-    ("nvfp4-te", "scale", IF4): "scale is IF4; needs a format whose codes have values",
-    ("nvfp4-te-4over6-mse-448", "block_rule", "fouroversix_if4"): "needs fp4kit.formats.IF4",
-    ("if4-fouroversix", "block_rule", "four_over_six"): "needs block_rule 'fouroversix_if4'",
-    ("if4-fouroversix", "block_rule", "fouroversix"): "needs block_rule 'fouroversix_if4'",
-    ("if4-fouroversix", "four_over_six", None): "needs 'mae', 'mse' or 'max' with 'fouroversix_if4', else None",
-    ("if4-fouroversix", "lane_sums", False): "lane_sums is False; needs True with block_rule 'fouroversix_if4'",
-    ("if4-fouroversix", "fast_error", True): "fast_error is True; needs flush=False and a rounding other than 'rnw'",
-    ("if4-fouroversix", "flush", True): "lane_sums is True; needs a multiple of 8",
-    ("if4-fouroversix", "block", (1, 4)): "lane_sums is True; needs a multiple of 8",
-    ("if4-fouroversix", "block", (3, 16)): "needs a number of rows that is a power of two",
-    ("if4-fouroversix", "rounding", "rz"): "rounding is 'rz'; four_over_six rounds to nearest",
-    ("if4-fouroversix", "narrow", True): "narrow is True; element is IF4",
-    ("if4-fouroversix", "static", True): "static is True; has no effect",
-    ("if4-fouroversix", "repacked", True): "repacked is True; has no effect",
-    ("if4-fouroversix", "search", "auto_round_percents"): "four_over_six is 'mse'; has no effect with search",
-    ("if4-fouroversix", "search", "modelopt_sweep"): "element is IF4",
-    ("if4-fouroversix", "fake_rule", "nvfp4_modelopt_cuda"): "element is IF4; this rule needs E2M1",
-    ("if4-fouroversix", "tensor_scaling", "none"): "needs 'tensor' or 'row'",
-    ("if4-fouroversix", "nan_code", 16): "nan_code is 16; needs a code of IF4, 0 to 15",
-}
-
-
-def test_variants_that_make_no_sense_are_refused():
-    for (name, field, value), message in REFUSED.items():
-        with pytest.raises(ValueError, match=re.escape(message)):
-            replace(RECIPES[name], **{field: value})
-
-
 def test_functions_without_a_result_for_if4_name_it():
     x = drawn(np.float32, 64).reshape(16, 64)
     q = fp4kit.quantize(x, R)
@@ -389,10 +347,7 @@ def test_functions_without_a_result_for_if4_name_it():
 
 NAMES_MS_EDEN = ("nvfp4-fouroversix-ms-eden", "if4-fouroversix-ms-eden")
 F32 = np.float32
-E2M1_MS_EDEN = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
-E4M3_MS_EDEN = (
-    [0.0] + [m * 2.0**-9 for m in range(1, 8)] + [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)][:-1]
-)
+E2M1_MS_EDEN, E4M3_MS_EDEN = statements.E2M1.tolist(), statements.E4M3.tolist()
 
 
 def rand(seed, index):
@@ -404,12 +359,6 @@ def rand(seed, index):
 def divide(a, b):
     """Return a / b as div.full.f32 computes it."""
     return divide_full(np.asarray([a], F32), np.asarray([b], F32))[0]
-
-
-def nearest_of_ms_eden(value, values):
-    """Return the number of `values` nearest to value >= 0. If two are equally near, take that at an even index."""
-    i = min(range(len(values)), key=lambda i: (abs(float(values[i]) - float(value)), i % 2))
-    return F32(values[i])
 
 
 def element(y):
@@ -434,7 +383,7 @@ def summed(terms):
 def rounded(scale, number):
     """Return a block scale rounded to E4M3, stochastically with a number, or to nearest if that is None."""
     if number is None:
-        return nearest_of_ms_eden(scale, E4M3_MS_EDEN)
+        return statements.E4M3[statements.nearest(scale, statements.E4M3)]
     if scale >= 448:
         return F32(448)
     lower = max(v for v in E4M3_MS_EDEN if v <= scale)
@@ -450,9 +399,7 @@ def stated_of_ms_eden(x, has_integers, seed, amax):
     for unit in x.astype(F32).reshape(-1, 32) + F32(0):
         scales, ys, qs = [], [], []
         for block in unit.reshape(2, 16):
-            scale = nearest_of_ms_eden(min(divide(divide(np.abs(block).max(), top), tensor), 448), E4M3_MS_EDEN) or F32(
-                1
-            )
+            scale = rounded(divide(divide(np.abs(block).max(), top), tensor), None) or F32(1)
             y = [divide(v, F32(scale * tensor)) for v in block]
             q = [element(v) for v in y]
             if has_integers:
@@ -520,7 +467,7 @@ def test_float32_is_truncated_to_tf32(name, golden):
     assert len(prefixes) == 12
     for prefix in prefixes:
         x = golden.input(prefix.split("/")[0])
-        truncated = (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+        truncated = statements.tf32(x)
         amax = np.abs(x).max()
         options = {"rounding": "stochastic", "seed": 7} | ({} if np.isnan(amax) else {"tensor_amax": amax})
         found = fp4kit.fake_quantize(truncated, name, **options)
@@ -542,7 +489,7 @@ def test_the_recorded_amax_of_the_next_step(name, golden):
         x = golden.input(prefix.split("/")[0])
         wide = x.astype(np.float32)
         if x.dtype == np.float32:
-            wide = (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+            wide = statements.tf32(x)
         with np.errstate(invalid="ignore"):
             transformed = wide.reshape(-1, 32) @ np.eye(32, dtype=np.float32)
         known = np.where(np.isnan(transformed), np.float32(0), transformed)

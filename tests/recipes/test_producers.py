@@ -14,6 +14,7 @@ from engine_cases import NEEDS_ENGINE, agree, as_large_ones
 from inputs import BF16, codes_of
 from philox import triton_word
 from rounding_cases import underflowing
+from statements import E2M1, E4M3, nearest
 
 import fp4kit
 from fp4kit.arithmetic import exponent_field
@@ -121,23 +122,6 @@ def test_a_seed_gives_the_numbers_of_torch(dtype):
         assert_same_bits(q, fp4kit.quantize(x, NAME, rounding="stochastic", seed=r))
 
 
-def test_other_operations():
-    """Other operations give the codes of quantize, and so do engines that fall back to the specification."""
-    x = rows_of(np.dtype(np.float32), 7)
-    options = {"rounding": "stochastic", "seed": 9}
-    q = agree(fp4kit.quantize, x, NAME, **options)
-    assert_same_bits(agree(fp4kit.fake_quantize, x, NAME, **options), fp4kit.dequantize(q))
-    assert_same_bits(fp4kit.quantize_grouped([x, x], NAME, **options)[1], q)
-    row, column = fp4kit.quantize_both(x[:16], NAME, **options)
-    assert_same_bits(row, fp4kit.quantize(x[:16], NAME, **options))
-    assert_same_bits(column, fp4kit.quantize(x[:16], NAME, axis=0, rounding="stochastic", seed=10))
-    given = fp4kit.quantize(x, NAME, block_scale=q.block_scale, tensor_scale=q.tensor_scale, **options)
-    assert_same_bits(given.packed, q.packed)
-    steps = fp4kit.explain(x, NAME, (3, 5), **options)
-    assert "random number" in str(steps)
-    assert not fp4kit.identify(q, x).variations
-
-
 def test_the_numbers_follow_their_elements():
     """Along axis 0, and in more dimensions, the numbers of a seed are in the order of x."""
     x = rows_of(BF16, 8)[:16].reshape(2, 16, 32)
@@ -157,9 +141,6 @@ def test_variants():
         replace(RECIPES["mxfp8-te"], stochastic="comfyui_nvfp4")
 
 
-E2M1 = (0, Fraction(1, 2), 1, Fraction(3, 2), 2, 3, 4, 6)
-
-
 def exponent_of(amax):
     """Return the exponent of max(amax, 6 * 2^-126) * float32(1/6), rounded to float32 and then up to a power of two."""
     product = np.float32(max(float(amax), 6 * 2.0**-126)) * np.float32(1 / 6)
@@ -175,20 +156,13 @@ def code_of(x, scale):
 
 
 def nearest_code(magnitude):
-    """Return the E2M1 code nearest to a magnitude up to 6, ties to the even code."""
-    return min(range(8), key=lambda c: (abs(E2M1[c] - magnitude), c % 2))
-
-
-E4M3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    """Return the E2M1 code nearest to a magnitude up to 6, ties to the even code, in exact arithmetic."""
+    return min(range(8), key=lambda c: (abs(Fraction(float(E2M1[c])) - magnitude), c % 2))
 
 
 def fp8_of(quotient):
     """Return the E4M3 codes nearest to float32 quotients, ties to the even code, saturated at 448."""
-    magnitude = np.minimum(np.abs(quotient.astype(np.float64)), 448)[..., None]
-    distance = np.abs(magnitude - E4M3)  # exact in float64
-    code = distance.argmin(axis=-1)
-    tied = np.take_along_axis(distance, np.minimum(code + 1, 126)[..., None], axis=-1)[..., 0] == distance.min(axis=-1)
-    return code + (tied & (code % 2 == 1)) | 128 * np.signbit(quotient)
+    return nearest(np.abs(quotient), E4M3) | 128 * np.signbit(quotient)
 
 
 def rows_of_deepseek(amaxes, columns):
@@ -269,10 +243,9 @@ def e4m3(x):
 
 
 def e2m1(x):
-    """Round float32 numbers to E2M1 by comparisons, ties to even; 7 and 15 above 5, and 7 for NaN."""
-    size = np.abs(x)
-    steps = [size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5]
-    return np.where(np.isnan(x), 7, np.sum(steps, axis=0) + 8 * np.signbit(x)).astype(np.uint8)
+    """Round float32 numbers to E2M1, ties to even; 7 for NaN."""
+    codes = nearest(np.abs(np.nan_to_num(x, posinf=6, neginf=-6)), E2M1) + 8 * np.signbit(x)
+    return np.where(np.isnan(x), 7, codes).astype(np.uint8)
 
 
 # Each function takes an amax, and returns the encode and the decode scale.
@@ -527,16 +500,22 @@ def test_about_half_of_all_zeros_become_six():
     assert set(codes.tolist()) == {0, 7} and 0.45 < (codes == 7).mean() < 0.55
 
 
-def test_other_operations_of_mslk():
-    x, options = rows_of_mslk(np.float16, (16, 64)), {"rounding": "stochastic", "seed": 9}
-    q = fp4kit.quantize(x, NAME_MSLK, **options)
-    assert_same_bits(agree(fp4kit.fake_quantize, x, NAME_MSLK, **options), fp4kit.dequantize(q))
-    assert_same_bits(fp4kit.quantize_grouped([x, x], NAME_MSLK, **options)[1], q)
-    assert_same_bits(fp4kit.quantize(x, NAME_MSLK, block_scale=q.block_scale, **options), q)
-    steps = str(fp4kit.explain(x, NAME_MSLK, (7, 45), **options))
-    assert "block amax, rounded stochastically" in steps and "scaled element with noise" in steps
-    finite = np.where(np.isfinite(x), x, np.float16(1))
-    assert not fp4kit.identify(fp4kit.quantize(finite, NAME_MSLK, **options), finite).variations
+@pytest.mark.parametrize("name, dtype", [(NAME, np.float32), (NAME_MSLK, np.float16)])
+def test_other_operations(name, dtype):
+    """Other operations give the codes of quantize, and so do engines that fall back to the specification."""
+    x, options = rows_of_mslk(dtype, (16, 64)), {"rounding": "stochastic", "seed": 9}
+    q = agree(fp4kit.quantize, x, name, **options)
+    assert_same_bits(agree(fp4kit.fake_quantize, x, name, **options), fp4kit.dequantize(q))
+    assert_same_bits(fp4kit.quantize_grouped([x, x], name, **options)[1], q)
+    given = {part: getattr(q, part) for part in ("block_scale", "tensor_scale") if getattr(q, part) is not None}
+    assert_same_bits(fp4kit.quantize(x, name, **given, **options).packed, q.packed)
+    assert ("random number" if name == NAME else "with noise") in str(fp4kit.explain(x, name, (3, 5), **options))
+    finite = np.where(np.isfinite(x), x, dtype(1))
+    assert not fp4kit.identify(fp4kit.quantize(finite, name, **options), finite).variations
+
+
+def test_mslk_rounds_to_nearest_as_mxfp4_mslk():
+    x = rows_of_mslk(np.float16, (16, 64))
     assert_same_bits(fp4kit.quantize(x, NAME_MSLK).packed, fp4kit.quantize(x, "mxfp4-mslk").packed)
 
 
@@ -590,8 +569,7 @@ def test_codes_and_scales_of_nunchaku(dtype):
     codes = fp4kit.unpack(q.packed)
     for row, scale_code, found in zip(x.astype(np.float32), q.block_scale[:, 0], codes, strict=True):
         scale = scale_of_nunchaku(np.abs(row).max())
-        nearest = min(range(127), key=lambda c: (abs(E4M3[c] - float(scale)), c % 2))
-        assert scale_code == nearest
+        assert scale_code == nearest(scale, E4M3)
         with np.errstate(invalid="ignore"):
             possible = [[code_of_nunchaku(v * r) for v in row] for r in reciprocals_of(scale)]
         assert any(np.array_equal(found, wanted) for wanted in possible)

@@ -18,7 +18,7 @@ from together import together
 import fp4kit
 from fp4kit.arithmetic import ROUNDINGS
 from fp4kit.cuda import compiler
-from fp4kit.formats import E2M1, E3M2, E4M3, E5M2, E8M0, INT4, INT8, BlockFormat, ElementFormat
+from fp4kit.formats import E2M1, E3M2, E4M3, E5M2, E8M0, IF4, INT4, INT8, BlockFormat, ElementFormat
 from fp4kit.recipes import RECIPES, Recipe, rules
 from fp4kit.reference import block_rules, codec, dequantize, fake, tensor_rules
 
@@ -165,6 +165,35 @@ WRONG = [  # (recipe, the replaced fields, the error, its text after "Recipe <id
     ("mxfp4-gguf", {"round_scaled": True}, V, "has no effect with apply 'compare'"),
     ("nvfp4-gguf", {"tensor_rule": "te", "tensor_scaling": "tensor"}, V, "block_rule 'gguf' does not support a"),
     ("nvfp4-modelopt", {"element": ElementFormat("E4M3", 2, 1, 1)}, V, "needs another name: the scale format E4M3"),
+    # IF4
+    ("if4-fouroversix", {"element": E2M1}, V, "element is E2M1; block_rule 'fouroversix_if4' needs fp4kit.formats.IF4"),
+    ("if4-fouroversix", {"element": INT4}, V, "element is INT4"),
+    ("nvfp4-fouroversix", {"element": IF4}, V, "element is IF4; needs block_rule 'fouroversix_if4'"),
+    ("nvfp4-te", {"element": IF4}, V, "element is IF4; needs block_rule 'fouroversix_if4'"),
+    ("nvfp4-te", {"scale": IF4}, V, "scale is IF4; needs a format whose codes have values"),
+    ("nvfp4-te-4over6-mse-448", {"block_rule": "fouroversix_if4"}, V, "needs fp4kit.formats.IF4"),
+    ("if4-fouroversix", {"block_rule": "four_over_six"}, V, "needs block_rule 'fouroversix_if4'"),
+    ("if4-fouroversix", {"block_rule": "fouroversix"}, V, "needs block_rule 'fouroversix_if4'"),
+    ("if4-fouroversix", {"four_over_six": None}, V, "needs 'mae', 'mse' or 'max' with 'fouroversix_if4', else None"),
+    ("if4-fouroversix", {"lane_sums": False}, V, "lane_sums is False; needs True with block_rule 'fouroversix_if4'"),
+    (
+        "if4-fouroversix",
+        {"fast_error": True},
+        V,
+        "fast_error is True; needs flush=False and a rounding other than 'rnw'",
+    ),
+    ("if4-fouroversix", {"flush": True}, V, "lane_sums is True; needs a multiple of 8"),
+    ("if4-fouroversix", {"block": (1, 4)}, V, "lane_sums is True; needs a multiple of 8"),
+    ("if4-fouroversix", {"block": (3, 16)}, V, "needs a number of rows that is a power of two"),
+    ("if4-fouroversix", {"rounding": "rz"}, V, "rounding is 'rz'; four_over_six rounds to nearest"),
+    ("if4-fouroversix", {"narrow": True}, V, "narrow is True; element is IF4"),
+    ("if4-fouroversix", {"static": True}, V, "static is True; has no effect"),
+    ("if4-fouroversix", {"repacked": True}, V, "repacked is True; has no effect"),
+    ("if4-fouroversix", {"search": "auto_round_percents"}, V, "four_over_six is 'mse'; has no effect with search"),
+    ("if4-fouroversix", {"search": "modelopt_sweep"}, V, "element is IF4"),
+    ("if4-fouroversix", {"fake_rule": "nvfp4_modelopt_cuda"}, V, "element is IF4; this rule needs E2M1"),
+    ("if4-fouroversix", {"tensor_scaling": "none"}, V, "needs 'tensor' or 'row'"),
+    ("if4-fouroversix", {"nan_code": 16}, V, "nan_code is 16; needs a code of IF4, 0 to 15"),
 ]
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from engine_cases import agree
 from recorded import groups
+from statements import tf32
 from together import together
 
 import fp4kit
@@ -122,11 +123,6 @@ def test_float32_is_truncated_to_tf32(recipe, golden, either_engine):
         with np.errstate(invalid="ignore"):
             changed += int((fp4kit.fake_quantize(x, recipe)[is_finite] != recorded[is_finite]).sum())
     assert changed > 0
-
-
-def tf32(x):
-    """Return float32 x without its 13 low bits, as the matrix unit reads it."""
-    return (np.asarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def transformed(x, n):
