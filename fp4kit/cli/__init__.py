@@ -11,16 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from fp4kit import __version__, startup
-from fp4kit.cli.command import (
-    SHELLS,
-    GroupedHelp,
-    GuardedCommand,
-    Parser,
-    PrintCompletion,
-    UsageError,
-    add_command,
-    run_guarded,
-)
+from fp4kit.cli import command
 from fp4kit.cli.output import Output
 
 _EXIT_CODES = (
@@ -74,15 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         # Escape characters that stdout's encoding lacks, because names of files and tensors may contain any bytes.
         sys.stdout.reconfigure(errors="backslashreplace")
-    return run_guarded(lambda task: _run(task, argv), startup.COMMAND)
+    return command.run_guarded(lambda task: _run(task, argv), startup.COMMAND)
 
 
-def _run(task: GuardedCommand, argv: Sequence[str] | None) -> int:
+def _run(task: command.GuardedCommand, argv: Sequence[str] | None) -> int:
     """Parse the arguments, run the command that they name, and return its exit code; 0 after --help and --version."""
     try:
         arguments = sys.argv[1:] if argv is None else argv
         args = parser(arguments).parse_args(arguments)
-    except UsageError as error:
+    except command.UsageError as error:
         task.name = error.prog.partition(" ")[2]
         raise
     except SystemExit as stop:  # raised by argparse after --help and --version
@@ -96,21 +87,24 @@ def _run(task: GuardedCommand, argv: Sequence[str] | None) -> int:
     )
 
 
-def parser(arguments: Sequence[str] | None = None) -> Parser:
+def parser(arguments: Sequence[str] | None = None) -> command.Parser:
     """Return a new parser of the command line, which lists all commands."""
     if arguments is not None and any(text.startswith("--print-completion") for text in arguments):
         arguments = None
-    result = Parser(
+    result = command.Parser(
         prog="fp4kit",
         description="Quantize models to 4-bit floating point, bit for bit as other libraries do."
         " `fp4kit COMMAND --help` lists a command's options.",
         epilog=_EXIT_CODES,
-        formatter_class=GroupedHelp,
+        formatter_class=command.GroupedHelp,
     )
     result.examples, result.hints = _EXAMPLES, _HINTS
     result.add_argument("--version", action="version", version=f"fp4kit {__version__}")
     result.add_argument(
-        "--print-completion", action=PrintCompletion, choices=SHELLS, help="print the shell's completion script"
+        "--print-completion",
+        action=command.PrintCompletion,
+        choices=command.SHELLS,
+        help="print the shell's completion script",
     )
     commands: Any = result.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     commands.headings = {}  # first command of a group -> its heading, for GroupedHelp
@@ -118,7 +112,7 @@ def parser(arguments: Sequence[str] | None = None) -> Parser:
         commands.headings[next(iter(listed))] = heading
         for name, (module, commands.help) in listed.items():
             if arguments is None or name in arguments:
-                add_command(commands, name, import_module(f"fp4kit.cli.{module}").COMMANDS[name])
+                command.add_command(commands, name, import_module(f"fp4kit.cli.{module}").COMMANDS[name])
             else:
                 commands.add_parser(name, help=commands.help)
     return result

@@ -25,16 +25,9 @@ from rich.progress import (
 from fp4kit import __version__
 from fp4kit.arguments import flag
 from fp4kit.arrays import imports
+from fp4kit.cli import output as tables
 from fp4kit.cli.command import DIFFERENT, DONE, EXCLUSIVE, Command
-from fp4kit.cli.output import (
-    BLOCK_COLUMNS,
-    FORMAT_COLUMNS,
-    RECIPE_COLUMNS,
-    Output,
-    block_rows,
-    format_rows,
-    recipe_rows,
-)
+from fp4kit.cli.output import Output
 from fp4kit.cuda.compiler import compiler_version
 from fp4kit.evidence import selftest
 from fp4kit.evidence.fuzz import run as fuzz
@@ -70,10 +63,10 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
         out.table(agreement.COLUMNS, rows)
         out.document("agreement/1", {"groups": _objects(agreement.COLUMNS, rows)})
         return DONE
-    rows = recipe_rows(ids)
-    out.table(RECIPE_COLUMNS, rows)
+    rows = tables.recipe_rows(ids)
+    out.table(tables.RECIPE_COLUMNS, rows)
     found = []
-    for id, row in zip(ids, _objects(RECIPE_COLUMNS[1:], [r[1:] for r in rows]), strict=True):
+    for id, row in zip(ids, _objects(tables.RECIPE_COLUMNS[1:], [r[1:] for r in rows]), strict=True):
         versions = recipe(id).versions
         found.append({"id": id, **row, "versions": versions and versions._asdict()})
     out.document("recipes/1", {"recipes": found})
@@ -125,11 +118,14 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
 
 def _formats(args: argparse.Namespace, out: Output) -> int:
     """Run the command formats: print the tables of number formats and block formats. Return 0."""
-    formats, blocks = format_rows(), block_rows()
-    out.table(FORMAT_COLUMNS, formats)
+    formats, blocks = tables.format_rows(), tables.block_rows()
+    out.table(tables.FORMAT_COLUMNS, formats)
     out.line()
-    out.table(BLOCK_COLUMNS, blocks)
-    body = {"formats": _objects(FORMAT_COLUMNS, formats), "block_formats": _objects(BLOCK_COLUMNS, blocks)}
+    out.table(tables.BLOCK_COLUMNS, blocks)
+    body = {
+        "formats": _objects(tables.FORMAT_COLUMNS, formats),
+        "block_formats": _objects(tables.BLOCK_COLUMNS, blocks),
+    }
     out.document("formats/1", body)
     return DONE
 

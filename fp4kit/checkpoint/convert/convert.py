@@ -21,6 +21,7 @@ from fp4kit import __version__
 from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.contract import contract_of_plan
+from fp4kit.checkpoint.convert import run_jobs
 from fp4kit.checkpoint.convert.job import (
     CARRY,
     MERGE,
@@ -33,28 +34,10 @@ from fp4kit.checkpoint.convert.job import (
     action_of,
 )
 from fp4kit.checkpoint.convert.rows import Done, refused_carry
-from fp4kit.checkpoint.convert.run_jobs import (
-    JobScheduler,
-    Journal,
-    check_finite,
-    jobs_of_finished_run,
-    key_of,
-    remove_leftovers,
-    source_facts,
-    write_at,
-)
 from fp4kit.checkpoint.executors import Options, Prefetcher, executor_of, pending_limit, run_all, start_devices
 from fp4kit.checkpoint.findings import findings_of_files, opened
+from fp4kit.checkpoint.model import model_files
 from fp4kit.checkpoint.model.doubtful_codes import CERTAIN, SWAPPED_NIBBLES, swapped_layers
-from fp4kit.checkpoint.model.model_files import (
-    CONFIG,
-    HF_QUANT_CONFIG,
-    MANIFEST,
-    Digest,
-    digest_of,
-    manifest_of,
-    names_in,
-)
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
 from fp4kit.checkpoint.model.statistics import doubt_about
 from fp4kit.checkpoint.model.weights import weights_of
@@ -335,7 +318,7 @@ def notes_on_file(plan: Plan, target: Path) -> tuple[str, ...]:
     """Return a tuple with one message: loaders need a config, which a single safetensors file cannot hold."""
     if not _is_safetensors(target) or plan.form is None or plan.form.format == comfy.FORMAT:
         return ()
-    declared = json.dumps(configs(plan)[CONFIG]["quantization_config"])
+    declared = json.dumps(configs(plan)[model_files.CONFIG]["quantization_config"])
     return (
         f"a file holds no config.json, which loaders of {plan.form.format} need; convert to a directory to get it, or"
         f" add to yours: {json.dumps('quantization_config')}: {declared}",
@@ -398,7 +381,7 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
     options, target = options or Options(), Path(destination)
     done = finished_before(plan, target) if options.resume else None
     if staging.result_of(target).exists():  # only a finished result has leftovers
-        remove_leftovers(target)
+        run_jobs.remove_leftovers(target)
     if done is not None:
         return ConversionReport(plan, target, done)
     check(plan, target, options.resume)
@@ -411,7 +394,7 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
 
 def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
     """Return one Done per job, in the order of the plan, if an earlier run of this plan has completed ``target``."""
-    found = jobs_of_finished_run(target, key_of(plan.source, plan.request))
+    found = run_jobs.jobs_of_finished_run(target, run_jobs.key_of(plan.source, plan.request))
     keys = [job.key for job in jobs_of(plan, _nowhere(plan))]
     return None if found is None or not found.keys() >= {*keys} else tuple(found[key] for key in keys)
 
@@ -425,16 +408,16 @@ def _execute(plan: Plan, target: Path, options: Options) -> ConversionReport:
             raise CheckpointError(
                 f"{file.label}: changed since the conversion was planned; run again when nothing writes to it"
             )
-    key = key_of(plan.source, plan.request)
+    key = run_jobs.key_of(plan.source, plan.request)
     paths = paths_to_write(plan, target)
     with (
         staging.staged_directory(target, options.resume, paths) as stage,
-        Journal(stage.folder / staging.JOURNAL, key) as journal,
+        run_jobs.Journal(stage.folder / staging.JOURNAL, key) as journal,
     ):
         stage.is_ours = True
         run = _Run(plan, stage.folder.absolute(), options, journal, bool(paths))
         done = run.run()
-        if key_of(plan.source, plan.request) != key:
+        if run_jobs.key_of(plan.source, plan.request) != key:
             raise CheckpointError(
                 f"{plan.source.root}: changed while it was converted; run again when nothing writes to it"
             )
@@ -480,7 +463,7 @@ class _Run:
     layer that lost its values.
     """
 
-    def __init__(self, plan: Plan, folder: Path, options: Options, journal: Journal, is_file: bool) -> None:
+    def __init__(self, plan: Plan, folder: Path, options: Options, journal: run_jobs.Journal, is_file: bool) -> None:
         self.plan, self.folder, self.journal, self.options = plan, folder, journal, options
         self.is_file = is_file
         self.doubts: dict[str, str] = {}
@@ -497,7 +480,7 @@ class _Run:
         all_jobs = tuple(jobs_of(self.plan, positions, tuple(self.options.devices) or (None,)))
         files = [self.folder / file.name for file in self.plan.files]
         tick = self.options.progress or (lambda count: None)
-        scheduler = JobScheduler(all_jobs, files, self.journal, self._check, tick)
+        scheduler = run_jobs.JobScheduler(all_jobs, files, self.journal, self._check, tick)
         with executor_of(self.options.executor, workers, by_threads) as executor:
             scheduler.run(executor, pending_limit(self.options.executor, workers))
             self._doubt_order_of_columns()
@@ -548,7 +531,7 @@ class _Run:
     def _check(self, job: Job, found: Measured) -> None:
         """Raise CheckpointError if the measurements of a weight show values that the request does not allow."""
         # Scales that MXFP8 cannot hold are rejected if the request has requantize=False.
-        check_finite(job, found)
+        run_jobs.check_finite(job, found)
         if job.weight.container is not None:
             if found.doubt in CERTAIN and not self.plan.request.allow_loss:
                 raise CheckpointError(
@@ -561,26 +544,28 @@ class _Run:
         if job.action == CARRY and not found.exact and not self.plan.request.requantize:
             raise refused_carry(job.name)
 
-    def _write_beside(self, hashed: Mapping[Path, Digest], executor: Executor | None) -> None:
+    def _write_beside(self, hashed: Mapping[Path, model_files.Digest], executor: Executor | None) -> None:
         """Write the files without tensors into the partial directory, the manifest last."""
         plan, folder = self.plan, self.folder
         for file in plan.auxiliary.copied:
             staging.copy_file(file.path, folder / file.name)
         for name, content in configs(plan).items():
-            write_file(folder / name, dump_object(content, 4 if name == HF_QUANT_CONFIG else 2))
+            write_file(folder / name, dump_object(content, 4 if name == model_files.HF_QUANT_CONFIG else 2))
         write_file(folder / FILE, dump_object(contract_of_plan(plan).as_data()))
-        paths = {name: folder / name for name in names_in(folder)}
-        new = run_all(executor, deque((digest_of, (path,)) for path in paths.values() if path not in hashed))
+        paths = {name: folder / name for name in model_files.names_in(folder)}
+        new = run_all(
+            executor, deque((model_files.digest_of, (path,)) for path in paths.values() if path not in hashed)
+        )
         found = {**hashed, **{one.path: one for one in new}}
         facts = {
             "version": __version__,
             "format": plan.format_name,
-            "source": source_facts(plan.source),
+            "source": run_jobs.source_facts(plan.source),
             "request": plan.request.facts,
             **({"codes": "carried"} if plan.carries_codes else {}),
         }
-        manifest = manifest_of({name: found[path] for name, path in paths.items()}, facts)
-        write_file(folder / MANIFEST, dump_object(manifest))
+        manifest = model_files.manifest_of({name: found[path] for name, path in paths.items()}, facts)
+        write_file(folder / model_files.MANIFEST, dump_object(manifest))
 
 
 def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path, int]]:
@@ -591,7 +576,7 @@ def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         os.ftruncate(descriptor, position)
-        write_at(descriptor, memoryview(header), 0)
+        run_jobs.write_at(descriptor, memoryview(header), 0)
     finally:
         os.close(descriptor)
     return found

@@ -461,7 +461,6 @@ class TensorConverter:
         self._waiting: dict[str, list[_Member]] = {}  # group with one tensor scale -> its layers that have arrived
         self._sources: dict[str, str] = {}  # converted layer -> the layer or stack of the model that holds it
         self._unconverted: dict[str, str] = {}  # unconverted layer -> why it is unquantized
-        self._converted: list[str] = []  # the names of the converted layers
         self._seen: set[str] = set()  # the names of all tensors that have arrived
         self._modules: dict[str, tuple[int, ...]] = {}  # converted layer or stack -> its shape
         self._beside: dict[str, str] = {}  # possible layer -> a tensor named after it that may change its weight
@@ -522,7 +521,6 @@ class TensorConverter:
                     mlx.check(own.config, [whole])
                 self._check_module(whole, part)
                 for module, matrix in layers_of(name, part, own):
-                    self._converted.append(module)
                     self._sources[module] = whole
                     yield from self._gathered(module, matrix, own)
 
@@ -615,7 +613,7 @@ class TensorConverter:
                 " name these layers in Wishes(keep=...)",
                 stacklevel=3,
             )
-        alone = missing_gated_halves(self._converted, self._unconverted)
+        alone = missing_gated_halves([*self._sources], self._unconverted)
         if alone:
             raise CheckpointError("; ".join(alone[:3]))
         for group, members in self._waiting.items() if self._incomplete == "error" else ():

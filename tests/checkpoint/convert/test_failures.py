@@ -52,8 +52,8 @@ PLACES = (
     "convert.convert:_lay_out",
     "convert.convert:configs",
     "convert.convert:dump_object",
-    "convert.convert:manifest_of",
-    "convert.convert:digest_of",
+    "model.model_files:manifest_of",
+    "model.model_files:digest_of",
     "convert.run_jobs:digest_of",
     "staging:sync_file",
     "staging:copy_file",
@@ -152,7 +152,7 @@ def test_space_of_an_interrupted_run_counts_as_free(tmp_path: Path, monkeypatch:
     synthetic.bert(tmp_path / "m")
     plan = make_plan(tmp_path / "m")
     with monkeypatch.context() as patch:
-        _break(patch, "convert.convert:digest_of", OSError("disk"))
+        _break(patch, "model.model_files:digest_of", OSError("disk"))
         with pytest.raises(OSError, match="disk"):
             execute(plan, tmp_path / "out")
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
