@@ -195,10 +195,7 @@ def forbidden(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
     ("name", "said"),
     [
         ("model.safetensors", "Permission denied"),
-        (
-            "tokenizer_config.json",
-            "tokenizer_config.json: cannot be read (Permission denied); grant read permission, or remove it",
-        ),
+        ("tokenizer_config.json", "tokenizer_config.json: cannot be read (Permission denied); grant read permission"),
         ("1_Pooling", "1_Pooling: cannot be read (Permission denied); grant read permission, or remove it"),
         (".", "Permission denied"),
     ],

@@ -218,23 +218,14 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("dense", {"hadamard": 16, "hadamard_seed": -1}, "--hadamard-seed -1: needs an integer from 0 to 2^64 - 1"),
     ("dense", {"hadamard_only": ["*"]}, "--hadamard-only *: names layers to rotate; add --hadamard SIZE"),
     ("dense", {"hadamard": 16, "hadamard_only": ["q_proj"]}, "--hadamard-only q_proj: matches no layer that is"),
-    (
-        "dense",
-        {"hadamard": 16, "hadamard_only": ["*.q_proj", "*.v_proj"]},
-        "model.layers.0.self_attn.(q_proj|k_proj|v_proj): loaders fuse these layers, so all or none must be rotated",
-    ),
+    ("dense", {"hadamard": 16, "hadamard_only": ["*.q_proj", "*.v_proj"]}, "loaders fuse these layers, so all or none"),
     ("dense", {"hadamard": 16, "format": None}, "only the config of compressed-tensors declares rotated inputs; add"),
     ("dense", {"hadamard": 16, "format": "modelopt"}, "only the config of compressed-tensors"),
     ("dense", {"hadamard": 16, "format": "mlx"}, "only the config of compressed-tensors"),
     ("dense", {"hadamard": 16, "format": "bf16"}, "only the config of compressed-tensors"),
     ("dense", {"hadamard": 16, "codes": "x"}, "the codes of another model cannot be rotated; leave --codes out"),
     ("dense", {"hadamard": 16, "nonfinite": "keep"}, "would spread over their blocks; leave --nonfinite keep out"),
-    (
-        "dense",
-        {"hadamard": 32},
-        "--hadamard 32: model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj: the length of their rows is no"
-        " multiple of the size; use 16, or choose other layers with --hadamard-only, or leave them out with --keep",
-    ),
+    ("dense", {"hadamard": 32}, "the length of their rows is no multiple of the size; use 16, or choose"),
     ("moe", {"hadamard": 16}, "engines do not rotate the inputs of routed experts; choose other layers with"),
     ("served", {"hadamard": 16, "requantize": True}, "declares rotations of the weights"),
 )

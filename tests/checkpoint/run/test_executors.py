@@ -14,9 +14,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -84,9 +83,14 @@ def test_worker_processes(model: tuple[Path, dict[str, str]], tmp_path: Path, wo
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize(
-    ("workers", "cores", "processes", "expected"),
-    [
+def test_processes_where_they_are_faster(model: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are processes if requested, the model has at least FROM_BYTES, and there are enough workers.
+
+    Otherwise they are threads.
+    """
+    module, plan = import_module("fp4kit.checkpoint.convert.convert"), make_plan(model[0])
+    monkeypatch.setattr(module, "is_compiled", lambda: True)
+    for workers, cores, processes, expected in (
         (None, 16, True, (8, False)),
         (None, 5, True, (5, False)),
         (None, 3, True, (3, True)),
@@ -95,37 +99,13 @@ def test_worker_processes(model: tuple[Path, dict[str, str]], tmp_path: Path, wo
         (None, 16, False, (16, True)),
         (9, 16, False, (9, True)),
         (None, 1, True, (2, True)),
-    ],
-)
-def test_processes_where_they_are_faster(
-    model: tuple[Path, dict[str, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    workers: int | None,
-    cores: int,
-    processes: bool,
-    expected: tuple[int, bool],
-) -> None:
-    """Workers are processes if requested, the model has at least FROM_BYTES, and there are enough workers.
-
-    Otherwise they are threads.
-    """
-    module, made = import_module("fp4kit.checkpoint.convert.convert"), list[tuple[int, bool]]()
-
-    @contextmanager
-    def noted(given: Executor | None, workers: int, by_threads: bool) -> Iterator[Executor | None]:
-        made.append((workers, by_threads))
-        yield given
-
-    monkeypatch.setattr(module, "executor_of", noted)
-    monkeypatch.setattr(module, "is_compiled", lambda: True)
-    monkeypatch.setattr(module, "num_threads", lambda: cores)
-    plan = make_plan(model[0])
-    for i, least in enumerate((bytes_to_read(plan), bytes_to_read(plan) + 1)):
-        monkeypatch.setattr(module, "FROM_BYTES", least)
-        execute(plan, tmp_path / str(i), Options(workers, processes=processes))
-        assert files_of(tmp_path / str(i)) == model[1]
-    assert made == [expected, (workers or max(cores, 2), True)]
+    ):
+        monkeypatch.setattr(module, "num_threads", lambda cores=cores: cores)
+        run = module._Run(plan, Path(), Options(workers, processes=processes), None, False)
+        monkeypatch.setattr(module, "FROM_BYTES", bytes_to_read(plan))
+        assert run._workers() == expected
+        monkeypatch.setattr(module, "FROM_BYTES", bytes_to_read(plan) + 1)
+        assert run._workers() == (workers or max(cores, 2), True)
 
 
 def test_the_command_takes_processes_for_large_models(
@@ -190,12 +170,6 @@ def test_any_executor(model: tuple[Path, dict[str, str]], tmp_path: Path, make: 
 
 def spawning(workers: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-
-
-@pytest.mark.parametrize("workers", [0, -1, True, 1.5, "2"])
-def test_number_of_workers(workers: Any) -> None:
-    with refused(f"workers: got {workers!r}; an integer of at least 1 is needed"):
-        Options(workers)
 
 
 def settings() -> tuple[str | None, int]:
@@ -295,16 +269,16 @@ def test_worker_of_another_version_refuses() -> None:
     assert str(caught.value).endswith("but the main process has 9.9; install 9.9 on the workers")
 
 
-def test_no_cluster() -> None:
+def test_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_under_mpi()
     with cluster() as executor:
         assert executor is None
-
-
-def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with refused('--dask: needs dask.distributed; run pip install "fp4kit[cluster]"'), cluster("tcp://127.0.0.1:1"):
         pass
+    for workers in (0, -1, True, 1.5, "2"):
+        with refused(f"workers: got {workers!r}; an integer of at least 1 is needed"):
+            Options(workers)  # type: ignore[arg-type]
 
 
 def missing(module: str) -> None:
@@ -377,18 +351,10 @@ def test_mpi(model: tuple[Path, dict[str, str]], tmp_path: Path, size: int) -> N
 
 def test_environment_changes_nothing(tmp_path: Path) -> None:
     synthetic.moe(tmp_path / "m")
-    changes = (
-        {"PYTHONHASHSEED": "1", "TZ": "Asia/Tokyo", "LC_ALL": "C", "OMP_NUM_THREADS": "1"},
-        {
-            "PYTHONHASHSEED": "77",
-            "LC_ALL": "tr_TR.UTF-8",
-            "OMP_NUM_THREADS": "2",
-            "NVTE_USE_FAST_MATH": "1",
-            "HOME": "/nowhere",
-        },
-    )
     found = []
-    for i, change in enumerate(changes):
+    one = {"PYTHONHASHSEED": "1", "TZ": "Asia/Tokyo", "LC_ALL": "C", "OMP_NUM_THREADS": "1"}
+    other = {"PYTHONHASHSEED": "77", "LC_ALL": "tr_TR.UTF-8", "NVTE_USE_FAST_MATH": "1", "HOME": "/nowhere"}
+    for i, change in enumerate((one, {**other, "OMP_NUM_THREADS": "2"})):
         command = [sys.executable, HERE / "convert_once.py", tmp_path / "m", tmp_path / f"out{i}", "1"]
         subprocess.run(command, env=environment() | change, check=True, capture_output=True, timeout=120)
         found.append(files_of(tmp_path / f"out{i}"))

@@ -119,14 +119,12 @@ def test_no_further_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         until(lambda: begun[-1] == 4480)
         assert told == [1280, 6400]
     assert begun == [*range(0, 1281, 64), *range(3840, 4481, 64)]
-
-
-def test_a_container_has_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     monkeypatch.setattr(prefetch, "_LIMIT", tmp_path / "memory.max")
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert prefetch.memory() == whole
     for text, memory in {"max\n": whole, "1048576\n": 1 << 20, str(2 * whole): whole}.items():
-        (tmp_path / "memory.max").write_text(text)
+        (tmp_path / "memory.max").write_text(text)  # the limit of a container
         assert prefetch.memory() == memory
 
 
