@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from together import together
 
-from fp4kit.checkpoint.containers.configs import LOADED
+from fp4kit.checkpoint.containers.configs import LOADED, declarations
 from fp4kit.checkpoint.containers.engines import Finding
 from fp4kit.checkpoint.loaders.requirements import consequence, findings, quantized_layers
 
@@ -35,108 +35,34 @@ CT_FP8_BLOCKS, FP8_BLOCKS = "compressed-tensors FP8 128x128", "fp8 128x128"
 
 
 def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
-    """Return {tensor name: (dtype, shape)} for a layer of shape [96, 64] in a container. The table is written by hand.
-
-    Layers in 128x128 blocks have the shape [96, 128].
+    """Return {tensor name: (dtype, shape)} for a layer of shape [96, 64], or [96, 128] in 128x128 blocks.
 
     name: the module's name.
     lead: leading dimensions, such as the number of experts.
     """
-    packed, codes = (*lead, 96, 32), (*lead, 96, 64)
-    by_16, by_32, scalar = (*lead, 96, 4), (*lead, 96, 2), lead
-    wide, one_block = (*lead, 96, 128), (*lead, 1, 1)
-    parts: dict[str, tuple[str, tuple[int, ...]]] = {
-        W4A16: {".weight": ("U8", packed), ".weight_scale": ("F8_E4M3", by_16), ".weight_scale_2": ("F32", scalar)},
-        NVFP4: {
-            ".weight": ("U8", packed),
-            ".weight_scale": ("F8_E4M3", by_16),
-            ".weight_scale_2": ("F32", scalar),
-            ".input_scale": ("F32", scalar),
-        },
-        MXFP8: {".weight": ("F8_E4M3", codes), ".weight_scale": ("U8", by_32)},
-        MXFP4: {".weight": ("U8", packed), ".weight_scale": ("U8", by_32)},
-        CT_NVFP4: {
-            ".weight_packed": ("U8", packed),
-            ".weight_scale": ("F8_E4M3", by_16),
-            ".weight_global_scale": ("F32", lead or (1,)),
-        },
-        CT_MXFP4: {".weight_packed": ("U8", packed), ".weight_scale": ("U8", by_32)},
-        CT_MXFP8: {".weight": ("F8_E4M3", codes), ".weight_scale": ("U8", by_32)},
-        FP8: {".weight": ("F8_E4M3", codes), ".weight_scale": ("F32", scalar), ".input_scale": ("F32", scalar)},
-        FP8_CHANNEL: {".weight": ("F8_E4M3", codes), ".weight_scale": ("F32", (*lead, 96))},
-        CT_FP8: {".weight": ("F8_E4M3", codes), ".weight_scale": ("F32", lead or (1,))},
-        CT_FP8_ROWS: {".weight": ("F8_E4M3", codes), ".weight_scale": ("F32", (*lead, 96, 1))},
-        CT_FP8_BLOCKS: {".weight": ("F8_E4M3", wide), ".weight_scale": ("F32", one_block)},
-        FP8_BLOCKS: {".weight": ("F8_E4M3", wide), ".weight_scale_inv": ("F32", one_block)},
-        "sglang-mxfp8": {".weight": ("F8_E4M3", codes), ".weight_scale_inv": ("U8", by_32)},
-        "gpt-oss": {"_blocks": ("U8", (4, 96, 2, 16)), "_scales": ("U8", (4, 96, 2))},
-        "deepseek-v4": {".weight": ("I8", packed), ".scale": ("F8_E8M0", by_32)},
-        "deepseek-v4 nvfp4": {
-            ".weight": ("U8", packed),
-            ".weight_scale": ("F8_E4M3", by_16),
-            ".weight_scale_2": ("F32", scalar),
-            ".input_scale": ("F32", scalar),
-        },
-        "bf16": {".weight": ("BF16", codes)},
-    }[container]
-    return {name + suffix: tensor for suffix, tensor in parts.items()}
-
-
-def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
-    """Return the quantization_config that compressed-tensors writes for one of its containers.
-
-    container: its name, such as "compressed-tensors nvfp4-pack-quantized".
-    inputs: the entry input_activations; None if activations are not quantized.
-    """
-    strategies = {CT_FP8: "tensor", CT_FP8_ROWS: "channel", CT_FP8_BLOCKS: "block"}
-    if container in strategies:
-        scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategies[container]}
-        scheme |= {"block_structure": [128, 128]} if container == CT_FP8_BLOCKS else {}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": inputs}},
-            "ignore": ["lm_head"],
-        }
-    name = container.removeprefix("compressed-tensors ")
-    four, nv = "4" in name, name.startswith("nv")
-    weights = {
-        "num_bits": 4 if four else 8,
-        "type": "float",
-        "symmetric": True,
-        "group_size": 16 if nv else 32,
-        "strategy": "tensor_group" if nv else "group",
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    declared = {"quant_method": "compressed-tensors", "format": name, "config_groups": {"group_0": group}}
-    return {**declared, "ignore": ["lm_head"]}
+    form = LOADED[container].form
+    if form is None:
+        return {f"{name}.weight": ("BF16", (*lead, ROWS, COLUMNS))}
+    shape = (*((4,) if container == "gpt-oss" else lead), ROWS, 128 if form.block[0] > 1 else COLUMNS)
+    outputs = form.outputs(name, shape, container in (NVFP4, FP8, "deepseek-v4 nvfp4"))
+    return {tensor.name: (tensor.dtype, tensor.shape) for tensor in outputs}
 
 
 def config(container: str) -> dict[str, Any]:
-    """Return the content of a config.json that engines accept for a container."""
-    used = LOADED[container].format
-    if used == "modelopt":
-        return {"quantization_config": {"quant_method": "modelopt", "quant_algo": container.split()[1], "ignore": []}}
-    if used == "compressed-tensors":
-        return {"quantization_config": ct_config(container)}
-    own: dict[str, dict[str, Any]] = {
-        "fp8": {
-            "quantization_config": {
-                "quant_method": "fp8",
-                "weight_block_size": [128, 128],
-                "activation_scheme": "dynamic",
-            }
-        },
-        "sglang-mxfp8": {"quantization_config": {"quant_method": "mxfp8"}},
-        "gpt-oss": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-        "deepseek-v4": {
-            "model_type": "deepseek_v4",
-            "expert_dtype": "fp4",
-            "quantization_config": {"quant_method": "fp8", "moe_quant_algo": "NVFP4"},
-        },
-        "bf16": {},
-    }
-    return own[used]
+    """Return the content of a config.json that engines accept for a container: what fp4kit writes."""
+    form = LOADED[container].form
+    if form is None:
+        return {}
+    declared, _ = declarations(form, [], container in (NVFP4, FP8), {}, [name_of(container)])
+    kind = {"gpt-oss": {"model_type": "gpt_oss"}, "deepseek-v4": {"model_type": "deepseek_v4", "expert_dtype": "fp4"}}
+    return {**kind.get(form.format, {}), "quantization_config": declared}
+
+
+def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
+    """Return the quantization_config of a container of compressed-tensors with other ``input_activations``."""
+    declared: dict[str, Any] = config(container)["quantization_config"]
+    declared["config_groups"]["group_0"]["input_activations"] = inputs
+    return declared
 
 
 def name_of(container: str) -> str:

@@ -20,9 +20,9 @@ from together import together
 import fp4kit
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.containers.table import CONTAINERS, MODELOPT_AWQ, Container
-from fp4kit.checkpoint.model.doubtful_codes import SWAPPED_NIBBLES, doubt_about_rows, swapped_layers
+from fp4kit.checkpoint.model.doubtful_codes import LOST_COLUMNS, SWAPPED_NIBBLES, doubt_about_rows, swapped_layers
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.model.slabs import Slab
+from fp4kit.checkpoint.model.slabs import Slab, UpdateRows
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.layouts import swizzle_scales
 from fp4kit.recipes import RECIPES, Recipe
@@ -41,20 +41,11 @@ def form_of(recipe: Recipe) -> Container | None:
 
 STORED = tuple(name for name, recipe in RECIPES.items() if form_of(recipe) is not None and not recipe.fake_only)
 COMMON = ("nvfp4-te", "nvfp4-modelopt", "nvfp4-te-4over6-mse-256", "mxfp4-ocp", "mxfp4-quark-ceil", "mxfp8-te")
-recipes = pytest.mark.parametrize(
-    "name", [name if name in COMMON else pytest.param(name, marks=pytest.mark.exhaustive) for name in STORED]
-)
-
-
+DRAWN = [name if name in COMMON else pytest.param(name, marks=pytest.mark.exhaustive) for name in STORED]
+recipes = pytest.mark.parametrize("name", DRAWN)
 # Recipes with square blocks have too few different scales in a layer of this size.
-by_rows = pytest.mark.parametrize(
-    "name",
-    [
-        name if name in COMMON else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in STORED
-        if RECIPES[name].block[0] == 1
-    ],
-)
+IN_ROWS = [one for name, one in zip(STORED, DRAWN, strict=True) if RECIPES[name].block[0] == 1]
+by_rows = pytest.mark.parametrize("name", IN_ROWS)
 
 
 def weights(kind: str, rows: int = SIZE, columns: int = SIZE) -> Floats:
@@ -95,6 +86,24 @@ def encoded(name: str, x: Floats) -> tuple[Container, Bytes, Bytes]:
 def doubt(form: Container, codes: Bytes, scales: np.ndarray) -> str:
     """Return the warning about a square layer."""
     return doubt_about_rows(form, Slab(0, None, codes, scales), square=True)
+
+
+def test_rows_of_a_slab() -> None:
+    rows, columns = np.arange(4.0, dtype=np.float32).reshape(-1, 1), np.ones((1, 3), np.float32)
+    slab = Slab(0, None, rows, rows, low_rank=(rows, columns), update=UpdateRows(rows, columns, np.float32(2)))  # type: ignore[arg-type]
+    for index in (slice(1, 3), np.array([1, 2])):
+        cut = slab.rows(index)
+        assert cut.low_rank is not None and cut.update is not None and cut.low_rank[1] is columns
+        for part in (cut.codes, cut.scales, cut.low_rank[0], cut.update.b):
+            assert part.tolist() == [[1], [2]]
+
+
+def test_columns_without_scales() -> None:
+    """Zero scales of some columns of blocks are an error; scales that are all zero have another cause."""
+    form, codes, scales = encoded("nvfp4-te", weights("normal"))
+    lost = scales.copy()
+    lost[:, 2] = 0
+    assert doubt(form, codes, lost) == LOST_COLUMNS != doubt(form, codes, np.zeros_like(scales))
 
 
 @recipes
