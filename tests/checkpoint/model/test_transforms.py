@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
-import safetensors.numpy
 import synthetic
 from inputs import BF16
 from synthetic import refused
@@ -75,11 +75,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def loaded(folder: Path) -> dict[str, np.ndarray]:
-    """Return all tensors of a model directory."""
-    found: dict[str, np.ndarray] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= safetensors.numpy.load_file(path)
-    return found
+    return oracle.arrays(oracle.load(folder))
 
 
 def test_transforms_are_undone(model: Model) -> None:
