@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.model.weights import Weight, layer_names
-from fp4kit.checkpoint.plan.request import Request, experts_only
+from fp4kit.checkpoint.plan.layer_recipes import experts_only
+from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.selection import selection
 from fp4kit.checkpoint.selection.names import adapter_tensor, partly_converted, shared_amax_groups, unwrapped
 from fp4kit.recipes import Recipe, recipe_of

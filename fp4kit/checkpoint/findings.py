@@ -28,8 +28,8 @@ from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, load_manifest, open_source, other_weights
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.weights import Piece, Weight
+from fp4kit.checkpoint.plan.layer_recipes import findings_of_rotation
 from fp4kit.checkpoint.plan.plan import Plan, TensorPlan, configs
-from fp4kit.checkpoint.plan.request import findings_of_rotation
 from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.checkpoint.plan.source_layers import cache_troubles
 from fp4kit.checkpoint.selection.names import fused_groups, group_name, trouble

@@ -25,8 +25,8 @@ from fp4kit.checkpoint.convert.rows import divisor_of, stored_scales
 from fp4kit.checkpoint.model.closed_world import is_known_beside
 from fp4kit.checkpoint.model.unlike_layers import named_twice
 from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, looks_quantized, pieces, stack_shape
-from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization, Mixture
-from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only
+from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization, Mixture, check_input_scale, experts_only
+from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request
 from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.checkpoint.plan.source_layers import stacks_trouble
 from fp4kit.checkpoint.selection.names import (

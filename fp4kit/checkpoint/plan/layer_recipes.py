@@ -1,21 +1,28 @@
 """Choose the recipe and the container of every layer in a conversion with several recipes, and read which recipes a
-model records. The first pattern that matches a layer decides, otherwise the default. A GGUF file has containers of its
-own.
+model records. The first pattern that matches a layer decides, otherwise the default. Some containers hold only some
+layers, need input scales or allow rotations of inputs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from fp4kit.call.parse import HADAMARD_SIZES
+from fp4kit.checkpoint.containers import table
+from fp4kit.checkpoint.containers.configs import WRITTEN
+from fp4kit.checkpoint.containers.engines import Finding, finding
 from fp4kit.checkpoint.containers.table import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, Container
 from fp4kit.checkpoint.loaders.exclusions import container_of
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
+from fp4kit.checkpoint.model.weights import Weight, WeightRotation
 from fp4kit.checkpoint.selection import names
+from fp4kit.checkpoint.selection.selection import Candidate
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile
@@ -195,3 +202,96 @@ def patterns_in(value: Any) -> list[list[str]]:
             " fp4kit convert writes them; restore the record, or remove it from the checkpoint"
         )
     return pairs
+
+
+def kind_of(recipe: Recipe) -> str:
+    """Return the kind of container that stores a recipe's codes and scales, such as "nvfp4" or "fp8 rows"."""
+    form = next((candidate for candidate in WRITTEN if candidate.stores(recipe)), None)
+    if form is None:
+        usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in WRITTEN)]
+        why = "can be stored only in a GGUF file" if is_stored_in_gguf(recipe) else "cannot be stored in a checkpoint"
+        raise CheckpointError(f"recipe {recipe.id}: {why}; use one of {several(usable, recipe)}")
+    return form.kind
+
+
+def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
+    """Raise CheckpointError if loaders of the container require input scales and none will be written."""
+    if form is table.DEEPSEEK_V4_NVFP4 and not has_input_scale:
+        raise CheckpointError(
+            "input scale: loaders of DeepSeek-V4 with NVFP4 experts require one; "
+            "measure activations for --activations, or add --input-scale 1.0 (not calibrated)"
+        )
+    if form is table.MODELOPT_FP8 and not has_input_scale:
+        raise CheckpointError(
+            "input scale: Model-Optimizer's FP8 layers have one; measure activations for --activations, or use"
+            " fp8-modelopt-channel or --format compressed-tensors, with which engines scale inputs at run time"
+        )
+
+
+def experts_only(form: Container | None) -> bool:
+    """Return whether loaders of the container ``form`` support only quantized routed experts, and no other layers."""
+    return form in (table.GPT_OSS, table.DEEPSEEK_V4, table.DEEPSEEK_V4_NVFP4)
+
+
+def is_deepseek_v4(config: Mapping[str, Any]) -> bool:
+    """Return whether a model is DeepSeek-V4 or V4.1, judged by ``model_type`` in its config.json."""
+    return config.get("model_type") in ("deepseek_v4", "deepseek_v41")
+
+
+def rotated_weights(
+    selected: Mapping[str, Weight],
+    candidates: Mapping[str, Candidate],
+    rotation: WeightRotation,
+    patterns: Collection[str] = (),
+) -> dict[str, Weight]:
+    """Return copies of the weights to rotate, with ``rotation`` set: tensor name -> weight."""
+    size, modules = rotation.size, [weight.name for weight in selected.values()]
+    unused = next((one for one in patterns if not any(fnmatchcase(module, one) for module in modules)), None)
+    if unused is not None:
+        raise CheckpointError(
+            f"--hadamard-only {shown(unused)}: matches no layer that is quantized; names are such as"
+            f" {listed(modules[:2])}; a pattern must match a whole name"
+        )
+    chosen = {
+        tensor: weight
+        for tensor, weight in selected.items()
+        if not patterns or any(fnmatchcase(weight.name, pattern) for pattern in patterns)
+    }
+    rotated = [weight.name for weight in chosen.values()]
+    columns = [weight.shape[-1] for weight in chosen.values()]
+    way_out = "choose other layers with --hadamard-only, or leave them out with --keep"
+    smaller = [str(one) for one in HADAMARD_SIZES if all(count % one == 0 for count in columns)]
+    sizes = f"use {' or '.join(smaller)}, or " if smaller else ""
+    experts = [weight.name for name, weight in chosen.items() if candidates[name].kind == "routed expert"]
+    uneven = [name for name, count in zip(rotated, columns, strict=True) if count % size]
+    for layers, why in (
+        (experts, f"engines do not rotate the inputs of routed experts; {way_out}"),
+        (uneven, f"the length of their rows is no multiple of the size; {sizes}{way_out}"),
+    ):
+        if layers:
+            raise CheckpointError(f"--hadamard {size}: {listed(layers)}: {why}")
+    # Loaders fuse layers that share their inputs, such as q_proj, k_proj and v_proj, so all of them must get the same
+    # inputs.
+    own = {*rotated}
+    for key, members in names.fused_groups(modules).items():
+        if 0 < len(own.intersection(members)) < len(members):
+            raise CheckpointError(
+                f"--hadamard {size}: {shown(names.group_name(*key))}: loaders fuse these layers, so all or none must be"
+                " rotated; change --hadamard-only"
+            )
+    return {name: replace(weight, rotation=rotation) for name, weight in chosen.items()}
+
+
+def findings_of_rotation(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Finding]:
+    """Yield a finding (warning) for each engine that cannot run rotated layers, or may give wrong outputs for them."""
+    stored = {*tensors}
+    biased = [layer for layer in rotated_layers if f"{layer}.bias" in stored]
+    ignores = "ignores transform_config and does not rotate inputs, so the outputs of the model are wrong"
+    unknown = "is not known to rotate inputs; an engine that does not gives wrong outputs"
+    for engine, layers, why in (
+        ("transformers", rotated_layers, ignores),
+        ("SGLang", rotated_layers, unknown),
+        ("vLLM", biased, f"does not run rotated layers that have a bias ({listed(biased)})"),
+    ):
+        if layers:
+            yield finding(engine, "warning", "model", why)

@@ -25,19 +25,11 @@ from fp4kit.checkpoint.model import closed_world, transforms
 from fp4kit.checkpoint.model.model_files import is_gguf_config, open_source, other_weights
 from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.weights import Weight, any_quantized, layer_names, weights_of
-from fp4kit.checkpoint.plan.layer_recipes import recorded_recipe
+from fp4kit.checkpoint.plan.layer_recipes import kind_of, recorded_recipe
 from fp4kit.checkpoint.plan.other_models import borrow_codes, check_values_agree
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.plan.plan_facts import declaration_warnings
-from fp4kit.checkpoint.plan.request import (
-    DEFAULTS,
-    GGUF_ONLY,
-    UNQUANTIZED,
-    Request,
-    RequestOptions,
-    kind_of,
-    takes_options,
-)
+from fp4kit.checkpoint.plan.request import DEFAULTS, GGUF_ONLY, UNQUANTIZED, Request, RequestOptions, takes_options
 from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE
 from fp4kit.checkpoint.plan.source_layers import all_doubts, cache_troubles, missing_experts, wide_floats
 from fp4kit.checkpoint.selection.names import check_wrappers, partly_converted

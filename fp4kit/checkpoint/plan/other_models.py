@@ -173,6 +173,11 @@ class LoraAdapter:
             found[tensor] = replace(weight, update=update)
         return found
 
+    def updates_of(self, weights: Mapping[str, Weight], config: Mapping[str, Any]) -> dict[str, LowRankUpdate]:
+        """Return tensor name -> update, for the weights of a model that the adapter changes."""
+        found = self.attach(weights, config)
+        return {name: weight.update for name, weight in found.items() if weight.update is not None}
+
     def matched(self, names: Mapping[str, str]) -> dict[str, str]:
         """Return the adapter's name of each layer -> the key of the layer in ``names``, which are the model's names."""
         exact, loose = {name: key for key, name in names.items()}, defaultdict(list)
@@ -194,14 +199,6 @@ class LoraAdapter:
                 raise CheckpointError(f"{label}: a second update of {shown(names[keys[0]])}; keep one")
             found[layer] = keys[0]
         return found
-
-
-def updates_of(
-    adapter: LoraAdapter | None, weights: Mapping[str, Weight], config: Mapping[str, Any]
-) -> dict[str, LowRankUpdate]:
-    """Return tensor name -> update, for the weights of a model that an adapter changes; {} without an adapter."""
-    found = {} if adapter is None else adapter.attach(weights, config)
-    return {name: weight.update for name, weight in found.items() if weight.update is not None}
 
 
 def _loose(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from fp4kit.checkpoint.model.weights import (
 )
 from fp4kit.checkpoint.plan.layer_recipes import recorded_include, recorded_patterns, recorded_recipe
 from fp4kit.checkpoint.plan.plan_facts import RECORDED, Declared, PlanFacts, carried, outcomes_of, producer_of
-from fp4kit.checkpoint.plan.request import mixes_codes
+from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.source_layers import Restored
 from fp4kit.checkpoint.selection import names
 from fp4kit.checkpoint.selection.selection import DIFFUSERS_CLASS
@@ -428,6 +428,14 @@ def _job(
         None if input_amax is None else float(input_amax),
         plan.request.adapter_scales if tensor.action == job.MERGE else "",
     )
+
+
+def mixes_codes(actions: Set[str], request: Request, source: model_files.Source) -> bool:
+    """Return whether an output has codes of a recipe that may differ from the recorded recipe and patterns."""
+    if request.codes or actions & {job.CAST, job.CARRY, job.RESCALE, job.MERGE}:
+        return actions != {job.RENAME} and bool(actions)
+    wanted = request.recorded, [[pattern, one.id] for pattern, one in request.recipes]
+    return actions > {job.RENAME} and (recorded_recipe(source), recorded_patterns(source)) != wanted
 
 
 # Action -> the words that describe it in TensorPlan.reason.

@@ -5,9 +5,8 @@ can read are rejected here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from fnmatch import fnmatchcase
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -17,94 +16,31 @@ from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WRITTEN
-from fp4kit.checkpoint.containers.engines import Finding, comfy, finding, mlx
-from fp4kit.checkpoint.convert.job import CARRY, CAST, MERGE, NONFINITE, RENAME, RESCALE
+from fp4kit.checkpoint.containers.engines import comfy, mlx
+from fp4kit.checkpoint.convert.job import NONFINITE
 from fp4kit.checkpoint.loaders import support
-from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
-from fp4kit.checkpoint.model.weights import Weight, WeightRotation
+from fp4kit.checkpoint.model.model_files import is_gguf_config
+from fp4kit.checkpoint.model.weights import WeightRotation
 from fp4kit.checkpoint.plan.layer_recipes import (
     LayerQuantization,
     Mixture,
     gguf_form_for,
-    is_stored_in_gguf,
-    recorded_patterns,
-    recorded_recipe,
+    kind_of,
 )
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, ScaleSearch
-from fp4kit.checkpoint.selection.names import fused_groups, group_name
-from fp4kit.checkpoint.selection.selection import PRESETS, Candidate, Wishes, check_diffusers
+from fp4kit.checkpoint.selection.selection import PRESETS, Wishes, check_diffusers
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe, recipe, several
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.recipes.serialization import as_data
-from fp4kit.storage.files import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.gguf_file import bytes_of_text
 
 ROTATED_FORMAT = "compressed-tensors"  # the only format whose config declares rotations of inputs
 
 
-def rotated_weights(
-    selected: Mapping[str, Weight],
-    candidates: Mapping[str, Candidate],
-    rotation: WeightRotation,
-    patterns: Collection[str] = (),
-) -> dict[str, Weight]:
-    """Return copies of the weights to rotate, with ``rotation`` set: tensor name -> weight."""
-    size, names = rotation.size, [weight.name for weight in selected.values()]
-    unused = next((one for one in patterns if not any(fnmatchcase(name, one) for name in names)), None)
-    if unused is not None:
-        raise CheckpointError(
-            f"--hadamard-only {shown(unused)}: matches no layer that is quantized; names are such as"
-            f" {listed(names[:2])}; a pattern must match a whole name"
-        )
-    chosen = {
-        tensor: weight
-        for tensor, weight in selected.items()
-        if not patterns or any(fnmatchcase(weight.name, pattern) for pattern in patterns)
-    }
-    rotated = [weight.name for weight in chosen.values()]
-    columns = [weight.shape[-1] for weight in chosen.values()]
-    way_out = "choose other layers with --hadamard-only, or leave them out with --keep"
-    smaller = [str(one) for one in HADAMARD_SIZES if all(count % one == 0 for count in columns)]
-    sizes = f"use {' or '.join(smaller)}, or " if smaller else ""
-    experts = [weight.name for name, weight in chosen.items() if candidates[name].kind == "routed expert"]
-    uneven = [name for name, count in zip(rotated, columns, strict=True) if count % size]
-    for layers, why in (
-        (experts, f"engines do not rotate the inputs of routed experts; {way_out}"),
-        (uneven, f"the length of their rows is no multiple of the size; {sizes}{way_out}"),
-    ):
-        if layers:
-            raise CheckpointError(f"--hadamard {size}: {listed(layers)}: {why}")
-    # Loaders fuse layers that share their inputs, such as q_proj, k_proj and v_proj, so all of them must get the same
-    # inputs.
-    for key, members in fused_groups(names).items():
-        if 0 < sum(member in {*rotated} for member in members) < len(members):
-            raise CheckpointError(
-                f"--hadamard {size}: {shown(group_name(*key))}: loaders fuse these layers, so all or none must be"
-                " rotated; change --hadamard-only"
-            )
-    return {name: replace(weight, rotation=rotation) for name, weight in chosen.items()}
-
-
-def findings_of_rotation(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Finding]:
-    """Yield a finding (warning) for each engine that cannot run rotated layers, or may give wrong outputs for them."""
-    names = {*tensors}
-    biased = [layer for layer in rotated_layers if f"{layer}.bias" in names]
-    ignores = "ignores transform_config and does not rotate inputs, so the outputs of the model are wrong"
-    unknown = "is not known to rotate inputs; an engine that does not gives wrong outputs"
-    for engine, layers, why in (
-        ("transformers", rotated_layers, ignores),
-        ("SGLang", rotated_layers, unknown),
-        ("vLLM", biased, f"does not run rotated layers that have a bias ({listed(biased)})"),
-    ):
-        if layers:
-            yield finding(engine, "warning", "model", why)
-
-
 UNQUANTIZED = "bf16"
-
-
 GGUF_ONLY = "nvfp4-gguf"
 # The usual recipe per kind of container. The first that a format can store is the default recipe of that format.
 DEFAULTS = (
@@ -144,8 +80,6 @@ _GLOBS: dict[str, Any] = {"action": "append", "default": [], "metavar": "GLOB"}
 _SUCH_AS = ", such as 'model.layers.*.mlp.*'; repeatable"
 _WHICH, _VALUES = "which layers", "values and scales"
 _SEARCH, _INPUTS = "search of block scales", "input scales from activations"
-
-
 Fault = tuple[str, str] | bool  # (option, what is wrong with it)
 
 
@@ -665,45 +599,3 @@ def takes_options(function: F) -> F:
     ]
     function.__signature__ = Signature(sorted([*own, *shared], key=lambda one: one.kind))  # type: ignore[attr-defined]
     return function
-
-
-def kind_of(recipe: Recipe) -> str:
-    """Return the kind of container that stores a recipe's codes and scales, such as "nvfp4" or "fp8 rows"."""
-    form = next((candidate for candidate in WRITTEN if candidate.stores(recipe)), None)
-    if form is None:
-        usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in WRITTEN)]
-        why = "can be stored only in a GGUF file" if is_stored_in_gguf(recipe) else "cannot be stored in a checkpoint"
-        raise CheckpointError(f"recipe {recipe.id}: {why}; use one of {several(usable, recipe)}")
-    return form.kind
-
-
-def check_input_scale(form: table.Container | None, has_input_scale: bool) -> None:
-    """Raise CheckpointError if loaders of the container require input scales and none will be written."""
-    if form is table.DEEPSEEK_V4_NVFP4 and not has_input_scale:
-        raise CheckpointError(
-            "input scale: loaders of DeepSeek-V4 with NVFP4 experts require one; "
-            "measure activations for --activations, or add --input-scale 1.0 (not calibrated)"
-        )
-    if form is table.MODELOPT_FP8 and not has_input_scale:
-        raise CheckpointError(
-            "input scale: Model-Optimizer's FP8 layers have one; measure activations for --activations, or use"
-            " fp8-modelopt-channel or --format compressed-tensors, with which engines scale inputs at run time"
-        )
-
-
-def experts_only(form: table.Container | None) -> bool:
-    """Return whether loaders of the container ``form`` support only quantized routed experts, and no other layers."""
-    return form in (table.GPT_OSS, table.DEEPSEEK_V4, table.DEEPSEEK_V4_NVFP4)
-
-
-def is_deepseek_v4(config: Mapping[str, Any]) -> bool:
-    """Return whether a model is DeepSeek-V4 or V4.1, judged by ``model_type`` in its config.json."""
-    return config.get("model_type") in ("deepseek_v4", "deepseek_v41")
-
-
-def mixes_codes(actions: Set[str], request: Request, source: Source) -> bool:
-    """Return whether an output has codes of a recipe that may differ from the recorded recipe and patterns."""
-    if request.codes or actions & {CAST, CARRY, RESCALE, MERGE}:
-        return actions != {RENAME} and bool(actions)
-    wanted = request.recorded, [[pattern, one.id] for pattern, one in request.recipes]
-    return actions > {RENAME} and (recorded_recipe(source), recorded_patterns(source)) != wanted

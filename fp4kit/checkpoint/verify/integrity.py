@@ -28,7 +28,7 @@ from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubt_about
 from fp4kit.checkpoint.model.unlike_layers import tied_head
 from fp4kit.checkpoint.model.weights import Weight, part_names
-from fp4kit.checkpoint.plan.request import is_deepseek_v4
+from fp4kit.checkpoint.plan.layer_recipes import is_deepseek_v4
 from fp4kit.checkpoint.plan.source_layers import doubtful_layers
 from fp4kit.checkpoint.selection import names, selection
 from fp4kit.formats import ElementFormat

@@ -46,7 +46,7 @@ from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, tot
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
 from fp4kit.checkpoint.plan.layer_recipes import first_match
-from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter, updates_of
+from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.plan.source_layers import Restored
 from fp4kit.checkpoint.selection.names import shared_amax_groups
@@ -69,7 +69,7 @@ def origins_of(
     """Find the source rows from which each matrix was made."""
     stored = list(stored)
     weights = decodable(original.tensors, original.config)
-    updates = updates_of(adapter, weights, original.config)
+    updates = {} if adapter is None else adapter.updates_of(weights, original.config)
     whole = {weight.name: weight for weight in weights.values()}
     forms = {weight.container for weight in stored if weight.container is not None}
     by_form = {form: origins(original, form) for form in forms}

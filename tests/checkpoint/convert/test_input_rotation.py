@@ -23,7 +23,7 @@ from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import WeightRotation
-from fp4kit.checkpoint.plan import request as input_rotation
+from fp4kit.checkpoint.plan import layer_recipes as input_rotation
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
 
