@@ -19,7 +19,7 @@ from fp4kit.call.matmul import check_recipes, output_dtype
 from fp4kit.call.parse import QuantizeOptions, check_float, check_hadamard, quantize_call, square_block
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.recipes.serialization import from_spec as recipe_from_spec
+from fp4kit.recipes.table import from_spec as recipe_from_spec
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
 from fp4kit.units import Unit, unit_of
 from fp4kit.units import from_spec as unit_from_spec

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 from fp4kit.arguments import as_index, as_word, is_one_of
 from fp4kit.layouts.kv import KVLayoutName, as_layout
 from fp4kit.lazy import FUNCTIONS
-from fp4kit.recipes import Recipe, recipe_of, serialization
-from fp4kit.recipes.table import is_listed, recipe
+from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes.table import as_data, from_data, is_listed, recipe
 from fp4kit.reference.stochastic import HADAMARD_BLOCK
 from fp4kit.storage.files import CheckpointError, dump_object, load_object, shown, whole_file, write_file
 from fp4kit.training.settings import FLAGS, FakeQuantSettings
@@ -133,7 +133,7 @@ _RECIPES = ("weights", "activations", "kv_cache")
 def _recipe_data(r: Recipe) -> dict[str, Any]:
     """Return a recipe as JSON data, from which _recipe_from makes the recipe again."""
     if not is_listed(r):
-        data = serialization.as_data(r)
+        data = as_data(r)
         assert isinstance(data, dict)
         return data
     versions = {} if r.versions is None else {"versions": list(r.versions)}
@@ -156,7 +156,7 @@ def _recipe_from(name: str, data: Any) -> Recipe:
     """Return the recipe that JSON data describes."""
     if not isinstance(data, Mapping) or "element" in data:
         try:
-            return serialization.from_data(data)
+            return from_data(data)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{name}: {error}") from None
     strange = [key for key in data if key not in ("id", "versions", "facts")]

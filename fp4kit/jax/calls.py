@@ -24,7 +24,7 @@ from fp4kit.arrays import imports
 from fp4kit.arrays.returns import TorchStream, cupy_stream
 from fp4kit.call.inputs import AbstractArray
 from fp4kit.quantized.container import Quantized
-from fp4kit.recipes.serialization import from_spec, to_spec
+from fp4kit.recipes.table import from_spec, to_spec
 from fp4kit.units import from_spec as unit_from_spec
 from fp4kit.units import to_spec as unit_to_spec
 

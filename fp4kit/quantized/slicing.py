@@ -19,7 +19,7 @@ from fp4kit.arrays.returns import TORCH, library_of
 from fp4kit.formats import FLOATS, bit_patterns
 from fp4kit.layouts import TILE_COLUMNS, padded_shape, tile_rows
 from fp4kit.quantized.container import FACTS, PARTS, Quantized, assembled
-from fp4kit.recipes.serialization import from_spec, to_spec
+from fp4kit.recipes.table import from_spec, to_spec
 from fp4kit.recipes.table import recipe as listed_recipe
 from fp4kit.types import ScaleLayout
 

@@ -43,7 +43,7 @@ from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import PARTS, Quantized
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.serialization import as_data, from_data
+from fp4kit.recipes.table import as_data, from_data
 from fp4kit.storage.files import CheckpointError, listed, parse_object, shown, whole_file
 from fp4kit.storage.safetensors_file import (
     NUMPY_DTYPES,

@@ -21,7 +21,7 @@ from fp4kit.ops.grouped import check_stack, per_tensor
 from fp4kit.quantized.container import Quantized, check_is_quantized
 from fp4kit.quantized.slicing import flatten, unflatten
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.recipes.serialization import from_spec, to_spec
+from fp4kit.recipes.table import from_spec, to_spec
 from fp4kit.torch import operators
 from fp4kit.torch.operators import NUMPY, TORCH, check_tensor, dequantize_op, fake_quantize_grouped_op, quantize_op
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout

@@ -18,7 +18,7 @@ from fp4kit.calibration import Collector
 from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.qat import TrainedWeight
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.recipes.serialization import from_spec, to_spec
+from fp4kit.recipes.table import from_spec, to_spec
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.torch.parameters import Renamed, largest, renaming_of
 

@@ -26,7 +26,7 @@ from fp4kit.formats import FLOATS
 from fp4kit.ops.quantize import check_rounding, clip_amax
 from fp4kit.quantized.container import PARTS, check_values_dtype
 from fp4kit.quantized.slicing import unflatten
-from fp4kit.recipes.serialization import from_spec, to_spec
+from fp4kit.recipes.table import from_spec, to_spec
 from fp4kit.types import RoundingMode
 
 NUMPY = {getattr(torch, dtype.name): dtype for dtype in FLOATS}  # dtypes that can be quantized

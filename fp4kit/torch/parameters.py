@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.qat import ParameterKind, QatPlan, TrainedWeight
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.serialization import from_spec, to_spec
+from fp4kit.recipes.table import from_spec, to_spec
 from fp4kit.torch.adapters import FakeQuantizing
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.training.settings import FakeQuantSettings, naming

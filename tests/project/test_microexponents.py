@@ -10,7 +10,7 @@ import pytest
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E4M3, E8M0, MX4, Codebook, is_same
-from fp4kit.recipes.serialization import as_data, from_data
+from fp4kit.recipes.table import as_data, from_data
 
 R = fp4kit.custom_recipe("my-mx4", MX4, E8M0, block=16, scale_rounding="down")
 

@@ -25,7 +25,7 @@ from fp4kit.evidence.golden.check import all_bytes
 from fp4kit.evidence.testing import adversarial_blocks, assert_same_bits
 from fp4kit.formats import E2M1, E4M3, FLOATS, IF4, is_same
 from fp4kit.recipes import RECIPES
-from fp4kit.recipes.serialization import as_data, from_data
+from fp4kit.recipes.table import as_data, from_data
 from fp4kit.reference.arith import divide_full
 from fp4kit.reference.codec import encode, nearest_unbounded
 

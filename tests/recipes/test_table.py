@@ -23,7 +23,7 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import BNB_FP4, E2M1, E3M2, E4M3, E8M0, INT4, INT8, NF4, Codebook, ElementFormat, bit_patterns
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, recipe, rules
 from fp4kit.recipes.schema import Versions, as_stored, fields_of, of_format, searching
-from fp4kit.recipes.serialization import as_data, from_data, from_spec, to_spec
+from fp4kit.recipes.table import as_data, from_data, from_spec, to_spec
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.dequantize import DECODE_RULES
 from fp4kit.reference.fake import FAKE_RULES
@@ -144,7 +144,7 @@ def test_every_field_is_explained():
         assert re.search(rf"\b{field.name}\b", Recipe.__doc__) or field.name == "id", field.name
 
 
-spec = importlib.import_module("fp4kit.recipes.serialization")
+spec = importlib.import_module("fp4kit.recipes.table")
 E3M0 = ElementFormat("E3M0", 3, 0, 3)
 
 
@@ -177,7 +177,7 @@ def test_variants_come_back():
 
 def test_the_string_is_the_same_in_another_process():
     code = (
-        "import importlib, dataclasses, fp4kit; spec = importlib.import_module('fp4kit.recipes.serialization');"
+        "import importlib, dataclasses, fp4kit; spec = importlib.import_module('fp4kit.recipes.table');"
         "print(spec.to_spec(dataclasses.replace(fp4kit.recipe('mxfp4-ocp'), block=(1, 16))))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

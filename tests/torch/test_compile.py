@@ -19,7 +19,7 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.quantized.container import PARTS
 from fp4kit.quantized.slicing import FACTS
 from fp4kit.recipes import RECIPES
-from fp4kit.recipes.serialization import to_spec
+from fp4kit.recipes.table import to_spec
 from fp4kit.training.settings import FakeQuantSettings
 
 torch = pytest.importorskip("torch")

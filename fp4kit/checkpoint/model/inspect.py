@@ -34,7 +34,7 @@ from fp4kit.lazy import lazy_property
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes import recipe as recipe_called
-from fp4kit.recipes.serialization import from_data
+from fp4kit.recipes.table import from_data
 from fp4kit.reference.tensor_rules import divisor_dtype
 from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import first_parts_of, is_gguf, read_gguf_model

@@ -39,7 +39,7 @@ from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings, S
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
-from fp4kit.recipes.serialization import from_data
+from fp4kit.recipes.table import from_data
 from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
 from fp4kit.storage.gguf_file import GgufFile, whole_path
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES

@@ -13,7 +13,7 @@ from fp4kit.checkpoint import Wishes, convert, make_plan
 from fp4kit.checkpoint.plan.request import OPTIONS, Request, RequestOptions
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.recipes import RECIPES
-from fp4kit.recipes.serialization import as_data
+from fp4kit.recipes.table import as_data
 
 NVFP4 = RECIPES["nvfp4-te"]
 DEFAULTS = {
