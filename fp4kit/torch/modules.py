@@ -20,7 +20,7 @@ from fp4kit.checkpoint.selection.names import adapter_tensor
 from fp4kit.checkpoint.selection.selection import CONV1D
 from fp4kit.qat import QatChoice, QatPlan, QuantizedNames, ServedDtype, TrainedWeight, make_plan, similar
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.serialization import to_spec
+from fp4kit.recipes.table import to_spec
 from fp4kit.torch import adapters as peft_layers
 from fp4kit.torch import parameters as stored
 from fp4kit.torch.adapters import Adapters, FakeQuantizing, fake_quantizing

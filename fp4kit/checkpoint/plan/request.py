@@ -33,7 +33,7 @@ from fp4kit.checkpoint.selection.selection import PRESETS, Wishes, check_diffuse
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe, recipe, several
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
-from fp4kit.recipes.serialization import as_data
+from fp4kit.recipes.table import as_data
 from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.gguf_file import bytes_of_text
 
