@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import synthetic
+from exhaustive import exhaustive
 
 import fp4kit
 from fp4kit.checkpoint import convert, make_plan
@@ -102,7 +103,7 @@ def test_a_list_without_the_container_of_granite_is_an_error(container: str) -> 
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "llama4_text", "qwen3_moe"])
-@pytest.mark.parametrize("recipe", ["mxfp4-te", "mxfp8-te"])
+@pytest.mark.parametrize("recipe", ["mxfp4-te", *exhaustive(["mxfp8-te"])])
 def test_split_experts_are_warned_of(tmp_path: Path, model_type: str, recipe: str) -> None:
     """The plan and verify warn about experts stored one by one if transformers loads this model type only with stacks.
 

@@ -16,8 +16,11 @@ from safetensors.numpy import save_file
 
 import fp4kit
 from fp4kit.checkpoint import QuantizedLayers, Wishes, convert
+from fp4kit.checkpoint.containers.table import container
+from fp4kit.checkpoint.model import inspect
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
+from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.storage.files import CheckpointError
 
 FORMATS = (
@@ -89,6 +92,20 @@ def test_every_layer_decodes_as_the_converter_decodes_it(tmp_path, name) -> None
         np.testing.assert_allclose(layers[key].dequantize(np.float32), wanted, rtol=2.0**-22)
 
 
+@pytest.mark.parametrize(
+    ("name", "parts", "text"),
+    [
+        ("modelopt NVFP4_AWQ", ["tensor_scale", "column_scale"], "is multiplied by a factor per column"),
+        ("modelopt NVFP4", [], "its tensor scale is missing, so its values are unknown"),
+        ("modelopt NVFP4", ["tensor_scale"], "K = 40 is not a multiple of 16, which nvfp4-te needs"),
+    ],
+)
+def test_layers_that_a_quantized_cannot_hold(name, parts, text) -> None:
+    weight = Weight("a", "a.weight", (32, 40), container(name), dict.fromkeys(parts))
+    with synthetic.refused(f"a: {text}"):
+        inspect._read(weight, fp4kit.recipe("nvfp4-te"))
+
+
 def test_gguf_files_and_recipes_of_the_caller(tmp_path) -> None:
     gguf_files.write_model(tmp_path / "m.gguf")
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", "nvfp4-gguf")
@@ -115,7 +132,7 @@ def test_unknown_names_list_similar_ones(tmp_path) -> None:
     convert(tmp_path / "m", tmp_path / "q", "nvfp4-te")
     layers, name = fp4kit.open_checkpoint(tmp_path / "q"), "model.layers.0.mlp.down_proj"
     assert name in layers and f"{name}.weight" not in layers
-    assert repr(layers) == f"QuantizedLayers({str(tmp_path / 'q')!r}: {len(layers)} layers, {_form(layers)})"
+    assert repr(layers) == f"QuantizedLayers({str(tmp_path / 'q')!r}: {len(layers)} layers, modelopt NVFP4)"
     for wrong, text in (
         (f"{name}.weight", f"use {name!r}"),
         ("model.layers.0.mlp.down", f"layers are such as {name}"),
@@ -131,8 +148,3 @@ def test_unknown_names_list_similar_ones(tmp_path) -> None:
         fp4kit.open_checkpoint(tmp_path / "none")
     with pytest.raises(ValueError, match="nvfp4-te"):
         fp4kit.open_checkpoint(tmp_path / "q", "nvfp4_te")
-
-
-def _form(layers: QuantizedLayers) -> str:
-    """Return the name of the container of a model's first layer."""
-    return next(iter(inspect_checkpoint(layers.path).layers.values())).dtype
