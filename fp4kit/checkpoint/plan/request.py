@@ -69,7 +69,8 @@ def option(
     given: the default of the keyword argument, if it differs from that of the field.
     made: the function from the keyword argument to the field.
     parsed: the function from the text on the command line to the keyword argument, if there is one flag.
-    facts: what the journal's key and the manifest record; True for the value, False for one that is not the default.
+    facts: what the journal's key and the manifest record: the value if it is not the default, or what a function
+        makes of the request then; True to record the value always.
     """
     given = default if given is MISSING else given
     metadata = {"default": default, "flags": flags, "given": given, "made": made, "parsed": parsed, "facts": facts}
@@ -179,7 +180,7 @@ class Request:
         ),
         given=None,
         made=lambda wishes: wishes or Wishes(),
-        facts=lambda request: {"wishes": asdict(request.wishes)},
+        facts=True,
     )
     input_scale: float | None = option(
         None,
@@ -225,18 +226,12 @@ class Request:
             metavar="MODEL",
         ),
         given=None,
-        facts=lambda request: (
-            {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": as_data(request.recipe)}
-            if request.codes
-            else {}
-        ),
+        facts=lambda one: {"codes": one.codes, "recipe": one.made_by, "recipe_of_form": as_data(one.recipe)},
     )
     recipes: tuple[tuple[str, Recipe], ...] = option(
         (),
         made=lambda pairs: tuple((pattern, recipe(one)) for pattern, one in pairs),
-        facts=lambda request: (
-            {"recipes": [[pattern, as_data(one)] for pattern, one in request.recipes]} if request.recipes else {}
-        ),
+        facts=lambda request: {"recipes": [[pattern, as_data(one)] for pattern, one in request.recipes]},
     )
     search: ScaleSearch | None = option(  # noqa: RUF009  # it returns a field
         None,
@@ -261,7 +256,7 @@ class Request:
             _SEARCH,
             metavar="FILE",
         ),
-        facts=lambda request: {"scale_search": request.search.facts()} if request.search is not None else {},
+        facts=lambda request: {"scale_search": request.search and request.search.facts()},
     )
     activations: Activations | None = option(  # noqa: RUF009  # it returns a field
         None,
@@ -289,7 +284,7 @@ class Request:
             _INPUTS,
             choices=UNSEEN,
         ),
-        facts=lambda request: {"activations": dict(request.activations.facts)} if request.activations else {},
+        facts=lambda request: {"activations": request.activations and {**request.activations.facts}},
     )
     ignore: tuple[str, ...] = option(
         (),
@@ -353,11 +348,7 @@ class Request:
             metavar="DIR",
         ),
         made=lambda path: None if path is None else LoraAdapter.of(path),
-        facts=lambda request: (
-            {"adapter": {**request.adapter.facts, "scales": request.adapter_scales}}
-            if request.adapter is not None
-            else {}
-        ),
+        facts=lambda one: {"adapter": one.adapter and {**one.adapter.facts, "scales": one.adapter_scales}},
     )
     adapter_scales: str = option(
         ADAPTER_SCALES[0],
@@ -400,10 +391,14 @@ class Request:
         found: dict[str, Any] = {}
         for name, one in OPTIONS.items():
             value, facts = getattr(self, name), one["facts"]
+            if facts is not True and value == one["default"]:
+                continue
             if callable(facts):
                 found |= facts(self)
-            elif facts or value != one["default"]:
-                found[name] = list(value) if isinstance(value, tuple) else value
+            else:
+                found[name] = (
+                    asdict(value) if isinstance(value, Wishes) else [*value] if type(value) is tuple else value
+                )
         return found
 
     @property
