@@ -12,17 +12,21 @@ from typing import Any
 import gguf_files
 import numpy as np
 import pytest
+import synthetic
 from borrowed_codes import MODULE_NAMES, directory, out_bytes, stored
 from gguf_files import EXPERTS
 from synthetic import refused
 
+import fp4kit
 from fp4kit.checkpoint import ConversionReport, Wishes, convert, make_plan
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
+from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
 from fp4kit.storage.gguf_file import read_gguf
 
-pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf")
 
 
 def taken(source: Path, codes: Path, **options: Any) -> ConversionReport:
@@ -32,10 +36,15 @@ def taken(source: Path, codes: Path, **options: Any) -> ConversionReport:
 CODES = {"modelopt": (".weight", ".weight_scale_2"), "compressed-tensors": (".weight_packed", ".weight_global_scale")}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "format"),
-    [("nvfp4-te", "modelopt"), ("nvfp4-te", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors")],
-)
+FORMS = [
+    ("nvfp4-te", "modelopt"),
+    ("nvfp4-te", "compressed-tensors"),
+    ("mxfp4-ocp", "compressed-tensors"),
+    ("mxfp4-ocp", "mlx"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "format"), FORMS[:3])
 def test_codes_and_scales_are_those_of_the_directory(recipe: str, format: str, tmp_path: Path) -> None:
     """convert --codes gives every layer of a GGUF file the codes and scales that the directory has for it.
 
@@ -148,3 +157,247 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["convert", str(tmp_path / "m.gguf"), str(tmp_path / "out.gguf"), "--codes", str(tmp_path / "q")]
     assert main([*arguments, "--dry-run"]) == 0 and main(arguments) == 0
     assert f"layers: {11 + 2 * EXPERTS} rename" in capsys.readouterr().out
+
+
+HEADS = {"attn_q": 4, "attn_k": 2}
+COUNTS = {"llama.attention.head_count": 4, "llama.attention.head_count_kv": 2}
+
+
+def permuted(x: np.ndarray, heads: int) -> np.ndarray:
+    """Return x with its rows in llama.cpp's order, as LlamaModel.permute of llama.cpp's converter gives it.
+
+    heads: the number of attention heads, whose rows are reordered head by head.
+    """
+    return x.reshape(heads, 2, len(x) // heads // 2, -1).swapaxes(1, 2).reshape(x.shape)
+
+
+def heads_of(name: str) -> int:
+    return HEADS.get(name.split(".")[-2], 0)
+
+
+def llama(path: Path, **keys: Any) -> dict[str, np.ndarray]:
+    """Write the model of gguf_files in llama.cpp's row order. Return its tensors in Hugging Face's row order.
+
+    keys: the metadata keys of the file. If there are none, COUNTS is used.
+    """
+    tensors = gguf_files.model()
+    write_turned(path, tensors, keys or COUNTS)
+    return tensors
+
+
+def write_turned(path: Path, tensors: dict[str, np.ndarray], keys: dict[str, Any]) -> None:
+    turned = {name: permuted(x, heads_of(name)) if heads_of(name) else x for name, x in tensors.items()}
+    gguf_files.write(path, {name: gguf_files.plain(x) for name, x in turned.items()}, keys)
+
+
+@pytest.mark.parametrize(("recipe", "format"), FORMS[1:])
+def test_heads_are_woven_for_a_file(recipe: str, format: str, tmp_path: Path) -> None:
+    """A GGUF file that takes the codes of a directory gets the rows of q and k in llama.cpp's order.
+
+    Codes and scales are permuted together: the gguf package decodes them to fp4kit's values in this order.
+    """
+    tensors, kind = llama(tmp_path / "m.gguf"), recipe.partition("-")[0]
+    wishes = Wishes(keep=("*.experts.*",)) if format == "mlx" else Wishes()
+    directory(tmp_path / "q", tensors, recipe, format, wishes=wishes)
+    report = convert(tmp_path / "m.gguf", tmp_path / "out.gguf", recipe, codes=tmp_path / "q")
+    assert set(report.actions) == {"rename", "copy"}
+    read = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
+    for layer in range(2):
+        group = [tensors[f"blk.{layer}.attn_{part}.weight"] for part in "qkv"]
+        amax = max(np.abs(x).max() for x in group).astype(np.float32) if kind == "nvfp4" else None
+        for leaf, count in HEADS.items():
+            name = f"blk.{layer}.{leaf}.weight"
+            q = fp4kit.quantize(tensors[name], recipe, tensor_amax=amax)
+            blocks = pack_gguf(permuted(q.packed, count), permuted(q.block_scale, count), kind)
+            assert out_bytes(tmp_path / "out.gguf", name) == blocks.tobytes()
+            values = gguf.dequantize(read[name].data, read[name].tensor_type)
+            plain = fp4kit.Quantized.from_parts(q.packed, q.block_scale, recipe=f"{kind}-gguf", shape=q.shape)
+            assert values.tobytes() == permuted(fp4kit.dequantize(plain, np.float32), count).tobytes()
+
+
+@pytest.mark.parametrize(("recipe", "format"), FORMS)
+def test_heads_are_unwoven_for_a_directory(recipe: str, format: str, tmp_path: Path) -> None:
+    """A directory that takes a GGUF file's codes gets the rows of each attention head in the order of its own weights.
+
+    A GGUF file that takes the directory's codes in turn has the bytes of the first file.
+    """
+    directory(tmp_path / "unused", llama(tmp_path / "m.gguf"))
+    convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)
+    wishes = Wishes(keep=("*.experts.*",)) if format == "mlx" else Wishes()
+    report = convert(
+        tmp_path / "plain", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf", wishes=wishes
+    )
+    experts = 0 if format == "mlx" else EXPERTS * (3 if recipe == "mxfp4-ocp" else 2)
+    assert report.actions["rename"] == 11 + experts and set(report.actions) <= {"rename", "copy"}
+    if recipe == "mxfp4-ocp":  # with tensor scales, the bytes differ: in a file, q, k and v do not share theirs
+        verified = verify(tmp_path / "d", tmp_path / "plain")
+        assert verified.recipe == recipe and all(layer.codes[0] == 0 for layer in verified.layers)
+    options: dict[str, Any] = {"wishes": Wishes(keep=("*_exps",))} if format == "mlx" else {}
+    convert(tmp_path / "m.gguf", tmp_path / "only.gguf", recipe, **options)
+    convert(tmp_path / "m.gguf", tmp_path / "again.gguf", recipe, codes=tmp_path / "d")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "only.gguf").read_bytes()
+
+
+def test_heads_that_tell_nothing(tmp_path: Path) -> None:
+    """The row order of q is found even if its first and last rows are zero, because all rows are compared.
+
+    If all rows of k are zero, their order does not matter.
+    """
+    tensors = gguf_files.model()
+    tensors["blk.0.attn_q.weight"][:32] = tensors["blk.0.attn_q.weight"][-32:] = tensors["blk.0.attn_k.weight"][:] = 0
+    directory(tmp_path / "q", tensors, "mxfp4-ocp", "compressed-tensors")
+    write_turned(tmp_path / "m.gguf", tensors, COUNTS)
+    convert(tmp_path / "m.gguf", tmp_path / "out.gguf", "mxfp4-ocp", codes=tmp_path / "q")
+    q = fp4kit.quantize(permuted(tensors["blk.0.attn_q.weight"], HEADS["attn_q"]), "mxfp4-ocp")
+    blocks = pack_gguf(q.packed, q.block_scale, "mxfp4")
+    assert out_bytes(tmp_path / "out.gguf", "blk.0.attn_q.weight") == blocks.tobytes()
+
+
+@pytest.mark.parametrize("heads", [None, 8, 48, 0, "4.0", ["4", "4"]])
+def test_rows_in_an_order_that_is_not_known(heads: Any, tmp_path: Path) -> None:
+    """If the config lacks the right number of heads, q and k are rejected by name, unless they are left out."""
+    keys: dict[str, Any] = {"llama.context_length": 8} if heads is None else {"llama.attention.head_count": heads}
+    directory(tmp_path / "q", llama(tmp_path / "m.gguf", **keys))
+    with refused("attn_q.weight: model.layers.0.self_attn.q_proj decodes to other values (SQNR "):
+        convert(tmp_path / "m.gguf", tmp_path / "out.gguf", codes=tmp_path / "q")
+    convert(tmp_path / "m.gguf", tmp_path / "out.gguf", codes=tmp_path / "q", wishes=Wishes(keep=("blk.*.attn_[qk]",)))
+    assert not (tmp_path / ".out.gguf.partial").exists() and (tmp_path / "out.gguf").exists()
+
+
+def stacks(root: Path, tensors: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
+    """Write the experts of layer 1 to a directory as transformers stores them. Return the written stacks.
+
+    gate_up_proj is [E, 2I, H], with the rows of gate before those of up. For gpt_oss, these rows alternate, and both
+    stacks are transposed.
+
+    tensors: the experts' tensors of a GGUF file.
+    kind: the model type.
+    """
+    gate, up, down = (tensors[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+    both = np.concatenate([gate, up], axis=1)
+    if kind == "gpt_oss":
+        both, down = np.stack([gate, up], axis=2).reshape(both.shape).swapaxes(1, 2), down.swapaxes(1, 2)
+    prefix = "model.layers.1.mlp.experts."
+    found = {f"{prefix}gate_up_proj": np.ascontiguousarray(both), f"{prefix}down_proj": np.ascontiguousarray(down)}
+    synthetic.write_model(root, {"model_type": kind, "num_hidden_layers": 2, "num_experts": EXPERTS}, found)
+    return found
+
+
+def experts_file(path: Path, architecture: str) -> dict[str, np.ndarray]:
+    """Write a GGUF file that contains only stacks of experts. Return its tensors.
+
+    architecture: the value of the key general.architecture.
+    """
+    tensors = {name: x for name, x in gguf_files.model().items() if name.endswith("_exps.weight")}
+    keys = {"general.architecture": architecture, f"{architecture}.block_count": 2}
+    gguf_files.write(path, {name: gguf_files.plain(x) for name, x in tensors.items()}, keys)
+    return tensors
+
+
+@pytest.mark.parametrize(("recipe", "format"), FORMS[:3])
+def test_stacks_of_a_file_in_a_directory_of_stacks(recipe: str, format: str, tmp_path: Path) -> None:
+    """A directory whose source has stacks of experts takes the codes of a GGUF file, expert by expert.
+
+    A GGUF file that takes the directory's codes in turn has the bytes of the first file.
+    """
+    stacks(tmp_path / "m", experts_file(tmp_path / "m.gguf", "qwen3moe"), "qwen3_moe")
+    convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)
+    report = convert(tmp_path / "m", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf")
+    parts = 3 if recipe == "mxfp4-ocp" else 2
+    assert report.actions["rename"] == EXPERTS * parts and set(report.actions) <= {"rename", "copy"}
+    assert {f"model.layers.1.mlp.experts.{e}.{part}_proj" for e in range(EXPERTS) for part in ("gate", "up")} <= set(
+        inspect_checkpoint(tmp_path / "d").layers
+    )
+    convert(tmp_path / "m.gguf", tmp_path / "again.gguf", recipe, codes=tmp_path / "d")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "q.gguf").read_bytes()
+
+
+def test_stacks_of_gpt_oss(tmp_path: Path) -> None:
+    """gate and up, which are separate in the file, alternate row by row in one tensor of the directory.
+
+    Converting codes in either direction gives the bytes of a conversion from values.
+    """
+    stacks(tmp_path / "m", experts_file(tmp_path / "m.gguf", "gpt-oss"), "gpt_oss")
+    convert(tmp_path / "m.gguf", tmp_path / "q.gguf", "mxfp4-ocp")
+    convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp", format="gpt-oss")
+    convert(tmp_path / "m", tmp_path / "d", "mxfp4-ocp", format="gpt-oss", codes=tmp_path / "q.gguf")
+    wanted, found = stored(tmp_path / "q"), stored(tmp_path / "d")
+    assert len(found) == 4 and all(found[name].tobytes() == x.tobytes() for name, x in wanted.items())
+    convert(tmp_path / "m.gguf", tmp_path / "again.gguf", "mxfp4-ocp", codes=tmp_path / "q")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "q.gguf").read_bytes()
+
+
+def test_gate_and_up_by_turns_have_one_tensor_scale(tmp_path: Path) -> None:
+    stacks(tmp_path / "m", experts_file(tmp_path / "m.gguf", "qwen3moe"), "gpt_oss")
+    convert(tmp_path / "m.gguf", tmp_path / "q.gguf", "nvfp4-te")
+    with refused(
+        "blk.1.ffn_gate_exps: gate and up have separate tensor scales, but this model stores them as one layer"
+    ):
+        make_plan(tmp_path / "m", "mxfp4-ocp", format="gpt-oss", codes=tmp_path / "q.gguf")
+
+
+@pytest.mark.parametrize("parent", ["mlp", "block_sparse_moe"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_stacks_of_mlx_lm(scaled: bool, parent: str, tmp_path: Path) -> None:
+    """A GGUF file can take the codes of mlx-lm's stacks switch_mlp, which are uint32 of shape [E, N, K/8].
+
+    If there is a global scale, the file's tensor scale is the global scale / 2688.
+    """
+    tensors, recipe = experts_file(tmp_path / "m.gguf", "llama"), "nvfp4-te" if scaled else "nvfp4-torchao-single"
+    found: dict[str, np.ndarray] = {}
+    for part in ("gate", "up"):
+        name = f"model.layers.1.{parent}.switch_mlp.{part}_proj"
+        qs = [fp4kit.quantize(x, recipe) for x in tensors[f"blk.1.ffn_{part}_exps.weight"]]
+        found[f"{name}.weight"] = np.stack([q.packed for q in qs]).view(np.uint32)
+        found[f"{name}.scales"] = np.stack([q.block_scale for q in qs])
+        if scaled:
+            found[f"{name}.global_scale"] = np.float32([q.tensor_amax for q in qs])
+    synthetic.DTYPE_NAMES.setdefault(np.dtype("u4"), "U32")
+    synthetic.write_model(tmp_path / "q", {"model_type": "mixtral", "num_hidden_layers": 2}, found)
+    convert(tmp_path / "m.gguf", tmp_path / "out.gguf", recipe, codes=tmp_path / "q")
+    for part in ("gate", "up"):
+        name = f"blk.1.ffn_{part}_exps"
+        qs = [fp4kit.quantize(x, recipe) for x in tensors[f"{name}.weight"]]
+        blocks = [pack_gguf(q.packed, q.block_scale, "nvfp4").tobytes() for q in qs]
+        assert out_bytes(tmp_path / "out.gguf", f"{name}.weight") == b"".join(blocks)
+        if scaled:
+            scales = np.float32([q.tensor_amax for q in qs]) / np.float32(2688)
+            assert out_bytes(tmp_path / "out.gguf", f"{name}.scale") == scales.tobytes()
+
+
+def test_stacks_of_model_optimizer(tmp_path: Path) -> None:
+    """A GGUF file can take the codes of Llama 4 as Model-Optimizer exports it.
+
+    The stacks are [E, K/2, N], with gate before up. All experts share a tensor scale, and names begin with
+    language_model.
+    """
+    tensors = experts_file(tmp_path / "m.gguf", "llama4")
+    both = np.concatenate([tensors[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up")], axis=1)
+    name, amax = "language_model.model.layers.1.feed_forward.experts.gate_up_proj", np.float32(np.abs(both).max())
+    qs = [fp4kit.quantize(x, "nvfp4-te", tensor_amax=amax) for x in both]
+    codes = np.stack([q.packed for q in qs]).swapaxes(1, 2).copy()
+    scales = np.stack([q.block_scale for q in qs]).swapaxes(1, 2).copy().view(synthetic.E4M3)
+    found = {name: codes, f"{name}_weight_scale": scales, f"{name}_weight_scale_2": qs[0].tensor_scale}
+    synthetic.write_model(tmp_path / "q", {"model_type": "llama4", "text_config": {"num_hidden_layers": 2}}, found)
+    with refused("blk.1.ffn_gate_exps (and 1 more): llama.cpp 0c1e57098: ignores .scale in llama4 models"):
+        make_plan(tmp_path / "m.gguf", "nvfp4-te", codes=tmp_path / "q")
+    experts_file(tmp_path / "n.gguf", "llama")
+    convert(tmp_path / "n.gguf", tmp_path / "out.gguf", "nvfp4-te", codes=tmp_path / "q")
+    for i, part in enumerate(("gate", "up")):
+        rows = slice(96 * i, 96 * (i + 1))
+        blocks = b"".join(pack_gguf(q.packed[rows], q.block_scale[rows], "nvfp4").tobytes() for q in qs)
+        assert out_bytes(tmp_path / "out.gguf", f"blk.1.ffn_{part}_exps.weight") == blocks
+        scales = np.full(EXPERTS, qs[0].tensor_scale)
+        assert out_bytes(tmp_path / "out.gguf", f"blk.1.ffn_{part}_exps.scale") == scales.tobytes()
+
+
+def test_a_stack_of_another_number_of_experts_stays(tmp_path: Path) -> None:
+    tensors = experts_file(tmp_path / "m.gguf", "qwen3moe")
+    short = {name: x[:-1] if "up" in name else x for name, x in tensors.items()}
+    stacks(tmp_path / "m", tensors, "qwen3_moe")
+    write_turned(tmp_path / "s.gguf", short, {"llama.block_count": 2})
+    convert(tmp_path / "s.gguf", tmp_path / "q.gguf", "mxfp4-ocp")
+    plan = make_plan(tmp_path / "m", "mxfp4-ocp", format="compressed-tensors", codes=tmp_path / "q.gguf")
+    actions = {tensor.name.rpartition(".")[2]: (tensor.action, tensor.reason) for tensor in plan.tensors}
+    assert actions["gate_up_proj"] == ("copy", "not quantized in the --codes model")
+    assert actions["down_proj"][0] == "rename"
