@@ -45,8 +45,7 @@ def with_all(root: Path, name: str) -> Path:
     tensors = oracle.arrays(oracle.load(model))
     beside = "k_proj." if name.startswith("modelopt") else ""
     scale = np.float32(0.5)
-    tensors |= {f"model.layers.0.self_attn.{beside or ''}k_scale": scale}
-    tensors |= {f"model.layers.0.self_attn.{beside.replace('k', 'v') or ''}v_scale": scale}
+    tensors |= {f"model.layers.0.self_attn.{beside.replace('k', kind)}{kind}_scale": scale for kind in "kv"}
     synthetic.write_file(file, dict(sorted(tensors.items())))
     if "alone" in name:
         path = model / "hf_quant_config.json"
@@ -87,9 +86,7 @@ def test_each_declaration_is_kept_converted_or_named_as_lost(name: str, format: 
     declared = configs(plan)["config.json"].get("quantization_config", {})
     beside = configs(plan).get("hf_quant_config.json", {}).get("quantization", {})
     cache, _ = found["scales of the KV cache"]
-    scales = [
-        one.name for tensor in plan.tensors for one in tensor.outputs if one.name.endswith(("k_scale", "v_scale"))
-    ]
+    scales = [one.name for one in plan.files[0].outputs if one.name.endswith(("k_scale", "v_scale"))]
     if cache == LOST:
         assert not scales and not declared.get("kv_cache_scheme")
         assert format not in ("modelopt", "compressed-tensors")
@@ -126,34 +123,17 @@ def test_the_result_declares_the_same_again(name: str, source: Any, tmp_path: Pa
     ]
 
 
+CT, W4 = "compressed-tensors", "modelopt W4A16_NVFP4"
+BOTH = {"modelopt": (8, "FP8"), CT: (8, None)}
 CACHES = [  # source, kv_cache_quant_algo, kv_cache_scheme, per target: (bits of the scheme, algorithm), or why lost
-    (
-        "modelopt W4A16_NVFP4",
-        "FP8",
-        None,
-        {"modelopt": (8, "FP8"), "compressed-tensors": (8, None), "mlx": "no place"},
-    ),
-    ("modelopt W4A16_NVFP4", "fp8", None, {"modelopt": (8, "FP8"), "compressed-tensors": (8, None)}),
-    (
-        "modelopt W4A16_NVFP4",
-        "NVFP4",
-        None,
-        {
-            "modelopt": (None, "NVFP4"),
-            "compressed-tensors": "the cache is NVFP4, and compressed-tensors",
-            "bf16": "bf16 has no place for it",
-        },
-    ),
-    ("modelopt W4A16_NVFP4", None, None, {"modelopt": (None, None), "compressed-tensors": (None, None)}),
-    ("modelopt W4A16_NVFP4", None, SCHEME, {"modelopt": (8, "FP8"), "compressed-tensors": (8, None)}),
-    (
-        "compressed-tensors NVFP4",
-        None,
-        {**SCHEME, "num_bits": 4},
-        {"modelopt": 'the cache is {"num_bits": 4', "compressed-tensors": (4, None)},
-    ),
-    ("compressed-tensors NVFP4", None, {**SCHEME, "dynamic": True}, {"modelopt": "only FP8 with static scales"}),
-    ("modelopt W4A16_NVFP4", None, {**SCHEME, "num_bits": 4}, {"modelopt": (4, None), "compressed-tensors": "can"}),
+    (W4, "FP8", None, {**BOTH, "mlx": "no place"}),
+    (W4, "fp8", None, BOTH),
+    (W4, "NVFP4", None, {"modelopt": (None, "NVFP4"), CT: f"cache is NVFP4, and {CT}", "bf16": "bf16 has no place"}),
+    (W4, None, None, {"modelopt": (None, None), CT: (None, None)}),
+    (W4, None, SCHEME, BOTH),
+    (W4, None, {**SCHEME, "num_bits": 4}, {"modelopt": (4, None), CT: "can declare only FP8"}),
+    (f"{CT} NVFP4", None, {**SCHEME, "num_bits": 4}, {"modelopt": 'the cache is {"num_bits": 4', CT: (4, None)}),
+    (f"{CT} NVFP4", None, {**SCHEME, "dynamic": True}, {"modelopt": "only FP8 with static scales"}),
 ]
 
 
