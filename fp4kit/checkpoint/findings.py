@@ -19,6 +19,7 @@ import numpy as np
 from fp4kit.arguments import is_one_of
 from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.checkpoint.containers.configs import LOADED, MIXTURES
+from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, TENSOR_SCALE
 from fp4kit.checkpoint.convert.job import RENAME, input_scale_of
 from fp4kit.checkpoint.loaders import support
@@ -35,7 +36,6 @@ from fp4kit.checkpoint.plan.source_layers import cache_troubles
 from fp4kit.checkpoint.selection.names import fused_groups, group_name, trouble
 from fp4kit.checkpoint.selection.selection import diffusers_class as class_of
 from fp4kit.checkpoint.verify import integrity
-from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.formats import NVFP4
 from fp4kit.storage.files import listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
@@ -49,7 +49,7 @@ def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collec
         *[Issue("error", name, why)] * bool(why),
         *integrity.loader_issues(model, scalars),
     ]
-    found += map(integrity.loader_issue, findings_of_rotation(rotated, model.tensors))
+    found += findings_of_rotation(rotated, model.tensors)
     return [*found, *input_scale_issues(model.layers.values(), scalars)]
 
 

@@ -15,6 +15,7 @@ from rich.filesize import decimal
 
 from fp4kit.arguments import Flag, flag
 from fp4kit.checkpoint import staging
+from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.convert.convert import (
     ConversionReport,
     bytes_to_read,
@@ -38,7 +39,7 @@ from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.plan.request import OPTIONS, RequestOptions
 from fp4kit.checkpoint.plan.scale_search import Activations, Losses, ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
-from fp4kit.checkpoint.verify.integrity import Issue, is_one_file
+from fp4kit.checkpoint.verify.integrity import is_one_file
 from fp4kit.cli import conversion_summary
 from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
 from fp4kit.cli.output import Output

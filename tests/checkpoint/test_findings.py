@@ -14,8 +14,8 @@ from together import together
 
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, Wishes, execute, make_plan
+from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.findings import engines_that_load, findings_of_plan
-from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.cli.conversion_summary import _error_lines, summary_of

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fp4kit import __version__
 from fp4kit.checkpoint.containers import table
-from fp4kit.checkpoint.containers.engines import Finding, finding
+from fp4kit.checkpoint.containers.engines import Issue, finding
 from fp4kit.checkpoint.containers.table import CONTAINERS, MODELOPT_NVFP4, Config, Container
 
 # Find declarations --------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def has_static_inputs(container: str, config: Config) -> bool:
     return any(each and each.get("dynamic") is not True for each in inputs)
 
 
-def _needs(config: Config, **needed: Any) -> Iterator[Finding]:
+def _needs(config: Config, **needed: Any) -> Iterator[Issue]:
     """Yield a finding for each key of ``quantization_config`` that does not have the value that vLLM needs."""
     for key, value in needed.items():
         found = quantization_config(config).get(key)
@@ -296,7 +296,7 @@ _STORED_LIKE = {
 KNOWN_TO = {"vLLM": (), "SGLang": ("NVFP4_AWQ",)}  # engine -> the algorithms of _STORED_LIKE that it loads
 
 
-def _require_modelopt(container: str, form: Container, config: Config) -> Iterator[Finding]:
+def _require_modelopt(container: str, form: Container, config: Config) -> Iterator[Issue]:
     section = quantization_config(config)
     algo, needed = section.get("quant_algo"), container.removeprefix("modelopt ")
     if str(algo).upper() in _STORED_LIKE.get(needed, ()):  # an algorithm that stores such tensors, such as AWQ
@@ -359,7 +359,7 @@ def declared_for(kind: str, container: str, config: Config) -> Config:
     return {**config, "quantization_config": {**declared, **more}}
 
 
-def _require_compressed_tensors(container: str, form: Container, config: Config) -> Iterator[Finding]:
+def _require_compressed_tensors(container: str, form: Container, config: Config) -> Iterator[Issue]:
     needed_format = compressed_format(container)
     if (found := quantization_config(config).get("format")) != needed_format:
         text = f"quantization_config.format is {found!r}; the tensors are {needed_format!r}"
@@ -377,17 +377,17 @@ def _require_compressed_tensors(container: str, form: Container, config: Config)
             yield finding("vLLM", "error", _CONFIG, text)
 
 
-def _require_fp8(container: str, form: Container, config: Config) -> Iterator[Finding]:
+def _require_fp8(container: str, form: Container, config: Config) -> Iterator[Issue]:
     yield from _needs(config, weight_block_size=list(form.block), activation_scheme="dynamic")
 
 
-def _require_gpt_oss(container: str, form: Container, config: Config) -> Iterator[Finding]:
+def _require_gpt_oss(container: str, form: Container, config: Config) -> Iterator[Issue]:
     if config.get("model_type") != "gpt_oss":
         text = f"model_type is {config.get('model_type')!r}; blocks and scales are read only for 'gpt_oss'"
         yield finding("vLLM", "error", _CONFIG, text)
 
 
-def _require_deepseek_v4(container: str, form: Container, config: Config) -> Iterator[Finding]:
+def _require_deepseek_v4(container: str, form: Container, config: Config) -> Iterator[Issue]:
     method, model_type = quantization_config(config).get("quant_method"), config.get("model_type")
     if model_type == "deepseek_v41":
         yield finding("vLLM", "warning", _CONFIG, "model_type is 'deepseek_v41', which was not tried with this engine")
@@ -415,7 +415,7 @@ class _Declaration(NamedTuple):
 
     written: dict[str, Any] | Callable[[Container, list[str], bool], dict[str, Any]]
     lists: tuple[str, ...] = ()
-    require: Callable[[str, Container, Config], Iterator[Finding]] = lambda container, form, config: iter(())
+    require: Callable[[str, Container, Config], Iterator[Issue]] = lambda container, form, config: iter(())
     method: str = ""
     reader: str = "vLLM"
 
@@ -482,7 +482,7 @@ def loaded_container(format: str, kind: str, *, input_scale: bool = False) -> Lo
     return next((each for each in LOADED.values() if each.format == format and each.kind in (kind, None)), None)
 
 
-def _nested(form: Container, config: Config, nested: Config) -> Iterator[Finding]:
+def _nested(form: Container, config: Config, nested: Config) -> Iterator[Issue]:
     """Yield a finding if hf_quant_config.json lacks entries, and one for each entry that contradicts config.json."""
     section = _section(nested, "quantization")
     needed = ("kv_cache_quant_algo", "exclude_modules", *(("group_size",) if form.kind == "nvfp4" else ()))
@@ -498,7 +498,7 @@ def _nested(form: Container, config: Config, nested: Config) -> Iterator[Finding
 
 def config_findings(
     container: str, config: Config, hf_quant_config: Config | None, tensors: Collection[str]
-) -> Iterator[Finding]:
+) -> Iterator[Issue]:
     """Yield a finding for each entry of a checkpoint's configs that an engine would reject or misread."""
     used, form = LOADED[container].format, LOADED[container].form
     declared, nested = quantization_config(config), hf_quant_config or {}

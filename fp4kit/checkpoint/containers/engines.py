@@ -1,5 +1,5 @@
 """Name the examined engines, the programs that load quantized checkpoints, and describe a fault that one would meet
-(Finding). ``comfy`` and ``mlx`` write files for ComfyUI and mlx-lm: they choose the container, declare it, and check
+(Issue). ``comfy`` and ``mlx`` write files for ComfyUI and mlx-lm: they choose the container, declare it, and check
 that the engine can load the layers.
 """
 
@@ -23,7 +23,6 @@ VERSIONS = {
 }
 Status = Literal["loads", "fails", "wrong values", "unknown"]
 How = Literal["run", "read", ""]
-Severity = Literal["error", "warning"]
 SERVING = ("vLLM", "SGLang", "transformers")  # engines that run a model; others in VERSIONS only decode its tensors
 
 
@@ -33,29 +32,32 @@ def named(engines: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Describe a fault that one engine would meet in one part of a checkpoint.
+class Issue:
+    """A fault of a checkpoint, or a fact that its user should know.
 
-    Attributes:
-        engine, version: the name and version of the engine.
-        severity: "error" if the engine rejects the checkpoint or decodes wrong values, otherwise "warning".
-        subject: where the fault is: the name of a module, tensor or file, or "model" for the whole model.
-        text: a message that says what is wrong.
+    severity: "error" for a fault, "warning" for a fact that the user should know.
+    subject: the name of the tensor, layer or file, or "model".
+    text: what is wrong. If ``count`` is not 0, it names the kind of items that are counted.
+    loader: the engine, with its version, that would fail or misread the checkpoint; "" if the issue is not about an
+        engine.
+    count: the number of items that ``text`` names, such as NaN block scales; 0 if nothing is counted.
     """
 
-    engine: str
-    version: str
-    severity: Severity
+    severity: str
     subject: str
     text: str
+    loader: str = ""
+    count: int = 0
 
-    def __str__(self) -> str:
-        return f"{self.engine} {self.version}: {self.subject}: {self.text}"
+    @property
+    def sentence(self) -> str:
+        """The text, followed by ": " and the count if the count is not 0."""
+        return f"{self.text}: {self.count}" if self.count else self.text
 
 
-def finding(engine: str, severity: Severity, subject: str, text: str) -> Finding:
-    """Return a Finding about ``engine``, with the engine's version from VERSIONS."""
-    return Finding(engine, VERSIONS[engine], severity, subject, text)
+def finding(engine: str, severity: str, subject: str, text: str) -> Issue:
+    """Return an issue about an engine: "error" if it rejects the checkpoint or decodes wrong values, or "warning"."""
+    return Issue(severity, subject, text, f"{engine} {VERSIONS[engine]}")
 
 
 class _Writer:

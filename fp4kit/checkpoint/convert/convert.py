@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fp4kit import __version__
 from fp4kit.checkpoint import staging
-from fp4kit.checkpoint.containers.engines import comfy, mlx
+from fp4kit.checkpoint.containers.engines import Issue, comfy, mlx
 from fp4kit.checkpoint.contract import contract_of_plan
 from fp4kit.checkpoint.convert import run_jobs
 from fp4kit.checkpoint.convert.job import (
@@ -45,7 +45,6 @@ from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import OutputFile, Plan, check_target, configs, final_path, jobs_of
 from fp4kit.checkpoint.plan.request import RequestOptions, takes_options
 from fp4kit.checkpoint.plan.scale_search import Losses
-from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.checkpoint.verify.reencode import sampled_losses
 from fp4kit.contract.schema import FILE
 from fp4kit.cpu.library import num_threads

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from fp4kit.checkpoint.containers.configs import LOADED
-from fp4kit.checkpoint.containers.engines import Finding, finding
+from fp4kit.checkpoint.containers.engines import Issue, finding
 from fp4kit.checkpoint.containers.table import Config
 from fp4kit.checkpoint.selection.names import fused_groups, join_module, split_module
 from fp4kit.checkpoint.selection.selection import GRANITE_STACKS
@@ -561,7 +561,7 @@ def check(
     copied: Iterable[str],
     converted: Iterable[str],
     config: Config | None = None,
-) -> tuple[Finding, ...]:
+) -> tuple[Issue, ...]:
     """Return a finding for every module that an exclusion list makes an engine load wrongly; () if there is none."""
     converted, known = tuple(converted), class_of(config or {})
     modules = dict.fromkeys((*(name for name in copied if not _is_plain(name, known.plain)), *converted))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.configs import LOADED, config_findings, has_static_inputs, quantization_config
-from fp4kit.checkpoint.containers.engines import SERVING, Finding, Severity, finding
+from fp4kit.checkpoint.containers.engines import SERVING, Issue, finding
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Config, Container
 from fp4kit.checkpoint.containers.table import container as container_called
 from fp4kit.checkpoint.loaders.exclusions import READERS, container_of
@@ -162,7 +162,7 @@ _OPTIONAL = {".input_scale", ".input_global_scale"}  # a layer may have them eve
 
 def _layer_findings(
     container: str, layer: str, parts: LayerTensors, config: Config, engines: Iterable[str]
-) -> Iterator[Finding]:
+) -> Iterator[Issue]:
     """Yield a finding per engine for every tensor of a layer that is wrong, missing, or foreign to the container."""
     form = _form_of(container, parts, config)
     required = _required(container, form, config) if form else []
@@ -179,7 +179,7 @@ def _layer_findings(
             yield finding(engine, "error", layer, f"{', '.join(foreign)}: not a tensor of {container}")
 
 
-def _unusable(name: str, value: float) -> tuple[Severity, str] | None:
+def _unusable(name: str, value: float) -> tuple[str, str] | None:
     """Check a tensor scale or input scale."""
     if not math.isfinite(value) or value <= 0:
         return "error", f"{name} is {value}; a positive finite number is needed"
@@ -206,7 +206,7 @@ def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) 
     return f"{text}; fp4kit reconcile repairs it"
 
 
-def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines: Iterable[str]) -> Iterator[Finding]:
+def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines: Iterable[str]) -> Iterator[Issue]:
     """Yield a finding per engine for every scale that is unusable, and one per fused layer whose tensor scales
     differ.
     """
@@ -229,7 +229,7 @@ _EXPERTS_ALONE = {
 }
 
 
-def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Finding]:
+def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Issue]:
     """Yield a warning for each engine that is known to reject or misread even a sound checkpoint in this container."""
     experts = {container_of(layer) is not None for layer in layers}
     for engine, each in known_traps(container, family):
@@ -242,7 +242,7 @@ def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Findi
 REJECTS = "and rejects the layer"  # the end of a warning about an engine that cannot use a sound checkpoint
 
 
-def partial_blocks(container: str, rows: Mapping[str, int]) -> Iterator[Finding]:
+def partial_blocks(container: str, rows: Mapping[str, int]) -> Iterator[Issue]:
     """Yield findings about layers that do not consist of whole blocks of 128 rows, for engines that need this."""
     form = LOADED[container].form if container in LOADED else None
     height = form.block[0] if form else 1
@@ -270,7 +270,7 @@ def findings(
     tensor_scales: Mapping[str, float],
     config: Config,
     hf_quant_config: Config | None = None,
-) -> list[Finding]:
+) -> list[Issue]:
     """Return a finding for each fault that an engine would meet in a checkpoint's tensors, tensor scales and
     configs.
     """

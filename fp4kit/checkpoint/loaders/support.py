@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 from fp4kit.checkpoint.containers.configs import FORMATS, KINDS, LOADED, MIXTURES, loaded_container
-from fp4kit.checkpoint.containers.engines import SERVING, VERSIONS, Finding, How, Status, finding, named
+from fp4kit.checkpoint.containers.engines import SERVING, VERSIONS, How, Issue, Status, finding, named
 
 SPLIT_EXPERTS = "the engine reads these experts only as stacks, and leaves separate experts at random values"
 _NAMES_TESTED = (
@@ -321,7 +321,7 @@ def mixture_warnings(container_ids: Iterable[str]) -> list[str]:
 _SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def split_experts(container: str, family: str, names: Iterable[str]) -> Iterator[Finding]:
+def split_experts(container: str, family: str, names: Iterable[str]) -> Iterator[Issue]:
     """Yield a warning if experts are stored separately in a model whose experts transformers reads only as stacks."""
     each = cell(container, family, "transformers")
     if SPLIT_EXPERTS in each.note and any(map(_SEPARATE_EXPERT.search, names)):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.configs import WRITTEN
-from fp4kit.checkpoint.containers.engines import Finding, finding
+from fp4kit.checkpoint.containers.engines import Issue, finding
 from fp4kit.checkpoint.containers.table import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, Container
 from fp4kit.checkpoint.loaders.exclusions import container_of
 from fp4kit.checkpoint.model.inspect import Checkpoint
@@ -282,7 +282,7 @@ def rotated_weights(
     return {name: replace(weight, rotation=rotation) for name, weight in chosen.items()}
 
 
-def findings_of_rotation(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Finding]:
+def findings_of_rotation(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Issue]:
     """Yield a finding (warning) for each engine that cannot run rotated layers, or may give wrong outputs for them."""
     stored = {*tensors}
     biased = [layer for layer in rotated_layers if f"{layer}.bias" in stored]

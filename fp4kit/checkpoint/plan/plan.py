@@ -25,7 +25,7 @@ from fp4kit.checkpoint.containers.configs import (
     without_declarations,
 )
 from fp4kit.checkpoint.containers.configs import declared as declared_in
-from fp4kit.checkpoint.containers.engines import comfy, mlx
+from fp4kit.checkpoint.containers.engines import Issue, comfy, mlx
 from fp4kit.checkpoint.convert import job
 from fp4kit.checkpoint.model import closed_world, model_files, transforms
 from fp4kit.checkpoint.model.weights import (
@@ -46,7 +46,6 @@ from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.source_layers import Restored
 from fp4kit.checkpoint.selection import names
 from fp4kit.checkpoint.selection.selection import DIFFUSERS_CLASS
-from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.storage import gguf_file

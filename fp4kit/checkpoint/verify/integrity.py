@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from fp4kit.checkpoint.containers import config_entries, configs, table
 from fp4kit.checkpoint.containers.config_entries import Item
 from fp4kit.checkpoint.containers.configs import LOADED
-from fp4kit.checkpoint.containers.engines import Finding, comfy, finding, mlx
+from fp4kit.checkpoint.containers.engines import Issue, comfy, finding, mlx
 from fp4kit.checkpoint.containers.table import Container, container
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.loaders.exclusions import READERS
@@ -32,30 +32,6 @@ from fp4kit.checkpoint.plan.layer_recipes import is_deepseek_v4
 from fp4kit.checkpoint.plan.source_layers import doubtful_layers
 from fp4kit.checkpoint.selection import names, selection
 from fp4kit.formats import ElementFormat
-
-
-@dataclass(frozen=True)
-class Issue:
-    """A fault of a checkpoint, or a fact that its user should know.
-
-    severity: "error" for a fault, "warning" for a fact that the user should know.
-    subject: the name of the tensor, layer or file, or "model".
-    text: what is wrong. If ``count`` is not 0, it names the kind of items that are counted.
-    loader: the engine, with its version, that would fail or misread the checkpoint; "" if the issue is not about an
-        engine.
-    count: the number of items that ``text`` names, such as NaN block scales; 0 if nothing is counted.
-    """
-
-    severity: str
-    subject: str
-    text: str
-    loader: str = ""
-    count: int = 0
-
-    @property
-    def sentence(self) -> str:
-        """The text, followed by ": " and the count if the count is not 0."""
-        return f"{self.text}: {self.count}" if self.count else self.text
 
 
 def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
@@ -191,7 +167,7 @@ def _required(
     def findings(known: str, is_own: Callable[[str], bool], *declared: Any) -> Iterator[Issue]:
         tensors = {t: (e.dtype, e.shape) for t, (_, e) in model.tensors.items() if is_own(t)}
         scales = {tensor: scale for tensor, scale in tensor_scales.items() if is_own(tensor)}
-        return map(loader_issue, requirements.findings(known, tensors, scales, *declared))
+        return iter(requirements.findings(known, tensors, scales, *declared))
 
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
     others = _other_layers(model, form)
@@ -209,7 +185,7 @@ def _required(
     else:
         declared = configs.declared_for(form.kind, name, config) if others and form is not None else config
         yield from findings(name, lambda tensor: tensor not in left_out, declared, model.hf_quant_config)
-        yield from map(loader_issue, _exclusions(model, name, form, config))
+        yield from _exclusions(model, name, form, config)
     for other, layers in others.items():
         own = [model.layers[layer] for layer in layers]
         known = _container_id(container(other), own, config)
@@ -251,11 +227,6 @@ def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[s
     return found
 
 
-def loader_issue(found: Finding) -> Issue:
-    """Convert a finding about an engine to an Issue."""
-    return Issue(found.severity, found.subject, found.text, f"{found.engine} {found.version}")
-
-
 def _form(weights: Iterable[Weight]) -> Container | None:
     """Return the container that most layers have, or None if no layer is quantized."""
     # Containers that ``--format`` can write take precedence, because the requirements of engines are known only for
@@ -283,7 +254,7 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
     return configs.container_id(form, 2 * sum(have) > len(have))
 
 
-def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Issue]:
     """Yield a finding for each module that an engine would load wrongly because of the checkpoint's exclusion list."""
     declared = config.get("quantization_config")
     syntax = LOADED[name].syntax

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.arguments import as_index
+from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
 from fp4kit.checkpoint.convert.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.convert.run_jobs import leftovers_of, source_facts
@@ -34,7 +35,6 @@ from fp4kit.checkpoint.plan.scale_search import Activations, ScaleSearch, record
 from fp4kit.checkpoint.plan.source_layers import expert_stacks, is_split, split_layers
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE
 from fp4kit.checkpoint.verify import integrity, reencode
-from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings, Smoothing
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe

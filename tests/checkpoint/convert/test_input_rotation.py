@@ -253,8 +253,6 @@ def test_what_does_not_fit_is_refused(models: Path, tmp_path: Path, capsys: pyte
 
 def test_findings_about_engines() -> None:
     assert not [*input_rotation.findings_of_rotation([], ["a.bias"])]
-    texts = [
-        str(found) for found in input_rotation.findings_of_rotation(["a", "b"], ["a.weight", "a.bias", "b.weight"])
-    ]
-    assert [text.split()[0] for text in texts] == ["transformers", "SGLang", "vLLM"]
-    assert texts[2].endswith("does not run rotated layers that have a bias (a)")
+    found = [*input_rotation.findings_of_rotation(["a", "b"], ["a.weight", "a.bias", "b.weight"])]
+    assert [one.loader.split()[0] for one in found] == ["transformers", "SGLang", "vLLM"]
+    assert found[2].text.endswith("does not run rotated layers that have a bias (a)")

@@ -13,7 +13,7 @@ from seconds import TEN, cpu_seconds
 from together import together
 
 from fp4kit.checkpoint.containers.configs import LOADED, LoaderContainer
-from fp4kit.checkpoint.containers.engines import Finding
+from fp4kit.checkpoint.containers.engines import Issue, finding
 from fp4kit.checkpoint.loaders import exclusions as m
 from fp4kit.checkpoint.loaders.exclusions import READERS, check, exclusion_list, listed
 
@@ -338,7 +338,11 @@ def wrong(container: str, patterns: Iterable[str], copied: Iterable[str], conver
     copied: the modules that are not quantized.
     converted: the quantized modules.
     """
-    return [str(found) for found in check(container, patterns, copied, converted)]
+    return [f"{found.loader}: {found.subject}: {found.text}" for found in check(container, patterns, copied, converted)]
+
+
+def engines(found: Iterable[Issue]) -> set[str]:
+    return {each.loader.partition(" ")[0] for each in found}
 
 
 def test_a_dense_model_needs_its_head_alone() -> None:
@@ -404,7 +408,7 @@ def test_experts_that_are_partly_copied_are_named_one_by_one_and_reported() -> N
     found = exclusion_list("modelopt", all_experts[:3], [], all_experts[3:])
     assert found == tuple(sorted([*all_experts[:3], "lm_head", "model.layers.0.mlp.experts.0.gate_up_proj"]))
     vllm, sglang = check("modelopt NVFP4", found, all_experts[:3], all_experts[3:])
-    assert (vllm.engine, sglang.engine) == ("vLLM", "SGLang")
+    assert (vllm.loader, sglang.loader) == ("vLLM 0.33.0", "SGLang 0.5.23")
     assert vllm.subject == "model.layers.0.mlp.experts"
     assert (
         vllm.text
@@ -447,8 +451,8 @@ def test_names_of_transformers_exclude_the_layers_of_the_file(file: str, runtime
     """
     container = LOADED["compressed-tensors nvfp4-pack-quantized"].id
     assert check(container, [runtime], [file], []) == ()
-    engines = {found.engine.partition(" ")[0] for found in check(container, [runtime + "x"], [file], [])}
-    assert engines == {"vLLM", "SGLang", "compressed-tensors", "transformers"}
+    missed = check(container, [runtime + "x"], [file], [])
+    assert engines(missed) == {"vLLM", "SGLang", "compressed-tensors", "transformers"}
     older = ["visual.a", "model.layers.0.mlp.down_proj"]
     assert check(container, ["visual.a", "model.language_model.layers.0.mlp.down_proj"], older, []) != ()
     assert check(container, ["model.visual.a", "model.language_model.layers.0.mlp.down_proj"], older, []) == ()
@@ -484,7 +488,7 @@ def test_converted_below_a_subtree() -> None:
 def test_an_mla_leaf_excludes_every_layer_in_sglang() -> None:
     copied, converted = mla("model.layers.3"), [name for layer in layers(3) for name in mla(layer)]
     found = check("modelopt NVFP4", [*copied, "lm_head"], copied, converted)
-    assert {each.engine for each in found} == {"SGLang"}
+    assert engines(found) == {"SGLang"}
     assert len(found) == 3 * 3  # fused a, q_b and kv_b in each of three layers
     by_subject = {each.subject: each.text for each in found}
     assert (
@@ -610,7 +614,7 @@ def test_every_engine_understands_a_list_with_a_subtree(kind: str, beside: str, 
 @together("module", [*mla("model.layers.0"), *attention("model.layers.0"), "model.layers.0.mlp.gate"])
 def test_every_engine_misses_a_copied_layer_that_is_not_listed(module: str, container: LoaderContainer) -> None:
     found = check(container.id, ["lm_head"], [module], [])
-    assert {each.engine for each in found} == {each.engine for each in READERS[container.id]}
+    assert engines(found) == {each.engine for each in READERS[container.id]}
     assert all(each.text == "is not quantized, but expected to be; add it to the exclusion list" for each in found)
 
 
@@ -622,7 +626,7 @@ def test_gpt_oss() -> None:
     assert not wrong("gpt-oss", patterns, copied, stacks[0] + stacks[1])
     kept = exclusion_list("mxfp4", copied + stacks[0], [], stacks[1])
     (vllm,) = check("gpt-oss", kept, copied + stacks[0], stacks[1])
-    assert (vllm.engine, vllm.subject) == ("vLLM", "model.layers.0.mlp.experts")
+    assert (vllm.loader, vllm.subject) == ("vLLM 0.33.0", "model.layers.0.mlp.experts")
     found = check("gpt-oss", patterns, copied[1:], copied[:1])
     assert [each.text for each in found if each.subject == copied[0]] == [
         "is quantized, but excluded: the engine then expects unpacked weights of another shape"
@@ -635,13 +639,13 @@ def test_gpt_oss() -> None:
 def test_a_tied_head_is_missed() -> None:
     (found,) = check("modelopt NVFP4", [], [], ["a"])
     text = "is not quantized, but expected to be; add it to the exclusion list"
-    assert found == Finding("vLLM", "0.33.0", "error", "lm_head", text)
+    assert found == finding("vLLM", "error", "lm_head", text)
 
 
 def test_a_substring_is_found() -> None:
-    (found,) = check("modelopt NVFP4", ["lm_head", "a.mlp.gate"], ["a.mlp.gate"], ["a.mlp.gate_proj", "a.mlp.up_proj"])
-    assert (
-        str(found) == "vLLM 0.33.0: a.mlp.gate_up_proj: is quantized, but excluded by a.mlp.gate: the engine then "
+    (text,) = wrong("modelopt NVFP4", ["lm_head", "a.mlp.gate"], ["a.mlp.gate"], ["a.mlp.gate_proj", "a.mlp.up_proj"])
+    assert text == (
+        "vLLM 0.33.0: a.mlp.gate_up_proj: is quantized, but excluded by a.mlp.gate: the engine then "
         "expects unpacked weights of another shape"
     )
 
@@ -649,9 +653,9 @@ def test_a_substring_is_found() -> None:
 def test_globs_mean_nothing_in_other_syntaxes() -> None:
     copied, converted = ["model.visual.fc"], ["model.layers.0.mlp.down_proj"]
     found = check("sglang-mxfp8", ["lm_head", "model.visual.*"], copied, converted)
-    assert {each.engine for each in found} == {"SGLang"}
+    assert engines(found) == {"SGLang"}
     found = check("compressed-tensors mxfp4-pack-quantized", ["lm_head", "model.visual.*"], copied, converted)
-    assert {each.engine for each in found} == {"vLLM", "SGLang", "compressed-tensors", "transformers"}
+    assert engines(found) == {"vLLM", "SGLang", "compressed-tensors", "transformers"}
 
 
 def test_parts_that_disagree_are_found() -> None:
@@ -660,7 +664,7 @@ def test_parts_that_disagree_are_found() -> None:
     assert (
         vllm.subject == "model.layers.0.self_attn.qkv_proj"
         and "loading fails: " in vllm.text
-        and sglang.engine == "SGLang"
+        and sglang.loader == "SGLang 0.5.23"
     )
 
 
@@ -717,7 +721,7 @@ def test_wrapped_models_are_excluded_under_both_names(
         found = check(container, patterns, copied, converted, of(architecture))
         assert not found, (patterns, found)
     missed = check(container, ["language_model.lm_head"], copied, converted, of(architecture))
-    assert {one.engine for one in missed} == {one.engine for one in READERS[container]}
+    assert engines(missed) == {one.engine for one in READERS[container]}
     if in_file != in_list:  # other models are not renamed
         assert check(container, [f"{listed}.self_attn*", "*lm_head"], copied, converted, of("OtherModel"))
 
@@ -741,7 +745,7 @@ def test_towers_with_wrapped_layers() -> None:
     def subjects(patterns: list[str]) -> dict[str, set[str]]:
         found: dict[str, set[str]] = {}
         for one in check(container, ["lm_head", *patterns], copied, converted):
-            found.setdefault(one.engine, set()).add(one.subject.removeprefix(f"{tower}."))
+            found.setdefault(one.loader.partition(" ")[0], set()).add(one.subject.removeprefix(f"{tower}."))
         return found
 
     assert subjects(copied) == {"SGLang": {"self_attn.qkv_proj", "mlp.gate_up_proj"}}

@@ -14,7 +14,7 @@ import pytest
 from together import together
 
 from fp4kit.checkpoint.containers.configs import LOADED, declarations
-from fp4kit.checkpoint.containers.engines import Finding
+from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.loaders.requirements import consequence, findings, quantized_layers
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -70,11 +70,15 @@ def name_of(container: str) -> str:
     return own.get(LOADED[container].format, Q)
 
 
-def errors(found: list[Finding]) -> list[Finding]:
+def engine_of(found: Issue) -> str:
+    return found.loader.partition(" ")[0]
+
+
+def errors(found: list[Issue]) -> list[Issue]:
     return [each for each in found if each.severity == "error"]
 
 
-def checked(container: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]], **options: Any) -> list[Finding]:
+def checked(container: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]], **options: Any) -> list[Issue]:
     scales = options.pop("scales", {})
     return errors(findings(container, tensors, scales, options.pop("config", config(container)), **options))
 
@@ -124,7 +128,7 @@ def test_weights_of_other_ranks(container: str, shape: tuple[int, ...]) -> None:
 def test_k_that_is_not_whole_blocks() -> None:
     tensors: Tensors = {f"{Q}.weight": ("F8_E4M3", (96, 80)), f"{Q}.weight_scale": ("U8", (96, 3))}
     (found,) = checked(MXFP8, tensors)
-    assert str(found) == f"vLLM 0.33.0: {Q}: K = 80 is not a multiple of 32"
+    assert (found.loader, found.subject, found.text) == ("vLLM 0.33.0", Q, "K = 80 is not a multiple of 32")
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
@@ -151,7 +155,7 @@ def test_a_missing_tensor(container: str, name: str, suffix: str, vllm: str, sgl
     """The findings say what vLLM 0.33.0 and SGLang 0.5.23 do, as read in their sources."""
     tensors = layer(container, name)
     del tensors[name + suffix]
-    found = {each.engine: (each.severity, each.subject, each.text) for each in checked(container, tensors)}
+    found = {engine_of(each): (each.severity, each.subject, each.text) for each in checked(container, tensors)}
     start = f"{suffix[1:]} is missing; "
     assert found["vLLM"] == ("error", name, start + vllm)
     assert found["SGLang"] == ("error", name, start + sglang)
@@ -208,7 +212,7 @@ def test_static_inputs_need_their_scale() -> None:
     tensors = layer(CT_NVFP4, Q)
     inputs = {"num_bits": 4, "dynamic": "local"}
     found = checked(CT_NVFP4, tensors, config={"quantization_config": ct_config(CT_NVFP4, inputs)})
-    assert {each.engine for each in found} == {"vLLM", "SGLang", "transformers"}
+    assert set(map(engine_of, found)) == {"vLLM", "SGLang", "transformers"}
     assert all(each.text.startswith("input_global_scale is missing") for each in found)
     whole = {**tensors, f"{Q}.input_global_scale": ("F32", (1,))}
     assert not checked(CT_NVFP4, whole, config={"quantization_config": ct_config(CT_NVFP4, inputs)})
@@ -245,7 +249,7 @@ def test_tensor_scales_of_a_fused_layer(container: str, parent: str, stored: dic
     (found,) = checked(container, pair(container, parent, tuple(stored)), scales=scales)
     which, _, factors = text.partition(" | ")
     text = f"{suffix} differs; {which} is used for all, so values are off by a factor: {factors}; "
-    assert (found.engine, found.subject) == ("vLLM", f"{parent}.({'|'.join(stored)})")
+    assert (found.loader, found.subject) == ("vLLM 0.33.0", f"{parent}.({'|'.join(stored)})")
     assert found.text == f"{text}fp4kit reconcile repairs it"
     same = dict.fromkeys(scales, 1.5)
     assert not checked(container, pair(container, parent, tuple(stored)), scales=same)
@@ -315,7 +319,7 @@ def test_faults_of_config_json(container: str, given: dict[str, Any], text: str)
 
 def test_sglang_minds_the_case_of_quant_algo() -> None:
     (found,) = checked(W4A16, layer(W4A16, Q), config=changed(W4A16, quant_algo="w4a16_nvfp4"))
-    assert found.engine == "SGLang"
+    assert engine_of(found) == "SGLang"
 
 
 def test_an_absent_expert_dtype_is_fp4() -> None:
@@ -394,7 +398,7 @@ def test_an_fp8_kv_cache_without_scales(in_config: bool) -> None:
 def traps(container: str, names: list[str], model: dict[str, Any]) -> dict[str, str]:
     tensors = {name: tensor for each in names for name, tensor in layer(container, each).items()}
     found = findings(container, tensors, {}, {**config(container), **model})
-    return {each.engine: each.text for each in found if each.subject == "model"}
+    return {engine_of(each): each.text for each in found if each.subject == "model"}
 
 
 def test_traps_are_warnings_of_the_engine_that_meets_them() -> None:

@@ -18,7 +18,7 @@ from browser import Page, binary, browser
 from together import together
 
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.verify.integrity import Issue
+from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.verify.report import _marks, _ticks, page, write_report
 from fp4kit.checkpoint.verify.verify import VerifyReport, verify
 from fp4kit.cli import main

@@ -17,11 +17,11 @@ from changed_bytes import change
 from measured import whole
 
 from fp4kit.checkpoint import Activations, convert, make_plan
+from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.findings import recorded_activations
 from fp4kit.checkpoint.identify.run import problems_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.statistics import sampled_magnitudes
-from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.storage.files import CheckpointError

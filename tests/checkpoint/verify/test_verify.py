@@ -25,6 +25,7 @@ import synthetic
 from exhaustive import exhaustive, half
 
 from fp4kit.checkpoint import Options, Wishes, convert
+from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.containers.table import (
     CONTAINERS,
     CT_NVFP4,
@@ -37,7 +38,7 @@ from fp4kit.checkpoint.containers.table import (
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.model_files import MANIFEST, open_source
 from fp4kit.checkpoint.model.statistics import StoredCounts, amax_and_nonfinite, sqnr_db, tally
-from fp4kit.checkpoint.verify.integrity import Issue, grouped
+from fp4kit.checkpoint.verify.integrity import grouped
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, prepare, verify
 from fp4kit.cli import main
 from fp4kit.formats import FLT_MAX
