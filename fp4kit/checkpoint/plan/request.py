@@ -499,18 +499,14 @@ class Request:
                 " pattern"
             )
         common = replace(self, format=self._common_format(config))
-        some = any(one.tensor_scaling == "tensor" for one in (self.recipe, *(one for _, one in self.recipes)))
-
-        def of_layers(one: Recipe, search: ScaleSearch | None) -> LayerQuantization:
-            # Only layers with a tensor scale get input scales, if there are such layers.
-            drops = some and one.tensor_scaling != "tensor"
-            inputs: dict[str, Any] = {"input_scale": None, "activations": None} if drops else {}
-            return LayerQuantization(one, replace(common, recipe=one, search=search, **inputs).form_for(config))
-
-        default, choices = of_layers(self.recipe, self.search), []
+        if any(one.tensor_scaling == "tensor" for one in (self.recipe, *(one for _, one in self.recipes))):
+            common = replace(common, input_scale=None, activations=None)  # layers without a tensor scale get none
+        default = LayerQuantization(self.recipe, common.form_for(config))
+        choices = []
         for pattern, one in self.recipes:
-            searched = self.search is not None and self.search.supports(one)
-            choices.append((pattern, of_layers(one, self.search if searched else None)))
+            search = self.search if self.search is not None and self.search.supports(one) else None
+            form = replace(common, recipe=one, search=search).form_for(config)
+            choices.append((pattern, LayerQuantization(one, form)))
         forms = {choice.form.name: choice for choice in (default, *(one for _, one in choices)) if choice.form}
         if len(forms) > 1 and common.format not in MIXED:
             a, b, *_ = forms.values()

@@ -110,6 +110,8 @@ def test_a_single_file_says_that_its_codes_are_of_several_recipes(source, tmp_pa
     for path in (out, renamed):
         contract = fp4kit.Contract.of(path)
         assert contract.weights is None and "weights" in contract.unknown
+    convert(out, tmp_path / "new.safetensors", "mxfp8-te", format="comfy", requantize=True)
+    assert fp4kit.Contract.of(tmp_path / "new.safetensors").weights.id == "mxfp8-te"
 
 
 def test_layers_that_a_conversion_decodes_are_excluded(source, tmp_path):

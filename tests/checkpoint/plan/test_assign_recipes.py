@@ -158,6 +158,11 @@ def test_layers_that_a_candidate_cannot_hold(tmp_path: Path) -> None:
     assert [[option.name for option in unit.options] for unit in found.units] == [["nvfp4-te", FP8], [FP8]]
     _converted(tmp_path / "m", tmp_path / "out", found)
     assert verify(tmp_path / "out", tmp_path / "m").clean
+    shapes = {"gate": (40, 64), "up": (40, 64), "down": (64, 40)}
+    tensors = {f"m.experts.0.{name}_proj.weight": synthetic.random(name, shape) for name, shape in shapes.items()}
+    synthetic.write_model(tmp_path / "experts", {"model_type": "llama"}, tensors)
+    (unit,) = assign_recipes(tmp_path / "experts", 9.0, ("nvfp4-te", FP8)).units  # nvfp4-te fits gate and up alone
+    assert [option.name for option in unit.options] == [FP8]
 
 
 def test_what_is_refused(models: Path, tmp_path: Path) -> None:
@@ -282,6 +287,9 @@ def test_budgets_that_are_too_small_or_ample() -> None:
         solve(units, 40)
     assert solve(units, 45).choices == (0,) and solve(units, 79).choices == (0,)
     assert solve(units, 80).choices == solve(units, 10**9).choices == (1,)
+    steep = LayerGroup("b", ("b",), 10, (Option("x", 0, 1.0), Option("y", 50, 0.0)))
+    late = LayerGroup("c", ("c",), 10, (Option("x", 0, 1.0), Option("y", 100, 0.5), Option("z", 110, 0.46)))
+    assert solve([late, steep], 100).choices == (0, 1)  # z alone would cost 110 bits, not the 10 more than y
 
 
 def test_options_of_no_use_are_never_chosen() -> None:

@@ -139,8 +139,10 @@ def test_experts_that_are_exchanged_are_refused(tmp_path: Path) -> None:
 def test_invalid_requests_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors)
-    with refused("none of its quantized layers (none in MXFP4 or NVFP4) is in"):
-        taken(tmp_path / "m.gguf", tmp_path / "plain")
+    directory(tmp_path / "fp8" / "q", tensors, "mxfp8-te", "compressed-tensors")
+    for without in (tmp_path / "plain", tmp_path / "fp8" / "q"):
+        with refused("none of its quantized layers (none in MXFP4 or NVFP4) is in"):
+            taken(tmp_path / "m.gguf", without)
     with refused("--codes: needs one GGUF file and one model directory; source and --codes are of the same kind"):
         convert(tmp_path / "plain", tmp_path / "out", codes=tmp_path / "q")
     gguf_files.write_model(tmp_path / "x.gguf", **{"general.architecture": "none"})

@@ -255,6 +255,7 @@ def test_layers_of_a_mixture_follow_their_own_container(source: Any) -> None:
             plan = make_plan(source(name), format=format)
             assert plan.is_mixed and {tensor.action for tensor in plan.converted} == {"rename"}
             assert plan.request.recipes[0][0] == "model.layers.*.mlp.down_proj"
+            assert bool(plan.ignore) == (format == "compressed-tensors")  # MIXED_PRECISION lists the quantized layers
         with refused("is already quantized as"):
             make_plan(source(name), format="mlx")
         kept = make_plan(source(name), wishes=Wishes(keep=("*.down_proj",)))  # the pattern need not decide

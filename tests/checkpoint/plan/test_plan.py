@@ -150,6 +150,7 @@ def test_formats_of_routed_experts_leave_the_others(tmp_path: Path) -> None:
     for tensor in plan.converted:
         routed = ".experts." in tensor.name and not tensor.name.startswith("mtp.")
         assert tensor.reason.endswith("as it is") == (not routed), tensor
+    assert {"MoE router", "embedding (embed)", "output head (head)"} < {*reasons(plan).values()}
     shared = next(tensor for tensor in plan.tensors if "shared_experts" in tensor.name)
     assert shared.reason == "not a routed expert; deepseek-v4 stores nothing else; as it is"
 

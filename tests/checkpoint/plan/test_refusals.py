@@ -20,6 +20,7 @@ from fp4kit.checkpoint.containers.configs import ALL_FORMATS
 from fp4kit.checkpoint.convert.convert import convert, execute
 from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.plan.make_plan import make_plan
+from fp4kit.checkpoint.plan.other_models import LoraAdapter
 from fp4kit.checkpoint.verify.verify import verify
 
 PLAIN = {"a.weight": random("a", (16, 64))}
@@ -142,6 +143,15 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [  # recipe, options, pa
     ("mxfp4-ocp", {"input_scale": 1.0}, "input scale: mxfp4-ocp has no input scale; leave it out, or use an NVFP4 "),
     (None, {"split_max_size": 0}, "split_max_size: got 0; a positive number of bytes is needed"),
     (None, {"split_max_size": 5}, "split-max-size: only GGUF models are split; leave it out"),
+    (
+        "nvfp4-mlx-cpu-global",
+        {"format": "mlx", "input_scale": 1.0, "recipes": [("*.down_proj", "mxfp8-te")]},
+        "input scale: mlx-lm reads no input scales; leave it out",
+    ),
+    *(
+        (None, {"format": "compressed-tensors", "hadamard": 16, "hadamard_only": names}, "loaders fuse these layers")
+        for names in (["*.q_proj"], ["*.[qk]_proj"])
+    ),
     (None, {"adapter_scales": "all"}, "adapter scales all: unknown; use one of nearest, base, new"),
     (None, {"adapter_scales": "base"}, "adapter scales base: is about layers with an update; add --adapter DIR"),
     *(
@@ -167,6 +177,12 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [  # recipe, options, pa
 def test_invalid_options_are_rejected(dense: Path, recipe: str | None, options: dict[str, Any], text: str) -> None:
     with refused(text):
         make_plan(dense, recipe, **options)
+
+
+def test_two_updates_of_one_layer() -> None:
+    updates: dict[str, Any] = dict.fromkeys(("model.q", "q"))
+    with refused("q: a second update of q; keep one"):
+        LoraAdapter(Path("a"), updates).matched({"q.weight": "q"})
 
 
 def test_pair_that_no_engine_loads(dense: Path) -> None:

@@ -284,3 +284,14 @@ def test_a_scheme_that_is_no_object_is_refused(tmp_path: Path) -> None:
     declare(model, kv_cache_scheme="fp8_e5m2")
     with pytest.raises(CheckpointError, match='kv_cache_scheme: is "fp8_e5m2"; needs null or an object'):
         convert(model, tmp_path / "out", "nvfp4-modelopt", format="modelopt")
+
+
+def test_the_scheme_of_inputs_gives_way_to_input_scales(tmp_path: Path) -> None:
+    model = SOURCES["compressed-tensors FP8"](tmp_path / "s")
+    config = json.loads((model / "config.json").read_text())["quantization_config"]
+    dynamic = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "tensor"}
+    declare(model, config_groups={"group_0": {**config["config_groups"]["group_0"], "input_activations": dynamic}})
+    for options, is_dynamic in (({}, True), ({"input_scale": 0.5}, False)):
+        plan = make_plan(model, format="compressed-tensors", **options)
+        group = configs(plan)["config.json"]["quantization_config"]["config_groups"]["group_0"]
+        assert group["input_activations"]["dynamic"] is is_dynamic
