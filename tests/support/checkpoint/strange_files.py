@@ -1,6 +1,6 @@
 """Make strange checkpoints: sound ones in which one tensor, config entry or excluded layer was changed.
 
-A change is drawn from CHANGES. Each takes a ChangeDraw and returns what it did, or None if it does not apply.
+A change is drawn from CHANGES. Each takes a ChangeDraw and returns what it did, or raises Unfit.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -119,6 +120,15 @@ def sound(name: str, folder: Path) -> Files:
     return Files(tensors, configs, name != "mlx NVFP4")
 
 
+class Unfit(Exception):
+    """Raised by a change that does not apply to a checkpoint."""
+
+
+def need(fits: object) -> None:
+    if not fits:
+        raise Unfit
+
+
 class ChangeDraw:
     """A sound checkpoint to change, and random choices from it."""
 
@@ -127,21 +137,21 @@ class ChangeDraw:
         self.random = np.random.default_rng(seed)
 
     def one(self, choices: Any) -> Any:
-        """Return one of the choices, or None if there are none."""
         found = list(choices)
-        return found[self.random.integers(len(found))] if found else None
+        need(found)
+        return found[self.random.integers(len(found))]
 
     def tensor(self) -> str:
         """Return the name of a tensor. Parts of quantized layers are drawn more often than other tensors."""
         parts = [name for name, (dtype, shape, _) in self.files.tensors.items() if dtype != "BF16" or not shape]
         return str(self.one(parts if parts and self.random.random() < 0.8 else self.files.tensors))
 
-    def values(self, name: str) -> np.ndarray | None:
-        """Return the values of a tensor, or None if NumPy has no dtype for them."""
+    def values(self, name: str) -> np.ndarray:
         dtype, shape, data = self.files.tensors[name]
-        return np.frombuffer(data, DTYPES[dtype]).reshape(shape) if dtype in DTYPES else None
+        need(dtype in DTYPES)
+        return np.frombuffer(data, DTYPES[dtype]).reshape(shape)
 
-    def section(self) -> tuple[dict[str, Any], str] | None:
+    def section(self) -> Any:
         """Return (object, key) for an entry anywhere in what the configs declare about quantization."""
         roots = [
             content.get(key)
@@ -157,7 +167,7 @@ class ChangeDraw:
             pending += [value for value in values if isinstance(value, dict)]
         return self.one(found)
 
-    def exclusions(self) -> list[Any] | None:
+    def exclusions(self) -> Any:
         """Return a list of unquantized layers that a config declares."""
         return self.one(_lists(self.files.configs))
 
@@ -208,35 +218,31 @@ def _rename_tensor(draw: ChangeDraw) -> str:
     return f"renamed {name} to {new}"
 
 
-def _reinterpret(draw: ChangeDraw) -> str | None:
+def _reinterpret(draw: ChangeDraw) -> str:
     name = draw.tensor()
     dtype, shape, data = draw.files.tensors[name]
-    if dtype in ("BF16", "F16") or dtype not in _BYTES:  # other plain values, as the file declares them
-        return None
+    need(dtype not in ("BF16", "F16") and dtype in _BYTES)  # others are plain values, as the file declares them
     new = draw.one(other for other in _ALIKE[_BYTES[dtype]] if other != dtype)
     draw.files.tensors[name] = (new, shape, data)
     return f"retyped {name}: {dtype} as {new}"
 
 
-def _cast(draw: ChangeDraw) -> str | None:
+def _cast(draw: ChangeDraw) -> str:
     name = draw.tensor()
     x, dtype = draw.values(name), draw.files.tensors[name][0]
-    if x is None or dtype not in ("F32", "F8_E4M3", "F8_E8M0"):
-        return None
+    need(dtype in ("F32", "F8_E4M3", "F8_E8M0"))
     new = draw.one(other for other in ("F32", "BF16", "F16") if other != dtype)
     with np.errstate(over="ignore"):
         draw.files.tensors[name] = (new, x.shape, x.astype(DTYPES[new]).tobytes())
     return f"cast {name} from {dtype} to {new}"
 
 
-def _reshape(draw: ChangeDraw) -> str | None:
+def _reshape(draw: ChangeDraw) -> str:
     name = draw.tensor()
     dtype, shape, data = draw.files.tensors[name]
-    if len(shape) < 2 or dtype == "BF16":
-        return None
+    need(len(shape) > 1 and dtype != "BF16")
     new = draw.one(((int(np.prod(shape)),), shape[::-1], (*shape[:-2], shape[-2] * 2, shape[-1] // 2), (*shape, 1)))
-    if np.prod(new) != np.prod(shape) or new == shape:
-        return None
+    need(np.prod(new) == np.prod(shape) and new != shape)
     draw.files.tensors[name] = (dtype, tuple(new), data)
     return f"reshaped {name} from {shape} to {new}"
 
@@ -244,82 +250,63 @@ def _reshape(draw: ChangeDraw) -> str | None:
 FACTORS = (448.0, 1 / 448, 2688.0, 1 / 2688, 1e6, 0.0, -1.0, np.nan, np.inf, 0.5, 2.0)
 
 
-def _multiply_scale(draw: ChangeDraw) -> str | None:
+def _multiply_scale(draw: ChangeDraw) -> str:
     scales = [
         name
         for name, (dtype, shape, _) in draw.files.tensors.items()
         if "scale" in name.rpartition(".")[2] and dtype == "F32"
     ]
     name, factor = draw.one(scales), draw.one(FACTORS)
-    if name is None:
-        return None
-    x = draw.values(name)
-    assert x is not None
     ending = name.rpartition(".")[2]
     every = [other for other in scales if other.rpartition(".")[2] == ending] if draw.random.random() < 0.3 else [name]
     for other in every:
         y = draw.values(other)
-        assert y is not None
         draw.files.tensors[other] = ("F32", y.shape, (y * np.float32(factor)).astype(np.float32).tobytes())
     return f"multiplied {len(every)} of {name} by {factor:g}"
 
 
-def _shift_exponents(draw: ChangeDraw) -> str | None:
+def _shift_exponents(draw: ChangeDraw) -> str:
     names = [
         name
         for name, (dtype, shape, _) in draw.files.tensors.items()
         if "scale" in name.rpartition(".")[2] and dtype in ("U8", "F8_E8M0") and draw.files.exponents
     ]
     name, shift = draw.one(names), draw.one((-120, -20, 20, 120, 1))
-    if name is None:
-        return None
     dtype, shape, data = draw.files.tensors[name]
     new = np.clip(np.frombuffer(data, np.uint8).astype(int) + shift, 0, 254).astype(np.uint8)
     draw.files.tensors[name] = (dtype, shape, new.tobytes())
     return f"multiplied {name} by 2^{shift}"
 
 
-def _zero(draw: ChangeDraw) -> str | None:
+def _zero(draw: ChangeDraw) -> str:
     name = draw.tensor()
     dtype, shape, data = draw.files.tensors[name]
-    if dtype in ("BF16", "F16"):  # zeros may be the values of an unquantized layer
-        return None
+    need(dtype not in ("BF16", "F16"))  # zeros may be the values of an unquantized layer
     draw.files.tensors[name] = (dtype, shape, bytes(len(data)))
     return f"zeroed {name}"
 
 
-def _drop_key(draw: ChangeDraw) -> str | None:
-    found = draw.section()
-    if found is None:
-        return None
-    section, key = found
+def _drop_key(draw: ChangeDraw) -> str:
+    section, key = draw.section()
     del section[key]
     return f"dropped config key {key}"
 
 
-def _add_key(draw: ChangeDraw) -> str | None:
-    found = draw.section()
-    if found is None:
-        return None
+def _add_key(draw: ChangeDraw) -> str:
+    section, key = draw.section()
     name = draw.one(("is_packed_differently", "zero_point", "scale_rule", "transform", "input_quant", "group_sizes"))
-    found[0][name] = draw.one((True, 3, "x", {"a": 1}, [1]))
-    return f"added config key {name} beside {found[1]}"
+    section[name] = draw.one((True, 3, "x", {"a": 1}, [1]))
+    return f"added config key {name} beside {key}"
 
 
-def _rename_key(draw: ChangeDraw) -> str | None:
-    found = draw.section()
-    if found is None:
-        return None
-    section, key = found
+def _rename_key(draw: ChangeDraw) -> str:
+    section, key = draw.section()
     section[f"{key}_v2"] = section.pop(key)
     return f"renamed config key {key}"
 
 
-def _change_value(draw: ChangeDraw) -> str | None:
-    found = draw.section()
-    if found is None:
-        return None
-    section, key = found
+def _change_value(draw: ChangeDraw) -> str:
+    section, key = draw.section()
     old = section[key]
     if isinstance(old, bool):
         new: Any = draw.one((not old, "yes", 1))
@@ -331,55 +318,36 @@ def _change_value(draw: ChangeDraw) -> str | None:
         new = draw.one((old[0] if old else "x", {"a": old}, 3))
     else:
         new = draw.one(("x", 5, [old]))
-    if new == old:
-        return None
+    need(new != old)
     section[key] = new
     return f"changed config key {key} from {old!r:.60} to {new!r:.60}"
 
 
-def _drop_exclusion(draw: ChangeDraw) -> str | None:
+def _drop_exclusion(draw: ChangeDraw) -> str:
     ignored = draw.exclusions()
-    if not ignored:
-        return None
+    need(ignored)
     return f"dropped exclusion {ignored.pop(int(draw.random.integers(len(ignored))))!r}"
 
 
-def _add_exclusion(draw: ChangeDraw) -> str | None:
+def _add_exclusion(draw: ChangeDraw) -> str:
     ignored = draw.exclusions()
-    if ignored is None:
-        return None
     module = draw.tensor().rpartition(".")[0]
     ignored.append(draw.one((module, f"{module}*", "re:.*mlp.*", "nothing.like.this", 3)))
     return f"added exclusion {ignored[-1]!r}"
 
 
-def _rename_exclusion(draw: ChangeDraw) -> str | None:
+def _rename_exclusion(draw: ChangeDraw) -> str:
     ignored = draw.exclusions()
-    if not ignored:
-        return None
+    need(ignored)
     at = int(draw.random.integers(len(ignored)))
     old = ignored[at]
     ignored[at] = draw.one((f"{old}x", f"model.{old}", str(old).upper(), f"re:{old}", ""))
     return f"renamed exclusion {old!r} to {ignored[at]!r}"
 
 
-CHANGES: tuple[Callable[[ChangeDraw], str | None], ...] = (
-    _add_tensor,
-    _drop_tensor,
-    _rename_tensor,
-    _reinterpret,
-    _cast,
-    _reshape,
-    _multiply_scale,
-    _shift_exponents,
-    _zero,
-    _drop_key,
-    _add_key,
-    _rename_key,
-    _change_value,
-    _drop_exclusion,
-    _add_exclusion,
-    _rename_exclusion,
+CHANGES: tuple[Callable[[ChangeDraw], str], ...] = (
+    *(_add_tensor, _drop_tensor, _rename_tensor, _reinterpret, _cast, _reshape, _multiply_scale, _shift_exponents),
+    *(_zero, _drop_key, _add_key, _rename_key, _change_value, _drop_exclusion, _add_exclusion, _rename_exclusion),
 )
 
 
@@ -387,7 +355,6 @@ def strange(files: Files, seed: int) -> tuple[Files, str]:
     """Return a changed copy of a sound checkpoint, and a text that says what was changed."""
     for attempt in range(100):
         draw = ChangeDraw(files, seed * 100 + attempt)
-        done = CHANGES[(seed + attempt) % len(CHANGES)](draw)
-        if done is not None:
-            return draw.files, done
+        with suppress(Unfit):
+            return draw.files, CHANGES[(seed + attempt) % len(CHANGES)](draw)
     raise AssertionError("no change applies")
