@@ -26,7 +26,7 @@ from fp4kit.checkpoint.model import weights as stored
 from fp4kit.checkpoint.model.foreign_formats import ForeignLayers
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.unlike_layers import named_twice, role_of
+from fp4kit.checkpoint.model.unlike_layers import lacking, named_twice, role_of
 from fp4kit.checkpoint.model.weights import COMFY_METADATA, Tensors, Weight
 from fp4kit.checkpoint.selection.names import adapter_trouble
 from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
@@ -251,18 +251,13 @@ def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
         kinds[role_of(weight.name)].append(weight)
     named: set[str] = set()
     for role, kind in kinds.items():
-        without = [weight.name for weight in kind if TENSOR_SCALE not in weight.parts]
-        have = [weight.name for weight in kind if TENSOR_SCALE in weight.parts]
-        end = "values are wrong; run fp4kit verify with --source"
-        half = role not in ("", "stacks") and len(without) == len(have)
-        if 0 < len(without) and (len(without) < len(have) or half) and not named & {*without}:
-            named |= {*without}
-            counts = f"{len(have)} of {len(kind)} NVFP4 layers have one"
-            yield f"{listed(without)}: no tensor scale, but {counts}; if it was lost, {end}"
-        elif 0 < len(have) < len(without) and not named & {*have}:
-            named |= {*have}
-            counts = f"{len(without)} of {len(kind)} NVFP4 layers have none"
-            yield f"{listed(have)}: has a tensor scale, but {counts}; if it belongs to another layer, {end}"
+        have = {weight.name: TENSOR_SCALE in weight.parts for weight in kind}
+        count = sum(have.values())
+        rare = {name for name, has in have.items() if has == (2 * count < len(have))}
+        if not named & rare and not (role in ("", "stacks") and 2 * count == len(have)):
+            named |= rare
+            end = "values are wrong; run fp4kit verify with --source"
+            yield from lacking("tensor scale", have, "NVFP4 layers", "a ", end)
 
 
 def check_no_adapter(tensors: Tensors, ignore: Collection[str] = ()) -> None:

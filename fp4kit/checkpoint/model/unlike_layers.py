@@ -201,7 +201,7 @@ def unlike_layers(weights: Iterable[Weight], tensors: Entries, config: Mapping[s
         for alike in families:
             leaves = {layer.name: _leaves(layer, beside, tensors) for layer in alike}
             for what in sorted(set().union(*leaves.values())):
-                found = [*_lacking(what, {name: what in own for name, own in leaves.items()}, "layers of this kind")]
+                found = [*lacking(what, {name: what in own for name, own in leaves.items()}, "layers of this kind")]
                 partly |= bool(found) and what.startswith("input")
                 yield from found
         if len(families) > 1 and not is_mixed:
@@ -209,7 +209,7 @@ def unlike_layers(weights: Iterable[Weight], tensors: Entries, config: Mapping[s
     for alike in _grouped(layers, _family):
         if not is_mixed and not partly:
             have = {layer.name: INPUT_SCALE in layer.parts for layer in alike}
-            yield from _lacking("input scale", have, f"layers in {alike[0].dtype}")
+            yield from lacking("input scale", have, f"layers in {alike[0].dtype}")
         for part, what in _SCALES.items():
             yield from _dtypes(what, {w.name: w.parts[part].entry.dtype for w in alike if part in w.parts})
         biases = ((w.name, bias_of(w, tensors)) for w in alike)
@@ -272,16 +272,18 @@ def _leaves(layer: Weight, beside: Mapping[str, set[str]], tensors: Entries) -> 
     return found | ({"bias"} if bias_of(layer, tensors) is not None else set())
 
 
-def _lacking(what: str, have: Mapping[str, bool], peers: str) -> Iterator[str]:
-    """Yield a warning if some layers have a tensor and others lack it."""
+_OTHER_VALUES = "the model computes other values; take the layers from another copy of the model"
+
+
+def lacking(what: str, have: Mapping[str, bool], peers: str, a: str = "", end: str = _OTHER_VALUES) -> Iterator[str]:
+    """Yield a warning if some layers have a tensor and others lack it. a: the article of ``what``, if it has one."""
     names, without = [name for name, has in have.items() if has], [name for name, has in have.items() if not has]
-    end = "the model computes other values; take the layers from another copy of the model"
     if 0 < len(without) <= len(names):
         counts = f"{len(names):,} of {len(have):,} {peers} have one"
         yield f"{listed(without)}: no {what}, but {counts}; if it was lost, {end}"
     elif names and without:
         counts = f"{len(without):,} of {len(have):,} {peers} have none"
-        yield f"{listed(names)}: has {what}, but {counts}; if it belongs to another layer, {end}"
+        yield f"{listed(names)}: has {a}{what}, but {counts}; if it belongs to another layer, {end}"
 
 
 def _dtypes(what: str, dtypes: Mapping[str, str]) -> Iterator[str]:
