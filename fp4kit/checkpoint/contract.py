@@ -68,7 +68,7 @@ def contract_of_plan(plan: Plan) -> Contract:
         input_scales="static" if has_static else None,
         hadamard=None if rotation is None else rotation.size,
         hadamard_signs=signs_of(rotation),
-        scale_search=None if search is None else search.words.removeprefix("searched by "),
+        scale_search=None if search is None else search.label,
         container=plan.format_name,
         unknown=tuple(unknown),
     )
@@ -337,9 +337,7 @@ def _tensor(checkpoint: Checkpoint, name: str, decodes: bool = False) -> np.ndar
     return found.astype(np.float32) if entry.dtype.startswith("F8") else found
 
 
-def _readers(
-    checkpoint: Checkpoint,
-) -> tuple[dict[str, Callable[[], Any]], dict[str, InputScale], LazyTensors]:
+def _readers(checkpoint: Checkpoint) -> tuple[dict[str, Callable[[], Any]], dict[str, InputScale], LazyTensors]:
     """Return the arguments of LazyTensors: the functions that read layers, the input scales, and the other tensors."""
     quantized, config = QuantizedLayers(checkpoint), checkpoint.config or {}
     read = lru_cache(1)(quantized.__getitem__)  # the matrices of a stack are read one after another

@@ -256,11 +256,7 @@ def _several(layers: list[str]) -> str:
 
 
 @takes_options
-def make_plan(
-    source: str | Path,
-    recipe_id: str | Recipe | None = None,
-    **options: Unpack[RequestOptions],
-) -> Plan:
+def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **options: Unpack[RequestOptions]) -> Plan:
     """Return the plan to convert a model. Nothing is written.
 
     In most cases, only headers and JSON files are read. Some arguments need more: column weights and importance

@@ -275,10 +275,7 @@ def _check_fits(label: str, layer: str, update: LowRankUpdate, weight: Weight, c
         (shape != weight.shape, f"the update is {list(shape)}, but the layer is {list(weight.shape)}; {from_base}"),
         (is_transformed, f"the stored layer is transformed; {_IN_16_BITS}"),
         (of_codes, f"is an update of an embedding, but the layer is {weight.container}"),
-        (
-            is_embedding and config.get("tie_word_embeddings"),
-            f"{tied}; leave the embedding out of the adapter",
-        ),
+        (is_embedding and config.get("tie_word_embeddings"), f"{tied}; leave the embedding out of the adapter"),
     ):
         if is_wrong:
             raise CheckpointError(f"{label}: {shown(layer)}: {why}")

@@ -463,7 +463,7 @@ def _shard(plan: Plan, file: SafetensorsFile) -> ShardPlan:
     if plan.form is not None and mixes_codes({*plan.actions.values()}, plan.request, plan.source):
         own[names.KEPT_CODES] = names.PARTLY_CARRIED
     if plan.is_file and plan.request.search is not None:
-        own[names.SCALE_SEARCH] = plan.request.search.words.removeprefix("searched by ")
+        own[names.SCALE_SEARCH] = plan.request.search.label
     include = plan.request.wishes.include
     if include:
         own[names.INCLUDED] = json.dumps({"include": [*dict.fromkeys((*recorded_include([file]), *include))]})
@@ -588,17 +588,16 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     # ComfyUI reads tags in the safetensors file, and no entry of config.json.
     if plan.form is None or plan.format == comfy.FORMAT:
         return found | {model_files.CONFIG: config}
+    search = plan.request.search
     own: dict[str, Any] = {
         "version": __version__,
-        **({"recipe": plan.recorded} if plan.recorded else {}),
-        **({"recipes": plan.recorded_patterns} if plan.recorded_patterns else {}),
-        **({"codes": "carried"} if plan.carries_codes else {}),
-        **({"codes": names.PARTLY_CARRIED} if plan.carries_some_codes else {}),
+        "recipe": plan.recorded,
+        "recipes": plan.recorded_patterns,
+        "codes": "carried" if plan.carries_codes else names.PARTLY_CARRIED if plan.carries_some_codes else "",
+        RECORDED: producer_of(plan.source),
+        "scale_search": "" if search is None else search.label,
     }
-    producer = producer_of(plan.source)
-    own |= {RECORDED: producer} if producer else {}
-    if plan.request.search is not None:
-        own["scale_search"] = plan.request.search.words.removeprefix("searched by ")
+    own = {key: value for key, value in own.items() if value}
     if plan.format == mlx.FORMAT:
         config["quantization"] = mlx.declaration(plan.form)
         return found | {

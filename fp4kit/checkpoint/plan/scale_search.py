@@ -537,9 +537,14 @@ class ScaleSearch:
         return cls(objective, ColumnWeights(read_header(path), file_digest(path)))
 
     @property
+    def label(self) -> str:
+        """The error, such as "mse", or "weighted mse" if there are column weights."""
+        return f"{'weighted ' * (self.columns is not None)}{self.objective}"
+
+    @property
     def words(self) -> str:
         """A description for users: "searched by mse", or "searched by weighted mse" if there are column weights."""
-        return f"searched by {'weighted ' * (self.columns is not None)}{self.objective}"
+        return f"searched by {self.label}"
 
     def facts(self) -> dict[str, Any]:
         """Return what the manifest of a conversion records about the search, as JSON-serializable values.

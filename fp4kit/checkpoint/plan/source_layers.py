@@ -227,9 +227,7 @@ class KvCache(NamedTuple):
         return kind == (8, "float") and not self.scheme.get("dynamic")
 
     def declaration(self, format: str) -> tuple[Mapping[str, Any] | None, str | None]:
-        """Return (kv_cache_scheme, kv_cache_quant_algo), which the config files of the output must declare."""
-        if not self.is_carried(format):
-            return None, None
+        """Return (kv_cache_scheme, kv_cache_quant_algo), which configs of a format that keeps the cache declare."""
         if not self.is_fp8:
             return self.scheme, self.algorithm
         usual = _FP8 if format == "modelopt" else _FP8_COMPRESSED

@@ -220,10 +220,7 @@ def test_what_is_lost_reaches_the_user(source: Any, tmp_path: Path, capsys: pyte
 
 
 ATTENTION = "model.layers.{}.self_attn."
-NAMES = {
-    "modelopt": ("k_proj.k_scale", "v_proj.v_scale"),
-    "compressed-tensors": ("k_scale", "v_scale"),
-}
+NAMES = {"modelopt": ("k_proj.k_scale", "v_proj.v_scale"), "compressed-tensors": ("k_scale", "v_scale")}
 RECIPES = {"modelopt": "nvfp4-modelopt", "compressed-tensors": "nvfp4-compressed-tensors"}
 
 
