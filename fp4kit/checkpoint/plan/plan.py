@@ -11,6 +11,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -378,55 +379,46 @@ def jobs_of(
     plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Sequence[int | None] = (None,)
 ) -> Iterator[job.Job]:
     """Yield the jobs of a plan, in the order of its tensors: one per tensor to copy, and one per piece to convert."""
-    number = 0
+    devices = cycle(device)
     for tensor in plan.tensors:
         if tensor.place is not None:
             path, at = positions[tensor.outputs[0].name]
             # The key of a copy is the name of the tensor. All other keys end in "#" and a number. If the name contains
             # "#", append "#", so that the key of the copy differs from all of them.
             key = f"{tensor.name}#" if "#" in tensor.name else tensor.name
-            yield job.Job(
-                key, job.COPY, tensor.place, (job.Target(table.VALUES, path, at, tensor.bytes_in, tensor.dtype),)
-            )
+            target = job.Target(table.VALUES, path, at, tensor.bytes_in, tensor.dtype)
+            yield job.Job(key, job.COPY, tensor.place, (target,))
             continue
+        recipe, search = tensor.recipe or plan.recipe, plan.request.search
+        if search is not None and not search.supports(recipe):
+            search = None
         for piece in tensor.pieces:
-            yield _job(plan, tensor, piece, positions, device[number % len(device)])
-            number += 1
-
-
-def _job(
-    plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None
-) -> job.Job:
-    """Return the job that converts one piece of a tensor's plan."""
-    targets = []
-    for output in piece.outputs:
-        path, at = positions[output.name]
-        begin, count = piece.share(output.nbytes)
-        targets.append(job.Target(output.part, path, at + begin, count, output.dtype))
-    key = f"{piece.module}#{piece.number}"
-    search, recipe = plan.request.search, tensor.recipe or plan.recipe
-    if search is not None and not search.supports(recipe):
-        search = None
-    input_amax = plan.input_amaxes.get(piece.module)
-    return job.Job(
-        key,
-        tensor.action,
-        piece.weight,
-        tuple(targets),
-        piece.expert,
-        piece.span,
-        (tensor.group or {}).get(piece.module, key),
-        recipe,
-        piece.form,
-        plan.request.input_scale,
-        plan.request.nonfinite,
-        piece.transposed,
-        device,
-        "" if search is None else search.objective,
-        None if search is None else search.columns_of((piece.module, piece.weight), piece.expert),
-        None if input_amax is None else float(input_amax),
-        plan.request.adapter_scales if tensor.action == job.MERGE else "",
-    )
+            targets = []
+            for output in piece.outputs:
+                path, at = positions[output.name]
+                begin, count = piece.share(output.nbytes)
+                targets.append(job.Target(output.part, path, at + begin, count, output.dtype))
+            key = f"{piece.module}#{piece.number}"
+            input_amax = plan.input_amaxes.get(piece.module)
+            yield job.Job(
+                key,
+                tensor.action,
+                piece.weight,
+                tuple(targets),
+                piece.expert,
+                piece.span,
+                (tensor.group or {}).get(piece.module, key),
+                recipe,
+                piece.form,
+                plan.request.input_scale,
+                plan.request.nonfinite,
+                piece.transposed,
+                next(devices),
+                "" if search is None else search.objective,
+                None if search is None else search.columns_of((piece.module, piece.weight), piece.expert),
+                None if input_amax is None else float(input_amax),
+                plan.request.adapter_scales if tensor.action == job.MERGE else "",
+            )
 
 
 def mixes_codes(actions: Set[str], request: Request, source: model_files.Source) -> bool:

@@ -55,6 +55,7 @@ class PlanFacts:
         forms: container -> the selected weights to write in it. Empty for unquantized output.
         groups: output module -> name of its group.
         actions: tensor name -> one of the actions in job.py, for the selected weights. Empty for unquantized output.
+        keeps_layers: True if every selected weight keeps the codes that it has, of the source or of the --codes model.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class PlanFacts:
         self._check_recipes()
         self.groups = self._groups()
         self.actions = {} if self.form is None else self._actions()
+        self.keeps_layers = {*self.actions.values()} == {job.RENAME}
         self.input_amaxes = self._input_amaxes()
         carried = self._with_action(job.CARRY)
         if carried and not request.requantize:
@@ -118,11 +120,6 @@ class PlanFacts:
         False if the output has no quantized layer, or if codes are copied from another model (--codes).
         """
         return self.keeps_layers and not self.request.codes
-
-    @property
-    def keeps_layers(self) -> bool:
-        """True if every selected layer keeps the codes that it has, of the source or of the --codes model."""
-        return {*self.actions.values()} == {job.RENAME}
 
     def _with_action(self, action: str) -> list[Weight]:
         return [self.selected[tensor] for tensor, own in self.actions.items() if own == action]

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import synthetic
 from changed_bytes import change
+from exhaustive import exhaustive
 from safetensors.numpy import save_file
 
 import fp4kit
@@ -206,7 +207,8 @@ def test_stacks_and_awq_layers_make_no_mixture(name):
     assert (contract.container, contract.input_scales) == ("modelopt NVFP4", "static")
 
 
-def test_the_contract_is_inferred_without_a_file(source, tmp_path):
+@pytest.mark.parametrize("identifies", [False, *exhaustive((True,))])
+def test_the_contract_is_inferred_without_a_file(source, tmp_path, identifies):
     out = tmp_path / "out"
     convert(source, out, "nvfp4-te-4over6-mse-448", format="compressed-tensors")
     written = fp4kit.Contract.of(out)
@@ -215,6 +217,10 @@ def test_the_contract_is_inferred_without_a_file(source, tmp_path):
     (tmp_path / "away.json").rename(out / FILE)
     assert recorded == written and dict(recorded.inferred)["weights"] == "recorded by fp4kit convert"
     without_records(out)
+    if identifies:
+        identified = fp4kit.Contract.of(out, source=source)
+        assert identified.weights.id == "nvfp4-te-4over6-mse-448" and identified == written
+        assert dict(identified.inferred)["weights"].startswith("identified: nvfp4-te-4over6-mse-448")
     unknown = fp4kit.Contract.of(out)
     assert unknown.weights is None and "weights" in unknown.unknown
     assert unknown.shared_amax == written.shared_amax and unknown.excluded == written.excluded
@@ -222,17 +228,6 @@ def test_the_contract_is_inferred_without_a_file(source, tmp_path):
     assert fp4kit.Contract.of(out).shared_amax == (("k_proj", "q_proj", "v_proj"),)
     plain = fp4kit.Contract.of(source)
     assert plain.weights is None and "weights" not in plain.unknown
-
-
-@pytest.mark.exhaustive
-def test_the_recipe_is_identified_from_the_bytes(source, tmp_path):
-    out = tmp_path / "out"
-    convert(source, out, "nvfp4-te-4over6-mse-448", format="compressed-tensors")
-    written = fp4kit.Contract.of(out)
-    without_records(out)
-    identified = fp4kit.Contract.of(out, source=source)
-    assert identified.weights.id == "nvfp4-te-4over6-mse-448" and identified == written
-    assert dict(identified.inferred)["weights"].startswith("identified: nvfp4-te-4over6-mse-448")
 
 
 def test_a_malformed_contract_is_refused_by_name(source, tmp_path):

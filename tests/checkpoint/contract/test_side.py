@@ -237,13 +237,6 @@ def test_names_of_other_tensors(tmp_path):
     assert [layer.name for layer in fp4kit.parity(c, d).differing] == ["x.mlp.experts.0.gate_proj.bias"]
 
 
-def test_experts_of_mixtral(tmp_path):
-    """Its experts share amaxes as w1 and w3, but parity names them gate_proj and up_proj."""
-    synthetic.mixtral(tmp_path / "m")
-    convert(tmp_path / "m", tmp_path / "q", "nvfp4-te", format="modelopt")
-    assert fp4kit.parity(fp4kit.Contract.of(tmp_path / "q"), tmp_path / "q", weights=tmp_path / "m").equal
-
-
 GATES = ["model.layers.1.mlp.gate"]
 ATTENTION = "model.layers.0.self_attn.q_proj"
 # Exclusion lists of a model, and the layer that vLLM leaves unquantized in the second alone; None if there is none.
