@@ -35,20 +35,9 @@ def config(kind: str, **more: Any) -> dict[str, object]:
     kind: the model type.
     more: further fields of the config.
     """
-    found: dict[str, object] = {
-        "model_type": kind,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": 128,
-        "max_position_embeddings": 64,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-    }
+    found: dict[str, object] = {"model_type": kind, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
+    found |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6}
+    found |= {"vocab_size": 128, "max_position_embeddings": 64, "rope_theta": 10000.0, "tie_word_embeddings": False}
     return found | more
 
 
@@ -272,33 +261,20 @@ def test_verify_reports_what_mlx_lm_cannot_read(tmp_path: Path) -> None:
     assert any("has no quantization entry, so mlx-lm loads no layer as quantized" in text for text in texts)
 
 
-REFUSED = {
-    "tensor scale": (
-        "qwen3",
-        {"recipe_id": "nvfp4-te"},
-        "nvfp4-te: has a tensor scale, which linear layers of mlx-lm do not support",
-    ),
-    "recipe": (
-        "qwen3",
-        {"recipe_id": "int8-modelopt"},
-        "recipe int8-modelopt: cannot be stored by mlx-lm; use one of ",
-    ),
-    "input scale": (
-        "qwen3",
-        {"recipe_id": "mxfp4-ocp", "input_scale": 1.0},
-        "input scale: mlx-lm reads no input scales; leave it out",
-    ),
-    "model": (
-        "nemotron_h",
-        {"recipe_id": "mxfp4-ocp"},
-        "'nemotron_h': not supported by --format mlx, because fp4kit does not know",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_invalid_requests_are_rejected(case: str, tmp_path: Path) -> None:
-    kind, options, text = REFUSED[case]
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        ("qwen3", {"recipe_id": "nvfp4-te"}, "has a tensor scale, which linear layers of mlx-lm do not support"),
+        ("qwen3", {"recipe_id": "int8-modelopt"}, "recipe int8-modelopt: cannot be stored by mlx-lm; use one of "),
+        (
+            "qwen3",
+            {"recipe_id": "mxfp4-ocp", "input_scale": 1.0},
+            "input scale: mlx-lm reads no input scales",
+        ),
+        ("nemotron_h", {"recipe_id": "mxfp4-ocp"}, "'nemotron_h': not supported by --format mlx, because fp4kit does"),
+    ],
+)
+def test_invalid_requests_are_rejected(kind: str, options: dict[str, Any], text: str, tmp_path: Path) -> None:
     qwen3(tmp_path / "m", kind)
     with refused(text):
         make_plan(tmp_path / "m", format="mlx", **options)
