@@ -19,14 +19,14 @@ from fp4kit.checkpoint.containers.config_entries import REFUSED, unfulfilled
 from fp4kit.checkpoint.containers.configs import MIXED, container_id
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, MODELOPT_AWQ, MODELOPT_NVFP4, MODELOPT_STACKS
 from fp4kit.checkpoint.convert.job import COPY, DEQUANTIZE
-from fp4kit.checkpoint.counterparts import canonical, keys_of
+from fp4kit.checkpoint.counterparts import Origin, canonical, keys_of
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint, QuantizedLayers, inspect_checkpoint, recorded
 from fp4kit.checkpoint.model.model_files import existing_file, resolved
-from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs, tensor_scale_of, values_of
-from fp4kit.checkpoint.model.weights import Weight, WeightRotation, weights_of
+from fp4kit.checkpoint.model.slabs import Readers, scalar_of, tensor_scale_of
+from fp4kit.checkpoint.model.weights import Weight, WeightRotation
 from fp4kit.checkpoint.plan.layer_recipes import record, recorded_patterns
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.names import KEPT_CODES, PARTLY_CARRIED, fused_groups, split_module
@@ -87,10 +87,9 @@ def _unquantized(plan: Plan) -> Iterator[str]:
     """Yield the names of the unquantized layers that a plan copies, and of those that it decodes beside quantized
     ones.
     """
-    weights = weights_of(plan.source.tensors, plan.source.config)
     for tensor in plan.tensors:
         is_matrix = tensor.name.endswith(".weight") and len(tensor.shape) > 1
-        if tensor.action == COPY and (is_matrix or tensor.name in weights):
+        if tensor.action == COPY and (is_matrix or tensor.name in plan.weights):
             yield tensor.name.removesuffix(".weight")
         elif tensor.action == DEQUANTIZE and plan.form is not None:
             yield from (piece.module for piece in tensor.pieces)
@@ -349,7 +348,7 @@ def _readers(checkpoint: Checkpoint) -> tuple[dict[str, Callable[[], Any]], dict
             for e in range(weight.experts):
                 for key, one, span in keys_of(weight, e, config):
                     if form is None:
-                        found[key] = partial(_values, one, e, span)
+                        found[key] = partial(_values, Origin(one, e, span))
                     elif span == (0, weight.shape[-2]):
                         found[key] = partial(_matrix, read, weight, e)
                     if form is not None and INPUT_SCALE in weight.parts:
@@ -374,11 +373,10 @@ def _other_name(name: str) -> str:
     return canonical(module) if leaf == "weight" else ".".join(filter(None, (canonical(module), leaf)))
 
 
-def _values(weight: Weight, expert: int, span: tuple[int, int]) -> np.ndarray:
-    """Read and return some rows of one matrix of an unquantized weight, in the dtype of the file."""
+def _values(rows: Origin) -> np.ndarray:
+    """Read and return some rows of an unquantized weight, in the dtype of the file."""
     with Readers() as readers:
-        parts = [values_of(weight, slab) for slab in slabs(readers, weight, expert, span)]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return rows.values(readers)
 
 
 def _matrix(read: Callable[[str], Quantized], weight: Weight, expert: int) -> Quantized:

@@ -394,12 +394,11 @@ class GgufNames:
             return layer
         module = layer[0].replace("language_model.", "")
         match = _EXPERT.fullmatch(module)
-        if match is None:
-            name = self._map.get_name(module)
-            return None if name is None else (name, 0)
-        leaves = (match[3], _MIXTRAL.get(match[3], ""))
-        name = next(filter(None, (self._map.get_name(f"{match[1]}experts.{leaf}") for leaf in leaves)), None)
-        return None if name is None else (name, int(match[2]))
+        names = [module]
+        if match is not None:
+            names = [f"{match[1]}experts.{leaf}" for leaf in (match[3], _MIXTRAL.get(match[3], ""))]
+        found = next(filter(None, map(self._map.get_name, names)), None)
+        return None if found is None else (found, 0 if match is None else int(match[2]))
 
     def order(self, weight: Weight, source: Source) -> HeadOrder | None:
         """Return a reordering that may turn the other model's rows into the rows of ``weight``; None for most

@@ -262,7 +262,6 @@ class KvCache(NamedTuple):
 
 def kv_cache_of(source: Source) -> KvCache:
     """Return the quantized KV cache of a source, as its config files declare it and its tensors store it."""
-    # Never None.
     found = declared(with_declaration(source.config, source.hf_quant_config))
     scheme = found.get("kv_cache_scheme")
     declares = entries(source.config, source.hf_quant_config)
