@@ -355,27 +355,26 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
         if not any_quantized(weights.values()):
             closed_world.check_integers(items)
         check_declared(model, weights)
-        return _plan(model, request, weights, items, matrices)
+        return _completed(Plan(model, request, weights, items, matrices))
     items = closed_world.check_model(model, weights, request.ignore)
     check_declared(model, weights)
     given = recipe_id is not None
     if codes is None:
         request = with_defaults(request, model.config, weights.values(), recorded_recipe(model), given)
-        return _plan(model, request, weights, items)
+        return _completed(Plan(model, request, weights, items))
     donor = open_source(Path(codes))
     donors = weights_of(donor.tensors, donor.config)
     closed_world.check_model(donor, donors)
     request = with_defaults(request, model.config, donors.values(), recorded_recipe(donor), given)
     taken = borrow_codes(weights, model, donor)
     request = replace(request, codes=identity(donor), made_by=recorded_recipe(donor))
-    plan = _plan(model, request, taken, items)
+    plan = _completed(Plan(model, request, taken, items))
     check_values_agree([tensor.name for tensor in plan.converted], weights, taken)
     return plan
 
 
-def _plan(*decided: Any) -> Plan:
-    """Return the plan that follows from the arguments of PlanFacts, with all warnings."""
-    plan = Plan(*decided)
+def _completed(plan: Plan) -> Plan:
+    """Check a plan, and return it with its exclusion list, notes, warnings and findings."""
     if not plan.selected and not plan.restored:
         raise CheckpointError(
             "0 tensors to convert: nothing in the source is quantized, so there is nothing to decode; use another"

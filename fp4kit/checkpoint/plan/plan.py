@@ -2,7 +2,7 @@
 piece is the unit of work: some rows of one matrix of a weight. A plan is executed as jobs; a job converts one piece or
 copies one tensor. A shard is one source file.
 
-A plan is plain data: ``make_plan`` creates it, ``convert.execute`` executes it, and ``--dry-run`` prints it.
+``make_plan`` makes a plan from decisions (see plan_facts.py), ``convert.execute`` executes it, ``--dry-run`` prints it.
 """
 
 from __future__ import annotations
