@@ -32,7 +32,7 @@ from fp4kit.contract.schema import EXPERT_LEAVES
 
 _WRAPPERS = ("_orig_mod", "module")
 _STACKED_HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("gate_proj", "up_proj")}
-_KV_B = {"embed_q": "kv_b_proj", "unembed_out": "kv_b_proj"}
+_KV_B = ("embed_q", "unembed_out")  # the parts of kv_b_proj
 
 
 def canonical(module: str) -> str:
@@ -63,12 +63,6 @@ def keys_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[
         for number, half in enumerate(_STACKED_HALVES[leaf]):
             key = canonical(join_module(parent, half))
             yield key, ordered, (number * rows // 2, (number + 1) * rows // 2)
-
-
-def kv_b_name(module: str) -> str | None:
-    """Return the canonical name of the kv_b_proj layer from which mlx-lm made the stack ``module``."""
-    parent, leaf = split_module(module)
-    return canonical(join_module(parent, _KV_B[leaf])) if leaf in _KV_B else None
 
 
 def kv_b_rows(leaf: str, rows: int, head: int, nope: int, expert: int) -> tuple[int, int]:
@@ -187,11 +181,10 @@ class Counterparts:
 
     def _part_of_kv_b(self, weight: Weight, head: int) -> Origin | None:
         """Return the rows of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out."""
-        name = kv_b_name(weight.name)
-        whole = self._by_key.get(name) if name else None
+        parent, leaf = split_module(weight.name)
+        whole = self._by_key.get(canonical(join_module(parent, "kv_b_proj"))) if leaf in _KV_B else None
         nope, value = (self._config.get(key) for key in ("qk_nope_head_dim", "v_head_dim"))
         if whole is None or not isinstance(nope, int) or not isinstance(value, int):
             return None
-        leaf = split_module(weight.name)[1]
         span = kv_b_rows(leaf, nope if leaf == "embed_q" else value, nope + value, nope, head)
         return (TurnedOrigin if leaf == "embed_q" else Origin)(whole.weight, whole.expert, span)

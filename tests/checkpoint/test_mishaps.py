@@ -108,29 +108,6 @@ def test_damaged_scales_are_refused_by_name(edit: Edit, text: str, written: dict
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("inverted", marks=pytest.mark.exhaustive), "swapped"])
-def test_wrong_values_of_a_file_without_a_recipe_are_errors(
-    kind: str, source: Path, written: dict[str, Path], tmp_path: Path, capsys: Any
-) -> None:
-    def edit(tensors: Tensors) -> Tensors:
-        if kind == "inverted":
-            return {name: 1 / a if name.endswith("scale_2") else a for name, a in tensors.items()}
-        return {name: a << 4 | a >> 4 if a.dtype == np.uint8 else a for name, a in tensors.items()}
-
-    bad = edited(written["nvfp4-modelopt"], tmp_path / "bad", edit)
-    assert main(["verify", str(bad), "--source", str(source)]) == 1
-    printed = capsys.readouterr().out
-    assert "below what 4 bits usually give" in printed and "next: fp4kit identify" in printed
-
-
-def test_identify_names_scales_of_half_the_width(
-    source: Path, written: dict[str, Path], tmp_path: Path, capsys: Any
-) -> None:
-    bad = edited(written["nvfp4-modelopt"], tmp_path / "bad", replaced(f"{QUERY}.weight_scale", lambda a: a[:, ::2]))
-    assert main(["identify", str(bad), "--source", str(source)]) == 1
-    assert "block scales have shape (128, 4); codes of shape (128, 128) need (128, 8)" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("recipe", "suffix", "dtype"),
     [

@@ -383,7 +383,8 @@ def _nearest_or_cause(plain: Layout, trial: SampleVerdict, unnamed: bool, is_lik
     correlation = None if likeness is None else round(likeness.correlation, 4)
     nearest = _unexplained(text, tally, unlike=not is_like, correlation=correlation)
     share = tally.share
-    if share >= DAMAGED_SHARE and (likeness is None or share >= _NEARLY_ALL or not likeness.is_rounded_otherwise):
+    is_damaged = likeness is None or share >= _NEARLY_ALL or likeness.far > known_methods.NEGLIGIBLE
+    if share >= DAMAGED_SHARE and is_damaged:
         return nearest
     if share < DAMAGED_SHARE and is_like and known_methods.is_rounded_near(plain) and _has_own_tensor_scale(plain):
         return replace(nearest, cause=known_methods.TUNED)

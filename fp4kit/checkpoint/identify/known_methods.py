@@ -466,11 +466,6 @@ class Likeness(NamedTuple):
     far: float
 
     @property
-    def is_rounded_otherwise(self) -> bool:
-        """True if every code is at most one step away from that of its source value, which damage does not do."""
-        return self.far <= _NEGLIGIBLE
-
-    @property
     def is_of_another_version(self) -> bool:
         """True if the layer was probably made from another version of its source, such as a fine-tuned one."""
         return is_like(self.correlation, self.gain) and (self.far <= _LUCK or self.equal < _MANY_EQUAL)
@@ -486,7 +481,7 @@ def is_like(correlation: float, gain: float) -> bool:
 
 LIKE = 0.8  # least correlation of two versions of a layer; equal signs alone give 0.64
 MAX_GAIN = 0.03  # largest difference from 1 of the gain of a version with correlation 1
-_NEGLIGIBLE = 1e-4  # share of codes that may be further away
+NEGLIGIBLE = 1e-4  # share of codes that may be further than one step away; damage moves more
 _MANY_EQUAL = 0.7  # least share of equal codes if bytes are damaged
 _MOST_ROWS = 1024
 

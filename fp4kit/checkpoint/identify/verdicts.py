@@ -7,7 +7,7 @@ recipe had made them. A rule is a known way to quantize that has no recipe in fp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -468,14 +468,8 @@ def _some_layers(count: int, total: int) -> str:
     return _layers(total) if count == total else f"{count:,} of {_layers(total)}"
 
 
-def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -> CheckpointVerdict:
-    """Explain every layer, and return a verdict that says what made most of them."""
-    series = LayerSeries()
-    return checkpoint_verdict(tuple(verdict_of(layer, series.explain(layer)) for layer in layers), unpaired)
-
-
 def checkpoint_verdict(found: tuple[LayerVerdict, ...], unpaired: Sequence[str] = ()) -> CheckpointVerdict:
-    """Return the verdict on a checkpoint, as identify_layers does, from the verdicts on its layers."""
+    """Return the verdict on a checkpoint: for each format, what made most of its layers."""
     by_format: dict[str, list[LayerVerdict]] = {}
     for layer in found:
         by_format.setdefault(layer.format, []).append(layer)
@@ -486,7 +480,7 @@ def checkpoint_verdict(found: tuple[LayerVerdict, ...], unpaired: Sequence[str] 
 
 
 def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
-    """Return the verdict on layers of one format, chosen in the two steps that identify_layers describes."""
+    """Return the verdict on layers of one format: the most frequent mishap, then the recipes of most layers with it."""
     found = tuple(layers)
     explained = [layer for layer in found if layer.explanation.explained and not layer.explanation.blank]
     explained = explained or [layer for layer in found if layer.explanation.explained]

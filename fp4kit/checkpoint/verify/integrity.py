@@ -21,7 +21,7 @@ from fp4kit.checkpoint.containers.table import Container, container
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.loaders.exclusions import READERS
 from fp4kit.checkpoint.model.closed_world import lost_tensor_scales
-from fp4kit.checkpoint.model.doubtful_codes import LOST_CODES, SWAPPED_NIBBLES, swapped_layers
+from fp4kit.checkpoint.model.doubtful_codes import LOST_CODES
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers
@@ -66,12 +66,6 @@ _QUANTIZED_HEAD = (
     " config; otherwise, and in older versions, loading fails ('no module or parameter named lm_head.input_scale');"
     " SGLang is not known to load it; to be safe, leave it unquantized, and name it in the exclusion list"
 )
-
-
-def swapped_nibbles(model: Checkpoint) -> Iterator[Issue]:
-    """Yield a warning for each layer whose nibbles seem to be swapped. The first rows of 4-bit layers are read."""
-    layers = swapped_layers(model.weights.values(), model.tensors)
-    yield from (Issue("warning", one.name, SWAPPED_NIBBLES) for one in layers)
 
 
 def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:

@@ -173,11 +173,6 @@ class Check:
         source = self.origin.weight
         return source.nbytes * self.origin.shape[0] // (source.experts * source.shape[-2])
 
-    @property
-    def nbytes_read(self) -> int:
-        """The number of bytes that the check counts as read: ``nbytes``, or twice as many if ``needs_amax`` is True."""
-        return self.nbytes * (1 + self.needs_amax)
-
 
 @dataclass(frozen=True)
 class ReencodedLayer:

@@ -22,7 +22,7 @@ from fp4kit.checkpoint.findings import findings_of_files, opened, unlike_activat
 from fp4kit.checkpoint.loaders.requirements import Sharding, obstacles, sharding_of
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.closed_world import LEFT_OUT, check_model, is_attention_scale
-from fp4kit.checkpoint.model.doubtful_codes import CERTAIN
+from fp4kit.checkpoint.model.doubtful_codes import CERTAIN, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import MANIFEST, Source, differences, load_manifest, open_source
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
@@ -177,7 +177,9 @@ class Verification:
     @property
     def nbytes(self) -> int:
         """The number of bytes that ``execute`` reports to options.progress in total."""
-        return sum(check.nbytes_read for check in self.checks) + sum(stored.entry.nbytes for stored, _ in self.copies)
+        # Rows whose amax is needed are read twice.
+        read = sum(check.nbytes * (1 + check.needs_amax) for check in self.checks)
+        return read + sum(stored.entry.nbytes for stored, _ in self.copies)
 
 
 def verify(
@@ -210,7 +212,8 @@ def prepare(
     issues, model, turned, scales = findings_of_files(model, tuple(ignore))
     parallel = None if model.root.is_file() else sharding_of(model.weights.values(), model.config or {})
     issues += _cut_layers(model, tp, ep)
-    issues += integrity.swapped_nibbles(model)
+    swapped = swapped_layers(model.weights.values(), model.tensors)
+    issues += [Issue("warning", one.name, SWAPPED_NIBBLES) for one in swapped]
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
     given = tuple((pattern, find_recipe(one)) for pattern, one in recipes)
     manifest = load_manifest(model.root) or {}

@@ -16,6 +16,7 @@ import pytest
 from exhaustive import by_default, every, exhaustive, half
 from hypothesis import given
 from hypothesis import strategies as st
+from identified import identify_layers
 
 import fp4kit
 from fp4kit import formats
@@ -30,7 +31,7 @@ from fp4kit.checkpoint.identify.corruptions import (
 from fp4kit.checkpoint.identify.diagnose import GIVEN_SCALES, OTHER_CODES, Diagnosis, MatchCount, _explained, explain
 from fp4kit.checkpoint.identify.hypotheses import MadeBy
 from fp4kit.checkpoint.identify.known_methods import FOUR_OVER_SIX, IMPORTANCE, TUNED
-from fp4kit.checkpoint.identify.verdicts import LayerPair, identify_layers
+from fp4kit.checkpoint.identify.verdicts import LayerPair
 from fp4kit.layouts import shuffle_rows, swizzle_scales, unpack, unswizzle_scales
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized

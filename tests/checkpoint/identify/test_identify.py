@@ -6,22 +6,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 import synthetic
 from exhaustive import by_default, exhaustive
+from identified import identify_layers
 
 import fp4kit
-from fp4kit.checkpoint import convert
+from fp4kit.checkpoint import Options, convert
 from fp4kit.checkpoint.counterparts import canonical, kv_b_rows
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain_fp8
 from fp4kit.checkpoint.identify.run import identify_checkpoint
-from fp4kit.checkpoint.identify.verdicts import MAX_FAILURES, CheckpointVerdict, LayerPair, identify_layers
+from fp4kit.checkpoint.identify.verdicts import MAX_FAILURES, CheckpointVerdict, LayerPair
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.cli import main
@@ -268,19 +271,6 @@ def test_queries_and_keys() -> None:
         assert names == [f"rows are in GGUF's and Meta's rotary order of q and k ({heads} heads)" for heads in (4, 2)]
 
 
-def test_layers_are_taken_one_at_a_time() -> None:
-    taken = []
-
-    def reading():
-        for pair in model(layers=3):
-            taken.append(pair.name)
-            yield replace(pair, source=np.zeros(3, np.float32)) if len(taken) == 2 else pair
-
-    with pytest.raises(ValueError, match="identify: x has shape"):
-        identify_layers(reading())
-    assert len(taken) == 2
-
-
 @pytest.mark.parametrize("nonfinite", ["keep", "saturate"])
 @pytest.mark.parametrize("recipe", ["nvfp4-te", *exhaustive(["mxfp4-ocp", "mxfp8-te"])])
 def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path: Path, recwarn: Any) -> None:
@@ -444,3 +434,78 @@ def test_scales_that_are_stored_as_reciprocals(scaling: str) -> None:
     assert "scales are inverted" in str(explain_fp8(turned, x).cause)
     doubled = Fp8Layer(layer.codes, layer.scales * np.float32(2), scaling)
     assert explain_fp8(doubled, x).cause is None
+
+
+# ---- files
+
+FILES = [
+    ("nvfp4-te", "modelopt"),
+    ("nvfp4-modelopt", "compressed-tensors"),
+    ("nvfp4-compressed-tensors", "compressed-tensors"),
+    ("mxfp4-ocp", "compressed-tensors"),
+    ("mxfp8-te", "modelopt"),
+]
+
+
+def rewritten(root, change):
+    """Write a copy of a checkpoint with other tensors.
+
+    change: called as change(name, array) for each tensor. It returns the new array, or None to drop the tensor.
+    """
+    tensors = {name: change(name, np.asarray(x)) for name, x in oracle.arrays(oracle.load(root)).items()}
+    config = json.loads((root / "config.json").read_text())
+    synthetic.write_model(root / "bad", config, {name: x for name, x in tensors.items() if x is not None})
+    return root / "bad"
+
+
+# Every model with one recipe, and every recipe with at least one model.
+CONVERSIONS = list(zip(synthetic.MODELS, cycle(FILES), strict=False))
+USUAL_CONVERSION = ("dense", FILES[2])
+
+
+@pytest.mark.parametrize("conversion", by_default([USUAL_CONVERSION], dict.fromkeys((USUAL_CONVERSION, *CONVERSIONS))))
+def test_every_conversion_is_recognised(tmp_path, conversion):
+    name, (recipe, form) = conversion
+    synthetic.MODELS[name](tmp_path / "in")
+    report = convert(tmp_path / "in", tmp_path / "out", recipe, format=form)
+    done = []
+    verdict = identify_checkpoint(tmp_path / "out", tmp_path / "in", Options(progress=done.append))
+    assert recipe in verdict.recipes and verdict.mishap is None and verdict.exceptions == ()
+    assert len(verdict.layers) == report.actions["quantize"] and sum(done) > 0
+
+
+def tensor_scale(new):
+    return lambda name, x: new(x) if name.endswith(("weight_scale_2", "weight_global_scale")) else x
+
+
+def swizzled_scales(name, x):
+    return swizzle_scales(x.view(np.uint8), "swizzled_128x4").view(x.dtype) if name.endswith("weight_scale") else x
+
+
+FAULTS = {
+    "nibble": lambda name, x: x << 4 | x >> 4 if x.dtype == np.uint8 and name.endswith(("weight", "packed")) else x,
+    "tensor scale": tensor_scale(lambda x: 1 / x),
+    "tensor scale is missing": tensor_scale(lambda x: None),
+    "swizzled": swizzled_scales,
+}
+FORMS = ("modelopt", "compressed-tensors")
+PAIRS = [(words, FORMS[(i + turn) % 2]) for turn in range(2) for i, words in enumerate(FAULTS)]
+
+
+@pytest.mark.parametrize("pair", by_default(PAIRS[: len(FAULTS) : 2], PAIRS), ids="-".join)
+def test_faults_in_files_are_named(tmp_path, pair):
+    words, form = pair
+    synthetic.dense(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", "nvfp4-modelopt", format=form)
+    verdict = identify_checkpoint(rewritten(tmp_path / "out", FAULTS[words]), tmp_path / "in")
+    assert "nvfp4-modelopt" in verdict.recipes and words in (verdict.mishap or ""), str(verdict)
+
+
+def test_models_without_layers_in_common(tmp_path):
+    synthetic.dense(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out")
+    with synthetic.refused("no quantized layer of a known format"):
+        identify_checkpoint(tmp_path / "in", tmp_path / "in")
+    synthetic.bert(tmp_path / "bert")
+    with synthetic.refused("give the model that it was made from"):
+        identify_checkpoint(tmp_path / "out", tmp_path / "bert")

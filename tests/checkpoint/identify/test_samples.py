@@ -244,26 +244,20 @@ WRONG = {
     "transposed": (turned, "quantized transposed"),
 }
 CASES = [(wrong, "mxfp4-ocp") for wrong in WRONG]
+OTHER_CASES = [(wrong, "nvfp4-modelopt") for wrong in WRONG]
+OTHER_CASES += [(wrong, "fp8-modelopt") for wrong in ("another model", "layers in another order", "fine-tuned")]
 
 
 def said(verdict: CheckpointVerdict) -> str:
     return "; ".join([*verdict.problems, verdict.hint or ""])
 
 
-@pytest.mark.parametrize("case", by_default(CASES[:4], [*CASES, *((wrong, "nvfp4-modelopt") for wrong in WRONG)]))
+@pytest.mark.parametrize("case", by_default(CASES[:4], [*CASES, *OTHER_CASES]))
 def test_a_wrong_source_is_named(made: Callable[[str], Path], tmp_path: Path, case: tuple[str, str]) -> None:
     wrong, recipe = case
     change, words = WRONG[wrong]
     source = write(tmp_path / "s", cast(change(weights())))
     verdict = identify_checkpoint(made(recipe), source)
-    assert words in said(verdict) and not verdict.is_clean, str(verdict)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("wrong", ["another model", "layers in another order", "fine-tuned"])
-def test_a_wrong_source_of_fp8_is_named(made: Callable[[str], Path], tmp_path: Path, wrong: str) -> None:
-    change, words = WRONG[wrong]
-    verdict = identify_checkpoint(made("fp8-modelopt"), write(tmp_path / "s", cast(change(weights()))))
     assert words in said(verdict) and not verdict.is_clean, str(verdict)
 
 

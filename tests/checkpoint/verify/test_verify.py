@@ -231,27 +231,6 @@ def draw(
     return codes, numbers if form.scale is None else scales, tensor_scale, x
 
 
-def test_tally_exhausts_bytes_and_scales() -> None:
-    """For blocks of each byte under each scale, `tally` counts zero blocks, zero scales and NaN as they are.
-
-    This covers each container of 1-D blocks.
-    """
-    for form in DRAWN:
-        if form.block[0] > 1:
-            continue
-        width = form.group_size * form.element.bits // 8
-        codes = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 256 * width, axis=1)
-        scales = np.repeat(np.arange(256, dtype=np.uint8)[None], 256, axis=0)
-        found = tally(form, codes, scales, None)
-        values, numbers = form.element.values, form.scale.values if form.scale else None
-        assert numbers is not None
-        empty = 4 if form.element.bits == 4 else 2  # bytes of zeros of either sign
-        zeros = int((numbers == 0).sum())
-        assert found.zero_blocks == empty * 256 + zeros * (256 - empty) and found.zero_scales == zeros * (256 - empty)
-        assert found.nan_scales == 256 * int(np.isnan(numbers).sum())
-        assert found.nan_codes == int(np.isnan(values).sum()) * 256 * form.group_size * (form.element.bits == 8)
-
-
 def test_sqnr() -> None:
     assert sqnr_db(100.0, 1.0) == 20.0
     assert sqnr_db(0.0, 0.0) == sqnr_db(1.0, 0.0) == np.inf
