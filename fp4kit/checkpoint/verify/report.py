@@ -390,11 +390,10 @@ _COLUMNS: dict[str, _Cell] = {
 
 
 def _columns(report: VerifyReport) -> dict[str, _Cell]:
-    """Return the columns of the table: the layer's name, and columns of values that are not equal in all layers."""
+    """Return the columns of the table whose cells, such as the layers' names, are not equal in all layers."""
     if len(report.layers) < 2:
         return _COLUMNS
-    differ = {name: len({cell(layer) for layer in report.layers}) > 1 for name, cell in _COLUMNS.items()}
-    return {name: cell for name, cell in _COLUMNS.items() if name == "layer" or differ[name]}
+    return {name: cell for name, cell in _COLUMNS.items() if len({cell(layer) for layer in report.layers}) > 1}
 
 
 def _table(report: VerifyReport, columns: Mapping[str, _Cell]) -> str:

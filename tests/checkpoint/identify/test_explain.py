@@ -318,9 +318,11 @@ CHANGED = [("nvfp4-modelopt", "block_scale"), ("nvfp4-te-2d", "codes"), ("mxfp4-
 
 
 @pytest.mark.parametrize("pair", by_default(CHANGED, BYTES), ids="-".join)
-def test_one_changed_byte_anywhere(pair) -> None:
+def test_one_changed_byte_anywhere(pair, monkeypatch) -> None:
+    """A byte that is neither in the sample nor in the first rows that are compared is found, too."""
+    monkeypatch.setattr("fp4kit.checkpoint.identify.hypotheses.CHUNK", 1 << 14)
     name, part = pair
-    x = weights(12, (80, 1024))
+    x = weights(12, (160, 1024))
     layer = stored(x, name)
     changed = getattr(layer, part).copy()
     changed[70, -1] ^= 1
@@ -889,7 +891,7 @@ def test_tuned_scales_and_codes(half_width: float, named: bool) -> None:
 
     auto-round tunes the scale of each block, and adds a tuned offset to each element before rounding.
     """
-    x, rng = weight(), np.random.default_rng(3)
+    x, rng = weight(rows=64, columns=128), np.random.default_rng(3)
     plain = quantize(x, "nvfp4-auto-round")
     factors = rng.uniform(0.5, 1, amaxes(x).shape).astype(np.float32)
     scales = e4m3(amaxes(x) * factors / np.float32(6) / plain.tensor_scale)

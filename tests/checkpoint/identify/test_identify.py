@@ -89,7 +89,7 @@ def test_a_clean_file(recipe) -> None:
 
 def test_recipes_that_agree_on_some_layers_are_told_apart_by_others() -> None:
     """The verdict names the recipes that explain most layers; layers on which recipes agree do not decide."""
-    pairs = model("nvfp4-te", 12)
+    pairs = model("nvfp4-te", 5)
     alone = [set(identify_layers([pair]).recipes) for pair in pairs]
     assert set(identify_layers(pairs).recipes) == set.intersection(*alone)
     assert any(set.intersection(*alone) < some for some in alone)
@@ -113,7 +113,7 @@ def test_exceptions_are_listed() -> None:
     assert verdict.mishap is None and "made 3 of 6 layers" in verdict.sentence
     lines = str(verdict).splitlines()
     assert len(lines) == 4 and "nibbles are swapped" in lines[1]
-    assert "4over6-mse-256" in lines[2] and "nothing explains" in lines[3]
+    assert "4over6-mse-256" in lines[2] and "nothing explains" in lines[3] and ", if " not in lines[3]
 
 
 def test_zeros_contradict_no_mishap() -> None:
@@ -487,6 +487,7 @@ FAULTS = {
     "tensor scale": tensor_scale(lambda x: 1 / x),
     "tensor scale is missing": tensor_scale(lambda x: None),
     "swizzled": swizzled_scales,
+    "tensor scale is 1": tensor_scale(np.ones_like),
 }
 FORMS = ("modelopt", "compressed-tensors")
 PAIRS = [(words, FORMS[(i + turn) % 2]) for turn in range(2) for i, words in enumerate(FAULTS)]
@@ -499,6 +500,7 @@ def test_faults_in_files_are_named(tmp_path, pair):
     convert(tmp_path / "in", tmp_path / "out", "nvfp4-modelopt", format=form)
     verdict = identify_checkpoint(rewritten(tmp_path / "out", FAULTS[words]), tmp_path / "in")
     assert "nvfp4-modelopt" in verdict.recipes and words in (verdict.mishap or ""), str(verdict)
+    assert words == "tensor scale is missing" or not verdict.exceptions  # then the amax of groups is not tried
 
 
 def test_models_without_layers_in_common(tmp_path):

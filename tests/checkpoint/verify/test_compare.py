@@ -315,11 +315,11 @@ def test_compare_quantized_layers(tmp_path: Path) -> None:
     """The comparison of two recipes counts as many different codes and scales as fp4kit.quantize gives."""
     x = synthetic.random("x", (40, 64), dtype=np.dtype("f4"))
     synthetic.write_model(tmp_path / "m", {}, {"a.weight": x})
-    recipes = ("nvfp4-te", "nvfp4-te-4over6-mse-256")
+    recipes = ("nvfp4-te", "nvfp4-te-4over6-mse-256", "mxfp8-te")
     for recipe in recipes:
         convert(tmp_path / "m", tmp_path / recipe, recipe)
     (layer,) = compare_checkpoints(tmp_path / recipes[0], tmp_path / recipes[1]).layers
-    a, b = (fp4kit.quantize(x, recipe) for recipe in recipes)
+    a, b, _ = (fp4kit.quantize(x, recipe) for recipe in recipes)
     nibbles = (a.packed ^ b.packed)[..., None] & np.array([0x0F, 0xF0], np.uint8)
     assert (layer.name, layer.elements) == ("a", x.size)
     assert layer.codes == np.count_nonzero(nibbles) > 0
@@ -329,6 +329,8 @@ def test_compare_quantized_layers(tmp_path: Path) -> None:
     ratio = np.sum(decoded[0] ** 2) / np.sum((decoded[0] - decoded[1]) ** 2)
     assert layer.sqnr_db == pytest.approx(10 * np.log10(ratio), abs=1e-3)
     assert 0 < layer.values <= layer.elements
+    (layer,) = compare_checkpoints(tmp_path / recipes[0], tmp_path / recipes[2]).layers  # other codes and blocks
+    assert (layer.codes, layer.scales) == (x.size, x.size // 16)
 
 
 def test_compare_one_flipped_code(tmp_path: Path) -> None:

@@ -89,6 +89,13 @@ def test_faults_are_named(sound: Path, tmp_path: Path, fault: str, recipe: str, 
     assert found == [("error", LAYER)]
 
 
+def test_lost_scales_are_named_and_not_their_noise(sound: Path, tmp_path: Path) -> None:
+    root = copied(sound / "nvfp4-modelopt", tmp_path / "m", False)
+    change(root, f"{LAYER}.weight_scale", np.zeros_like, np.uint8)
+    texts = [one.text for one in verify(root, sound / "s").issues if one.subject == LAYER and one.severity == "error"]
+    assert any("the scales were lost" in text for text in texts) and not any("SQNR" in text for text in texts)
+
+
 @pytest.mark.parametrize("recipe", FORMS)
 def test_sound_layers_have_no_fault(sound: Path, tmp_path: Path, recipe: str) -> None:
     """No fault is named in a sound checkpoint, not even if it is compared by another recipe."""
