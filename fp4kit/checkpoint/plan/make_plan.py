@@ -70,7 +70,7 @@ def with_defaults(
             for have in forms:
                 found = _followed(replace(request, format=format), config, have, (recorded, *DEFAULTS), kept)
                 if found is not None:
-                    return _with_others(found, config, layers, have)
+                    return _with_others(found, config, layers)
     return _by_default(request, config, forms)
 
 
@@ -97,18 +97,16 @@ def _possible(make: Callable[[Mapping[str, Any]], T], config: Mapping[str, Any])
         return None
 
 
-def _with_others(
-    request: Request, config: Mapping[str, Any], layers: Mapping[str, Container], first: Container
-) -> Request:
-    """Return the request with recipes for the layers whose container is not that of the default recipe."""
-    default = _possible(request.form_for, config)
+def _with_others(request: Request, config: Mapping[str, Any], layers: Mapping[str, Container]) -> Request:
+    """Return the request with recipes for the layers whose codes the default recipe's container does not keep."""
     if request.recipes or is_gguf_config(config) or request.codes or request.format not in (None, *MIXED):
         return request
+    default = _possible(request.form_for, config)
+    lost = [have for have in dict.fromkeys(layers.values()) if default is None or not have.same_codes(default)]
+    followed = {have: _followed(request, config, have, DEFAULTS) for have in lost}
     others: dict[str, list[str]] = defaultdict(list)
     for name, have in layers.items():
-        if have is first or (default is not None and have.same_codes(default)):
-            continue
-        found = _followed(request, config, have, DEFAULTS)
+        found = followed.get(have)
         if found is not None:
             others[found.recipe.id].append(name)
     pairs = tuple((pattern, RECIPES[id]) for id, names in others.items() for pattern in _patterns(names, layers))

@@ -15,7 +15,7 @@ from synthetic import refused
 
 from fp4kit.checkpoint import ScaleSearch, convert, make_plan
 from fp4kit.checkpoint.convert.rows import search_blocks
-from fp4kit.checkpoint.plan.scale_search import gguf_names, read_imatrix
+from fp4kit.checkpoint.plan.scale_search import gguf_names, read_imatrix, recorded_search
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
@@ -184,6 +184,16 @@ def test_damaged_legacy_files_are_refused(damage: Callable[[bytes], bytes], text
     path.write_bytes(damage(path.read_bytes()))
     with refused(text):
         read_imatrix(path)
+
+
+@pytest.mark.parametrize(("text", "weighted"), [("mse", False), ("weighted mae", True)])
+def test_a_search_that_only_the_config_records(text: str, weighted: bool) -> None:
+    search = ScaleSearch(text.removeprefix("weighted "))
+    assert recorded_search({}, {"scale_search": text}, None) == (search, weighted, [])
+    assert recorded_search({}, {"scale_search": "weighted p0"}, None)[::2] == (
+        None,
+        ["the checkpoint records an unknown scale search: p0"],
+    )
 
 
 def test_other_files_are_refused(model, tmp_path: Path) -> None:
