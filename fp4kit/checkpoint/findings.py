@@ -176,7 +176,7 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 def _nvfp4(weights: Iterable[Weight]) -> list[Weight]:
     """Return the weights in NVFP4."""
-    return [weight for weight in weights if weight.container is not None and weight.container.kind == "nvfp4"]
+    return [weight for weight in weights if weight.form.kind == "nvfp4"]
 
 
 def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -> Iterator[Issue]:
@@ -192,7 +192,7 @@ def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -
         )
         yield Issue("warning", "model", text)
     yield from _outliers(known)
-    divides = {weight.name for weight in layers if weight.container is not None and weight.container.divides}
+    divides = {weight.name for weight in layers if weight.form.divides}
     yield from _unequal(known, divides)
 
 
@@ -205,8 +205,7 @@ def unlike_activations(
     layers = {weight.name: weight for weight in _nvfp4(weights) if INPUT_SCALE in weight.parts}
     amaxes = activations.of_layers({name: weight.shape[-1] for name, weight in layers.items()})
     for name, amax in amaxes.items():
-        form, entry = layers[name].container, layers[name].parts[INPUT_SCALE].entry
-        assert form is not None
+        form, entry = layers[name].form, layers[name].parts[INPUT_SCALE].entry
         expected = input_scale_of(form, amax)
         if entry.name in stored and np.float32(stored[entry.name]) != expected:
             text = f"{form.suffixes[INPUT_SCALE][1:]} is {stored[entry.name]:.9g}; the activations give {expected:.9g}"
@@ -224,11 +223,11 @@ def recorded_activations(root: Path) -> tuple[Any, Any]:
 
 def _amax_of(weight: Weight, stored: Mapping[str, float]) -> float:
     """Return the input amax of a layer, 2688 * input scale, as it follows from the stored scale or divisor."""
-    place, form = weight.parts.get(INPUT_SCALE), weight.container
+    place = weight.parts.get(INPUT_SCALE)
     value = 0.0 if place is None else stored.get(place.entry.name, 0.0)
-    if form is None or not (math.isfinite(value) and value > 0):
+    if not (math.isfinite(value) and value > 0):
         return 0.0
-    return NVFP4.max / value if form.divides else NVFP4.max * value
+    return NVFP4.max / value if weight.form.divides else NVFP4.max * value
 
 
 def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from fp4kit import __version__
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint import staging
-from fp4kit.checkpoint.containers.table import CODES, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.table import CODES, SCALES, TENSOR_SCALE
 from fp4kit.checkpoint.convert.job import usable_tensor_scale
 from fp4kit.checkpoint.convert.run_jobs import source_facts
 from fp4kit.checkpoint.model import model_files
@@ -87,8 +87,7 @@ def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weigh
         found.setdefault(group, {})[name] = layers[name]
 
     def stored(part: Weight) -> tuple[bytes, bool]:
-        assert part.container is not None
-        return scalar_of(readers, part, TENSOR_SCALE).tobytes(), part.container.divides
+        return scalar_of(readers, part, TENSOR_SCALE).tobytes(), part.form.divides
 
     return {group: parts for group, parts in found.items() if len({stored(part) for part in parts.values()}) > 1}
 
@@ -165,18 +164,17 @@ class _Repaired:
     def __init__(self, weight: Weight, group: str, largest: Weight, readers: Readers) -> None:
         scale, shared = tensor_scale_of(readers, weight), tensor_scale_of(readers, largest)
         assert scale is not None and shared is not None
-        assert weight.container is not None and largest.container is not None
         if not usable_tensor_scale(scale) or not usable_tensor_scale(shared):
             text = f"tensor scale {scale} is not a positive normal float32; convert the model again"
             raise CheckpointError(f"{shown(weight.name)}: {text}")
         self.weight, self.group, self.shared, self.scale = weight, group, shared, scale
-        self.form: Container = weight.container
+        self.form = weight.form
         self.old: npt.NDArray[np.uint8] = readers.array(weight.parts[SCALES])
         self.new = self._rescaled()
         self.was = scalar_of(readers, weight, TENSOR_SCALE)
         # Copy the largest part's stored number: the reciprocal of a divisor's reciprocal may differ from the divisor.
         self.stored = scalar_of(readers, largest, TENSOR_SCALE)
-        if largest.container.direction != self.form.direction:
+        if largest.form.direction != self.form.direction:
             self.stored = np.float32(1) / shared if self.form.divides else shared
 
     @ieee("reconcile")

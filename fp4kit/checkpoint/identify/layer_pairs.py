@@ -156,8 +156,7 @@ def _producer(weight: Weight, config: Mapping[str, Any]) -> str:
     """Return the name of the producer that made a layer, according to the checkpoint's config and the container."""
     declared = config.get("quantization_config")
     provider = declared.get("provider") if isinstance(declared, dict) else None
-    assert weight.container is not None
-    return "auto-round" if provider == "auto-round" else weight.container.producer
+    return "auto-round" if provider == "auto-round" else weight.form.producer
 
 
 def _heads(leaf: str, config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -288,8 +287,7 @@ _LAYER_AT_ONCE = (
 
 def sample_spans(weight: Weight) -> RowRanges | None:
     """Return the rows of a matrix of a weight to compare with its source; None if only all rows will do."""
-    form, rows = weight.container, weight.shape[-2]
-    assert form is not None
+    form, rows = weight.form, weight.shape[-2]
     if rows <= SAMPLED_ROWS or LOW_RANK_A in weight.parts or not _is_regular(weight):
         return None
     is_fp8 = form.scale is None or form.block[0] > 1
@@ -306,8 +304,7 @@ def sample_spans(weight: Weight) -> RowRanges | None:
 
 def _is_regular(weight: Weight) -> bool:
     """Return whether the parts of a quantized weight have the shapes that its container needs."""
-    form = weight.container
-    assert form is not None
+    form = weight.form
     if form.scale is None or form.block[0] > 1:
         return True
     shaped = form.in_blocks or weight.parts[SCALES].entry.shape in form.shapes_of_scales(weight.shape)
@@ -351,8 +348,7 @@ def stored_layer(
     weight: Weight, expert: int, readers: Readers, span: tuple[int, int] | None = None
 ) -> StoredLayer | Fp8Layer:
     """Read one layer of a quantized weight, and return its parts with linear block scales and the low nibble first."""
-    form = weight.container
-    assert form is not None
+    form = weight.form
     if form.scale is None or form.block[0] > 1:
         return _fp8_layer(weight, expert, readers, span)
     if _is_regular(weight):
@@ -371,8 +367,7 @@ def stored_layer(
 
 def _fp8_layer(weight: Weight, expert: int, readers: Readers, span: tuple[int, int] | None) -> Fp8Layer:
     """Read one layer of FP8 codes with one scale per tensor, per row or per square block."""
-    form = weight.container
-    assert form is not None
+    form = weight.form
     slab = next(slabs(readers, weight, expert, span, max_bytes=1 << 40))
     codes = np.asarray(slab.codes).view(np.uint8).reshape(-1, weight.shape[-1])
     if form.is_cast:

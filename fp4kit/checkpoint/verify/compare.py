@@ -176,10 +176,9 @@ def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Re
 
 def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> Iterator[tuple[str, Origin, Origin]]:
     """Yield (layer name, its rows in ``left``, its rows in ``right``) for every layer to compare."""
-    forms = dict.fromkeys(weight.container for side in (right, left) for weight in side.layers.values())
+    forms = dict.fromkeys(weight.form for side in (right, left) for weight in side.layers.values())
     seen = set()
     for form in forms:
-        assert form is not None
         left_origins, right_origins = origins(left, form), origins(right, form)
         for key in sorted(left_origins.keys() & right_origins.keys(), key=lambda key: (natural_order(key[0]), key[1])):
             a, b = left_origins[key], right_origins[key]

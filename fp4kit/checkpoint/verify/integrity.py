@@ -55,8 +55,7 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
         yield Issue("error", "config.json", tied)
         return
     for name, weight in model.layers.items():
-        served = weight.container is not None and weight.container.format not in (mlx.FORMAT, comfy.FORMAT)
-        if served and name.rpartition(".")[2] == "lm_head":
+        if weight.form.format not in (mlx.FORMAT, comfy.FORMAT) and name.rpartition(".")[2] == "lm_head":
             yield Issue("warning", name, _QUANTIZED_HEAD)
 
 
@@ -74,7 +73,7 @@ def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
     with Readers() as readers:
         for weight in weights:
             place = weight.parts.get(table.TENSOR_SCALE)
-            if place is None or weight.container is None or weight.container.format in _CHECKED_FORMATS:
+            if place is None or weight.form.format in _CHECKED_FORMATS:
                 continue
             values = np.asarray(readers.array(place).reshape(-1), np.float32)
             wrong = values[~((values > 0) & np.isfinite(values))]
@@ -138,15 +137,15 @@ def _only_engine(
     model: Checkpoint, form: Container | None, config: Mapping[str, Any]
 ) -> tuple[str, Iterable[tuple[str, str]]] | None:
     """Return (engine, faults as (name, text)) for the formats that only one engine loads; None for all others."""
-    layers = {name: (w, w.container) for name, w in model.layers.items() if w.container is not None}
     if is_gguf_config(config):
         scaled = [name for name, weight in model.layers.items() if table.TENSOR_SCALE in weight.parts]
         return names.ENGINE, names.scale_troubles(config[names.ARCHITECTURE], scaled, model.tensors)
     if form is not None and form.format == mlx.FORMAT:
-        return mlx.ENGINE, mlx.troubles(config, {name: one for name, (_, one) in layers.items()})
+        return mlx.ENGINE, mlx.troubles(config, {name: w.form for name, w in model.layers.items()})
     if form is not None and form.format == comfy.FORMAT:
-        own = {name: (one, w.shape) for name, (w, one) in layers.items() if one.format == comfy.FORMAT}
-        tagged = [w.parts for w, one in layers.values() if table.TAG in w.parts or table.TAG in one.suffixes]
+        layers = model.layers.values()
+        own = {w.name: (w.form, w.shape) for w in layers if w.form.format == comfy.FORMAT}
+        tagged = [w.parts for w in layers if table.TAG in w.parts or table.TAG in w.form.suffixes]
         scalars = (table.TENSOR_SCALE, table.INPUT_SCALE)
         entries = [parts[part].entry for parts in tagged for part in scalars if part in parts]
         return comfy.ENGINE, [*comfy.troubles(own), *comfy.wrong_dtypes({e.name: e.dtype for e in entries})]
@@ -167,9 +166,7 @@ def _required(
     others = _other_layers(model, form)
     left_out = part_names(model.layers[layer] for layers in others.values() for layer in layers)
     if name not in LOADED:
-        yield _unknown(
-            name, [n for n, w in model.layers.items() if w.container and form and w.container.name == form.name]
-        )
+        yield _unknown(name, [n for n, w in model.layers.items() if form and w.form.name == form.name])
     elif form is not None and form.format == "modelopt" and configs.is_mixed(config):
         declared = configs.declared_for(form.kind, name, config)
         yield from findings(name, lambda tensor: tensor not in left_out, declared)
@@ -226,7 +223,7 @@ def _form(weights: Iterable[Weight]) -> Container | None:
     # Containers that ``--format`` can write take precedence, because the requirements of engines are known only for
     # them.
     # Count containers by name, because the block of an FP8 container may depend on the row length of its layer.
-    counts = Counter(container(weight.container.name) for weight in weights if weight.container is not None)
+    counts = Counter(container(weight.form.name) for weight in weights)
     usable = {form: count for form, count in counts.items() if form.format} or counts
     return max(usable, key=lambda form: usable[form], default=None)
 
@@ -243,8 +240,7 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
         return table.FP8_LAYERS[2].name
     if algo in ("NVFP4", "W4A16_NVFP4"):
         return configs.container_id(form, algo == "NVFP4")
-    own = (weight for weight in weights if weight.container is not None and weight.container.name == form.name)
-    have = [table.INPUT_SCALE in weight.parts for weight in own]
+    have = [table.INPUT_SCALE in weight.parts for weight in weights if weight.form.name == form.name]
     return configs.container_id(form, 2 * sum(have) > len(have))
 
 

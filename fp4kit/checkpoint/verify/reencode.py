@@ -391,8 +391,7 @@ def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, rea
 
 def tally_of_rows(check: Check, readers: Readers, spans: Sequence[tuple[int, int] | None] = (None,)) -> StoredCounts:
     """Count the stored values of a quantized matrix."""
-    form, origin = check.stored.container, check.origin
-    assert form is not None
+    form, origin = check.stored.form, check.origin
     height = 1 if origin is None or origin.weight.container is None else origin.weight.container.block[0]
     found = []
     rows = (slab for span in spans for slab in slabs(readers, check.stored, check.expert, span, height))
@@ -540,9 +539,7 @@ def sampled_losses(
     lost: dict[str, str] = {}
     with Readers() as readers:
         for check in (checks[i * len(checks) // count] for i in range(count)):
-            form = check.stored.container
-            assert form is not None
-            tally, bits = tally_of_rows(check, readers, _spans(check, _MOST_SPANS)), form.element.bits
+            tally, bits = tally_of_rows(check, readers, _spans(check, _MOST_SPANS)), check.stored.form.element.bits
             usual = usual_db(check, readers) if is_low(tally, bits) and not is_weighted else None
             name = _name(check)
             losses = [*zeros_of(name, tally), *noise_of(name, tally.sqnr_db, usual, bits, is_of_recipe=True)]
@@ -642,8 +639,8 @@ def _db_of_rows(
     factor: factors of the source's columns.
     is_inverted: True to replace the stored factors per column by their reciprocals.
     """
-    assert check.origin is not None and check.stored.container is not None
-    count, height = min(_FEW_ROWS, check.stored.shape[-2]), check.stored.container.block[0]
+    assert check.origin is not None
+    count, height = min(_FEW_ROWS, check.stored.shape[-2]), check.stored.form.block[0]
     slab = next(slabs(readers, check.stored, check.expert, (0, -(-count // height) * height), height))
     with np.errstate(all="ignore"):
         if is_inverted and slab.column_scale is not None:
