@@ -385,6 +385,8 @@ def _completed(plan: Plan) -> Plan:
                 f"{shown(output.name)}: two tensors would be written under this name; rename one in the source"
             )
         seen.add(output.name)
+    # List the files beside the model now: one that a link replaces before the run must be refused, not left out.
+    _ = plan.auxiliary
     search = plan.request.search
     searched = () if search is None else search.check_layers(plan.tensors)
     if plan.form is not None:
