@@ -65,12 +65,6 @@ def keys_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[
             yield key, ordered, (number * rows // 2, (number + 1) * rows // 2)
 
 
-def kv_b_rows(leaf: str, rows: int, head: int, nope: int, expert: int) -> tuple[int, int]:
-    """Return the range (first row, end row) of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out."""
-    first = expert * head + (0 if leaf == "embed_q" else nope)
-    return first, first + rows
-
-
 @dataclass(frozen=True)
 class Origin:
     """The rows of a source tensor from which a layer was made.
@@ -186,5 +180,7 @@ class Counterparts:
         nope, value = (self._config.get(key) for key in ("qk_nope_head_dim", "v_head_dim"))
         if whole is None or not isinstance(nope, int) or not isinstance(value, int):
             return None
-        span = kv_b_rows(leaf, nope if leaf == "embed_q" else value, nope + value, nope, head)
-        return (TurnedOrigin if leaf == "embed_q" else Origin)(whole.weight, whole.expert, span)
+        first = head * (nope + value)
+        if leaf == "embed_q":
+            return TurnedOrigin(whole.weight, whole.expert, (first, first + nope))
+        return Origin(whole.weight, whole.expert, (first + nope, first + nope + value))

@@ -20,7 +20,7 @@ from identified import identify_layers
 
 import fp4kit
 from fp4kit.checkpoint import Options, convert
-from fp4kit.checkpoint.counterparts import canonical, kv_b_rows
+from fp4kit.checkpoint.counterparts import canonical
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain_fp8
 from fp4kit.checkpoint.identify.run import identify_checkpoint
@@ -418,11 +418,22 @@ def test_names_of_one_layer_have_one_key(names: tuple[str, str]) -> None:
     assert canonical("model.layers.0.mlp.w1") == "model.layers.0.mlp.w1"  # w1 means gate only among experts
 
 
-def test_rows_of_kv_b_proj() -> None:
-    rows = np.arange(3 * (4 + 2)).reshape(3, 6)  # 3 heads of 4 rows for keys and 2 for values
-    for head in range(3):
-        assert range(*kv_b_rows("embed_q", 4, 6, 4, head)) == range(rows[head, 0], rows[head, 4])
-        assert range(*kv_b_rows("unembed_out", 2, 6, 4, head)) == range(rows[head, 4], rows[head, 5] + 1)
+def test_heads_of_kv_b_proj(tmp_path: Path) -> None:
+    """mlx-lm splits kv_b_proj into heads, half of which it stores transposed."""
+    heads, nope, value, rank = 3, 32, 64, 64
+    x = synthetic.random("kv_b", (heads * (nope + value), rank))
+    config = {"model_type": "deepseek_v3", "qk_nope_head_dim": nope, "v_head_dim": value}
+    synthetic.write_model(tmp_path / "m", config, {"model.layers.0.self_attn.kv_b_proj.weight": x})
+    keys, values = np.split(x.reshape(heads, nope + value, rank), [nope], axis=1)
+    parts = {}
+    for leaf, stack in (("embed_q", keys.swapaxes(1, 2)), ("unembed_out", values)):
+        q = fp4kit.quantize(np.ascontiguousarray(stack), "mxfp4-mlx-cpu")
+        name = f"model.layers.0.self_attn.{leaf}"
+        parts |= {f"{name}.weight": q.packed.view(np.uint32), f"{name}.scales": q.block_scale}
+    own = {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}
+    synthetic.write_model(tmp_path / "q", {**config, **own}, parts)
+    verdict = identify_checkpoint(tmp_path / "q", tmp_path / "m")
+    assert "mxfp4-mlx-cpu" in verdict.recipes and verdict.is_clean and len(verdict.layers) == 2 * heads
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])

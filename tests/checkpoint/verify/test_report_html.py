@@ -264,6 +264,8 @@ def test_the_page_refers_to_nothing(report: VerifyReport) -> None:
 def test_the_page_without_a_source_without_layers_and_with_infinities(tmp_path: Path, report: VerifyReport) -> None:
     alone = verify(report.path)
     assert "chart-largest" in page(alone) and "chart-sqnr" not in page(alone)
+    db = max(layer.tally.sqnr_db for layer in report.layers if math.isfinite(layer.tally.sqnr_db or 0))
+    assert f'<td data-value="{db}">{db:.2f}</td>' in page(report)
     nothing = page(replace(report, layers=(), issues=(), formats=()))
     assert not [word for word in ("<table", "<svg", "Summary") if word in nothing]
     assert "0 errors, 0 warnings" in nothing
