@@ -309,7 +309,7 @@ def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
         out = import_out(op, out)
         check_values_out(op, out, q.shape, values_dtype, q.packed)
         check_disjoint(op, {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})
-    is_on_device = not isinstance(q.packed, np.ndarray)
+    is_on_device = on_device(q.packed)
     cached = new_cached_call(key, op, is_on_device, q, arguments[0], values_dtype, out)
     return run_first(key, cached, arguments, lambda: run(op, op, is_on_device, q, values_dtype, out))
 

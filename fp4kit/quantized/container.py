@@ -109,7 +109,9 @@ def check_codes(op: str, name: str, codes: Any, fmt: ElementFormat | None) -> No
     if fmt is None or fmt.bits == 8 or not isinstance(codes, np.ndarray):
         return
     if int(codes.view(np.uint8).max(initial=0)) >> fmt.bits:
-        needed = f"needs one code of {fmt.bits} bits per byte; unpack the codes first"
+        needed = f"needs codes of {fmt}, which has {fmt.bits} bits"
+        if name == "packed":
+            needed = f"needs one code of {fmt.bits} bits per byte; unpack the codes first"
         raise ValueError(f"{op}: {name} holds bytes above {2**fmt.bits - 1}; {needed}")
 
 

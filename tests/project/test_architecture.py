@@ -94,7 +94,11 @@ def test_contributing_lists_every_part_of_the_package():
 
 
 ENGINES = ("fp4kit.cpu", "fp4kit.cuda", "fp4kit.host")
-DISPATCHERS = {"fp4kit.ops.engines", "fp4kit.ops.identify"}  # identify_amaxes computes on the host only
+DISPATCHERS = {
+    "fp4kit.ops.engines",
+    "fp4kit.ops.explain",
+    "fp4kit.ops.identify",
+}  # identify and explain compute on the host only
 
 
 @together("module", [name for name in MODULES if part(name) in ("ops", "training")])
