@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, overload
 
-import numpy as np
-
 from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import library_of, mark_written, numpy_dtype, returns_in_library
