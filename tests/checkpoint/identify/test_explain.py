@@ -522,42 +522,20 @@ def test_shapes_that_no_reading_fits() -> None:
     assert e.sentence == "nothing explains these bytes: codes have shape (64, 192); the source has shape (32, 192)"
 
 
-FP8 = RECIPES["fp8-modelopt"]
-NO_LAYERS = (
-    (
-        {"codes": np.zeros((2, 8), np.int8)},
-        TypeError,
-        "codes are int8; their bits as uint8 are needed; pass codes.view(np.uint8)",
-    ),
-    (
-        {"codes": np.zeros(8, np.uint8)},
-        ValueError,
-        "codes have shape (8,); (rows, bytes) is needed; pass one layer of a stack",
-    ),
-    (
-        {"recipe": FP8},
-        ValueError,
-        "fp8-modelopt has no block scales; a block format is needed here; use fp4kit.identify",
-    ),
+REJECTED = (  # (field of the layer or "x", value, exception, key phrase)
+    ("codes", np.zeros((2, 8), np.int8), TypeError, "codes are int8; their bits as uint8 are needed"),
+    ("codes", np.zeros(8, np.uint8), ValueError, "codes have shape (8,); (rows, bytes) is needed"),
+    ("recipe", RECIPES["fp8-modelopt"], ValueError, "fp8-modelopt has no block scales"),
+    ("x", np.zeros(4, np.float32), ValueError, "x has shape (4,); (N, K) is needed"),
+    ("x", np.zeros((64, 192)), TypeError, "x is float64; float32, float16 or bfloat16 is needed"),
 )
 
 
-@pytest.mark.parametrize("fields, kind, message", NO_LAYERS)
-def test_invalid_layers_are_rejected(fields, kind, message) -> None:
+@pytest.mark.parametrize("field, value, kind, message", REJECTED)
+def test_invalid_layers_and_sources_are_rejected(field, value, kind, message) -> None:
+    fields = {} if field == "x" else {field: value}
     with pytest.raises(kind, match=re.escape(f"identify: {message}")):
-        stored(weights(), "mxfp4-ocp", **fields)
-
-
-def test_invalid_sources_are_rejected() -> None:
-    layer = stored(weights(), "mxfp4-ocp")
-    with pytest.raises(
-        ValueError, match=r"identify: x has shape \(4,\); \(N, K\) is needed; pass the source of one layer"
-    ):
-        explain(layer, np.zeros(4, np.float32))
-    with pytest.raises(
-        TypeError, match="identify: x is float64; float32, float16 or bfloat16 is needed; pass the weights"
-    ):
-        explain(layer, np.zeros((64, 192)))
+        explain(stored(weights(), "mxfp4-ocp", **fields), value if field == "x" else weights())
 
 
 @pytest.mark.exhaustive
