@@ -112,7 +112,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON data: dicts, lists, numbers and strings."""
-        return vars(self) | {"failures": [vars(failure) for failure in self.failures]}
+        first = {"redrawn": self.redrawn, "seconds": self.seconds}
+        return first | vars(self) | {"failures": [vars(failure) for failure in self.failures]}
 
 
 def run(
