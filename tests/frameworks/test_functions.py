@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from exhaustive import exhaustive
+from frameworks import Jax, Torch
 from inputs import BF16, NAMES, STOCHASTIC, ordinary
-from tensors import to_numpy, to_torch
+from tensors import to_torch
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -20,61 +21,6 @@ from fp4kit.recipes import RECIPES
 X, GRAD = ordinary(1, (64, 128)), ordinary(2, (64, 128))
 VARIANT = replace(fp4kit.recipe("mxfp4-ocp"), id="mxfp4-sixteen", block=(1, 16))
 rng = np.random.default_rng(5)
-
-
-class Torch:
-    """PyTorch: how arrays are made and read, and the ways in which a function is called."""
-
-    def __init__(self):
-        torch = pytest.importorskip("torch")
-        self.functions, self.kind = importlib.import_module("fp4kit.torch"), torch.Tensor
-        self.array, self.host, self.ways = to_torch, to_numpy, (lambda f: f,)
-        self.number, self.seed, self.backward = torch.tensor, torch.tensor, torch.autograd.backward
-
-    def vjp(self, function, x, grad):
-        """Return the value of a function of an array or a list of arrays, and its gradient."""
-        xs = x if isinstance(x, list) else [x]
-        ws = [to_torch(one).requires_grad_() for one in xs]
-        ys = function(ws if isinstance(x, list) else ws[0])
-        ys = ys if isinstance(x, list) else [ys]
-        self.backward(ys, [to_torch(one) for one in (grad if isinstance(x, list) else [grad])])
-        found = [to_numpy(y) for y in ys], [to_numpy(w.grad) for w in ws]
-        return found if isinstance(x, list) else (found[0][0], found[1][0])
-
-
-class Jax:
-    """JAX, as Torch describes PyTorch."""
-
-    def __init__(self):
-        self.jax, jnp = pytest.importorskip("jax"), importlib.import_module("jax.numpy")
-        self.functions, self.kind = importlib.import_module("fp4kit.jax"), self.jax.Array
-        self.array, self.host, self.ways = jnp.asarray, np.asarray, (lambda f: f, self.jax.jit)
-        self.number, self.seed = jnp.float32, jnp.asarray
-
-    def vjp(self, function, x, grad):
-        """Return the value and the gradient. Eager and jitted calls must give equal bits."""
-
-        def pulled(x, grad):
-            y, pull = self.jax.vjp(function, x)
-            return y, *pull(grad)
-
-        x, grad = self.jax.tree.map(self.array, (x, grad))
-        plain, jitted = pulled(x, grad), self.jax.jit(pulled)(x, grad)
-        for a, b in zip(self.jax.tree.leaves(plain), self.jax.tree.leaves(jitted), strict=True):
-            assert isinstance(a, self.kind)
-            assert_same_bits(np.asarray(a), np.asarray(b))
-        return self.jax.tree.map(np.asarray, plain)
-
-
-@pytest.fixture(params=[Torch, Jax], ids=["torch", "jax"])
-def lib(request):
-    """Yield a library. JAX runs on the CPU, even if it has a GPU: tests/cuda/test_gpu_wrappers.py runs on a GPU."""
-    found = request.param()
-    if request.param is Torch:
-        yield found
-        return
-    with found.jax.default_device(found.jax.devices("cpu")[0]):
-        yield found
 
 
 def same_quantized(lib, q, expected):
