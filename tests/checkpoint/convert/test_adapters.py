@@ -9,7 +9,6 @@ from typing import Any
 
 import gguf_files
 import lora
-import measured
 import numpy as np
 import pytest
 import synthetic
@@ -19,7 +18,7 @@ from runs import stopping
 from synthetic import refused
 
 from fp4kit.__main__ import main
-from fp4kit.checkpoint import Activations, ConversionReport, ScaleSearch, Wishes, convert, make_plan
+from fp4kit.checkpoint import ConversionReport, ScaleSearch, Wishes, convert, make_plan
 from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model import slabs
 from fp4kit.checkpoint.verify.verify import verify
@@ -195,13 +194,6 @@ def test_slabs_do_not_change_the_bytes(root: Path, tmp_path: Path, monkeypatch: 
         assert cut == whole
 
 
-def test_activations_do_not_replace_input_scales_of_the_model(root: Path, tmp_path: Path) -> None:
-    convert(root / "base", tmp_path / "base", "nvfp4-modelopt", input_scale=0.25)
-    given = {"activations": Activations.of(measured.whole(root / "base")), "adapter": root / "adapter"}
-    with refused("every layer keeps its codes and its own input scale"):
-        make_plan(tmp_path / "base", "nvfp4-modelopt", **given)  # type: ignore[arg-type]
-
-
 def test_layers_with_factors_of_awq_are_refused_by_name(root: Path, tmp_path: Path) -> None:
     """They would lose their factors beside layers that keep them; decoding them to bfloat16 is possible."""
     convert(root / "base", tmp_path / "base", "nvfp4-modelopt", format="modelopt")
@@ -219,13 +211,6 @@ def test_layers_with_factors_of_awq_are_refused_by_name(root: Path, tmp_path: Pa
     assert all(one.share > 0.99 for one in made.survival.values())
 
 
-def test_stacks_of_experts_are_refused_by_name(tmp_path: Path) -> None:
-    synthetic.gpt_oss(tmp_path / "m")
-    layer = "model.layers.0.mlp.experts.down_proj"
-    with refused(f"{layer}: the layer is a stack of experts"):
-        make_plan(tmp_path / "m", adapter=lora.write(tmp_path / "adapter", lora.halves(layer, (64, 64))))
-
-
 def test_experts_are_merged_alone_and_into_stacks(tmp_path: Path) -> None:
     synthetic.moe(tmp_path / "moe")
     layers = {"model.layers.1.mlp.experts.1.up_proj": (96, 64), "model.layers.1.mlp.experts.0.down_proj": (64, 96)}
@@ -238,15 +223,45 @@ def test_experts_are_merged_alone_and_into_stacks(tmp_path: Path) -> None:
         made = convert(tmp_path / "base", tmp_path / name, "nvfp4-modelopt", format=form, adapter=adapter)
         assert set(made.survival) == set(layers)
         assert verify(tmp_path / name, tmp_path / "base", adapter=adapter).clean
+    synthetic.gpt_oss(tmp_path / "m")
+    layer = "model.layers.0.mlp.experts.down_proj"
+    with refused(f"{layer}: the layer is a stack of experts"):
+        make_plan(tmp_path / "m", adapter=lora.write(tmp_path / "stack", lora.halves(layer, (64, 64))))
 
 
-@pytest.mark.parametrize("dtype", [synthetic.BF16, np.dtype("f2")], ids=str)
-def test_adapters_in_16_bits_are_widened(root: Path, tmp_path: Path, dtype: np.dtype) -> None:
-    tensors = {name: x.astype(dtype) for name, x in lora.halves(Q, SHAPES[Q], std=1e-3).items()}
-    convert(root / "base", tmp_path / "out", format="bf16", adapter=lora.write(tmp_path / "adapter", tensors))
+@pytest.mark.parametrize(
+    ("dtype", "name", "rank", "options", "scale"),
+    [
+        (synthetic.BF16, Q, 8, {}, 2.0),
+        (np.dtype("f2"), "model.language_model.layers.0.self_attn.q_proj", 8, {}, 2.0),
+        (np.dtype("f4"), "layers.0.self_attn.q_proj", 8, {}, 2.0),
+        (
+            np.dtype("f4"),
+            Q,
+            4,
+            {
+                "use_rslora": True,
+                "rank_pattern": {"q_proj": 4, "layers.0.self_attn.q_proj": 2},
+                "alpha_pattern": {r"layers\.\d.*q_proj": 6},
+            },
+            6 / 2,
+        ),
+    ],
+)
+def test_dtypes_names_and_patterns(
+    root: Path, tmp_path: Path, dtype: np.dtype, name: str, rank: int, options: dict[str, Any], scale: float
+) -> None:
+    """Adapters in 16 bits are widened, and names of wrapped models are found.
+
+    The first pattern that matches the end of a layer's name decides, as in PEFT; rslora divides by sqrt(r).
+    """
+    own = {key: x.astype(dtype) for key, x in lora.halves(Q, SHAPES[Q], rank=rank, std=1e-3).items()}
+    adapter = lora.write(tmp_path / "adapter", {key.replace(Q, name): x for key, x in own.items()}, **options)
+    made = convert(root / "base", tmp_path / "out", format="bf16", adapter=adapter)
     weight = arrays(load(root / "base"))[f"{Q}.weight"]
-    want = (weight.astype(np.float32) + lora.delta(tensors, Q, 2.0)).astype(weight.dtype)
+    want = (weight.astype(np.float32) + lora.delta(own, Q, scale)).astype(weight.dtype)
     assert np.array_equal(arrays(load(tmp_path / "out"))[f"{Q}.weight"], want)
+    assert set(made.survival) == {Q}
 
 
 def test_a_search_of_scales_keeps_more(root: Path, tmp_path: Path) -> None:
@@ -423,27 +438,6 @@ def test_requests_that_are_refused(root: Path, tmp_path: Path, capsys: pytest.Ca
         make_plan(tmp_path / "m.gguf", "nvfp4-gguf", adapter=root / "adapter")
     assert main(["convert", str(base), str(tmp_path / "x"), "--bits", "5", "--adapter", str(tmp_path)]) == 2
     assert "measures errors without an adapter" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("nested", ["model.language_model.layers.0.self_attn.q_proj", "layers.0.self_attn.q_proj"])
-def test_names_of_wrapped_models_are_found(root: Path, tmp_path: Path, nested: str) -> None:
-    tensors = {name.replace(Q, nested): x for name, x in lora.halves(Q, SHAPES[Q], std=1e-3).items()}
-    made = convert(root / "base", tmp_path / "out", format="bf16", adapter=lora.write(tmp_path / "adapter", tensors))
-    assert set(made.survival) == {Q}
-
-
-def test_patterns_set_rank_and_alpha(root: Path, tmp_path: Path) -> None:
-    """The first pattern that matches the end of a layer's name decides, as in PEFT; rslora divides by sqrt(r)."""
-    tensors = lora.halves(Q, SHAPES[Q], rank=4, std=1e-3)
-    options = {
-        "rank_pattern": {"q_proj": 4, "layers.0.self_attn.q_proj": 2},
-        "alpha_pattern": {r"layers\.\d.*q_proj": 6},
-    }
-    lora.write(tmp_path / "adapter", tensors, use_rslora=True, **options)
-    convert(root / "base", tmp_path / "out", format="bf16", adapter=tmp_path / "adapter")
-    weight = arrays(load(root / "base"))[f"{Q}.weight"]
-    want = (weight.astype(np.float32) + lora.delta(tensors, Q, 6 / 2)).astype(weight.dtype)
-    assert np.array_equal(arrays(load(tmp_path / "out"))[f"{Q}.weight"], want)
 
 
 def test_another_format_and_a_rotation_merge_first(root: Path, tmp_path: Path) -> None:
