@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -209,24 +210,27 @@ def quantize_call(
     options: QuantizeOptions = QuantizeOptions(),  # noqa: B008  (immutable)
     *,
     out: Quantized | None = None,
+    has_codes: bool = True,
     **given: Any,
 ) -> Call:
-    """Check the arguments of an operation that returns codes, such as quantize, and return its Call.
+    """Check the arguments of quantize or fake_quantize, or of another function that quantizes, and return its Call.
 
+    has_codes: whether the function needs a recipe with codes, as all but fake_quantize do.
     given: the amaxes (tensor_amax, block_amax) or the scales (block_scale, tensor_scale) that the caller passed.
     """
     call, given = array_call(op, x, recipe, axis, **given, seed=options.seed)
-    check_codes(call, options.scale_layout)
-    if given.get("block_scale") is None and given.get("tensor_scale") is None:
-        call = with_amaxes(
-            with_options(call, options, given["seed"]), given.get("tensor_amax"), given.get("block_amax")
-        )
+    if has_codes:
+        check_codes(call, options.scale_layout)
+    block_scale, tensor_scale = given.get("block_scale"), given.get("tensor_scale")
+    if block_scale is None and tensor_scale is None:
+        call = with_options(call, options, given["seed"])
+        call = with_amaxes(call, given.get("tensor_amax"), given.get("block_amax"))
     else:
-        check_complete(op, call.recipe, given["block_scale"], given["tensor_scale"])
+        check_complete(op, call.recipe, block_scale, tensor_scale)
         call = with_options(call, options, given["seed"])
         shape, r = call.moved.shape, call.recipe
-        block_scale = parse_block_scale(op, given["block_scale"], shape, r, call.layout)
-        tensor_scale = parse_tensor_amax(op, given["tensor_scale"], shape, r, call.on_device, "tensor_scale")
+        block_scale = parse_block_scale(op, block_scale, shape, r, call.layout)
+        tensor_scale = parse_tensor_amax(op, tensor_scale, shape, r, call.on_device, "tensor_scale")
         call = call._replace(block_scale=block_scale, tensor_scale=tensor_scale)
     if out is not None:
         call = call._replace(out=import_out(op, out))
@@ -234,20 +238,7 @@ def quantize_call(
     return call
 
 
-def fake_call(
-    op: str,
-    x: Any,
-    recipe: str | Recipe,
-    axis: int,
-    options: QuantizeOptions = QuantizeOptions(),  # noqa: B008  (immutable)
-    *,
-    tensor_amax: Any = None,
-    block_amax: Any = None,
-) -> Call:
-    """Check the arguments of an operation that accepts recipes without codes, and return its Call."""
-    given = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
-    call, given = array_call(op, x, recipe, axis, **given)
-    return with_amaxes(with_options(call, options, given["seed"]), given["tensor_amax"], given["block_amax"])
+fake_call = partial(quantize_call, has_codes=False)
 
 
 def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: Any) -> tuple[Call, Any]:

@@ -165,8 +165,7 @@ def quantize(call: Call, functions: MatrixFunctions = SPECIFICATION) -> Quantize
     if out is None:
         for name in ("block_scale", "tensor_scale") if given else ():
             parts[name] = None if parts[name] is None else parts[name].copy()
-        facts = {"shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r}
-        return assembled({**parts, **facts, "scale_layout": call.layout})
+        return assembled(parts | call.result_fields())
     for name, part in parts.items():
         if part is not None and part is not getattr(out, name):
             getattr(out, name)[...] = part
