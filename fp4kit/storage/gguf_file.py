@@ -17,6 +17,7 @@ import re
 import stat
 import struct
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -133,12 +134,11 @@ class _HeaderReader:
             key = self._text("a key")
             kind = self._number("<I")
             value, text = self._value(kind, key)
-            if key in values:
-                raise self._unusable(f"the key {shown(key)!r} occurs twice")
+            self._need(key not in values, f"the key {shown(key)!r} occurs twice")
             if key == _ALIGNMENT_KEY:
-                if kind != 4 or value < 1 or value & (value - 1):
-                    needed = "a power of two, of type uint32, is needed"
-                    raise self._unusable(f"{_ALIGNMENT_KEY} is {shown(text)}; {needed}")
+                is_power = kind == 4 and value > 0 and not value & (value - 1)
+                needed = "a power of two, of type uint32, is needed"
+                self._need(is_power, f"{_ALIGNMENT_KEY} is {shown(text)}; {needed}")
                 alignment = value
             values[key] = text
             fields.append(Field(key, start, self._at))
@@ -151,40 +151,34 @@ class _HeaderReader:
 
     def _preamble(self) -> tuple[int, int, int]:
         """Read the beginning of the file."""
-        if self._take(len(MAGIC)) != MAGIC:
-            raise self._unusable(_NO_MAGIC)
+        self._need(self._take(len(MAGIC)) == MAGIC, _NO_MAGIC)
         version = self._number("<I")
-        if version not in _VERSIONS:
-            swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
-            problem = "it is big-endian" if swapped else f"it has version {version}"
-            raise self._unusable(f"{problem}; needs a little-endian file of version 2 or 3")
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+        problem = "it is big-endian" if swapped else f"it has version {version}"
+        self._need(version in _VERSIONS, f"{problem}; needs a little-endian file of version 2 or 3")
         tensors, keys = self._number("<Q"), self._number("<Q")
         self._check_count(tensors, 24, "tensors")
         self._check_count(keys, 13, "keys")
         return version, tensors, keys
 
-    def _unusable(self, why: str) -> CheckpointError:
-        """Return the CheckpointError that says that the file is not a usable GGUF file, and why."""
-        problem = other_file(self._path) if why == _NO_MAGIC else None
-        return CheckpointError(
-            f"{shown(self._name)}: not a usable GGUF file: {problem or f'{why}; download or copy it again'}"
-        )
+    def _need(self, is_right: bool, why: str) -> None:
+        """Raise the CheckpointError that says that the file is not a usable GGUF file, and why, unless is_right."""
+        if not is_right:
+            problem = other_file(self._path) if why == _NO_MAGIC else None
+            problem = problem or f"{why}; download or copy it again"
+            raise CheckpointError(f"{shown(self._name)}: not a usable GGUF file: {problem}")
 
     def _check_count(self, count: int, min_bytes: int, what: str) -> None:
-        """Raise CheckpointError if ``count`` items of at least ``min_bytes`` each cannot fit in the rest of the
-        file.
-        """
-        if count * min_bytes > self._size - self._at:
-            raise self._unusable(f"its header announces {count} {what}, more than fit in the file")
+        """Raise CheckpointError if ``count`` items of at least ``min_bytes`` each exceed the rest of the file."""
+        fits = count * min_bytes <= self._size - self._at
+        self._need(fits, f"its header announces {count} {what}, more than fit in the file")
 
     def _take(self, count: int) -> bytes:
         """Read the next ``count`` bytes and return them. Raise CheckpointError if the file has fewer bytes left."""
-        if count > self._size - self._at:
-            raise self._unusable("it ends inside its header")
+        self._need(count <= self._size - self._at, "it ends inside its header")
         data = self._stream.read(count)
         self._at += count
-        if len(data) != count:
-            raise self._unusable("it was truncated while it was read")
+        self._need(len(data) == count, "it was truncated while it was read")
         return data
 
     def _number(self, form: str) -> Any:
@@ -194,12 +188,12 @@ class _HeaderReader:
     def _text(self, what: str) -> str:
         """Read the name of a key or tensor, and return it."""
         length = self._number("<Q")
-        if length > 65535:
-            raise self._unusable(f"{what} has a name of {length} bytes; at most 65535 bytes are allowed")
-        try:
-            return self._take(length).decode("utf-8")
-        except UnicodeDecodeError:
-            raise self._unusable(f"{what} has a name that is not UTF-8") from None
+        self._need(length <= 65535, f"{what} has a name of {length} bytes; at most 65535 bytes are allowed")
+        data, text = self._take(length), ""
+        with suppress(UnicodeDecodeError):
+            text = data.decode("utf-8")
+        self._need(text.encode() == data, f"{what} has a name that is not UTF-8")
+        return text
 
     def _value(self, kind: int, key: str) -> tuple[Any, str]:
         """Read the value of a key."""
@@ -211,19 +205,16 @@ class _HeaderReader:
         if kind in _TYPES:
             value = self._number(_TYPES[kind][1])
             return value, str(value)
-        if kind != ARRAY:
-            raise self._unusable(f"{shown(key)} has type {kind}, which GGUF does not define")
+        self._need(kind == ARRAY, f"{shown(key)} has type {kind}, which GGUF does not define")
         item, count = self._number("<I"), self._number("<Q")
-        if item not in _TYPES:
-            raise self._unusable(f"{shown(key)} is an array of type {item}, which GGUF does not define")
-        return None, f"{_TYPES[item][0]}[{count}] sha256 {self._array(item, count, key)}"
-
-    def _array(self, item: int, count: int, key: str) -> str:
-        """Read an array of ``count`` values, and return the first 16 hexadecimal digits of their SHA-256."""
-        size = 8 if item == STRING else struct.calcsize(_TYPES[item][1])
+        self._need(item in _TYPES, f"{shown(key)} is an array of type {item}, which GGUF does not define")
+        name, form = _TYPES[item]
+        size = struct.calcsize(form) if form else 8  # a string has at least its length
         self._check_count(count, size, f"entries of {shown(key)}")
-        if item != STRING:
-            return self._digest(count * size)
+        return None, f"{name}[{count}] sha256 {self._digest(count * size) if form else self._digest_of_strings(count)}"
+
+    def _digest_of_strings(self, count: int) -> str:
+        """Read an array of strings, and return the first 16 hexadecimal digits of the SHA-256 of its bytes."""
         found = hashlib.sha256()
         for _ in range(count):
             length = self._take(8)
@@ -231,22 +222,18 @@ class _HeaderReader:
         return found.hexdigest()[:16]
 
     def _digest(self, count: int) -> str:
-        """Read ``count`` bytes."""
-        if count > self._size - self._at:
-            raise self._unusable("it ends inside its header")
+        """Read ``count`` bytes, and return the first 16 hexadecimal digits of their SHA-256."""
+        self._need(count <= self._size - self._at, "it ends inside its header")
         found = hashlib.sha256()
-        while count:
-            piece = min(count, _CHUNK)
-            found.update(self._take(piece))
-            count -= piece
+        for start in range(0, count, _CHUNK):
+            found.update(self._take(min(count - start, _CHUNK)))
         return found.hexdigest()[:16]
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read the description of a tensor."""
         name = self._text("a tensor")
         axes = self._number("<I")
-        if axes > _MAX_AXES:
-            raise self._unusable(f"{shown(name)} has {axes} axes; at most {_MAX_AXES} are allowed")
+        self._need(axes <= _MAX_AXES, f"{shown(name)} has {axes} axes; at most {_MAX_AXES} are allowed")
         shape = tuple(self._number("<Q") for _ in range(axes))[::-1]
         return name, shape, self._number("<I"), self._number("<Q")
 
@@ -257,27 +244,20 @@ class _HeaderReader:
         found: dict[str, TensorEntry] = {}
         end = 0
         for name, shape, number, offset in infos:
+            label = shown(name)
             if number in REMOVED:
                 what = f"type {number} ({REMOVED[number]}), which llama.cpp no longer has; make the file again"
-                raise CheckpointError(f"{shown(self._name)}: {shown(name)} has {what} from the unquantized model")
-            if number not in GGML_TYPES:
-                raise self._unusable(
-                    f"{shown(name)} has type {number}, which is unknown to llama.cpp; forks have others"
-                )
+                raise CheckpointError(f"{shown(self._name)}: {label} has {what} from the unquantized model")
+            is_known = number in GGML_TYPES
+            self._need(is_known, f"{label} has type {number}, which is unknown to llama.cpp; forks have others")
             kind, row = GGML_TYPES[number], (1, *shape)[-1]
-            if row % kind.elements:
-                raise self._unusable(
-                    f"{shown(name)} has rows of {row} elements; {kind.name} needs a multiple of {kind.elements}"
-                )
-            if name in found:
-                raise self._unusable(f"it has two tensors {shown(name)!r}")
-            if offset != _aligned(end, alignment):
-                raise self._unusable(
-                    f"{shown(name)} begins at byte {offset} of the data, not where the tensor before it ends"
-                )
+            needed = f"{kind.name} needs a multiple of {kind.elements}"
+            self._need(row % kind.elements == 0, f"{label} has rows of {row} elements; {needed}")
+            self._need(name not in found, f"it has two tensors {label!r}")
+            place = f"{label} begins at byte {offset} of the data"
+            self._need(offset == _aligned(end, alignment), f"{place}, not where the tensor before it ends")
             end = offset + kind.nbytes(shape)
-            if start + end > self._size:
-                raise self._unusable(f"it ends inside {shown(name)}: truncated")
+            self._need(start + end <= self._size, f"it ends inside {label}: truncated")
             found[name] = TensorEntry(name, kind.name, shape, start + offset, end - offset)
         return tuple(found.values())
 
