@@ -96,18 +96,6 @@ def test_options() -> None:
         assert_same_bits(a, fp4kit.amax(x, axis=1))
 
 
-def test_amaxes_as_numbers_and_gradients() -> None:
-    amaxes = [0.5, 1.0, 2.0, 1.5]
-    for given_amaxes in (amaxes, np.array(amaxes, np.float32)):
-        codes = fp4kit.quantize_grouped(XS, "nvfp4-te", tensor_amax=given_amaxes)
-        for q, x, a in zip(codes, XS, amaxes, strict=True):
-            assert_same_bits(q, fp4kit.quantize(x, "nvfp4-te", tensor_amax=a))
-    grads = [np.ones_like(x) for x in XS]
-    clipped = fp4kit.fake_quantize_grouped_backward(grads, XS, "fp8-modelopt", amax=amaxes, pass_through=False)
-    for g, x, a in zip(clipped, XS, amaxes, strict=True):
-        assert_same_bits(g, (np.abs(x) <= np.float32(a)).astype(np.float32))
-
-
 def test_a_plan_overwrites_its_results() -> None:
     xs = [x.copy() for x in XS]
     plan = fp4kit.GroupedPlan(xs, "nvfp4-te")
@@ -172,34 +160,6 @@ def test_memory_of_pytorch_tensors_is_noticed() -> None:
     assert plan.quantize()[1].tensor_amax == 0
 
 
-def test_errors() -> None:
-    errors = {
-        "quantize_grouped: tensor_amax has 2 entries and xs 4 arrays; needs one entry": {"tensor_amax": [1.0, 2.0]},
-        "quantize_grouped: tensor_amax is float; needs a sequence with one entry for each of": {"tensor_amax": 1.0},
-        "quantize_grouped: block_amax has 1 entries and xs 4 arrays": {"block_amax": [1.0]},
-        "quantize_grouped: tensor_amax[2] holds 1 negative value(s) of 1": {"tensor_amax": [1.0, 1.0, -1.0, 1.0]},
-        "quantize_grouped: tensor_amax[2] is None; needs an entry": {"tensor_amax": [1.0, 1.0, None, 1.0]},
-        "quantize_grouped: xs[0]: axis 3 is out of range for a 2-d array": {"axis": 3},
-    }
-    for message, options in errors.items():
-        with pytest.raises(ValueError, match=re.escape(message)):
-            fp4kit.quantize_grouped(XS, "nvfp4-te", **options)
-    with pytest.raises(
-        ValueError,
-        match=re.escape("xs is one 1-d array; needs a sequence of arrays, or one array of at least 2"),
-    ):
-        fp4kit.amax_grouped(XS[0][0])
-    with pytest.raises(
-        ValueError, match=re.escape("fake_quantize_grouped_backward: grads has 1 arrays and xs 4; needs equally many")
-    ):
-        fp4kit.fake_quantize_grouped_backward(XS[:1], XS, "nvfp4-te")
-    with pytest.raises(ValueError, match="hadamard is True, which fake_quantize does not support"):
-        fp4kit.GroupedPlan(XS, "nvfp4-te", hadamard=True).fake_quantize()
-    with pytest.raises(TypeError, match=re.escape("quantize_grouped: xs[1]")):
-        fp4kit.quantize_grouped([XS[0], [1.0]], "nvfp4-te")
-    assert fp4kit.quantize_grouped([], "nvfp4-te") == fp4kit.amax_grouped(iter([])) == []
-
-
 ONE, HALF = np.ones((4, 32), np.float32), np.ones((4, 24), np.float32)
 PAIR, backward = [ONE, ONE], fp4kit.fake_quantize_grouped_backward
 
@@ -230,6 +190,14 @@ NUMBERED = [
     (lambda: plan(tensor_amax=[1.0, -1.0]).fake_quantize(), "tensor_amax[1] holds 1 negative"),
     (lambda: plan().fake_quantize_backward([ONE, HALF]), "grads[1] has shape (4, 24)"),
     (lambda: fp4kit.quantize_grouped(np.ones((2, 4, 24), "f4"), "nvfp4-te"), "xs[0]: axis 1 has "),
+    (lambda: fp4kit.quantize_grouped(PAIR, "nvfp4-te", tensor_amax=[1]), "tensor_amax has 1 entries and xs 2"),
+    (lambda: fp4kit.quantize_grouped(PAIR, "nvfp4-te", tensor_amax=1.0), "tensor_amax is float; needs a sequence with"),
+    (lambda: fp4kit.quantize_grouped(PAIR, "nvfp4-te", block_amax=[1.0]), "block_amax has 1 entries and xs 2 arrays"),
+    (lambda: fp4kit.quantize_grouped(PAIR, "nvfp4-te", tensor_amax=[1, None]), "tensor_amax[1] is None; needs"),
+    (lambda: fp4kit.quantize_grouped(PAIR, "nvfp4-te", axis=3), "xs[0]: axis 3 is out of range for a 2-d array"),
+    (lambda: fp4kit.amax_grouped(ONE[0]), "xs is one 1-d array; needs a sequence of arrays, or one"),
+    (lambda: backward(PAIR[:1], PAIR, "nvfp4-te"), "grads has 1 arrays and xs 2; needs equally many"),
+    (lambda: plan(hadamard=True).fake_quantize(), "hadamard is True, which fake_quantize does not support"),
 ]
 
 
@@ -237,6 +205,10 @@ NUMBERED = [
 def test_errors_say_which_tensor(call, text):
     with pytest.raises((TypeError, ValueError), match=rf"^(\w+_grouped\w*|GroupedPlan): {re.escape(text)}"):
         call()
+
+
+def test_an_empty_group() -> None:
+    assert fp4kit.quantize_grouped([], "nvfp4-te") == fp4kit.amax_grouped(iter([])) == []
 
 
 @together("method", ["quantize", "fake_quantize"])

@@ -1,11 +1,13 @@
 """Test fp4kit.plot: the artists hold the numbers that the functions of fp4kit give."""
 
+import re
 import sys
 
 import matplotlib
 import ml_dtypes
 import numpy as np
 import pytest
+from together import together
 
 import fp4kit
 import fp4kit.plot
@@ -151,35 +153,28 @@ def test_without_matplotlib_the_error_says_what_to_install(x, monkeypatch):
         fp4kit.plot.number_line(fp4kit.formats.E2M1)
 
 
-def test_wrong_arguments_are_named(x):
-    with pytest.raises(TypeError, match="q is ndarray; needs a Quantized"):
-        fp4kit.plot.histogram(x)
-    with pytest.raises(TypeError, match="budget is float; needs the result"):
-        fp4kit.plot.product(1.0)
-    with pytest.raises(ValueError, match=r"x has shape \(16, 64\); needs one block, \(16,\)"):
-        fp4kit.plot.error_against_scale(x, "nvfp4-te")
-    with pytest.raises(ValueError, match="mxfp4-ocp and nvfp4-te differ in format or block"):
-        fp4kit.plot.error_against_scale(x[0, :16], ["nvfp4-te", "mxfp4"])
-    with pytest.raises(ValueError, match="fp8-modelopt has no blocks"):
-        fp4kit.plot.block(x, "fp8-modelopt", (0, 0))
-    with pytest.raises(ValueError, match="mxfp4-ocp has blocks of 32; needs blocks of 16, as nvfp4-te has"):
-        fp4kit.plot.block(x, ["nvfp4-te", "mxfp4"], (0, 0))
-    with pytest.raises(ValueError, match="recipe is empty; needs a recipe id, or several"):
-        fp4kit.plot.block(x, [], (0, 0))
-    for recipe, has in (
-        ("nvfp4-te-2d", "blocks of 16 rows"),
-        ("fp8-deepgemm-block", "blocks of 128 rows"),
-        ("fp8-modelopt", "no blocks"),
-        ("nvfp4-modelopt-fake", "no codes"),
-    ):
-        with pytest.raises(ValueError, match=f"{recipe} has {has}; needs a recipe with codes, in blocks of one row"):
-            fp4kit.plot.error_against_scale(x[0, :16], recipe)
-    for bad in (np.zeros(16, np.float32), np.full(16, np.nan, np.float32)):
-        with pytest.raises(ValueError, match="x holds a NaN or an infinity, or only zeros"):
-            fp4kit.plot.error_against_scale(bad, "nvfp4-te", tensor_amax=np.float32(1))
-    with pytest.raises(ValueError, match="x holds a NaN or an infinity; needs finite numbers"):
-        fp4kit.plot.number_line(fp4kit.formats.E2M1, [np.nan])
-    with pytest.raises(ValueError, match="ratios is empty"):
-        fp4kit.plot.layers({})
-    with pytest.raises(ValueError, match="the ratio of b is NaN; needs a number"):
-        fp4kit.plot.layers({"a": 20.0, "b": np.nan})
+ROW, BAD_ROW = np.ones(16, np.float32), np.full(16, np.nan, np.float32)
+plot = fp4kit.plot
+WRONG = [
+    (lambda: plot.histogram(ROW), TypeError, "q is ndarray; needs a Quantized"),
+    (lambda: plot.product(1.0), TypeError, "budget is float; needs the result"),
+    (lambda: plot.error_against_scale(ROW[None], "nvfp4-te"), ValueError, "x has shape (1, 16); needs one"),
+    (lambda: plot.error_against_scale(ROW, ["nvfp4-te", "mxfp4"]), ValueError, "and nvfp4-te differ in format"),
+    (lambda: plot.error_against_scale(ROW, "nvfp4-te-2d"), ValueError, "te-2d has blocks of 16 rows; needs"),
+    (lambda: plot.error_against_scale(ROW, "fp8-modelopt"), ValueError, "has no blocks; needs a recipe with"),
+    (lambda: plot.error_against_scale(ROW, "nvfp4-modelopt-fake"), ValueError, "fake has no codes; needs"),
+    (lambda: plot.error_against_scale(0 * ROW, "nvfp4-te"), ValueError, "x holds a NaN or an infinity, or only zeros"),
+    (lambda: plot.error_against_scale(BAD_ROW, "nvfp4-te"), ValueError, "x holds a NaN or an infinity, or only zeros"),
+    (lambda: plot.block(ROW, "fp8-modelopt", 0), ValueError, "fp8-modelopt has no blocks"),
+    (lambda: plot.block(ROW, ["nvfp4-te", "mxfp4"], 0), ValueError, "has blocks of 32; needs blocks of 16, as"),
+    (lambda: plot.block(ROW, [], 0), ValueError, "recipe is empty; needs a recipe id, or several"),
+    (lambda: plot.number_line(fp4kit.formats.E2M1, [np.nan]), ValueError, "x holds a NaN or an infinity; needs finite"),
+    (lambda: plot.layers({}), ValueError, "ratios is empty"),
+    (lambda: plot.layers({"a": 20.0, "b": np.nan}), ValueError, "the ratio of b is NaN; needs a number"),
+]
+
+
+@together("call, kind, text", WRONG)
+def test_wrong_arguments_are_named(call, kind, text):
+    with pytest.raises(kind, match=re.escape(text)):
+        call()
