@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 
@@ -61,6 +62,9 @@ class GoldenRow:
     searched: str = ""
     torch_seed: int | None = None
     torch_bits: ClassVar[dict[str, int]] = {"float32": 24, "float16": 11, "bfloat16": 8}
+
+
+_fake = partial(GoldenRow, fake=True)
 
 
 def _te_rows() -> Iterator[GoldenRow]:
@@ -132,17 +136,13 @@ def _modelopt_rows() -> Iterator[GoldenRow]:
         "int4-modelopt": "int4_block32",
     }
     for name, variant in fakes.items():
-        yield GoldenRow(
-            name, "modelopt_fake", f"fake_{variant}", given_amaxes="tensor", fake=True, skip="cpu_only_rows"
-        )
-        yield GoldenRow(name, "modelopt_fake", f"fake_{variant}_clip", given_amaxes="tensor", fake=True)
+        yield _fake(name, "modelopt_fake", f"fake_{variant}", given_amaxes="tensor", skip="cpu_only_rows")
+        yield _fake(name, "modelopt_fake", f"fake_{variant}_clip", given_amaxes="tensor")
     for name, variant in (("nvfp4-modelopt-fake", "nvfp4"), ("nvfp4-modelopt-fake-cuda", "nvfp4_cuda")):
-        yield GoldenRow(name, "modelopt_fake", f"fake_{variant}", given_amaxes="tensor", fake=True)
-    yield GoldenRow(
-        "nvfp4-modelopt-static-fake", "modelopt_fake", "fake_nvfp4_static", given_amaxes="static", fake=True
-    )
-    yield GoldenRow("mxfp4-modelopt-fake", "modelopt_fake", "fake_mxfp4", fake=True, skip="undefined")
-    yield GoldenRow("mxfp8-modelopt-fake", "modelopt_fake", "fake_mxfp8", fake=True, skip="undefined")
+        yield _fake(name, "modelopt_fake", f"fake_{variant}", given_amaxes="tensor")
+    yield _fake("nvfp4-modelopt-static-fake", "modelopt_fake", "fake_nvfp4_static", given_amaxes="static")
+    yield _fake("mxfp4-modelopt-fake", "modelopt_fake", "fake_mxfp4", skip="undefined")
+    yield _fake("mxfp8-modelopt-fake", "modelopt_fake", "fake_mxfp8", skip="undefined")
 
 
 def _torchao_rows() -> Iterator[GoldenRow]:
@@ -169,9 +169,9 @@ def _other_rows() -> Iterator[GoldenRow]:
     for name, variant in (("mxfp4", "mxfp4"), ("mxfp6", "mxfp6_e2m3"), ("mxfp8", "mxfp8_e4m3")):
         yield GoldenRow(f"{name}-compressed-tensors", "compressed_tensors", variant, skip="overflowing_block")
     for mode in ("nearest", "nearest_flush", "even", "floor"):
-        yield GoldenRow(f"mxfp4-microxcaling-{mode.replace('_', '-')}", "microxcaling", f"mxfp4_{mode}", fake=True)
+        yield _fake(f"mxfp4-microxcaling-{mode.replace('_', '-')}", "microxcaling", f"mxfp4_{mode}")
     for mode in ("nearest", "even"):
-        yield GoldenRow(f"mxfp8-microxcaling-{mode}", "microxcaling", f"mxfp8_e4m3_{mode}", fake=True)
+        yield _fake(f"mxfp8-microxcaling-{mode}", "microxcaling", f"mxfp8_e4m3_{mode}")
 
 
 def _gguf_rows() -> Iterator[GoldenRow]:
@@ -184,14 +184,8 @@ def _mlx_rows() -> Iterator[GoldenRow]:
     for name in ("mxfp4", "mxfp8", "nvfp4"):
         yield GoldenRow(f"{name}-mlx-cpu", "mlx", name, decoded=True, raw="mlx")
     for version in ("", "-0322"):  # both versions decode these codes alike, because none of the scales is NaN
-        yield GoldenRow(
-            f"nvfp4-mlx-cpu{version}-global",
-            "mlx",
-            "nvfp4_global",
-            given_amaxes="global_scale",
-            decoded=True,
-            raw="mlx",
-        )
+        fields: dict[str, Any] = {"given_amaxes": "global_scale", "decoded": True, "raw": "mlx"}
+        yield GoldenRow(f"nvfp4-mlx-cpu{version}-global", "mlx", "nvfp4_global", **fields)
     for name in ("mxfp8", "nvfp4"):
         yield GoldenRow(f"{name}-mlx-cpu-0322", "mlx", name, decoded=True)
     for name in ("mxfp4", "mxfp8"):
@@ -205,10 +199,8 @@ def _mlx_rows() -> Iterator[GoldenRow]:
 
 def _vllm() -> Iterator[GoldenRow]:
     yield GoldenRow("nvfp4-vllm-emulation", "vllm", "nvfp4", min_amax=1e-8)
-    yield GoldenRow("nvfp4-vllm-emulation", "vllm", "nvfp4", fake=True)
-    yield GoldenRow(
-        "nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu", fake=True, skip="nonfinite_block"
-    )
+    yield _fake("nvfp4-vllm-emulation", "vllm", "nvfp4")
+    yield _fake("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu", skip="nonfinite_block")
     # Compare the recorded tensor scale too, which a row with fake=True does not compare.
     yield GoldenRow("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu")
     yield GoldenRow("mxfp4-vllm", "vllm", "mxfp4", on_gpu="vllm_mxfp4")
@@ -226,7 +218,7 @@ def _triton_kernels() -> Iterator[GoldenRow]:
     ):
         yield GoldenRow(name, "triton_kernels", variant, skip="nan_element" if "mxfp4" in variant else "")
         yield GoldenRow(name, "producers_h200", f"triton_kernels_{variant}", skip="nonfinite_block")
-    yield GoldenRow("mxfp4-triton-kernels", "triton_kernels", "mxfp4_up", fake=True, skip="nonfinite_block")
+    yield _fake("mxfp4-triton-kernels", "triton_kernels", "mxfp4_up", skip="nonfinite_block")
 
 
 def _quark() -> Iterator[GoldenRow]:
@@ -234,22 +226,20 @@ def _quark() -> Iterator[GoldenRow]:
     yield GoldenRow("nvfp4-quark-file2file", "quark", "nvfp4_file2file", skip="infinite_quotient")
     for mode in ("even", "floor", "ceil"):
         yield GoldenRow(f"mxfp4-quark-{mode}", "quark", f"mxfp4_{mode}", skip="nonfinite_block", decoded=True)
-        yield GoldenRow(
-            f"mxfp4-quark-{mode}", "quark", f"mxfp4_{mode}", fake=True, values=("output",), skip="applied_scale"
-        )
+        yield _fake(f"mxfp4-quark-{mode}", "quark", f"mxfp4_{mode}", values=("output",), skip="applied_scale")
     for element in ("e2m3", "e3m2"):
         yield GoldenRow(f"mxfp6-quark-{element}-even", "quark", f"mxfp6_{element}_even", skip="nonfinite_block")
-    yield GoldenRow("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", fake=True, skip="nonfinite_block")
+    yield _fake("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", skip="nonfinite_block")
     yield GoldenRow("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", min_scale=1, skip="nonfinite_block")
 
 
 def _auto_round() -> Iterator[GoldenRow]:
     yield GoldenRow("nvfp4-auto-round", "auto_round", "nvfp4")
-    yield GoldenRow("nvfp4-auto-round-fake", "auto_round", "nvfp4", fake=True)
+    yield _fake("nvfp4-auto-round-fake", "auto_round", "nvfp4")
     yield GoldenRow("nvfp4-auto-round-opt", "auto_round", "nvfp4_opt_rtn")
     yield GoldenRow("mxfp4-auto-round-opt", "auto_round", "mxfp4_opt_rtn", skip="nonfinite_block")
     yield GoldenRow("mxfp4-auto-round", "auto_round", "mxfp4")
-    yield GoldenRow("mxfp4-auto-round", "auto_round", "mxfp4", fake=True)
+    yield _fake("mxfp4-auto-round", "auto_round", "mxfp4")
     for mode in ("rceil", "rceil_v2"):
         yield GoldenRow(f"mxfp4-auto-round-{mode.replace('_', '-')}", "auto_round", f"mxfp4_{mode}")
     yield GoldenRow("mxfp8-auto-round", "auto_round", "mxfp8")
@@ -257,15 +247,11 @@ def _auto_round() -> Iterator[GoldenRow]:
 
 
 def _fouroversix() -> Iterator[GoldenRow]:
-    for name, variant in (("", "mse"), ("-mae", "mae"), ("-absmax", "abs_max")):
-        yield GoldenRow(
-            f"nvfp4-fouroversix{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True
-        )
+    rules = {"": "mse", "-mae": "mae", "-absmax": "abs_max", "-6": "static_6", "-6-2d": "static_6_2d", "-4": "static_4"}
+    fields: dict[str, Any] = {"skip": "nonfinite_tensor", "decoded": True}
+    for name, variant in rules.items():
+        yield GoldenRow(f"nvfp4-fouroversix{name}", "fouroversix", f"nvfp4_{variant}", **fields)
     yield GoldenRow("nvfp4-fouroversix", "fouroversix", "nvfp4_mse_2d", block=(16, 16), skip="nonfinite_tensor")
-    for name, variant in (("6", "static_6"), ("6-2d", "static_6_2d"), ("4", "static_4")):
-        yield GoldenRow(
-            f"nvfp4-fouroversix-{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True
-        )
     yield GoldenRow("nvint4-fouroversix", "fouroversix_new", "nvint4", decoded=True)
     for name, variant in (("", "mse"), ("-mae", "mae"), ("-absmax", "abs_max")):
         yield GoldenRow(f"if4-fouroversix{name}", "fouroversix_new", f"if4_{variant}", skip="signed_nan", decoded=True)
@@ -273,9 +259,7 @@ def _fouroversix() -> Iterator[GoldenRow]:
     for fmt in ("nvfp4", "if4"):
         for inputs in ("__f16", "__bf16"):
             variant = f"fouroversix_ms_eden_{fmt}_seed7"
-            yield GoldenRow(
-                f"{fmt}-fouroversix-ms-eden", "triton_h100", variant, inputs=inputs, fake=True, options=options
-            )
+            yield _fake(f"{fmt}-fouroversix-ms-eden", "triton_h100", variant, inputs=inputs, options=options)
     for top in ("6", "4"):
         yield GoldenRow(f"mxfp4-fouroversix-{top}", "fouroversix", f"mxfp4_static_{top}", decoded=True)
     for name, variant, block in (
@@ -284,7 +268,7 @@ def _fouroversix() -> Iterator[GoldenRow]:
         ("-mae", "mae", None),
         ("-6", "static_6", None),
     ):
-        fields: dict[str, Any] = {
+        fields = {
             "block": block,
             "skip": "nonfinite_tensor",
             "on_gpu": f"fouroversix_triton_nvfp4_{variant}",
@@ -339,12 +323,12 @@ def _others() -> Iterator[GoldenRow]:
     yield GoldenRow("mxfp4-torchao-even", "triton_h100", "aiter_triton_mxfp4", **fields)
     yield GoldenRow("nvfp4-aiter-triton", "triton_h100", "aiter_triton_nvfp4")
     for inputs in ("__f16", "__bf16"):
-        yield GoldenRow("mxfp4-fp-quant", "triton_h100", "fp_quant_mxfp4_abs_max", inputs=inputs, fake=True)
-        yield GoldenRow("mxfp4-fp-quant-quest", "triton_h100", "fp_quant_mxfp4_quest", inputs=inputs, fake=True)
+        yield _fake("mxfp4-fp-quant", "triton_h100", "fp_quant_mxfp4_abs_max", inputs=inputs)
+        yield _fake("mxfp4-fp-quant-quest", "triton_h100", "fp_quant_mxfp4_quest", inputs=inputs)
         fields = {"inputs": inputs, "fake": True, "skip": "nonfinite_group"}
         yield GoldenRow("nvfp4-fp-quant", "triton_h100", "fp_quant_nvfp4_gs3", **fields)
-    yield GoldenRow("mxfp4-fp-quant", "fp_quant", "mxfp4_abs_max", fake=True, skip="flushed_block")
-    yield GoldenRow("mxfp4-fp-quant-quest", "fp_quant", "mxfp4_quest", fake=True)
+    yield _fake("mxfp4-fp-quant", "fp_quant", "mxfp4_abs_max", skip="flushed_block")
+    yield _fake("mxfp4-fp-quant-quest", "fp_quant", "mxfp4_quest")
 
 
 PRODUCERS = (
