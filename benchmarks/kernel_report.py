@@ -20,7 +20,7 @@ import numpy as np
 
 from fp4kit.cuda import compiler
 from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
-from fp4kit.cuda.dispatch import LaunchRequest, find_kernel, kernel_for
+from fp4kit.cuda.dispatch import TABLE_THREADS, LaunchRequest, find_kernel, kernel_for
 from fp4kit.cuda.launch import THREADS
 from fp4kit.cuda.layouts import transpose_struct
 from fp4kit.formats import FLOATS
@@ -85,7 +85,7 @@ def quantize_kernel(
 
 def table_kernel(r: Recipe) -> ReportedKernel:
     """Return the kernel that quantizes large bfloat16 matrices to a 4over6 recipe."""
-    source = instantiation("quantize_table", recipe_struct(r), Input=TYPES[BF16], kAligned=True)
+    source = instantiation("quantize_table", recipe_struct(r), threads=TABLE_THREADS, Input=TYPES[BF16], kAligned=True)
     return ReportedKernel("quantize_table_kernel", r.id, str(BF16), "", source)
 
 

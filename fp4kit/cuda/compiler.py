@@ -211,14 +211,16 @@ TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dt
 Trait = bool | str | np.dtype  # a constant or type that an instantiation defines
 
 
-def instantiation(file: str, struct: str = "", group: str = "", **traits: Trait) -> str:
+def instantiation(file: str, struct: str = "", group: str = "", threads: int = 0, **traits: Trait) -> str:
     """Return the C++ source that instantiates the kernels in `file`.cu once.
 
-    `group` is the name of one of these kernels to instantiate this kernel for a group of tensors (GROUPED).
+    `group` is the name of one of these kernels to instantiate this kernel for a group of tensors (GROUPED). `threads`
+    is the number of threads per thread block; 0 for that of rules/types.cuh.
     """
+    number = f"#define FP4KIT_THREADS {threads}\n" if threads else ""
     definitions = [_definition(name, value) for name, value in traits.items()]
     kernels = GROUPED[group].source(file, group) if group else f'#include "{file}.cu"\n'
-    return "\n".join([PRELUDE + struct, *definitions, kernels])
+    return "\n".join([number + PRELUDE + struct, *definitions, kernels])
 
 
 class GroupedEntry(NamedTuple):
@@ -296,7 +298,7 @@ GROUPED = {
         "SearchArguments a",
         "search<R, Input, {}, kWeighted, kAll, kEight>(a, grid, memory)",
         before="__shared__ SearchMemory<kWeighted> memory; make_pruning_tables<R>(memory.tables);",
-        bounds="kSearchThreads<kWeighted>, kWeighted ? 1 : 2",
+        bounds="kThreads, kWeighted ? 1 : 2",
     ),
     # `aligned` is 1 if codes can be moved 16 bytes at a time, plus 2 if scales can be moved four bytes at a time.
     "transpose": GroupedEntry(

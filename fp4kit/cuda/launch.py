@@ -274,13 +274,19 @@ def row_of(kernel: str, device: int) -> LaunchRow:
 
 @lru_cache(CACHE_SIZE)
 def function_of(
-    file: str, kernel: str, device: int, struct: str, traits: tuple[tuple[str, Trait], ...], small: bool | None = None
+    file: str,
+    kernel: str,
+    device: int,
+    struct: str,
+    traits: tuple[tuple[str, Trait], ...],
+    small: bool | None = None,
+    threads: int = THREADS,
 ) -> Any:
     """Return a compiled kernel as a CuPy function on a device. `struct` is the C++ text of the structs it uses.
 
     It is the kernel for a group if `small` is not None, which says whether the group is small (is_small).
     """
-    values: dict[str, Any] = dict(traits)
+    values: dict[str, Any] = dict(traits) | ({"threads": threads} if threads != THREADS else {})
     if small is None:
         return compiler.function(instantiation(file, struct, **values), f"{kernel}_kernel", device)
     source = instantiation(file, struct, kernel, **values, kSmall=small)
@@ -291,7 +297,7 @@ def row_function(kernel: str, device: int, struct: str, *traits: Trait, small: b
     """Return the compiled kernel of a row of LAUNCHES, with the values of its traits, as a CuPy function."""
     row = row_of(kernel, device)
     values = tuple(zip(row.traits.split(), traits, strict=True))
-    return function_of(row.file or kernel, row.entry or kernel, device, struct, values, small)
+    return function_of(row.file or kernel, row.entry or kernel, device, struct, values, small, row.threads)
 
 
 @lru_cache(CACHE_SIZE)

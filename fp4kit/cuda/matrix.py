@@ -108,7 +108,8 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
         check_columns(sizes[1])
     plan = dispatch.row_plan(request, device)
     traits = (("Input", request.dtype), ("kAligned", aligned_runs))
-    function = function_of(choice.kernel, choice.kernel, device, kernel_structs(request, plan), traits)
+    structs = kernel_structs(request, plan)
+    function = function_of(choice.kernel, choice.kernel, device, structs, traits, threads=choice.threads)
     blocks = choice.grid(request, device)
     if request.finds_amax and plan is None:
         blocks = -(-blocks // FINDERS) * FINDERS  # whole clusters

@@ -88,4 +88,4 @@ def test_a_prepared_launch_has_the_grid_and_threads_of_its_row(log, monkeypatch)
     row = launch.LAUNCHES["search"]
     launch.prepared.__wrapped__("search", 1 << 20, (1, 2, 3, 4), 0, (None,) * len(row.traits.split()))(5, 6, 7, 8, 9)
     assert log == [("cupy", (3 * row.limit,), (row.threads,), None, words(5, 6, 7, 8, 9, 1, 2, 3, 4))]
-    assert (row.limit, row.threads) == (2, 512)  # kSearchThreads<false> and its launch bounds in search.cu
+    assert (row.limit, row.threads) == (2, 512)  # and two thread blocks in the launch bounds of search.cu

@@ -53,7 +53,9 @@ def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
         first: per block, the E4M3 code of this scale.
         out: the array to write to.
     """
-    text = instantiation("search", recipe_struct(RECIPES[STATIC])).replace("search.cu", "search_loss_bounds.cuh")
+    text = instantiation("search", recipe_struct(RECIPES[STATIC]), threads=SEARCH_THREADS).replace(
+        "search.cu", "search_loss_bounds.cuh"
+    )
     text += (HERE / "bounds.cu").read_text()
     fields = np.dtype([(name, "u8") for name in ("x", "reciprocals", "first", "out", "count")])
     function = compiler.function(text, "bounds_kernel", x.device.id)

@@ -6,11 +6,9 @@
 // they map its amax to the element values 6 and 4. The fast path encodes blocks of finite elements in few instructions;
 // the exact path is valid for all blocks.
 //
-// Each multiprocessor holds one table, which is shared by one thread block of kTableThreads threads.
+// Each multiprocessor holds one table, which is shared by one thread block of kThreads threads.
 #include "four_over_six_table.cuh"
 #include "quantize_tile.cuh"
-
-constexpr int kTableThreads = 1024;  // number of threads per thread block
 
 // The result of looking up the elements of one thread in the table: the codes of the two candidate scales of the block,
 // the table entries of the elements, and the sum of the entries.
@@ -70,8 +68,8 @@ FP4KIT_DEVICE void quantize_rows_by_table(const QuantizeArguments& a, const Pair
                                           bool has_table) {
   constexpr bool kFlat = R::kLayout == ScaleLayout::linear;  // true if the row of a block is not needed
   const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, runs = static_cast<u32>(a.rows) * blocks;
-  const u32 step = gridDim.x * kTableThreads;
-  u32 run = blockIdx.x * kTableThreads + threadIdx.x;
+  const u32 step = gridDim.x * kThreads;
+  u32 run = blockIdx.x * kThreads + threadIdx.x;
   Run<In, R::kBlock> next = {};
   if (run < runs) next = load_row<R, In, kAligned>(a, static_cast<i64>(run) * R::kBlock);
   for (; run < runs; run += step) {
@@ -186,7 +184,7 @@ template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTable& table, TensorScale t,
                                              bool has_table) {
   const Team team = {table.parts + Team::number() * 64u};
-  constexpr u32 kTeams = kTableThreads / Team::kThreads;
+  constexpr u32 kTeams = kThreads / Team::kThreads;
   const u32 rows = static_cast<u32>(a.rows), blocks = static_cast<u32>(a.columns) / R::kBlock;
   const u32 wide = (blocks + Team::kBlocks - 1) / Team::kBlocks,
             tiles = (rows + R::kBlockRows - 1) / R::kBlockRows * wide;
@@ -231,7 +229,7 @@ FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTab
 // (cuda/dispatch.py has all conditions). a.tensor_amax is an input. A thread processes one block of one row at a
 // time, or a team of four warps processes eight square blocks at a time. Launch with any number of thread blocks; one
 // per multiprocessor suffices.
-extern "C" __global__ void __launch_bounds__(kTableThreads, 1) quantize_table_kernel(QuantizeArguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_table_kernel(QuantizeArguments a) {
   __shared__ PairTable table;
   const TensorScale t = tensor_scale_of<R, Input>(a.tensor_amax, 0, 0, 1);
   const bool has_table = has_table_for(t);

@@ -29,7 +29,7 @@ template <bool kWeighted>
 struct SearchMemory {
   Candidates candidates;
   PruningTables<kWeighted> tables;
-  WarpMemory<kWeighted> warps[kSearchThreads<kWeighted> / 32];
+  WarpMemory<kWeighted> warps[kThreads / 32];
 };
 
 // Return the scale code with the smallest loss among all codes of unproven_block.range, or the lowest of them if
@@ -143,8 +143,7 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
 // For each block of a.x, find the amax whose scale gives the smallest loss, and store it in a.block_amax. The kernel is
 // launched for pruned scale searches by squared errors, with or without weights per column. A thread processes one
 // block at a time. Launch with any number of thread blocks.
-extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2)
-    search_kernel(SearchArguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads, kWeighted ? 1 : 2) search_kernel(SearchArguments a) {
   __shared__ SearchMemory<kWeighted> memory;
   make_pruning_tables<R>(memory.tables);
   search<R, Input, kAligned, kWeighted, kAll, kEight>(a, whole_grid(), memory);

@@ -22,9 +22,12 @@ using i64 = long long;
 #define FP4KIT_UNROLL _Pragma("unroll")
 #endif
 
-// The number of threads per thread block, unless a kernel has its own number. It equals THREADS of
-// cuda/launch.py.
-constexpr int kThreads = 256;
+// The number of threads per thread block for which the kernel is compiled; the row of its launch states it
+// (cuda/launch.py).
+#ifndef FP4KIT_THREADS
+#define FP4KIT_THREADS 256
+#endif
+constexpr int kThreads = FP4KIT_THREADS;
 constexpr float kFltMax = 0x1.fffffep127f;
 constexpr float kFltMin = 0x1p-126f;  // smallest normal
 constexpr u32 kInfinityBits = 0x7F800000u;

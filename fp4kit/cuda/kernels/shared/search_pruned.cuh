@@ -20,10 +20,6 @@
 #include "search_loss_bounds.cuh"
 #include "search.cuh"
 
-// The number of threads of a thread block. Without weights, two thread blocks with one table each use all registers of
-// a multiprocessor (cuda/search.py).
-template <bool kWeighted>
-constexpr int kSearchThreads = kWeighted ? kThreads : 512;
 constexpr u32 kMaxOpenCodes =
     14u;  // per block: seven codes below the first upward code, and seven of the eight upward codes
 
