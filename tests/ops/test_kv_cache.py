@@ -286,23 +286,18 @@ def call(**changed):
     fp4kit.quantize_kv(cache, **{"keys": X, "values": X, "slots": [0, 1], **changed})
 
 
-@together("changed, message", VALUE_ERRORS)
-def test_mistakes_are_named(changed, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call(**changed)
+TYPE_ERRORS = [
+    (dict(cache=np.zeros(3)), "cache is a ndarray; needs a fp4kit.layouts.kv.KVCache"),
+    (dict(values=X.astype(np.float64)), "quantize_kv: values is float64; needs float32, float16 or bfloat16"),
+    (dict(slots=[0.5, 1]), "slots are float64"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (dict(cache=np.zeros(3)), "cache is a ndarray; needs a fp4kit.layouts.kv.KVCache"),
-        (dict(values=X.astype(np.float64)), "quantize_kv: values is float64; needs float32, float16 or bfloat16"),
-        (dict(slots=[0.5, 1]), "slots are float64"),
-    ],
-)
-def test_wrong_types_are_named(changed, message):
-    with pytest.raises(TypeError, match=re.escape(message)):
-        call(**changed)
+@together("kind, errors", [(ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS)])
+def test_mistakes_are_named(kind, errors):
+    for changed, message in errors:
+        with pytest.raises(kind, match=re.escape(message)):
+            call(**changed)
 
 
 def test_a_refused_call_writes_nothing():
@@ -431,12 +426,6 @@ def test_sides_swapped_with_their_scales_or_without():
         assert found.verdict.startswith("the pages fit vllm-hnd if K and V are swapped (")
 
 
-def test_a_negative_scale_is_no_explanation():
-    keys, values = drawn_of_identify(7)
-    found = fp4kit.identify_kv(stored("vllm-hnd", keys, values).arrays, -keys, values, SLOTS)
-    assert found.verdict.startswith("no known layout fits")
-
-
 def test_layouts_that_fit_about_equally_well():
     """Values of nearly equal magnitudes have nearly equal scales; the better layout is named first."""
     rng = np.random.default_rng(0)
@@ -460,24 +449,22 @@ def test_inverted_scale():
     assert "if k_scale is about 0.02, its reciprocal, not 50 (" in found.verdict
 
 
-def test_pages_of_other_keys():
+def test_pages_that_no_layout_explains():
     keys, values = drawn_of_identify(9)
-    found = fp4kit.identify_kv(stored("vllm-nhd", *drawn_of_identify(10)).arrays, keys, values, SLOTS)
-    assert found.verdict.startswith("no known layout fits; the nearest is vllm-") and not found.layouts
-    assert len(found.matches) == 4
-    shifted = fp4kit.identify_kv(stored("vllm-nhd", keys, values).arrays, keys, values, (SLOTS + 1) % 128)
-    assert shifted.verdict.startswith("no known layout fits")
-
-
-def test_garbage_is_no_fit():
-    keys, values = drawn_of_identify(11)
-    cache = kv.KV_LAYOUTS["flashinfer-nhd"].zeros(SHAPE_IDENTIFY)
-    for array in cache.arrays:
-        array[:] = 0xFF  # NaN scales
-    found = fp4kit.identify_kv(cache.arrays, keys, values, SLOTS)
-    assert found.verdict.startswith("no known layout fits") and found.matches[0].error == float("inf")
-    zeros = fp4kit.identify_kv(kv.KV_LAYOUTS["vllm-nhd"].zeros(SHAPE_IDENTIFY).arrays, keys, values, SLOTS)
-    assert zeros.verdict.startswith("no known layout fits") and zeros.matches[0].error == 1
+    pages, zeros = stored("vllm-nhd", keys, values).arrays, kv.KV_LAYOUTS["vllm-nhd"].zeros(SHAPE_IDENTIFY).arrays
+    flashinfer = [np.full_like(a, 0xFF) for a in stored("flashinfer-nhd", keys, values).arrays]  # NaN scales
+    cases = [
+        ("other keys", stored("vllm-nhd", *drawn_of_identify(10)).arrays, keys, SLOTS, None),
+        ("shifted", pages, keys, (SLOTS + 1) % 128, None),
+        ("negative", pages, -keys, SLOTS, None),
+        ("NaN", flashinfer, keys, SLOTS, float("inf")),
+        ("zeros", zeros, keys, SLOTS, 1),
+    ]
+    for name, arrays, reference, slots, error in cases:
+        found = fp4kit.identify_kv(arrays, reference, values, slots)
+        nearest = "flashinfer-" if name == "NaN" else "vllm-"
+        assert found.verdict.startswith(f"no known layout fits; the nearest is {nearest}"), name
+        assert not found.layouts and len(found.matches) == 4 and error in (None, found.matches[0].error), name
 
 
 def test_padding_and_large_caches_are_sampled():
@@ -509,7 +496,7 @@ MISTAKES = [
 
 
 @together("changed, message", MISTAKES)
-def test_mistakes_are_named_of_identify(changed, message):
+def test_mistakes_of_identify_are_named(changed, message):
     given = {"arrays": PAGES, "keys": KEYS, "values": VALUES, "slots": SLOTS, **changed}
     with pytest.raises(ValueError, match=re.escape(message)):
         fp4kit.identify_kv(given.pop("arrays"), given.pop("keys"), given.pop("values"), given.pop("slots"), **given)
