@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arrays.imports import import_arrays, to_host
+from fp4kit.arrays.imports import import_arrays, import_to_host, to_host
 from fp4kit.formats import IntegerOrFloat
 from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.quantized.container import PARTS, Quantized
@@ -167,8 +167,8 @@ def statistics_of(q: Quantized) -> Statistics:
     (packed,) = import_arrays("statistics", packed=q.packed)
     of_rows = None
     if isinstance(fmt, IntegerOrFloat):  # its codes have no values without their scale
-        (stored,) = import_arrays("statistics", scales=q.block_scale)
-        of_rows = unswizzle_scales(to_host(stored), q.scale_layout, q.scale_shape).reshape(-1, q.scale_shape[-1])
+        stored = import_to_host("statistics", scales=q.block_scale)
+        of_rows = unswizzle_scales(stored, q.scale_layout, q.scale_shape).reshape(-1, q.scale_shape[-1])
     by_byte, row, saturated, nan, blocks, zeros = np.zeros(256, np.int64), 0, 0, 0, 0, 0
     for chunk in _chunks(packed, r.block_rows):
         if of_rows is not None and isinstance(fmt, IntegerOrFloat):
@@ -219,8 +219,7 @@ def _zero_words(words: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct block scales of q as float32, and how often each occurs."""
-    (part,) = import_arrays("statistics", scales=q.tensor_scale if q.block_scale is None else q.block_scale)
-    part = to_host(part)
+    part = import_to_host("statistics", scales=q.tensor_scale if q.block_scale is None else q.block_scale)
     if q.block_scale is None or q.recipe.scale is None:
         return np.unique(part, return_counts=True)
     linear = unswizzle_scales(part, q.scale_layout, q.scale_shape)

@@ -282,6 +282,12 @@ def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
     return tuple(a if isinstance(a, module.ndarray) else module.from_dlpack(_detached(a)) for a in named.values())
 
 
+def import_to_host(op: str, **named: Any) -> Any:
+    """Return one array of any library, given as name=array, as a NumPy array. An array on a GPU is copied."""
+    (array,) = import_arrays(op, **named)
+    return to_host(array)
+
+
 def _one_cupy_device(arrays: Iterable[Any]) -> bool:
     """Return whether all arrays are CuPy arrays on one device; False if there are none or CuPy is not imported."""
     kind = getattr(sys.modules.get("cupy"), "ndarray", None)

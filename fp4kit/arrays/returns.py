@@ -312,8 +312,7 @@ def library_of(a: Any) -> ArrayLibrary | None:
         return None
     a = first_array(a)
     for library, kind in ((TORCH, "Tensor"), (JAX, "Array")):
-        array_type = getattr(sys.modules.get(library.name), kind, None)
-        if array_type is not None and isinstance(a, array_type):
+        if isinstance(a, getattr(sys.modules.get(library.name), kind, ())):
             return library
     return None
 
@@ -378,8 +377,7 @@ def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
 
 def mark_written(out: Any) -> Any:
     """Tell PyTorch's autograd that `out` was written to, as PyTorch's in-place functions do, and return `out`."""
-    tensor: Any = getattr(sys.modules.get(TORCH.name), "Tensor", None)
-    if tensor is not None and isinstance(getattr(out, "packed", out), tensor):
+    if isinstance(getattr(out, "packed", out), tensor_type()):
         arrays = out.parts().values() if hasattr(out, "with_parts") else (out,)
         count_writes([array for array in arrays if array is not None])
     return out

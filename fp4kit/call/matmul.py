@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit import formats
-from fp4kit.arrays.imports import check_one_device, cupy, import_arrays, is_array, making_current, to_host
+from fp4kit.arrays.imports import check_one_device, cupy, import_arrays, import_to_host, is_array, making_current
 from fp4kit.arrays.returns import library_of, numpy_dtype
 from fp4kit.formats import FLOATS, ElementFormat
 from fp4kit.quantized.container import Quantized
@@ -441,7 +441,7 @@ def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
 def _starts(m_indptr: Any, rows: int, count: int) -> list[int]:
     """Return m_indptr as a list of ints: the first row in `a` of each matrix, then the number of rows of `a`."""
     is_list = isinstance(m_indptr, (list, tuple))
-    array = np.asarray(m_indptr if is_list else to_host(import_arrays(GROUPED, m_indptr=m_indptr)[0]))
+    array = np.asarray(m_indptr if is_list else import_to_host(GROUPED, m_indptr=m_indptr))
     if array.dtype.kind not in "iu":
         raise TypeError(f"{GROUPED}: m_indptr is {array.dtype}; needs integers")
     if array.shape != (count + 1,):

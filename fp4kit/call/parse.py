@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arguments import as_flag, as_index, as_shape, is_one_of
-from fp4kit.arrays.imports import import_arrays, is_array, to_host
+from fp4kit.arrays.imports import import_arrays, import_to_host, is_array
 from fp4kit.call.inputs import (
     AbstractArray,
     check_complete,
@@ -372,7 +372,7 @@ def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: 
     """Check the arguments of a call to rotate, and return its Rotation."""
     (x,) = import_arrays(op, x=x)
     check_float(op, x)
-    (matrices,) = import_arrays(op, matrices=matrices)
+    matrices = import_to_host(op, matrices=matrices)
     check_float(op, matrices, "matrices")
     shape = matrices.shape
     if len(shape) not in (2, 3) or shape[-1] != shape[-2] or not 1 <= shape[-1] <= MAX_MATRIX:
@@ -380,7 +380,7 @@ def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: 
             f"{op}: matrices has shape {tuple(shape)}; needs (n, n) or (number of blocks, n, n), with n from 1 to"
             f" {MAX_MATRIX}"
         )
-    return _rotation(op, x, shape[-1], to_host(matrices), axis, signs, inverse)
+    return _rotation(op, x, shape[-1], matrices, axis, signs, inverse)
 
 
 def check_hadamard_size(op: str, size: Any) -> int:
@@ -433,7 +433,7 @@ def _check_orthogonal(op: str, matrices: np.ndarray) -> None:
 def _negative(op: str, signs: Any, size: int, length: int) -> np.ndarray:
     """Return the argument signs of hadamard or rotate as uint8 in its given shape: 1 for the sign -1, and 0 for 1."""
     try:
-        found = np.asarray(to_host(import_arrays(op, signs=signs)[0]) if is_array(signs) else signs, np.float64)
+        found = np.asarray(import_to_host(op, signs=signs) if is_array(signs) else signs, np.float64)
     except (TypeError, ValueError):
         raise ValueError(f"{op}: signs is {signs!r:.60}; needs numbers, each 1 or -1") from None
     if found.shape not in ((size,), (length,)):

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.arithmetic import ieee
-from fp4kit.arrays.imports import import_arrays, to_host
+from fp4kit.arrays.imports import import_to_host
 from fp4kit.call.parse import fake_call
 from fp4kit.display import Panel, Shown, share
 from fp4kit.formats import Codebook, ElementFormat, IntegerOrFloat, bit_patterns
@@ -352,8 +352,7 @@ def on_host(name: str, a: Any) -> Any:
     if isinstance(a, Quantized):
         return quantized_on_host(a, name)
     operation, _, argument = name.partition(": ")
-    (array,) = import_arrays(operation, **{argument: a})
-    return to_host(array)
+    return import_to_host(operation, **{argument: a})
 
 
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
@@ -513,8 +512,7 @@ def compare_recipes(
     if len(recipes) < 2:
         raise ValueError(f"{OP}: recipes has {len(recipes)} entries; needs at least two recipes")
     chosen = [recipe_of(OP, r) for r in recipes]
-    (imported,) = import_arrays(OP, x=x)
-    array: np.ndarray = to_host(imported)
+    array: np.ndarray = import_to_host(OP, x=x)
     for r in chosen:
         fake_call(OP, array, r, axis, tensor_amax=None if r.tensor_scaling == "none" else tensor_amax)
     results = [_parts_by(array, r, axis, tensor_amax) for r in chosen]

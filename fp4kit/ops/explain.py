@@ -14,7 +14,7 @@ import numpy as np
 
 from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
-from fp4kit.arrays.imports import import_arrays, to_host
+from fp4kit.arrays.imports import import_to_host
 from fp4kit.call.parse import Call, QuantizeOptions, fake_call
 from fp4kit.display import Panel, Shown
 from fp4kit.host.engine import compute_tensor_amax
@@ -201,8 +201,7 @@ def explain(
     recipes: list[Any] = list(recipe) if isinstance(recipe, (list, tuple)) else [recipe]
     if not recipes:
         raise ValueError(f"{OP}: recipe is an empty sequence; needs at least one recipe")
-    (imported,) = import_arrays(OP, x=x)
-    array = to_host(imported)
+    array = import_to_host(OP, x=x)
     at = _checked_index(index, array.shape)
     amaxes = {"tensor_amax": _on_host(tensor_amax), "block_amax": _on_host(block_amax)}
     options = QuantizeOptions(rounding=rounding, seed=_on_host(seed), hadamard=hadamard)
@@ -219,7 +218,7 @@ def explain(
 def _on_host(array: Any) -> Any:
     """Return an argument that may be an array on a GPU, such as amaxes or random bytes, as a NumPy array."""
     is_number = isinstance(array, np.generic) or not hasattr(array, "shape")
-    return array if is_number else to_host(import_arrays(OP, array=array)[0])
+    return array if is_number else import_to_host(OP, array=array)
 
 
 def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:

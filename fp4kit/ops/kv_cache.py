@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arguments import as_flag, as_float32
-from fp4kit.arrays.imports import import_arrays, on_device, to_host
+from fp4kit.arrays.imports import import_arrays, import_to_host, on_device, to_host
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call.parse import check_float
 from fp4kit.display import Panel, Shown
@@ -409,10 +409,10 @@ def _arrays(op: str, arrays: Any) -> tuple[Any, ...]:
 
 def _reference(op: str, name: str, x: Any) -> np.ndarray:
     """Return reference keys or values as a NumPy array of float32."""
-    (array,) = import_arrays(op, **{name: x})
+    array = import_to_host(op, **{name: x})
     if array.dtype.kind not in "biuf" and array.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} are {array.dtype}; needs real numbers")
-    host = to_host(array).astype(np.float32)
+    host: np.ndarray = array.astype(np.float32)
     if host.ndim != 3:
         raise ValueError(f"{op}: {name} have shape {host.shape}; needs (tokens, heads, head_dim)")
     if not np.isfinite(host).all() or not host.any():

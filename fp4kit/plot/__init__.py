@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arrays.imports import import_arrays, to_host
+from fp4kit.arrays.imports import import_to_host
 from fp4kit.formats import IF4_INTEGER_BIT, ElementFormat, IntegerOrFloat
 from fp4kit.layouts import unpacked, unswizzle_scales
 from fp4kit.ops.compare import RecipeComparison
@@ -246,7 +246,7 @@ def error_against_scale(
     op = "plot.error_against_scale"
     given = [recipes] if isinstance(recipes, (str, Recipe)) else list(recipes)
     chosen = [recipe_of(op, r) for r in given]
-    array = to_host(import_arrays(op, x=x)[0])
+    array = import_to_host(op, x=x)
     first = _same_formats(op, chosen)
     if array.shape != (first.block_size,):
         raise ValueError(f"{op}: x has shape {array.shape}; needs one block, ({first.block_size},)")
@@ -354,7 +354,7 @@ def block(
     op = "plot.block"
     recipes = [recipe_of(op, each) for each in ([recipe] if isinstance(recipe, (str, Recipe)) else recipe)]
     _check_blocks(op, recipes)
-    array, size = to_host(import_arrays(op, x=x)[0]), recipes[0].block_size
+    array, size = import_to_host(op, x=x), recipes[0].block_size
     rows: dict[str, list[float]] = {}
     title, differs = [], []
     for r in recipes:
