@@ -191,17 +191,24 @@ MISTAKES = [  # a call, and the key phrase of its ValueError
     (lambda: write([[0, 1]]), "slots have shape (1, 2); needs (tokens,)"),
     (lambda: zeros("vllm-nhd", 2, 4, 1, 64).read([0, -1]), "KVCache.read: slot -1 is out of range"),
     (read_only, "an array of the cache is read-only"),
-    (
-        lambda: zeros("vllm-nhd", 2, 4, 1, 64).converted("vllm-hnd", zeros("vllm-hnd", 2, 8, 1, 64)),
-        "(2, 8, 1, 64); needs",
-    ),
+    (lambda: zeros("vllm-nhd", 2, 4, 1, 64).converted("vllm-hnd", zeros("vllm-hnd", 2, 8, 1, 64)), "(2, 8, 1, 64); "),
     (lambda: kv.v_scale_position(0, 0, 6), "scales is 6; needs a positive multiple of 4"),
 ]
+TYPE_MISTAKES = [
+    (lambda: kv.KVCache("vllm-nhd", np.zeros((1, 2, 4, 1, 36), np.int8)), "pages are int8; needs uint8"),
+    (lambda: kv.KVCache("vllm-nhd", "x"), "pages are a builtins.str; needs an array of NumPy or CuPy"),
+    (lambda: write([0.0, 1.0]), "slots are float64; needs integers"),
+    (lambda: write(np.ma.array([0, 1], mask=[True, False])), "slots is a masked array, whose mask would be"),
+    (lambda: kv.KVLayout("vllm", "nhd", "no"), "KVLayout: swizzled is 'no'; needs True or False"),
+    (lambda: write([0, 1], v_codes=np.zeros((2, 2, 32), np.float32)), "v_codes are float32; needs uint8"),
+    (lambda: zeros("vllm-nhd", 1.5, 4, 1, 64), "pages is 1.5"),
+]
+ERRORS = [(ValueError, *row) for row in MISTAKES] + [(TypeError, *row) for row in TYPE_MISTAKES]
 
 
-@together("call, message", MISTAKES)
-def test_mistakes_are_named(call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+@together("kind, call, message", ERRORS)
+def test_mistakes_are_named(kind, call, message):
+    with pytest.raises(kind, match=re.escape(message)):
         call()
 
 
@@ -209,23 +216,6 @@ def test_out_shares_no_memory():
     cache = zeros("vllm-nhd", 2, 4, 1, 64)
     with pytest.raises(ValueError, match="shares memory"):
         cache.converted("vllm-nhd", out=kv.KVCache("vllm-nhd", cache.arrays))
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: kv.KVCache("vllm-nhd", np.zeros((1, 2, 4, 1, 36), np.int8)), "pages are int8; needs uint8"),
-        (lambda: kv.KVCache("vllm-nhd", "x"), "pages are a builtins.str; needs an array of NumPy or CuPy"),
-        (lambda: write([0.0, 1.0]), "slots are float64; needs integers"),
-        (lambda: write(np.ma.array([0, 1], mask=[True, False])), "slots is a masked array, whose mask would be"),
-        (lambda: kv.KVLayout("vllm", "nhd", "no"), "KVLayout: swizzled is 'no'; needs True or False"),
-        (lambda: write([0, 1], v_codes=np.zeros((2, 2, 32), np.float32)), "v_codes are float32; needs uint8"),
-        (lambda: zeros("vllm-nhd", 1.5, 4, 1, 64), "pages is 1.5"),
-    ],
-)
-def test_wrong_types_are_named(call, message):
-    with pytest.raises(TypeError, match=re.escape(message)):
-        call()
 
 
 @pytest.mark.exhaustive

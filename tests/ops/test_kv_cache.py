@@ -291,13 +291,13 @@ TYPE_ERRORS = [
     (dict(values=X.astype(np.float64)), "quantize_kv: values is float64; needs float32, float16 or bfloat16"),
     (dict(slots=[0.5, 1]), "slots are float64"),
 ]
+ERRORS = [(ValueError, *row) for row in VALUE_ERRORS] + [(TypeError, *row) for row in TYPE_ERRORS]
 
 
-@together("kind, errors", [(ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS)])
-def test_mistakes_are_named(kind, errors):
-    for changed, message in errors:
-        with pytest.raises(kind, match=re.escape(message)):
-            call(**changed)
+@together("kind, changed, message", ERRORS)
+def test_mistakes_are_named(kind, changed, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        call(**changed)
 
 
 def test_a_refused_call_writes_nothing():
