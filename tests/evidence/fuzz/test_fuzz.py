@@ -23,7 +23,7 @@ from fp4kit.cpu import engine
 from fp4kit.evidence.fuzz import arrays as fuzz_arrays
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz import shrink
-from fp4kit.evidence.fuzz.arrays import DISTANCES, DTYPES, FORMATS, PATTERNS, DrawnArray, View, codes_of, drawn
+from fp4kit.evidence.fuzz.arrays import DISTANCES, FORMATS, PATTERNS, DrawnArray, View, codes_of, drawn
 from fp4kit.evidence.fuzz.check import Verdict, agree
 from fp4kit.evidence.fuzz.draw import ALPHAS, ARRAYS, LONGEST, DrawnCase, DrawnOptions, changes_of, draw, units_for
 from fp4kit.evidence.fuzz.programs import check, script
@@ -37,10 +37,10 @@ SMALL_PRODUCTS = replace(SMALL, operations=("matmul",))
 
 
 def test_nothing_is_wrong_with_the_specification():
-    report = fuzz.run(None, 600, 1, cases=400, pool=SMALL)
+    report = fuzz.run(None, 600, 1, cases=250, pool=SMALL)
     assert report.failures == [] and report.total("failed") == 0
-    assert report.total("cases") == 400 and set(report.operations) == set(OPERATIONS)
-    assert report.total("refused") < 40 and report.total("calls") > 800 and report.total("values") > 100_000
+    assert report.total("cases") == 250 and set(report.operations) == set(OPERATIONS)
+    assert report.total("refused") < 25 and report.total("calls") > 500 and report.total("values") > 100_000
 
 
 @pytest.mark.exhaustive
@@ -59,7 +59,7 @@ def test_every_recipe_is_drawn_right(id):
 def test_factors_that_depend_on_amaxes_are_no_failure():
     """Scales that came from other block amaxes than those of x need not give the codes back under these rules."""
     pool = replace(SMALL, operations=("with_scales",), recipes=("mxfp4-mlx-cpu-0321", "mxfp4-quark-floor"))
-    assert fuzz.run(None, 600, 2, cases=400, pool=pool, shrink_seconds=0).failures == []
+    assert fuzz.run(None, 600, 2, cases=100, pool=pool, shrink_seconds=0).failures == []
 
 
 def test_a_case_is_drawn_from_its_number_alone():
@@ -72,7 +72,7 @@ def test_a_case_is_drawn_from_its_number_alone():
 def test_every_field_is_changed():
     """Drawn variants of recipes differ in every field that can change, and Recipe accepts them."""
     d = Picks(0, SMALL)
-    variants = [draw_variant(d, id, 4) for id in RECIPES for _ in range(20)]
+    variants = [draw_variant(d, id, 4) for id in RECIPES for _ in range(5)]
     assert all(isinstance(variant.recipe, Recipe) for variant in variants)
     assert {name for variant in variants for name, _ in variant.changes} >= set(CHANGES)
     assert sum(len(variant.changes) for variant in variants) > len(variants)
@@ -142,10 +142,10 @@ def test_draws_reach_everything():
 
 def test_few_products_are_refused():
     pool = replace(SMALL_PRODUCTS, faults=False)
-    report = fuzz.run(None, 600, 1, cases=180, pool=pool)
-    assert report.failures == [] and report.total("refused") == 0 and report.total("values") > 9_000
+    report = fuzz.run(None, 600, 1, cases=90, pool=pool)
+    assert report.failures == [] and report.total("refused") == 0 and report.total("values") > 4_000
     sums = Counter()
-    for number in range(180):
+    for number in range(90):
         p = draw(fuzz.CASES_PER_SEED + number, pool)[0].product
         a, b = p.a.codes.shape, p.b.codes.shape
         sums[p.unit.id] += prod(np.broadcast_shapes(a[:-2], b[:-2])) * a[-2] * b[-2]
@@ -287,13 +287,6 @@ def test_one_bit_is_shrunk_to_one_block(away, monkeypatch):
     shrunk = next(f.shrunk for f in report.failures if f.kind == "differs")
     assert "float32" in shrunk and "axis" in shrunk and "View" not in text and "replace(" not in text
     assert text.count("0x") <= 2, text
-
-
-def test_a_wrong_row_is_shrunk_to_five_rows(away, monkeypatch):
-    plant(monkeypatch, "matmul", first_row)
-    report = fuzz.run(away, 600, 1, cases=30, pool=SMALL_PRODUCTS, shrink_seconds=60)
-    failure = next(f for f in report.failures if f.kind == "differs")
-    assert "[5, " in failure.shrunk and not any(word in failure.script for word in ("View", "swizzle", "c=", "drawn"))
 
 
 def test_elements_that_do_not_matter_become_zero():
@@ -575,23 +568,16 @@ def test_products_of_pairs_cancel(distance, dtype):
 PAIRED = ("paired", "opposed")
 
 
-def test_one_large_value_per_row():
+def test_patterns_are_what_their_names_say():
     x = np.abs(drawn("one large", "float16", (50, 64), 3).astype(np.float32))
     assert ((x == float(ml_dtypes.finfo(np.float16).max)).sum(axis=1) == 1).all() and np.sort(x)[:, -2].max() <= 4
-
-
-def test_zero_runs_have_rows_of_zeros():
     x = drawn("zero runs", "bfloat16", (60, 64), 4).astype(np.float32)
-    rows = (x == 0).all(axis=1)
-    assert 0 < rows.sum() < 60 and np.signbit(x[x == 0]).any() and not np.signbit(x[x == 0]).all()
-    assert ((x[~rows].reshape(-1, 4, 16) == 0).all(axis=-1) | (x[~rows].reshape(-1, 4, 16) != 0).all(axis=-1)).all()
-
-
-def test_scales_of_every_kind():
-    ordinary = fp4kit.formats.E4M3.values[drawn("scale codes of E4M3", "uint8", (40, 8), 1)]
-    assert 2.0**-2 <= np.abs(ordinary[ordinary != 0]).min() and np.abs(ordinary).max() <= 2.0**4
+    zeros = (x == 0).reshape(60, 4, 16)
+    assert 0 < zeros.all(axis=(1, 2)).sum() < 60 and (zeros.all(axis=-1) | ~zeros.any(axis=-1)).all()
+    assert len(np.unique(np.signbit(x[x == 0]))) == 2
+    scales = fp4kit.formats.E4M3.values[drawn("scale codes of E4M3", "uint8", (40, 8), 1)]
+    assert 2.0**-2 <= np.abs(scales[scales != 0]).min() and np.abs(scales).max() <= 2.0**4
     assert drawn("smallest scale codes", "uint8", (3, 8), 2).max() < 8
-    assert fuzz_arrays.SCALES.keys() == {"E4M3", "E8M0"} and DTYPES["uint8"] == np.uint8
 
 
 module = tool_module("compare_products")
