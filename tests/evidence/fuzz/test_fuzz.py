@@ -416,6 +416,8 @@ def test_values_are_written_out_where_they_are_few():
     bits = x.values().view(np.uint16).reshape(-1)
     assert np.flatnonzero(bits).tolist() == [35, 36]
     assert f"given('bfloat16', (2, 32), {{35: {bits[35]:#x}, 36: {bits[36]:#x}}})" in text
+    both = script(replace(case, operation="quantize_both"), Verdict("differs", step=3), None)
+    assert "row = fp4kit.quantize(" in both and "quantize_both" not in both  # only statements that are needed
     many = replace(case, arrays=(replace(x, shape=(2, 64), kept=(1, 100)),))
     assert "drawn('constant', 'bfloat16', (2, 64), 1, (1, 100))" in script(many, Verdict("differs", step=2), None)
 
