@@ -277,7 +277,8 @@ BELOW = {"entries": {"entries", "shared", "rules"}, "shared": {"shared", "rules"
 
 def test_threads_of_a_block_are_those_that_launchers_count():
     texts = "\n".join(path.read_text() for path in FILES)
-    assert re.findall(r"^constexpr int kThreads\b[^;]*", texts, re.MULTILINE) == [f"constexpr int kThreads = {THREADS}"]
+    assert re.findall(r"^constexpr int kThreads = (\w+);", texts, re.MULTILINE) == ["FP4KIT_THREADS"]
+    assert re.findall(r"#define FP4KIT_THREADS.*", texts) == [f"#define FP4KIT_THREADS {THREADS}"]
 
 
 @together("path", FILES, ids=lambda path: path.name)

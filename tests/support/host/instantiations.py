@@ -30,6 +30,11 @@ class Instantiation(NamedTuple):
     source: str
     kernel: str
 
+    @property
+    def threads(self) -> str:
+        """The line of the stub that sets the number of threads of a block; "" if headers set it."""
+        return "".join(re.findall(r"^#define FP4KIT_THREADS \d+\n", self.source))
+
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh?)"', re.MULTILINE)
 
@@ -55,7 +60,8 @@ def included(names: Iterable[str], tree: Mapping[str, str]) -> list[str]:
 def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
     """Return one translation unit for many instantiations.
 
-    The text has the headers once. Each instantiation follows in a separate namespace, with a separate kernel name.
+    The text has the headers once, so that all instantiations must have one number of threads. Each instantiation
+    follows in a separate namespace, with a separate kernel name.
 
     sources: the folder with the kernels' source files.
     """
@@ -64,7 +70,7 @@ def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
     files = cache(lambda names: included(names, tree))  # cached, because many instantiations include the same files
     needed = [files(tuple(_INCLUDE.findall(source))) for source, _ in instantiations]
     headers = sorted({name for names in needed for name in names if name.endswith(".cuh")})
-    lines = ['#include "library.h"', *(f'#include "{name}"' for name in headers)]
+    lines = ['#include "library.h"', instantiations[0].threads, *(f'#include "{name}"' for name in headers)]
     entries = []
     for i, ((source, kernel), names) in enumerate(zip(instantiations, needed, strict=True)):
         text = "".join([source, *(tree[name] for name in names if name.endswith(".cu"))])

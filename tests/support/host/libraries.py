@@ -218,18 +218,21 @@ class Libraries:
             self._submit_noted()
 
     def _submit_noted(self) -> None:
-        """Compile the recorded instantiations to one library, in the background."""
+        """Compile the recorded instantiations, in the background."""
         self._submit(list(self._noted))
         self._noted.clear()
 
-    def _submit(self, batch: list[Instantiation]) -> None:
-        """Compile the instantiations in `batch` to one library, in the background."""
-        if batch:
+    def _submit(self, instantiations: list[Instantiation]) -> None:
+        """Compile the instantiations to one library per number of threads of a block, in the background."""
+        by_threads: dict[str, list[Instantiation]] = {}
+        for instantiation in instantiations:
+            by_threads.setdefault(instantiation.threads, []).append(instantiation)
+        for batch in by_threads.values():
             library = self._pool.submit(self._build, batch)
             self._found |= {instantiation: (library, i) for i, instantiation in enumerate(batch)}
 
     def _build(self, batch: list[Instantiation]) -> Library:
-        """Compile and load one library with the instantiations in `batch`."""
+        """Compile and load one library with the instantiations in `batch`, which have one number of threads."""
         text = program_text(batch, self._sources)
         path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
         self._compiler.build(text, path, *sorted({file.parent for file in loader.files(self._sources).values()}))

@@ -201,7 +201,7 @@ def test_a_row_that_is_too_long_for_a_kernel(monkeypatch, recipe):
 
     Without blocks, all elements are one row, and kernels number elements with 64 bits.
     """
-    monkeypatch.setattr(matrix, "function_of", lambda *arguments: None)
+    monkeypatch.setattr(matrix, "function_of", lambda *arguments, **threads: None)
     for columns in (1 << 32, (1 << 32) - 32, 1 << 12):
         work = LaunchRequest(fp4kit.recipe(recipe), BF16, (2, columns))
         refused = pytest.raises(ValueError, match=r"a row has 4294967296 elements; .* at most 2\^32 - 1; reshape x")
